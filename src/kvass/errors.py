@@ -1,0 +1,87 @@
+"""One exception tree, and the typed refusals that travel on the wire.
+
+::
+
+    KvassError
+    ├── UsageError            you called us wrongly; the text says what to do
+    │   └── ConfigError       a flag, an environment name, a YAML key, a connector option
+    ├── Unavailable           no daemon there right now: a miss, and reconnecting goes on by itself
+    │   └── TimedOut          it did not answer within the bound
+    ├── RemoteError           the peer broke the protocol; its session ends, no other
+    │   ├── FrameError        the bytes are no frame of ours
+    │   └── Incompatible      version ranges or clocks that do not meet: run uncached
+    └── Refused               the daemon said no, with a code; nothing was changed
+
+Operational failure inside the flows (a miss, a refused key, a shorter match) is a value, never one
+of these.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+ErrorCode = Literal[
+    "bad_message",  # undecodable, of an unknown type, or a field of a wrong type
+    "bad_frame",  # the length prefix or size is out of bounds
+    "bad_value",  # decodes, but a value is out of its domain
+    "not_registered",  # needs Register first
+    "already_registered",  # this session registered already, with other contents
+    "rank_taken",  # a second live (instance, rank)
+    "bad_rank",  # negative, unknown, or above the limit
+    "contradiction",  # differs from what its own instance said; names the field
+    "incompatible_version",  # protocol ranges do not meet
+    "incompatible_clock",  # the monotonic clocks differ: another time namespace
+    "wrong_boot",  # names memory or a lease of another daemon's life
+    "unknown_lease",
+    "unknown_reservation",
+    "not_yours",  # belongs to another instance
+    "limit",  # more than Limits allow
+    "too_large",  # a row of this layout does not fit the arena
+    "forbidden",  # this peer's uid or role may not
+    "shutting_down",
+]
+
+
+class KvassError(Exception):
+    """Root of everything kvass raises."""
+
+
+class UsageError(KvassError):
+    """The caller's mistake. The text says what to do about it."""
+
+
+class ConfigError(UsageError):
+    """A flag, environment name, YAML key or connector option that cannot be used."""
+
+
+class Unavailable(KvassError):
+    """The daemon cannot be reached now."""
+
+
+class TimedOut(Unavailable):
+    """The daemon did not answer within the bound; a late answer goes to the mailbox."""
+
+
+class RemoteError(KvassError):
+    """The peer broke the protocol."""
+
+
+class FrameError(RemoteError):
+    """Bytes that are no frame, or a frame that is no message."""
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(text)
+        self.code: ErrorCode = code
+
+
+class Incompatible(RemoteError):
+    """Peer and we cannot work together (protocol version range, clock)."""
+
+
+class Refused(KvassError):
+    """The daemon refused a request, by code and with one line of what to do."""
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code: ErrorCode = code
+        self.text = text

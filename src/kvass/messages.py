@@ -1,0 +1,286 @@
+"""Every message on the wire, and nothing else.
+
+Law of this file: a field is only ever added, with a default; a name is never reused. So an older
+peer's message decodes here and ours decodes there (unknown fields are ignored).
+
+Encoding: MessagePack maps tagged by ``t`` (msgspec), in frames of ``u32 little-endian length`` +
+payload (``wire/framing.py``). A *request* carries ``seq`` > 0 and is answered by exactly one reply
+with the same ``seq``, an ``Error`` if need be. A *one-way* message is answered only by an ``Error``
+(``seq`` echoed, 0 if none was given). The daemon pushes ``Populated`` with ``seq`` 0.
+
+Order of a session: ``Hello`` -> ``Welcome`` (with the arena's descriptor attached, if asked for),
+then ``Register`` -> ``Registered``, then anything. A session that only looks (CLI) skips Register.
+
+Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's life: every message
+that names arena memory, a lease or a reservation carries it.
+
+Digests: a blob of equally wide chunk hashes, ``width`` bytes each, chunk 0 first, so a token list
+never crosses the wire.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from kvass.errors import ErrorCode
+from kvass.types import Limits, RankLayout, Slots, Timing
+
+PROTOCOL_MIN: Final = 1
+PROTOCOL_MAX: Final = 1
+FEATURES: Final[tuple[str, ...]] = ()
+"""Optional abilities both sides must name to use; the base protocol has none."""
+
+
+class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
+    """Base of all: ``seq`` pairs a reply with its request."""
+
+    seq: int = 0
+
+
+# ---------------------------------------------------------------- session
+
+
+class Hello(Message, tag="hello"):
+    """First message of a client. ``clock_s`` is its CLOCK_MONOTONIC when it sent this."""
+
+    protocol_min: int = PROTOCOL_MIN
+    protocol_max: int = PROTOCOL_MAX
+    features: tuple[str, ...] = ()
+    client: str = ""
+    clock_s: float = 0.0
+    wants_arena: bool = False
+
+
+class Welcome(Message, tag="welcome"):
+    """Answer to ``Hello``. The arena's fd rides on this frame when it was asked for.
+
+    ``clock_s`` lets the client check that it lies between its sending and its receiving.
+    """
+
+    protocol: int = PROTOCOL_MAX
+    features: tuple[str, ...] = ()
+    boot: bytes = b""
+    version: str = ""
+    clock_s: float = 0.0
+    arena_bytes: int = 0
+    populated_bytes: int = 0
+    limits: Limits = Limits()
+    timing: Timing = Timing()
+
+
+class Register(Message, tag="register"):
+    """Who this session is. Scheduler: ``rank`` -1 and no layout. Worker: its rank and layout.
+
+    ``ranks`` is the number of worker processes, ``world_size`` that of distinct shards, ``shard`` the
+    one this worker holds, ``writer`` whether it is the rank that writes it. ``identity`` are the
+    namespace's tagged fields; all sessions of an instance must send the same.
+    """
+
+    instance: str
+    identity: dict[str, str]
+    chunk_tokens: int
+    rank: int = -1
+    ranks: int = 1
+    world_size: int = 1
+    shard: int = 0
+    writer: bool = True
+    layout: RankLayout | None = None
+
+
+class Registered(Message, tag="registered"):
+    """``namespace`` is empty while ranks are missing; until then every lookup is a miss."""
+
+    namespace: bytes = b""
+    missing: tuple[int, ...] = ()
+
+
+# ---------------------------------------------------------------- reading
+
+
+class Lookup(Message, tag="lookup"):
+    """Find and pin in one round trip.
+
+    Touches chunks ``[0, first)`` and pins the longest run of READY rows from ``first``. ``readers``
+    are the ranks that will each send one ``Release``; missing means exactly rank 0.
+    """
+
+    request: str
+    digests: bytes
+    width: int = 32
+    first: int = 0
+    readers: tuple[int, ...] | None = None
+
+
+class Matched(Message, tag="matched"):
+    """``chunks`` counts from chunk 0, so ``chunks == first`` is a miss and takes no lease (0).
+
+    ``slots[g]`` are the rows of group ``g`` for chunks ``[first, chunks)``. A read counts only if it
+    finished before ``deadline_s``.
+    """
+
+    boot: bytes = b""
+    lease: int = 0
+    first: int = 0
+    chunks: int = 0
+    deadline_s: float = 0.0
+    slots: tuple[Slots, ...] = ()
+
+
+class Release(Message, tag="release"):
+    """One-way. ``rank`` settles its debt; -1 is the scheduler giving back what it never handed over.
+
+    ``bad`` are indices into the lease's chunks whose bytes proved wrong: those rows are dropped.
+    """
+
+    boot: bytes
+    lease: int
+    rank: int = -1
+    bad: tuple[int, ...] = ()
+
+
+class Renew(Message, tag="renew"):
+    """Push a lease's deadline out. Refused with ``unknown_lease`` once it lapsed."""
+
+    boot: bytes
+    lease: int
+
+
+class Renewed(Message, tag="renewed"):
+    """The new deadline."""
+
+    deadline_s: float = 0.0
+
+
+# ---------------------------------------------------------------- writing
+
+
+class ReserveItem(msgspec.Struct, omit_defaults=True):
+    """Chunks ``[first, n)`` of one request to be stored; ``[0, first)`` are touched.
+
+    ``groups`` is a bit mask of the groups whose rows are wanted. ``writers`` are the ranks that will
+    each send one ``Commit``; missing means every rank that registered as a writer.
+    """
+
+    request: str
+    digests: bytes
+    first: int = 0
+    groups: int = 1
+    writers: tuple[int, ...] | None = None
+
+
+class Reserve(Message, tag="reserve"):
+    """One per scheduler step: all chunks that become storable in it."""
+
+    items: list[ReserveItem]
+    width: int = 32
+
+
+class Grant(msgspec.Struct, omit_defaults=True):
+    """What of one item may be written: ``chunks`` are the granted chunk indices (absolute).
+
+    Chunks already held, being written or refused are not in it; ``reservation`` 0 means none was.
+    ``slots[i]`` belongs to the i-th group named in the item's mask, parallel to ``chunks``.
+    """
+
+    reservation: int = 0
+    chunks: tuple[int, ...] = ()
+    slots: tuple[Slots, ...] = ()
+
+
+class Granted(Message, tag="granted"):
+    """Parallel to ``Reserve.items``. Commits after ``deadline_s`` publish nothing."""
+
+    boot: bytes = b""
+    deadline_s: float = 0.0
+    grants: list[Grant] = []
+
+
+class Commit(Message, tag="commit"):
+    """One-way: ``rank`` has written its shard of every row of the reservation."""
+
+    boot: bytes
+    reservation: int
+    rank: int = 0
+
+
+class Abort(Message, tag="abort"):
+    """One-way: ``rank`` will not write (any more). -1: the scheduler, before handing over."""
+
+    boot: bytes
+    reservation: int
+    rank: int = -1
+
+
+class HandedOver(Message, tag="handed_over"):
+    """One-way, from the scheduler: from here on only the ranks settle these."""
+
+    boot: bytes
+    leases: tuple[int, ...] = ()
+    reservations: tuple[int, ...] = ()
+
+
+# ---------------------------------------------------------------- looking, clearing
+
+
+class Ping(Message, tag="ping"):
+    """Answered by ``Pong`` after everything this session sent before it was carried out."""
+
+
+class Pong(Message, tag="pong"):
+    """The answer to ``Ping``."""
+
+
+class Clear(Message, tag="clear"):
+    """Forget a namespace (its digest), or this session's own (empty), or all (``everything``)."""
+
+    namespace: bytes = b""
+    everything: bool = False
+
+
+class Cleared(Message, tag="cleared"):
+    """How many rows stopped matching."""
+
+    rows: int = 0
+
+
+class Status(Message, tag="status"):
+    """Ask for the counters and gauges of ``kvass status``."""
+
+
+class StatusReply(Message, tag="status_reply"):
+    """``fields``: the names of DESIGN section 8, JSON-able."""
+
+    fields: dict[str, Any] = {}
+
+
+class Populated(Message, tag="populated"):
+    """Pushed to sessions that mapped the arena: its first ``bytes`` are faulted in by the daemon."""
+
+    bytes: int = 0
+
+
+class Error(Message, tag="error"):
+    """A typed refusal. ``fatal`` says that this session ends after it."""
+
+    code: ErrorCode
+    text: str = ""
+    fatal: bool = False
+
+
+Request = Hello | Register | Lookup | Renew | Reserve | Ping | Clear | Status
+OneWay = Release | Commit | Abort | HandedOver
+FromClient = Request | OneWay
+FromDaemon = (
+    Welcome
+    | Registered
+    | Matched
+    | Renewed
+    | Granted
+    | Pong
+    | Cleared
+    | StatusReply
+    | Populated
+    | Error
+)

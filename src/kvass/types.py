@@ -1,0 +1,111 @@
+"""The nouns that every layer shares: layouts, slots, limits.
+
+Law of this file: values only. Frozen structs and pure functions of them; nothing here knows a
+socket, a clock or an engine. Units are in the names: ``*_bytes``, ``*_tokens``, ``*_s`` (seconds).
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+PAGE: Final = 4096
+"""Slots and shards are padded to this many bytes, so that O_DIRECT and DMA need no bounce."""
+
+MAX_RANKS: Final = 128
+"""At most this many worker processes in one instance (law 2)."""
+
+SCHEDULER: Final = -1
+"""The rank under which an instance's scheduler session is known; workers are 0..ranks-1."""
+
+GroupKind = Literal["full", "sliding_window", "state"]
+
+U64Array = npt.NDArray[np.uint64]
+U32Array = npt.NDArray[np.uint32]
+U16Array = npt.NDArray[np.uint16]
+I64Array = npt.NDArray[np.int64]
+
+
+def align_up(value: int, to: int = PAGE) -> int:
+    """The smallest multiple of ``to`` that is >= ``value``."""
+    return -(-value // to) * to
+
+
+class GroupLayout(msgspec.Struct, frozen=True):
+    """One layer group as one rank holds it: layers sharing a block-id space and a cache spec.
+
+    ``page_bytes[i]`` is what one block takes in layer ``layers[i]``; layers of one group may differ.
+    ``window_tokens`` is 0 unless ``kind`` is ``sliding_window``.
+    """
+
+    kind: GroupKind
+    block_tokens: int
+    layers: tuple[str, ...]
+    page_bytes: tuple[int, ...]
+    window_tokens: int = 0
+
+    def blocks_per_chunk(self, chunk_tokens: int) -> int:
+        """Blocks of this group in one chunk; ``chunk_tokens`` is a multiple of ``block_tokens``."""
+        return chunk_tokens // self.block_tokens
+
+    def shard_bytes(self, chunk_tokens: int) -> int:
+        """Bytes of this rank's part of one row, padded to ``PAGE``."""
+        return align_up(self.blocks_per_chunk(chunk_tokens) * sum(self.page_bytes))
+
+
+class RankLayout(msgspec.Struct, frozen=True):
+    """Everything the daemon must know about the bytes of one rank: its groups, in group-id order."""
+
+    groups: tuple[GroupLayout, ...]
+
+
+class Slots(msgspec.Struct, frozen=True):
+    """Where a list of rows lies in the arena, for every shard at once.
+
+    ``extents[s]`` are the byte offsets in the arena at which extent set number ``s`` of this list
+    begins, one per shard. Row ``i`` is slot ``slot[i]`` (uint32, little endian) of the set
+    ``extents[set_[i]]`` (uint16): shard ``r`` of it lies at
+    ``extents[set_[i]][r] + slot[i] * shard_bytes[r]``.
+    """
+
+    extents: tuple[tuple[int, ...], ...] = ()
+    set_: bytes = b""
+    slot: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.slot) // 4
+
+    def offsets(self, shard: int, shard_bytes: int) -> I64Array:
+        """Byte offset in the arena of ``shard`` of each row: int64 array of shape ``(len(self),)``."""
+        if not self.slot:
+            return np.empty(0, np.int64)
+        bases = np.array([e[shard] for e in self.extents], np.int64)
+        sets = np.frombuffer(self.set_, "<u2")
+        return bases[sets] + np.frombuffer(self.slot, "<u4").astype(np.int64) * shard_bytes
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one client may ask (law 12); the daemon tells them in the handshake."""
+
+    frame_bytes: int = 4 << 20
+    """Largest frame either side accepts after the handshake."""
+    keys_per_message: int = 65_536
+    leases_per_instance: int = 16_384
+    reservations_per_instance: int = 16_384
+    sessions: int = 1024
+    instance_write_share: float = 0.25
+    """reserved + quarantined bytes of one instance, as a share of L1."""
+    request_id_bytes: int = 512
+    identity_bytes: int = 64 << 10
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """The daemon's clocks, told in the handshake so that nobody has to configure both sides."""
+
+    lease_s: float = 60.0
+    reserve_s: float = 60.0
+    dma_grace_s: float = 1.0
+    lookup_budget_ms: float = 100.0
