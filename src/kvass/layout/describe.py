@@ -1,0 +1,137 @@
+"""Planes: where the pages of one layer group lie in the engine's memory, and in a slot.
+
+Law of this file: pages are opaque bytes. A plane says at which byte a block's page begins and how
+long it is; what the bytes mean (heads, dtypes, K before V) is the engine's own business.
+
+Engine memory is one or more *regions*, flat byte ranges. Page of block ``b`` in plane ``p``::
+
+    regions[p.region][p.base + b * p.block_stride :][: p.run]
+
+A slot (one row's shard, ``GroupLayout.shard_bytes`` long) holds the group's layers one after the
+other, each as ``chunk_blocks`` pages back to back, in the order of the chunk's tokens; the tail up to
+``PAGE`` is padding that nobody reads or writes::
+
+    slot:  | layer 0: page page .. page | layer 1: page page .. page | ... | padding |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvass.errors import UsageError
+from kvass.types import GroupLayout, align_up
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One layer of one group, in bytes. ``region`` is an index into the engine's memory regions."""
+
+    base: int
+    block_stride: int
+    run: int
+    region: int = 0
+
+    def end(self, blocks: int) -> int:
+        """First byte of the region past the page of block ``blocks - 1``."""
+        return self.base + (blocks - 1) * self.block_stride + self.run
+
+
+class GroupPlanes(msgspec.Struct, frozen=True):
+    """The planes of one layer group as one rank holds them.
+
+    ``planes`` are in the order of ``GroupLayout.layers``; ``blocks`` is the number of block ids of
+    the group's space (valid ids are 1 .. blocks - 1, 0 being the null block); ``chunk_blocks`` the
+    blocks of one chunk. Planes and blocks of one group must not overlap; those of different groups
+    may (vLLM hands a block to one group at a time).
+
+    Raises :class:`UsageError` for values that describe no memory.
+    """
+
+    group: int
+    planes: tuple[Plane, ...]
+    blocks: int
+    chunk_blocks: int
+
+    def __post_init__(self) -> None:
+        if self.group < 0 or self.chunk_blocks < 1 or self.blocks < 1:
+            raise UsageError(
+                f"group {self.group}: {self.blocks} blocks, {self.chunk_blocks} per chunk; "
+                "a group has an id >= 0, at least one block, and at least one per chunk"
+            )
+        for number, plane in enumerate(self.planes):
+            if plane.base < 0 or plane.run < 1 or plane.region < 0:
+                raise UsageError(f"group {self.group}, plane {number}: negative or empty: {plane}")
+            if plane.block_stride < plane.run:
+                raise UsageError(
+                    f"group {self.group}, plane {number}: blocks overlap, "
+                    f"stride {plane.block_stride} < page of {plane.run} bytes"
+                )
+
+    @property
+    def row_bytes(self) -> int:
+        """KV bytes of one whole row, without padding."""
+        return self.chunk_blocks * sum(p.run for p in self.planes)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a slot: ``row_bytes`` padded to ``PAGE`` (equals ``GroupLayout.shard_bytes``)."""
+        return align_up(self.row_bytes)
+
+    def slot_offsets(self) -> tuple[int, ...]:
+        """Byte offset inside a slot at which each plane's pages begin; shape ``(len(planes),)``."""
+        offsets, at = [], 0
+        for plane in self.planes:
+            offsets.append(at)
+            at += self.chunk_blocks * plane.run
+        return tuple(offsets)
+
+    def check(self, region_bytes: Sequence[int]) -> None:
+        """Raise :class:`UsageError` unless every page of every block lies inside its region."""
+        for number, plane in enumerate(self.planes):
+            if plane.region >= len(region_bytes):
+                raise UsageError(
+                    f"group {self.group}, plane {number}: region {plane.region} of "
+                    f"{len(region_bytes)} regions"
+                )
+            if plane.end(self.blocks) > region_bytes[plane.region]:
+                raise UsageError(
+                    f"group {self.group}, plane {number}: block {self.blocks - 1} ends at byte "
+                    f"{plane.end(self.blocks)} of a region of {region_bytes[plane.region]} bytes"
+                )
+
+
+def describe_group(
+    group: int,
+    layout: GroupLayout,
+    chunk_tokens: int,
+    blocks: int,
+    bases: Sequence[int],
+    block_strides: Sequence[int],
+    regions: Sequence[int] | None = None,
+) -> GroupPlanes:
+    """The planes of ``layout``: one per layer, from where the engine put that layer's block 0.
+
+    ``bases[i]``, ``block_strides[i]`` (bytes) and ``regions[i]`` (default: all 0) belong to
+    ``layout.layers[i]``. For vLLM, layer ``t.layers[l]`` has base ``t.offset + l * t.layer_stride``
+    and stride ``t.block_stride``. Raises :class:`UsageError` if they do not fit together.
+    """
+    where = list(regions) if regions is not None else [0] * len(layout.layers)
+    counts = {len(layout.layers), len(layout.page_bytes), len(bases), len(block_strides), len(where)}
+    if len(counts) != 1:
+        raise UsageError(
+            f"group {group}: {len(layout.layers)} layers, {len(layout.page_bytes)} page sizes, "
+            f"{len(bases)} bases, {len(block_strides)} strides, {len(where)} regions; give one each"
+        )
+    if chunk_tokens < 1 or chunk_tokens % layout.block_tokens:
+        raise UsageError(
+            f"group {group}: a chunk of {chunk_tokens} tokens is no multiple of the block of "
+            f"{layout.block_tokens}"
+        )
+    planes = tuple(
+        Plane(base, stride, run, region)
+        for base, stride, run, region in zip(
+            bases, block_strides, layout.page_bytes, where, strict=True
+        )
+    )
+    return GroupPlanes(group, planes, blocks, layout.blocks_per_chunk(chunk_tokens))

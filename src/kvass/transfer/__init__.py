@@ -1,0 +1,1 @@
+"""Movers: they carry out copy plans between engine memory and arena slots."""
