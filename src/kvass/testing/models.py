@@ -1,0 +1,195 @@
+"""A llama with random weights in a folder of its own: config, tokenizer, safetensors.
+
+Law of this file: numpy and the standard library only, so that anyone may build a model without torch,
+and the same ``(shape, seed)`` gives the same bytes everywhere.
+
+Why not vLLM's ``load_format="dummy"``: its weights are so small that a zeroed KV cache yields the same
+tokens, so nothing could be proved with it. Here the embeddings are drawn with deviation 1 and every
+projection with ``2 / sqrt(fan_in)``: attention matters, and a wrong KV page changes the output.
+
+File formats: ``config.json`` and ``tokenizer.json`` as Hugging Face reads them; ``model.safetensors``
+is ``u64 little-endian header length`` + JSON header (name -> dtype, shape, offsets) + raw tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+FORMAT: Final = 1
+"""Raised whenever the bytes made from one ``Shape`` change; part of the folder's name."""
+
+F32Array = npt.NDArray[np.float32]
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Sizes of a llama. Weights and KV are float32: greedy ties then never flip between kernels."""
+
+    vocab: int = 1024
+    hidden: int = 256
+    intermediate: int = 512
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    max_tokens: int = 16_384
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of all layers, float32."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 4
+
+
+TINY: Final = Shape()
+"""For tests: computes thousands of tokens a second on one core."""
+
+
+def build(folder: Path, shape: Shape = TINY, seed: int = 0) -> Path:
+    """The folder of this model inside ``folder``, made on first use (atomically) and reused later."""
+    digest = "-".join(str(field) for field in msgspec.structs.astuple(shape))
+    target = folder / f"llama-v{FORMAT}-{digest}-seed{seed}"
+    if target.is_dir():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=target.name, dir=folder))
+    try:
+        write_model(scratch, shape, seed)
+        os.rename(scratch, target)
+    except OSError:
+        if not target.is_dir():  # else: another process was faster, and made the same bytes
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def write_model(folder: Path, shape: Shape, seed: int) -> None:
+    """Write config, tokenizer and weights into an existing ``folder``."""
+    _write_json(folder / "config.json", _config(shape))
+    _write_json(
+        folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    )
+    _write_json(folder / "tokenizer.json", _tokenizer(shape.vocab))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+            "model_max_length": shape.max_tokens,
+        },
+    )
+    _write_weights(folder / "model.safetensors", shape, seed)
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_tokens,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+    }
+
+
+def _tokenizer(vocab: int) -> dict[str, object]:
+    """A word-level tokenizer: ``t17`` is token 17, blanks separate, anything else is ``<unk>``."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"t{i}" for i in range(4, vocab))]
+    special = [
+        {
+            "id": i,
+            "content": words[i],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for i in range(4)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: i for i, word in enumerate(words)},
+            "unk_token": "<unk>",
+        },
+    }
+
+
+def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as Hugging Face's llama stores them, in file order."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}."
+        yield at + "input_layernorm.weight", (shape.hidden,)
+        yield at + "self_attn.q_proj.weight", (queries, shape.hidden)
+        yield at + "self_attn.k_proj.weight", (keys, shape.hidden)
+        yield at + "self_attn.v_proj.weight", (keys, shape.hidden)
+        yield at + "self_attn.o_proj.weight", (shape.hidden, queries)
+        yield at + "post_attention_layernorm.weight", (shape.hidden,)
+        yield at + "mlp.gate_proj.weight", (shape.intermediate, shape.hidden)
+        yield at + "mlp.up_proj.weight", (shape.intermediate, shape.hidden)
+        yield at + "mlp.down_proj.weight", (shape.hidden, shape.intermediate)
+    yield "model.norm.weight", (shape.hidden,)
+    yield "lm_head.weight", (shape.vocab, shape.hidden)
+
+
+def _draw(name: str, size: tuple[int, ...], rng: np.random.Generator) -> F32Array:
+    if len(size) == 1:
+        return np.ones(size, np.float32)
+    deviation = 1.0 if "embed" in name else 2.0 / float(size[-1]) ** 0.5
+    return rng.standard_normal(size, np.float32) * np.float32(deviation)
+
+
+def _write_weights(path: Path, shape: Shape, seed: int) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, size in _tensors(shape):
+        end = at + 4 * int(np.prod(size))
+        header[name] = {"dtype": "F32", "shape": list(size), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    rng = np.random.default_rng(seed)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, size in _tensors(shape):
+            file.write(_draw(name, size, rng).astype("<f4", copy=False).tobytes())
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
