@@ -1,0 +1,118 @@
+"""Messages to frames and back.
+
+Law of this file: pure. Bytes in, messages out; no socket, no clock. How a stream was cut into
+pieces changes nothing: the messages before a bad frame come out first, then the ``FrameError``, and
+after it nothing ever again, because a stream that lied about a length has no next frame.
+
+A frame is ``u32 little-endian payload length`` + payload, one MessagePack map (``messages.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+from kvass.errors import FrameError
+from kvass.messages import FromClient, FromDaemon, Message
+from kvass.types import Limits
+
+HEADER: Final = Struct("<I")
+_encoder: Final = msgspec.msgpack.Encoder()
+_TEXT_CHARS: Final = 200
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> bytes:
+    """The frame of ``message``."""
+    payload = _encoder.encode(message)
+    return HEADER.pack(len(payload)) + payload
+
+
+class Decoder(Generic[M]):
+    """One direction of one stream. Make it with ``from_clients()`` or ``from_daemon()``.
+
+    ``limit`` is the largest payload accepted, in bytes; it may be changed between feeds.
+    """
+
+    def __init__(self, payload: msgspec.msgpack.Decoder[M], limit: int) -> None:
+        self.limit = limit
+        self._payload = payload
+        self._rest = bytearray()
+        self._fault: FrameError | None = None
+
+    @property
+    def inside_frame(self) -> bool:
+        """Whether the stream so far ends in the middle of a frame."""
+        return bool(self._rest)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[M]:
+        """Yield the messages that ``data`` completes; exhaust it before ``data`` changes.
+
+        Raises ``FrameError``: ``bad_frame`` for a length of 0 or above ``limit``, ``bad_message``
+        for a payload that is no message of this direction. Every later feed raises it again.
+        """
+        if self._fault is not None:
+            raise self._fault
+        if self._rest:
+            self._rest += data
+            whole, self._rest = self._rest, bytearray()
+            if not self._complete(whole):  # the usual fate of a piece of a large frame
+                self._rest = whole
+                return
+            data = whole
+        view = memoryview(data)
+        at = 0
+        try:
+            while (end := self._end_of_frame(view, at)) <= len(view):
+                message = self._decode(view[at + HEADER.size : end])
+                at = end
+                yield message
+        except FrameError as fault:
+            self._fault = fault
+            raise
+        self._rest += view[at:]
+
+    def _complete(self, data: bytearray) -> bool:
+        """Whether ``data`` holds a frame, or enough of one to refuse it."""
+        if len(data) < HEADER.size:
+            return False
+        size: int = HEADER.unpack_from(data)[0]
+        return not 0 < size <= self.limit or len(data) >= HEADER.size + size
+
+    def _end_of_frame(self, view: memoryview, at: int) -> int:
+        """Where the frame that begins at ``at`` ends; beyond the view if that is not known yet."""
+        if len(view) - at < HEADER.size:
+            return len(view) + 1
+        size: int = HEADER.unpack_from(view, at)[0]
+        if not 0 < size <= self.limit:
+            raise FrameError("bad_frame", f"frame of {size} bytes: send 1 to {self.limit}")
+        return at + HEADER.size + size
+
+    def _decode(self, payload: memoryview) -> M:
+        try:
+            return self._payload.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise FrameError("bad_message", one_line(f"no message of ours: {error}")) from None
+
+
+def from_clients(limit: int = Limits().frame_bytes) -> Decoder[FromClient]:
+    """The daemon's decoder."""
+    return Decoder(_client_payload, limit)
+
+
+def from_daemon(limit: int = Limits().frame_bytes) -> Decoder[FromDaemon]:
+    """A client's decoder."""
+    return Decoder(_daemon_payload, limit)
+
+
+def one_line(text: str) -> str:
+    """``text`` fit for one line of a log or terminal, whatever a peer put into it."""
+    return "".join(c if c.isprintable() else "?" for c in text[:_TEXT_CHARS])
+
+
+_client_payload: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_daemon_payload: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)
