@@ -1,0 +1,44 @@
+"""Where our code meets the engine's: nothing that goes wrong with us may reach a request.
+
+Law of this file: what it catches becomes the outcome of a miss, is counted by name, and is logged
+once per name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+log = logging.getLogger("kvass.vllm")
+
+
+class Boundary:
+    """Runs our side of an engine's hook. ``counters``: failures by the name of what failed."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+
+    def run(self, miss: R, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """``call(...)``, or ``miss`` if it raises."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - law 9: our defect is the engine's miss
+            self.failed(getattr(call, "__name__", repr(call)), error)
+            return miss
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Count ``error`` under ``name``; the first of a name is logged with its traceback."""
+        self.counters[name] += 1
+        if self.counters[name] == 1:
+            log.error("%s failed and counts as a miss from here on", name, exc_info=error)
+
+    def count(self, name: str, text: str, *args: object) -> None:
+        """Count an expected failure under ``name``; the first of a name is one warning."""
+        self.counters[name] += 1
+        if self.counters[name] == 1:
+            log.warning(text, *args)

@@ -1,0 +1,266 @@
+"""The scheduler's side: what of a request to look up, load and store, and which blocks to hold.
+
+Laws of this file:
+
+- A chunk is offered once: in the step after which it is computed for good, its hash exists and the
+  daemon answers. Only a missing answer is asked again, after 1, 2, 4 .. steps; a refusal is final.
+- Blocks are held from the step that plans their store until every rank has reported that step;
+  finish, abort and preemption need nothing more.
+- A request attempts one load in its life.
+- A lease we took either rides in the step's metadata or is given back; ``SchedulerClient`` keeps
+  every other one, and one function of it, ``settle``, ends them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvass.client.scheduler import Match, Pending, SchedulerClient
+from kvass.connectors.vllm import adapt
+from kvass.connectors.vllm.adapt import Pool, Setup
+from kvass.connectors.vllm.metadata import Blocks, Load, StepReport, StepWork, Store
+from kvass.messages import Grant, Granted, ReserveItem
+
+KEYS_PER_STEP: Final = 32_768
+"""Chunks named in one reserve, half of what a message may carry; the rest waits a step."""
+
+MAX_PAUSE: Final = 64
+"""At most this many steps pass before a daemon that does not answer is offered chunks again."""
+
+NEVER: Final = sys.maxsize
+
+CLEAR_TIMEOUT_S: Final = 5.0
+"""A cleared cache must be confirmed: whoever asks for it (a weight update) waits for the answer."""
+
+
+@dataclass
+class Tracked:
+    """What we know of one live request. ``offered`` chunks are decided; ``local`` tokens were the
+    engine's own when it last asked for a match; ``attempted``: its one load was begun."""
+
+    request: Any
+    offered: int = 0
+    local: int = 0
+    attempted: bool = False
+
+
+class SchedulerSide:
+    """Plans one engine's stores and loads. Used from the engine's scheduler thread only."""
+
+    def __init__(self, setup: Setup, client: SchedulerClient) -> None:
+        self._setup = setup
+        self._client = client
+        self._pool: Pool | None = None
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._step = 0
+        self._pause = self._resting = 0
+        self._held: dict[int, list[Any]] = {}
+        self._reported: dict[int, int] = {}
+
+    def bind(self, pool: Pool) -> None:
+        """The block pool, once the engine has made it."""
+        self._pool = pool
+
+    # ------------------------------------------------------------ requests
+
+    def track(self, request: Any) -> None:
+        """A request begins."""
+        self._tracked[request.request_id] = Tracked(request)
+
+    def forget(self, request_id: str) -> None:
+        """A request ended, in whatever way. Blocks that are being stored stay held."""
+        self._tracked.pop(request_id, None)
+        self._client.settle(request_id)
+
+    def match(self, request: Any, local: int) -> int | None:
+        """Tokens to load beyond the engine's own ``local``; 0: none; None: ask again later."""
+        tracked = self._tracked.get(request.request_id)
+        if not self._setup.loads or tracked is None or tracked.attempted:
+            return 0
+        if not adapt.reads_cache(request):
+            return 0
+        chunks = adapt.hashed_chunks(request, self._setup)
+        first = local // self._setup.chunk_tokens
+        if chunks <= first:
+            self._client.settle(request.request_id)
+            return 0
+        hashes, width = adapt.chunk_hashes(request, chunks, self._setup)
+        found = self._client.match(request.request_id, hashes, width, first)
+        if isinstance(found, Pending):
+            return None
+        tracked.local = local
+        return 0 if found is None else found.chunks * self._setup.chunk_tokens - local
+
+    def allocated(self, request_id: str, blocks: Any, external: int) -> None:
+        """The engine gave a request its blocks: begin the load, or give the match back.
+
+        The second call for a request that loaded finds nothing left to give back.
+        """
+        if external == 0:
+            self._client.settle(request_id)
+            return
+        tracked, match = self._tracked[request_id], self._client.take(request_id)
+        tracked.attempted = True
+        load = Load(request_id)
+        if match is not None:
+            load = self._load(tracked, match, adapt.block_table(blocks), external) or load
+            if load.lease == 0:
+                self._client.release(match.boot, match.lease)
+            elif match.first == 0:
+                tracked.offered = max(tracked.offered, match.chunks)
+        self._loads.append(load)
+
+    def ensure_load(self, request_id: str) -> None:
+        """The engine waits for a load: if none was planned, let it fail."""
+        if all(load.request != request_id for load in self._loads):
+            self._loads.append(Load(request_id))
+
+    def _load(
+        self, tracked: Tracked, match: Match, table: Sequence[Sequence[int]], external: int
+    ) -> Load | None:
+        """The copy of ``match``; None if the engine asks for other tokens than it holds."""
+        chunk_tokens = self._setup.chunk_tokens
+        begin = match.first * chunk_tokens
+        if tracked.local + external != match.chunks * chunk_tokens or tracked.local < begin:
+            return None
+        return Load(
+            request=tracked.request.request_id,
+            boot=match.boot,
+            lease=match.lease,
+            deadline_s=match.deadline_s,
+            slots=match.slots,
+            blocks=self._chunk_blocks(table, range(match.first, match.chunks)),
+            skip=(tracked.local - begin) // self._setup.block_tokens[0],
+        )
+
+    def _chunk_blocks(self, table: Sequence[Sequence[int]], chunks: Iterable[int]) -> Blocks:
+        """The block ids of ``chunks``, out of a request's block table."""
+        wanted, groups = tuple(chunks), []
+        for ids, block_tokens in zip(table, self._setup.block_tokens, strict=True):
+            each = self._setup.chunk_tokens // block_tokens
+            groups.append(tuple(i for c in wanted for i in ids[c * each : (c + 1) * each]))
+        return tuple(groups)
+
+    # ------------------------------------------------------------ a step
+
+    def take_loads(self) -> StepWork:
+        """A new step's metadata, with the loads planned since the last one."""
+        work = StepWork(loads=self._loads)
+        self._loads = []
+        return work
+
+    def plan_stores(self, output: Any, work: StepWork) -> None:
+        """Reserve rows for every chunk that this step completes, and add what was granted."""
+        if not self._setup.stores or not self._client.connected:
+            return
+        if self._resting > 0:
+            self._resting -= 1
+            return
+        items, offers, width = self._offers(output)
+        if not items:
+            return
+        granted = self._client.reserve(items, width)
+        if granted is None:
+            self._resting, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
+            return
+        self._pause = 0
+        for (tracked, ready), grant in zip(offers, granted.grants, strict=True):
+            tracked.offered = ready
+            if grant.chunks:
+                self._add_store(output, work, tracked, granted, grant)
+
+    def _offers(self, output: Any) -> tuple[list[ReserveItem], list[tuple[Tracked, int]], int]:
+        """What this step completes: the items of one reserve, whose they are and up to which
+        chunk, and the width of a hash."""
+        items, offers, width = [], [], 0
+        budget = KEYS_PER_STEP
+        for request_id, scheduled in adapt.step_tokens(output):
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            ready = adapt.stored_chunks(tracked.request, scheduled, self._setup)
+            if not tracked.offered < ready <= budget:
+                continue
+            budget -= ready
+            hashes, width = adapt.chunk_hashes(tracked.request, ready, self._setup)
+            items.append(ReserveItem(request_id, hashes, tracked.offered))
+            offers.append((tracked, ready))
+        return items, offers, width
+
+    def _add_store(
+        self, output: Any, work: StepWork, tracked: Tracked, granted: Granted, grant: Grant
+    ) -> None:
+        """Hold the blocks of one grant and put it into the step's metadata."""
+        table = adapt.step_blocks(output, tracked.request.request_id)
+        assert self._pool is not None
+        assert table is not None, "a scheduled request has a block table"
+        blocks = self._chunk_blocks(table, grant.chunks)
+        if work.step == 0:
+            self._step += 1
+            work.step = self._step
+            self._held[work.step] = []
+        self._held[work.step] += self._pool.hold(i for ids in blocks for i in ids)
+        work.stores.append(
+            Store(
+                step=work.step,
+                boot=granted.boot,
+                reservation=grant.reservation,
+                deadline_s=granted.deadline_s,
+                slots=grant.slots,
+                blocks=blocks,
+            )
+        )
+
+    def hand_over(self, work: StepWork) -> None:
+        """Last act of a step: from here on the ranks settle, and the next step's waits begin."""
+        leases = [(load.boot, load.lease) for load in work.loads if load.lease]
+        writes = [(store.boot, store.reservation) for store in work.stores]
+        for boot in dict(leases) | dict(writes):
+            self._client.handed_over(
+                [lease for of, lease in leases if of == boot],
+                [reservation for of, reservation in writes if of == boot],
+                boot,
+            )
+        self._client.new_step()
+
+    def settled(self, report: StepReport | None, failed: Iterable[str]) -> None:
+        """What the ranks reported: finished stores free blocks, failed loads are stored anew."""
+        for step, ranks in report.steps.items() if report is not None else ():
+            self._reported[step] = self._reported.get(step, 0) + ranks
+            if self._reported[step] >= self._setup.ranks and step in self._held:
+                assert self._pool is not None
+                self._pool.free(self._held.pop(step))
+                del self._reported[step]
+        for request_id in failed:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.offered != NEVER:
+                tracked.offered = 0
+
+    # ------------------------------------------------------------ the engine's questions
+
+    @property
+    def storing(self) -> bool:
+        """Whether ranks still owe a report, so that the engine must keep stepping."""
+        return bool(self._held)
+
+    def frees_blocks(self) -> bool:
+        """Whether a store in progress is all that keeps some block from being free."""
+        held = (block for blocks in self._held.values() for block in blocks)
+        return self._pool is not None and self._pool.waiting(held)
+
+    def clear(self) -> bool:
+        """Forget the namespace. What live requests computed so far is never stored: it may come
+        from weights that are being replaced."""
+        for request_id, tracked in self._tracked.items():
+            self._client.settle(request_id)
+            if adapt.has_computed(tracked.request):
+                tracked.offered = NEVER
+        return self._client.clear(CLEAR_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the session."""
+        self._client.close()

@@ -1,0 +1,202 @@
+"""The worker's side: copies between this rank's KV pages and the arena, and settles what they owe.
+
+Laws of this file:
+
+- Every load of the metadata is reported finished exactly once, and failed unless every byte was
+  there before its deadline; every step with stores is reported exactly once.
+- What a copy owes the daemon is settled on the copy thread, right after the last byte: commit or
+  abort for a store, release for a load. The engine's thread neither copies nor waits.
+- Memory of another boot than the metadata's is never touched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from kvass.client.worker import ArenaLease, WorkerClient
+from kvass.connectors.vllm import adapt
+from kvass.connectors.vllm.adapt import Setup
+from kvass.connectors.vllm.boundary import Boundary
+from kvass.connectors.vllm.metadata import Blocks, Load, StepReport, StepWork, Store
+from kvass.layout.copy_plan import CopyPlan, plan_copy
+from kvass.layout.describe import GroupPlanes
+from kvass.transfer.base import Done, Job, Mover
+from kvass.transfer.host import HostMover
+from kvass.types import Slots
+
+
+class WorkerSide:
+    """Copies for one rank. Used from the worker's engine thread; ``_loaded`` and ``_stored`` run on
+    the copy thread."""
+
+    def __init__(self, setup: Setup, boundary: Boundary) -> None:
+        self._setup = setup
+        self._boundary = boundary
+        self._client: WorkerClient | None = None
+        self._mover: Mover | None = None
+        self._planes: tuple[GroupPlanes, ...] = ()
+        self._owners: tuple[object, ...] = ()
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+        self._open: Counter[int] = Counter()
+        self._settled: dict[int, int] = {}
+
+    def attach(self, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> None:
+        """The engine made its KV caches: describe them, and register with the daemon.
+
+        Raises UsageError if they are not where ``kv_cache_config`` says.
+        """
+        memory = adapt.read_memory(kv_cache_config, kv_caches, self._setup.chunk_tokens)
+        registration = msgspec.structs.replace(
+            self._setup.registration, rank=0, layout=memory.layout
+        )
+        self._planes, self._owners = memory.planes, memory.owners
+        self._mover = HostMover(memory.regions, memory.planes)
+        self._client = WorkerClient(self._setup.socket, registration)
+        self._client.start()
+
+    # ------------------------------------------------------------ a step
+
+    def load(self, work: StepWork) -> None:
+        """Begin this step's loads."""
+        for load in work.loads:
+            if not self._boundary.run(False, self._begin_load, load):
+                self._fail(load)
+
+    def store(self, work: StepWork) -> None:
+        """Begin this step's stores; the forward pass is over."""
+        if work.step == 0:
+            return
+        self._open[work.step] = len(work.stores) + 1
+        for store in work.stores:
+            if not self._boundary.run(False, self._begin_store, store):
+                self._drop(store)
+                self._close_one(work.step)
+        self._close_one(work.step)
+
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose load ended since the last call, and those of them that failed."""
+        self._poll()
+        finished, failed = self._finished, self._failed
+        self._finished, self._failed = set(), set()
+        return finished, failed
+
+    def report(self) -> StepReport | None:
+        """The steps whose stores are all settled on this rank since the last call."""
+        self._poll()
+        if not self._settled:
+            return None
+        settled, self._settled = self._settled, {}
+        return StepReport(settled)
+
+    def close(self) -> None:
+        """End the copies, then the session: EOF says that nothing is written any more."""
+        if self._mover is not None:
+            self._mover.close()
+        if self._client is not None:
+            self._client.close()
+
+    # ------------------------------------------------------------ copies
+
+    def _begin_load(self, load: Load) -> bool:
+        """Submit one load; False if there is nothing to read any more."""
+        return load.lease != 0 and self._submit("load", load, self._loaded, load.skip)
+
+    def _begin_store(self, store: Store) -> bool:
+        """Submit one store; False if there is nowhere to write any more."""
+        return self._submit("store", store, self._stored)
+
+    def _submit(
+        self,
+        kind: Literal["store", "load"],
+        what: Load | Store,
+        settle: Callable[[ArenaLease, Done], None],
+        skip: int = 0,
+    ) -> bool:
+        if self._client is None or self._mover is None:
+            return False
+        arena = self._client.arena(what.boot)
+        if arena is None:
+            return False
+        try:
+            plans = self._plans(what.blocks, what.slots, skip)
+            ended = partial(settle, arena)
+            self._mover.submit(Job(kind, plans, arena.buffer, what.deadline_s, what, ended))
+        except BaseException:
+            arena.close()
+            raise
+        return True
+
+    def _plans(self, blocks: Blocks, slots: tuple[Slots, ...], skip: int) -> tuple[CopyPlan, ...]:
+        """One plan per group: its chunks' blocks against its slots."""
+        plans = []
+        for planes, ids, where in zip(self._planes, blocks, slots, strict=True):
+            offsets = where.offsets(self._setup.registration.shard, planes.shard_bytes)
+            table = np.array(ids, np.int64).reshape(-1, planes.chunk_blocks)
+            plans.append(plan_copy(planes, table, offsets, skip=skip))
+        return tuple(plans)
+
+    def _loaded(self, arena: ArenaLease, done: Done) -> None:
+        load = done.job.name
+        assert isinstance(load, Load)
+        assert self._client is not None
+        self._client.release(load.boot, load.lease)
+        arena.close()
+
+    def _stored(self, arena: ArenaLease, done: Done) -> None:
+        store = done.job.name
+        assert isinstance(store, Store)
+        assert self._client is not None
+        if done.ok:
+            self._client.commit(store.boot, store.reservation)
+        else:
+            self._client.abort(store.boot, store.reservation)
+        arena.close()
+
+    # ------------------------------------------------------------ ends
+
+    def _poll(self) -> None:
+        for done in self._mover.poll() if self._mover is not None else ():
+            what = done.job.name
+            assert isinstance(what, Load | Store)
+            if isinstance(what, Store):
+                self._close_one(what.step)
+            else:
+                self._finished.add(what.request)
+                if not done.ok:
+                    self._failed.add(what.request)
+            if not done.ok:
+                self._boundary.count(
+                    f"{done.job.kind}_{done.outcome}",
+                    "a %s ended %s and counts as a miss: %s",
+                    done.job.kind,
+                    done.outcome,
+                    done.error or f"{done.seconds:.3f} s",
+                )
+
+    def _fail(self, load: Load) -> None:
+        """A load that never began: failed, and its lease given back."""
+        self._finished.add(load.request)
+        self._failed.add(load.request)
+        self._boundary.counters["load_refused"] += 1
+        if self._client is not None and load.lease:
+            self._client.release(load.boot, load.lease)
+
+    def _drop(self, store: Store) -> None:
+        """A store that never began: its reservation given back."""
+        self._boundary.counters["store_refused"] += 1
+        if self._client is not None:
+            self._client.abort(store.boot, store.reservation)
+
+    def _close_one(self, step: int) -> None:
+        """One store of ``step`` (or its planning) is over; with the last, the step is reported."""
+        self._open[step] -= 1
+        if self._open[step] == 0:
+            del self._open[step]
+            self._settled[step] = 1
