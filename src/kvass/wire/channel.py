@@ -120,7 +120,15 @@ class Channel:
         return fd
 
     def close(self) -> None:
-        """End the session: the daemon sees EOF. Idempotent."""
+        """End the session: the daemon sees EOF, even if a forked child holds a copy. Idempotent."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the daemon went first
+        self.drop()
+
+    def drop(self) -> None:
+        """Close this process's copy alone: what a forked child does with its parent's session."""
         self._sock.close()
         if (fd := self.take_fd()) is not None:
             os.close(fd)
