@@ -1,14 +1,15 @@
 """A llama with random weights in a folder of its own: config, tokenizer, safetensors.
 
-Law of this file: numpy and the standard library only, so that anyone may build a model without torch,
-and the same ``(shape, seed)`` gives the same bytes everywhere.
+Law of this file: numpy and the standard library only, so that anyone may build a model without
+torch, and the same ``(shape, seed)`` gives the same bytes everywhere.
 
-Why not vLLM's ``load_format="dummy"``: its weights are so small that a zeroed KV cache yields the same
-tokens, so nothing could be proved with it. Here the embeddings are drawn with deviation 1 and every
-projection with ``2 / sqrt(fan_in)``: attention matters, and a wrong KV page changes the output.
+Why not vLLM's ``load_format="dummy"``: its weights are so small that a zeroed KV cache yields the
+same tokens, so nothing could be proved with it. Here the embeddings are drawn with deviation 1 and
+every projection with ``2 / sqrt(fan_in)``: attention matters, and a wrong page changes the output.
 
-File formats: ``config.json`` and ``tokenizer.json`` as Hugging Face reads them; ``model.safetensors``
-is ``u64 little-endian header length`` + JSON header (name -> dtype, shape, offsets) + raw tensors.
+File formats: ``config.json`` and ``tokenizer.json`` as Hugging Face reads them;
+``model.safetensors`` is ``u64 little-endian header length`` + JSON header (name -> dtype, shape,
+offsets) + raw tensors.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ TINY: Final = Shape()
 
 
 def build(folder: Path, shape: Shape = TINY, seed: int = 0) -> Path:
-    """The folder of this model inside ``folder``, made on first use (atomically) and reused later."""
+    """The folder of this model inside ``folder``, made on first use, atomically, then reused."""
     digest = "-".join(str(field) for field in msgspec.structs.astuple(shape))
     target = folder / f"llama-v{FORMAT}-{digest}-seed{seed}"
     if target.is_dir():

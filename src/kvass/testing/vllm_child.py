@@ -1,0 +1,315 @@
+"""The child's half of ``vllm_engine``: one in-process vLLM engine behind stdin and stdout.
+
+Law of this file: it drives vLLM through public calls, and measures and disturbs the connector only
+from outside, by wrapping its hooks; so what is tested is what is shipped.
+
+The in-process engine spins after a step that did nothing, where a served one sleeps 1 ms; the loop
+here sleeps like the served one, or threads of the connector would starve for the GIL.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Final, TextIO
+
+import msgspec
+
+from kvass.testing.vllm_engine import Answer, Hooks, Prompt
+
+HOOKS: Final = (
+    # the scheduler's
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "has_pending_block_frees",
+    "has_pending_push_work",
+    # the worker's
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "build_connector_worker_meta",
+)
+DRAIN_S: Final = 30.0
+
+
+class Probe:
+    """Times every hook of a connector and sends armed signals at its calls."""
+
+    def __init__(self) -> None:
+        self.copy_delay_s = 0.0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was measured and disarm."""
+        self.longest: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self.none_since: dict[str, float] = {}
+        self.told_none: dict[str, float] = {}
+        self.armed: dict[tuple[str, str], list[tuple[int, int, float]]] = {}
+        self.copy_delay_s = 0.0
+
+    def wrap(self, connector: object) -> None:
+        """Put the probe around every hook the connector has."""
+        for name in HOOKS:
+            if hasattr(connector, name):
+                setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._fire(name, "before")
+            start = time.monotonic()
+            try:
+                result = hook(*args, **kwargs)
+            finally:
+                took = time.monotonic() - start
+                self.longest[name] = max(took, self.longest.get(name, 0.0))
+                self.calls[name] = self.calls.get(name, 0) + 1
+                self._fire(name, "after")
+            if name == "get_num_new_matched_tokens":
+                self._asked(args[0].request_id, result[0])
+            return result
+
+        return timed
+
+    def _asked(self, request: str, answer: int | None) -> None:
+        now = time.monotonic()
+        if answer is None:
+            self.told_none[request] = now - self.none_since.setdefault(request, now)
+        elif request in self.none_since:
+            self.told_none[request] = now - self.none_since.pop(request)
+
+    def _fire(self, name: str, when: str) -> None:
+        for pid, signal, after_s in self.armed.pop((name, when), []):
+            if after_s:
+                timer = threading.Timer(after_s, os.kill, (pid, signal))
+                timer.daemon = True
+                timer.start()
+            else:
+                os.kill(pid, signal)
+
+    def report(self) -> Hooks:
+        """What was measured."""
+        return Hooks(
+            longest_s=self.longest,
+            calls=self.calls,
+            told_none_s=max(self.told_none.values(), default=0.0),
+            told_none=len(self.told_none),
+        )
+
+
+class Engine:
+    """vLLM's ``LLMEngine`` with the few things a test asks of it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.probe = Probe()
+        args: dict[str, Any] = {
+            "model": config["model"],
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "block_size": 32,
+            "max_num_seqs": 8,
+            "seed": 0,
+            **config["args"],
+        }
+        if "connector" in config:
+            args["kv_transfer_config"] = {
+                "kv_connector": "KvassConnector",
+                "kv_connector_module_path": "kvass.connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": config["connector"],
+            }
+            _disturb_mover(self.probe)
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**args))
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        if "connector" in config:
+            self._wrap_connectors()
+        self.hits: dict[str, tuple[int, int]] = {}
+        self.engine.engine_core.get_output = self._noting_hits(self.engine.engine_core.get_output)
+        self.count = 0
+
+    def _wrap_connectors(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.probe.wrap(self.scheduler.connector)
+        self.probe.wrap(get_kv_transfer_group())
+
+    def _noting_hits(self, get_output: Callable[[], Any]) -> Callable[[], Any]:
+        def noting() -> Any:
+            outputs = get_output()
+            for output in outputs.outputs:
+                stats = output.prefill_stats
+                if stats is not None:
+                    self.hits[output.request_id] = (
+                        stats.num_local_cached_tokens,
+                        stats.num_external_cached_tokens,
+                    )
+            return outputs
+
+        return noting
+
+    def step(self) -> list[Any]:
+        """One step as a served engine takes it."""
+        outputs: list[Any] = self.engine.step()
+        if not outputs:
+            time.sleep(0.001)
+        return outputs
+
+    def generate(self, prompts: list[Prompt]) -> list[Answer]:
+        """Run to the end, then drain what finished requests left behind."""
+        start = time.monotonic()
+        ids = [self._add(prompt) for prompt in prompts]
+        first: dict[str, float] = {}
+        done: dict[str, tuple[Any, float]] = {}
+        while len(done) < len(ids):
+            for output in self.step():
+                now = time.monotonic() - start
+                if output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, now)
+                if output.finished:
+                    done[output.request_id] = (output.outputs[0], now)
+        self.drain()
+        return [self._answer(i, internal, first, done) for i, internal in ids]
+
+    def _add(self, prompt: Prompt) -> tuple[str, str]:
+        from vllm import SamplingParams
+
+        self.count += 1
+        name = f"r{self.count}"
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=prompt.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            skip_reading_prefix_cache=prompt.skip_prefix_cache or None,
+        )
+        inputs: dict[str, Any] = {"prompt_token_ids": prompt.tokens}
+        if prompt.salt is not None:
+            inputs["cache_salt"] = prompt.salt
+        internal = self.engine.add_request(name, inputs, params, lora_request=_lora(prompt.lora))
+        return name, internal
+
+    def _answer(
+        self,
+        name: str,
+        internal: str,
+        first: dict[str, float],
+        done: dict[str, tuple[Any, float]],
+    ) -> Answer:
+        completion, total_s = done[name]
+        local, external = self.hits.pop(internal, (0, 0))
+        tokens = list(completion.token_ids)
+        return Answer(
+            tokens=tokens,
+            logprobs=[
+                step[t].logprob for t, step in zip(tokens, completion.logprobs or [], strict=False)
+            ],
+            local=local,
+            external=external,
+            first_token_s=first.get(name, total_s),
+            total_s=total_s,
+            finish_reason=completion.finish_reason,
+        )
+
+    def drain(self) -> None:
+        """Step until the scheduler has nothing left, stores included."""
+        until = time.monotonic() + DRAIN_S
+        while self.scheduler.has_requests():
+            if time.monotonic() > until:
+                raise TimeoutError(f"the scheduler still had work after {DRAIN_S:g} s")
+            self.step()
+
+    def reset(self) -> bool:
+        """Drop vLLM's own prefix cache; False if some block is still held."""
+        self.drain()
+        return bool(self.engine.reset_prefix_cache())
+
+
+def _disturb_mover(probe: Probe) -> None:
+    """Let the mover's clock, read before every row on the copy thread, take the probe's delay."""
+    from kvass.connectors.vllm import worker
+    from kvass.transfer.host import HostMover
+
+    def slow_clock() -> float:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(probe.copy_delay_s)
+        return time.monotonic()
+
+    setattr(worker, "HostMover", functools.partial(HostMover, clock=slow_clock))  # noqa: B010
+
+
+def _lora(folder: str | None) -> Any:
+    if folder is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    name = os.path.basename(folder)
+    return LoRARequest(name, 1 + sum(name.encode()), folder)
+
+
+def serve(engine: Engine, commands: TextIO, answer: Callable[[object], None]) -> None:
+    """Carry out one line after the other until stdin ends."""
+    probe = engine.probe
+    for line in commands:
+        fields = json.loads(line)
+        match fields.pop("op"):
+            case "generate":
+                prompts = msgspec.convert(fields["prompts"], list[Prompt])
+                answer(msgspec.to_builtins(engine.generate(prompts)))
+            case "reset":
+                answer(engine.reset())
+            case "hooks":
+                answer(msgspec.to_builtins(probe.report()))
+            case "reset_hooks":
+                probe.clear()
+                answer(None)
+            case "arm":
+                probe.armed[fields["hook"], fields["when"]] = [tuple(s) for s in fields["signals"]]
+                answer(None)
+            case "slow_copies":
+                probe.copy_delay_s = fields["seconds"]
+                answer(None)
+            case other:
+                raise ValueError(f"no such command: {other}")
+
+
+def main() -> int:
+    """Entry point: ``python -m kvass.testing.vllm_child '{"model": ...}'``."""
+    wire = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM prints; stdout belongs to the protocol
+
+    def say(message: dict[str, object]) -> None:
+        wire.write(json.dumps(message) + "\n")
+
+    try:
+        engine = Engine(json.loads(sys.argv[1]))
+        say({"ok": "ready"})
+        serve(engine, sys.stdin, lambda value: say({"ok": value}))
+        engine.engine.engine_core.shutdown()
+    except Exception as error:  # noqa: BLE001 - the parent is told, whatever it was
+        traceback.print_exc()
+        say({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

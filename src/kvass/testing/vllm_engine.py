@@ -1,0 +1,229 @@
+"""A real vLLM engine as a child process of its own, driven by JSON lines.
+
+Law of this file: the parent's half. It imports no vLLM and no torch; ``vllm_child`` is the other.
+One child is one engine process: start two and they can only meet in the daemon.
+
+Every command is one line on the child's stdin, ``{"op": ..., ...}``, answered by one line,
+``{"ok": ...}`` or ``{"error": text}``. What vLLM itself prints goes to ``log``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import msgspec
+
+ENVIRONMENT: Final[Mapping[str, str]] = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One greedy request. ``tokens`` are token ids; ``salt`` is vLLM's ``cache_salt``."""
+
+    tokens: list[int]
+    max_tokens: int = 8
+    salt: str | None = None
+    lora: str | None = None
+    """Folder of a LoRA adapter; its name is the folder's."""
+    skip_prefix_cache: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of it. Times are seconds since the request was added."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    local: int
+    """Prompt tokens vLLM found in its own prefix cache."""
+    external: int
+    """Prompt tokens the connector promised (a failed load is counted too)."""
+    first_token_s: float
+    total_s: float
+    finish_reason: str | None = None
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.local + self.external
+
+
+class Hooks(msgspec.Struct, frozen=True):
+    """What the connector's hooks took since the last ``reset_hooks``, in seconds."""
+
+    longest_s: dict[str, float]
+    calls: dict[str, int]
+    told_none_s: float
+    """The longest time from a request's first ``None`` to its answer."""
+    told_none: int
+    """Requests that were told ``None`` at least once."""
+
+
+class EngineDied(Exception):
+    """The child ended or did not answer in time; the text carries the end of its log."""
+
+
+class EngineProcess:
+    """One vLLM engine. ``socket`` None runs it without kvass.
+
+    ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. The constructor
+    returns at once; the first call waits until the engine is up.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        socket: Path | None = None,
+        args: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        start_timeout_s: float = 180.0,
+    ) -> None:
+        config: dict[str, Any] = {"model": str(model), "args": dict(args or {})}
+        if socket is not None:
+            config["connector"] = {"kvass.socket": str(socket), **(options or {})}
+        self._log = log
+        self._buffer = b""
+        self._start_timeout_s = start_timeout_s
+        self._ready = False
+        with log.open("wb") as stderr:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "kvass.testing.vllm_child", json.dumps(config)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the child, which is the whole engine."""
+        return self._child.pid
+
+    def wait_ready(self) -> EngineProcess:
+        """Wait until the engine answers. :raises EngineDied: if it does not come up."""
+        if not self._ready:
+            self._read(self._start_timeout_s)
+            self._ready = True
+        return self
+
+    def generate(self, *prompts: Prompt, timeout_s: float = 120.0) -> list[Answer]:
+        """Run the prompts together, greedily, to the end; answers in the order given."""
+        self.submit(*prompts)
+        return self.answers(timeout_s)
+
+    def one(self, tokens: Sequence[int], max_tokens: int = 8, **fields: Any) -> Answer:
+        """``generate`` for a single prompt."""
+        return self.generate(Prompt(list(tokens), max_tokens, **fields))[0]
+
+    def submit(self, *prompts: Prompt) -> None:
+        """Start ``generate`` without waiting; ``answers`` must follow before anything else."""
+        self._send("generate", prompts=msgspec.to_builtins(prompts))
+
+    def answers(self, timeout_s: float = 120.0) -> list[Answer]:
+        """Wait for what ``submit`` started."""
+        return msgspec.convert(self._read(timeout_s), list[Answer])
+
+    def reset(self) -> bool:
+        """Drain, then drop vLLM's own prefix cache, so that only the connector can hit."""
+        return bool(self.call("reset"))
+
+    def hooks(self) -> Hooks:
+        """What the connector's hooks took since ``reset_hooks``."""
+        return msgspec.convert(self.call("hooks"), Hooks)
+
+    def reset_hooks(self) -> None:
+        """Start measuring anew, and disarm every signal and slow copy."""
+        self.call("reset_hooks")
+
+    def arm(self, hook: str, when: str, signals: Sequence[tuple[int, int, float]]) -> None:
+        """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s)."""
+        self.call("arm", hook=hook, when=when, signals=[list(s) for s in signals])
+
+    def slow_copies(self, seconds: float) -> None:
+        """Make every copy between pages and slots take this much longer."""
+        self.call("slow_copies", seconds=seconds)
+
+    def call(self, op: str, timeout_s: float = 60.0, **fields: Any) -> Any:
+        """One command and its answer. :raises EngineDied: if none comes."""
+        self._send(op, **fields)
+        return self._read(timeout_s)
+
+    def kill(self) -> None:
+        """``kill -9``: no goodbye to anybody."""
+        self._child.send_signal(signal.SIGKILL)
+        self._child.wait(10)
+
+    def close(self) -> None:
+        """End the engine in good order, by force after 20 s. Idempotent."""
+        if self._child.stdin is not None and not self._child.stdin.closed:
+            try:
+                self._child.stdin.close()
+            except BrokenPipeError:
+                pass
+        try:
+            self._child.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _send(self, op: str, **fields: Any) -> None:
+        self.wait_ready()
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            raise self._died("is gone") from None
+
+    def _read(self, timeout_s: float) -> Any:
+        assert self._child.stdout is not None
+        fd = self._child.stdout.fileno()
+        until = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+                raise self._died(f"did not answer within {timeout_s:g} s")
+            data = os.read(fd, 1 << 20)
+            if not data:
+                raise self._died("ended")
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        reply = json.loads(line)
+        if "error" in reply:
+            raise self._died(f"failed: {reply['error']}")
+        return reply["ok"]
+
+    def _died(self, how: str) -> EngineDied:
+        tail = self._log.read_text(errors="replace")[-4000:]
+        return EngineDied(f"engine process {self.pid} {how}; the end of its log:\n{tail}")

