@@ -1,85 +1,205 @@
-"""One connection to the daemon, and the thread that keeps it.
+"""Asking the daemon: requests, replies, and what becomes of replies that came too late.
 
 Laws of this file:
 
-- No call outlasts its bound, whether the daemon is absent, suspended, restarting or hostile.
-- The caller reads its own replies; the keeper thread connects, registers, watches for hang-up and
-  writes what the socket would not take at once. It reads only while nobody can be waiting.
+- No call outlasts its bound.
+- The caller reads its own replies: one reader at a time, others are served from what it read.
 - A reply nobody waits for any more is settled here: a late match is released, a late grant aborted.
-- A socket is closed only when nobody uses the arena that came through it (law 3: EOF is the proof).
-- Sockets belong to the process that opened them; a forked child drops its copies and opens its own.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+import itertools
+import time
+from typing import Any, Final
 
-from kvass.messages import FromDaemon, OneWay, Register, Request, Welcome
+from kvass.client.link import Link
+from kvass.errors import Refused, RemoteError, TimedOut, Unavailable
+from kvass.messages import (
+    Abort,
+    Clear,
+    Cleared,
+    Error,
+    FromDaemon,
+    Granted,
+    Hello,
+    Lookup,
+    Matched,
+    OneWay,
+    Ping,
+    Pong,
+    Register,
+    Registered,
+    Release,
+    Renew,
+    Renewed,
+    Request,
+    Reserve,
+    Status,
+    StatusReply,
+    Welcome,
+)
+from kvass.wire.framing import one_line
+
+MAX_UNANSWERED: Final = 256
+"""Requests in flight; a daemon that answers none gets no more."""
+
+_ANSWERS: Final[dict[type[Request], type[FromDaemon]]] = {
+    Hello: Welcome,
+    Register: Registered,
+    Lookup: Matched,
+    Renew: Renewed,
+    Reserve: Granted,
+    Ping: Pong,
+    Clear: Cleared,
+    Status: StatusReply,
+}
 
 
-class Client:
-    """A connection that comes and goes by itself. Thread-safe. Never blocks to construct.
+class Client(Link):
+    """A connection that comes and goes by itself, and questions over it. Thread-safe.
 
-    ``registration``: sent after every (re)connect; a client without one can only look.
+    ``Client(path).status()`` is a complete use of it.
     """
 
-    counters: Counter[str]
-    """What happened, by name; each kind of failure is also logged once."""
+    _seqs: Final = itertools.count(1)  # never the same in two connections
 
-    def __init__(
-        self, socket: str, registration: Register | None = None, *, wants_arena: bool = False
-    ) -> None:
-        raise NotImplementedError
-
-    def start(self) -> None:
-        """Begin connecting in the background, in this process. Never blocks. Every call does it."""
-        raise NotImplementedError
+    def _void(self) -> None:
+        self._asked: dict[int, type[FromDaemon]] = {}
+        self._replies: dict[int, FromDaemon] = {}
+        self._late: set[int] = set()
+        self._silent_since = 0.0
 
     @property
-    def connected(self) -> bool:
-        """Whether a daemon has welcomed and registered us and has not hung up."""
-        raise NotImplementedError
+    def _owed_late(self) -> bool:
+        return bool(self._late)
 
-    def connect(self, timeout_s: float) -> Welcome:
-        """Wait for a connection. Raises ``Unavailable``, ``Incompatible`` or ``Refused``, at once
-        when an attempt made after this call began failed."""
-        raise NotImplementedError
+    @property
+    def silent_s(self) -> float:
+        """For how long the daemon has owed an answer that a caller gave up waiting for; 0: not."""
+        return time.monotonic() - self._silent_since if self._silent_since else 0.0
 
-    def call(self, message: Request, timeout_s: float) -> FromDaemon:
+    def call(self, message: Request, timeout_s: float = 5.0) -> FromDaemon:
         """Send and wait for the reply, connecting first if need be.
 
-        Raises ``Unavailable`` (``TimedOut``) or ``Refused``.
+        Raises ``Unavailable`` (``TimedOut``), ``Incompatible`` or ``Refused``.
         """
-        raise NotImplementedError
+        deadline_s = time.monotonic() + timeout_s
+        self.connect(timeout_s)
+        if not (seq := self.submit(message)):
+            raise Unavailable("the connection was lost, or the daemon answers nothing")
+        reply = self.wait(seq, deadline_s - time.monotonic())
+        if reply is None:
+            self.discard(seq)
+            raise TimedOut(f"no answer within {timeout_s:g} s")
+        if isinstance(reply, Error):
+            raise Refused(reply.code, one_line(reply.text))
+        return reply
 
     def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """The fields of ``kvass status``. Raises as ``call``."""
-        raise NotImplementedError
+        reply = self.call(Status(), timeout_s)
+        assert isinstance(reply, StatusReply)
+        return reply.fields
 
     def clear(
         self, namespace: bytes = b"", *, everything: bool = False, timeout_s: float = 5.0
     ) -> int:
         """Forget rows; returns how many stopped matching. Raises as ``call``."""
-        raise NotImplementedError
+        reply = self.call(Clear(namespace=namespace, everything=everything), timeout_s)
+        assert isinstance(reply, Cleared)
+        return reply.rows
 
     def submit(self, message: Request) -> int:
-        """Send a request without waiting: its ``seq``, or 0: no connection or no room."""
-        raise NotImplementedError
+        """Send a request without waiting: its ``seq``, or 0: no connection or no room.
+
+        Raises ``UsageError`` for a message above the daemon's frame limit.
+        """
+        self.start()
+        with self._turn:
+            session = self._session
+            if session is None or len(self._asked) >= MAX_UNANSWERED:
+                return 0
+            message.seq = next(self._seqs)
+            if not self._send(session, message):
+                return 0
+            self._asked[message.seq] = _ANSWERS[type(message)]
+            return message.seq
 
     def wait(self, seq: int, timeout_s: float) -> FromDaemon | None:
-        """The reply to ``seq``; None if it is not here in time (0 polls). Then ask again or
+        """The reply to ``seq``; None if it is not here in time (0 polls). Then wait again or
         ``discard`` it. Raises ``Unavailable`` if its connection is gone."""
-        raise NotImplementedError
+        deadline_s = time.monotonic() + timeout_s
+        with self._turn:
+            while True:
+                if not self._reading:
+                    self._read()
+                if seq in self._replies:
+                    return self._replies.pop(seq)
+                if seq not in self._asked:
+                    raise Unavailable("the connection was lost before the answer")
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    if timeout_s > 0 and not self._silent_since:
+                        self._silent_since = time.monotonic()
+                    return None
+                if self._reading:
+                    self._turn.wait(left_s)
+                else:
+                    self._await_bytes(left_s)
 
     def discard(self, seq: int) -> None:
         """Nobody will wait for ``seq`` any more: its reply is settled when it comes."""
-        raise NotImplementedError
+        with self._turn:
+            if seq in self._asked:
+                self._late.add(seq)
+                self._stir()
+            elif (reply := self._replies.pop(seq, None)) is not None:
+                self._settle_late(reply)
+
+    def poll(self) -> None:
+        """Take in what has arrived, without waiting."""
+        self.start()
+        with self._turn:
+            if not self._reading:
+                self._read()
 
     def post(self, message: OneWay) -> bool:
         """Queue a one-way message; False if its boot is not the one we are connected to."""
-        raise NotImplementedError
+        self.start()
+        with self._turn:
+            session = self._session
+            if session is None or message.boot != session.boot or not self._send(session, message):
+                self.counters["dropped"] += 1
+                return False
+            return True
 
-    def close(self) -> None:
-        """End the connection, so that the daemon sees EOF. Only after copies drained."""
-        raise NotImplementedError
+    def refused(self, error: Error) -> None:
+        """Count a refusal; log the first of each code."""
+        self._note(f"refused_{error.code}", f"the daemon refused: {one_line(error.text)}")
+
+    # ------------------------------------------------------------ under the lock
+
+    def _take_in(self, message: FromDaemon) -> None:
+        self._silent_since = 0.0
+        expected = self._asked.pop(message.seq, None)
+        if expected is None and isinstance(message, Error):
+            self.refused(message)  # of a one-way message
+        elif expected is None or not isinstance(message, (expected, Error)):
+            raise RemoteError(f"a {type(message).__name__} nobody asked for")
+        elif message.seq in self._late:
+            self._late.discard(message.seq)
+            self._settle_late(message)
+        else:
+            self._replies[message.seq] = message
+
+    def _settle_late(self, reply: FromDaemon) -> None:
+        self.counters["late_replies"] += 1
+        if isinstance(reply, Matched) and reply.lease:
+            self.post(Release(boot=reply.boot, lease=reply.lease))
+        elif isinstance(reply, Granted):
+            for grant in reply.grants:
+                if grant.reservation:
+                    self.post(Abort(boot=reply.boot, reservation=grant.reservation))
+        elif isinstance(reply, Error):
+            self.refused(reply)

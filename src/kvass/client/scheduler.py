@@ -10,13 +10,31 @@ Laws of this file:
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from kvass.messages import Granted, Register, ReserveItem
+from kvass.client.client import Client
+from kvass.client.session import Session
+from kvass.errors import KvassError, Unavailable, UsageError
+from kvass.messages import (
+    Abort,
+    Clear,
+    Error,
+    FromDaemon,
+    Granted,
+    HandedOver,
+    Lookup,
+    Matched,
+    Register,
+    Release,
+    Request,
+    Reserve,
+    ReserveItem,
+)
 from kvass.types import Slots
 
 
@@ -41,6 +59,18 @@ class Pending:
 PENDING: Final = Pending()
 
 
+class _Ask:
+    """What one request holds or has asked for: nothing, a lookup in flight, or a match."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.first = 0
+        self.seq = 0
+        self.match: Match | None = None
+        self.patience_s = 0.0
+        """CLOCK_MONOTONIC until which the request may be told ``PENDING``; 0: never told yet."""
+
+
 class SchedulerClient:
     """Used from the engine's scheduler thread only. No call raises for an absent daemon.
 
@@ -57,26 +87,34 @@ class SchedulerClient:
         reserve_wait_s: float = 0.001,
         step_wait_s: float = 0.002,
     ) -> None:
-        raise NotImplementedError
+        self._client = Client(socket, registration)
+        self._lookup_budget_s = lookup_budget_s
+        self._reserve_wait_s = reserve_wait_s
+        self._step_wait_s = step_wait_s
+        self._left_s = step_wait_s
+        self._asks: dict[str, _Ask] = {}
 
     @property
     def connected(self) -> bool:
         """Whether a daemon is there."""
-        raise NotImplementedError
+        return self._client.connected
 
     @property
     def counters(self) -> Counter[str]:
-        """``lookups``, ``hits``, ``misses``, ``pending``, ``timeouts``, ``late_replies``,
-        ``reconnects``, ``refused_<code>`` and so on."""
-        raise NotImplementedError
+        """``lookups``, ``hits``, ``misses``, ``timeouts``, ``late_replies``, ``dropped``, ``lost``,
+        ``connects``, ``refused_<code>``, ``failed_<error>``."""
+        return self._client.counters
 
     def start(self) -> None:
         """Begin connecting in the background, in this process (after any fork). Never blocks."""
-        raise NotImplementedError
+        self._client.start()
 
     def new_step(self) -> None:
         """A scheduler step begins: a new wait budget; late replies are settled."""
-        raise NotImplementedError
+        self._left_s = self._step_wait_s
+        self._client.poll()
+
+    # ------------------------------------------------------------ reading
 
     def match(self, request: str, digests: bytes, width: int, first: int) -> Match | Pending | None:
         """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
@@ -85,45 +123,177 @@ class SchedulerClient:
         again, with the same lease, until ``take`` or ``settle``; for another ``first`` or with less
         than half its time left, it is released and looked up again.
         """
-        raise NotImplementedError
+        ask = self._asks.setdefault(request, _Ask())
+        if ask.first != first or self._lapsing(ask):
+            self._give_back(ask)
+        if ask.match is None:
+            wait_s = 0.0
+            if not ask.seq:
+                wait_s = self._look_up(ask, request, digests, width, first)
+            if ask.seq:
+                return self._answer(ask, wait_s, len(digests) // width)
+        return ask.match
 
     def take(self, request: str) -> Match | None:
         """The held match; the caller now owns its lease and must hand it over or release it.
 
         None if none is held, or its connection is gone.
         """
-        raise NotImplementedError
+        ask = self._asks.get(request)
+        taken = None
+        if ask is not None and ask.session is self._client.session:
+            taken, ask.match = ask.match, None
+        self.settle(request)
+        return taken
 
     def settle(self, request: str) -> None:
         """Give back whatever is held or asked for ``request`` and forget it. Idempotent.
 
         For every request that ends, is preempted, or is given no external tokens.
         """
-        raise NotImplementedError
+        if (ask := self._asks.pop(request, None)) is not None:
+            self._give_back(ask)
+
+    def release(self, boot: bytes, lease: int) -> None:
+        """Give back a taken lease that was not handed over."""
+        self._client.post(Release(boot=boot, lease=lease))
+
+    def _lapsing(self, ask: _Ask) -> bool:
+        """Whether what ``ask`` has is void, or its lease too old to begin a load on."""
+        if ask.session is not self._client.session:
+            return True
+        if ask.match is None or ask.session is None:
+            return False
+        half_s = ask.session.welcome.timing.lease_s / 2
+        return ask.match.deadline_s - time.monotonic() < half_s
+
+    def _look_up(self, ask: _Ask, request: str, digests: bytes, width: int, first: int) -> float:
+        """Send the lookup, if there is a daemon that answers; how long to wait for it."""
+        session = self._client.session
+        if session is None or first * width >= len(digests):
+            return 0.0
+        budget_s = self._lookup_budget_s
+        if budget_s is None:
+            budget_s = session.welcome.timing.lookup_budget_ms / 1000
+        silent_s = self._client.silent_s
+        if silent_s > budget_s:  # it would only cost this request its patience
+            self.counters["timeouts"] += 1
+            return 0.0
+        most = session.welcome.limits.keys_per_message * width
+        lookup = Lookup(request=request, digests=digests[:most], width=width, first=first)
+        ask.seq, ask.first, ask.session = self._submit(lookup), first, session
+        ask.patience_s = ask.patience_s or time.monotonic() + budget_s
+        self.counters["lookups"] += 1
+        return 0.0 if silent_s else self._left_s
+
+    def _answer(self, ask: _Ask, wait_s: float, asked: int) -> Match | Pending | None:
+        """What the lookup in flight has come to, after ``wait_s`` at most."""
+        began_s = time.monotonic()
+        try:
+            reply = self._client.wait(ask.seq, wait_s)
+        except Unavailable:
+            ask.seq = 0
+            return None
+        now_s = time.monotonic()
+        self._left_s = max(self._left_s - (now_s - began_s), 0.0)
+        if reply is None:
+            if now_s < ask.patience_s:
+                return PENDING
+            self.counters["timeouts"] += 1
+            self._give_back(ask)
+            return None
+        ask.seq = 0
+        ask.match = self._matched(ask, reply, asked)
+        self.counters["misses" if ask.match is None else "hits"] += 1
+        return ask.match
+
+    def _matched(self, ask: _Ask, reply: FromDaemon, asked: int) -> Match | None:
+        if not isinstance(reply, Matched):
+            self._refused(reply)
+            return None
+        assert ask.session is not None
+        if not (
+            reply.boot == ask.session.boot
+            and reply.first == ask.first <= reply.chunks <= asked
+            and (reply.lease > 0) == (reply.chunks > reply.first)
+        ):
+            self._client.fault(ask.session, "a match of what was not asked for")
+            return None
+        if not reply.lease:
+            return None
+        return Match(
+            reply.lease, reply.boot, reply.first, reply.chunks, reply.deadline_s, reply.slots
+        )
+
+    def _give_back(self, ask: _Ask) -> None:
+        if ask.session is self._client.session:  # else it went with its connection
+            if ask.match is not None:
+                self.release(ask.match.boot, ask.match.lease)
+            elif ask.seq:
+                self._client.discard(ask.seq)
+        ask.seq, ask.match = 0, None
+
+    # ------------------------------------------------------------ writing
 
     def reserve(self, items: Sequence[ReserveItem], width: int) -> Granted | None:
         """Ask where to write; None: store nothing this step (a late grant is aborted).
 
-        ``grants`` is parallel to ``items``.
+        ``grants`` is parallel to ``items``. More keys than the daemon's limit are refused whole.
         """
-        raise NotImplementedError
-
-    def release(self, boot: bytes, lease: int) -> None:
-        """Give back a taken lease that was not handed over."""
-        raise NotImplementedError
+        session = self._client.session
+        if not items or session is None or self._client.silent_s:
+            return None
+        seq = self._submit(Reserve(items=list(items), width=width))
+        try:
+            reply = self._client.wait(seq, self._reserve_wait_s) if seq else None
+        except Unavailable:
+            return None
+        if reply is None:
+            self.counters["timeouts"] += 1
+            self._client.discard(seq)
+            return None
+        if not isinstance(reply, Granted):
+            self._refused(reply)
+            return None
+        if reply.boot != session.boot or len(reply.grants) != len(items):
+            self._client.fault(session, "a grant of what was not asked for")
+            return None
+        return reply
 
     def abort(self, boot: bytes, reservation: int) -> None:
         """Give back a granted reservation that was not handed over."""
-        raise NotImplementedError
+        self._client.post(Abort(boot=boot, reservation=reservation))
+
+    # ------------------------------------------------------------ the rest
 
     def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> None:
         """From here on only the ranks settle these. Last act of building a step's metadata."""
-        raise NotImplementedError
+        if leases or reservations:
+            self._client.post(
+                HandedOver(boot=boot, leases=tuple(leases), reservations=tuple(reservations))
+            )
 
     def clear(self, timeout_s: float) -> bool:
         """Forget this namespace's rows and give back every held match. False: not confirmed."""
-        raise NotImplementedError
+        for request in list(self._asks):
+            self.settle(request)
+        try:
+            self._client.call(Clear(), timeout_s)
+        except KvassError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the session; the daemon cancels what was not handed over."""
-        raise NotImplementedError
+        self._client.close()
+
+    def _submit(self, message: Request) -> int:
+        try:
+            return self._client.submit(message)
+        except UsageError:  # above the frame limit this daemon was started with
+            self.counters["too_large"] += 1
+            return 0
+
+    def _refused(self, reply: FromDaemon) -> None:
+        assert isinstance(reply, Error), "the client lets no other answer through"
+        self._client.refused(reply)

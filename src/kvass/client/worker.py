@@ -13,7 +13,9 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from kvass.messages import Register
+from kvass.client.client import Client
+from kvass.client.session import Session
+from kvass.messages import Abort, Commit, Register, Release
 
 
 class ArenaLease:
@@ -22,12 +24,16 @@ class ArenaLease:
     It counts as used from ``WorkerClient.arena`` on, so leave it (or ``close`` it) in every case.
     """
 
-    boot: bytes
-    buffer: npt.NDArray[np.uint8]
-    """The whole arena: uint8, shape ``(arena_bytes,)``. Keep no view of it after leaving."""
+    def __init__(self, client: Client, session: Session) -> None:
+        assert session.arena is not None
+        self.boot = session.boot
+        self.buffer: npt.NDArray[np.uint8] = session.arena.buffer
+        """The whole arena: uint8, shape ``(arena_bytes,)``. Keep no view of it after leaving."""
+        self._client = client
+        self._session: Session | None = session
 
     def __enter__(self) -> npt.NDArray[np.uint8]:
-        raise NotImplementedError
+        return self.buffer
 
     def __exit__(
         self,
@@ -35,11 +41,14 @@ class ArenaLease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        raise NotImplementedError
+        self.close()
 
     def close(self) -> None:
         """Leave. Idempotent."""
-        raise NotImplementedError
+        session, self._session = self._session, None
+        if session is not None:
+            self.buffer = np.empty(0, np.uint8)
+            self._client.leave(session)
 
 
 class WorkerClient:
@@ -50,38 +59,40 @@ class WorkerClient:
     """
 
     def __init__(self, socket: str, registration: Register) -> None:
-        raise NotImplementedError
+        self._rank = registration.rank
+        self._client = Client(socket, registration, wants_arena=True)
 
     @property
     def connected(self) -> bool:
         """Whether a daemon is there."""
-        raise NotImplementedError
+        return self._client.connected
 
     @property
     def counters(self) -> Counter[str]:
         """As ``SchedulerClient.counters``."""
-        raise NotImplementedError
+        return self._client.counters
 
     def start(self) -> None:
         """Begin connecting in the background, in this process (after any fork). Never blocks."""
-        raise NotImplementedError
+        self._client.start()
 
     def arena(self, boot: bytes) -> ArenaLease | None:
         """The arena of ``boot``; None if we are connected to another boot, or to none."""
-        raise NotImplementedError
+        session = self._client.enter(boot)
+        return None if session is None else ArenaLease(self._client, session)
 
     def commit(self, boot: bytes, reservation: int) -> None:
         """This rank has written its shard of every row of ``reservation``."""
-        raise NotImplementedError
+        self._client.post(Commit(boot=boot, reservation=reservation, rank=self._rank))
 
     def abort(self, boot: bytes, reservation: int) -> None:
         """This rank will not write any more."""
-        raise NotImplementedError
+        self._client.post(Abort(boot=boot, reservation=reservation, rank=self._rank))
 
     def release(self, boot: bytes, lease: int, bad: Sequence[int] = ()) -> None:
         """This rank has read; ``bad`` are indices into the lease's chunks that proved wrong."""
-        raise NotImplementedError
+        self._client.post(Release(boot=boot, lease=lease, rank=self._rank, bad=tuple(bad)))
 
     def close(self) -> None:
         """End the session. Only after copies drained: a buffer in use defers it."""
-        raise NotImplementedError
+        self._client.close()

@@ -1,0 +1,375 @@
+"""The connection to the daemon that comes and goes by itself, and the thread that keeps it.
+
+Laws of this file:
+
+- Constructing, sending and closing never wait for the daemon, whether it is absent, suspended,
+  restarting or hostile. The keeper thread connects, registers, watches for hang-up and writes what
+  the socket would not take at once; it reads only where no caller waits for a reply.
+- Sockets belong to the process that opened them; a forked child drops its copies and opens its own.
+- What was asked or held through a lost connection is void.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+import weakref
+from collections import Counter
+from types import TracebackType
+from typing import Final, Self
+
+from kvass.client.session import Session, open_session
+from kvass.errors import (
+    ErrorCode,
+    Incompatible,
+    KvassError,
+    Refused,
+    RemoteError,
+    TimedOut,
+    Unavailable,
+    UsageError,
+)
+from kvass.messages import FromDaemon, OneWay, Populated, Register, Request, Welcome
+
+BACKOFF_MIN_S: Final = 0.01
+BACKOFF_MAX_S: Final = 0.5
+BACKOFF_LASTING_S: Final = 30.0
+"""Between attempts at a daemon that will not change its mind: another version, another clock."""
+STEADY_S: Final = 1.0
+"""A connection that lived this long starts the next back-off from the beginning."""
+LATE_TICK_S: Final = 0.05
+"""How often the keeper looks for late replies that no caller may ever come by to read."""
+FAREWELL_S: Final = 0.2
+"""How long ``close`` tries to write what is still queued."""
+
+_PASSING: Final[frozenset[ErrorCode]] = frozenset(("rank_taken", "limit", "shutting_down"))
+_log: Final = logging.getLogger("kvass.client")
+_alive: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
+
+
+class Link:
+    """What ``Client`` stands on. Thread-safe: one lock, ``_turn``, over everything.
+
+    ``registration``: sent after every (re)connect; a client without one can only look.
+    """
+
+    def __init__(
+        self, socket: str, registration: Register | None = None, *, wants_arena: bool = False
+    ) -> None:
+        self._path = socket
+        self._registration = registration
+        self._wants_arena = wants_arena
+        self._closed = False
+        self.counters: Counter[str] = Counter()
+        """What happened, by name; each kind of failure is also logged once."""
+        self._begin()
+        _alive.add(self)
+
+    def _begin(self) -> None:
+        """What belongs to one process."""
+        self._pid = os.getpid()
+        self._turn = threading.Condition()
+        self._session: Session | None = None
+        self._reading = False
+        self._keeper: threading.Thread | None = None
+        self._wake = -1
+        self._attempts = 0
+        self._failure: KvassError | None = None
+        self._void()
+
+    def forked(self) -> None:
+        """We are a child: let go of the parent's socket, without a word to the daemon."""
+        session, wake = self._session, self._wake
+        self._begin()
+        if wake >= 0:
+            os.close(wake)
+        if session is not None:
+            session.channel.drop()
+            if session.arena is not None:
+                session.arena.close()
+
+    def _void(self) -> None:
+        """Forget what was asked: its connection is gone, or was never there."""
+        raise NotImplementedError
+
+    def _take_in(self, message: FromDaemon) -> None:
+        """A message arrived; lock held. Raises ``RemoteError`` for what nobody asked for."""
+        raise NotImplementedError
+
+    @property
+    def _owed_late(self) -> bool:
+        """Whether replies may come that no caller waits for."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ from outside
+
+    def start(self) -> None:
+        """Begin connecting in the background, in this process. Never blocks. Every call does it."""
+        if self._pid != os.getpid():
+            self.forked()
+        if self._keeper is not None:
+            return
+        with self._turn:
+            if self._keeper is None and not self._closed:
+                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._keeper = threading.Thread(target=self._keep, name="kvass", daemon=True)
+                self._keeper.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a daemon has welcomed and registered us and has not hung up."""
+        return self.session is not None
+
+    @property
+    def session(self) -> Session | None:
+        """The connection as it is now; its identity tells one from the next."""
+        return self._session if self._pid == os.getpid() else None
+
+    def connect(self, timeout_s: float) -> Welcome:
+        """Wait for a connection. Raises ``Unavailable``, ``Incompatible`` or ``Refused``, at once
+        when an attempt that ended after this call began failed."""
+        self.start()
+        deadline_s = time.monotonic() + timeout_s
+        with self._turn:
+            seen = self._attempts
+            while self._session is None:
+                failed = self._failure
+                if failed is not None and (self._attempts > seen or _lasting(failed)):
+                    raise failed.with_traceback(None)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self._closed:
+                    raise TimedOut(f"no connection to {self._path} within {timeout_s:g} s")
+                self._turn.wait(left_s)
+            return self._session.welcome
+
+    def close(self) -> None:
+        """End the connection, so that the daemon sees EOF. Only after copies drained. Idempotent.
+
+        Waits a moment for what is still queued; an arena in use defers the EOF until it is left.
+        """
+        with self._turn:
+            self._closed = True
+            keeper = self._keeper if self._pid == os.getpid() else None
+            self._stir()
+            self._turn.notify_all()
+        if keeper is not None and keeper is not threading.current_thread():
+            keeper.join(FAREWELL_S * 5)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def enter(self, boot: bytes) -> Session | None:
+        """Become a user of the connection to ``boot``, which keeps its arena; then ``leave``."""
+        self.start()
+        with self._turn:
+            session = self._session
+            if session is None or session.arena is None or session.boot != boot:
+                return None
+            session.users += 1
+            return session
+
+    def leave(self, session: Session) -> None:
+        """The last to leave a lost connection closes it."""
+        with self._turn:
+            session.users -= 1
+            last = not session.users
+        if last:
+            session.end()
+
+    def fault(self, session: Session, text: str) -> None:
+        """The daemon broke the protocol on ``session``: that connection ends."""
+        with self._turn:
+            self._lose(session, RemoteError(text))
+
+    # ------------------------------------------------------------ under the lock
+
+    def _send(self, session: Session, message: Request | OneWay) -> bool:
+        try:
+            session.channel.send(message)
+        except Unavailable as error:
+            self._lose(session, error)
+            return False
+        if session.channel.wants_write:
+            self._stir()  # the keeper writes the rest
+        return True
+
+    def _read(self) -> None:
+        """Take in what has arrived. Only while nobody else is reading."""
+        session = self._session
+        if session is None:
+            return
+        try:
+            for message in session.channel.receive(0):
+                if isinstance(message, Populated):
+                    session.watermark = min(message.bytes, session.welcome.arena_bytes)
+                else:
+                    self._take_in(message)
+        except (Unavailable, RemoteError) as error:
+            self._lose(session, error)
+
+    def _await_bytes(self, timeout_s: float) -> None:
+        """Be the reader: wait for the socket with the lock released."""
+        session = self._session
+        assert session is not None
+        poll = select.poll()
+        poll.register(session.channel, select.POLLIN)
+        self._reading = True
+        session.users += 1  # so that the descriptor stays ours while we sleep on it
+        self._turn.release()
+        try:
+            poll.poll(timeout_s * 1000)
+        finally:
+            self._turn.acquire()
+            self._reading = False
+            self._turn.notify_all()
+            self.leave(session)
+
+    def _lose(self, session: Session, error: KvassError | None) -> None:
+        """``session`` is over; what was asked through it will never be answered."""
+        if session is not self._session:
+            return
+        self._session = None
+        self._void()
+        self._stir()
+        self._turn.notify_all()
+        if error is not None:
+            self._note("lost", f"connection lost: {error}")
+
+    def _stir(self) -> None:
+        """Make the keeper look again."""
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def _note(self, kind: str, text: str) -> None:
+        self.counters[kind] += 1
+        if self.counters[kind] == 1:
+            level = logging.DEBUG if self._registration is None else logging.WARNING
+            _log.log(level, "%s (counted from now on, not logged)", text)
+
+    # ------------------------------------------------------------ the keeper
+
+    def _keep(self) -> None:
+        """The keeper thread: connect, watch, and again, with back-off."""
+        backoff_s = BACKOFF_MIN_S
+        while not self._closed:
+            began_s = time.monotonic()
+            pause_s = backoff_s
+            try:
+                session = open_session(
+                    self._path, self._registration, wants_arena=self._wants_arena
+                )
+            except (KvassError, OSError) as error:  # OSError: this process has no descriptor left
+                failure = error if isinstance(error, KvassError) else Unavailable(str(error))
+                self._fail(failure)
+                pause_s = BACKOFF_LASTING_S if _lasting(failure) else backoff_s
+            else:
+                self._publish(session)
+                while self._watch(session):
+                    pass
+                self.leave(session)
+                if time.monotonic() - began_s >= STEADY_S:
+                    backoff_s = pause_s = BACKOFF_MIN_S
+            self._pause(pause_s)
+            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+        with self._turn:
+            wake, self._wake = self._wake, -1
+            os.close(wake)
+
+    def _fail(self, error: KvassError) -> None:
+        with self._turn:
+            self._attempts += 1
+            self._failure = error
+            self._note(f"failed_{type(error).__name__.lower()}", f"runs uncached: {error}")
+            self._turn.notify_all()
+
+    def _publish(self, session: Session) -> None:
+        with self._turn:
+            self._void()
+            self._session = session
+            self._attempts += 1
+            self._failure = None
+            self.counters["connects"] += 1
+            self._turn.notify_all()
+
+    def _watch(self, session: Session) -> bool:
+        """One look at the socket; False once the session is over."""
+        with self._turn:
+            if self._closed:
+                self._farewell(session)
+            if session is not self._session:
+                return False
+            if self._reading:  # the reader sees a hang-up too, and must not lose its bytes to us
+                self._turn.wait(LATE_TICK_S)
+                return True
+            ticking = self._owed_late and not self._wants_arena
+            poll = self._interests(session)
+        timeout_s = 0.0 if session.behind else LATE_TICK_S if ticking else None
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
+        with self._turn:
+            self._calm()
+            if session is self._session and not self._reading:
+                self._read()  # writes what is queued, too
+        session.populate_slice()
+        return True
+
+    def _interests(self, session: Session) -> select.poll:
+        """A caller reads its own replies, so only a worker, which never waits, asks for POLLIN."""
+        poll = select.poll()
+        events = select.POLLRDHUP
+        events |= select.POLLIN if self._wants_arena else 0
+        events |= select.POLLOUT if session.channel.wants_write else 0
+        poll.register(session.channel, events)
+        poll.register(self._wake, select.POLLIN)
+        return poll
+
+    def _farewell(self, session: Session) -> None:
+        deadline_s = time.monotonic() + FAREWELL_S
+        try:
+            while session.channel.wants_write and (left_s := deadline_s - time.monotonic()) > 0:
+                poll = select.poll()
+                poll.register(session.channel, select.POLLOUT)
+                poll.poll(left_s * 1000)
+                session.channel.flush()
+        except Unavailable:
+            pass  # it went first
+        self._lose(session, None)
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, unless closed."""
+        deadline_s = time.monotonic() + seconds
+        with self._turn:
+            while not self._closed and (left_s := deadline_s - time.monotonic()) > 0:
+                self._turn.wait(left_s)
+
+    def _calm(self) -> None:
+        """Take back every ``_stir`` so far."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass  # nobody stirred
+
+
+def _lasting(error: KvassError) -> bool:
+    """Whether trying again soon can only give the same answer."""
+    if isinstance(error, Refused):
+        return error.code not in _PASSING
+    return isinstance(error, (Incompatible, UsageError))
+
+
+def _after_fork() -> None:
+    for link in list(_alive):
+        link.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

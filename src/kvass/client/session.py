@@ -1,0 +1,160 @@
+"""One connection, from its welcome to its EOF, and the arena that came through it.
+
+Law of this file: a socket is closed, and its arena unmapped, when the last user leaves and not
+before. EOF tells the daemon that this process will not write any more (law 3), so it must be true.
+
+Not locked: ``Client`` calls ``enter`` and ``leave`` under its lock.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from kvass._version import __version__
+from kvass.arena import memory
+from kvass.errors import Incompatible, KvassError, Refused, RemoteError, TimedOut
+from kvass.messages import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    Error,
+    FromDaemon,
+    Hello,
+    Populated,
+    Register,
+    Registered,
+    Request,
+    Welcome,
+)
+from kvass.wire.channel import Channel
+from kvass.wire.framing import one_line
+
+HANDSHAKE_S: Final = 5.0
+"""How long the keeper waits for a daemon that accepted but says nothing."""
+BOOT_BYTES: Final = 16
+CLOCK_SLACK_S: Final = 0.001
+SLICE_BYTES: Final = 16 << 20
+"""Populated at a time: a few milliseconds, after which the keeper looks at its socket again."""
+
+
+class Session:
+    """A welcomed and registered connection. ``users`` counts the keeper and every arena lease."""
+
+    def __init__(self, channel: Channel, welcome: Welcome, registered: Registered | None) -> None:
+        self.channel = channel
+        self.welcome = welcome
+        self.registered = registered
+        self.boot = welcome.boot
+        self.arena: memory.Arena | None = None
+        self.watermark = min(welcome.populated_bytes, welcome.arena_bytes)
+        self.users = 1
+        self._populated = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether the daemon has populated more of the arena than this process has."""
+        return self.arena is not None and self._populated < self.watermark
+
+    def populate_slice(self) -> None:
+        """Fault in the next slice of this process's mapping, up to the daemon's watermark."""
+        if self.arena is None or not self.behind:
+            return
+        upto = min(self._populated + SLICE_BYTES, self.watermark)
+        try:
+            self.arena.populate(self._populated, upto)
+        except OSError:  # no memory for page tables: copies fault pages in as they touch them
+            upto = self.arena.size
+        self._populated = upto
+
+    def end(self) -> None:
+        """Close the socket and unmap the arena: the last user has left."""
+        assert not self.users
+        self.channel.close()
+        if self.arena is not None:
+            self.arena.close()
+
+
+def open_session(path: str, registration: Register | None, *, wants_arena: bool) -> Session:
+    """Connect, greet, check, map, register; waits up to ``HANDSHAKE_S`` for each answer.
+
+    Raises ``Unavailable``, ``Incompatible``, ``RemoteError``, or ``Refused`` for the registration.
+    """
+    channel = Channel.connect(path, HANDSHAKE_S)
+    session = None
+    try:
+        welcome, pushed = _greet(channel, wants_arena)
+        channel.limit_frames(welcome.limits.frame_bytes)
+        session = Session(channel, welcome, None)
+        if wants_arena:
+            session.arena = _attach(channel, welcome.arena_bytes)
+        if registration is not None:
+            reply, more = _ask(channel, registration)
+            if not isinstance(reply, Registered):
+                raise RemoteError(f"a {type(reply).__name__} in answer to Register")
+            session.registered = reply
+            pushed += more
+        for message in pushed:
+            session.watermark = min(message.bytes, welcome.arena_bytes)
+        return session
+    except BaseException:
+        if session is None:
+            channel.close()
+        else:
+            session.users = 0
+            session.end()
+        raise
+
+
+def _greet(channel: Channel, wants_arena: bool) -> tuple[Welcome, list[Populated]]:
+    ours = f"this client ({__version__}) speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}"
+    sent_s = time.monotonic()
+    hello = Hello(client=f"kvass {__version__}", clock_s=sent_s, wants_arena=wants_arena)
+    try:
+        welcome, pushed = _ask(channel, hello)
+    except Refused as refusal:
+        if refusal.code in ("incompatible_version", "incompatible_clock"):
+            raise Incompatible(f"{refusal.text}; {ours}") from None
+        raise
+    if not isinstance(welcome, Welcome) or len(welcome.boot) != BOOT_BYTES:
+        raise RemoteError(f"a {type(welcome).__name__} in answer to Hello")
+    if not PROTOCOL_MIN <= welcome.protocol <= PROTOCOL_MAX:
+        raise Incompatible(f"the daemon chose protocol {welcome.protocol}; {ours}")
+    now_s = time.monotonic()
+    if not sent_s - CLOCK_SLACK_S <= welcome.clock_s <= now_s + CLOCK_SLACK_S:
+        raise Incompatible(
+            f"the daemon's CLOCK_MONOTONIC reads {welcome.clock_s:.3f}, ours {now_s:.3f}: "
+            "run both in one time namespace; uncached until then"
+        )
+    return welcome, pushed
+
+
+def _attach(channel: Channel, size: int) -> memory.Arena:
+    fd = channel.take_fd()
+    if fd is None:
+        raise RemoteError("the welcome came without the arena's descriptor")
+    try:
+        return memory.attach(fd, size)
+    except (OSError, ValueError, KvassError) as error:
+        raise RemoteError(f"the arena of {size} bytes cannot be mapped: {error}") from error
+
+
+def _ask(channel: Channel, message: Request) -> tuple[FromDaemon, list[Populated]]:
+    """The reply to ``message`` on a connection that nobody else uses, and what was pushed."""
+    deadline_s = time.monotonic() + HANDSHAKE_S
+    message.seq = 1
+    channel.send(message)
+    pushed: list[Populated] = []
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        reply: FromDaemon | None = None
+        for got in channel.receive(left_s):
+            if isinstance(got, Populated):
+                pushed.append(got)
+            elif isinstance(got, Error):
+                raise Refused(got.code, one_line(got.text))
+            elif reply is not None or got.seq != message.seq:
+                raise RemoteError(f"a {type(got).__name__} nobody asked for")
+            else:
+                reply = got
+        if reply is not None:
+            return reply, pushed
+    raise TimedOut(f"the daemon accepted but did not answer within {HANDSHAKE_S:g} s")
