@@ -11,8 +11,8 @@ with the same ``seq``, an ``Error`` if need be. A *one-way* message is answered 
 Order of a session: ``Hello`` -> ``Welcome`` (with the arena's descriptor attached, if asked for),
 then ``Register`` -> ``Registered``, then anything. A session that only looks (CLI) skips Register.
 
-Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's life: every message
-that names arena memory, a lease or a reservation carries it.
+Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's life: every
+message that names arena memory, a lease or a reservation carries it.
 
 Digests: a blob of equally wide chunk hashes, ``width`` bytes each, chunk 0 first, so a token list
 never crosses the wire.
@@ -73,9 +73,9 @@ class Welcome(Message, tag="welcome"):
 class Register(Message, tag="register"):
     """Who this session is. Scheduler: ``rank`` -1 and no layout. Worker: its rank and layout.
 
-    ``ranks`` is the number of worker processes, ``world_size`` that of distinct shards, ``shard`` the
-    one this worker holds, ``writer`` whether it is the rank that writes it. ``identity`` are the
-    namespace's tagged fields; all sessions of an instance must send the same.
+    ``ranks`` is the number of worker processes, ``world_size`` that of distinct shards, ``shard``
+    the one this worker holds, ``writer`` whether it is the rank that writes it. ``identity`` are
+    the namespace's tagged fields; all sessions of an instance must send the same.
     """
 
     instance: str
@@ -116,8 +116,8 @@ class Lookup(Message, tag="lookup"):
 class Matched(Message, tag="matched"):
     """``chunks`` counts from chunk 0, so ``chunks == first`` is a miss and takes no lease (0).
 
-    ``slots[g]`` are the rows of group ``g`` for chunks ``[first, chunks)``. A read counts only if it
-    finished before ``deadline_s``.
+    ``slots[g]`` are the rows of group ``g`` for chunks ``[first, chunks)``. A read counts only if
+    it finished before ``deadline_s``.
     """
 
     boot: bytes = b""
@@ -129,7 +129,7 @@ class Matched(Message, tag="matched"):
 
 
 class Release(Message, tag="release"):
-    """One-way. ``rank`` settles its debt; -1 is the scheduler giving back what it never handed over.
+    """One-way. ``rank`` settles its debt; -1: the scheduler gives back what it never handed over.
 
     ``bad`` are indices into the lease's chunks whose bytes proved wrong: those rows are dropped.
     """
@@ -159,8 +159,8 @@ class Renewed(Message, tag="renewed"):
 class ReserveItem(msgspec.Struct, omit_defaults=True):
     """Chunks ``[first, n)`` of one request to be stored; ``[0, first)`` are touched.
 
-    ``groups`` is a bit mask of the groups whose rows are wanted. ``writers`` are the ranks that will
-    each send one ``Commit``; missing means every rank that registered as a writer.
+    ``groups`` is a bit mask of the groups whose rows are wanted. ``writers`` are the ranks that
+    will each send one ``Commit``; missing means every rank that registered as a writer.
     """
 
     request: str
@@ -256,7 +256,7 @@ class StatusReply(Message, tag="status_reply"):
 
 
 class Populated(Message, tag="populated"):
-    """Pushed to sessions that mapped the arena: its first ``bytes`` are faulted in by the daemon."""
+    """Pushed to sessions that mapped the arena: the daemon has faulted in its first ``bytes``."""
 
     bytes: int = 0
 

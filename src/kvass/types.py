@@ -37,8 +37,8 @@ def align_up(value: int, to: int = PAGE) -> int:
 class GroupLayout(msgspec.Struct, frozen=True):
     """One layer group as one rank holds it: layers sharing a block-id space and a cache spec.
 
-    ``page_bytes[i]`` is what one block takes in layer ``layers[i]``; layers of one group may differ.
-    ``window_tokens`` is 0 unless ``kind`` is ``sliding_window``.
+    ``page_bytes[i]`` is what one block takes in layer ``layers[i]``; layers of one group may
+    differ. ``window_tokens`` is 0 unless ``kind`` is ``sliding_window``.
     """
 
     kind: GroupKind
@@ -57,7 +57,7 @@ class GroupLayout(msgspec.Struct, frozen=True):
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """Everything the daemon must know about the bytes of one rank: its groups, in group-id order."""
+    """All the daemon must know about the bytes of one rank: its groups, in group-id order."""
 
     groups: tuple[GroupLayout, ...]
 
@@ -79,12 +79,14 @@ class Slots(msgspec.Struct, frozen=True):
         return len(self.slot) // 4
 
     def offsets(self, shard: int, shard_bytes: int) -> I64Array:
-        """Byte offset in the arena of ``shard`` of each row: int64 array of shape ``(len(self),)``."""
+        """Byte offset in the arena of ``shard`` of each row: int64, shape ``(len(self),)``."""
         if not self.slot:
             return np.empty(0, np.int64)
         bases = np.array([e[shard] for e in self.extents], np.int64)
         sets = np.frombuffer(self.set_, "<u2")
-        return bases[sets] + np.frombuffer(self.slot, "<u4").astype(np.int64) * shard_bytes
+        slots = np.frombuffer(self.slot, "<u4").astype(np.int64)
+        found: I64Array = bases[sets] + slots * shard_bytes
+        return found
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -96,6 +98,7 @@ class Limits(msgspec.Struct, frozen=True):
     leases_per_instance: int = 16_384
     reservations_per_instance: int = 16_384
     sessions: int = 1024
+    namespaces: int = 1024
     instance_write_share: float = 0.25
     """reserved + quarantined bytes of one instance, as a share of L1."""
     request_id_bytes: int = 512

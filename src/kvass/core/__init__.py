@@ -1,1 +1,1 @@
-"""The pure core: cache state and its rules. Events in, effects out; ``now`` is an argument (law 1)."""
+"""The pure core: cache state and its rules. Events in, effects out; time is an argument (law 1)."""

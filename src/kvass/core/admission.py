@@ -1,0 +1,91 @@
+"""Registration: a session becomes one (instance, rank), a complete instance gets its namespace.
+
+Law of this file: a refused ``Register`` changes nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvass.core.l1 import Namespace
+from kvass.core.registry import (
+    Instance,
+    Session,
+    check_agrees,
+    check_register,
+    namespace_digest,
+    row_class_specs,
+)
+from kvass.core.state import State
+from kvass.errors import Refused
+from kvass.messages import Register, Registered
+from kvass.types import SCHEDULER
+
+
+def register(state: State, session: Session, msg: Register) -> Registered:
+    """Admit a session; said again with the same words, it is only answered again."""
+    terms = msgspec.structs.replace(msg, seq=0)
+    if session.registered is not None and session.registered != terms:
+        raise Refused("already_registered", "this session is another (instance, rank) already")
+    if session.registered is None:
+        _admit(state, session, terms)
+    instance = state.instances[msg.instance]
+    ns = state.namespace_of(instance)
+    return Registered(namespace=b"" if ns is None else ns.digest, missing=instance.missing)
+
+
+def _admit(state: State, session: Session, terms: Register) -> None:
+    check_register(terms, state.config.limits)
+    instance = state.instances.get(terms.instance) or Instance(id=terms.instance, terms=terms)
+    if terms.rank in instance.sessions:
+        who = "its scheduler" if terms.rank == SCHEDULER else f"rank {terms.rank}"
+        raise Refused("rank_taken", f"{who} of instance {terms.instance!r} is alive already")
+    check_agrees(terms, instance)
+    workers = dict(instance.workers)
+    if terms.layout is not None:
+        workers[terms.rank] = terms
+    complete = msgspec.structs.replace(instance, workers=workers)
+    if not complete.missing and instance.missing:
+        instance.namespace = _namespace_for(state, complete)
+    instance.workers = workers
+    instance.sessions[terms.rank] = session.id
+    session.registered = terms
+    state.instances[instance.id] = instance
+
+
+def _namespace_for(state: State, instance: Instance) -> int:
+    """The id of the namespace that a complete instance's bytes belong to, made if it is new."""
+    if not instance.covers_all_shards(instance.writers):
+        raise Refused("contradiction", "writer: every shard needs exactly one writing rank")
+    specs = row_class_specs(instance)
+    row = max(s.row_bytes for s in specs)
+    if row > state.quota:
+        text = f"one row takes {row} bytes and an instance may write {state.quota} at a time: "
+        share = state.config.limits.instance_write_share
+        raise Refused("too_large", text + f"give the daemon an L1 above {int(row / share)} bytes")
+    digest = namespace_digest(instance)
+    if digest in state.by_digest:
+        return state.by_digest[digest]
+    _drop_unused(state)
+    if len(state.namespaces) >= state.config.limits.namespaces:
+        raise Refused("limit", f"at most {state.config.limits.namespaces} namespaces")
+    new = max(state.namespaces, default=-1) + 1
+    state.namespaces[new] = Namespace(
+        id=new,
+        digest=digest,
+        classes=[state.l1.add_class(spec, new) for spec in specs],
+        chunk_tokens=instance.terms.chunk_tokens,
+        model=instance.terms.identity.get("model", ""),
+    )
+    state.by_digest[digest] = new
+    return new
+
+
+def _drop_unused(state: State) -> None:
+    """Forget namespaces that no live instance has and whose slots are all free."""
+    live = {i.namespace for i in state.instances.values()}
+    for ns in list(state.namespaces.values()):
+        if ns.id not in live and not any(state.l1.in_use(c) for c in ns.classes):
+            for one in ns.classes:
+                state.l1.remove_class(one)
+            del state.namespaces[ns.id], state.by_digest[ns.digest]

@@ -1,0 +1,101 @@
+"""What a session may say: every claim in a message is checked here before anything changes.
+
+Law of this file: it reads, and raises ``Refused`` naming what to do; it changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvass.core.leases import Lease, Reservation
+from kvass.core.registry import Instance, Session
+from kvass.errors import Refused
+from kvass.types import MAX_RANKS, SCHEDULER, Limits
+
+if TYPE_CHECKING:
+    from kvass.core.state import State
+
+
+def instance_of(state: State, session: Session) -> Instance:
+    """The instance the session registered for."""
+    if session.registered is None:
+        raise Refused("not_registered", "send Register first")
+    return state.instances[session.registered.instance]
+
+
+def scheduler_of(state: State, session: Session) -> Instance:
+    """The same, if the session is its scheduler."""
+    instance = instance_of(state, session)
+    own_rank(session, SCHEDULER)
+    return instance
+
+
+def own_rank(session: Session, rank: int) -> int:
+    """``rank``, if it is the session's own: nobody speaks for another."""
+    if session.registered is None:
+        raise Refused("not_registered", "send Register first")
+    own = session.registered.rank
+    if rank != own:
+        mine = "the scheduler" if own == SCHEDULER else f"rank {own}"
+        raise Refused("bad_rank", f"this session is {mine}, not rank {rank}")
+    return rank
+
+
+def known_ranks(ranks: tuple[int, ...], instance: Instance) -> set[int]:
+    """``ranks`` as a set: 1..MAX_RANKS of them, all inside the instance's world (law 2)."""
+    if not ranks or len(ranks) > MAX_RANKS:
+        raise Refused("bad_rank", f"name 1..{MAX_RANKS} ranks, not {len(ranks)}")
+    for rank in ranks:
+        if not 0 <= rank < instance.terms.ranks:
+            world = f"the world of {instance.terms.ranks}"
+            raise Refused("bad_rank", f"rank {rank} is outside {world}")
+    return set(ranks)
+
+
+def check_request(request: str, limits: Limits) -> None:
+    """A request's id: not empty (law 2), not endless (law 12)."""
+    if not request or len(request) > limits.request_id_bytes:
+        most = limits.request_id_bytes
+        raise Refused("bad_value", f"request: give a non-empty id of at most {most} characters")
+
+
+def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> list[bytes]:
+    """A blob of digests as keys; ``first`` must lie within them."""
+    if not 8 <= width <= 64 or len(digests) % width:
+        text = f"digests: {len(digests)} bytes are no multiple of width {width} in 8..64"
+        raise Refused("bad_value", text)
+    count = len(digests) // width
+    if count > limits.keys_per_message:
+        raise Refused("limit", f"at most {limits.keys_per_message} keys a message")
+    if not 0 <= first <= count:
+        raise Refused("bad_value", f"first: {first} is not in 0..{count}")
+    return [digests[i : i + width] for i in range(0, len(digests), width)]
+
+
+def open_lease(state: State, session: Session, boot: bytes, an_id: int) -> Lease | None:
+    """The session's lease of this boot, or ``None`` if it ended."""
+    instance = instance_of(state, session)
+    _check_boot(state, boot)
+    if not state.ledger.issued(an_id):
+        raise Refused("unknown_lease", f"lease {an_id} was never given")
+    lease = state.ledger.leases.get(an_id)
+    if lease is not None and lease.instance != instance.id:
+        raise Refused("not_yours", f"lease {an_id} is another instance's")
+    return lease
+
+
+def open_reservation(state: State, session: Session, boot: bytes, an_id: int) -> Reservation | None:
+    """The session's reservation of this boot, or ``None`` if it was settled."""
+    instance = instance_of(state, session)
+    _check_boot(state, boot)
+    if not state.ledger.issued(an_id):
+        raise Refused("unknown_reservation", f"reservation {an_id} was never given")
+    one = state.ledger.reservations.get(an_id)
+    if one is not None and one.instance != instance.id:
+        raise Refused("not_yours", f"reservation {an_id} is another instance's")
+    return one
+
+
+def _check_boot(state: State, boot: bytes) -> None:
+    if boot != state.config.boot:
+        raise Refused("wrong_boot", "this names another daemon's life: drop it")

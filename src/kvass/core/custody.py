@@ -1,0 +1,217 @@
+"""Leases and reservations as they are opened and settled, and what that does to the rows.
+
+Law of this file: every way a lease or reservation can end is here, and each ends once. A lease
+ends when its last owing rank released or its deadline passed. A reservation is *settled* when no
+rank owes any more and no dead writer's DMA may still land; only then do its slots change hands
+(law 3).
+
+A commit counts only while its reservation is not discarded; it is discarded by its deadline, by a
+rank's abort or death, or by a clear of its namespace (laws 4, 8).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvass.core.l1 import L1
+from kvass.core.leases import Lease, Ledger, Part, Reservation
+from kvass.core.rows import QUARANTINED, WRITING
+from kvass.types import Timing
+
+
+class Custody:
+    """The ledger and L1, moved together."""
+
+    def __init__(self, l1: L1, timing: Timing) -> None:
+        self.l1 = l1
+        self.ledger = Ledger()
+        self.discards: Counter[str] = Counter()
+        """Reservations discarded, by reason."""
+        self.lapsed_leases = 0
+        self._timing = timing
+
+    # ------------------------------------------------------------ leases
+
+    def lend(
+        self, instance: str, request: str, parts: tuple[Part, ...], readers: set[int], now: float
+    ) -> Lease:
+        """Pin ``parts`` for ``readers``, each of which owes one release."""
+        for part in parts:
+            self.l1.pin(part.rows)
+        lease = Lease(
+            id=self.ledger.new_id(),
+            instance=instance,
+            request=request,
+            parts=parts,
+            owing=readers,
+            deadline=now + self._timing.lease_s,
+        )
+        self.ledger.add_lease(lease)
+        return lease
+
+    def renew(self, lease: Lease, now: float) -> float:
+        """A full term from now on; returns the new deadline."""
+        lease.deadline = now + self._timing.lease_s
+        self.ledger.wake_at(lease.deadline, lease.id)
+        return lease.deadline
+
+    def release(self, lease: Lease, rank: int) -> None:
+        """``rank`` is done reading; a second release changes nothing."""
+        lease.owing.discard(rank)
+        if not lease.owing:
+            self.end_lease(lease)
+
+    def end_lease(self, lease: Lease) -> None:
+        """Nobody reads under this lease any more, or nobody's reading counts."""
+        self.ledger.drop_lease(lease)
+        for part in lease.parts:
+            self.l1.unpin(part.rows)
+
+    # ------------------------------------------------------------ reservations
+
+    def reserve(
+        self,
+        instance: str,
+        request: str,
+        parts: tuple[Part, ...],
+        writers: set[int],
+        epoch: int,
+        now: float,
+    ) -> Reservation:
+        """Record that ``writers`` each owe a commit on the WRITING rows of ``parts``."""
+        one = Reservation(
+            id=self.ledger.new_id(),
+            instance=instance,
+            request=request,
+            parts=parts,
+            owing=writers,
+            deadline=now + self._timing.reserve_s,
+            epoch=epoch,
+            size_bytes=sum(
+                len(p.rows) * self.l1.classes[p.row_class].spec.row_bytes for p in parts
+            ),
+        )
+        self.ledger.add_reservation(one)
+        return one
+
+    def commit(self, one: Reservation, rank: int, epoch: int, now: float) -> None:
+        """``rank`` wrote its shard of every row; ``epoch`` is the namespace's now."""
+        if one.epoch != epoch:
+            self.discard(one, "cleared")
+        one.owing.discard(rank)
+        self._settle(one, now)
+
+    def abort(self, one: Reservation, rank: int, now: float) -> None:
+        """``rank`` will not write any more, and has not written all."""
+        if rank in one.owing:
+            self.discard(one, "aborted")
+            one.owing.discard(rank)
+            self._settle(one, now)
+
+    def cancel(self, one: Reservation, now: float) -> None:
+        """No rank was ever told of it: nobody writes."""
+        self.discard(one, "cancelled")
+        one.owing.clear()
+        self._settle(one, now)
+
+    def discard(self, one: Reservation, reason: str) -> None:
+        """Whatever its writers still say, nothing of it is published."""
+        if not one.discarded:
+            one.discarded = True
+            self.discards[reason] += 1
+            for part in one.parts:
+                self.l1.discard(part.rows)
+
+    def _settle(self, one: Reservation, now: float) -> None:
+        if one.owing or now < one.dirty_until:
+            return
+        self.ledger.drop_reservation(one)
+        for part in one.parts:
+            if one.discarded:
+                self.l1.free(part.rows)
+            else:
+                self.l1.publish(part.rows)
+
+    # ------------------------------------------------------------ time and death
+
+    def lapse(self, now: float) -> None:
+        """Carry out what is due: leases end, late reservations are discarded, slots come clean."""
+        for an_id in self.ledger.due(now):
+            lease = self.ledger.leases.get(an_id)
+            if lease is not None and lease.deadline <= now:
+                self.lapsed_leases += 1
+                self.end_lease(lease)
+            one = self.ledger.reservations.get(an_id)
+            if one is not None and one.deadline <= now:
+                self.discard(one, "late")
+                self._settle(one, now)
+
+    def rank_lost(self, instance: str, rank: int, now: float) -> None:
+        """A worker's EOF settles that rank's debts: all it may still do is finish a DMA."""
+        for lease in self._leases(instance):
+            self.release(lease, rank)
+        for one in self._reservations(instance):
+            if rank in one.owing:
+                self.discard(one, "writer_lost")
+                one.owing.discard(rank)
+                one.dirty_until = max(one.dirty_until, now + self._timing.dma_grace_s)
+                self.ledger.wake_at(one.dirty_until, one.id)
+                self._settle(one, now)
+
+    def scheduler_lost(self, instance: str, now: float) -> None:
+        """A scheduler's EOF cancels only what it never handed over."""
+        for lease in self._leases(instance):
+            if not lease.handed_over:
+                self.end_lease(lease)
+        for one in self._reservations(instance):
+            if not one.handed_over:
+                self.cancel(one, now)
+
+    def presume_handed_over(self, instance: str) -> None:
+        """The scheduler's words were lost: its ranks may know of anything it was given."""
+        for lease in self._leases(instance):
+            lease.handed_over = True
+        for one in self._reservations(instance):
+            one.handed_over = True
+
+    def owes(self, instance: str, rank: int) -> bool:
+        """Whether a worker may still read or write under something it was handed."""
+        return any(rank in x.owing for x in self._leases(instance)) or any(
+            rank in x.owing for x in self._reservations(instance)
+        )
+
+    def _leases(self, instance: str) -> list[Lease]:
+        ids = self.ledger.leases_of.get(instance, ())
+        return [self.ledger.leases[i] for i in ids]
+
+    def _reservations(self, instance: str) -> list[Reservation]:
+        ids = self.ledger.reservations_of.get(instance, ())
+        return [self.ledger.reservations[i] for i in ids]
+
+    # ------------------------------------------------------------ laws
+
+    def validate(self, now: float) -> None:
+        """Assert that ledger and rows tell the same story (laws 2, 3, 6, 12)."""
+        table, pins, written = self.l1.table, dict[int, int](), dict[int, int]()
+        for lease in self.ledger.leases.values():
+            assert lease.owing, "a lease that nobody owes is still held"
+            assert lease.deadline > now, "a lease outlived its deadline"
+            for part in lease.parts:
+                for row in set(part.rows.tolist()):
+                    pins[row] = pins.get(row, 0) + 1
+        for row, count in enumerate(table.pins.tolist()):
+            assert count == pins.get(row, 0), f"row {row}: {count} pins, leases say {pins.get(row)}"
+        owed = dict[str, int]()
+        for one in self.ledger.reservations.values():
+            assert one.owing or now < one.dirty_until, "a settled reservation is still held"
+            assert one.discarded or one.deadline > now, "a reservation outlived its deadline"
+            want = QUARANTINED if one.discarded else WRITING
+            for part in one.parts:
+                for row in part.rows.tolist():
+                    assert row not in written, f"row {row} has two reservations"
+                    assert table.state[row] == want, f"row {row} is not in its reservation's state"
+                    written[row] = one.id
+            owed[one.instance] = owed.get(one.instance, 0) + one.size_bytes
+        assert owed == self.ledger.bytes_of, "reserved bytes were miscounted"
+        for row, state in enumerate(table.state.tolist()):
+            assert state not in (WRITING, QUARANTINED) or row in written, f"row {row} is stranded"

@@ -1,0 +1,292 @@
+"""Lookup, release, renew; reserve, commit, abort, handing over; clear.
+
+Law of this file: one function per message; it returns the reply (``None`` for a one-way message) or
+raises ``Refused`` before it changed anything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvass.core.checks import (
+    check_request,
+    instance_of,
+    known_ranks,
+    open_lease,
+    open_reservation,
+    own_rank,
+    scheduler_of,
+    split_keys,
+)
+from kvass.core.l1 import NO_ROWS, Namespace, RowClass
+from kvass.core.leases import Lease, Part
+from kvass.core.registry import Instance, Session
+from kvass.core.state import State
+from kvass.errors import Refused
+from kvass.messages import (
+    Abort,
+    Clear,
+    Cleared,
+    Commit,
+    Grant,
+    Granted,
+    HandedOver,
+    Lookup,
+    Matched,
+    Release,
+    Renew,
+    Renewed,
+    Reserve,
+    ReserveItem,
+)
+from kvass.types import SCHEDULER, I64Array
+
+# ---------------------------------------------------------------- reading
+
+
+def lookup(state: State, session: Session, msg: Lookup) -> Matched:
+    """Find and pin: the longest run of READY chunks from ``first``, under one lease."""
+    instance = scheduler_of(state, session)
+    check_request(msg.request, state.config.limits)
+    keys = split_keys(msg.digests, msg.width, msg.first, state.config.limits)
+    readers = known_ranks((0,) if msg.readers is None else msg.readers, instance)
+    held = len(state.ledger.leases_of.get(instance.id, ()))
+    if held >= state.config.limits.leases_per_instance:
+        raise Refused("limit", f"{held} leases are open: release some")
+    state.counters["lookups"] += 1
+    state.counters["lookup_chunks"] += len(keys) - msg.first
+    miss = Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
+    ns = state.namespace_of(instance)
+    if ns is None:
+        return miss
+    parts = _match(state, ns, keys, msg.first)
+    chunks = len(parts[0].rows)
+    if not chunks:
+        return miss
+    state.counters["hit_chunks"] += chunks
+    lease = state.custody.lend(instance.id, msg.request, parts, readers, state.now)
+    return Matched(
+        boot=state.config.boot,
+        lease=lease.id,
+        first=msg.first,
+        chunks=msg.first + chunks,
+        deadline_s=lease.deadline,
+        slots=tuple(state.l1.slots(p.rows) for p in parts),
+    )
+
+
+def _match(state: State, ns: Namespace, keys: list[bytes], first: int) -> tuple[Part, ...]:
+    """Touch what is there of ``[0, first)``; the longest run from ``first`` in every group."""
+    found = [state.l1.find(one, keys) for one in ns.classes]
+    runs = [state.l1.ready_run(f, first) for f in found]
+    chunks = min(map(len, runs))
+    for one, f, run in zip(ns.classes, found, runs, strict=True):
+        state.l1.touch(one, np.concatenate([_present(f[:first]), run[:chunks]]))
+    return tuple(Part(one.id, run[:chunks]) for one, run in zip(ns.classes, runs, strict=True))
+
+
+def renew(state: State, session: Session, msg: Renew) -> Renewed:
+    """A full term more for a lease that did not lapse."""
+    lease = open_lease(state, session, msg.boot, msg.lease)
+    if lease is None:
+        raise Refused("unknown_lease", f"lease {msg.lease} has ended: look up again")
+    return Renewed(deadline_s=state.custody.renew(lease, state.now))
+
+
+def release(state: State, session: Session, msg: Release) -> None:
+    """A rank is done reading, or the scheduler gives back what it never handed over."""
+    lease = open_lease(state, session, msg.boot, msg.lease)
+    if lease is None:
+        return  # a late release is no error
+    rank = own_rank(session, msg.rank)
+    if rank == SCHEDULER and lease.handed_over:
+        raise Refused("bad_rank", f"lease {msg.lease} was handed over: only its ranks release")
+    if rank == SCHEDULER or rank in lease.owing:
+        _drop_bad(state, lease, msg.bad)
+    if rank == SCHEDULER:
+        state.custody.end_lease(lease)
+    else:
+        state.custody.release(lease, rank)
+
+
+def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
+    """Rows whose bytes proved wrong never match again (law 8)."""
+    for part in lease.parts:
+        wrong = [part.rows[i] for i in set(bad) if 0 <= i < len(part.rows)]
+        rows = np.unique(np.array(wrong, np.int64))
+        rows = rows[~state.l1.table.doomed[rows]]
+        state.counters["bad_rows"] += len(rows)
+        state.l1.forget(rows)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def reserve(state: State, session: Session, msg: Reserve) -> Granted:
+    """Slots for the chunks of one scheduler step that nobody has yet."""
+    instance = scheduler_of(state, session)
+    asked = [_check_item(state, item, msg.width, instance) for item in msg.items]
+    total = sum(len(keys) for keys, _ in asked)
+    if total > state.config.limits.keys_per_message:
+        raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
+    protect = state.l1.table.clock
+    grants = [
+        _grant(state, instance, item, keys, writers, protect)
+        for item, (keys, writers) in zip(msg.items, asked, strict=True)
+    ]
+    deadline = state.now + state.config.timing.reserve_s
+    return Granted(boot=state.config.boot, deadline_s=deadline, grants=grants)
+
+
+def _check_item(
+    state: State, item: ReserveItem, width: int, instance: Instance
+) -> tuple[list[bytes], set[int]]:
+    check_request(item.request, state.config.limits)
+    keys = split_keys(item.digests, width, item.first, state.config.limits)
+    ns = state.namespace_of(instance)
+    if ns is None:
+        return keys, set()
+    writers = known_ranks(instance.writers if item.writers is None else item.writers, instance)
+    if not instance.covers_all_shards(writers):
+        raise Refused("bad_value", "writers: every shard needs exactly one of them")
+    groups = len(ns.classes)
+    if not 0 < item.groups < 1 << groups:
+        raise Refused("bad_value", f"groups: mask {item.groups} does not fit {groups} groups")
+    return keys, writers
+
+
+def _grant(
+    state: State,
+    instance: Instance,
+    item: ReserveItem,
+    keys: list[bytes],
+    writers: set[int],
+    protect: int,
+) -> Grant:
+    """WRITING rows for the chunks of ``item`` that nobody has, as far as they fit."""
+    ns = state.namespace_of(instance)
+    if ns is None:
+        return Grant()
+    classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
+    found = [state.l1.find(one, keys) for one in classes]
+    for one, f in zip(classes, found, strict=True):
+        state.l1.touch(one, _present(f[: item.first]))
+    wanted = _wanted(state, found, keys, item.first, _allowance(state, instance, classes))
+    if not wanted:
+        return Grant()
+    state.counters["chunks_wanted"] += len(wanted)
+    rows = [state.l1.allocate(one, [keys[i] for i in wanted], protect) for one in classes]
+    chunks = min(map(len, rows))
+    for one, r in zip(classes, rows, strict=True):
+        _take_back(state, r[chunks:])
+        # The prefix once more, in one touch with the new rows: they are deeper, so older.
+        state.l1.touch(one, _present(state.l1.find(one, keys)))
+    if not chunks:
+        return Grant()
+    state.counters["chunks_granted"] += chunks
+    parts = tuple(Part(c.id, r[:chunks]) for c, r in zip(classes, rows, strict=True))
+    one_id = state.custody.reserve(
+        instance.id, item.request, parts, writers, ns.epoch, state.now
+    ).id
+    slots = tuple(state.l1.slots(p.rows) for p in parts)
+    return Grant(reservation=one_id, chunks=tuple(wanted[:chunks]), slots=slots)
+
+
+def _wanted(
+    state: State, found: list[list[int | None]], keys: list[bytes], first: int, most: int
+) -> list[int]:
+    """The first ``most`` chunks no asked group has; half a chunk that may go makes way."""
+    seen, wanted = set[bytes](), list[int]()
+    for i in range(first, len(keys)):
+        if len(wanted) >= most:
+            break
+        rows = [f[i] for f in found if f[i] is not None]
+        if keys[i] in seen or (rows and len(rows) == len(found)):
+            continue
+        held = _present(rows)
+        if not state.l1.table.evictable(held).all():
+            continue
+        for row in held:
+            state.l1.free(np.array([row], np.int64))
+        seen.add(keys[i])
+        wanted.append(i)
+    return wanted
+
+
+def _allowance(state: State, instance: Instance, classes: list[RowClass]) -> int:
+    """How many more chunks of these classes the instance may reserve (law 12)."""
+    limits = state.config.limits
+    if len(state.ledger.reservations_of.get(instance.id, ())) >= limits.reservations_per_instance:
+        return 0
+    left = state.quota - state.ledger.bytes_of.get(instance.id, 0)
+    return max(0, left // sum(c.spec.row_bytes for c in classes))
+
+
+def _take_back(state: State, rows: I64Array) -> None:
+    """Undo an allocation that nobody was told of."""
+    if len(rows):
+        state.l1.discard(rows)
+        state.l1.free(rows)
+
+
+def commit(state: State, session: Session, msg: Commit) -> None:
+    """A rank wrote its shard of every row of a reservation."""
+    one = open_reservation(state, session, msg.boot, msg.reservation)
+    rank = own_rank(session, msg.rank)
+    if one is None or rank not in one.owing:
+        return  # said twice, or settled meanwhile: nothing left to publish
+    ns = state.namespaces[state.l1.classes[one.parts[0].row_class].namespace]
+    state.custody.commit(one, rank, ns.epoch, state.now)
+
+
+def abort(state: State, session: Session, msg: Abort) -> None:
+    """A rank will not write, or the scheduler never told anybody to."""
+    one = open_reservation(state, session, msg.boot, msg.reservation)
+    rank = own_rank(session, msg.rank)
+    if one is None:
+        return
+    if rank != SCHEDULER:
+        state.custody.abort(one, rank, state.now)
+    elif one.handed_over:
+        what = f"reservation {msg.reservation}"
+        raise Refused("bad_rank", f"{what} was handed over: only its ranks abort")
+    else:
+        state.custody.cancel(one, state.now)
+
+
+def handed_over(state: State, session: Session, msg: HandedOver) -> None:
+    """From here on only the ranks settle these."""
+    own_rank(session, SCHEDULER)
+    for lease_id in msg.leases:
+        lease = open_lease(state, session, msg.boot, lease_id)
+        if lease is not None:
+            lease.handed_over = True
+    for reservation_id in msg.reservations:
+        one = open_reservation(state, session, msg.boot, reservation_id)
+        if one is not None:
+            one.handed_over = True
+
+
+def clear(state: State, session: Session, msg: Clear) -> Cleared:
+    """Namespaces stop matching: their epoch moves on (DESIGN section 4)."""
+    if session.registered is not None:
+        if msg.everything or msg.namespace:
+            raise Refused("forbidden", "an engine clears its own namespace only")
+        own = instance_of(state, session).namespace
+        chosen = [] if own is None else [state.namespaces[own]]
+    elif msg.everything:
+        chosen = list(state.namespaces.values())
+    elif msg.namespace in state.by_digest:
+        chosen = [state.namespaces[state.by_digest[msg.namespace]]]
+    else:
+        raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
+    rows = 0
+    for ns in chosen:
+        ns.epoch += 1
+        rows += sum(state.l1.clear(one) for one in ns.classes)
+    return Cleared(rows=rows)
+
+
+def _present(found: list[int | None]) -> I64Array:
+    rows = [r for r in found if r is not None]
+    return np.array(rows, np.int64) if rows else NO_ROWS

@@ -1,0 +1,281 @@
+"""L1: the index, the slots, and room for new ones.
+
+Law of this file: an index entry names a row that is WRITING, LOADING or READY and not doomed; room
+is made here, at allocation time, and nowhere else (law 6). It knows no sessions and no time.
+
+No free slot: take free arena; else evict, from the class's own rows or by taking over the extent
+sets of least value of other classes, whichever was used longer ago. So no layout can starve
+another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import msgspec
+import numpy as np
+
+from kvass.core.eviction import EvictionPolicy, Lru
+from kvass.core.extents import ExtentMap, ExtentSet
+from kvass.core.registry import RowClassSpec
+from kvass.core.rows import FREE, NOBODY, QUARANTINED, READY, STATE_NAMES, WRITING, RowTable
+from kvass.types import I64Array, Slots
+
+NO_ROWS = np.empty(0, np.int64)
+
+
+class RowClass(msgspec.Struct):
+    """The rows of one (namespace, group): equally large, one index, one eviction policy."""
+
+    id: int
+    namespace: int
+    spec: RowClassSpec
+    policy: EvictionPolicy
+    slots_per_set: int
+    index: dict[bytes, int] = {}
+    free: list[int] = []
+
+
+class Namespace(msgspec.Struct):
+    """``epoch`` counts clears: what was reserved under an older one is discarded at commit."""
+
+    id: int
+    digest: bytes
+    classes: list[RowClass]
+    chunk_tokens: int
+    model: str = ""
+    epoch: int = 0
+
+
+class L1:
+    """Rows of all classes in an arena of ``arena_bytes``."""
+
+    def __init__(
+        self,
+        arena_bytes: int,
+        extent_bytes: int,
+        policy: Callable[[RowTable], EvictionPolicy] = Lru,
+    ) -> None:
+        self.table = RowTable()
+        self.extents = ExtentMap(arena_bytes)
+        self.classes: dict[int, RowClass] = {}
+        self.evicted: Counter[str] = Counter()
+        """Rows evicted, by reason."""
+        self._extent_bytes = extent_bytes
+        self._policy = policy
+        self._next_class = 0
+
+    # ------------------------------------------------------------ classes
+
+    def add_class(self, spec: RowClassSpec, namespace: int) -> RowClass:
+        """A new, empty class of a namespace."""
+        made = RowClass(
+            id=self._next_class,
+            namespace=namespace,
+            spec=spec,
+            policy=self._policy(self.table),
+            slots_per_set=max(1, -(-self._extent_bytes // max(spec.shard_bytes))),
+        )
+        self._next_class += 1
+        self.classes[made.id] = made
+        return made
+
+    def remove_class(self, gone: RowClass) -> None:
+        """Give back the extents of a class none of whose slots is in use."""
+        for one in [s for s in self.extents.sets.values() if s.owner == gone.id]:
+            self._remove_set(one)
+        del self.classes[gone.id]
+
+    # ------------------------------------------------------------ finding
+
+    def find(self, one: RowClass, keys: Iterable[bytes]) -> list[int | None]:
+        """The row of each key, ``None`` where there is none; any state but FREE and QUARANTINED."""
+        return list(map(one.index.get, keys))
+
+    def ready_run(self, found: list[int | None], first: int) -> I64Array:
+        """The longest run of READY rows in ``found`` from ``first`` on."""
+        try:
+            end = found.index(None, first)
+        except ValueError:
+            end = len(found)
+        if end <= first:
+            return NO_ROWS
+        rows = np.array(found[first:end], np.int64)
+        ready = self.table.state[rows] == READY
+        return rows if ready.all() else rows[: int(ready.argmin())]
+
+    def touch(self, one: RowClass, rows: I64Array) -> None:
+        """``rows``, in chunk order, were used: the deepest becomes the oldest of them."""
+        if len(rows):
+            backwards = rows[::-1]
+            one.policy.touched(backwards, self.table.stamp_rows(backwards))
+
+    def slots(self, rows: I64Array) -> Slots:
+        """Where ``rows`` lie."""
+        if not len(rows):
+            return Slots()
+        sets = self.table.set_of[rows]
+        used, local = np.unique(sets, return_inverse=True)
+        all_sets = [self.extents.sets[i] for i in used.tolist()]
+        first = np.array([s.first_row for s in all_sets], np.int64)
+        return Slots(
+            extents=tuple(s.bases for s in all_sets),
+            set_=local.astype("<u2").tobytes(),
+            slot=(rows - first[local]).astype("<u4").tobytes(),
+        )
+
+    # ------------------------------------------------------------ reading
+
+    def pin(self, rows: I64Array) -> None:
+        """One more lease holds ``rows``; a row named twice in it counts once."""
+        self.table.pins[rows] += 1
+
+    def unpin(self, rows: I64Array) -> None:
+        """Undo one ``pin`` of the same ``rows``; doomed rows nobody reads any more are freed."""
+        pins = self.table.pins
+        pins[rows] -= 1
+        doomed = rows[self.table.doomed[rows] & (pins[rows] == 0)]
+        if len(doomed):
+            self.free(np.unique(doomed))
+
+    # ------------------------------------------------------------ writing
+
+    def allocate(self, one: RowClass, keys: list[bytes], protect: int) -> I64Array:
+        """WRITING rows for the first of ``keys``, as many as room can be made for.
+
+        Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. None of ``keys``
+        is in the index.
+        """
+        self._make_room(one, len(keys), protect)
+        taken = [one.free.pop() for _ in range(min(len(keys), len(one.free)))]
+        rows = np.array(taken, np.int64)
+        self.table.move(rows, FREE, WRITING)
+        for row, key in zip(taken, keys, strict=False):
+            self.table.key[row] = key
+            one.index[key] = row
+        return rows
+
+    def publish(self, rows: I64Array) -> None:
+        """Every shard of ``rows`` is written: they are readable from here on."""
+        self.table.move(rows, WRITING, READY)
+
+    def discard(self, rows: I64Array) -> None:
+        """``rows`` will never be readable, and may still be written."""
+        self._unindex(rows)
+        self.table.move(rows, WRITING, QUARANTINED)
+
+    def free(self, rows: I64Array) -> None:
+        """Nobody reads or writes ``rows`` (all of one class and in one state) any more."""
+        if not len(rows):
+            return
+        self._unindex(rows)
+        self.table.move(rows, int(self.table.state[rows[0]]), FREE)
+        self.class_of(int(rows[0])).free.extend(rows.tolist())
+
+    def forget(self, rows: I64Array) -> None:
+        """READY ``rows`` stop matching now, and are freed once nobody reads them."""
+        self._unindex(rows)
+        pinned = self.table.pins[rows] > 0
+        self.table.doomed[rows[pinned]] = True
+        self.free(rows[~pinned])
+
+    def clear(self, one: RowClass) -> int:
+        """Forget all READY rows of a class; WRITING ones stay for their reservation to discard."""
+        rows = np.fromiter(one.index.values(), np.int64, len(one.index))
+        ready = rows[self.table.state[rows] == READY]
+        self.forget(ready)
+        one.index.clear()
+        return len(ready)
+
+    def class_of(self, row: int) -> RowClass:
+        """The class whose slot ``row`` is."""
+        return self.classes[self.extents.sets[int(self.table.set_of[row])].owner]
+
+    def _unindex(self, rows: I64Array) -> None:
+        if not len(rows):
+            return
+        index, keys = self.class_of(int(rows[0])).index, self.table.key
+        for row in rows.tolist():
+            key = keys[row]
+            assert key is not None, "a row in use has no key"
+            if index.get(key) == row:
+                del index[key]
+
+    # ------------------------------------------------------------ room
+
+    def _make_room(self, one: RowClass, count: int, protect: int) -> None:
+        while len(one.free) < count:
+            if self._add_set(one):
+                continue
+            victims = one.policy.victims(count - len(one.free), protect)
+            oldest = int(self.table.stamp[victims[0]]) if len(victims) else protect
+            if self._take_over(one, below=oldest):
+                continue
+            if not len(victims):
+                return
+            self.evicted["capacity"] += len(victims)
+            self.free(victims)
+
+    def _add_set(self, one: RowClass) -> bool:
+        made = self.extents.add(one.id, one.spec.shard_bytes, one.slots_per_set)
+        if made is None:
+            return False
+        self.table.grow(made.end_row)
+        self.table.set_of[made.first_row : made.end_row] = made.id
+        one.free.extend(range(made.end_row - 1, made.first_row - 1, -1))
+        return True
+
+    def _take_over(self, asker: RowClass, below: int) -> bool:
+        """Evict other classes' sets, all last used before stamp ``below``, so that a set fits."""
+        value = {
+            s.id: last_used
+            for s in self.extents.sets.values()
+            if s.owner != asker.id and (last_used := self._last_use_if_idle(s)) < below
+        }
+        if not value:
+            return False
+        wanted = asker.spec.shard_bytes, asker.slots_per_set, value
+        chosen = self.extents.cheapest(*wanted) or self.extents.cheapest(wanted[0], 1, value)
+        for one in chosen:
+            self._evict_set(one)
+        return bool(chosen)
+
+    def _last_use_if_idle(self, one: ExtentSet) -> int:
+        """The newest stamp in a set, or a huge one while any of its slots is in use."""
+        span = slice(one.first_row, one.end_row)
+        state, pins = self.table.state[span], self.table.pins[span]
+        if pins.any() or not ((state == FREE) | (state == READY)).all():
+            return 1 << 62
+        return int(self.table.stamp[span].max())
+
+    def _evict_set(self, one: ExtentSet) -> None:
+        rows = np.arange(one.first_row, one.end_row, dtype=np.int64)
+        held = rows[self.table.state[rows] == READY]
+        self.evicted["handed_over"] += len(held)
+        self.free(held)
+        self._remove_set(one)
+
+    def _remove_set(self, one: ExtentSet) -> None:
+        span = slice(one.first_row, one.end_row)
+        assert (self.table.state[span] == FREE).all(), "an extent set in use was given away"
+        owner = self.classes[one.owner]
+        owner.free = [r for r in owner.free if not one.first_row <= r < one.end_row]
+        self.table.set_of[span] = NOBODY
+        self.extents.remove(one)
+
+    # ------------------------------------------------------------ looking
+
+    def in_use(self, one: RowClass) -> bool:
+        """Whether any slot of the class is not FREE."""
+        total = sum(s.slots for s in self.extents.sets.values() if s.owner == one.id)
+        return total != len(one.free)
+
+    def census(self, one: RowClass) -> dict[str, int]:
+        """Rows of a class by state name."""
+        counts = np.zeros(len(STATE_NAMES), np.int64)
+        for s in self.extents.sets.values():
+            if s.owner == one.id:
+                states = self.table.state[s.first_row : s.end_row]
+                counts += np.bincount(states, minlength=len(STATE_NAMES))
+        return dict(zip(STATE_NAMES, counts.tolist(), strict=True))

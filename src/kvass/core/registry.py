@@ -1,0 +1,188 @@
+"""Sessions, instances and namespaces: who talks to us, and what the bytes of whom mean.
+
+Law of this file: a namespace is the digest of everything that changes bytes (law 10). So two
+engines whose bytes differ meet in no namespace, and a contradiction can exist only inside one
+instance, where it is refused by the field's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+
+import msgspec
+
+from kvass.errors import Refused
+from kvass.messages import Register
+from kvass.types import MAX_RANKS, SCHEDULER, Limits, RankLayout, align_up
+
+
+class Session(msgspec.Struct):
+    """One connection. ``ending``: it was told to go; what it still says is ignored."""
+
+    id: int
+    greeted: bool = False
+    ending: bool = False
+    wants_arena: bool = False
+    client: str = ""
+    registered: Register | None = None
+
+
+class Instance(msgspec.Struct):
+    """One engine: its live sessions by rank (the scheduler's under ``SCHEDULER``)."""
+
+    id: str
+    terms: Register
+    """What all its sessions must agree on, as the first one said it."""
+    sessions: dict[int, int] = {}
+    workers: dict[int, Register] = {}
+    namespace: int | None = None
+    """Set exactly while all its ranks are registered."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(r for r in range(self.terms.ranks) if r not in self.workers)
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        return tuple(sorted(r for r, w in self.workers.items() if w.writer))
+
+    def covers_all_shards(self, ranks: Iterable[int]) -> bool:
+        """Whether every shard has exactly one writer among ``ranks``."""
+        shards = sorted(self.workers[r].shard for r in ranks)
+        return shards == list(range(self.terms.world_size))
+
+
+class RowClassSpec(msgspec.Struct, frozen=True):
+    """What a slot of one (namespace, group) takes: bytes of each shard, padded."""
+
+    group: int
+    kind: str
+    shard_bytes: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self.shard_bytes)
+
+
+def check_register(msg: Register, limits: Limits) -> None:
+    """Refuse a ``Register`` that is wrong in itself.
+
+    Raises:
+        Refused: ``bad_value``, ``bad_rank`` or ``limit``, naming the field.
+    """
+    if not msg.instance or len(msg.instance) > limits.request_id_bytes:
+        raise Refused("bad_value", "instance: give a non-empty id of at most 512 characters")
+    if sum(len(k) + len(v) for k, v in msg.identity.items()) > limits.identity_bytes:
+        raise Refused("limit", f"identity: at most {limits.identity_bytes} bytes of fields")
+    if not 1 <= msg.ranks <= MAX_RANKS:
+        raise Refused("bad_rank", f"ranks: {msg.ranks} is not in 1..{MAX_RANKS}")
+    if not 1 <= msg.world_size <= msg.ranks:
+        raise Refused("bad_value", f"world_size: {msg.world_size} is not in 1..{msg.ranks}")
+    if not SCHEDULER <= msg.rank < msg.ranks:
+        raise Refused("bad_rank", f"rank: {msg.rank} is outside the world of {msg.ranks}")
+    if not 0 <= msg.shard < msg.world_size:
+        raise Refused("bad_value", f"shard: {msg.shard} is not in 0..{msg.world_size - 1}")
+    if msg.chunk_tokens < 1:
+        raise Refused("bad_value", f"chunk_tokens: {msg.chunk_tokens} is not positive")
+    if (msg.rank == SCHEDULER) != (msg.layout is None):
+        raise Refused("bad_value", "layout: every worker gives one and a scheduler none")
+    if msg.layout is not None:
+        _check_layout(msg.layout, msg.chunk_tokens)
+
+
+def _check_layout(layout: RankLayout, chunk_tokens: int) -> None:
+    if not 1 <= len(layout.groups) <= 64:
+        raise Refused("bad_value", f"layout: {len(layout.groups)} groups, must be 1..64")
+    for i, g in enumerate(layout.groups):
+        where = f"layout.groups[{i}]"
+        if g.kind != "full":
+            raise Refused("bad_value", f"{where}.kind: {g.kind} groups are not supported yet")
+        if g.block_tokens < 1 or chunk_tokens % g.block_tokens:
+            raise Refused(
+                "bad_value",
+                f"{where}.block_tokens: {g.block_tokens} does not divide a chunk of {chunk_tokens}",
+            )
+        if not g.layers or len(g.layers) != len(g.page_bytes) or min(g.page_bytes) < 1:
+            raise Refused("bad_value", f"{where}: one positive page_bytes per layer is needed")
+
+
+_TERMS = ("identity", "chunk_tokens", "ranks", "world_size")
+
+
+def check_agrees(msg: Register, instance: Instance) -> None:
+    """Refuse a ``Register`` that contradicts what its own instance said before.
+
+    Raises:
+        Refused: ``contradiction``, naming the field and both values.
+    """
+    for name in _TERMS:
+        ours, theirs = getattr(instance.terms, name), getattr(msg, name)
+        if isinstance(ours, dict) and ours != theirs:
+            name, ours, theirs = _first_difference(ours, theirs)
+        if ours != theirs:
+            raise Refused("contradiction", f"{name}: {theirs!r}, but its instance said {ours!r}")
+    for rank, other in instance.workers.items():
+        if msg.layout is None or other.layout is None or rank == msg.rank:
+            continue
+        a, b = [_shape(x.layout) for x in (msg, other) if x.layout is not None]
+        if a != b:
+            raise Refused("contradiction", f"layout: groups {a}, but rank {rank} said {b}")
+        if msg.shard == other.shard and msg.layout != other.layout:
+            raise Refused("contradiction", f"layout: differs from rank {rank}'s of the same shard")
+        if msg.shard == other.shard and msg.writer and other.writer:
+            raise Refused("contradiction", f"writer: rank {rank} writes shard {msg.shard} already")
+
+
+def _first_difference(ours: dict[str, str], theirs: dict[str, str]) -> tuple[str, str, str]:
+    key = min(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+    return f"identity[{key}]", ours.get(key, "(absent)"), theirs.get(key, "(absent)")
+
+
+def _shape(layout: RankLayout) -> list[tuple[str, int, int]]:
+    return [(g.kind, g.window_tokens, g.block_tokens) for g in layout.groups]
+
+
+def namespace_digest(instance: Instance) -> bytes:
+    """SHA-256 over the tagged, length-prefixed fields of a complete instance (DESIGN section 4)."""
+    h = hashlib.sha256()
+
+    def field(tag: str, *values: object) -> None:
+        for part in (tag, *map(str, values)):
+            raw = part.encode()
+            h.update(struct.pack("<I", len(raw)))
+            h.update(raw)
+
+    terms = instance.terms
+    field("chunk_tokens", terms.chunk_tokens)
+    field("ranks", terms.ranks)
+    field("world_size", terms.world_size)
+    field("identity", len(terms.identity))
+    for key in sorted(terms.identity):
+        field("field", key, terms.identity[key])
+    for rank in range(terms.ranks):
+        worker = instance.workers[rank]
+        assert worker.layout is not None, "a worker registered without its layout"
+        field("rank", rank, worker.shard, worker.writer, len(worker.layout.groups))
+        for g in worker.layout.groups:
+            field("group", g.kind, g.window_tokens, g.block_tokens, len(g.layers))
+            for layer, page in zip(g.layers, g.page_bytes, strict=True):
+                field("layer", layer, page)
+    return h.digest()
+
+
+def row_class_specs(instance: Instance) -> list[RowClassSpec]:
+    """One spec per group of a complete instance, from the layout of a rank holding each shard."""
+    terms = instance.terms
+    by_shard = {w.shard: w.layout for w in instance.workers.values()}
+    layouts = [by_shard[s] for s in range(terms.world_size)]
+    first = layouts[0]
+    assert first is not None
+    specs = []
+    for i, group in enumerate(first.groups):
+        sizes = (x.groups[i].shard_bytes(terms.chunk_tokens) for x in layouts if x is not None)
+        specs.append(
+            RowClassSpec(group=i, kind=group.kind, shard_bytes=tuple(map(align_up, sizes)))
+        )
+    return specs

@@ -1,0 +1,53 @@
+"""The nouns of the machine in one place: what ``machine``, ``flows``, ``checks``, ``report`` share.
+
+Law of this file: fields, and questions about them; what changes them is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from kvass.core.custody import Custody
+from kvass.core.l1 import L1, Namespace
+from kvass.core.registry import Instance, Session
+from kvass.types import Limits, Timing
+
+
+class CoreConfig(msgspec.Struct, frozen=True):
+    """What a machine is born with. ``extent_bytes`` None: min(64 MiB, arena / 64)."""
+
+    boot: bytes
+    arena_bytes: int
+    extent_bytes: int | None = None
+    timing: Timing = Timing()
+    limits: Limits = Limits()
+    version: str = ""
+
+
+class State:
+    """Everything the daemon knows."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
+        self.l1 = L1(config.arena_bytes, extent)
+        self.custody = Custody(self.l1, config.timing)
+        self.ledger = self.custody.ledger
+        self.sessions: dict[int, Session] = {}
+        self.instances: dict[str, Instance] = {}
+        self.namespaces: dict[int, Namespace] = {}
+        self.by_digest: dict[bytes, int] = {}
+        self.counters: Counter[str] = Counter()
+        self.populated_bytes = 0
+        self.now = float("-inf")
+
+    @property
+    def quota(self) -> int:
+        """Bytes one instance may have reserved or quarantined (law 12)."""
+        return int(self.config.arena_bytes * self.config.limits.instance_write_share)
+
+    def namespace_of(self, instance: Instance) -> Namespace | None:
+        """The instance's namespace, while all its ranks are registered."""
+        return None if instance.namespace is None else self.namespaces[instance.namespace]
