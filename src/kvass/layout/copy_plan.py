@@ -1,9 +1,9 @@
 """Copy plans: block ids of some rows + the slots of those rows -> what a mover copies.
 
 Law of this file: a plan that exists is safe to carry out blindly. Every block id and slot was
-checked when it was made, for no mover checks them again (numpy's fast gather, ``mode="clip"``, would
-copy the *wrong block* for an id out of range). Whoever makes a wrong plan gets a typed error before
-one byte moves.
+checked when it was made, for no mover checks them again (numpy's fast gather, ``mode="clip"``,
+would copy the *wrong block* for an id out of range). Whoever makes a wrong plan gets a typed error
+before one byte moves.
 
 A plan has no direction: store gathers ``blocks -> slot``, load scatters ``slot -> blocks``.
 """
@@ -21,22 +21,27 @@ from kvass.layout.describe import GroupPlanes
 from kvass.types import PAGE, I64Array
 
 Span = tuple[int, int, int]
-"""``(block, at, count)``: blocks ``block .. block + count - 1`` are the row's ``at``-th and following
-pages (``at`` counts from the start of the chunk)."""
+"""``(block, at, count)``: blocks ``block .. block + count - 1`` are pages ``at ..`` of a row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowCopy:
     """One row, or its tail: pages ``[first, first + len(blocks))`` of the chunk.
 
-    ``slot`` is the byte offset of the row's shard in the arena, ``blocks`` int64 of shape ``(n,)``,
-    ``spans`` the same block ids as runs of consecutive ids.
+    ``slot`` is the byte offset of the row's shard in the arena, ``blocks`` int64 of shape ``(n,)``.
     """
 
     slot: int
     first: int
     blocks: I64Array
-    spans: tuple[Span, ...]
+
+    def spans(self) -> list[Span]:
+        """``blocks`` as runs of consecutive ids; ``at`` counts from ``first``."""
+        cuts = (np.flatnonzero(np.diff(self.blocks) != 1) + 1).tolist()
+        return [
+            (int(self.blocks[lo]), lo, hi - lo)
+            for lo, hi in zip([0, *cuts], [*cuts, len(self.blocks)], strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +51,7 @@ class CopyPlan:
     ``distinct`` says that no block occurs twice, which a load needs.
     """
 
-    group: int
+    planes: GroupPlanes
     rows: tuple[RowCopy, ...]
     bytes: int
     end: int
@@ -59,23 +64,23 @@ def plan_copy(
     """Plan the copy of ``len(slots)`` rows of one group.
 
     ``blocks`` has shape ``(rows, planes.chunk_blocks)``: the block ids of each chunk. ``slots`` are
-    byte offsets in the arena (``Slots.offsets``). ``skip`` leading blocks of the *first* row are left
-    alone (0 <= skip < chunk_blocks): a load starts there when the engine's local hit ends inside
-    that chunk; what ``blocks`` says of them does not matter.
+    byte offsets in the arena (``Slots.offsets``). ``skip`` leading blocks of the *first* row are
+    left alone (0 <= skip < chunk_blocks): a load starts there when the engine's local hit ends
+    inside that chunk; what ``blocks`` says of them does not matter.
 
-    Raises :class:`UsageError`, before anything is planned: shapes that do not fit, a block id that is
-    0 (the null block) or out of range, a slot that is negative, unaligned or given twice.
+    Raises :class:`UsageError`, before anything is planned: shapes that do not fit, a block id that
+    is 0 (the null block) or out of range, a slot that is negative, unaligned or overlaps another.
     """
     ids, offsets = _as_table(planes, blocks, slots, skip)
     used = ids.reshape(-1)[skip:]
     _check_blocks(planes, used)
     _check_slots(planes, offsets)
     rows = tuple(
-        _row(slot, ids[i, skip if i == 0 else 0 :], skip if i == 0 else 0)
+        RowCopy(slot, skip, ids[0, skip:]) if i == 0 else RowCopy(slot, 0, ids[i])
         for i, slot in enumerate(offsets.tolist())
     )
     return CopyPlan(
-        group=planes.group,
+        planes=planes,
         rows=rows,
         bytes=len(used) * sum(p.run for p in planes.planes),
         end=int(offsets.max()) + planes.shard_bytes if rows else 0,
@@ -120,23 +125,12 @@ def _check_slots(planes: GroupPlanes, offsets: I64Array) -> None:
     if not len(offsets):
         return
     if int(offsets.min()) < 0 or bool((offsets % PAGE).any()):
-        raise UsageError(f"group {planes.group}: a slot offset is negative or no multiple of {PAGE}")
+        raise UsageError(
+            f"group {planes.group}: a slot offset is negative or no multiple of {PAGE}"
+        )
     gaps = np.diff(np.sort(offsets))
     if bool((gaps < planes.shard_bytes).any()):
         raise UsageError(
             f"group {planes.group}: two rows share bytes of the arena; slots are "
             f"{planes.shard_bytes} bytes apart"
         )
-
-
-def _row(slot: int, ids: I64Array, first: int) -> RowCopy:
-    return RowCopy(slot, first, ids, _spans(ids, first))
-
-
-def _spans(ids: I64Array, first: int) -> tuple[Span, ...]:
-    """Cut ``ids`` where the next id is not the previous one plus one."""
-    cuts = (np.flatnonzero(np.diff(ids) != 1) + 1).tolist()
-    return tuple(
-        (int(ids[lo]), first + lo, hi - lo)
-        for lo, hi in zip([0, *cuts], [*cuts, len(ids)], strict=True)
-    )

@@ -8,8 +8,8 @@ Engine memory is one or more *regions*, flat byte ranges. Page of block ``b`` in
     regions[p.region][p.base + b * p.block_stride :][: p.run]
 
 A slot (one row's shard, ``GroupLayout.shard_bytes`` long) holds the group's layers one after the
-other, each as ``chunk_blocks`` pages back to back, in the order of the chunk's tokens; the tail up to
-``PAGE`` is padding that nobody reads or writes::
+other, each as ``chunk_blocks`` pages back to back, in the order of the chunk's tokens; the tail up
+to ``PAGE`` is padding that nobody reads or writes::
 
     slot:  | layer 0: page page .. page | layer 1: page page .. page | ... | padding |
 """
@@ -75,7 +75,7 @@ class GroupPlanes(msgspec.Struct, frozen=True):
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of a slot: ``row_bytes`` padded to ``PAGE`` (equals ``GroupLayout.shard_bytes``)."""
+        """Bytes of a slot: ``row_bytes`` padded to ``PAGE``, as ``GroupLayout.shard_bytes``."""
         return align_up(self.row_bytes)
 
     def slot_offsets(self) -> tuple[int, ...]:
@@ -117,8 +117,8 @@ def describe_group(
     and stride ``t.block_stride``. Raises :class:`UsageError` if they do not fit together.
     """
     where = list(regions) if regions is not None else [0] * len(layout.layers)
-    counts = {len(layout.layers), len(layout.page_bytes), len(bases), len(block_strides), len(where)}
-    if len(counts) != 1:
+    lists = (layout.layers, layout.page_bytes, bases, block_strides, where)
+    if len({len(x) for x in lists}) != 1:
         raise UsageError(
             f"group {group}: {len(layout.layers)} layers, {len(layout.page_bytes)} page sizes, "
             f"{len(bases)} bases, {len(block_strides)} strides, {len(where)} regions; give one each"

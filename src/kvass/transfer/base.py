@@ -15,16 +15,18 @@ Duties of the caller (a mover relies on these and does not check them):
 
 Promises of a mover:
 
-- ``submit`` never waits for a copy and raises only :class:`~kvass.errors.UsageError`, before any byte
-  moved;
+- ``submit`` never waits for a copy and raises only :class:`~kvass.errors.UsageError`, before any
+  byte moved;
 - every accepted job is settled exactly once, with one :class:`Done`: first ``on_done`` on the copy
   thread, then through ``poll``; also when the copy raised, and when the mover closes;
 - outcome ``done`` means: every byte of the plan was moved, and before ``deadline_s``;
 - a copy that raises fails its own job and no other;
-- loads go before stores, since a request waits for them. Among loads (and among stores) a job may be
-  overtaken by smaller ones, but never by more bytes than it has itself: nobody starves, and a short
-  prompt does not wait for a long one. The unit is a row: whoever goes first waits for at most one.
-- the copy does not hold the GIL.
+- loads go before stores, since a request waits for them. Among loads (and among stores) a smaller
+  job may overtake a bigger one, but only until the mover has moved as many bytes as the bigger one
+  has since that came: nobody starves, and a short prompt does not wait for a long one. The unit is
+  a row: whoever goes first waits for at most one;
+- the copy does not hold the GIL, and takes it few times per row, not per block or layer: an engine
+  thread that is busy in Python lets another thread have it only every 5 ms.
 """
 
 from __future__ import annotations
@@ -48,10 +50,10 @@ copy raised; ``cancelled``: the mover closed before it was complete."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """One store (blocks -> slots) or load (slots -> blocks); ``plans`` has at most one per group.
+    """One store (blocks -> slots) or load (slots -> blocks), usually with one plan per group.
 
-    ``arena`` is uint8 of shape ``(arena_bytes,)``; ``deadline_s`` is CLOCK_MONOTONIC, of the lease or
-    the reservation, and is checked by the mover (before each row and after the last). ``name`` is
+    ``arena`` is uint8 of shape ``(arena_bytes,)``. ``deadline_s`` is CLOCK_MONOTONIC, of the lease
+    or the reservation, and the mover checks it (before each row and after the last). ``name`` is
     the caller's, and only for him. ``on_done`` is called on the copy thread and must not block.
     """
 
