@@ -142,8 +142,9 @@ class Custody:
                 self.lapsed_leases += 1
                 self.end_lease(lease)
             one = self.ledger.reservations.get(an_id)
-            if one is not None and one.deadline <= now:
-                self.discard(one, "late")
+            if one is not None:
+                if one.deadline <= now:
+                    self.discard(one, "late")
                 self._settle(one, now)
 
     def rank_lost(self, instance: str, rank: int, now: float) -> None:
