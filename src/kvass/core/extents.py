@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from itertools import count
 
 import msgspec
 
@@ -85,7 +86,6 @@ class ExtentMap:
         self.sets: dict[int, ExtentSet] = {}
         self._bytes = Spans(size)
         self._row_ids = Spans(1 << 48)
-        self._next = 0
 
     @property
     def free_bytes(self) -> int:
@@ -109,14 +109,13 @@ class ExtentMap:
         first_row = self._row_ids.take(slots)
         assert first_row is not None, "row ids ran out"
         made = ExtentSet(
-            id=self._next,
+            id=next(i for i in count() if i not in self.sets),  # dense: they index arrays
             owner=owner,
             slots=slots,
             first_row=first_row,
             bases=tuple(b for b in bases if b is not None),
             extent_bytes=tuple(needs),
         )
-        self._next += 1
         self.sets[made.id] = made
         return made
 

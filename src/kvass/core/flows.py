@@ -18,7 +18,7 @@ from kvass.core.checks import (
     scheduler_of,
     split_keys,
 )
-from kvass.core.l1 import NO_ROWS, Namespace, RowClass
+from kvass.core.l1 import ABSENT, Namespace, RowClass
 from kvass.core.leases import Lease, Part
 from kvass.core.registry import Instance, Session
 from kvass.core.state import State
@@ -78,7 +78,7 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched:
 def _match(state: State, ns: Namespace, keys: list[bytes], first: int) -> tuple[Part, ...]:
     """Touch what is there of ``[0, first)``; the longest run from ``first`` in every group."""
     found = [state.l1.find(one, keys) for one in ns.classes]
-    runs = [state.l1.ready_run(f, first) for f in found]
+    runs = [state.l1.ready_run(f[first:]) for f in found]
     chunks = min(map(len, runs))
     for one, f, run in zip(ns.classes, found, runs, strict=True):
         state.l1.touch(one, np.concatenate([_present(f[:first]), run[:chunks]]))
@@ -193,17 +193,17 @@ def _grant(
 
 
 def _wanted(
-    state: State, found: list[list[int | None]], keys: list[bytes], first: int, most: int
+    state: State, found: list[I64Array], keys: list[bytes], first: int, most: int
 ) -> list[int]:
     """The first ``most`` chunks no asked group has; half a chunk that may go makes way."""
     seen, wanted = set[bytes](), list[int]()
     for i in range(first, len(keys)):
         if len(wanted) >= most:
             break
-        rows = [f[i] for f in found if f[i] is not None]
-        if keys[i] in seen or (rows and len(rows) == len(found)):
-            continue
+        rows = np.array([f[i] for f in found], np.int64)
         held = _present(rows)
+        if keys[i] in seen or len(held) == len(found):
+            continue
         if not state.l1.table.evictable(held).all():
             continue
         for row in held:
@@ -287,6 +287,6 @@ def clear(state: State, session: Session, msg: Clear) -> Cleared:
     return Cleared(rows=rows)
 
 
-def _present(found: list[int | None]) -> I64Array:
-    rows = [r for r in found if r is not None]
-    return np.array(rows, np.int64) if rows else NO_ROWS
+def _present(found: I64Array) -> I64Array:
+    present: I64Array = found[found != ABSENT]
+    return present

@@ -11,7 +11,9 @@ another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -22,7 +24,10 @@ from kvass.core.registry import RowClassSpec
 from kvass.core.rows import FREE, NOBODY, QUARANTINED, READY, STATE_NAMES, WRITING, RowTable
 from kvass.types import I64Array, Slots
 
-NO_ROWS = np.empty(0, np.int64)
+ABSENT: Final = -1
+"""What ``find`` says of a key that has no row."""
+
+_ABSENTS: Final = repeat(ABSENT)
 
 
 class RowClass(msgspec.Struct):
@@ -89,21 +94,14 @@ class L1:
 
     # ------------------------------------------------------------ finding
 
-    def find(self, one: RowClass, keys: Iterable[bytes]) -> list[int | None]:
-        """The row of each key, ``None`` where there is none; any state but FREE and QUARANTINED."""
-        return list(map(one.index.get, keys))
+    def find(self, one: RowClass, keys: Sequence[bytes]) -> I64Array:
+        """The row of each key, ``ABSENT`` where there is none; never a FREE or QUARANTINED one."""
+        return np.fromiter(map(one.index.get, keys, _ABSENTS), np.int64, len(keys))
 
-    def ready_run(self, found: list[int | None], first: int) -> I64Array:
-        """The longest run of READY rows in ``found`` from ``first`` on."""
-        try:
-            end = found.index(None, first)
-        except ValueError:
-            end = len(found)
-        if end <= first:
-            return NO_ROWS
-        rows = np.array(found[first:end], np.int64)
-        ready = self.table.state[rows] == READY
-        return rows if ready.all() else rows[: int(ready.argmin())]
+    def ready_run(self, found: I64Array) -> I64Array:
+        """The longest run of READY rows at the beginning of ``found``."""
+        ready = (found >= 0) & (self.table.state[found] == READY) if len(self.table) else found >= 0
+        return found if ready.all() else found[: int(ready.argmin())]
 
     def touch(self, one: RowClass, rows: I64Array) -> None:
         """``rows``, in chunk order, were used: the deepest becomes the oldest of them."""
@@ -116,11 +114,14 @@ class L1:
         if not len(rows):
             return Slots()
         sets = self.table.set_of[rows]
-        used, local = np.unique(sets, return_inverse=True)
-        all_sets = [self.extents.sets[i] for i in used.tolist()]
-        first = np.array([s.first_row for s in all_sets], np.int64)
+        used = np.flatnonzero(np.bincount(sets))
+        number = np.zeros(int(used[-1]) + 1, np.int64)
+        number[used] = np.arange(len(used))
+        local = number[sets]
+        chosen = [self.extents.sets[i] for i in used.tolist()]
+        first = np.array([s.first_row for s in chosen], np.int64)
         return Slots(
-            extents=tuple(s.bases for s in all_sets),
+            extents=tuple(s.bases for s in chosen),
             set_=local.astype("<u2").tobytes(),
             slot=(rows - first[local]).astype("<u4").tobytes(),
         )
