@@ -1,0 +1,357 @@
+"""The connection: comes, goes, comes back; never in the way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvass.client import link
+from kvass.client.client import MAX_UNANSWERED, Client
+from kvass.errors import (
+    ConfigError,
+    ErrorCode,
+    Incompatible,
+    KvassError,
+    Refused,
+    TimedOut,
+    Unavailable,
+)
+from kvass.messages import (
+    Abort,
+    Error,
+    FromClient,
+    FromDaemon,
+    Hello,
+    Lookup,
+    Ping,
+    Pong,
+    Register,
+    Registered,
+    Release,
+    Welcome,
+)
+from kvass.testing.scripted import ScriptedDaemon, eventually
+
+BOUND_S = 0.25
+"""No call that does not ask to wait takes longer than this."""
+
+
+def took(call: Callable[[], object]) -> float:
+    began_s = time.monotonic()
+    call()
+    return time.monotonic() - began_s
+
+
+def test_call(daemon: ScriptedDaemon) -> None:
+    with Client(daemon.path) as client:
+        assert client.session is None
+        assert client.status() == {"leases": 0}
+        assert client.clear(everything=True) == 0
+        assert client.connected
+    assert eventually(lambda: daemon.eofs == 1)
+
+
+def test_an_absent_daemon_is_said_at_once(tmp_path: Path) -> None:
+    with Client(str(tmp_path / "none.sock")) as client:
+        with pytest.raises(Unavailable, match="no daemon at"):
+            client.call(Ping(), 60)
+        assert took(lambda: client.submit(Ping())) < BOUND_S
+        assert client.submit(Ping()) == 0
+        assert not client.post(Release(boot=b"b" * 16, lease=1))
+    assert took(client.close) < BOUND_S
+    with Client("x" * 200) as client, pytest.raises(ConfigError):
+        client.call(Ping())
+
+
+def test_a_suspended_daemon_costs_no_call_more_than_its_bound(daemon: ScriptedDaemon) -> None:
+    with Client(daemon.path) as client:
+        boot = client.connect(5).boot
+        daemon.reading.clear()
+        with pytest.raises(TimedOut):
+            client.call(Ping(), 0.05)
+        big = Lookup(request="r", digests=bytes(32 * 512))
+        slowest_s = 0.0
+        seqs = []
+        for _ in range(2 * MAX_UNANSWERED):
+            began_s = time.monotonic()
+            seqs.append(client.submit(big))
+            client.post(Abort(boot=boot, reservation=1))
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+        assert slowest_s < BOUND_S
+        assert sum(seq > 0 for seq in seqs) < MAX_UNANSWERED  # bounded
+        assert seqs[-1] == 0
+        assert len(daemon.got(Abort, 0)) == 0
+
+        daemon.reading.set()  # it lives: nothing one-way was lost
+        assert len(daemon.got(Abort, 2 * MAX_UNANSWERED)) == 2 * MAX_UNANSWERED
+        for seq in filter(None, seqs):
+            assert client.wait(seq, 5) is not None
+        client.call(Ping())
+
+
+def test_a_daemon_that_never_reads_again_loses_the_connection(daemon: ScriptedDaemon) -> None:
+    with Client(daemon.path) as client:
+        boot = client.connect(5).boot
+        daemon.reading.clear()
+        heavy = Release(boot=boot, lease=1, bad=tuple(range(100_000)))
+        assert any(not client.post(heavy) for _ in range(100))
+        assert client.counters["lost"] == 1
+
+
+@pytest.mark.parametrize("wants_arena", [False, True])
+def test_reconnects_and_registers_again(
+    daemon: ScriptedDaemon, registration: Register, wants_arena: bool
+) -> None:
+    with Client(daemon.path, registration, wants_arena=wants_arena) as client:
+        old = client.connect(5).boot
+        seq = client.submit(Lookup(request="r", digests=b""))
+        daemon.restart()
+        # Nobody calls anything: the keeper notices by itself.
+        assert eventually(lambda: client.session is not None and client.session.boot != old, 2)
+        assert len(daemon.got(Register)) == 2
+        session = client.session
+        assert session is not None
+        assert session.registered is not None
+        assert session.registered.namespace == b"n" * 32
+        with pytest.raises(Unavailable):  # asked of another life
+            client.wait(seq, 5)
+        assert not client.post(Release(boot=old, lease=1))
+        assert client.post(Release(boot=daemon.boot, lease=2))
+        assert [m.lease for m in daemon.got(Release)] == [2]
+
+
+def test_restarts_do_not_end_it(daemon: ScriptedDaemon) -> None:
+    with Client(daemon.path) as client:
+        for _ in range(5):
+            assert client.connect(5).boot
+            daemon.restart()
+            assert eventually(
+                lambda: client.session is not None and client.session.boot == daemon.boot
+            )
+            client.call(Ping())
+
+
+def garbage(daemon: ScriptedDaemon) -> None:
+    daemon.push(b"\xff\xff\xff\xff")
+
+
+def no_message(daemon: ScriptedDaemon) -> None:
+    daemon.push(b"\x03\x00\x00\x00abc")
+
+
+def unasked(daemon: ScriptedDaemon) -> None:
+    daemon.push(Pong(seq=77))
+
+
+@pytest.mark.parametrize("harm", [garbage, no_message, unasked])
+def test_a_daemon_that_breaks_the_protocol_loses_that_connection_alone(
+    daemon: ScriptedDaemon, registration: Register, harm: Callable[[ScriptedDaemon], None]
+) -> None:
+    with Client(daemon.path, registration, wants_arena=True) as client:
+        client.call(Ping())
+        harm(daemon)
+        assert eventually(lambda: client.counters["lost"] == 1)
+        assert eventually(lambda: client.connected)
+        client.call(Ping())
+        assert client.counters["connects"] == 2
+
+
+def test_an_answer_of_another_kind_is_no_answer(daemon: ScriptedDaemon) -> None:
+    daemon.answers[Ping] = lambda m: [Registered(seq=m.seq)]
+    with Client(daemon.path) as client:
+        with pytest.raises(Unavailable):
+            client.call(Ping())
+        assert client.counters["lost"] == 1
+
+
+def test_a_second_answer_is_unasked(daemon: ScriptedDaemon) -> None:
+    daemon.answers[Ping] = lambda m: [Pong(seq=m.seq), Pong(seq=m.seq)]
+    with Client(daemon.path) as client:
+        client.connect(5)
+        seq = client.submit(Ping())
+        while client.connected:
+            client.poll()
+        with pytest.raises(Unavailable):
+            client.wait(seq, 0)
+
+
+def refuse(code: ErrorCode) -> Callable[[object], list[FromDaemon]]:
+    return lambda m: [Error(seq=getattr(m, "seq", 0), code=code, text="no\nand no", fatal=True)]
+
+
+def test_another_protocol_is_refused_naming_both_ranges(
+    daemon: ScriptedDaemon, registration: Register, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = "this daemon speaks protocol 7 to 9"
+    daemon.answers[Hello] = lambda m: [
+        Error(seq=m.seq, code="incompatible_version", text=said, fatal=True)
+    ]
+    with Client(daemon.path, registration) as client:
+        with pytest.raises(Incompatible, match=r"7 to 9.*speaks protocol 1 to 1"):
+            client.call(Ping())
+        time.sleep(0.3)  # ten back-offs of a daemon that is only absent
+        assert len(daemon.got(Hello)) == 1
+        with pytest.raises(Incompatible):  # at once, though no attempt is due
+            client.call(Ping(), 60)
+        assert len([r for r in caplog.records if r.name == "kvass.client"]) == 1
+    assert took(client.close) < BOUND_S
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"protocol": 99}, "chose protocol 99"),
+        ({"clock_s": 5.0}, "CLOCK_MONOTONIC"),
+        ({"clock_s": float("nan")}, "CLOCK_MONOTONIC"),
+        ({"clock_s": float("inf")}, "CLOCK_MONOTONIC"),
+    ],
+)
+def test_what_cannot_work_together_runs_uncached(
+    daemon: ScriptedDaemon, change: dict[str, float], text: str
+) -> None:
+    daemon.welcome = lambda welcome: msgspec.structs.replace(welcome, **change)
+    with Client(daemon.path) as client, pytest.raises(Incompatible, match=text):
+        client.call(Ping())
+
+
+def no_boot(welcome: Welcome) -> Welcome:
+    return msgspec.structs.replace(welcome, boot=b"short")
+
+
+def no_such_arena(welcome: Welcome) -> Welcome:
+    return msgspec.structs.replace(welcome, arena_bytes=1 << 40)
+
+
+@pytest.mark.parametrize("change", [no_boot, no_such_arena])
+def test_a_bad_welcome_is_tried_again(
+    daemon: ScriptedDaemon, change: Callable[[Welcome], Welcome]
+) -> None:
+    daemon.welcome = change
+    with Client(daemon.path, wants_arena=True) as client:
+        with pytest.raises(KvassError):
+            client.call(Ping())
+        daemon.welcome = lambda welcome: welcome
+        assert eventually(lambda: client.connected)
+
+
+def test_a_refused_registration_is_said_and_a_passing_one_tried_again(
+    daemon: ScriptedDaemon, registration: Register
+) -> None:
+    answer = daemon.answers[Register]
+    daemon.answers[Register] = refuse("rank_taken")
+    with Client(daemon.path, registration) as client:
+        with pytest.raises(Refused, match="rank_taken"):
+            client.connect(5)
+        daemon.got(Register, 3)  # the old holder of the rank may be about to go
+        daemon.answers[Register] = answer
+        assert eventually(lambda: client.connected)
+    daemon.answers[Register] = refuse("contradiction")
+    with Client(daemon.path, registration) as client:
+        with pytest.raises(Refused, match="contradiction"):
+            client.connect(5)
+        before = len(daemon.got(Register))
+        time.sleep(0.2)
+        assert len(daemon.got(Register)) == before
+
+
+def test_refusals_of_one_way_messages_are_counted_and_logged_once(
+    daemon: ScriptedDaemon, registration: Register, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Client(daemon.path, registration) as client:
+        client.connect(5)
+        for _ in range(3):
+            daemon.push(Error(code="unknown_lease", text="one\nline"))
+        client.call(Ping())
+        assert client.counters["refused_unknown_lease"] == 3
+        logged = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert len(logged) == 1
+        assert "\n" not in logged[0]
+
+
+def test_two_threads_wait_at_once(daemon: ScriptedDaemon) -> None:
+    held: list[FromDaemon] = []
+
+    def hold(message: FromClient) -> list[FromDaemon]:
+        held.append(Pong(seq=message.seq))
+        return []
+
+    daemon.answers[Ping] = hold
+    with Client(daemon.path) as client:
+        client.connect(5)
+        done: list[int] = []
+
+        def ask() -> None:
+            client.call(Ping(), 30)
+            done.append(1)
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        assert eventually(lambda: len(held) == 8)
+        for reply in reversed(held):  # whoever reads gets the others' replies first
+            daemon.push(reply)
+        began_s = time.monotonic()
+        for thread in threads:
+            thread.join(10)
+        assert len(done) == 8
+        assert time.monotonic() - began_s < 5  # nobody slept through its reply
+
+
+def test_a_forked_child_opens_its_own(daemon: ScriptedDaemon) -> None:
+    with Client(daemon.path) as client:
+        client.call(Ping())
+        inherited = client.session
+        assert inherited is not None
+        fd = inherited.channel.fileno()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                closed = False
+                try:
+                    os.fstat(fd)
+                except OSError:
+                    closed = True
+                client.call(Ping(), 10)
+                status = 0 if closed and client.session is not inherited else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert client.session is inherited  # nobody shut it down
+        client.call(Ping())
+        assert len(daemon.got(Hello)) == 2
+        assert eventually(lambda: daemon.eofs == 1)  # the child's own
+
+
+def test_the_keeper_gives_way_after_close(daemon: ScriptedDaemon) -> None:
+    client = Client(daemon.path)
+    client.call(Ping())
+    client.close()
+    client.close()
+    assert eventually(lambda: daemon.eofs == 1)
+    assert not client.connected
+    assert client.submit(Ping()) == 0
+    with pytest.raises(TimedOut):
+        client.connect(0.05)
+    assert len(daemon.got(Hello)) == 1
+
+
+def test_close_says_what_is_still_queued(daemon: ScriptedDaemon) -> None:
+    client = Client(daemon.path)
+    boot = client.connect(5).boot
+    daemon.reading.clear()
+    for lease in range(20_000):
+        client.post(Release(boot=boot, lease=lease))
+    session = client.session
+    assert session is not None
+    assert session.channel.wants_write
+    threading.Timer(link.FAREWELL_S / 4, daemon.reading.set).start()
+    client.close()
+    assert len(daemon.got(Release, 20_000)) == 20_000
