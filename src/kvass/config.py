@@ -1,0 +1,221 @@
+"""The daemon's configuration: one model, four sources.
+
+Law of this file: ``Config`` alone names the options. Flags, ``KVASS_*`` environment names, YAML
+keys and ``--print-config`` are derived from its fields, so they cannot disagree; a name that is
+none of them is an error wherever it stands. Flag beats environment beats file beats default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, NoReturn, get_origin
+
+import msgspec
+from msgspec import Meta, field
+
+from kvass.errors import ConfigError
+from kvass.types import PAGE, Timing
+
+ENV_PREFIX: Final = "KVASS_"
+_FILE_ENV: Final = ENV_PREFIX + "CONFIG"
+_BINARY: Final = {f"{prefix}iB": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGT")}
+_DECIMAL: Final = {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")}
+_UNITS: Final = {"": 1, "B": 1, **_BINARY, **_DECIMAL}
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+class Size(int):
+    """Bytes; written ``8GiB``, ``512 MiB``, ``1.5GB`` or as a plain number."""
+
+    @classmethod
+    def parse(cls, text: object) -> Size:
+        """Raises ``ValueError`` for anything else."""
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)", str(text).strip())
+        if isinstance(text, bool) or match is None or match[2] not in _UNITS:
+            raise ValueError(f"no size: {text!r}; write it like 8GiB or 512MiB")
+        return cls(
+            float(match[1]) * _UNITS[match[2]]
+            if "." in match[1]
+            else int(match[1]) * _UNITS[match[2]]
+        )
+
+    def __str__(self) -> str:
+        for unit, factor in reversed(_BINARY.items()):
+            if self and self % factor == 0:
+                return f"{self // factor}{unit}"
+        return str(int(self))
+
+
+def default_socket() -> str:
+    """``$XDG_RUNTIME_DIR/kvass.sock``, else in a folder of this user in the temporary folder."""
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(runtime, "kvass.sock")
+    return os.path.join(tempfile.gettempdir(), f"kvass-{os.geteuid()}", "kvass.sock")
+
+
+def memory_bytes() -> int:
+    """What this process may use: physical memory, or its cgroup's limit if that is less."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(physical, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no cgroup v2 here, or "max"
+        return physical
+
+
+def _quarter_of_memory() -> Size:
+    return Size(memory_bytes() // 4 >> 20 << 20)
+
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Uid = Annotated[int, Meta(ge=0, lt=2**32 - 1)]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``kvass serve`` can be told; a description is what ``--help`` says."""
+
+    socket: Annotated[str, Meta(description="path of the unix socket")] = field(
+        default_factory=default_socket
+    )
+    l1_size: Annotated[
+        Size, Meta(description="size of the arena; default: a quarter of memory")
+    ] = field(default_factory=_quarter_of_memory)
+    allow_uid: Annotated[
+        list[Uid], Meta(description="another user's id whose engines may connect (repeatable)")
+    ] = []
+    socket_group: Annotated[
+        str, Meta(description="group whose members may connect; the socket becomes theirs")
+    ] = ""
+    lease_s: Annotated[Seconds, Meta(description="seconds a reader may take")] = Timing().lease_s
+    reserve_s: Annotated[Seconds, Meta(description="seconds a writer may take")] = (
+        Timing().reserve_s
+    )
+    dma_grace_s: Annotated[
+        float,
+        Meta(ge=0, le=3600, description="seconds a dead process's copies may still land"),
+    ] = Timing().dma_grace_s
+    lookup_budget_ms: Annotated[
+        float, Meta(ge=0, le=60_000, description="milliseconds an engine may wait for a lookup")
+    ] = Timing().lookup_budget_ms
+
+
+_FIELDS: Final = {f.name: f for f in msgspec.structs.fields(Config)}
+
+
+class Parser(argparse.ArgumentParser):
+    """``argparse`` that raises ``ConfigError`` instead of printing a page and leaving."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Give ``parser`` the flags of these options (all of them if none is named)."""
+    for name in names or _FIELDS:
+        _, meta = _unwrap(name)
+        parser.add_argument(
+            _flag(name),
+            action="append" if _is_list(name) else "store",
+            default=None,
+            metavar=name.rsplit("_", 1)[-1].upper(),
+            help=meta.description,
+        )
+
+
+def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = None) -> Config:
+    """Merge the sources. ``flags`` maps option names to texts (``None``: not given).
+
+    ``file``: a YAML file, also named by ``KVASS_CONFIG``. Raises ``ConfigError``, one line that
+    names the source, for an unknown name, a value of a wrong type or out of its domain.
+    """
+    values: dict[str, Any] = {}
+    for name, value, origin, textual in _sources(flags, env, file):
+        values[name] = _convert(name, value, origin, textual)
+    config = Config(**values)
+    if config.l1_size < PAGE:
+        raise ConfigError(f"l1_size {config.l1_size}: smaller than one row; use {PAGE} or more")
+    if config.l1_size > (have := memory_bytes()):
+        raise ConfigError(
+            f"l1_size {config.l1_size}: more than the {have / 2**30:.1f}GiB there are"
+        )
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """``config`` as a file that ``load`` takes."""
+    import yaml
+
+    values = {
+        name: str(value) if isinstance(value, Size) else value
+        for name, value in msgspec.structs.asdict(config).items()
+    }
+    return str(yaml.safe_dump(values, sort_keys=False))
+
+
+# ---------------------------------------------------------------- sources
+
+
+def _sources(
+    flags: Mapping[str, Any], env: Mapping[str, str], file: str | None
+) -> Iterator[tuple[str, Any, str, bool]]:
+    """(option, raw value, where it came from, whether it is text), weakest source first."""
+    path = file or env.get(_FILE_ENV)
+    for key, value in _read_yaml(path).items() if path else ():
+        yield _known(key, str(key), f"in {path}"), value, f"{path}: {key}", False
+    for key, value in env.items():
+        if key.startswith(ENV_PREFIX) and key != _FILE_ENV:
+            name = _known(key[len(ENV_PREFIX) :].lower(), key, "in the environment")
+            yield name, [v for v in value.split(",") if v] if _is_list(name) else value, key, True
+    for name, value in flags.items():
+        if value is not None:
+            yield name, value, _flag(name), True
+
+
+def _read_yaml(path: str) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content or {}, dict):
+        raise ConfigError(f"{path}: write options as `name: value` lines")
+    return content or {}
+
+
+def _known(name: object, shown: str, where: str) -> str:
+    if name not in _FIELDS:
+        names = ", ".join(_FIELDS)
+        raise ConfigError(f"unknown option {shown!r} {where}; there are {names}")
+    return str(name)
+
+
+def _convert(name: str, value: Any, origin: str, textual: bool) -> Any:
+    try:
+        return msgspec.convert(
+            value, _FIELDS[name].type, strict=not textual, dec_hook=lambda _, raw: Size.parse(raw)
+        )
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {error} (got {value!r})") from error
+
+
+def _unwrap(name: str) -> tuple[Any, Meta]:
+    annotated = _FIELDS[name].type
+    return annotated.__origin__, annotated.__metadata__[-1]
+
+
+def _is_list(name: str) -> bool:
+    return get_origin(_unwrap(name)[0]) is list
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,153 @@
+"""One accepted socket: its decoder, what still has to go out, and how it ends.
+
+Law of this file: only EOF ends reading. asyncio's transports close a socket when a *write* fails,
+and a peer that merely stopped reading may still write to the arena (law 3); so the loop only tells
+us when to read and to write, and the socket is ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvass.core.effects import SessionId
+from kvass.wire import framing
+from kvass.wire.channel import send_with_fd
+
+OUT_BYTES: Final = 8 << 20
+"""Unread replies a session may pile up: two of the largest frames."""
+LINGER_S: Final = 1.0
+"""How long a closed session's last words may wait for its reader."""
+
+
+class _Segment:
+    """Bytes to send, with a descriptor beside the first of them."""
+
+    __slots__ = ("data", "fd")
+
+    def __init__(self, data: bytes, fd: int | None) -> None:
+        self.data = bytearray(data)
+        self.fd = fd
+
+
+class Connection:
+    """The daemon's end of one session."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        session: SessionId,
+        on_readable: Callable[[Connection], None],
+    ) -> None:
+        self.session = session
+        self.decoder = framing.from_clients()
+        self.ignoring = False
+        """Ended but still connected: what arrives is dropped until EOF."""
+        self._loop = loop
+        self._sock = sock
+        self._out: deque[_Segment] = deque()
+        self._mute = False
+        self._awaiting_room = False
+        self._after_flush: Callable[[], None] | None = None
+        self._linger: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        loop.add_reader(sock, on_readable, self)
+
+    def read_into(self, scratch: memoryview) -> int | None:
+        """Bytes read; 0 at EOF; None if there was nothing after all."""
+        try:
+            return self._sock.recv_into(scratch)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # closed, with words of ours unread
+            return 0
+
+    def queue(self, frame: bytes, fd: int | None = None) -> None:
+        """Have ``frame`` go out at the next flush, ``fd`` with it."""
+        if self._mute or self._after_flush is not None:
+            return
+        if fd is not None or not self._out:
+            self._out.append(_Segment(frame, fd))
+        else:
+            self._out[-1].data += frame
+
+    def flush(self) -> bool:
+        """Send what the socket takes now; False if the peer has left too much unread."""
+        try:
+            while self._out:
+                self._send_some(self._out[0])
+        except BlockingIOError:
+            self._await_room(True)
+            return self.unsent <= OUT_BYTES
+        except OSError:  # it stopped reading; whether it also stopped writing, EOF will tell
+            self.mute()
+            return True
+        self._await_room(False)
+        if self._after_flush is not None:
+            self._after_flush()
+        return True
+
+    @property
+    def unsent(self) -> int:
+        """Bytes waiting for the peer to read."""
+        return sum(len(segment.data) for segment in self._out)
+
+    def mute(self) -> None:
+        """Drop what is unsent and all that would follow."""
+        self._mute = True
+        self._out.clear()
+        self._await_room(False)
+        if self._after_flush is not None:
+            self._after_flush()
+
+    def half_close(self) -> None:
+        """Say no more after what is queued, and listen for nothing but EOF."""
+        self.ignoring = True
+        self._after_flush = self._shut_down
+        self.flush()
+
+    def close(self) -> None:
+        """Close once what is queued went out, or after ``LINGER_S``."""
+        self._loop.remove_reader(self._sock)
+        self._after_flush = self.close_now
+        self._linger = self._loop.call_later(LINGER_S, self.close_now)
+        self.flush()
+
+    def close_now(self) -> None:
+        """Close. Idempotent."""
+        if self._linger is not None:
+            self._linger.cancel()
+        if self._sock.fileno() >= 0:
+            self._await_room(False)
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+
+    def _await_room(self, wanted: bool) -> None:
+        if wanted and not self._awaiting_room:
+            self._loop.add_writer(self._sock, self.flush)
+        elif self._awaiting_room and not wanted:
+            self._loop.remove_writer(self._sock)
+        self._awaiting_room = wanted
+
+    def _send_some(self, segment: _Segment) -> None:
+        if segment.fd is not None:
+            sent = send_with_fd(self._sock, segment.data, segment.fd)
+            segment.fd = None
+        else:
+            sent = self._sock.send(segment.data)
+        if sent == len(segment.data):
+            self._out.popleft()
+        else:
+            del segment.data[:sent]
+
+    def _shut_down(self) -> None:
+        self._after_flush = None
+        self._mute = True
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:  # it hung up first: EOF is on its way
+            pass

@@ -1,0 +1,162 @@
+"""The socket path: who may have it, who may connect to it.
+
+Law of this file: one live daemon per path, decided by a lock that the kernel drops with its holder
+(``<socket>.lock``, flock), so that a dead daemon's path is taken over without a race. The file
+modes only keep strangers from knocking; who comes in is decided by SO_PEERCRED.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import grp
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from kvass.config import Config, default_socket
+from kvass.errors import ConfigError
+from kvass.wire.channel import Peer, check_path
+
+BACKLOG: Final = 1024
+_LOCK_WAIT_S: Final = 1.0
+"""A killed daemon holds its lock until the kernel has taken its memory apart."""
+
+
+class Door:
+    """Who may connect: our own user, the users and the group of the configuration.
+
+    Raises ``ConfigError`` for a group that does not exist.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.uids = frozenset([os.geteuid(), *config.allow_uid])
+        self.group: int | None = None
+        self.mode = 0o666 if config.allow_uid else 0o600
+        if config.socket_group:
+            try:
+                self.group = grp.getgrnam(config.socket_group).gr_gid
+            except KeyError:
+                raise ConfigError(f"socket_group {config.socket_group!r}: no such group") from None
+            self.mode |= 0o660
+
+    def refusal(self, peer: Peer) -> str | None:
+        """None if ``peer`` may connect, else what to do about it."""
+        if peer.uid in self.uids or self.group in peer.groups:
+            return None
+        return f"uid {peer.uid} may not connect: kvass serve --allow-uid {peer.uid} lets it"
+
+
+@contextmanager
+def listening(path: str, door: Door) -> Iterator[socket.socket]:
+    """Own ``path`` and listen on it; both files are gone afterwards.
+
+    Raises ``ConfigError``: too long, no such folder, not ours to write, in use by a live daemon.
+    """
+    check_path(path)
+    _make_default_folder(path)
+    lock = _lock(path + ".lock")
+    try:
+        sock = _bind(path, door)
+        try:
+            yield sock
+        finally:
+            sock.close()
+            _remove(path)
+    finally:
+        _remove(path + ".lock")
+        os.close(lock)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:  # somebody tidied up before us
+        pass
+
+
+def _make_default_folder(path: str) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    if path == default_socket() and "XDG_RUNTIME_DIR" not in os.environ:
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            pass
+        if os.lstat(folder).st_uid != os.geteuid():  # somebody was in the temporary folder first
+            raise ConfigError(f"{folder} belongs to another user: choose another --socket")
+    if not os.path.isdir(folder):
+        raise ConfigError(f"no folder {folder}: create it or choose another --socket")
+
+
+def _lock(path: str) -> int:
+    """A descriptor that holds the lock on ``path``, with our pid in it."""
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        if _try_lock(fd):
+            if _same_file(fd, path):
+                os.truncate(fd, 0)
+                os.pwrite(fd, str(os.getpid()).encode(), 0)
+                return fd
+        elif time.monotonic() > deadline:
+            pid = os.pread(fd, 20, 0).decode(errors="replace")
+            os.close(fd)
+            raise ConfigError(f"{path[:-5]} is in use by the live daemon {pid}: stop it first")
+        else:
+            time.sleep(0.01)
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _same_file(fd: int, path: str) -> bool:
+    """Whether ``path`` still is the file we locked: its last holder may have removed it."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _bind(path: str, door: Door) -> socket.socket:
+    _remove_dead(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    before = os.umask(0o177)  # nobody else connects between bind and chmod
+    try:
+        sock.bind(path)
+        if door.group is not None:
+            os.chown(path, -1, door.group)
+        os.chmod(path, door.mode)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror}") from error
+    finally:
+        os.umask(before)
+    return sock
+
+
+def _remove_dead(path: str) -> None:
+    """Remove the socket of a daemon that died; we hold its lock."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"{path} exists and is no socket: choose another --socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        if probe.connect_ex(path) != errno.ECONNREFUSED:
+            raise ConfigError(f"{path} is in use by another program: choose another --socket")
+    os.unlink(path)

@@ -1,0 +1,199 @@
+"""The one thread that owns the ``CacheMachine``: bytes to events, effects to bytes.
+
+Law of this file: it carries out what the core says and decides nothing about the cache. Whatever
+is wrong with a session becomes an event (``Faulted``, ``Lost``), so that the core alone knows when
+a session may be closed (law 3). An exception that gets here is a broken invariant: the daemon ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvass.arena.memory import Arena
+from kvass.core.effects import (
+    Close,
+    Effect,
+    Event,
+    Faulted,
+    HalfClose,
+    Lost,
+    Opened,
+    PopulatedTo,
+    Received,
+    Send,
+    SessionId,
+    Tick,
+)
+from kvass.core.machine import CacheMachine
+from kvass.daemon.connection import Connection
+from kvass.daemon.populate import populate
+from kvass.errors import FrameError
+from kvass.wire import framing
+from kvass.wire.channel import Peer, peer_of
+
+READ_BYTES: Final = 64 << 10
+"""Read from one session before the next has its turn."""
+_ACCEPT_PAUSE_S: Final = 0.1
+_TICK_S: Final = 0.001
+
+
+class Server:
+    """Serves one machine on one listening socket until it is stopped.
+
+    ``refusal(peer)`` is None for a peer that may connect, else one line of what to do.
+    """
+
+    def __init__(
+        self,
+        machine: CacheMachine,
+        arena: Arena,
+        listener: socket.socket,
+        refusal: Callable[[Peer], str | None],
+    ) -> None:
+        self._machine = machine
+        self._arena = arena
+        self._listener = listener
+        self._refusal = refusal
+        self._connections: dict[SessionId, Connection] = {}
+        self._talked: dict[SessionId, Connection] = {}
+        self._sessions = 0
+        self._scratch = memoryview(bytearray(READ_BYTES))
+        self._tick: asyncio.TimerHandle | None = None
+        self._stopping = threading.Event()
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Serve until SIGTERM or SIGINT. Raises whatever broke an invariant of ours."""
+        with asyncio.Runner() as runner:
+            runner.run(self._serve(on_ready))
+
+    async def _serve(self, on_ready: Callable[[], None]) -> None:
+        loop = self._loop = asyncio.get_running_loop()
+        stopped = self._stopped = loop.create_future()
+        loop.set_exception_handler(self._broken)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        self._listener.setblocking(False)
+        loop.add_reader(self._listener, self._accept)
+        on_ready()
+        gc.freeze()  # what exists now lives as long as we do
+        gc.set_threshold(50_000, 20, 100)
+        worker = threading.Thread(target=populate, args=(self._arena, self._stopping, self._grew))
+        worker.start()
+        try:
+            await stopped
+        finally:
+            self._stopping.set()
+            worker.join()
+            loop.remove_reader(self._listener)
+            for connection in self._connections.values():
+                connection.close_now()
+
+    def _stop(self) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(None)
+
+    def _broken(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: nothing it may have left half done can be trusted any more."""
+        if not self._stopped.done():
+            error = context.get("exception") or AssertionError(context["message"])
+            self._stopped.set_exception(error)
+
+    def _grew(self, populated_bytes: int) -> None:
+        """From the populating thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._turn, PopulatedTo(populated_bytes))
+        except RuntimeError:  # the loop closed while a slice was in the kernel
+            pass
+
+    # ------------------------------------------------------------ sockets to events
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # out of descriptors: let some sessions end first
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(
+                _ACCEPT_PAUSE_S, self._loop.add_reader, self._listener, self._accept
+            )
+            return
+        self._sessions += 1
+        session = self._sessions
+        refusal = self._refusal(peer_of(sock))
+        self._connections[session] = Connection(self._loop, sock, session, self._readable)
+        self._step(Opened(session))
+        if refusal is not None:
+            self._step(Faulted(session, "forbidden", refusal))
+        self._settle()
+
+    def _readable(self, connection: Connection) -> None:
+        size = connection.read_into(self._scratch)
+        if size == 0:
+            self._ended(connection)
+        elif size is not None and not connection.ignoring:
+            session = connection.session
+            try:
+                for message in connection.decoder.feed(self._scratch[:size]):
+                    self._step(Received(session, message))
+            except FrameError as fault:
+                self._step(Faulted(session, fault.code, str(fault)))
+        self._settle()
+
+    def _ended(self, connection: Connection) -> None:
+        session = connection.session
+        if connection.decoder.inside_frame and not connection.ignoring:
+            self._step(Faulted(session, "bad_frame", "the stream ended inside a frame"))
+        self._step(Lost(session))
+        if (left := self._connections.pop(session, None)) is not None:
+            left.close_now()
+
+    def _turn(self, event: Event) -> None:
+        self._step(event)
+        self._settle()
+
+    # ------------------------------------------------------------ the core and its effects
+
+    def _step(self, event: Event) -> None:
+        for effect in self._machine.step(event, time.monotonic()):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        connection = self._connections.get(effect.session)
+        if connection is None:
+            return
+        if type(effect) is Send:
+            fd = self._arena.fileno() if effect.with_arena else None
+            connection.queue(framing.encode(effect.message), fd)
+            self._talked[effect.session] = connection
+        elif type(effect) is Close:
+            del self._connections[effect.session]
+            connection.close()
+        elif type(effect) is HalfClose:
+            connection.half_close()
+
+    def _settle(self) -> None:
+        """End of a turn: send what was said, and be back when the core needs it."""
+        while self._talked:
+            talked, self._talked = self._talked, {}
+            for session, connection in talked.items():
+                if not connection.flush():
+                    connection.mute()
+                    self._step(Faulted(session, "limit", "too many replies left unread"))
+        due = self._machine.next_deadline()
+        if due is not None and (self._tick is None or due < self._tick.when()):
+            if self._tick is not None:
+                self._tick.cancel()
+            soonest = time.monotonic() + _TICK_S
+            self._tick = self._loop.call_at(max(due, soonest), self._ticked)
+
+    def _ticked(self) -> None:
+        self._tick = None
+        self._turn(Tick())

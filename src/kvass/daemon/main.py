@@ -1,0 +1,69 @@
+"""``kvass serve``: from a configuration to a running daemon and back.
+
+Law of this file: everything that can be wrong with the configuration is said before the ``ready``
+line, in one line; the ``ready`` line means that clients can connect.
+"""
+
+from __future__ import annotations
+
+import resource
+import secrets
+from collections.abc import Callable
+from typing import Final
+
+from kvass._version import __version__
+from kvass.arena import memory
+from kvass.config import Config, Size
+from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.daemon.listen import Door, listening
+from kvass.daemon.loop import Server
+from kvass.errors import ConfigError
+from kvass.types import PAGE, Timing
+
+BOOT_BYTES: Final = 16
+
+
+def serve(config: Config, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; ``announce`` the ``ready`` line once clients can connect.
+
+    Raises ``ConfigError`` for what cannot be served.
+    """
+    _raise_descriptor_limit()
+    door = Door(config)
+    with listening(config.socket, door) as listener:
+        size = config.l1_size // PAGE * PAGE
+        try:
+            arena = memory.create(size)
+        except OSError as error:
+            raise ConfigError(f"no arena of {config.l1_size}: {error.strerror}") from error
+        huge = arena.advise_huge()
+        core = core_config(config, size)
+        ready = (
+            f"ready socket={config.socket} l1={Size(size)} l1_bytes={size}"
+            f" pages={'huge' if huge else '4KiB'} boot={core.boot.hex()}"
+        )
+        server = Server(CacheMachine(core), arena, listener, door.refusal)
+        server.run(lambda: announce(ready))
+        arena.close()
+
+
+def core_config(config: Config, arena_bytes: int) -> CoreConfig:
+    """What the core is born with: a new boot id, since this is a new arena."""
+    timing = Timing(
+        lease_s=config.lease_s,
+        reserve_s=config.reserve_s,
+        dma_grace_s=config.dma_grace_s,
+        lookup_budget_ms=config.lookup_budget_ms,
+    )
+    return CoreConfig(
+        boot=secrets.token_bytes(BOOT_BYTES),
+        arena_bytes=arena_bytes,
+        timing=timing,
+        version=__version__,
+    )
+
+
+def _raise_descriptor_limit() -> None:
+    """A session is a descriptor; the soft limit is often 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,35 @@
+"""Fault the arena in, in the background.
+
+Law of this file: it is this process that touches each page first, so it is our cgroup that pays;
+and nobody waits for it: it runs at low priority, in slices, without the GIL.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from kvass.arena.memory import SLICE_BYTES, Arena
+
+_NICE = 10
+_log = logging.getLogger("kvass.daemon")
+
+
+def populate(arena: Arena, stopping: threading.Event, grew: Callable[[int], None]) -> None:
+    """Populate all of ``arena``; ``grew(bytes)`` after each slice. Runs in a thread of its own.
+
+    Memory that cannot be had ends it: the rest of the arena is faulted in by whoever writes there.
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # Linux: this thread's alone
+    for lo in range(0, arena.size, SLICE_BYTES):
+        if stopping.is_set():
+            return
+        hi = min(lo + SLICE_BYTES, arena.size)
+        try:
+            arena.populate(lo, hi)
+        except OSError as error:
+            _log.warning("populated %d of %d arena bytes only: %s", lo, arena.size, error)
+            return
+        grew(hi)

@@ -1,0 +1,128 @@
+"""A real daemon process for a test: on its own socket, waited for, ended by pid."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvass.client.client import Client
+
+READY_S = 30.0
+"""Generous: a loaded machine starts Python slowly."""
+
+
+class Daemon:
+    """One daemon process after another on one socket path. Use ``running_daemon``."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.socket = str(folder / "kvass.sock")
+        self.ready = ""
+        """The ``ready`` line."""
+        self._options = {"socket": self.socket, **options}
+        self._process: subprocess.Popen[str] | None = None
+        self._log = folder / "daemon.log"
+
+    def start(self) -> None:
+        """Start a process and wait for its ``ready`` line. Raises ``RuntimeError`` with its log."""
+        assert not self.running, "it runs already"
+        flags = [
+            part
+            for name, value in self._options.items()
+            for one in (value if isinstance(value, list) else [value])
+            for part in (f"--{name.replace('_', '-')}", str(one))
+        ]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("KVASS_")}
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvass", "serve", *flags],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=env,
+            )
+        assert self._process.stdout is not None
+        if select.select([self._process.stdout], [], [], READY_S)[0]:
+            self.ready = self._process.stdout.readline().strip()
+        if not self.ready:
+            self.kill()
+            raise RuntimeError(f"no ready line; its log: {self.log()}")
+
+    @property
+    def pid(self) -> int:
+        """Of the process started last."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives (a suspended one does)."""
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end. Fine if it is gone."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """SIGTERM, and wait for the end; its exit status."""
+        return self._end(signal.SIGTERM)
+
+    def restart(self) -> None:
+        """SIGKILL and start again on the same path."""
+        self.kill()
+        self.start()
+
+    def suspend(self) -> None:
+        """SIGSTOP: it answers nothing, and its sockets stay open."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def status(self) -> dict[str, Any]:
+        """The fields of ``kvass status``, over a connection of its own."""
+        with Client(self.socket) as client:
+            return client.status()
+
+    def wait_until(self, timeout_s: float = 10.0, **fields: Any) -> dict[str, Any]:
+        """Wait until ``status()`` shows these values; returns it. Raises ``AssertionError``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if all(status[name] == value for name, value in fields.items()):
+                return status
+            assert time.monotonic() < deadline, f"{fields} not reached: {status}"
+            time.sleep(0.02)
+
+    def log(self) -> str:
+        """What it wrote to stderr."""
+        return self._log.read_text()
+
+    def _end(self, number: signal.Signals) -> int:
+        assert self._process is not None
+        if self.running:
+            self._process.send_signal(number)
+            self._process.send_signal(signal.SIGCONT)  # a suspended process heeds no SIGTERM
+        status = self._process.wait(timeout=READY_S)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return status
+
+
+@contextmanager
+def running_daemon(folder: Path, l1_size: str = "64MiB", **options: Any) -> Iterator[Daemon]:
+    """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``."""
+    daemon = Daemon(folder, {"l1_size": l1_size, **options})
+    daemon.start()
+    try:
+        yield daemon
+    finally:
+        daemon.kill()
