@@ -1,0 +1,389 @@
+"""Lookup and reserve as an engine's scheduler lives them: budgets, held matches, late answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvass.client.client import MAX_UNANSWERED
+from kvass.client.scheduler import PENDING, Match, SchedulerClient
+from kvass.messages import (
+    Abort,
+    Clear,
+    Error,
+    FromClient,
+    FromDaemon,
+    Granted,
+    HandedOver,
+    Lookup,
+    Ping,
+    Register,
+    Release,
+    Reserve,
+    ReserveItem,
+)
+from kvass.testing.scripted import Answer, ScriptedDaemon, eventually
+
+WIDTH = 32
+DIGESTS = bytes(range(8)) * 4 * WIDTH  # 32 chunks
+CHUNKS = len(DIGESTS) // WIDTH
+ITEMS = [ReserveItem(request="r", digests=DIGESTS), ReserveItem(request="s", digests=DIGESTS)]
+
+
+@pytest.fixture
+def scheduler(daemon: ScriptedDaemon, registration: Register) -> Iterator[SchedulerClient]:
+    """Patient within a step, so that a busy machine changes no outcome."""
+    client = SchedulerClient(
+        daemon.path, registration, lookup_budget_s=0.5, reserve_wait_s=5, step_wait_s=5
+    )
+    client.start()
+    assert eventually(lambda: client.connected)
+    yield client
+    client.close()
+
+
+def hasty(client: SchedulerClient, budget_s: float = 0.1) -> None:
+    """Waits of the real size, for tests in which the daemon does not answer."""
+    client._reserve_wait_s, client._step_wait_s, client._lookup_budget_s = 0.001, 0.002, budget_s
+    client.new_step()
+
+
+def match(client: SchedulerClient, request: str = "r", first: int = 0) -> object:
+    return client.match(request, DIGESTS, WIDTH, first)
+
+
+def sync(client: SchedulerClient, daemon: ScriptedDaemon) -> None:
+    """Everything sent so far has reached the daemon."""
+    client._client.call(Ping())
+
+
+def test_hit_take_and_hand_over(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    daemon.answers[Lookup] = daemon.hit
+    found = match(scheduler, first=3)
+    assert isinstance(found, Match)
+    assert (found.first, found.chunks, found.boot) == (3, CHUNKS, daemon.boot)
+    assert match(scheduler, first=3) is found  # held, not asked again
+    assert scheduler.take("r") is found
+    assert scheduler.take("r") is None
+    scheduler.settle("r")  # it is the caller's now
+    scheduler.handed_over([found.lease], [], found.boot)
+    scheduler.handed_over([], [], found.boot)  # says nothing
+    sync(scheduler, daemon)
+    assert len(daemon.got(Lookup)) == 1
+    assert daemon.got(HandedOver) == [HandedOver(boot=daemon.boot, leases=(found.lease,))]
+    assert daemon.got(Release, 0) == []
+    assert scheduler.counters["hits"] == 1
+
+
+def test_miss_is_looked_up_again(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    assert match(scheduler) is None
+    assert match(scheduler) is None
+    assert len(daemon.got(Lookup)) == 2
+    assert match(scheduler, first=CHUNKS) is None  # nothing to look up
+    assert len(daemon.got(Lookup)) == 2
+    assert scheduler.counters["misses"] == 2
+
+
+def test_settle_gives_back_once(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    daemon.answers[Lookup] = daemon.hit
+    found = match(scheduler)
+    assert isinstance(found, Match)
+    for _ in range(3):
+        scheduler.settle("r")
+    scheduler.settle("never asked")
+    sync(scheduler, daemon)
+    assert daemon.got(Release) == [Release(boot=daemon.boot, lease=found.lease)]
+    assert scheduler.take("r") is None
+
+
+def test_another_first_is_another_lookup(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    daemon.answers[Lookup] = daemon.hit
+    one, two = match(scheduler, first=4), match(scheduler, first=2)
+    assert isinstance(one, Match)
+    assert isinstance(two, Match)
+    assert two.first == 2
+    sync(scheduler, daemon)
+    assert [m.lease for m in daemon.got(Release)] == [one.lease]
+    assert scheduler.take("r") is two
+
+
+@pytest.mark.parametrize(("left_s", "again"), [(31, False), (29, True), (-1, True)])
+def test_half_a_lease_is_too_old(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, left_s: float, again: bool
+) -> None:
+    daemon.answers[Lookup] = lambda m: daemon.hit(m, left_s)  # the lease's time is 60 s
+    one, two = match(scheduler), match(scheduler)
+    assert isinstance(one, Match)
+    assert isinstance(two, Match)
+    sync(scheduler, daemon)
+    assert len(daemon.got(Release, 0)) == again
+    assert (one.lease != two.lease) == again
+
+
+class Slow:
+    """Answers lookups when told to, and everything else at once."""
+
+    def __init__(self, daemon: ScriptedDaemon) -> None:
+        self.daemon = daemon
+        self.held: list[FromDaemon] = []
+        daemon.answers[Lookup] = self.hold(daemon.hit)
+
+    def hold(self, answer: Answer) -> Answer:
+        def keep(message: FromClient) -> list[FromDaemon]:
+            self.held += answer(message)
+            return []
+
+        return keep
+
+    def let_go(self, count: int = 1) -> None:
+        assert eventually(lambda: len(self.held) >= count)
+        for reply in self.held:
+            self.daemon.push(reply)
+        self.held.clear()
+
+
+def test_pending_then_found(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    slow = Slow(daemon)
+    hasty(scheduler, budget_s=30)
+    assert match(scheduler) is PENDING
+    assert match(scheduler) is PENDING  # polls
+    slow.let_go()
+    assert eventually(lambda: isinstance(match(scheduler), Match))
+    assert len(daemon.got(Lookup)) == 1
+    assert scheduler.take("r") is not None
+
+
+def test_pending_has_an_end_and_the_late_match_is_released(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    slow = Slow(daemon)
+    hasty(scheduler)
+    began_s = time.monotonic()
+    assert match(scheduler) is PENDING
+    assert eventually(lambda: match(scheduler) is None)
+    assert 0.05 < time.monotonic() - began_s < 5
+    # Told once, it is not told to wait again, whatever it asks.
+    assert match(scheduler) is None
+    assert match(scheduler, first=1) is None
+    assert scheduler.counters["timeouts"] >= 1
+    slow.let_go()
+    late = daemon.got(Release)  # settled by the keeper: nobody calls
+    assert late[0].rank == -1
+    assert scheduler.take("r") is None
+    scheduler.settle("r")
+    assert eventually(lambda: scheduler.counters["late_replies"] >= 1)
+
+
+@pytest.mark.parametrize("how", ["settle", "take", "another first", "clear"])
+def test_a_lookup_given_up_is_released_when_it_answers(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, how: str
+) -> None:
+    slow = Slow(daemon)
+    hasty(scheduler, budget_s=30)
+    assert match(scheduler) is PENDING
+    if how == "settle":
+        scheduler.settle("r")
+    elif how == "take":
+        assert scheduler.take("r") is None
+    elif how == "clear":
+        assert scheduler.clear(10)
+    else:
+        assert match(scheduler, first=1) is PENDING
+    slow.let_go()
+    assert [m.lease for m in daemon.got(Release)] == [1]
+
+
+def test_a_step_has_one_budget(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    Slow(daemon)
+    hasty(scheduler, budget_s=30)
+    began_s = time.monotonic()
+    for i in range(200):
+        assert match(scheduler, f"r{i}") is PENDING
+    assert time.monotonic() - began_s < 0.25
+    assert scheduler._left_s == 0 or scheduler._client.silent_s > 0
+
+
+def test_a_silent_daemon_is_asked_little_and_then_nothing(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    hasty(scheduler)
+    daemon.reading.clear()
+    told = {id(match(scheduler, f"r{i}")) for i in range(2 * MAX_UNANSWERED)}
+    assert told == {id(PENDING), id(None)}  # no more than that many are asked
+    assert scheduler.counters["lookups"] <= 2 * MAX_UNANSWERED
+    assert scheduler.reserve(ITEMS, WIDTH) is None
+    assert eventually(lambda: scheduler._client.silent_s > 0.1)
+    scheduler.new_step()
+    before = scheduler.counters["lookups"]
+    assert match(scheduler, "new") is None  # its patience would be wasted
+    assert scheduler.counters["lookups"] == before
+    daemon.reading.set()
+
+    def answered() -> bool:
+        scheduler.new_step()
+        return scheduler._client.silent_s == 0
+
+    assert eventually(answered)
+    assert daemon.got(Reserve, 0) == []
+
+
+def test_lost_while_pending_is_a_miss(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    Slow(daemon)
+    hasty(scheduler, budget_s=30)
+    assert match(scheduler) is PENDING
+    daemon.kill()
+    assert eventually(lambda: match(scheduler) is None)
+    assert match(scheduler, "other") is None
+
+
+def test_a_held_match_dies_with_its_connection(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    daemon.answers[Lookup] = daemon.hit
+    for request in ("kept", "asked again"):
+        assert isinstance(match(scheduler, request), Match)
+    old = daemon.boot
+    daemon.restart()
+    assert eventually(lambda: scheduler.connected and scheduler.counters["connects"] == 2)
+    assert scheduler.take("kept") is None
+    found = match(scheduler, "asked again")
+    assert isinstance(found, Match)
+    assert found.boot == daemon.boot != old
+    sync(scheduler, daemon)
+    assert daemon.got(Release, 0) == []  # nothing of another life is named to it
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"boot": b"another boot 16b"},
+        {"first": 1},
+        {"chunks": CHUNKS + 1},
+        {"chunks": -1},
+        {"lease": 0},
+    ],
+)
+def test_a_match_of_what_was_not_asked_for_ends_the_connection(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, change: dict[str, object]
+) -> None:
+    daemon.answers[Lookup] = lambda m: [msgspec.structs.replace(daemon.hit(m)[0], **change)]
+    assert match(scheduler) is None
+    assert scheduler.counters["lost"] == 1
+    assert eventually(lambda: scheduler.connected)
+    daemon.answers[Lookup] = daemon.hit
+    assert isinstance(match(scheduler), Match)
+
+
+def test_a_refused_lookup_is_a_miss(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    daemon.answers[Lookup] = lambda m: [Error(seq=m.seq, code="limit", text="fewer leases")]
+    assert match(scheduler) is None
+    assert scheduler.counters["refused_limit"] == 1
+    assert scheduler.connected
+
+
+def test_an_absent_daemon_is_a_miss_at_once(tmp_path: Path, registration: Register) -> None:
+    scheduler = SchedulerClient(str(tmp_path / "none"), registration)
+    began_s = time.monotonic()
+    scheduler.new_step()
+    assert match(scheduler) is None
+    assert scheduler.take("r") is None
+    scheduler.settle("r")
+    assert scheduler.reserve(ITEMS, WIDTH) is None
+    scheduler.handed_over([1], [2], b"b" * 16)
+    assert time.monotonic() - began_s < 0.25
+    assert not scheduler.clear(5)
+    assert not scheduler.connected
+    scheduler.close()
+
+
+def test_reserve(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    granted = scheduler.reserve(ITEMS, WIDTH)
+    assert granted is not None
+    assert [grant.reservation for grant in granted.grants] == [1, 2]
+    assert scheduler.reserve([], WIDTH) is None
+    scheduler.abort(granted.boot, 1)
+    scheduler.handed_over([], [2], granted.boot)
+    sync(scheduler, daemon)
+    assert daemon.got(Abort) == [Abort(boot=daemon.boot, reservation=1)]
+    assert len(daemon.got(Reserve)) == 1
+
+
+def test_a_late_grant_is_aborted_and_nothing_reserved_meanwhile(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    slow = Slow(daemon)
+    daemon.answers[Reserve] = slow.hold(daemon.grant)
+    hasty(scheduler)
+    assert scheduler.reserve(ITEMS, WIDTH) is None
+    assert scheduler.reserve(ITEMS, WIDTH) is None
+    slow.let_go()
+    assert [m.reservation for m in daemon.got(Abort, 2)] == [1, 2]
+    assert {m.rank for m in daemon.got(Abort)} == {-1}
+    assert len(daemon.got(Reserve)) == 1
+    daemon.answers[Reserve] = daemon.grant
+    scheduler._reserve_wait_s = 5
+    assert scheduler.reserve(ITEMS, WIDTH) is not None  # it answers again
+
+
+def test_grants_of_something_else_end_the_connection(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    daemon.answers[Reserve] = lambda m: [Granted(seq=m.seq, boot=daemon.boot)]
+    assert scheduler.reserve(ITEMS, WIDTH) is None
+    assert scheduler.counters["lost"] == 1
+
+
+def test_lookups_are_cut_to_the_daemons_limits(
+    daemon: ScriptedDaemon, registration: Register
+) -> None:
+    daemon.welcome = lambda welcome: msgspec.structs.replace(
+        welcome,
+        limits=msgspec.structs.replace(welcome.limits, keys_per_message=8, frame_bytes=600),
+    )
+    daemon.answers[Lookup] = daemon.hit
+    scheduler = SchedulerClient(daemon.path, registration, step_wait_s=5)
+    scheduler.start()
+    assert eventually(lambda: scheduler.connected)
+    found = match(scheduler)
+    assert isinstance(found, Match)
+    assert found.chunks == 8
+    assert scheduler.reserve(ITEMS, WIDTH) is None  # more than one frame may hold
+    assert scheduler.counters["too_large"] == 1
+    assert scheduler.connected
+    scheduler.close()
+
+
+def test_clear(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    daemon.answers[Lookup] = daemon.hit
+    assert isinstance(match(scheduler), Match)
+    assert scheduler.clear(10)
+    assert len(daemon.got(Release)) == 1  # what was held is of before
+    assert scheduler.take("r") is None
+    daemon.answers[Clear] = lambda m: []
+    assert not scheduler.clear(0.05)
+
+
+def test_ten_thousand_aborted_lookups_hold_nothing(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    daemon.answers[Lookup] = daemon.hit
+    scheduler._step_wait_s = 0.002
+    for i in range(10_000):
+        scheduler.new_step()
+        match(scheduler, f"r{i}")
+        scheduler.settle(f"r{i}")
+    assert scheduler._asks == {}
+    sync(scheduler, daemon)
+
+    def all_given_back() -> bool:
+        released = [m.lease for m in daemon.received if isinstance(m, Release)]
+        return sorted(released) == list(range(1, len(daemon.got(Lookup)) + 1))
+
+    assert eventually(all_given_back)
+    assert len(daemon.got(Lookup)) > 9_000

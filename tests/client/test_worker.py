@@ -1,0 +1,123 @@
+"""A worker: its arena, boot by boot, and its debts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvass.client.worker import WorkerClient
+from kvass.messages import Abort, Commit, Hello, Populated, Register, Release
+from kvass.testing.scripted import ARENA_BYTES, ScriptedDaemon, eventually
+
+
+@pytest.fixture
+def worker(daemon: ScriptedDaemon, worker_registration: Register) -> Iterator[WorkerClient]:
+    client = WorkerClient(daemon.path, worker_registration)
+    client.start()
+    assert eventually(lambda: client.connected)
+    yield client
+    client.close()
+
+
+def mapped() -> int:
+    """How many arenas this process has mapped."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("kvass-arena")
+
+
+def test_the_arena_of_this_boot_alone(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
+    assert worker.arena(b"another boot 16b") is None
+    lease = worker.arena(daemon.boot)
+    assert lease is not None
+    assert lease.boot == daemon.boot
+    with lease as buffer:
+        assert buffer.shape == (ARENA_BYTES,)
+        buffer[4096:4100] = 7
+    assert daemon._arena.buffer[4096:4100].tolist() == [7] * 4
+    assert lease.buffer.size == 0
+    lease.close()  # idempotent
+
+
+def test_debts_are_settled_by_rank(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
+    worker.commit(daemon.boot, 1)
+    worker.abort(daemon.boot, 2)
+    worker.release(daemon.boot, 3, bad=[0, 5])
+    worker.commit(b"another boot 16b", 4)
+    assert daemon.got(Release) == [Release(boot=daemon.boot, lease=3, rank=0, bad=(0, 5))]
+    assert daemon.got(Commit) == [Commit(boot=daemon.boot, reservation=1, rank=0)]
+    assert daemon.got(Abort) == [Abort(boot=daemon.boot, reservation=2, rank=0)]
+    assert worker.counters["dropped"] == 1
+
+
+def test_populates_below_the_watermark(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
+    session = worker._client.session
+    assert session is not None
+    assert eventually(lambda: not session.behind)
+    assert session._populated == ARENA_BYTES // 2
+    daemon.push(Populated(bytes=ARENA_BYTES))
+    assert eventually(lambda: session._populated == ARENA_BYTES)
+    daemon.push(Populated(bytes=1 << 50))  # a lie changes nothing
+    worker.commit(daemon.boot, 1)
+    daemon.got(Commit)
+    assert worker.connected
+    assert session._populated == ARENA_BYTES
+
+
+def test_running_copies_finish_on_the_old_arena(
+    daemon: ScriptedDaemon, worker: WorkerClient
+) -> None:
+    before = mapped()
+    old = daemon.boot
+    first, second = worker.arena(old), worker.arena(old)
+    assert first is not None
+    assert second is not None
+    daemon.restart()
+    assert eventually(lambda: worker.connected and worker.arena(old) is None)
+    fresh = worker.arena(daemon.boot)
+    assert fresh is not None
+    assert mapped() == before + 1
+    with first as buffer:
+        buffer[:] = 1
+        del buffer
+    assert mapped() == before + 1  # the second copy still runs
+    with second as buffer:
+        assert buffer[-1] == 1
+        del buffer
+    assert eventually(lambda: mapped() == before)
+    with fresh as buffer:
+        buffer[0] = 2
+        del buffer
+
+
+def test_eof_waits_for_the_last_copy(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
+    lease = worker.arena(daemon.boot)
+    assert lease is not None
+    daemon.half_close()  # "we are done with you, once you stop writing"
+    assert eventually(lambda: not worker.connected or len(daemon.got(Hello)) > 1)
+    assert daemon.eofs == 0
+    lease.close()
+    assert eventually(lambda: daemon.eofs == 1)
+
+
+def test_close_waits_for_the_last_copy(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
+    lease = worker.arena(daemon.boot)
+    assert lease is not None
+    worker.close()
+    assert worker.arena(daemon.boot) is None
+    with lease as buffer:
+        buffer[0] = 1
+        assert daemon.eofs == 0
+    assert eventually(lambda: daemon.eofs == 1)
+
+
+def test_nothing_waits_for_an_absent_daemon(tmp_path: Path, worker_registration: Register) -> None:
+    worker = WorkerClient(str(tmp_path / "none"), worker_registration)
+    worker.start()
+    assert worker.arena(b"b" * 16) is None
+    worker.commit(b"b" * 16, 1)
+    worker.release(b"b" * 16, 1)
+    assert worker.counters["dropped"] == 2
+    worker.close()
