@@ -4,8 +4,8 @@ Law of this file: no other file of the connector knows more of vLLM than the hoo
 base class and a request's id. Another version means changing this file and ``TESTED``.
 
 Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``; the
-page of layer ``t.layers[l]``, block ``b``, lies at ``t.offset + l*t.layer_stride + b*t.block_stride``
-of the layer's storage, ``page_size_bytes`` long; ``touch`` and ``free_blocks`` hold and free a block.
+page of layer ``t.layers[l]``, block b, is at ``t.offset + l*t.layer_stride + b*t.block_stride`` in
+the layer's storage, ``page_size_bytes`` long; ``touch`` and ``free_blocks`` hold and free a block.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from kvass.config import default_socket
 from kvass.connectors.vllm import identity
 from kvass.errors import ConfigError, UsageError
 from kvass.layout.describe import GroupPlanes, describe_group
@@ -123,7 +124,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
     fields = _identity(vllm_config, kv_cache_config, version)
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
     return Setup(
-        socket=options.socket,
+        socket=options.socket or default_socket(),
         registration=Register(
             instance=transfer.engine_id, identity=fields, chunk_tokens=chunk_tokens
         ),
@@ -275,9 +276,9 @@ def _hash_identity(algorithm: str) -> str:
 
 def _device_identity() -> str:
     """Device kind and, on a CPU, the instruction sets by which vLLM packs its pages."""
+    sets = (torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported())
     capability = torch.backends.cpu.get_cpu_capability()
-    amx = torch.cpu._is_amx_tile_supported()
-    return identity.canonical([device_kind(), platform.machine(), capability, amx])
+    return identity.canonical([device_kind(), platform.machine(), capability, sets])
 
 
 def _speculative(config: Any) -> str:
@@ -389,9 +390,9 @@ def hashed_chunks(request: Any, setup: Setup) -> int:
 def stored_chunks(request: Any, scheduled: int, setup: Setup) -> int:
     """Chunks of ``request`` that will be computed, for good, once this step has run.
 
-    During ``build_connector_meta`` ``num_computed_tokens`` is still that before the step, and counts
-    tokens in flight; ``num_tokens`` counts no drafts and no placeholders of asynchronous scheduling:
-    whatever lies beyond it may be rejected and written again.
+    During ``build_connector_meta`` ``num_computed_tokens`` is still that before the step and counts
+    tokens in flight; ``num_tokens`` counts no drafts and no placeholders of asynchronous
+    scheduling: whatever lies beyond it may be rejected and written again.
     """
     confirmed = min(request.num_computed_tokens + scheduled, request.num_tokens)
     return min(int(confirmed) // setup.chunk_tokens, hashed_chunks(request, setup))

@@ -1,0 +1,363 @@
+"""vLLM's real Scheduler or AsyncScheduler with our connector, and no engine: no model, no worker.
+
+Law of this file: the schedulers, block pools and requests are vLLM's own; only the model's output
+and the worker's reports are made up, by the test, stage by stage.
+
+``FakeClient`` stands for ``SchedulerClient``: a cache in a dict, with the answers a test asks for.
+It asserts its caller's duties: a lease taken is handed over or released, exactly once.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from kvass.client.scheduler import PENDING, Match, Pending
+from kvass.messages import Grant, Granted, Register, ReserveItem
+from kvass.testing.models import Shape, build
+from kvass.types import Slots
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+CLIENT = "kvass.connectors.vllm.connector.SchedulerClient"
+BLOCK = 16
+CHUNK = 32
+"""Tokens of a block and of a chunk: two blocks a chunk, so that a local hit can end inside one."""
+
+
+class FakeClient:
+    """A daemon in a dict. ``rows`` are the hashes held; ``silent`` answers no reserve, ``refuse``
+    grants nothing, ``pending`` is how many lookups are told to ask again."""
+
+    def __init__(self, socket: str = "", registration: Register | None = None) -> None:
+        self.registration = registration
+        self.connected = True
+        self.rows: set[bytes] = set()
+        self.pending = 0
+        self.silent = self.refuse = False
+        self.reserves: list[list[ReserveItem]] = []
+        self.lookups: list[tuple[str, int]] = []
+        self.writing: dict[int, list[bytes]] = {}
+        self.held: dict[str, Match] = {}
+        self.taken: dict[int, str] = {}
+        self.released: list[int] = []
+        self.handed: list[int] = []
+        self.steps = 0
+        self.counters: Counter[str] = Counter()
+        self._next = 0
+
+    def start(self) -> None:
+        """Nothing to connect to."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def new_step(self) -> None:
+        """Counts steps."""
+        self.steps += 1
+
+    def match(self, request: str, digests: bytes, width: int, first: int) -> Match | Pending | None:
+        """The longest run of held rows from ``first``."""
+        held = self.held.get(request)
+        if held is not None and held.first == first:
+            return held
+        self.settle(request)
+        self.lookups.append((request, first))
+        if self.pending:
+            self.pending -= 1
+            return PENDING
+        hashes = split(digests, width)
+        chunks = first
+        while chunks < len(hashes) and hashes[chunks] in self.rows:
+            chunks += 1
+        if chunks == first:
+            return None
+        match = Match(self._number(), b"boot", first, chunks, 1e12, (_slots(chunks - first),))
+        self.held[request] = match
+        return match
+
+    def take(self, request: str) -> Match | None:
+        """Ownership passes to the caller."""
+        match = self.held.pop(request, None)
+        if match is not None:
+            self.taken[match.lease] = request
+        return match
+
+    def settle(self, request: str) -> None:
+        """Give back what is held for ``request``."""
+        if match := self.held.pop(request, None):
+            self.released.append(match.lease)
+
+    def release(self, boot: bytes, lease: int) -> None:
+        """A lease taken, but not handed over."""
+        del self.taken[lease]
+        self.released.append(lease)
+
+    def abort(self, boot: bytes, reservation: int) -> None:
+        """A reservation granted, but not handed over."""
+        del self.writing[reservation]
+
+    def reserve(self, items: Sequence[ReserveItem], width: int) -> Granted | None:
+        """Grants every chunk that is neither held nor being written."""
+        self.reserves.append(list(items))
+        if self.silent:
+            return None
+        grants = []
+        for item in items:
+            hashes = split(item.digests, width)
+            busy = {hash_ for rows in self.writing.values() for hash_ in rows} | self.rows
+            wanted = range(item.first, len(hashes))
+            chunks = [] if self.refuse else [c for c in wanted if hashes[c] not in busy]
+            number = self._number() if chunks else 0
+            if chunks:
+                self.writing[number] = [hashes[c] for c in chunks]
+            grants.append(Grant(number, tuple(chunks), (_slots(len(chunks)),)))
+        return Granted(boot=b"boot", deadline_s=1e12, grants=grants)
+
+    def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> None:
+        """From here on the ranks settle."""
+        for lease in leases:
+            del self.taken[lease]
+        assert all(reservation in self.writing for reservation in reservations)
+        self.handed += [*leases, *reservations]
+
+    def clear(self, timeout_s: float) -> bool:
+        """Forget every row."""
+        self.rows.clear()
+        return self.connected
+
+    def commit(self, reservations: Iterable[int]) -> None:
+        """What a worker does: the rows of ``reservations`` are held from now on."""
+        for reservation in reservations:
+            self.rows.update(self.writing.pop(reservation))
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+
+def split(digests: bytes, width: int) -> list[bytes]:
+    """The single hashes of a blob."""
+    return [digests[i : i + width] for i in range(0, len(digests), width)]
+
+
+def _slots(rows: int) -> Slots:
+    return Slots(((0,),), b"\0\0" * rows, b"".join(i.to_bytes(4, "little") for i in range(rows)))
+
+
+def tiny_model() -> Path:
+    """A folder with a model's configuration; its weights are never read."""
+    shape = Shape(64, hidden=32, intermediate=32, layers=2, heads=1, kv_heads=1, head_dim=32)
+    return build(Path(tempfile.gettempdir()) / f"kvass-models-{os.getuid()}", shape)
+
+
+def make_configs(
+    options: dict[str, object] | None = None,
+    *,
+    blocks: int = 64,
+    batched: int = 512,
+    drafts: int = 0,
+    **transfer: Any,
+) -> tuple[Any, Any]:
+    """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens."""
+    import torch
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    connector = {
+        "kv_connector": "KvassConnector",
+        "kv_connector_module_path": "kvass.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK, **(options or {})},
+    }
+    speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(tiny_model()), skip_tokenizer_init=True, max_model_len=1024
+        ),
+        device_config=DeviceConfig("cpu"),
+        parallel_config=ParallelConfig(),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=batched,
+            max_model_len=1024,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        kv_transfer_config=KVTransferConfig(**(connector | transfer)),
+        speculative_config=SpeculativeConfig(**speculative) if drafts else None,
+    )
+    config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer.0", "layer.1"], spec)],
+        hash_block_size=BLOCK,
+    )
+    return config, caches
+
+
+class World:
+    """One scheduler, its requests, and the worker's half of every step."""
+
+    def __init__(
+        self, client: object, *, asynchronous: bool = False, configs: Any = None, **options: Any
+    ) -> None:
+        """``client`` stands for the connector's ``SchedulerClient``; ``options`` are those of
+        ``make_configs``."""
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config, caches = configs or make_configs(**options)
+        init_none_hash(sha256)
+        self._hasher: Callable[[Any], list[Any]] = get_request_block_hasher(BLOCK, sha256)
+        kind = AsyncScheduler if asynchronous else Scheduler
+        with mock.patch(CLIENT, return_value=client):
+            self.scheduler: Any = kind(
+                vllm_config=config,
+                kv_cache_config=caches,
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+                structured_output_manager=StructuredOutputManager(config),
+                log_stats=True,
+            )
+        self.connector: Any = self.scheduler.connector
+        self.pool: Any = self.scheduler.kv_cache_manager.block_pool
+        self.open_steps: list[int] = []
+        self._sampling: dict[int, set[str]] = {}
+
+    def add(
+        self,
+        name: str,
+        tokens: Iterable[int],
+        *,
+        max_tokens: int = 4,
+        salt: str | None = None,
+        reads: bool = True,
+    ) -> Any:
+        """A greedy request."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(tokens),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0,
+                ignore_eos=True,
+                skip_reading_prefix_cache=not reads,
+            ),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> tuple[Any, Any]:
+        """One ``schedule()``: vLLM's output and our metadata."""
+        output = self.scheduler.schedule()
+        work = output.kv_connector_metadata
+        if work.step:
+            self.open_steps.append(work.step)
+        requests = self.scheduler.requests
+        self._sampling[id(output)] = {
+            name for name in output.num_scheduled_tokens if not requests[name].is_prefill_chunk
+        }
+        return output, work
+
+    def finish(
+        self,
+        output: Any,
+        *,
+        tokens: Sequence[int] = (7,),
+        reported: Iterable[int] = (),
+        received: Iterable[str] = (),
+        failed: Iterable[str] = (),
+    ) -> None:
+        """The model's answer to ``output`` (``tokens`` for each request that samples), and what the
+        worker reported with it: steps whose stores are settled, loads that ended or failed."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        from kvass.connectors.vllm.metadata import StepReport
+
+        names, sampling = list(output.num_scheduled_tokens), self._sampling.pop(id(output))
+        steps = dict.fromkeys(reported, 1)
+        self.open_steps = [step for step in self.open_steps if step not in steps]
+        ended = set(received) | set(failed)
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=[list(tokens) if name in sampling else [] for name in names],
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+                kv_connector_output=KVConnectorOutput(
+                    finished_recving=ended or None,
+                    failed_recving=set(failed),
+                    kv_connector_worker_meta=StepReport(steps) if steps else None,
+                ),
+            ),
+        )
+
+    def draft(self, name: str, tokens: Sequence[int]) -> None:
+        """The drafter proposes ``tokens`` for the next step."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        self.scheduler.update_draft_token_ids(DraftTokenIds([name], [list(tokens)]))
+
+    def step(self, **answer: Any) -> Any:
+        """``schedule`` and ``finish`` in one; every open store is settled. Returns our metadata."""
+        output, work = self.schedule()
+        self.finish(output, reported=list(self.open_steps), **answer)
+        return work
+
+    def run(self, client: FakeClient | None = None, limit: int = 100) -> None:
+        """Step until nothing is left to do; what is stored is committed, loads succeed."""
+        for _ in range(limit):
+            if not self.scheduler.has_requests():
+                return
+            output, work = self.schedule()
+            if client is not None:
+                client.commit(store.reservation for store in work.stores)
+            self.finish(
+                output,
+                reported=list(self.open_steps),
+                received=[load.request for load in work.loads],
+            )
+        raise AssertionError(f"still busy after {limit} steps")
+
+    def abort(self, name: str) -> None:
+        """The client went away."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that may be given out."""
+        return int(self.pool.get_num_free_blocks())

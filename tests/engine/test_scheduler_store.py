@@ -1,0 +1,317 @@
+"""Stores planned by vLLM's real schedulers: when a chunk is offered, how long blocks are held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvass.testing.vllm_scheduler import BLOCK, CHUNK, FakeClient, World, split
+
+BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def offered(client: FakeClient) -> list[tuple[int, int]]:
+    """``(first, chunks)`` of every item ever offered."""
+    return [(item.first, len(item.digests) // 32) for items in client.reserves for item in items]
+
+
+def expected(request: Any, chunk: int) -> bytes:
+    return bytes(request.block_hashes[(chunk + 1) * CHUNK // BLOCK - 1])
+
+
+@BOTH
+def test_a_prompt_is_stored_in_the_step_that_computes_it(asynchronous: bool) -> None:
+    client = FakeClient()
+    world = World(client, asynchronous=asynchronous)
+    request = world.add("a", range(100))
+    output, work = world.schedule()
+    (item,) = client.reserves[0]
+    assert output.num_scheduled_tokens == {"a": 100}
+    assert split(item.digests, 32) == [expected(request, c) for c in range(3)]
+    assert (item.request, item.first, item.groups) == ("a", 0, 1)
+    (store,) = work.stores
+    table = world.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    assert store.blocks == (tuple(table[:6]),)
+    assert store.step == work.step == 1
+    assert client.handed == [store.reservation], "handed over before schedule() returned"
+
+
+def test_chunked_prefill_offers_each_chunk_once() -> None:
+    client = FakeClient()
+    world = World(client, batched=48)
+    world.add("a", range(128))
+    steps = [[len(store.blocks[0]) for store in world.step().stores] for _ in range(4)]
+    assert steps == [[2], [4], [2], []], "48, 96 and 128 tokens complete 1, 3 and 4 chunks"
+    assert offered(client) == [(0, 1), (1, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 33, 63, 64, 65])
+def test_prompts_around_a_boundary_store_whole_chunks_only(tokens: int) -> None:
+    client = FakeClient()
+    world = World(client)
+    world.add("a", range(tokens), max_tokens=1)
+    world.run(client)
+    assert len(client.rows) == tokens // CHUNK
+
+
+def test_generated_tokens_are_stored_when_their_chunk_is_computed() -> None:
+    client = FakeClient()
+    world = World(client)
+    request = world.add("a", range(30), max_tokens=8)
+    for _ in range(2):
+        world.step()
+    assert request.num_tokens == 32, "the chunk's last token is sampled: its hash exists ..."
+    assert client.reserves == [], "... but its KV does not"
+    output, work = world.schedule()
+    assert output.num_scheduled_tokens == {"a": 1}
+    assert len(work.stores) == 1
+    assert client.reserves[0][0].digests == expected(request, 0)
+
+
+def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:
+    client = FakeClient()
+    world = World(client, asynchronous=True)
+    request = world.add("a", range(30), max_tokens=8)
+    first, second = world.schedule()[0], world.schedule()[0]
+    world.finish(first)
+    world.schedule()
+    assert request.num_computed_tokens == 32, "the chunk's last token is being computed ..."
+    assert request.num_tokens == 31
+    assert client.reserves == [], "... but nobody knows yet which one it is"
+    world.finish(second)
+    assert len(world.schedule()[1].stores) == 1
+    assert client.reserves[0][0].digests == expected(request, 0)
+
+
+def test_rejected_drafts_are_never_stored() -> None:
+    client = FakeClient()
+    world = World(client, drafts=3)
+    request = world.add("a", range(30), max_tokens=8)
+    world.step()
+    for _ in range(2):
+        world.draft("a", [9, 9, 9])
+        output, work = world.schedule()
+        assert output.num_scheduled_tokens == {"a": 4}, "positions 30..33 hold drafts"
+        if not work.stores:
+            world.finish(output, tokens=[7])
+    assert request.num_tokens == 32
+    assert len(work.stores) == 1, "chunk 0 ends at the last confirmed token"
+    assert client.reserves[0][0].digests == expected(request, 0)
+
+
+def test_accepted_drafts_are_stored_a_step_later() -> None:
+    client = FakeClient()
+    world = World(client, drafts=3)
+    request = world.add("a", range(30), max_tokens=8)
+    world.step()
+    world.draft("a", [5, 6, 7])
+    assert world.step(tokens=[5, 6, 7, 8]).stores == [], "30..33 are drafts until confirmed"
+    assert request.num_tokens == 35
+    assert len(world.step().stores) == 1
+
+
+def test_placeholders_of_asynchronous_drafts_are_never_stored() -> None:
+    client = FakeClient()
+    world = World(client, asynchronous=True, drafts=3)
+    request = world.add("a", range(24), max_tokens=16)
+    inflight = [world.schedule()[0]]
+    for _ in range(12):
+        output, work = world.schedule()
+        inflight.append(output)
+        assert all(request.num_tokens >= CHUNK for _ in work.stores)
+        if work.stores:
+            break
+        world.finish(inflight.pop(0), tokens=[7])
+    assert len(work.stores) == 1
+    assert request.num_computed_tokens > request.num_tokens, "drafts were in flight all along"
+    assert client.reserves[0][0].digests == expected(request, 0)
+    assert len(client.reserves) == 1
+
+
+def test_a_refused_chunk_is_not_offered_again() -> None:
+    client = FakeClient()
+    client.refuse = True
+    world = World(client)
+    world.add("a", range(64), max_tokens=40)
+    for _ in range(20):
+        world.step()
+    assert offered(client) == [(0, 2)]
+    client.refuse = False
+    for _ in range(14):
+        world.step()
+    assert offered(client) == [(0, 2), (2, 3)]
+
+
+def test_a_silent_daemon_is_asked_again_and_ever_more_rarely() -> None:
+    client = FakeClient()
+    client.silent = True
+    world = World(client, blocks=128)
+    world.add("a", range(64), max_tokens=600)
+    asked = []
+    for step in range(100):
+        before = len(client.reserves)
+        world.step()
+        asked += [step] * (len(client.reserves) - before)
+    assert asked == [0, 1, 3, 7, 15, 31, 63]
+    client.silent = False
+    stored = [len(store.blocks[0]) for _ in range(70) for store in world.step().stores]
+    assert stored[0] == 2 * ((64 + 100) // CHUNK), "with all that was computed meanwhile"
+
+
+def test_an_absent_daemon_is_not_asked() -> None:
+    client = FakeClient()
+    client.connected = False
+    world = World(client)
+    world.add("a", range(64))
+    world.run()
+    assert client.reserves == []
+
+
+def test_a_local_hit_that_no_daemon_holds_is_offered_from_its_first_chunk() -> None:
+    client = FakeClient()
+    world = World(client)
+    world.add("a", range(96))
+    world.run(client)
+    client.rows.clear()
+    world.add("b", range(100))
+    output, work = world.schedule()
+    assert output.num_scheduled_tokens == {"b": 4}, "vLLM has the rest"
+    assert [len(store.blocks[0]) for store in work.stores] == [6]
+
+
+def test_a_chunk_being_written_is_not_granted_twice() -> None:
+    client = FakeClient()
+    world = World(client)
+    world.add("a", range(64))
+    world.add("b", range(64))
+    _, work = world.schedule()
+    assert len(client.reserves) == 1, "one reserve for the step"
+    assert len(client.reserves[0]) == 2
+    assert len(work.stores) == 1
+
+
+def test_salted_requests_share_no_hash() -> None:
+    client = FakeClient()
+    world = World(client)
+    for name, salt in (("a", None), ("b", "s"), ("c", "t")):
+        world.add(name, range(64), salt=salt)
+    _, work = world.schedule()
+    assert len(work.stores) == 3
+    hashes = {hash_ for item in client.reserves[0] for hash_ in split(item.digests, 32)}
+    assert len(hashes) == 6
+
+
+def test_a_consumer_stores_nothing() -> None:
+    client = FakeClient()
+    world = World(client, kv_role="kv_consumer")
+    world.add("a", range(64))
+    world.run()
+    assert client.reserves == []
+
+
+# ---------------------------------------------------------------- blocks held and freed
+
+
+@BOTH
+@pytest.mark.parametrize("end", ["finish", "abort"])
+def test_blocks_are_held_until_reported(asynchronous: bool, end: str) -> None:
+    client = FakeClient()
+    world = World(client, asynchronous=asynchronous)
+    free = world.free_blocks
+    world.add("a", range(100), max_tokens=1)
+    output, work = world.schedule()
+    if end == "abort":
+        world.abort("a")
+    world.finish(output)
+    assert free - world.free_blocks == 6, "three chunks; the rest of the request's blocks is free"
+    assert not world.scheduler.reset_prefix_cache()
+    assert world.scheduler.has_requests(), "the engine keeps stepping to hear of the store"
+    output, _ = world.schedule()
+    world.finish(output, reported=[work.step])
+    assert world.free_blocks == free
+    assert world.scheduler.reset_prefix_cache()
+    world.run()
+    assert not world.connector.has_pending_push_work()
+
+
+def test_blocks_of_several_steps_are_freed_step_by_step() -> None:
+    client = FakeClient()
+    world = World(client, batched=32)
+    free = world.free_blocks
+    world.add("a", range(64), max_tokens=1)
+    first, work_1 = world.schedule()
+    world.finish(first)
+    second, work_2 = world.schedule()
+    world.finish(second, reported=[work_2.step])
+    assert free - world.free_blocks == 2
+    third, _ = world.schedule()
+    world.finish(third, reported=[work_1.step])
+    assert free == world.free_blocks
+
+
+def test_blocks_of_a_preempted_request_stay_held_and_are_waited_for() -> None:
+    client = FakeClient()
+    world = World(client, blocks=9)
+    a = world.add("a", range(32), max_tokens=90)
+    b = world.add("b", range(50, 82), max_tokens=60)
+    output, work = world.schedule()
+    stored = {i for store in work.stores for i in store.blocks[0]}
+    assert len(stored) == 4
+    world.finish(output)
+    for _ in range(100):
+        output, _ = world.schedule()
+        if not output.num_scheduled_tokens:
+            break
+        world.finish(output)
+        grown = set(world.scheduler.kv_cache_manager.get_block_ids("a")[0][2:])
+        assert not grown & stored, "a block that is being copied went to someone else"
+    assert b.num_preemptions == 1
+    assert world.connector.has_pending_block_frees(), "two blocks wait for the store alone ..."
+    assert a.num_preemptions == 0, "... which is better than preempting once more"
+    world.finish(output, reported=list(world.open_steps))
+    assert not world.connector.has_pending_block_frees()
+    world.run(client)
+    assert (a.num_tokens, b.num_tokens) == (122, 92)
+    assert world.free_blocks == 8
+
+
+def test_a_step_counts_only_when_every_rank_reported_it() -> None:
+    from kvass.connectors.vllm.metadata import StepReport
+
+    both = StepReport({1: 1, 2: 1}).aggregate(StepReport({2: 1, 3: 1}))
+    assert both.steps == {1: 1, 2: 2, 3: 1}
+
+
+# ---------------------------------------------------------------- clearing, and defects of our own
+
+
+def test_reset_cache_clears_and_distrusts_what_is_running() -> None:
+    client = FakeClient()
+    world = World(client)
+    world.add("a", range(64), max_tokens=64)
+    client.commit(store.reservation for store in world.step().stores)
+    assert len(client.rows) == 2
+    assert world.connector.reset_cache() is True
+    assert client.rows == set()
+    for _ in range(50):
+        world.step()
+    assert len(client.reserves) == 1, "KV of the old weights is not offered"
+    client.connected = False
+    assert world.connector.reset_cache() is False
+
+
+def test_a_defect_while_planning_stores_costs_the_store_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = FakeClient()
+    world = World(client)
+    monkeypatch.setattr(client, "reserve", lambda items, width: 1 / 0)
+    request = world.add("a", range(64), max_tokens=4)
+    world.run()
+    assert request.num_tokens == 68
+    assert client.steps >= 4
+    assert world.connector._boundary.counters["plan_stores"] >= 4
+    assert len([r for r in caplog.records if r.name == "kvass.vllm"]) == 1, "logged once"
