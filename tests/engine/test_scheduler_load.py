@@ -29,7 +29,8 @@ def stored(tokens: int = 100, **options: Any) -> tuple[FakeClient, World]:
 
 def settled(client: FakeClient, world: World) -> None:
     """Nothing is owed, held or used any more."""
-    assert not client.held and not client.taken
+    assert not client.held
+    assert not client.taken
     assert not world.scheduler.has_requests()
     assert world.free_blocks == world.pool.num_gpu_blocks - 1
     assert world.scheduler.reset_prefix_cache()
@@ -211,7 +212,8 @@ def test_an_abort_leaves_nothing_behind(
     client, world = stored(blocks=32, asynchronous=asynchronous)
     stage(client, world)
     world.abort("b")
-    assert not client.held and not client.taken
+    assert not client.held
+    assert not client.taken
     if stage is loading:
         world.step()
         assert "b" in world.scheduler.requests, "its blocks are still being written"
