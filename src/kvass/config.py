@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn, get_origin
@@ -55,6 +54,8 @@ def default_socket() -> str:
     """``$XDG_RUNTIME_DIR/kvass.sock``, else in a folder of this user in the temporary folder."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(runtime, "kvass.sock")
+    import tempfile  # slow to import, seldom needed
+
     return os.path.join(tempfile.gettempdir(), f"kvass-{os.geteuid()}", "kvass.sock")
 
 

@@ -6,8 +6,8 @@ line, in one line; the ``ready`` line means that clients can connect.
 
 from __future__ import annotations
 
+import os
 import resource
-import secrets
 from collections.abc import Callable
 from typing import Final
 
@@ -56,7 +56,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         lookup_budget_ms=config.lookup_budget_ms,
     )
     return CoreConfig(
-        boot=secrets.token_bytes(BOOT_BYTES),
+        boot=os.urandom(BOOT_BYTES),
         arena_bytes=arena_bytes,
         timing=timing,
         version=__version__,

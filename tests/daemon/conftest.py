@@ -1,0 +1,22 @@
+"""Daemons for tests. A module shares one where its tests leave it as they found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvass.testing.daemon import Daemon, running_daemon
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running_daemon(tmp_path_factory.mktemp("shared"), dma_grace_s=0.2) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with running_daemon(tmp_path, dma_grace_s=0.2) as daemon:
+        yield daemon

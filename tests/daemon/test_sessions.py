@@ -1,0 +1,251 @@
+"""What a session may do to a real daemon: anything, and only to itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvass.errors import Unavailable
+from kvass.messages import (
+    Clear,
+    Cleared,
+    Commit,
+    Error,
+    HandedOver,
+    Hello,
+    Lookup,
+    Ping,
+    Pong,
+    Release,
+    Status,
+    Welcome,
+)
+from kvass.testing.daemon import Daemon
+from kvass.testing.peer import Peer, engine
+from kvass.types import MAX_RANKS
+from kvass.wire import framing
+
+
+@pytest.fixture
+def bystander(shared: Daemon) -> Iterator[Peer]:
+    """A session that must not notice what another one does."""
+    with Peer(shared.socket).greet() as peer:
+        yield peer
+        peer.ask(Ping(), Pong)
+    shared.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0, sessions=1)
+
+
+def test_store_and_load_across_sessions(daemon: Daemon) -> None:
+    with engine(daemon.socket) as (scheduler, worker):
+        granted = scheduler.reserve("ab")
+        assert granted.grants[0].chunks == (0, 1)
+        worker.channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
+        worker.ask(Ping(), Pong)
+    with engine(daemon.socket, "another") as (scheduler, worker):
+        matched = scheduler.lookup("abc")
+        assert (matched.chunks, len(matched.slots[0])) == (2, 2)
+        assert daemon.status()["pins"] == 2
+        worker.channel.send(Release(boot=matched.boot, lease=matched.lease, rank=0))
+        worker.ask(Ping(), Pong)
+        assert daemon.status()["pins"] == 0
+    assert daemon.wait_until(leases=0, reservations=0)["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"\0\0\0\0", "bad_frame"),
+        (b"\xff\xff\xff\xff", "bad_frame"),
+        (b"GET / HTTP/1.1\r\n\r\n", "bad_frame"),
+        (b"\x05\0\0\0hello", "bad_message"),
+        (framing.HEADER.pack(10) + b"\x81\xa1t\xa6nosuch", "bad_message"),
+        (framing.HEADER.pack(19) + b"\x82\xa1t\xa4ping\xa3seq\xa5wrong!!", "bad_message"),
+        (framing.encode(Welcome()), "bad_message"),
+        (framing.encode(Ping(seq=1)), "bad_message"),  # Hello was not said
+    ],
+)
+def test_bad_stream_ends_its_own_session_with_one_clear_line(
+    shared: Daemon, bystander: Peer, data: bytes, code: str
+) -> None:
+    before = shared.status()["counters"].get(f"ended_{code}", 0)
+    with Peer(shared.socket) as peer:
+        peer.raw(data)
+        (error,) = peer.rest()
+        assert isinstance(error, Error)
+        assert (error.code, error.fatal) == (code, True)
+        assert error.text.isprintable()
+    assert shared.status()["counters"][f"ended_{code}"] == before + 1
+
+
+def test_what_came_before_the_bad_frame_counts(shared: Daemon, bystander: Peer) -> None:
+    with Peer(shared.socket).greet() as peer:
+        peer.raw(framing.encode(Ping(seq=7)) + b"\0\0\0\0" + framing.encode(Ping(seq=8)))
+        pong, error = peer.rest()
+        assert pong == Pong(seq=7)
+        assert isinstance(error, Error)
+
+
+def test_stream_that_ends_inside_a_frame_is_told_and_counted(
+    shared: Daemon, bystander: Peer
+) -> None:
+    with Peer(shared.socket).greet() as peer:
+        peer.raw(framing.encode(Ping(seq=7))[:5])
+        peer.sock.shutdown(socket.SHUT_WR)
+        (error,) = peer.rest()
+        assert isinstance(error, Error)
+        assert "inside a frame" in error.text
+
+
+def test_replayed_and_foreign_messages_are_typed_errors(shared: Daemon, bystander: Peer) -> None:
+    with Peer(shared.socket).greet() as peer:
+        assert peer.ask(Hello(clock_s=time.monotonic()), Error).code == "bad_message"
+        assert peer.ask(Lookup(request="r", digests=b"aaaa"), Error).code == "not_registered"
+    with engine(shared.socket, "one") as (scheduler, worker), engine(shared.socket, "two") as two:
+        boot = worker.welcome.boot
+        reservation = scheduler.reserve("r").grants[0].reservation
+        for commit, code in [
+            (Commit(boot=boot, reservation=reservation), "not_yours"),
+            (Commit(boot=boot, reservation=2**40), "unknown_reservation"),
+            (Commit(boot=b"x" * 16, reservation=reservation), "wrong_boot"),
+        ]:
+            two[1].channel.send(commit)
+            assert two[1].next(Error).code == code
+        worker.channel.send(Commit(boot=boot, reservation=reservation, rank=5))
+        assert worker.next(Error).code == "bad_rank"
+        for _ in range(2):  # a replayed commit changes nothing
+            worker.channel.send(Commit(boot=boot, reservation=reservation))
+        worker.ask(Ping(), Pong)
+        assert scheduler.ask(Clear(), Cleared).rows == 1
+
+
+def test_impossible_ranks_and_versions(shared: Daemon, bystander: Peer) -> None:
+    with Peer(shared.socket).greet() as peer:
+        for rank, ranks in [(-2, 1), (1, 1), (0, 0), (0, MAX_RANKS + 1)]:
+            with pytest.raises(AssertionError, match="bad_rank"):
+                peer.register("ranks", rank, ranks=ranks)
+        peer.register("ranks")
+    with Peer(shared.socket) as peer, pytest.raises(AssertionError, match="incompatible_version"):
+        peer.greet(protocol_min=9, protocol_max=12)
+    with Peer(shared.socket) as peer, pytest.raises(AssertionError, match="incompatible_clock"):
+        peer.greet(clock_s=time.monotonic() + 1e6)
+
+
+def test_a_rank_that_contradicts_its_instance(shared: Daemon, bystander: Peer) -> None:
+    with Peer(shared.socket).greet() as peer, Peer(shared.socket).greet() as other:
+        peer.register("contrary", 0, ranks=2)
+        with pytest.raises(AssertionError, match=r"contradiction.*chunk_tokens"):
+            other.register("contrary", 1, ranks=2, chunk_tokens=32)
+        with pytest.raises(AssertionError, match="rank_taken"):
+            other.register("contrary", 0, ranks=2)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.lists(st.binary(max_size=200), max_size=5), st.booleans())
+def test_any_bytes_leave_the_daemon_well(
+    shared: Daemon, pieces: list[bytes], greeted: bool
+) -> None:
+    with Peer(shared.socket) as peer:
+        if greeted:
+            peer.greet().register("fuzz")
+        try:
+            for piece in pieces:
+                peer.raw(piece)
+        except OSError:  # it hung up on us
+            pass
+    with Peer(shared.socket).greet() as peer:
+        peer.ask(Ping(), Pong)
+
+
+def anonymous_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def test_client_that_never_reads_costs_a_bounded_amount(daemon: Daemon) -> None:
+    with Peer(daemon.socket).greet() as good, Peer(daemon.socket).greet() as peer:
+        peer.sock.settimeout(20)
+        question = framing.encode(Status(seq=1)) * 100_000
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            peer.sock.sendall(question)
+        good.ask(Ping(), Pong)
+        assert daemon.status()["counters"]["ended_limit"] == 1
+    assert anonymous_kib(daemon.pid) < 80 << 10
+
+
+def test_peer_that_stops_reading_keeps_its_slots_until_eof(daemon: Daemon) -> None:
+    """Law 3: a failed *write* to a peer proves nothing about what the peer writes."""
+    with engine(daemon.socket) as (scheduler, worker):
+        scheduler.reserve("a")
+        worker.sock.shutdown(socket.SHUT_RD)
+        worker.raw(framing.encode(Ping(seq=1)) * 10)
+        time.sleep(0.3)  # longer than dma_grace_s
+        status = daemon.status()
+        assert (status["reservations"], status["sessions"]) == (1, 3)
+    daemon.wait_until(reservations=0, instances=0, quarantined_bytes=0)
+
+
+def test_faulty_session_that_owes_commits_is_half_closed(daemon: Daemon) -> None:
+    with engine(daemon.socket) as (scheduler, worker):
+        granted = scheduler.reserve("a")
+        scheduler.channel.send(
+            HandedOver(boot=granted.boot, reservations=(granted.grants[0].reservation,))
+        )
+        scheduler.ask(Ping(), Pong)
+        worker.raw(b"\0\0\0\0")
+        (error,) = worker.rest()
+        assert isinstance(error, Error)
+        commit = Commit(boot=granted.boot, reservation=granted.grants[0].reservation)
+        worker.raw(framing.encode(commit))  # dropped: its stream is not trusted any more
+        time.sleep(0.3)  # longer than dma_grace_s: it is EOF that counts
+        status = daemon.status()
+        assert status["sessions"] == 3
+        assert status["reservations"] or status["quarantined_bytes"]
+        worker.close()
+        status = daemon.wait_until(sessions=2, reservations=0, quarantined_bytes=0)
+        assert status["rows"] == 0
+
+
+def hold_everything(path: str) -> None:
+    """Take leases and a reservation, and stop."""
+    with engine(path) as (scheduler, worker):
+        granted = scheduler.reserve("ab")
+        worker.channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
+        worker.ask(Ping(), Pong)
+        assert scheduler.lookup("a").lease
+        assert scheduler.lookup("ab").lease
+        scheduler.reserve("cd")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_debts_of_a_killed_process_are_settled(daemon: Daemon) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            hold_everything(daemon.socket)
+        finally:
+            os._exit(1)
+    os.waitpid(pid, os.WUNTRACED)
+    status = daemon.status()
+    assert (status["leases"], status["reservations"]) == (2, 1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    daemon.wait_until(5, leases=0, reservations=0, pins=0, quarantined_bytes=0)
+
+
+def test_eof_of_the_daemon_is_seen(daemon: Daemon) -> None:
+    with Peer(daemon.socket).greet() as peer:
+        daemon.kill()
+        with pytest.raises(Unavailable):
+            peer.next()
