@@ -373,8 +373,8 @@ def test_ten_thousand_aborted_lookups_hold_nothing(
     daemon: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
     daemon.answers[Lookup] = daemon.hit
-    scheduler._step_wait_s = 0.002
     for i in range(10_000):
+        scheduler._step_wait_s = 5 * (i % 2)  # every other one is given up before its answer
         scheduler.new_step()
         match(scheduler, f"r{i}")
         scheduler.settle(f"r{i}")
@@ -383,7 +383,6 @@ def test_ten_thousand_aborted_lookups_hold_nothing(
 
     def all_given_back() -> bool:
         released = [m.lease for m in daemon.received if isinstance(m, Release)]
-        return sorted(released) == list(range(1, len(daemon.got(Lookup)) + 1))
+        return sorted(released) == list(range(1, 10_001))
 
     assert eventually(all_given_back)
-    assert len(daemon.got(Lookup)) > 9_000

@@ -42,7 +42,7 @@ from kvass.messages import (
 from kvass.wire.framing import one_line
 
 MAX_UNANSWERED: Final = 256
-"""Requests in flight; a daemon that answers none gets no more."""
+"""Requests sent without waiting; a daemon that answers none gets no more of them."""
 
 _ANSWERS: Final[dict[type[Request], type[FromDaemon]]] = {
     Hello: Welcome,
@@ -86,8 +86,8 @@ class Client(Link):
         """
         deadline_s = time.monotonic() + timeout_s
         self.connect(timeout_s)
-        if not (seq := self.submit(message)):
-            raise Unavailable("the connection was lost, or the daemon answers nothing")
+        if not (seq := self._ask(message)):
+            raise Unavailable("the connection was lost")
         reply = self.wait(seq, deadline_s - time.monotonic())
         if reply is None:
             self.discard(seq)
@@ -116,15 +116,7 @@ class Client(Link):
         Raises ``UsageError`` for a message above the daemon's frame limit.
         """
         self.start()
-        with self._turn:
-            session = self._session
-            if session is None or len(self._asked) >= MAX_UNANSWERED:
-                return 0
-            message.seq = next(self._seqs)
-            if not self._send(session, message):
-                return 0
-            self._asked[message.seq] = _ANSWERS[type(message)]
-            return message.seq
+        return self._ask(message) if len(self._asked) < MAX_UNANSWERED else 0
 
     def wait(self, seq: int, timeout_s: float) -> FromDaemon | None:
         """The reply to ``seq``; None if it is not here in time (0 polls). Then wait again or
@@ -178,7 +170,18 @@ class Client(Link):
         """Count a refusal; log the first of each code."""
         self._note(f"refused_{error.code}", f"the daemon refused: {one_line(error.text)}")
 
-    # ------------------------------------------------------------ under the lock
+    # ------------------------------------------------------------ inside
+
+    def _ask(self, message: Request) -> int:
+        with self._turn:
+            session = self._session
+            if session is None:
+                return 0
+            message.seq = next(self._seqs)
+            if not self._send(session, message):
+                return 0
+            self._asked[message.seq] = _ANSWERS[type(message)]
+            return message.seq
 
     def _take_in(self, message: FromDaemon) -> None:
         self._silent_since = 0.0

@@ -1,0 +1,216 @@
+"""The client and the real daemon: bytes stored and read back, suspended, killed, reborn."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvass.client.scheduler import PENDING, Match, SchedulerClient
+from kvass.client.worker import WorkerClient
+from kvass.messages import Register, ReserveItem
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.scripted import eventually
+
+WIDTH, CHUNKS = 32, 4
+BOUND_S = 0.25
+"""What one call of ours may cost an engine, with a daemon in any condition."""
+
+
+class Engine:
+    """A scheduler and its one worker, as a connector holds them."""
+
+    def __init__(self, socket: str, scheduler: Register, worker: Register) -> None:
+        self.scheduler = SchedulerClient(socket, scheduler, reserve_wait_s=2, step_wait_s=2)
+        self.worker = WorkerClient(socket, worker)
+        assert worker.layout is not None
+        self.row_bytes = worker.layout.groups[0].shard_bytes(worker.chunk_tokens)
+        self.slowest_s = 0.0
+        self.scheduler.start()
+        self.worker.start()
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+    @property
+    def connected(self) -> bool:
+        return self.scheduler.connected and self.worker.connected
+
+    def timed(self, call: Callable[..., Any], *args: Any) -> Any:
+        began_s = time.monotonic()
+        result = call(*args)
+        self.slowest_s = max(self.slowest_s, time.monotonic() - began_s)
+        return result
+
+    def store(self, prompt: str) -> bool:
+        """Store every chunk of ``prompt``; whether the daemon granted and took them."""
+        item = ReserveItem(request=prompt, digests=digests(prompt))
+        granted = self.timed(self.scheduler.reserve, [item], WIDTH)
+        if granted is None or not granted.grants[0].reservation:
+            return False
+        grant = granted.grants[0]
+        lease = self.timed(self.worker.arena, granted.boot)
+        if lease is None:
+            return False
+        self.timed(self.scheduler.handed_over, [], [grant.reservation], granted.boot)
+        with lease as buffer:
+            offsets = grant.slots[0].offsets(0, self.row_bytes).tolist()
+            for chunk, at in zip(grant.chunks, offsets, strict=True):
+                buffer[at : at + self.row_bytes] = value(prompt, chunk)
+        self.timed(self.worker.commit, granted.boot, grant.reservation)
+        return True
+
+    def load(self, prompt: str) -> bool:
+        """Whether ``prompt`` is there, all of it; its bytes must be right."""
+        self.timed(self.scheduler.new_step)
+        found = self.timed(self.scheduler.match, prompt, digests(prompt), WIDTH, 0)
+        if not isinstance(found, Match):
+            return False
+        assert self.timed(self.scheduler.take, prompt) is found
+        lease = self.timed(self.worker.arena, found.boot)
+        if lease is None:
+            return False
+        with lease as buffer:
+            for chunk, at in enumerate(found.slots[0].offsets(0, self.row_bytes).tolist()):
+                got = np.unique(buffer[at : at + self.row_bytes]).tolist()
+                assert got == [value(prompt, chunk)]
+        self.timed(self.worker.release, found.boot, found.lease)
+        return bool(found.chunks == CHUNKS)
+
+
+def digests(prompt: str) -> bytes:
+    return b"".join(hashlib.sha256(f"{prompt}{c}".encode()).digest() for c in range(CHUNKS))
+
+
+def value(prompt: str, chunk: int) -> int:
+    return hashlib.sha256(f"{prompt}{chunk}".encode()).digest()[0]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:  # the real one, in place of the scripted
+    with running_daemon(tmp_path, "16MiB") as real:
+        yield real
+
+
+@pytest.fixture
+def engine(
+    daemon: Daemon, registration: Register, worker_registration: Register
+) -> Iterator[Engine]:
+    engine = Engine(daemon.socket, registration, worker_registration)
+    assert eventually(lambda: engine.connected)
+    yield engine
+    engine.close()
+
+
+def quiet(daemon: Daemon) -> None:
+    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+
+
+def test_what_is_stored_is_read_back(daemon: Daemon, engine: Engine) -> None:
+    assert not engine.load("a")
+    assert engine.store("a")
+    assert eventually(lambda: engine.load("a"))
+    assert not engine.load("b")
+    assert not engine.store("a")  # held already
+    quiet(daemon)
+    assert engine.scheduler.clear(10)
+    assert not engine.load("a")
+
+
+def test_a_suspended_daemon_is_never_in_the_way(daemon: Daemon, engine: Engine) -> None:
+    assert engine.store("a")
+    assert eventually(lambda: engine.load("a"))
+    engine.scheduler._step_wait_s, engine.scheduler._reserve_wait_s = 0.002, 0.001
+    engine.slowest_s = 0.0
+    daemon.suspend()
+    session = engine.scheduler._client.session
+    assert session is not None
+    pending_s = 0.0
+    for i in range(500):
+        began_s = time.monotonic()
+        engine.scheduler.new_step()
+        while engine.timed(engine.scheduler.match, f"r{i}", digests("a"), WIDTH, 0) is PENDING:
+            engine.timed(engine.scheduler.new_step)
+        pending_s = max(pending_s, time.monotonic() - began_s)
+        engine.timed(engine.scheduler.settle, f"r{i}")
+        engine.store(f"p{i}")
+        engine.timed(engine.worker.release, session.boot, 1)
+    assert engine.slowest_s < BOUND_S
+    assert pending_s < BOUND_S
+    daemon.resume()
+    engine.scheduler._step_wait_s = 2
+    assert eventually(lambda: engine.load("a"))
+    assert engine.scheduler.counters["connects"] == 1
+    quiet(daemon)
+
+
+def test_killed_and_restarted(daemon: Daemon, engine: Engine) -> None:
+    for life in range(3):
+        prompt = f"life {life}"
+        assert eventually(lambda: engine.connected)
+        assert eventually(lambda p=prompt: engine.store(p) or engine.load(p), 2)  # type: ignore[misc]
+        assert eventually(lambda p=prompt: engine.load(p))  # type: ignore[misc]
+        daemon.kill()
+        assert not engine.load(prompt)
+        assert not engine.store("meanwhile")
+        daemon.start()
+        assert not engine.load(prompt)
+    assert eventually(lambda: engine.store("after") or engine.load("after"), 2)
+    assert engine.scheduler.counters["connects"] >= 3
+
+
+def test_killed_between_lookup_and_load(daemon: Daemon, engine: Engine) -> None:
+    assert engine.store("a")
+    assert eventually(lambda: engine.load("a"))
+    engine.scheduler.new_step()
+    found = engine.scheduler.match("a", digests("a"), WIDTH, 0)
+    assert isinstance(found, Match)
+    daemon.restart()
+    assert eventually(lambda: engine.connected and engine.worker.arena(found.boot) is None)
+    assert engine.scheduler.take("a") is None
+    engine.worker.release(found.boot, found.lease)
+    engine.scheduler.release(found.boot, found.lease)
+    assert engine.worker.counters["dropped"] == 1
+    quiet(daemon)
+
+
+def test_ten_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engine) -> None:
+    assert engine.store("a")
+    assert eventually(lambda: engine.load("a"))
+    scheduler = engine.scheduler
+    for i in range(10_000):
+        scheduler._step_wait_s = 2 * (i % 2)  # every other one is given up before its answer
+        scheduler.new_step()
+        found = scheduler.match(f"r{i}", digests("a"), WIDTH, 0)
+        assert found is not None
+        if i == 5_001:  # the negative control: what is not settled does hold pins
+            assert daemon.status()["pins"] >= CHUNKS
+        scheduler.settle(f"r{i}")
+    quiet(daemon)
+    assert scheduler.counters["hits"] + scheduler.counters["late_replies"] == 10_001
+    assert scheduler.counters["late_replies"] > 0
+    assert scheduler.counters["lost"] == 0
+
+
+def test_an_engine_that_goes_owes_nothing(
+    daemon: Daemon, engine: Engine, registration: Register, worker_registration: Register
+) -> None:
+    assert engine.store("a")
+    assert eventually(lambda: engine.load("a"))
+    engine.scheduler.new_step()
+    assert isinstance(engine.scheduler.match("a", digests("a"), WIDTH, 0), Match)
+    item = ReserveItem(request="b", digests=digests("b"))
+    assert engine.scheduler.reserve([item], WIDTH) is not None
+    assert daemon.status()["reservations"] == 1
+    engine.close()
+    quiet(daemon)
+    again = Engine(daemon.socket, registration, worker_registration)
+    assert eventually(lambda: again.connected)
+    assert eventually(lambda: again.load("a"))
+    again.close()
