@@ -126,6 +126,8 @@ def reserve(state: State, session: Session, msg: Reserve) -> Granted:
     """Slots for the chunks of one scheduler step that nobody has yet."""
     instance = scheduler_of(state, session)
     asked = [_check_item(state, item, msg.width, instance) for item in msg.items]
+    if state.namespace_of(instance) is None:  # no decision about any key: it is asked again
+        raise Refused("not_registered", f"ranks {instance.missing} are missing: reserve later")
     total = sum(len(keys) for keys, _ in asked)
     if total > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
@@ -165,8 +167,7 @@ def _grant(
 ) -> Grant:
     """WRITING rows for the chunks of ``item`` that nobody has, as far as they fit."""
     ns = state.namespace_of(instance)
-    if ns is None:
-        return Grant()
+    assert ns is not None, "reserve() asked already"
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
     found = [state.l1.find(one, keys) for one in classes]
     for one, f in zip(classes, found, strict=True):
