@@ -34,7 +34,7 @@ class Size(int):
     @classmethod
     def parse(cls, text: object) -> Size:
         """Raises ``ValueError`` for anything else."""
-        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)", str(text).strip())
+        match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", str(text).strip())
         if isinstance(text, bool) or match is None or match[2] not in _UNITS:
             raise ValueError(f"no size: {text!r}; write it like 8GiB or 512MiB")
         return cls(

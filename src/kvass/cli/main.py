@@ -1,33 +1,40 @@
-"""``kvass``: one parser, one subcommand per file.
+"""``kvass``: which command, and how failure looks.
 
 Law of this file: whatever goes wrong is one line on stderr that says what to do, and exit status 2
-for the caller's mistake, 1 for a daemon that is not there or says no. Subcommands are imported only
-when they run, so that ``serve`` is ready at once and holds nothing it does not need.
+for the caller's mistake, 1 for a daemon that is not there or says no. A command is the module of
+its name, imported only when it runs, so that ``serve`` is ready at once and holds nothing it does
+not need: ``run(argv) -> exit status``.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from typing import Any
+from importlib import import_module
+from typing import Final
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would keep buffers for threads unused
 
 from kvass._version import __version__
-from kvass.config import Parser, add_flags
+from kvass.config import Parser
 from kvass.errors import KvassError, UsageError
+
+COMMANDS: Final = {
+    "serve": "run the daemon",
+    "status": "show what a daemon holds",
+    "clear": "make a daemon forget all rows",
+    "bench": "measure this machine, against memcpy",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        if argv[:1] == ["bench"]:  # it has many flags of its own
-            from kvass.cli import bench
-
-            return bench.run(argv[1:])
-        return _run(vars(parser().parse_args(argv)))
+        command = _parser().parse_args(argv[:1]).command
+        return int(import_module(f"kvass.cli.{command}").run(list(argv[1:])))
     except UsageError as error:
         print(f"kvass: {error}", file=sys.stderr)
         return 2
@@ -39,30 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def parser() -> Parser:
-    """All commands and their flags."""
-    top = Parser(prog="kvass", description="KV cache as a shared service")
-    top.add_argument("--version", action="version", version=f"kvass {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="run the daemon")
-    add_flags(serve)
-    serve.add_argument("--config", metavar="FILE", help="YAML file of these options")
-    serve.add_argument("--print-config", action="store_true", help="print as YAML, and leave")
-    status = commands.add_parser("status", help="show what a daemon holds")
-    clear = commands.add_parser("clear", help="make a daemon forget all rows")
-    commands.add_parser("bench", help="measure this machine, against memcpy")
-    for command in (status, clear):
-        add_flags(command, "socket")
-    status.add_argument("--json", action="store_true", help="print JSON")
-    return top
-
-
-def _run(options: dict[str, Any]) -> int:
-    command = options.pop("command")
-    if command == "serve":
-        from kvass.cli import serve
-
-        return serve.run(options)
-    from kvass.cli import ask
-
-    return {"status": ask.status, "clear": ask.clear}[command](options)
+def _parser() -> Parser:
+    lines = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+    parser = Parser(
+        prog="kvass",
+        description="KV cache as a shared service",
+        formatter_class=RawDescriptionHelpFormatter,
+        epilog=f"commands:\n{lines}\n\n`kvass COMMAND --help` tells more.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvass {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of these:")
+    return parser

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
-from kvass.config import load, to_yaml
+from kvass.config import Parser, add_flags, load, to_yaml
 
 
-def run(options: dict[str, Any]) -> int:
+def run(argv: list[str]) -> int:
     """Serve until told to stop, or print the configuration. Raises ``ConfigError``."""
+    parser = Parser(prog="kvass serve", description="Run the daemon until SIGTERM or SIGINT.")
+    add_flags(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
+    parser.add_argument("--print-config", action="store_true", help="print as YAML, and leave")
+    options = vars(parser.parse_args(argv))
     file, only_print = options.pop("config"), options.pop("print_config")
     config = load(options, os.environ, file)
     if only_print:

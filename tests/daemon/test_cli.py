@@ -1,0 +1,113 @@
+"""``kvass``: what each command prints, and one line and an exit status for what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvass._version import __version__
+from kvass.cli.main import COMMANDS, main
+from kvass.cli.status import table
+from kvass.messages import Commit, Ping, Pong
+from kvass.testing.daemon import Daemon
+from kvass.testing.peer import engine
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _no_kvass_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("KVASS_"):
+            monkeypatch.delenv(name)
+
+
+def test_status_and_clear(daemon: Daemon, capsys: Captured) -> None:
+    with engine(daemon.socket) as (scheduler, worker):
+        granted = scheduler.reserve("ab")
+        worker.channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
+        worker.ask(Ping(), Pong)
+        assert main(["status", "--json", "--socket", daemon.socket]) == 0
+        fields = json.loads(capsys.readouterr().out)
+        assert {
+            "leases",
+            "reservations",
+            "pins",
+            "rows",
+            "rows_loading",
+            "quarantined_bytes",
+            "l1_used_bytes",
+            "l1_capacity_bytes",
+        } <= set(fields)
+        assert (fields["rows"], fields["l1_used_bytes"]) == (2, 8192)
+        assert main(["status", "--socket", daemon.socket]) == 0
+        text = capsys.readouterr().out
+        assert "l1_used_bytes                 8,192      8.0 KiB" in text
+        assert main(["clear", "--socket", daemon.socket]) == 0
+        assert capsys.readouterr().out == "cleared 2 rows\n"
+        assert daemon.status()["rows"] == 0
+
+
+def test_socket_from_the_environment(
+    daemon: Daemon, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVASS_SOCKET", daemon.socket)
+    assert main(["status"]) == 0
+    assert "leases" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "clear"])
+def test_no_daemon(command: str, tmp_path: Path, capsys: Captured) -> None:
+    path = str(tmp_path / "none")
+    assert main([command, "--socket", path]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvass: no daemon at {path}")
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nonsense"], ["status", "--nonsense"], ["serve", "--l1-size"], ["--socket", "x"]]
+)
+def test_wrong_use_is_one_line(argv: list[str], capsys: Captured) -> None:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "--help" in err
+
+
+@pytest.mark.parametrize("argv", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help(argv: list[str], capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 0
+    assert "usage: kvass" in capsys.readouterr().out
+
+
+def test_version(capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"kvass {__version__}\n"
+
+
+def test_print_config(capsys: Captured) -> None:
+    assert main(["serve", "--print-config", "--l1-size", "64MiB", "--allow-uid", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "l1_size: 64MiB\n" in out
+    assert "- 7\n" in out
+
+
+def test_table_of_nested_fields() -> None:
+    fields = {"rows": 12345, "groups": [{"kind": "full"}], "counters": {"x": 1}, "namespaces": []}
+    assert list(table(fields)) == [
+        "rows                 12,345",
+        "groups",
+        "  group 0",
+        "    kind  full",
+        "counters",
+        "  x                1",
+        "namespaces  []",
+    ]

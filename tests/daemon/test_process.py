@@ -1,0 +1,297 @@
+"""The daemon as a process: its start, its socket, its memory, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvass.arena import memory
+from kvass.errors import Unavailable
+from kvass.messages import Error, Ping, Pong, Populated
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.peer import Peer
+
+MIB = 1 << 20
+
+
+def serve(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvass serve`` to its end."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("KVASS_")}
+    return subprocess.run(
+        [sys.executable, "-m", "kvass", "serve", *flags],
+        capture_output=True,
+        text=True,
+        env={**clean, **env},
+        timeout=60,
+    )
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a start refused with."""
+    assert (result.returncode, result.stdout) == (2, ""), result
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def as_user(uid: int, groups: list[int], work: Callable[[], None]) -> int:
+    """Run ``work`` in a forked child of another user; its exit status (0: no exception)."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setgroups(groups)
+            os.setgid(uid)
+            os.setuid(uid)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---------------------------------------------------------------- start and end
+
+
+def test_ready_line_tells_socket_sizes_and_pages(shared: Daemon) -> None:
+    assert re.fullmatch(
+        rf"ready socket={shared.socket} l1=64MiB l1_bytes={64 * MIB} pages=(4KiB|huge)"
+        r" boot=[0-9a-f]{32}",
+        shared.ready,
+    )
+    assert stat.S_IMODE(os.stat(shared.socket).st_mode) == 0o600
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    with running_daemon(tmp_path) as daemon, Peer(daemon.socket).greet() as peer:
+        os.kill(daemon.pid, number)
+        assert daemon.stop() == 0
+        with pytest.raises(Unavailable):
+            peer.next()
+        assert os.listdir(tmp_path) == ["daemon.log"]
+        assert daemon.log() == ""
+
+
+def test_live_daemon_is_refused_and_a_killed_one_taken_over(tmp_path: Path) -> None:
+    with running_daemon(tmp_path) as daemon:
+        line = refused(serve("--socket", daemon.socket, "--l1-size", "1MiB"))
+        assert f"in use by the live daemon {daemon.pid}" in line
+        daemon.suspend()
+        assert "in use" in refused(serve("--socket", daemon.socket, "--l1-size", "1MiB"))
+        daemon.resume()
+        boot = daemon.status()["boot"]
+        daemon.kill()
+        assert os.path.exists(daemon.socket)
+        daemon.start()
+        assert daemon.status()["boot"] != boot
+
+
+def test_of_many_that_start_at_once_one_serves(tmp_path: Path) -> None:
+    flags = ("--socket", str(tmp_path / "s"), "--l1-size", "1MiB")
+    (tmp_path / "s.lock").write_text("left behind by a dead one")
+    results: list[subprocess.CompletedProcess[str]] = []
+    starts = [threading.Thread(target=lambda: results.append(serve(*flags))) for _ in range(4)]
+    for start in starts:
+        start.start()
+    while len(results) < 3:
+        time.sleep(0.05)
+    with Peer(str(tmp_path / "s")).greet() as peer:
+        peer.ask(Ping(), Pong)
+    os.kill(int((tmp_path / "s.lock").read_text()), signal.SIGTERM)
+    for start in starts:
+        start.join()
+    assert sorted(r.returncode for r in results) == [0, 2, 2, 2]
+
+
+def test_socket_path_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    flags = ("--l1-size", "1MiB", "--socket")
+    assert "is no socket" in refused(serve(*flags, str(tmp_path / "file")))
+    assert (tmp_path / "file").read_text() == "precious"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "other"))
+        other.listen()
+        assert "another program" in refused(serve(*flags, str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--l1-size", "12"), "smaller than one row"),
+        (("--l1-size", "900TiB"), "more than the"),
+        (("--l1-size", "much"), "no size: 'much'; write it like 8GiB"),
+        (("--socket", "/tmp/" + "x" * 120), "107 bytes"),
+        (("--socket", "/no/such/folder/s"), "no folder /no/such/folder"),
+        (("--no-such-flag",), "unrecognized arguments: --no-such-flag; see kvass serve --help"),
+        (("--socket-group", "nobody-has-this"), "no such group"),
+        (("--allow-uid", "root"), "--allow-uid: Expected `int`"),
+        (("--tier", "disk:/x"), "--tier"),
+    ],
+)
+def test_bad_flags_get_one_clear_line(tmp_path: Path, flags: tuple[str, ...], line: str) -> None:
+    usual = ("--socket", str(tmp_path / "s"), "--l1-size", "1MiB")
+    assert line in refused(serve(*usual, *flags))
+    assert os.listdir(tmp_path) == []
+
+
+def test_bad_environment_gets_one_clear_line(tmp_path: Path) -> None:
+    line = refused(serve("--socket", str(tmp_path / "s"), KVASS_L1_SIZ="1MiB"))
+    assert "unknown option 'KVASS_L1_SIZ' in the environment; there are socket, l1_size" in line
+
+
+def test_default_socket_is_in_a_folder_of_this_user_alone(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
+    env["TMPDIR"] = str(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvass", "serve", "--l1-size", "1MiB"],
+        stdout=subprocess.PIPE,
+        env=env,
+    ) as process:
+        assert process.stdout is not None
+        assert b"ready" in process.stdout.readline()
+        folder = tmp_path / f"kvass-{os.geteuid()}"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        with Peer(str(folder / "kvass.sock")).greet():
+            pass
+        process.terminate()
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_another_process_maps_the_same_arena(daemon: Daemon) -> None:
+    child = (
+        "import sys; from kvass.testing.peer import Peer; from kvass.arena import memory\n"
+        "peer = Peer(sys.argv[1]).greet(wants_arena=True)\n"
+        "arena = memory.attach(peer.take_arena(), peer.welcome.arena_bytes)\n"
+        "arena.buffer[-3:] = (1, 2, 3)"
+    )
+    subprocess.run([sys.executable, "-c", child, daemon.socket], check=True, timeout=60)
+    with Peer(daemon.socket).greet(wants_arena=True) as peer:
+        arena = memory.attach(peer.take_arena(), peer.welcome.arena_bytes)
+        assert arena.buffer[-4:].tolist() == [0, 1, 2, 3]
+        daemon.kill()
+        assert arena.buffer[-1] == 3  # outlives the daemon for those who map it
+        arena.close()
+
+
+def test_no_descriptor_for_who_did_not_ask(shared: Daemon) -> None:
+    with Peer(shared.socket).greet() as peer:
+        assert peer.channel.take_fd() is None
+
+
+def test_watermark_rises_to_the_whole_arena(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, l1_size="1GiB") as daemon,
+        Peer(daemon.socket).greet(wants_arena=True) as peer,
+    ):
+        marks = [peer.welcome.populated_bytes]
+        while marks[-1] < 1024 * MIB:
+            marks.append(peer.next(Populated).bytes)
+        assert marks == sorted(set(marks))
+        assert daemon.status()["l1_populated_bytes"] == 1024 * MIB
+        fd = peer.take_arena()
+        assert os.fstat(fd).st_blocks * 512 == 1024 * MIB
+        os.close(fd)
+
+
+def test_memory_and_libraries_of_the_process(shared: Daemon) -> None:
+    shared.wait_until(l1_populated_bytes=64 * MIB)
+    maps = Path(f"/proc/{shared.pid}/maps").read_text()
+    assert "numpy" in maps  # the look works
+    assert "torch" not in maps
+    assert "libcuda" not in maps
+    lines = Path(f"/proc/{shared.pid}/status").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith(" kB")}
+    assert kib["VmRSS"] - kib["RssShmem"] <= 60 << 10
+
+
+def test_no_torch_among_what_the_daemon_imports() -> None:
+    script = (
+        "import sys, kvass.cli.serve, kvass.daemon.main\n"
+        "assert 'numpy' in sys.modules\n"
+        "bad = {'torch', 'vllm', 'kvass.client', 'kvass.connectors'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_idle_daemon_uses_no_cpu(shared: Daemon) -> None:
+    shared.wait_until(l1_populated_bytes=64 * MIB)
+
+    def ticks() -> int:
+        fields = Path(f"/proc/{shared.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return int(fields[11]) + int(fields[12])
+
+    with Peer(shared.socket).greet():
+        before = ticks()
+        time.sleep(4)
+        assert ticks() - before <= 1  # 10 ms in 4 s is 0.25 % of a core
+
+
+# ---------------------------------------------------------------- strangers
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users reach."""
+    with tempfile.TemporaryDirectory(prefix="kvass-test-") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.fixture
+def stranger() -> int:
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    return 54321
+
+
+def knock(path: str) -> Callable[[], None]:
+    def work() -> None:
+        with Peer(path).greet() as peer:
+            peer.ask(Ping(), Pong)
+
+    return work
+
+
+def test_another_user_is_kept_out(open_folder: Path, stranger: int) -> None:
+    with running_daemon(open_folder, l1_size="1MiB") as daemon:
+        assert as_user(stranger, [], knock(daemon.socket)) == 1
+        os.chmod(daemon.socket, 0o666)  # even then
+
+        def is_told_why() -> None:
+            with Peer(daemon.socket) as peer:
+                (error,) = peer.rest()
+                assert isinstance(error, Error)
+                assert error.code == "forbidden"
+                assert f"--allow-uid {stranger}" in error.text
+
+        assert as_user(stranger, [], is_told_why) == 0
+        assert daemon.status()["counters"]["ended_forbidden"] == 1
+
+
+def test_allowed_user_may_connect(open_folder: Path, stranger: int) -> None:
+    with running_daemon(open_folder, l1_size="1MiB", allow_uid=[stranger, 5]) as daemon:
+        assert as_user(stranger, [], knock(daemon.socket)) == 0
+        assert as_user(stranger + 1, [], knock(daemon.socket)) == 1
+
+
+def test_members_of_the_group_may_connect(open_folder: Path, stranger: int) -> None:
+    with running_daemon(open_folder, l1_size="1MiB", socket_group="daemon") as daemon:
+        entry = os.stat(daemon.socket)
+        assert stat.S_IMODE(entry.st_mode) == 0o660
+        assert as_user(stranger, [entry.st_gid], knock(daemon.socket)) == 0
+        assert as_user(stranger, [], knock(daemon.socket)) == 1

@@ -1,0 +1,167 @@
+"""One model, four sources: the same names everywhere, and nothing unknown anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvass import config
+from kvass.config import Config, Parser, Size, add_flags, load, to_yaml
+from kvass.errors import ConfigError
+from kvass.types import Timing
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 << 30),
+        ("512 MiB", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("3kB", 3000),
+        ("4096", 4096),
+        ("7B", 7),
+        (" 2TiB ", 2 << 40),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert Size.parse(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "8Gib", "-8GiB", "8 GiB x", "1e9", "nan", "٣GiB", "1.GiB"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="write it like 8GiB"):
+        Size.parse(text)
+
+
+@given(st.integers(0, 2**62))
+def test_size_texts_parse_back(size: int) -> None:
+    assert Size.parse(str(Size(size))) == size
+
+
+def test_defaults() -> None:
+    got = load({}, {})
+    assert got.l1_size <= config.memory_bytes() / 4
+    assert got.l1_size % (1 << 20) == 0
+    assert (got.lease_s, got.dma_grace_s) == (Timing().lease_s, Timing().dma_grace_s)
+    assert (got.allow_uid, got.socket_group) == ([], "")
+
+
+def test_default_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert load({}, {}).socket == "/run/user/7/kvass.sock"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("tempfile.tempdir", "/temporary")
+    monkeypatch.setattr("os.geteuid", lambda: 77)
+    assert load({}, {}).socket == "/temporary/kvass-77/kvass.sock"
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text("lease_s: 1\nreserve_s: 1\ndma_grace_s: 0.5\nl1_size: 4MiB\nallow_uid: [3]\n")
+    env = {"KVASS_LEASE_S": "2", "KVASS_RESERVE_S": "2", "KVASS_ALLOW_UID": "4,5", "HOME": "x"}
+    got = load({"lease_s": "3", "socket": None}, env, str(file))
+    assert (got.lease_s, got.reserve_s, got.dma_grace_s) == (3, 2, 0.5)
+    assert (got.lookup_budget_ms, got.l1_size, got.allow_uid) == (100, 4 << 20, [4, 5])
+    assert load({}, {"KVASS_CONFIG": str(file)}).lease_s == 1
+
+
+def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
+    values = {
+        "socket": "/s",
+        "l1_size": "1MiB",
+        "allow_uid": "9",
+        "socket_group": "g",
+        "lease_s": "1",
+        "reserve_s": "2",
+        "dma_grace_s": "3",
+        "lookup_budget_ms": "4",
+    }
+    assert set(values) == set(Config.__struct_fields__)
+    by_env = load({}, {f"KVASS_{k.upper()}": v for k, v in values.items()})
+    parser = Parser()
+    add_flags(parser)
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in values.items()]
+    by_flag = load(vars(parser.parse_args(flags)), {})
+    file = tmp_path / "printed.yaml"
+    file.write_text(to_yaml(by_env))  # what --print-config prints is a config file
+    assert by_env == by_flag == load({}, {}, str(file))
+    assert "l1_size: 1MiB" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("env", "line"),
+    [
+        ({"KVASS_LEASES": "1"}, "unknown option 'KVASS_LEASES' in the environment; there are sock"),
+        ({"KVASS_L1_SIZE": "8Gigs"}, "KVASS_L1_SIZE: no size: '8Gigs'; write it like 8GiB"),
+        ({"KVASS_L1_SIZE": "4095"}, "smaller than one row"),
+        ({"KVASS_L1_SIZE": "9999999TiB"}, "more than the"),
+        ({"KVASS_LEASE_S": "0"}, "KVASS_LEASE_S: Expected `float` > 0.0"),
+        ({"KVASS_LEASE_S": "nan"}, "KVASS_LEASE_S"),
+        ({"KVASS_LEASE_S": "inf"}, "KVASS_LEASE_S"),
+        ({"KVASS_LEASE_S": "soon"}, "KVASS_LEASE_S"),
+        ({"KVASS_ALLOW_UID": "1,x"}, "KVASS_ALLOW_UID"),
+        ({"KVASS_ALLOW_UID": "-1"}, "KVASS_ALLOW_UID"),
+        ({"KVASS_CONFIG": "/no/such/file"}, "cannot read config /no/such/file"),
+    ],
+)
+def test_bad_environment(env: dict[str, str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({}, env)
+    assert line in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("lease: 3", "unknown option 'lease' in"),
+        ("7: 3", "unknown option '7' in"),
+        ("lease_s: '3'", "lease_s: Expected `float`, got `str`"),
+        ("lease_s: yes", "lease_s: Expected `float`, got `bool`"),
+        ("l1_size: true", "l1_size: no size"),
+        ("l1_size: [1]", "l1_size: no size"),
+        ("socket: 3", "socket: Expected `str`, got `int`"),
+        ("allow_uid: 3", "allow_uid: Expected `array`, got `int`"),
+        ("- lease_s", "write options as `name: value` lines"),
+        ("a: [", "is no YAML"),
+        ("lease_s: !!python/object:os.system x", "is no YAML"),
+    ],
+)
+def test_bad_file(tmp_path: Path, text: str, line: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load({}, {}, str(file))
+    assert line in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_empty_file_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert load({}, {}, str(tmp_path / "empty.yaml")) == load({}, {})
+
+
+def test_abbreviated_and_unknown_flags_are_errors() -> None:
+    parser = Parser(prog="kvass serve")
+    add_flags(parser)
+    for flag in ("--lease=3", "--nothing", "--l1-siz=4MiB"):
+        with pytest.raises(ConfigError, match="see kvass serve --help"):
+            parser.parse_args([flag])
+
+
+def test_cgroup_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(config, "_CGROUP_LIMIT", limit)
+    whole = config.memory_bytes()
+    limit.write_text("max\n")
+    assert config.memory_bytes() == whole
+    limit.write_text("1073741824\n")
+    assert config.memory_bytes() == 1 << 30
+    with pytest.raises(ConfigError, match=r"more than the 1\.0GiB"):
+        load({"l1_size": "2GiB"}, {})
