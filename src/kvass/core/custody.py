@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from kvass.core.l1 import L1
 from kvass.core.leases import Lease, Ledger, Part, Reservation
 from kvass.core.rows import QUARANTINED, WRITING
@@ -200,8 +202,9 @@ class Custody:
             for part in lease.parts:
                 for row in set(part.rows.tolist()):
                     pins[row] = pins.get(row, 0) + 1
-        for row, count in enumerate(table.pins.tolist()):
-            assert count == pins.get(row, 0), f"row {row}: {count} pins, leases say {pins.get(row)}"
+        pinned = np.flatnonzero(table.pins)
+        counted = dict(zip(pinned.tolist(), table.pins[pinned].tolist(), strict=True))
+        assert counted == pins, f"rows count the pins {counted}, leases {pins}"
         owed = dict[str, int]()
         for one in self.ledger.reservations.values():
             assert one.owing or now < one.dirty_until, "a settled reservation is still held"
@@ -214,5 +217,5 @@ class Custody:
                     written[row] = one.id
             owed[one.instance] = owed.get(one.instance, 0) + one.size_bytes
         assert owed == self.ledger.bytes_of, "reserved bytes were miscounted"
-        for row, state in enumerate(table.state.tolist()):
-            assert state not in (WRITING, QUARANTINED) or row in written, f"row {row} is stranded"
+        held = np.flatnonzero((table.state == WRITING) | (table.state == QUARANTINED))
+        assert held.tolist() == sorted(written), "a row in transit belongs to no reservation"

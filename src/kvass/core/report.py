@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvass.core.rows import FREE, NEVER, NOBODY, READY
+from kvass.core.rows import FREE, NEVER, READY
 
 if TYPE_CHECKING:
     from kvass.core.l1 import RowClass
@@ -76,8 +76,7 @@ def validate(state: State) -> None:
     for owed in state.ledger.bytes_of.values():
         assert owed <= quota, "an instance reserved more than its share"
     _validate_extents(state)
-    for one in state.l1.classes.values():
-        _validate_class(state, one)
+    _validate_rows(state)
     for instance in state.instances.values():
         assert instance.sessions, "an instance without sessions is still known"
         assert instance.namespace is None or not instance.missing, "a rank is missing"
@@ -88,43 +87,50 @@ def validate(state: State) -> None:
 
 
 def _validate_extents(state: State) -> None:
-    end = 0
-    spans = sorted(
+    end = used = 0
+    for base, n in sorted(
         span
-        for s in state.l1.extents.sets.values()
-        for span in zip(s.bases, s.extent_bytes, strict=True)
-    )
-    for base, n in spans:
+        for one in state.l1.extents.sets.values()
+        for span in zip(one.bases, one.extent_bytes, strict=True)
+    ):
         assert base >= end, "two extents overlap"
         end = base + n
+        used += n
     assert end <= state.config.arena_bytes, "an extent leaves the arena"
-    used = sum(n for _, n in spans)
     free = state.l1.extents.free_bytes
     assert used + free == state.config.arena_bytes, "arena bytes were lost"
 
 
-def _validate_class(state: State, one: RowClass) -> None:
-    table, index = state.l1.table, one.index
-    sets = [s for s in state.l1.extents.sets.values() if s.owner == one.id]
-    rows = np.concatenate(
-        [np.arange(s.first_row, s.end_row) for s in sets] or [np.empty(0, np.int64)]
+def _validate_rows(state: State) -> None:
+    """Slots are free or used, and listed as such once; what is used, its class knows."""
+    table, sets, classes = state.l1.table, state.l1.extents.sets, state.l1.classes
+    free = table.state == FREE
+    assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
+    assert not table.doomed[free].any(), "a FREE row is doomed"
+    used = np.flatnonzero(~free)
+    assert table.key.count(None) == len(table) - len(used), "a FREE row has a key, or a used none"
+    listed = sum(len(one.free) for one in classes.values())
+    assert listed + len(used) == sum(s.slots for s in sets.values()), "a slot was lost"
+    for one in classes.values():
+        assert len(set(one.free)) == len(one.free), "a slot is free twice"
+        assert free[one.free].all(), "a slot in use is listed as free"
+        homes = set(table.set_of[one.free].tolist())
+        assert all(sets[s].owner == one.id for s in homes), "a free slot of another class"
+        for key, row in one.index.items():
+            assert table.key[row] == key, "the index and the row disagree on the key"
+    columns = zip(
+        used.tolist(),
+        *(c[used].tolist() for c in (table.state, table.pins, table.doomed, table.stamp)),
+        table.set_of[used].tolist(),
+        strict=True,
     )
-    own = set(rows.tolist())
-    assert all(table.set_of[s.first_row] == s.id != NOBODY for s in sets), "a set lost its rows"
-    assert sorted(one.free) == sorted(rows[table.state[rows] == FREE].tolist()), "free list is off"
-    for key, row in index.items():
-        assert row in own, "the index names another class's row"
-        assert table.key[row] == key, "the index and the row disagree on the key"
-        assert table.state[row] != FREE, "the index names a FREE row"
-        assert not table.doomed[row], "a doomed row still matches"
-    for row in rows.tolist():
-        now = int(table.state[row])
-        if now == FREE:
-            assert table.key[row] is None, "a FREE row keeps a key"
-            assert table.stamp[row] == NEVER, "a FREE row keeps a stamp"
-            assert not table.doomed[row], "a FREE row is doomed"
+    for row, now, pins, doomed, stamp, home in columns:
+        key = table.key[row]
+        assert key is not None, "a row in use has no key"
+        assert sets[home].first_row <= row < sets[home].end_row, "a row left its set"
+        matches = classes[sets[home].owner].index.get(key) == row
+        assert not (matches and doomed), "a doomed row still matches"
         if now == READY:
-            doomed = bool(table.doomed[row])
-            assert doomed or index.get(table.key[row] or b"") == row, "a READY row is lost"
-            assert not doomed or table.pins[row] > 0, "a doomed row that nobody reads"
-            assert table.stamp[row] != NEVER, "a READY row that eviction cannot see"
+            assert doomed or matches, "a READY row is lost"
+            assert not doomed or pins > 0, "a doomed row that nobody reads"
+            assert stamp != NEVER, "a READY row that eviction cannot see"
