@@ -1,0 +1,443 @@
+"""Engines and strangers as the daemon meets them: processes, sockets, and the memory they share.
+
+Law of this file: everything random comes from the world's one generator, so a seed is a run. Actors
+know what a real process would know: what it was sent and has read so far, and the host's clock.
+
+A process keeps the rules the clients of kvass keep: a scheduler sends ``HandedOver`` before its
+ranks hear of a grant or a match, and a worker refuses what was issued before its own session began.
+It may still die, stall, give back, speak twice or speak too late at any point.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from kvass import messages as m
+from kvass.testing.witness import BrokenLawError, Place, list_places
+from kvass.types import PAGE, SCHEDULER, GroupLayout, RankLayout, Slots, Timing
+
+Tag = tuple[int, int, int]
+"""What a writer leaves on each page of a shard: (reservation, row within it, shard)."""
+
+
+WIDTH = 8
+"""Bytes of a chunk hash here."""
+
+
+@dataclass(eq=False, slots=True)
+class Memory:
+    """One boot's arena: what was last written to each page."""
+
+    boot: bytes
+    pages: dict[int, Tag] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """One connection, seen from the client: what is on its way in both directions."""
+
+    session: int
+    since: float = inf  # registered at; what was issued earlier is not for this session
+    sent: deque[m.FromClient | None] = field(default_factory=deque)  # None: bytes that are garbage
+    inbox: deque[m.FromDaemon] = field(default_factory=deque)
+    asked: dict[int, m.Request] = field(default_factory=dict)
+    seq: int = 2
+    closing: bool = False  # the client hung up: EOF follows what it sent
+    hung_up: bool = False  # the daemon hung up, and the client may find out
+
+    def ask(self, message: m.Request) -> None:
+        self.seq = message.seq = self.seq + 1
+        self.asked[self.seq] = message
+        self.sent.append(message)
+
+
+class World(Protocol):
+    """What an actor needs of the world around it."""
+
+    rng: random.Random
+    now: float
+    memory: Memory
+    timing: Timing
+
+    def connect(self) -> Peer: ...
+
+    def expected(self, lease: int) -> dict[int, Tag]:
+        """What the pages of a lease must hold, by the witness."""
+        ...
+
+    def land(self, memory: Memory, page: int, tag: Tag) -> None:
+        """A worker's bytes arrive now."""
+        ...
+
+    def straggle(self, memory: Memory, left: list[tuple[int, Tag]]) -> None:
+        """A dead worker's bytes arrive within ``dma_grace_s``."""
+        ...
+
+
+# ---------------------------------------------------------------- models
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Model:
+    """What an engine serves: its namespace, and the prompts (chunk hashes) its users send."""
+
+    identity: dict[str, str]
+    world_size: int
+    layouts: tuple[RankLayout, ...]  # of rank r, which holds shard r % world_size
+    prompts: tuple[tuple[bytes, ...], ...]
+    chunk_tokens: int = 16
+
+    @property
+    def ranks(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def groups(self) -> int:
+        return len(self.layouts[0].groups)
+
+    def shard_bytes(self, group: int) -> tuple[int, ...]:
+        shards = self.layouts[: self.world_size]
+        return tuple(x.groups[group].shard_bytes(self.chunk_tokens) for x in shards)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one chunk in all groups and shards."""
+        return sum(sum(self.shard_bytes(g)) for g in range(self.groups))
+
+    def register(self, instance: str, rank: int) -> m.Register:
+        return m.Register(
+            seq=2,
+            instance=instance,
+            identity=self.identity,
+            chunk_tokens=self.chunk_tokens,
+            rank=rank,
+            ranks=self.ranks,
+            world_size=self.world_size,
+            shard=max(rank, 0) % self.world_size,
+            writer=rank < self.world_size,
+            layout=None if rank == SCHEDULER else self.layouts[rank],
+        )
+
+
+def random_layout(rng: random.Random, groups: int) -> RankLayout:
+    """Shards of one to three pages."""
+    return RankLayout(
+        groups=tuple(
+            GroupLayout(
+                kind="full",
+                block_tokens=8,
+                layers=("a", "b"),
+                page_bytes=(rng.randint(1, PAGE // 2), rng.randint(1, PAGE)),
+            )
+            for _ in range(groups)
+        )
+    )
+
+
+def random_model(rng: random.Random, name: str) -> Model:
+    """One to four ranks with as many shards or fewer, one to three groups, a tree of prompts."""
+    ranks = rng.choice([1, 1, 2, 3, 4])
+    world_size = rng.choice([1, ranks, ranks])
+    groups = rng.choice([1, 1, 2, 3])
+    shards = [random_layout(rng, groups) for _ in range(world_size)]
+    prompts: list[tuple[bytes, ...]] = [()]
+    for i in range(rng.randint(3, 7)):
+        parent = rng.choice(prompts)
+        tail = tuple(b"%04d%04d" % (i, j) for j in range(rng.randint(1, 5)))
+        prompts.append(parent[: rng.randint(0, len(parent))] + tail)
+    layouts = tuple(shards[r % world_size] for r in range(ranks))
+    return Model({"model": name}, world_size, layouts, tuple(prompts[1:]))
+
+
+def even_model(name: str, groups: int, ranks: int, shard_bytes: int) -> Model:
+    """A rank per shard, every shard of ``shard_bytes``."""
+    group = GroupLayout(kind="full", block_tokens=16, layers=("a",), page_bytes=(shard_bytes,))
+    return Model({"model": name}, ranks, (RankLayout((group,) * groups),) * ranks, ())
+
+
+# ---------------------------------------------------------------- engines
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A match or a grant on its way through an engine."""
+
+    writes: bool
+    id: int
+    issued: float
+    deadline: float
+    ranks: tuple[int, ...]
+    rows: list[Place]
+    memory: Memory
+    expect: dict[int, Tag] = field(default_factory=dict)
+    chunks: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """What one worker has to do for it: ``left`` are the pages yet to be written or looked at."""
+
+    held: Held
+    left: list[tuple[int, Tag]]
+    looked: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Process:
+    """One process of an engine: its socket, and the copies it runs."""
+
+    rank: int
+    peer: Peer | None = None
+    jobs: list[Job] = field(default_factory=list)
+
+
+class Engine:
+    """An instance: a scheduler and its workers, each of which may die or stall at any point."""
+
+    def __init__(self, name: str, model: Model, world: World) -> None:
+        self.name = name
+        self.model = model
+        self.world = world
+        self.scheduler = Process(SCHEDULER)
+        self.workers = [Process(r) for r in range(model.ranks)]
+        self.held: list[Held] = []
+        self.reads = self.late_reads = 0
+
+    @property
+    def processes(self) -> list[Process]:
+        return [self.scheduler, *self.workers]
+
+    # ------------------------------------------------------------ sockets
+
+    def connect(self, process: Process) -> Peer:
+        peer = process.peer = self.world.connect()
+        peer.sent.append(m.Hello(seq=1, clock_s=self.world.now, wants_arena=process.rank >= 0))
+        peer.ask(self.model.register(self.name, process.rank))
+        return peer
+
+    def die(self, process: Process) -> None:
+        """The process ends and is started anew later; what it was writing may still land."""
+        rng, peer = self.world.rng, process.peer
+        for job in process.jobs:
+            if job.held.writes and not self._stale(process, job) and rng.random() < 0.7:
+                self.world.straggle(job.held.memory, job.left)
+        process.jobs.clear()
+        if process is self.scheduler:
+            self.held.clear()
+        if peer is not None:
+            peer.closing = True
+            process.peer = None
+
+    def daemon_gone(self) -> None:
+        """Every socket broke; copies go on in the old mapping."""
+        for process in self.processes:
+            process.peer = None
+        self.held.clear()
+
+    def hear(self, process: Process, peer: Peer) -> None:
+        """Take the next reply off the socket, or find that the daemon hung up."""
+        if not peer.inbox:
+            self.die(process)
+            return
+        reply = peer.inbox.popleft()
+        asked = peer.asked.pop(reply.seq, None)
+        if isinstance(reply, m.Matched) and isinstance(asked, m.Lookup):
+            if reply.lease:
+                self._matched(asked, reply)
+        elif isinstance(reply, m.Granted) and isinstance(asked, m.Reserve):
+            self._granted(asked, reply)
+        elif isinstance(reply, m.Renewed) and isinstance(asked, m.Renew):
+            for held in self.held:
+                if held.id == asked.lease:
+                    held.deadline = reply.deadline_s
+        elif isinstance(reply, m.Registered):
+            peer.since = min(peer.since, self.world.now)  # the first one counts
+        elif isinstance(reply, m.Error) and reply.code in ("rank_taken", "contradiction"):
+            self.die(process)
+
+    def _matched(self, asked: m.Lookup, reply: m.Matched) -> None:
+        ranks = (0,) if asked.readers is None else asked.readers
+        self.held.append(
+            Held(
+                writes=False,
+                id=reply.lease,
+                issued=reply.deadline_s - self.world.timing.lease_s,
+                deadline=reply.deadline_s,
+                ranks=ranks,
+                rows=self._rows(reply.slots, range(self.model.groups)),
+                memory=self.world.memory,
+                expect=self.world.expected(reply.lease),
+                chunks=reply.chunks - reply.first,
+            )
+        )
+
+    def _granted(self, asked: m.Reserve, reply: m.Granted) -> None:
+        for item, grant in zip(asked.items, reply.grants, strict=True):
+            if grant.reservation:
+                named = tuple(r for r in range(self.model.ranks) if r < self.model.world_size)
+                groups = [g for g in range(self.model.groups) if item.groups >> g & 1]
+                self.held.append(
+                    Held(
+                        writes=True,
+                        id=grant.reservation,
+                        issued=reply.deadline_s - self.world.timing.reserve_s,
+                        deadline=reply.deadline_s,
+                        ranks=named if item.writers is None else item.writers,
+                        rows=self._rows(grant.slots, groups),
+                        memory=self.world.memory,
+                    )
+                )
+
+    def _rows(self, slots: tuple[Slots, ...], groups: list[int] | range) -> list[Place]:
+        """In the witness's order: chunk by chunk, within it group by group."""
+        by_group = [
+            list_places(s, self.model.shard_bytes(g)) for s, g in zip(slots, groups, strict=True)
+        ]
+        return [place for chunk in zip(*by_group, strict=True) for place in chunk]
+
+    # ------------------------------------------------------------ the scheduler
+
+    def schedule(self) -> None:
+        """One thing a scheduler does."""
+        rng, peer = self.world.rng, self.scheduler.peer
+        if peer is None:
+            self.connect(self.scheduler)
+            return
+        what = rng.random()
+        if what < 0.45 and self.held:
+            self._settle(peer, rng.choice(self.held))
+        elif what < 0.65:
+            self._lookup(peer)
+        elif what < 0.9:
+            self._reserve(peer)
+        elif what < 0.91:
+            peer.ask(m.Clear())
+        elif what < 0.93:
+            peer.ask(m.Renew(boot=self.world.memory.boot, lease=rng.randint(1, 9)))
+        else:
+            peer.ask(rng.choice([m.Ping(), m.Status(), self.model.register(self.name, -1)]))
+
+    def _lookup(self, peer: Peer) -> None:
+        rng = self.world.rng
+        prompt = rng.choice(self.model.prompts)
+        first = rng.choice([0, 0, 0, rng.randint(0, len(prompt))])
+        readers: tuple[int, ...] | None = tuple(range(self.model.ranks))
+        if rng.random() < 0.3:
+            readers = rng.choice([None, (rng.randrange(self.model.ranks),)])
+        peer.ask(
+            m.Lookup(
+                request="r", digests=b"".join(prompt), width=WIDTH, first=first, readers=readers
+            )
+        )
+
+    def _reserve(self, peer: Peer) -> None:
+        rng, every = self.world.rng, (1 << self.model.groups) - 1
+        items = []
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            prompt = rng.choice(self.model.prompts)
+            items.append(
+                m.ReserveItem(
+                    request="r",
+                    digests=b"".join(prompt),
+                    first=rng.choice([0, 0, rng.randint(0, len(prompt))]),
+                    groups=every if rng.random() < 0.8 else rng.randint(1, every),
+                )
+            )
+        peer.ask(m.Reserve(items=items, width=WIDTH))
+
+    def _settle(self, peer: Peer, held: Held) -> None:
+        """Hand it over with others, give it back, renew it, or leave it lying around."""
+        rng, boot, what = self.world.rng, self.world.memory.boot, self.world.rng.random()
+        if what < 0.7:
+            chosen = [h for h in self.held if h is held or rng.random() < 0.3]
+            leases = tuple(h.id for h in chosen if not h.writes)
+            reservations = tuple(h.id for h in chosen if h.writes)
+            peer.sent.append(m.HandedOver(boot=boot, leases=leases, reservations=reservations))
+            for one in chosen:
+                self.held.remove(one)
+                self._dispatch(one)
+        elif what < 0.9:
+            self.held.remove(held)
+            for _ in range(rng.choice([1, 1, 1, 2])):
+                if held.writes:
+                    peer.sent.append(m.Abort(boot=boot, reservation=held.id))
+                else:
+                    peer.sent.append(m.Release(boot=boot, lease=held.id))
+        elif not held.writes:
+            peer.ask(m.Renew(boot=boot, lease=held.id))
+
+    def _dispatch(self, held: Held) -> None:
+        """The step's metadata reaches every rank that owes something for it."""
+        for rank in held.ranks:
+            shard = rank % self.model.world_size
+            if held.writes:
+                left = [
+                    (page, (held.id, i, shard))
+                    for i, place in enumerate(held.rows)
+                    for page in place[shard]
+                ]
+                self.world.rng.shuffle(left)
+            else:
+                left = [(p, held.expect[p]) for place in held.rows for p in place[shard]]
+            self.workers[rank].jobs.append(Job(held, left))
+
+    # ------------------------------------------------------------ the workers
+
+    def work(self, process: Process) -> None:
+        """One thing a worker does."""
+        if process.peer is None:
+            self.connect(process)
+        elif process.jobs:
+            job = self.world.rng.choice(process.jobs)
+            held = job.held
+            if self._stale(process, job):
+                process.jobs.remove(job)
+            elif held.writes:
+                self._write(process, process.peer, job)
+            else:
+                self._read(process, process.peer, job)
+
+    def _stale(self, process: Process, job: Job) -> bool:
+        """Issued before this process registered: no debt of its own protects those slots."""
+        since = inf if process.peer is None else process.peer.since
+        return job.held.memory is self.world.memory and job.held.issued < since
+
+    def _write(self, process: Process, peer: Peer, job: Job) -> None:
+        rng, held = self.world.rng, job.held
+        if job.left and rng.random() < 0.9:
+            for _ in range(rng.choice([1, 4, 100])):
+                if job.left:
+                    self.world.land(held.memory, *job.left.pop())
+            return
+        process.jobs.remove(job)
+        for _ in range(rng.choice([1, 1, 1, 1, 2])):
+            ends: m.Abort | m.Commit
+            if job.left:
+                ends = m.Abort(boot=held.memory.boot, reservation=held.id, rank=process.rank)
+            else:
+                ends = m.Commit(boot=held.memory.boot, reservation=held.id, rank=process.rank)
+            peer.sent.append(ends)
+
+    def _read(self, process: Process, peer: Peer, job: Job) -> None:
+        """Copy out in two halves: what was seen in time must be what the key says (law 5)."""
+        rng, held, now = self.world.rng, job.held, self.world.now
+        if now < held.deadline:
+            for page, tag in job.left:
+                seen = held.memory.pages.get(page)
+                if seen != tag:
+                    raise BrokenLawError(f"lease {held.id} read {seen} on page {page}, not {tag}")
+        if not job.looked:
+            job.looked = True
+            return
+        self.reads += 1
+        self.late_reads += now >= held.deadline
+        process.jobs.remove(job)
+        bad = (rng.randrange(held.chunks),) if held.chunks and rng.random() < 0.1 else ()
+        for _ in range(rng.choice([1, 1, 1, 2])):
+            peer.sent.append(
+                m.Release(boot=held.memory.boot, lease=held.id, rank=process.rank, bad=bad)
+            )

@@ -1,0 +1,435 @@
+"""A seeded world over the core: engines, strangers, a clock, and an arena that remembers writes.
+
+Law of this file: a run is a function of its seed. After every event the core's own ``validate()``
+and the witness's laws must hold; at the end everything drains and any namespace can still get room.
+
+::
+
+    python -m kvass.testing.simulator --seeds 1000 --start 0 --jobs 2
+    python -m kvass.testing.simulator --replay sim-17.jsonl
+
+A failing run prints its seed and leaves a trace (one JSON line per event the core saw), which
+``--replay`` feeds to the core again, also after the simulator itself has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvass import messages as m
+from kvass.core.effects import (
+    Close,
+    Effect,
+    Event,
+    Faulted,
+    Lost,
+    Opened,
+    PopulatedTo,
+    Received,
+    Send,
+    Tick,
+)
+from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.testing.actors import WIDTH, Engine, Memory, Peer, Process, Tag, even_model, random_model
+from kvass.testing.strangers import any_message
+from kvass.testing.witness import BrokenLawError, Witness
+from kvass.types import PAGE, Limits, Timing
+
+Traced = list[tuple[float, Event]]
+
+
+class Simulation:
+    """One seed. ``trace`` holds what the core of the current boot saw, and when."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.now = 1000.0
+        self.timing = Timing(lease_s=4.0, reserve_s=4.0, dma_grace_s=0.5)
+        self.limits = Limits(
+            leases_per_instance=rng.choice([4, 1000]),
+            reservations_per_instance=rng.choice([4, 1000]),
+            sessions=rng.choice([12, 100, 100, 100]),
+            keys_per_message=rng.choice([8, 1000]),
+        )
+        self.mischief = rng.choice([0.0, 0.02, 0.05, 0.15])
+        self.models = [random_model(rng, f"m{i}") for i in range(rng.choice([2, 2, 3]))]
+        self.roomy = rng.random() < 0.3
+        rows = 5_000 if self.roomy else rng.choice([4, 8, 12, 20, 40])
+        self.arena_bytes = rows * max(model.row_bytes for model in self.models)
+        self.extent_bytes = rng.choice([None, PAGE, self.arena_bytes // 32])
+        self.engines = [
+            Engine(f"e{i}", self.models[i % len(self.models)], self)
+            for i in range(rng.choice([2, 3, 4]))
+        ]
+        self.strangers: list[Peer] = []
+        self.said: list[m.FromClient] = []
+        self.boots = 0
+        self.boot()
+
+    # ------------------------------------------------------------ what actors see (World)
+
+    def connect(self) -> Peer:
+        self.sessions += 1
+        peer = self.peers[self.sessions] = Peer(self.sessions)
+        self.step(Opened(peer.session))
+        return peer
+
+    def expected(self, lease: int) -> dict[int, Tag]:
+        return self.witness.expected(lease)
+
+    def land(self, memory: Memory, page: int, tag: Tag) -> None:
+        if memory is self.memory:
+            self.witness.landing(tag[0], page, self.now)
+        memory.pages[page] = tag
+
+    def straggle(self, memory: Memory, left: list[tuple[int, Tag]]) -> None:
+        for page, tag in left:
+            self.landings += 1
+            when = self.now + self.rng.random() * self.timing.dma_grace_s
+            heapq.heappush(self.late, (when, self.landings, memory, page, tag))
+
+    # ------------------------------------------------------------ the daemon
+
+    def boot(self) -> None:
+        """A daemon starts: empty books, new memory; every old session broke."""
+        self.boots += 1
+        boot = b"%016d" % self.boots
+        self.machine = CacheMachine(
+            CoreConfig(
+                boot=boot,
+                arena_bytes=self.arena_bytes,
+                extent_bytes=self.extent_bytes,
+                timing=self.timing,
+                limits=self.limits,
+            )
+        )
+        self.witness = Witness(boot, self.arena_bytes, self.timing, self.limits, self.roomy)
+        self.memory = Memory(boot)
+        self.peers: dict[int, Peer] = {}
+        self.sessions = self.landings = 0
+        self.late: list[tuple[float, int, Memory, int, Tag]] = []
+        self.trace: Traced = []
+        self.strangers.clear()
+        for engine in self.engines:
+            engine.daemon_gone()
+
+    def step(self, event: Event) -> list[Effect]:
+        """One event into the core; its effects travel; every law is checked."""
+        self.trace.append((self.now, event))
+        effects = self.machine.step(event, self.now)
+        self.machine.validate()
+        self.witness.observe(event, effects, self.now)
+        for effect in effects:
+            peer = self.peers.get(effect.session)
+            if peer is None:
+                continue
+            if isinstance(effect, Send):
+                peer.inbox.append(effect.message)
+            else:
+                peer.hung_up = True
+                peer.sent.clear()
+                if isinstance(effect, Close):
+                    del self.peers[effect.session]
+        return effects
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass; late bytes land on their way, and due ticks come, or come late."""
+        until = self.now + seconds
+        while self.late and self.late[0][0] <= until:
+            when, _, memory, page, tag = heapq.heappop(self.late)
+            self.now = when
+            self.land(memory, page, tag)
+        self.now = until
+        due = self.machine.next_deadline()
+        if due is not None and due <= until and self.rng.random() < 0.7:
+            self.step(Tick())
+
+    def deliver(self, peer: Peer) -> None:
+        """The daemon reads the next message of a socket, or its end."""
+        if not peer.sent:
+            del self.peers[peer.session]
+            self.step(Lost(peer.session))
+            return
+        message = peer.sent.popleft()
+        if message is None:
+            self.step(Faulted(peer.session, "bad_frame", "garbage"))
+        elif not peer.hung_up:
+            self.said.append(message)
+            self.step(Received(peer.session, message))
+
+    # ------------------------------------------------------------ chance
+
+    def run(self, steps: int = 300) -> None:
+        """A random life, then quiescence."""
+        rng = self.rng
+        for _ in range(steps):
+            self.pass_time(rng.expovariate(100.0) if rng.random() < 0.98 else rng.random() * 6)
+            what = rng.random()
+            if what < self.mischief:
+                self._mischief()
+            elif what < 0.5:
+                ready = [p for p in self.peers.values() if p.sent or p.closing]
+                if ready:
+                    self.deliver(rng.choice(ready))
+            elif what < 0.7:
+                self._hear()
+            else:
+                engine = rng.choice(self.engines)
+                if rng.random() < 0.4:
+                    engine.schedule()
+                else:
+                    busy = [w for w in engine.workers if w.jobs or w.peer is None]
+                    if busy:
+                        engine.work(rng.choice(busy))
+        self._drain()
+        if not self.roomy:
+            self._prove_room()
+
+    def _hear(self) -> None:
+        listeners: list[tuple[Engine, Process, Peer]] = [
+            (engine, process, process.peer)
+            for engine in self.engines
+            for process in engine.processes
+            if process.peer is not None and (process.peer.inbox or process.peer.hung_up)
+        ]
+        if listeners:
+            engine, process, peer = self.rng.choice(listeners)
+            engine.hear(process, peer)
+
+    def _mischief(self) -> None:
+        rng = self.rng
+        what = rng.random()
+        engine = rng.choice(self.engines)
+        process = rng.choice(engine.processes)
+        if what < 0.25:
+            engine.die(process)
+        elif what < 0.3:
+            for process in engine.processes:
+                engine.die(process)
+        elif what < 0.33:
+            self.boot()
+        elif what < 0.38 and process.peer is not None:
+            process.peer.sent.append(None)
+            if process is engine.scheduler:
+                engine.die(process)  # it must not hand over behind the garbage
+        elif what < 0.45 and process.peer is not None:
+            sent = [x for x in self.said if isinstance(x, m.OneWay) and _by(x, process)]
+            if sent:
+                process.peer.sent.append(rng.choice(sent))
+        elif what < 0.48:
+            self.step(PopulatedTo(rng.randint(0, self.arena_bytes)))
+        else:
+            self._stranger()
+
+    def _stranger(self) -> None:
+        rng = self.rng
+        self.strangers = [s for s in self.strangers if s.session in self.peers]
+        if len(self.strangers) < 3 and rng.random() < 0.4:
+            self.strangers.append(self.connect())
+            if rng.random() < 0.9:
+                self.strangers[-1].sent.append(m.Hello(seq=1, clock_s=self.now))
+        if not self.strangers:
+            return
+        peer = rng.choice(self.strangers)
+        peer.inbox.clear()
+        what = rng.random()
+        if what < 0.05 or peer.hung_up:
+            peer.closing = True
+        elif what < 0.1:
+            peer.sent.append(None)
+        elif what < 0.2 and self.said:
+            replayed = rng.choice(self.said)
+            if not isinstance(replayed, m.Register):
+                peer.sent.append(replayed)
+        else:
+            for _ in range(rng.choice([1, 3, 6])):
+                peer.seq += 1
+                message = any_message(rng, self.memory.boot, self.models, peer.seq)
+                peer.sent.append(message)
+
+    # ------------------------------------------------------------ the end
+
+    def _drain(self) -> None:
+        """Law 7: clients gone and their grace over: nothing is pinned, reserved or quarantined."""
+        for engine in self.engines:
+            for process in engine.processes:
+                engine.die(process)
+        for peer in self.peers.values():
+            peer.closing = True
+        while self.peers:
+            self.deliver(self.rng.choice(list(self.peers.values())))
+        end = self.now
+        while (due := self.machine.next_deadline()) is not None:
+            if due > end + self.timing.dma_grace_s:
+                raise BrokenLawError(f"law 7: clients gone at {end}, yet something is due at {due}")
+            while self.late and self.late[0][0] <= max(due, self.now):
+                when, _, memory, page, tag = heapq.heappop(self.late)
+                self.now = max(self.now, when)
+                self.land(memory, page, tag)
+            self.now = max(self.now, due)
+            self.step(Tick())
+            again = self.machine.next_deadline()
+            if again is not None and again <= self.now:
+                raise BrokenLawError(f"a tick at {self.now} left something due at {again}")
+        status = self.machine.status()
+        for name in ("leases", "reservations", "pins", "rows_loading", "quarantined_bytes"):
+            if status[name]:
+                raise BrokenLawError(f"law 7: {name} is {status[name]} after quiescence")
+        if self.now < end + self.timing.dma_grace_s:
+            self.now = end + self.timing.dma_grace_s
+        if self.witness.busy(self.now):
+            raise BrokenLawError("law 7: the core has forgotten what its clients may still touch")
+
+    def _prove_room(self) -> None:
+        """Laws 6 and 12: two newcomers of other layouts each store more than the arena holds."""
+        for i, groups, ranks in ((0, 1, 1), (1, 2, 2)):
+            pages = self.arena_bytes // PAGE // self.rng.choice([16, 25, 33])
+            model = even_model(f"room{i}", groups, ranks, max(1, pages // groups // ranks) * PAGE)
+            step = int(self.arena_bytes * self.limits.instance_write_share) // model.row_bytes
+            step = min(step, self.limits.keys_per_message)
+            if not step:
+                continue  # not even one row may be written at a time
+            engine = Engine(f"room{i}", model, self)
+            for process in engine.processes:
+                peer = engine.connect(process)
+                while peer.sent:
+                    self.deliver(peer)
+            for n in range(0, self.arena_bytes // model.row_bytes + step, step):
+                self.pass_time(0.01)
+                self._store(engine, [b"room%04d" % (n + i) for i in range(step)])
+
+    def _store(self, engine: Engine, keys: list[bytes]) -> None:
+        """Store a prompt and find it again. Whoever is refused in an idle arena was starved."""
+        peer, boot = engine.scheduler.peer, self.memory.boot
+        assert peer is not None
+        digests, every = b"".join(keys), (1 << engine.model.groups) - 1
+        item = m.ReserveItem(request="r", digests=digests, groups=every)
+        granted = self._ask(peer, m.Reserve(seq=9, items=[item], width=WIDTH))
+        assert isinstance(granted, m.Granted), granted
+        if len(granted.grants[0].chunks) != len(keys):
+            raise BrokenLawError(f"law 6: {engine.name} was refused room in an idle arena")
+        number = granted.grants[0].reservation
+        self.step(Received(peer.session, m.HandedOver(boot=boot, reservations=(number,))))
+        for rank in range(engine.model.world_size):
+            worker = engine.workers[rank].peer
+            assert worker is not None
+            commit = m.Commit(boot=boot, reservation=number, rank=rank)
+            self.step(Received(worker.session, commit))
+        found = self._ask(peer, m.Lookup(seq=10, request="r", digests=digests, width=WIDTH))
+        if not isinstance(found, m.Matched) or found.chunks != len(keys):
+            raise BrokenLawError(f"stored and not found: {found}")
+        self.step(Received(peer.session, m.Release(boot=boot, lease=found.lease)))
+
+    def _ask(self, peer: Peer, message: m.Request) -> m.FromDaemon:
+        effects = self.step(Received(peer.session, message))
+        return next(e.message for e in effects if isinstance(e, Send))
+
+
+def _by(message: m.OneWay, process: Process) -> bool:
+    return getattr(message, "rank", -1) == process.rank
+
+
+# ---------------------------------------------------------------- traces
+
+_EVENTS: dict[str, type[Event]] = {
+    e.__name__: e for e in (Opened, Received, Faulted, Lost, PopulatedTo, Tick)
+}
+
+
+def dump_trace(sim: Simulation) -> Iterator[str]:
+    """One JSON line of configuration, then one per event."""
+    config = {
+        "boot": sim.memory.boot.decode(),
+        "arena_bytes": sim.arena_bytes,
+        "extent_bytes": sim.extent_bytes,
+        "timing": msgspec.to_builtins(sim.timing),
+        "limits": msgspec.to_builtins(sim.limits),
+        "roomy": sim.roomy,
+    }
+    yield json.dumps(config)
+    for now, event in sim.trace:
+        yield json.dumps([now, type(event).__name__, msgspec.to_builtins(event)])
+
+
+def replay(lines: list[str]) -> None:
+    """Feed a dumped trace to the core and the witness again.
+
+    Raises:
+        AssertionError: the law that the recorded run broke, if it still does.
+    """
+    head: dict[str, Any] = json.loads(lines[0])
+    boot = head.pop("boot").encode()
+    timing = msgspec.convert(head.pop("timing"), Timing)
+    limits = msgspec.convert(head.pop("limits"), Limits)
+    witness = Witness(boot, head["arena_bytes"], timing, limits, head.pop("roomy"))
+    machine = CacheMachine(CoreConfig(boot=boot, timing=timing, limits=limits, **head))
+    for line in lines[1:]:
+        now, kind, fields = json.loads(line)
+        event: Event = msgspec.convert(fields, _EVENTS[kind])
+        effects = machine.step(event, now)
+        machine.validate()
+        witness.observe(event, effects, now)
+
+
+# ---------------------------------------------------------------- running
+
+
+def run_seed(seed: int, steps: int = 300, trace_to: Path | None = None) -> str | None:
+    """Run one seed; ``None``, or what went wrong and where its trace lies."""
+    sim: Simulation | None = None
+    try:
+        sim = Simulation(seed)
+        sim.run(steps)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this seed
+        told = "".join(traceback.format_exception(error, limit=-6))
+        last = [] if sim is None else [f"{t:.4f} {e}" for t, e in sim.trace[-12:]]
+        if sim is not None and trace_to is not None:
+            path = trace_to / f"sim-{seed}.jsonl"
+            path.write_text("\n".join(dump_trace(sim)) + "\n")
+            last.append(f"replay: python -m kvass.testing.simulator --replay {path}")
+        return "\n".join([f"seed {seed} failed: {type(error).__name__}: {error}", told, *last])
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run seeds, or replay a trace; 1 if any broke a law."""
+    parser = argparse.ArgumentParser(prog="python -m kvass.testing.simulator")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many to run")
+    parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--steps", type=int, default=300, help="how long each life is")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--traces", type=Path, default=Path("."), help="where traces are left")
+    parser.add_argument("--replay", type=Path, help="a trace to feed to the core again")
+    args = parser.parse_args(argv)
+    if args.replay is not None:
+        replay(args.replay.read_text().splitlines())
+        print(f"{args.replay}: no law is broken any more")  # noqa: T201
+        return 0
+    began, failed = time.perf_counter(), 0
+    seeds = range(args.start, args.start + args.seeds)
+    one = partial(run_seed, steps=args.steps, trace_to=args.traces)
+    with ProcessPoolExecutor(max_workers=args.jobs) as pool:
+        for told in pool.map(one, seeds, chunksize=10):
+            if told is not None:
+                failed += 1
+                print(told, file=sys.stderr)  # noqa: T201
+    rate = args.seeds / (time.perf_counter() - began) * 60
+    print(f"{args.seeds} seeds from {args.start}: {failed} failed, {rate:.0f} a minute")  # noqa: T201
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

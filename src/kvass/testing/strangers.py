@@ -1,0 +1,125 @@
+"""Clients that mean no good, or mean nothing: any message, in any order, with any number in it.
+
+Law of this file: every message here decodes; whether it may be said is for the core to judge.
+Numbers are drawn small, so that they meet the ids and ranks that others were really given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from kvass import messages as m
+from kvass.testing.actors import WIDTH, Model, random_layout
+from kvass.types import RankLayout
+
+Rng = random.Random
+
+
+def _number(rng: Rng) -> int:
+    small = rng.randint(-3, 60)
+    return rng.choice([0, 1, -1, small, small, 128, 1 << 40, -(1 << 62)])
+
+
+def _rank(rng: Rng) -> int:
+    return rng.choice([-1, 0, 0, 1, 2, 3, -2, 127, 128, 1 << 33])
+
+
+def _boot(rng: Rng, boot: bytes) -> bytes:
+    return boot if rng.random() < 0.85 else rng.choice([b"", b"x", bytes(16), boot[::-1]])
+
+
+def _digests(rng: Rng, models: list[Model]) -> bytes:
+    blob = b"".join(rng.choice(rng.choice(models).prompts))
+    return blob[: rng.randint(0, len(blob))] if rng.random() < 0.2 else blob
+
+
+def _width(rng: Rng) -> int:
+    return rng.choice([WIDTH, WIDTH, WIDTH, WIDTH, WIDTH, 2 * WIDTH, 0, -8, 7, 128])
+
+
+def _layout(rng: Rng) -> RankLayout | None:
+    if rng.random() < 0.1:
+        return RankLayout(groups=())
+    return None if rng.random() < 0.3 else random_layout(rng, rng.choice([1, 1, 2]))
+
+
+def _register(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
+    # Its own name and identity, or a real engine's name with an identity that contradicts it.
+    return m.Register(
+        seq=seq,
+        instance=rng.choice(["stranger", "stranger", "stranger2", "e0", ""]),
+        identity={"model": "stranger"},
+        chunk_tokens=rng.choice([16, 16, 16, 0, -16, 17]),
+        rank=rng.choice([-1, 0, 0, 1, _rank(rng)]),
+        ranks=rng.choice([1, 1, 2, 129, 0, -1]),
+        world_size=rng.choice([1, 1, 1, 2, 0]),
+        shard=rng.choice([0, 0, 0, 1, -1]),
+        layout=_layout(rng),
+    )
+
+
+def _reserve(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
+    items = [
+        m.ReserveItem(
+            request=rng.choice(["r", "", "r" * 600]),
+            digests=_digests(rng, models),
+            first=rng.choice([0, 0, 0, _number(rng)]),
+            groups=rng.choice([1, 1, 1, 3, 0, -1, 1 << 63]),
+            writers=rng.choice([None, None, (), (0,), (0, 0), (_rank(rng),)]),
+        )
+        for _ in range(rng.choice([0, 1, 1, 1, 2, 3]))
+    ]
+    return m.Reserve(seq=seq, items=items, width=_width(rng))
+
+
+def _lookup(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
+    return m.Lookup(
+        seq=seq,
+        request="r",
+        digests=_digests(rng, models),
+        width=_width(rng),
+        first=rng.choice([0, 0, 0, _number(rng)]),
+        readers=rng.choice([None, None, (), (0,), (0, 0, 1), (_rank(rng),)]),
+    )
+
+
+def _hello(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
+    low, high = rng.choice([(1, 1), (1, 1), (0, 9), (2, 9), (9, 2), (-5, 0)])
+    return m.Hello(
+        seq=seq,
+        protocol_min=low,
+        protocol_max=high,
+        features=rng.choice([(), ("x",)]),
+        clock_s=rng.choice([1000.0, 1000.0, 0.0, 1e9]),
+    )
+
+
+_MAKERS: list[Callable[[Rng, bytes, list[Model], int], m.FromClient]] = [
+    _hello,
+    _register,
+    _register,
+    _lookup,
+    _reserve,
+    _reserve,
+    lambda r, b, _, seq: m.Renew(seq=seq, boot=_boot(r, b), lease=_number(r)),
+    lambda r, b, _, seq: m.Ping(seq=seq),
+    lambda r, b, _, seq: m.Status(seq=seq),
+    lambda r, b, _, seq: m.Clear(seq=seq, namespace=r.choice([b"", b"x", bytes(32)])),
+    lambda r, b, _, seq: m.Commit(boot=_boot(r, b), reservation=_number(r), rank=_rank(r)),
+    lambda r, b, _, seq: m.Abort(boot=_boot(r, b), reservation=_number(r), rank=_rank(r)),
+    lambda r, b, _, seq: m.Release(
+        boot=_boot(r, b),
+        lease=_number(r),
+        rank=_rank(r),
+        bad=r.choice([(), (), (0,), (_number(r),)]),
+    ),
+    lambda r, b, _, seq: m.HandedOver(
+        boot=_boot(r, b), leases=(_number(r), _number(r)), reservations=(_number(r),)
+    ),
+]
+
+
+def any_message(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
+    """Anything a peer could say. Requests carry ``seq``."""
+    return rng.choice(_MAKERS)(rng, boot, models, seq)

@@ -1,0 +1,581 @@
+"""Who holds what, told only from what passed between the clients and the core.
+
+Law of this file: it never looks inside the machine. It reads the events that went in and the
+effects that came out, keeps its own books, and raises ``BrokenLawError`` as soon as a reply
+contradicts them. So a bug in the core's own books cannot hide behind its own ``validate()``.
+
+The laws by number are those of DESIGN section 2: 2 (ownership), 3 (writable slots), 4 (publishing),
+5 (deadlines), 6 (pins), 11 (every request is answered), 12 (limits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvass import messages as m
+from kvass.core.effects import (
+    Close,
+    Effect,
+    Event,
+    Faulted,
+    HalfClose,
+    Lost,
+    Opened,
+    Received,
+    Send,
+)
+from kvass.types import PAGE, SCHEDULER, Limits, RankLayout, Slots, Timing
+
+Place = tuple[tuple[int, ...], ...]
+"""The pages of one row, per shard."""
+
+
+class BrokenLawError(AssertionError):
+    """The core did something that no client could have explained."""
+
+
+@dataclass(eq=False, slots=True)
+class Space:
+    """One namespace: what its rows weigh, and how often it was cleared."""
+
+    key: object
+    shard_bytes: tuple[tuple[int, ...], ...]  # [group][shard]
+    epoch: int = 0
+
+    @property
+    def groups(self) -> int:
+        return len(self.shard_bytes)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """An instance: what its ranks said, and which sessions they have."""
+
+    name: str
+    first: m.Register
+    workers: dict[int, m.Register] = field(default_factory=dict)
+    sessions: dict[int, int] = field(default_factory=dict)
+    space: Space | None = None
+
+
+RowKey = tuple[Space, int, bytes]
+"""(namespace, group, digest)."""
+
+
+@dataclass(eq=False, slots=True)
+class Writing:
+    """One reservation: which ranks may still write which pages."""
+
+    id: int
+    member: Member
+    space: Space
+    epoch: int
+    deadline: float
+    owing: set[int]
+    rows: list[tuple[RowKey, Place]]
+    bytes: int
+    handed: bool = False
+    failed: bool = False
+    free_at: float = 0.0
+    keys: dict[RowKey, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = {key: i for i, (key, _) in enumerate(self.rows)}
+
+    def over(self, now: float) -> bool:
+        """Nobody can write to its pages any more."""
+        return not self.owing and now >= self.free_at
+
+    def holds(self, now: float) -> bool:
+        """It may still become READY, so its keys are taken."""
+        return bool(self.owing) and not self.failed and now < self.deadline
+
+    def cancel(self, now: float) -> None:
+        """Given back before any rank heard of it."""
+        self.owing.clear()
+        self.failed = True
+        self.free_at = now
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """One lease: which ranks may still read which pages."""
+
+    id: int
+    member: Member
+    deadline: float
+    owing: set[int]
+    chunks: list[list[tuple[RowKey, Writing, Place]]]
+    handed: bool = False
+
+    def live(self, now: float) -> bool:
+        return bool(self.owing) and now < self.deadline
+
+
+class Witness:
+    """The books of one boot. In a ``roomy`` arena nothing is evicted: then misses are laws too."""
+
+    def __init__(
+        self, boot: bytes, arena_bytes: int, timing: Timing, limits: Limits, roomy: bool = False
+    ) -> None:
+        self.boot = boot
+        self.arena_pages = arena_bytes // PAGE
+        self.quota = arena_bytes * limits.instance_write_share
+        self.timing = timing
+        self.limits = limits
+        self.roomy = roomy
+        self.open: set[int] = set()
+        self.deaf: set[int] = set()
+        self.roles: dict[int, tuple[Member, int]] = {}
+        self.members: dict[str, Member] = {}
+        self.spaces: dict[object, Space] = {}
+        self.by_digest: dict[bytes, Space] = {}
+        self.writings: dict[int, Writing] = {}
+        self.readings: dict[int, Reading] = {}
+        self.written: dict[int, Writing] = {}
+        self.pinned: dict[int, list[Reading]] = {}
+        self.ready: dict[RowKey, tuple[Writing, Place]] = {}
+        self.on_page: dict[int, RowKey] = {}
+
+    # ------------------------------------------------------------ the one door
+
+    def observe(self, event: Event, effects: list[Effect], now: float) -> None:
+        """Check the answers to ``event`` and write down what follows from them."""
+        if isinstance(event, Opened):
+            self.open.add(event.session)
+        if isinstance(event, Received) and event.session in self.open - self.deaf:
+            self._received(event, effects, now)
+        elif (
+            isinstance(event, Faulted)
+            and event.session in self.open - self.deaf
+            and not any(
+                isinstance(e, Close | HalfClose) and e.session == event.session for e in effects
+            )
+        ):
+            raise BrokenLawError("law 11: a malformed frame did not end its session")
+        if isinstance(event, Lost):
+            self._lost(event.session, now)
+        for effect in effects:
+            self._effect(event, effect, now)
+
+    def _effect(self, event: Event, effect: Effect, now: float) -> None:
+        session = effect.session
+        if session not in self.open:
+            raise BrokenLawError(f"{effect} to a session that is gone")
+        if isinstance(effect, Close | HalfClose):
+            self._told_to_go(session)
+        if isinstance(effect, Close):
+            owed = [*self._owed(session, now)]
+            if owed:
+                raise BrokenLawError(f"law 3: closed session {session}, which still owes {owed}")
+            self._lost(session, now)
+        elif isinstance(effect, HalfClose):
+            self.deaf.add(session)
+        elif session in self.deaf:
+            raise BrokenLawError("sent to a session after half-closing it")
+        elif session != getattr(event, "session", None) and not isinstance(
+            effect.message, m.Populated
+        ):
+            raise BrokenLawError(f"law 11: {effect.message} went to a session that did not ask")
+
+    def _told_to_go(self, session: int) -> None:
+        """Words of it may be lost: a scheduler may have handed over anything it was given."""
+        member, rank = self.roles.get(session, (None, 0))
+        if member is not None and rank == SCHEDULER:
+            for held in (*self.writings.values(), *self.readings.values()):
+                held.handed = held.handed or held.member is member
+        elif member is not None and member.workers.pop(rank, None) is not None:
+            member.space = None
+
+    def _owed(self, session: int, now: float) -> Iterator[str]:
+        member, rank = self.roles.get(session, (None, 0))
+        for w in self.writings.values():
+            if w.member is member and rank in w.owing:
+                yield f"commit {w.id}"
+        for r in self.readings.values():
+            if r.member is member and rank in r.owing and r.live(now):
+                yield f"release {r.id}"
+
+    def _received(self, event: Received, effects: list[Effect], now: float) -> None:
+        message = event.message
+        mine = [e.message for e in effects if isinstance(e, Send) and e.session == event.session]
+        replies = [r for r in mine if not isinstance(r, m.Populated)]
+        errors = [r for r in replies if isinstance(r, m.Error)]
+        if isinstance(message, m.OneWay):
+            if len(replies) != len(errors) or len(errors) > 1:
+                raise BrokenLawError(f"law 11: one-way {message} was answered by {replies}")
+        elif len(replies) != 1 or (replies[0].seq != message.seq and not errors):
+            raise BrokenLawError(f"law 11: {message} was answered by {replies}")
+        boot = getattr(message, "boot", self.boot)
+        if boot != self.boot and not errors:
+            raise BrokenLawError(f"law 9: {message} of another boot was accepted")
+        if errors:
+            return  # a refusal changes nothing: whatever it did change will contradict the books
+        handler = getattr(self, "_on_" + type(message).__name__.lower(), None)
+        if handler is not None:
+            handler(event.session, message, replies[0] if replies else None, now)
+
+    # ------------------------------------------------------------ sessions
+
+    def _on_register(self, session: int, msg: m.Register, reply: m.Registered, now: float) -> None:
+        if not (1 <= msg.ranks <= 128 and -1 <= msg.rank < msg.ranks):
+            raise BrokenLawError(f"law 2: registered rank {msg.rank} of {msg.ranks}")
+        member = self.members.setdefault(msg.instance, Member(msg.instance, msg))
+        if member.sessions.get(msg.rank, session) != session:
+            raise BrokenLawError(f"two live sessions of {msg.instance} rank {msg.rank}")
+        member.sessions[msg.rank] = session
+        self.roles[session] = (member, msg.rank)
+        if msg.rank >= 0:
+            member.workers[msg.rank] = msg
+        missing = tuple(r for r in range(msg.ranks) if r not in member.workers)
+        if bool(reply.namespace) == bool(missing):
+            raise BrokenLawError(f"{msg.instance} lacks {missing}, yet was told {reply}")
+        if missing:
+            return
+        member.space = self._space(member)
+        if self.by_digest.setdefault(reply.namespace, member.space) is not member.space:
+            raise BrokenLawError("law 10: two layouts or identities in one namespace")
+
+    def _space(self, member: Member) -> Space:
+        first = member.first
+        workers = [member.workers[r] for r in range(first.ranks)]
+        shards: list[RankLayout] = [
+            next(w.layout for w in workers if w.shard == s and w.layout is not None)
+            for s in range(first.world_size)
+        ]
+        key = (
+            tuple(sorted(first.identity.items())),
+            first.chunk_tokens,
+            tuple((w.shard, w.writer, w.layout) for w in workers),
+        )
+        weights = tuple(
+            tuple(layout.groups[g].shard_bytes(first.chunk_tokens) for layout in shards)
+            for g in range(len(shards[0].groups))
+        )
+        return self.spaces.setdefault(key, Space(key, weights))
+
+    def _lost(self, session: int, now: float) -> None:
+        self.open.discard(session)
+        self.deaf.discard(session)
+        member, rank = self.roles.pop(session, (None, 0))
+        if member is None:
+            return
+        for w in self.writings.values():
+            if w.member is member and rank == SCHEDULER and not w.handed:
+                w.cancel(now)
+            elif w.member is member and rank in w.owing:
+                w.owing.discard(rank)
+                w.failed = True
+                w.free_at = max(w.free_at, now + self.timing.dma_grace_s)
+        for r in self.readings.values():
+            if r.member is member and rank == SCHEDULER and not r.handed:
+                r.owing.clear()
+            elif r.member is member:
+                r.owing.discard(rank)
+        del member.sessions[rank]
+        if member.workers.pop(rank, None) is not None:
+            member.space = None  # incomplete: nothing may be asked until the rank is back
+        if not member.sessions:
+            del self.members[member.name]
+
+    # ------------------------------------------------------------ reading
+
+    def _on_lookup(self, session: int, msg: m.Lookup, reply: m.Matched, now: float) -> None:
+        member, _ = self.roles[session]
+        keys = split(msg.digests, msg.width)
+        space = member.space
+        hit = reply.chunks != msg.first
+        if bool(reply.lease) != hit or (hit and space is None):
+            raise BrokenLawError(f"a miss with a lease, or a hit without or too early: {reply}")
+        if space is None:
+            return
+        rows = self._rows(space, range(space.groups), keys[msg.first : reply.chunks], reply.slots)
+        chunks: list[list[tuple[RowKey, Writing, Place]]] = []
+        for row in rows:
+            chunk = []
+            for key, place in row:
+                writing, at = self.ready.get(key, (None, None))
+                if writing is None or at != place:
+                    raise BrokenLawError(f"law 4: matched {key[1:]} at {place}, published was {at}")
+                chunk.append((key, writing, place))
+            chunks.append(chunk)
+        short = reply.chunks < len(keys) and all(
+            (space, g, keys[reply.chunks]) in self.ready for g in range(space.groups)
+        )
+        if self.roomy and short and len(self._live(member, now)) < self.limits.leases_per_instance:
+            raise BrokenLawError(
+                f"chunk {reply.chunks} is READY and nothing was evicted, yet: {reply}"
+            )
+        if chunks:
+            self._lease(member, msg, reply, chunks, now)
+
+    def _lease(
+        self,
+        member: Member,
+        msg: m.Lookup,
+        reply: m.Matched,
+        chunks: list[list[tuple[RowKey, Writing, Place]]],
+        now: float,
+    ) -> None:
+        if reply.lease <= 0 or reply.lease in self.readings or reply.boot != self.boot:
+            raise BrokenLawError(f"law 2: lease id or boot of {reply}")
+        if not now < reply.deadline_s <= now + self.timing.lease_s + 1e-6:
+            raise BrokenLawError(f"law 5: deadline {reply.deadline_s} at {now}")
+        readers = {0} if msg.readers is None else set(msg.readers)
+        lease = Reading(
+            reply.lease, member, reply.deadline_s, readers & member.sessions.keys(), chunks
+        )
+        self.readings[lease.id] = lease
+        for chunk in chunks:
+            for _, _, place in chunk:
+                for page in pages(place):
+                    self.pinned.setdefault(page, []).append(lease)
+
+    def _on_release(self, session: int, msg: m.Release, _: None, now: float) -> None:
+        member, rank = self.roles[session]
+        lease = self.readings.get(msg.lease)
+        if lease is None or lease.member is not member:
+            if lease is not None and lease.live(now):
+                raise BrokenLawError(
+                    f"law 2: {member.name} released a lease of {lease.member.name}"
+                )
+            return
+        if rank != msg.rank or not lease.live(now):
+            return
+        if rank == SCHEDULER and not lease.handed:
+            self._drop(lease, msg.bad)
+            lease.owing.clear()
+        elif rank in lease.owing:
+            self._drop(lease, msg.bad)
+            lease.owing.discard(rank)
+
+    def _drop(self, lease: Reading, bad: tuple[int, ...]) -> None:
+        for i in bad:
+            for key, writing, _ in lease.chunks[i]:
+                if self.ready.get(key, (None,))[0] is writing:
+                    del self.ready[key]
+
+    def _on_renew(self, session: int, msg: m.Renew, reply: m.Renewed, now: float) -> None:
+        lease = self.readings.get(msg.lease)
+        if lease is None or lease.member is not self.roles[session][0] or not lease.live(now):
+            raise BrokenLawError(f"law 5: renewed lease {msg.lease}, which nobody there holds")
+        if not lease.deadline <= reply.deadline_s <= now + self.timing.lease_s + 1e-6:
+            raise BrokenLawError(f"law 5: renewed to {reply.deadline_s} at {now}")
+        lease.deadline = reply.deadline_s
+
+    # ------------------------------------------------------------ writing
+
+    def _on_reserve(self, session: int, msg: m.Reserve, reply: m.Granted, now: float) -> None:
+        member, _ = self.roles[session]
+        if len(reply.grants) != len(msg.items):
+            raise BrokenLawError("a grant list that is not parallel to its items")
+        idle = not self.busy(now)
+        for item, grant in zip(msg.items, reply.grants, strict=True):
+            if not grant.chunks:
+                continue
+            if member.space is None or grant.reservation <= 0 or grant.reservation in self.writings:
+                raise BrokenLawError(f"law 2: {grant}")
+            self._grant(member, member.space, msg.width, item, grant, reply.deadline_s, now)
+        mine = [w for w in self.writings.values() if w.member is member and not w.over(now)]
+        held = sum(w.bytes for w in mine)
+        if held > self.quota:
+            raise BrokenLawError(f"law 12: {member.name} holds {held} of {self.quota} bytes")
+        if idle and member.space is not None:
+            self._room(member, member.space, msg, reply, held)
+
+    def _grant(
+        self,
+        member: Member,
+        space: Space,
+        width: int,
+        item: m.ReserveItem,
+        grant: m.Grant,
+        deadline: float,
+        now: float,
+    ) -> None:
+        keys = split(item.digests, width)
+        groups = [g for g in range(space.groups) if item.groups >> g & 1]
+        if any(c < item.first or c >= len(keys) for c in grant.chunks):
+            raise BrokenLawError(f"granted chunks nobody asked for: {grant}")
+        rows = self._rows(space, groups, [keys[c] for c in grant.chunks], grant.slots)
+        flat = [pair for chunk in rows for pair in chunk]
+        named = (
+            set(item.writers)
+            if item.writers is not None
+            else {r for r, w in member.workers.items() if w.writer}
+        )
+        weight = len(grant.chunks) * sum(sum(space.shard_bytes[g]) for g in groups)
+        writing = Writing(
+            grant.reservation, member, space, space.epoch, deadline,
+            named & member.sessions.keys(), flat, weight,
+        )  # fmt: skip
+        writing.failed = named != writing.owing
+        if len(writing.keys) != len(flat):
+            raise BrokenLawError(f"one key twice in one grant: {grant}")
+        if self.roomy and any(all(key in self.ready for key, _ in chunk) for chunk in rows):
+            raise BrokenLawError(f"all of a chunk is READY, yet it was granted again: {grant}")
+        for key, place in flat:
+            self.ready.pop(key, None)  # half a chunk makes way for a whole one
+            self._hand_out(writing, key, place, now)
+        self.writings[writing.id] = writing
+
+    def _hand_out(self, writing: Writing, key: RowKey, place: Place, now: float) -> None:
+        for other in self.writings.values():
+            if other.epoch == key[0].epoch and key in other.keys and other.holds(now):
+                raise BrokenLawError(f"{key[1:]} is being written by {other.id} already")
+        for page in pages(place):
+            if not 0 <= page < self.arena_pages:
+                raise BrokenLawError(f"page {page} lies outside the arena")
+            before = self.written.get(page)
+            if before is writing or (before is not None and not before.over(now)):
+                raise BrokenLawError(f"law 3: page {page} may still be written by {before.id}")
+            if any(r.live(now) for r in self.pinned.pop(page, ())):
+                raise BrokenLawError(f"law 6: page {page} is pinned, yet was handed out")
+            evicted = self.on_page.pop(page, None)
+            if evicted is not None:
+                if self.roomy and evicted in self.ready:
+                    raise BrokenLawError(f"{evicted[1:]} was evicted from an arena with room")
+                self.ready.pop(evicted, None)
+            self.written[page] = writing
+
+    def _room(
+        self, member: Member, space: Space, msg: m.Reserve, reply: m.Granted, held: int
+    ) -> None:
+        """Law 6: with nothing pinned or written, only the quota may refuse a key nobody has."""
+        for item, grant in zip(msg.items, reply.grants, strict=True):
+            groups = [g for g in range(space.groups) if item.groups >> g & 1]
+            row = sum(sum(space.shard_bytes[g]) for g in groups)
+            keys = split(item.digests, msg.width)
+            for c in range(item.first, len(keys)):
+                new = all((space, g, keys[c]) not in self.ready for g in groups)
+                taken = c in grant.chunks or any(
+                    keys[c] == k for w in self.writings.values() for (_, _, k), _ in w.rows
+                )
+                if new and not taken and held + row <= self.quota:
+                    raise BrokenLawError(f"law 6: chunk {c} of {item} was refused in an idle arena")
+
+    def _on_commit(self, session: int, msg: m.Commit, _: None, now: float) -> None:
+        member, rank = self.roles[session]
+        w = self.writings.get(msg.reservation)
+        if w is None or w.member is not member or rank != msg.rank or rank not in w.owing:
+            return
+        w.owing.discard(rank)
+        w.failed = w.failed or now >= w.deadline or w.epoch != w.space.epoch
+        if w.owing or w.failed:
+            return
+        for key, place in w.rows:
+            self.ready[key] = (w, place)
+            for page in pages(place):
+                self.on_page[page] = key
+
+    def _on_abort(self, session: int, msg: m.Abort, _: None, now: float) -> None:
+        member, rank = self.roles[session]
+        w = self.writings.get(msg.reservation)
+        if w is None or w.member is not member or rank != msg.rank:
+            return
+        if rank == SCHEDULER and not w.handed:
+            w.cancel(now)
+        elif rank in w.owing:
+            w.owing.discard(rank)
+            w.failed = True
+
+    def _on_handedover(self, session: int, msg: m.HandedOver, _: None, now: float) -> None:
+        member, rank = self.roles[session]
+        if rank != SCHEDULER:
+            raise BrokenLawError("a worker handed over")
+        for book, ids in ((self.readings, msg.leases), (self.writings, msg.reservations)):
+            for i in ids:
+                held = book.get(i)
+                if held is not None and held.member is member:
+                    held.handed = True
+
+    def _on_clear(self, session: int, msg: m.Clear, reply: m.Cleared, now: float) -> None:
+        if msg.everything:
+            spaces = list(self.spaces.values())
+        elif msg.namespace:
+            spaces = [s for s in [self.by_digest.get(msg.namespace)] if s is not None]
+        else:
+            own = self.roles[session][0].space
+            spaces = [] if own is None else [own]
+        gone = [key for key in self.ready if key[0] in spaces]
+        if reply.rows > len(gone) or (self.roomy and reply.rows != len(gone)):
+            raise BrokenLawError(f"cleared {reply.rows} rows where {len(gone)} were READY")
+        for space in spaces:
+            space.epoch += 1
+        for key in gone:
+            del self.ready[key]
+
+    # ------------------------------------------------------------ asking the books
+
+    def _rows(
+        self, space: Space, groups: list[int] | range, keys: list[bytes], slots: tuple[Slots, ...]
+    ) -> list[list[tuple[RowKey, Place]]]:
+        """Per chunk, per group: its key and where the reply says it lies."""
+        if not keys:
+            return []
+        if len(slots) != len(groups) or any(len(s) != len(keys) for s in slots):
+            raise BrokenLawError(f"{len(keys)} chunks of {len(groups)} groups, but slots {slots}")
+        places = [list_places(s, space.shard_bytes[g]) for g, s in zip(groups, slots, strict=True)]
+        return [
+            [((space, g, key), places[i][c]) for i, g in enumerate(groups)]
+            for c, key in enumerate(keys)
+        ]
+
+    def _live(self, member: Member, now: float) -> list[Reading]:
+        return [r for r in self.readings.values() if r.member is member and r.live(now)]
+
+    def expected(self, lease: int) -> dict[int, tuple[int, int, int]]:
+        """What the pages of a lease must hold: (reservation, row within it, shard)."""
+        return {
+            page: (writing.id, writing.keys[key], shard)
+            for chunk in self.readings[lease].chunks
+            for key, writing, place in chunk
+            for shard, run in enumerate(place)
+            for page in run
+        }
+
+    def landing(self, reservation: int, page: int, now: float) -> None:
+        """A worker's bytes arrive on ``page`` at this instant: nobody else may have it (law 3)."""
+        writing = self.written.get(page)
+        if writing is None or writing.id != reservation or writing.over(now):
+            raise BrokenLawError(f"law 3: late bytes of reservation {reservation} hit page {page}")
+        if any(r.live(now) for r in self.pinned.get(page, ())):
+            raise BrokenLawError(
+                f"law 6: bytes of reservation {reservation} hit pinned page {page}"
+            )
+
+    def busy(self, now: float) -> bool:
+        """Whether anybody may still read or write any slot."""
+        return any(not w.over(now) for w in self.writings.values()) or any(
+            r.live(now) for r in self.readings.values()
+        )
+
+
+def split(digests: bytes, width: int) -> list[bytes]:
+    """The chunk hashes of a blob."""
+    return [digests[i : i + width] for i in range(0, len(digests), width)]
+
+
+def pages(place: Place) -> Iterator[int]:
+    """All pages of a row, over its shards."""
+    for shard in place:
+        yield from shard
+
+
+def list_places(slots: Slots, shard_bytes: tuple[int, ...]) -> list[Place]:
+    """Where each row of ``slots`` lies, decoded as ``types.Slots`` says (few rows: no numpy)."""
+    sets = memoryview(slots.set_).cast("H")
+    places: list[Place] = []
+    for i, slot in enumerate(memoryview(slots.slot).cast("I")):
+        extent = slots.extents[sets[i]]
+        offsets = [extent[s] + slot * size for s, size in enumerate(shard_bytes)]
+        if any(o % PAGE for o in offsets):
+            raise BrokenLawError(f"a shard that is not page aligned: {offsets}")
+        places.append(
+            tuple(
+                tuple(range(o // PAGE, (o + size) // PAGE))
+                for o, size in zip(offsets, shard_bytes, strict=True)
+            )
+        )
+    return places
