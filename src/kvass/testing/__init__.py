@@ -1,0 +1,1 @@
+"""What tests of kvass, and of things built on it, stand on. Nothing shipped imports it."""
