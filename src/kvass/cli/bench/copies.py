@@ -14,13 +14,14 @@ import numpy as np
 from kvass.cli.bench.machine import private_memory, shared_memory, wait_mapped
 from kvass.client.scheduler import Match, SchedulerClient
 from kvass.client.worker import WorkerClient
+from kvass.config import Size
 from kvass.errors import ConfigError, Unavailable
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import describe_group
-from kvass.messages import Granted, Register, ReserveItem
+from kvass.messages import Register, ReserveItem
 from kvass.transfer.base import Job
 from kvass.transfer.host import HostMover
-from kvass.types import GroupLayout, I64Array, RankLayout, Slots
+from kvass.types import GroupLayout, I64Array, Limits, RankLayout, Slots
 
 TOKENS: Final = 4096
 CHUNK_TOKENS: Final = 256
@@ -31,17 +32,20 @@ PLANES: Final = 32 * 2
 LAYOUT: Final = GroupLayout(
     "full", 16, tuple(f"{i // 2}.{'kv'[i % 2]}" for i in range(PLANES)), (PAGE_BYTES,) * PLANES
 )
-TABLE: Final = TOKENS // LAYOUT.block_tokens
-BLOCKS: Final = 2 * TABLE + 1
-"""A table to store from, one to load into, and the null block."""
 WIDTH: Final = 32
 PATIENCE_S: Final = 30.0
 
 
 class Engine:
-    """What an engine with a connector does, without the engine. Use ``close``."""
+    """What an engine with a connector does, without the engine: one prompt of ``chunks`` chunks.
 
-    def __init__(self, socket: str) -> None:
+    Its memory holds a block table to store from, one to load into, and the null block.
+    """
+
+    def __init__(self, socket: str, chunks: int = CHUNKS) -> None:
+        self.chunks = chunks
+        table = chunks * LAYOUT.blocks_per_chunk(CHUNK_TOKENS)
+        blocks = 2 * table + 1
         name = f"bench-{os.getpid()}-{os.urandom(4).hex()}"
         register = Register(
             instance=name, identity={"weights": name}, chunk_tokens=CHUNK_TOKENS, rank=-1
@@ -53,20 +57,20 @@ class Engine:
             rank=0,
             layout=RankLayout((LAYOUT,)),
         )
-        stride = BLOCKS * PAGE_BYTES
+        stride = blocks * PAGE_BYTES
         self.planes = describe_group(
             0,
             LAYOUT,
             CHUNK_TOKENS,
-            BLOCKS,
+            blocks,
             range(0, PLANES * stride, stride),
             [PAGE_BYTES] * PLANES,
         )
         memory = private_memory(PLANES * stride)
-        self.pages = memory.view(np.uint64).reshape(PLANES, BLOCKS, -1)
+        self.pages = memory.view(np.uint64).reshape(PLANES, blocks, -1)
         self.pages[:] = np.arange(self.pages.size, dtype=np.uint64).reshape(self.pages.shape)
-        order = np.random.default_rng(0).permutation(BLOCKS - 1) + 1
-        self.source, self.target = order[:TABLE], order[TABLE:]
+        order = np.random.default_rng(0).permutation(blocks - 1) + 1
+        self.source, self.target = order[:table], order[table:]
         self.mover = HostMover([memory], [self.planes])
         self.worker = WorkerClient(socket, worker)
         self.scheduler = SchedulerClient(
@@ -91,8 +95,8 @@ class Engine:
         """Reserve, gather, commit."""
         self.scheduler.new_step()
         granted = self.scheduler.reserve([ReserveItem(request="store", digests=digests)], WIDTH)
-        if granted is None or len(granted.grants[0].chunks) != CHUNKS:
-            raise _too_small(granted)
+        if granted is None or len(granted.grants[0].chunks) != self.chunks:
+            raise Unavailable(f"no room for {self.chunks} chunks now: {granted}")
         grant, boot = granted.grants[0], granted.boot
         self.scheduler.handed_over((), (grant.reservation,), boot)
         plan = self._plan(self.source, grant.slots[0])
@@ -102,8 +106,10 @@ class Engine:
         """Look up, scatter, release. Raises if not everything hits."""
         self.scheduler.new_step()
         match = self.scheduler.match("load", digests, WIDTH, 0)
-        if not isinstance(match, Match) or match.chunks != CHUNKS:
-            raise Unavailable(f"stored {CHUNKS} chunks and found {match}; is the daemon in use?")
+        if not isinstance(match, Match) or match.chunks != self.chunks:
+            raise Unavailable(
+                f"stored {self.chunks} chunks and found {match}; is the daemon in use?"
+            )
         self.scheduler.take("load")
         self.scheduler.handed_over((match.lease,), (), match.boot)
         plan = self._plan(self.target, match.slots[0])
@@ -114,7 +120,7 @@ class Engine:
         self.scheduler.new_step()
         match = self.scheduler.match("look", digests, WIDTH, 0)
         self.scheduler.settle("look")
-        return isinstance(match, Match) and match.chunks == CHUNKS
+        return isinstance(match, Match) and match.chunks == self.chunks
 
     def same_bytes(self) -> bool:
         """Whether every page loaded is the page stored."""
@@ -122,7 +128,7 @@ class Engine:
 
     def _plan(self, table: I64Array, slots: Slots) -> CopyPlan:
         offsets = slots.offsets(0, self.planes.shard_bytes)
-        return plan_copy(self.planes, table.reshape(CHUNKS, -1), offsets)
+        return plan_copy(self.planes, table.reshape(self.chunks, -1), offsets)
 
     def _copy(self, kind: Any, plan: CopyPlan, boot: bytes, settle: Callable[[], None]) -> None:
         arena = self.worker.arena(boot)
@@ -137,9 +143,17 @@ class Engine:
             raise Unavailable(f"a {kind} ended {done.outcome}: {done.error}")
 
 
-def measure_copies(socket: str, arena_bytes: int, rounds: int) -> dict[str, Any]:
-    """Ratios and rates, by the names in the package's docstring. Raises ``KvassError``."""
-    engine = Engine(socket)
+def measure_copies(
+    socket: str, arena_bytes: int, rounds: int, chunks: int = CHUNKS
+) -> dict[str, Any]:
+    """Ratios and rates, by the names in the package's docstring. Raises ``KvassError``.
+
+    All rows are reserved at once, so they must fit what one instance may write.
+    """
+    need = int(chunks * LAYOUT.shard_bytes(CHUNK_TOKENS) / Limits().instance_write_share)
+    if arena_bytes < need:
+        raise ConfigError(f"an L1 of {Size(arena_bytes)}: give the daemon --l1-size {Size(need)}")
+    engine = Engine(socket, chunks)
     try:
         return _measure(engine, arena_bytes, rounds)
     finally:
@@ -147,22 +161,22 @@ def measure_copies(socket: str, arena_bytes: int, rounds: int) -> dict[str, Any]
 
 
 def _measure(engine: Engine, arena_bytes: int, rounds: int) -> dict[str, Any]:
-    size = CHUNKS * engine.planes.shard_bytes
+    size = engine.chunks * engine.planes.shard_bytes
     private, shared = private_memory(size), shared_memory(size)
     wait_mapped(arena_bytes + size)
     same = True
     times: dict[str, list[float]] = {}
     for number in range(rounds + 1):  # the first warms up
-        digests = os.urandom(WIDTH * CHUNKS)
+        digests = os.urandom(WIDTH * engine.chunks)
         engine.pages[:, engine.source, 0] += 1  # other bytes in every page than last time
         engine.pages[:, engine.target] = 0
         steps: dict[str, Callable[[], object]] = {
             "store": partial(engine.store, digests),
-            "in": partial(_memcpy, shared.buffer, private, CHUNKS),
+            "in": partial(_memcpy, shared.buffer, private, engine.chunks),
             "in_one_call": partial(_memcpy, shared.buffer, private, 1),
             "commit": partial(wait_for, partial(engine.found, digests), "the commit"),
             "load": partial(engine.load, digests),
-            "out": partial(_memcpy, private, shared.buffer, CHUNKS),
+            "out": partial(_memcpy, private, shared.buffer, engine.chunks),
             "out_one_call": partial(_memcpy, private, shared.buffer, 1),
         }
         for name, step in steps.items():
@@ -215,10 +229,3 @@ def wait_for(true: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise Unavailable(f"waited {PATIENCE_S:.0f} s in vain for {what}")
         time.sleep(0.001)
-
-
-def _too_small(granted: Granted | None) -> ConfigError:
-    got = 0 if granted is None else len(granted.grants[0].chunks)
-    return ConfigError(
-        f"the daemon granted {got} of {CHUNKS} rows of 32MiB: give it --l1-size 3GiB or more"
-    )

@@ -45,7 +45,7 @@ PING_S: Final = 1.0
 Reply = TypeVar("Reply", bound=FromDaemon)
 
 
-def measure_index(socket: str) -> dict[str, Any]:
+def measure_index(socket: str, resident: int = RESIDENT) -> dict[str, Any]:
     """``lookup_128k_us`` and ``release_128k_us``. Raises ``KvassError``."""
     name = f"bench-{os.getpid()}-{os.urandom(4).hex()}"
     identity = {"weights": name}
@@ -59,7 +59,7 @@ def measure_index(socket: str) -> dict[str, Any]:
     scheduler = Register(instance=name, identity=identity, chunk_tokens=CHUNK_TOKENS, rank=-1)
     with Client(socket, worker) as commits, Client(socket, scheduler) as asks:
         commits.connect(PATIENCE_S)
-        keys = _fill(asks, commits)
+        keys = _fill(asks, commits, resident)
         try:
             lookups, releases = _ask(asks, keys)
         finally:
@@ -86,10 +86,10 @@ def measure_pings(socket: str, clients: int) -> float:
     return answers / elapsed_s
 
 
-def _fill(asks: Client, commits: Client) -> list[bytes]:
-    """Make ``RESIDENT`` rows resident; their keys. No bytes are written: nobody reads them."""
-    keys = [os.urandom(WIDTH) for _ in range(RESIDENT)]
-    for at in range(0, RESIDENT, BATCH):
+def _fill(asks: Client, commits: Client, resident: int) -> list[bytes]:
+    """Make ``resident`` rows resident; their keys. No bytes are written: nobody reads them."""
+    keys = [os.urandom(WIDTH) for _ in range(resident)]
+    for at in range(0, resident, BATCH):
         item = ReserveItem(request="fill", digests=b"".join(keys[at : at + BATCH]))
         granted = _call(asks, Reserve(items=[item], width=WIDTH), Granted)
         got = len(granted.grants[0].chunks)
@@ -97,7 +97,7 @@ def _fill(asks: Client, commits: Client) -> list[bytes]:
             raise ConfigError(f"granted {got} of {BATCH} rows of 4KiB: give the daemon more L1")
         commits.post(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
         _call(commits, Ping(), Pong)
-    wait_for(lambda: asks.status()["rows"] >= RESIDENT, f"{RESIDENT} rows")
+    wait_for(lambda: asks.status()["rows"] >= resident, f"{resident} rows")
     return keys
 
 

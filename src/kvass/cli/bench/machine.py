@@ -77,13 +77,14 @@ def start_daemon(socket: str | None, l1_bytes: int) -> Iterator[DaemonUnderTest]
         path, log = os.path.join(folder, "kvass.sock"), Path(folder, "log")
         command = [sys.executable, "-m", "kvass", "serve", "--socket", path]
         began_s = time.monotonic()
-        process = subprocess.Popen(
-            [*command, "--l1-size", str(l1_bytes)],
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            env={k: v for k, v in os.environ.items() if not k.startswith("KVASS_")},
-        )
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [*command, "--l1-size", str(l1_bytes)],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={k: v for k, v in os.environ.items() if not k.startswith("KVASS_")},
+            )
         try:
             _await_ready(process, log)
             yield DaemonUnderTest(path, time.monotonic() - began_s)

@@ -1,0 +1,129 @@
+"""``kvass bench`` measures what it says, and sees wrong bytes. Small; no figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvass.cli import bench
+from kvass.cli.bench.copies import CHUNK_TOKENS, LAYOUT, WIDTH, Engine, measure_copies, wait_for
+from kvass.cli.bench.index import BATCH, measure_index, measure_pings
+from kvass.cli.bench.machine import start_daemon
+from kvass.cli.main import main
+from kvass.errors import ConfigError
+from kvass.testing.daemon import running_daemon
+
+FIGURES = {
+    "version": "0.1.0",
+    "cores": 2,
+    "rounds": 9,
+    "first_touch_gbps": 1.7,
+    "ready_s": None,
+    "bytes_equal": True,
+    "store_vs_memcpy": 0.98765,
+    "lookup_128k_us": {"p50": 200.0, "p99": 1234.5},
+}
+
+
+def test_store_and_load_bring_the_bytes_back(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "256MiB") as daemon:
+        figures = measure_copies(daemon.socket, 256 << 20, rounds=2, chunks=1)
+        daemon.wait_until(rows=0, leases=0, reservations=0, pins=0, sessions=1)
+    assert figures["bytes_equal"] is True
+    assert figures["store_vs_memcpy"] > 0
+    assert figures["load_vs_memcpy"] > 0
+
+
+def test_negative_control_a_changed_byte_is_seen(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "256MiB") as daemon:
+        engine = Engine(daemon.socket, chunks=1)
+        try:
+            digests = os.urandom(WIDTH)
+            assert not engine.same_bytes()
+            engine.store(digests)
+            wait_for(lambda: engine.found(digests), "the commit")
+            engine.load(digests)
+            assert engine.same_bytes()
+            engine.pages[5, engine.target[3], 1] ^= 1
+            assert not engine.same_bytes()
+        finally:
+            engine.close()
+
+
+def test_an_arena_too_small_is_told(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "64MiB") as daemon,
+        pytest.raises(ConfigError, match="--l1-size 128MiB"),
+    ):
+        measure_copies(daemon.socket, 64 << 20, rounds=1, chunks=1)
+
+
+def test_round_trips(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "256MiB") as daemon:
+        figures = measure_index(daemon.socket, resident=BATCH)
+        assert set(figures) == {"lookup_128k_us", "release_128k_us"}
+        assert all(0 < one["p50"] <= one["p99"] for one in figures.values())
+        assert measure_pings(daemon.socket, 3) > 0
+        daemon.wait_until(rows=0, leases=0, reservations=0, pins=0, sessions=1)
+
+
+def test_its_own_daemon_comes_and_goes() -> None:
+    with start_daemon(None, 16 << 20) as daemon:
+        assert daemon.wait_populated() == 16 << 20
+        assert daemon.ready_s is not None
+        assert 1 < daemon.rss_mib() < 1000
+        path = daemon.socket
+    assert not os.path.exists(path)
+    with pytest.raises(ConfigError, match="did not start"), start_daemon(None, 1):
+        pass
+
+
+def test_the_layout_is_llama_8bs() -> None:
+    assert LAYOUT.shard_bytes(CHUNK_TOKENS) == 32 << 20
+
+
+@pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
+def test_output_and_exit_status(
+    equal: bool,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[Any] = []
+
+    def measure(*given: Any) -> dict[str, Any]:
+        asked.append(given)
+        return FIGURES | {"bytes_equal": equal}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.delenv("KVASS_SOCKET", raising=False)
+    assert main(["bench", "--json", "--l1-size", "4GiB"]) == status
+    assert json.loads(capsys.readouterr().out) == FIGURES | {"bytes_equal": equal}
+    assert main(["bench", "--socket", "/run/kvass.sock", "--rounds", "7"]) == status
+    assert asked == [(None, 4 << 30, 9), ("/run/kvass.sock", 3 << 30, 7)]
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["bytes_equal", "yes" if equal else "NO"] in words
+    assert ["store_vs_memcpy", "0.988"] in words
+    assert ["lookup_128k_us", "p99", "1,234"] in words
+    assert ["ready_s", "-"] in words
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--rounds", "3"], "use 7 or more"),
+        (["--l1-size", "much"], "write it like 8GiB"),
+        (["--what"], "unrecognized"),
+    ],
+)
+def test_bad_flags_get_one_line(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *flags]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
