@@ -57,40 +57,31 @@ class Decoder(Generic[M]):
         """
         if self._fault is not None:
             raise self._fault
+        whole = data
         if self._rest:
             self._rest += data
-            whole, self._rest = self._rest, bytearray()
-            if not self._complete(whole):  # the usual fate of a piece of a large frame
-                self._rest = whole
-                return
-            data = whole
-        view = memoryview(data)
+            whole = self._rest
         at = 0
-        try:
-            while (end := self._end_of_frame(view, at)) <= len(view):
-                message = self._decode(view[at + HEADER.size : end])
-                at = end
-                yield message
-        except FrameError as fault:
-            self._fault = fault
-            raise
-        self._rest += view[at:]
-
-    def _complete(self, data: bytearray) -> bool:
-        """Whether ``data`` holds a frame, or enough of one to refuse it."""
-        if len(data) < HEADER.size:
-            return False
-        size: int = HEADER.unpack_from(data)[0]
-        return not 0 < size <= self.limit or len(data) >= HEADER.size + size
-
-    def _end_of_frame(self, view: memoryview, at: int) -> int:
-        """Where the frame that begins at ``at`` ends; beyond the view if that is not known yet."""
-        if len(view) - at < HEADER.size:
-            return len(view) + 1
-        size: int = HEADER.unpack_from(view, at)[0]
-        if not 0 < size <= self.limit:
-            raise FrameError("bad_frame", f"frame of {size} bytes: send 1 to {self.limit}")
-        return at + HEADER.size + size
+        with memoryview(whole) as view:
+            try:
+                while (end := at + HEADER.size) <= len(view):
+                    size = HEADER.unpack_from(view, at)[0]
+                    if not 0 < size <= self.limit:
+                        raise FrameError(
+                            "bad_frame", f"frame of {size} bytes: send 1 to {self.limit}"
+                        )
+                    if (end := end + size) > len(view):
+                        break
+                    message = self._decode(view[end - size : end])
+                    at = end
+                    yield message
+            except FrameError as fault:
+                self._fault = fault
+                raise
+            if whole is not self._rest:
+                self._rest += view[at:]
+                return
+        del self._rest[:at]
 
     def _decode(self, payload: memoryview) -> M:
         try:
