@@ -294,6 +294,22 @@ def test_the_copy_does_not_hold_the_gil() -> None:
     assert during > 0
 
 
+@pytest.mark.parametrize(
+    ("planes", "bundles"),
+    [
+        ([Plane(n * 64 * 4096, 4096, 4096) for n in range(32)], 1),  # layers outermost
+        ([Plane(n * 4096, 32 * 4096, 4096) for n in range(32)], 1),  # blocks outermost
+        ([Plane(n * 4096, 4096, 4096, n) for n in range(3)], 3),  # regions of their own
+        ([Plane(0, 99, 9), Plane(9, 99, 9), Plane(18, 99, 4), Plane(22, 99, 4)], 2),
+        ([Plane(0, 9, 9), Plane(600, 9, 9), Plane(1300, 9, 9)], 2),  # unevenly spaced
+    ],
+)
+def test_layers_that_lie_evenly_move_in_one_call(planes: list[Plane], bundles: int) -> None:
+    group = GroupPlanes(0, tuple(planes), blocks=64, chunk_blocks=2)
+    regions = [np.zeros(32 * 64 * 4096, np.uint8)] * 3
+    assert len(host._bundles(group, regions)) == bundles
+
+
 # ------------------------------------------------------------ misuse: typed, before a byte moves
 
 

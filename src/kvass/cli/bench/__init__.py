@@ -12,7 +12,8 @@ What the names mean:
   same kind of memory, row by row, one call each; ``load_vs_memcpy``: lookup, copies, release.
   Both are medians of per-round ratios.
 - ``..._one_call``: the same against *one* memcpy of all 512 MiB. Above a size that depends on the
-  CPU (192 MiB is usual) libc writes past the caches, which no memcpy of a row can.
+  CPU's caches (12 MiB here, 192 MiB there) libc writes past them, which saves reading what is
+  overwritten; where that size is more than a row, no copy of rows can do so.
 - ``lookup_128k_us``: 512 keys (131,072 tokens in chunks of 256), all hits, chosen at random among
   65,536 rows of 4 KiB: found, pinned, answered. ``release_128k_us``: its release and the ping
   behind it, so until the daemon has carried it out.
