@@ -10,10 +10,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from kvass.arena.memory import SLICE_BYTES, Arena
 
-_NICE = 10
+_NICE: Final = 5
 _log = logging.getLogger("kvass.daemon")
 
 
