@@ -115,8 +115,9 @@ def test_nobody_there(tmp_path: Path) -> None:
     dead.close()
     with pytest.raises(Unavailable, match="refused"):
         Channel.connect(str(tmp_path / "dead"), 0.1)
-    with pytest.raises(ConfigError, match="107 bytes"):
-        Channel.connect("x" * 108, 0.1)
+    for path in ("x" * 108, "", "\0abstract"):
+        with pytest.raises(ConfigError, match="107 bytes"):
+            Channel.connect(path, 0.1)
 
 
 def test_full_backlog_waits_no_longer_than_asked(tmp_path: Path) -> None:

@@ -199,8 +199,8 @@ def send_with_fd(sock: socket.socket, data: bytes | bytearray, fd: int) -> int:
 
 def check_path(path: str) -> None:
     """Raise ``ConfigError`` for a socket path that no kernel would take."""
-    size = len(os.fsencode(path))
-    if not size or size > MAX_PATH_BYTES:
+    raw = os.fsencode(path)
+    if not 1 <= len(raw) <= MAX_PATH_BYTES or 0 in raw:
         raise ConfigError(
-            f"socket path of {size} bytes: use 1 to {MAX_PATH_BYTES} bytes (got {path!r})"
+            f"socket path of {len(raw)} bytes: use 1 to {MAX_PATH_BYTES} bytes, no zero ({path!r})"
         )
