@@ -92,7 +92,31 @@ def write_model(folder: Path, shape: Shape, seed: int) -> None:
             "model_max_length": shape.max_tokens,
         },
     )
-    _write_weights(folder / "model.safetensors", shape, seed)
+    _write_tensors(folder / "model.safetensors", list(_tensors(shape)), seed)
+
+
+def write_lora(folder: Path, shape: Shape, seed: int, rank: int = 8) -> None:
+    """Write a LoRA adapter (PEFT's files) of every layer's q and v projections into ``folder``."""
+    folder.mkdir(parents=True)
+    _write_json(
+        folder / "adapter_config.json",
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "target_modules": ["q_proj", "v_proj"],
+            "bias": "none",
+        },
+    )
+    outputs = {"q_proj": shape.heads * shape.head_dim, "v_proj": shape.kv_heads * shape.head_dim}
+    tensors: list[tuple[str, tuple[int, ...]]] = []
+    for layer in range(shape.layers):
+        for name, out in outputs.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors += [(f"{at}.lora_A.weight", (rank, shape.hidden))]
+            tensors += [(f"{at}.lora_B.weight", (out, rank))]
+    _write_tensors(folder / "adapter_model.safetensors", tensors, seed)
 
 
 def _config(shape: Shape) -> dict[str, object]:
@@ -176,10 +200,10 @@ def _draw(name: str, size: tuple[int, ...], rng: np.random.Generator) -> F32Arra
     return rng.standard_normal(size, np.float32) * np.float32(deviation)
 
 
-def _write_weights(path: Path, shape: Shape, seed: int) -> None:
+def _write_tensors(path: Path, tensors: list[tuple[str, tuple[int, ...]]], seed: int) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, size in _tensors(shape):
+    for name, size in tensors:
         end = at + 4 * int(np.prod(size))
         header[name] = {"dtype": "F32", "shape": list(size), "data_offsets": [at, end]}
         at = end
@@ -188,7 +212,7 @@ def _write_weights(path: Path, shape: Shape, seed: int) -> None:
     rng = np.random.default_rng(seed)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, size in _tensors(shape):
+        for name, size in tensors:
             file.write(_draw(name, size, rng).astype("<f4", copy=False).tobytes())
 
 

@@ -58,6 +58,7 @@ class Probe:
         self.calls: dict[str, int] = {}
         self.none_since: dict[str, float] = {}
         self.told_none: dict[str, float] = {}
+        self.preemptions = 0
         self.armed: dict[tuple[str, str], list[tuple[int, int, float]]] = {}
         self.copy_delay_s = 0.0
 
@@ -66,6 +67,16 @@ class Probe:
         for name in HOOKS:
             if hasattr(connector, name):
                 setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def count_preemptions(self, scheduler: Any) -> None:
+        """Note every time a running request loses its blocks."""
+        preempt = scheduler._preempt_request
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counting
 
     def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -107,6 +118,7 @@ class Probe:
             calls=self.calls,
             told_none_s=max(self.told_none.values(), default=0.0),
             told_none=len(self.told_none),
+            preemptions=self.preemptions,
         )
 
 
@@ -141,6 +153,7 @@ class Engine:
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         if "connector" in config:
             self._wrap_connectors()
+        self.probe.count_preemptions(self.scheduler)
         self.hits: dict[str, tuple[int, int]] = {}
         self.engine.engine_core.get_output = self._noting_hits(self.engine.engine_core.get_output)
         self.count = 0
@@ -237,10 +250,10 @@ class Engine:
                 raise TimeoutError(f"the scheduler still had work after {DRAIN_S:g} s")
             self.step()
 
-    def reset(self) -> bool:
-        """Drop vLLM's own prefix cache; False if some block is still held."""
+    def reset(self, connector: bool) -> bool:
+        """Drop vLLM's own prefix cache (and kvass's); False if some block is still held."""
         self.drain()
-        return bool(self.engine.reset_prefix_cache())
+        return bool(self.engine.reset_prefix_cache(reset_connector=connector))
 
 
 def _disturb_mover(probe: Probe) -> None:
@@ -275,7 +288,7 @@ def serve(engine: Engine, commands: TextIO, answer: Callable[[object], None]) ->
                 prompts = msgspec.convert(fields["prompts"], list[Prompt])
                 answer(msgspec.to_builtins(engine.generate(prompts)))
             case "reset":
-                answer(engine.reset())
+                answer(engine.reset(fields["connector"]))
             case "hooks":
                 answer(msgspec.to_builtins(probe.report()))
             case "reset_hooks":

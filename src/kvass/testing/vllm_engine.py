@@ -74,6 +74,13 @@ class Hooks(msgspec.Struct, frozen=True):
     """The longest time from a request's first ``None`` to its answer."""
     told_none: int
     """Requests that were told ``None`` at least once."""
+    preemptions: int
+    """Times vLLM took a running request's blocks away."""
+
+    @property
+    def longest(self) -> float:
+        """The longest that any one hook kept the engine."""
+        return max(self.longest_s.values(), default=0.0)
 
 
 class EngineDied(Exception):
@@ -143,9 +150,12 @@ class EngineProcess:
         """Wait for what ``submit`` started."""
         return msgspec.convert(self._read(timeout_s), list[Answer])
 
-    def reset(self) -> bool:
-        """Drain, then drop vLLM's own prefix cache, so that only the connector can hit."""
-        return bool(self.call("reset"))
+    def reset(self, *, connector: bool = False) -> bool:
+        """Drain, then drop vLLM's own prefix cache, so that only the connector can hit.
+
+        With ``connector`` kvass forgets too. False if a block was still held.
+        """
+        return bool(self.call("reset", connector=connector))
 
     def hooks(self) -> Hooks:
         """What the connector's hooks took since ``reset_hooks``."""
@@ -173,13 +183,17 @@ class EngineProcess:
         self._child.send_signal(signal.SIGKILL)
         self._child.wait(10)
 
-    def close(self) -> None:
-        """End the engine in good order, by force after 20 s. Idempotent."""
+    def hang_up(self) -> None:
+        """Tell the engine to end in good order, without waiting for it. Idempotent."""
         if self._child.stdin is not None and not self._child.stdin.closed:
             try:
                 self._child.stdin.close()
             except BrokenPipeError:
                 pass
+
+    def close(self) -> None:
+        """End the engine in good order, by force after 20 s. Idempotent."""
+        self.hang_up()
         try:
             self._child.wait(20)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,137 @@
+"""Real vLLM engines for the tests of this folder, each a process of its own, shared by many cases.
+
+``plain`` runs without kvass and is the judge: its cold runs and its own local prefix hits are what
+a load is compared with. ``a`` and ``b`` share one daemon.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.models import TINY, build
+from kvass.testing.vllm_engine import Answer, EngineProcess
+
+ROOT: Final = Path(__file__).parent.parent.parent
+CHUNK: Final = 256
+BLOCK: Final = 32
+ARGS: Final[dict[str, Any]] = {
+    "max_model_len": 4096,
+    "num_gpu_blocks_override": 512,
+    "max_num_batched_tokens": 512,  # longer prompts are prefilled in chunks
+}
+LIKE_LOCAL_HIT: Final = 1e-4
+LIKE_COLD: Final = 1e-3
+
+
+class Judge:
+    """What vLLM says without kvass: cold, and after a local prefix hit of so many tokens."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.engine = engine
+        self._cold: dict[tuple[tuple[int, ...], int], Answer] = {}
+
+    def cold(self, tokens: list[int], max_tokens: int = 8) -> Answer:
+        """Computed from the first token on."""
+        key = (tuple(tokens), max_tokens)
+        if key not in self._cold:
+            assert self.engine.reset()
+            self._cold[key] = self.engine.one(tokens, max_tokens)
+            assert self._cold[key].cached == 0
+        return self._cold[key]
+
+    def after_local_hit(self, tokens: list[int], hit: int, max_tokens: int = 8) -> Answer:
+        """Computed after ``hit`` tokens that vLLM found in its own cache."""
+        assert self.engine.reset()
+        self.engine.one(tokens[:hit], 1)
+        answer = self.engine.one(tokens, max_tokens)
+        assert answer.local == min(hit, (len(tokens) - 1) // BLOCK * BLOCK)
+        return answer
+
+    def check(self, tokens: list[int], answer: Answer) -> None:
+        """Assert that ``answer`` is right, whatever of its prompt was cached."""
+        cold = self.cold(tokens, len(answer.tokens))
+        assert answer.finish_reason == "length"
+        assert answer.tokens == cold.tokens
+        assert answer.logprobs == pytest.approx(cold.logprobs, abs=LIKE_COLD)
+        if answer.cached:
+            local = self.after_local_hit(tokens, answer.cached, len(answer.tokens))
+            assert answer.tokens == local.tokens
+            assert answer.logprobs == pytest.approx(local.logprobs, abs=LIKE_LOCAL_HIT)
+
+
+Starter = Callable[..., EngineProcess]
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return build(ROOT / ".cache" / "models")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def start(model: Path, folder: Path) -> Iterator[Starter]:
+    """Start an engine by name; all are closed at the end."""
+    engines: list[EngineProcess] = []
+
+    def start_one(name: str, *, folder_of: Path | None = None, **fields: Any) -> EngineProcess:
+        args = {**ARGS, **fields.pop("args", {})}
+        log = folder / f"{name}.log"
+        engines.append(EngineProcess(folder_of or model, log, args=args, **fields))
+        return engines[-1]
+
+    yield start_one
+    for engine in engines:
+        engine.hang_up()
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def judge(start: Starter) -> Judge:
+    return Judge(start("plain"))
+
+
+@pytest.fixture(scope="session")
+def daemon(folder: Path) -> Iterator[Daemon]:
+    with running_daemon(folder, l1_size="256MiB") as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def pair(daemon: Daemon, start: Starter) -> tuple[EngineProcess, EngineProcess]:
+    """Two engines of one daemon, started side by side."""
+    a, b = (start(name, socket=Path(daemon.socket)) for name in "ab")
+    return a.wait_ready(), b.wait_ready()
+
+
+@pytest.fixture
+def a(pair: tuple[EngineProcess, EngineProcess]) -> EngineProcess:
+    return pair[0]
+
+
+@pytest.fixture
+def b(pair: tuple[EngineProcess, EngineProcess]) -> EngineProcess:
+    """The second engine, its own prefix cache empty."""
+    assert pair[1].reset()
+    return pair[1]
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> Callable[[int], list[int]]:
+    """Make a prompt of so many tokens that no other test uses; each call makes another one."""
+    rng = random.Random(request.node.nodeid)
+
+    def make(tokens: int) -> list[int]:
+        return [rng.randrange(4, TINY.vocab) for _ in range(tokens)]
+
+    return make

@@ -1,0 +1,194 @@
+"""Right: what engine B loads instead of computing gives the tokens it would have computed.
+
+Every case asserts that something *was* loaded, and how much; one breaks the loaded bytes on purpose
+and wants to see other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+from tests.engine.conftest import BLOCK, CHUNK, Judge
+
+from kvass import Client
+from kvass.arena import memory
+from kvass.messages import Hello, Welcome
+from kvass.testing.daemon import Daemon
+from kvass.testing.vllm_engine import EngineProcess, Prompt
+from kvass.wire.channel import Channel
+
+pytestmark = pytest.mark.engine
+
+Make = Callable[[int], list[int]]
+
+AROUND: Final = sorted(
+    {boundary + by for boundary in range(CHUNK, 2 * CHUNK + 1, BLOCK) for by in (-1, 0, 1)}
+    | {BLOCK - 1, BLOCK, BLOCK + 1, 3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + 1}
+)
+"""One token around every block boundary of the second chunk, and the edges of the others."""
+
+
+def whole_chunks(tokens: int) -> int:
+    return tokens // CHUNK * CHUNK
+
+
+def test_cold_and_warm_in_a_second_process(
+    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
+) -> None:
+    tokens = prompt(1000)
+    cold = a.one(tokens)
+    assert cold.cached == 0
+    judge.check(tokens, cold)
+    warm = b.one(tokens)
+    assert (warm.local, warm.external) == (0, 768)
+    judge.check(tokens, warm)
+
+
+@pytest.mark.parametrize("size", AROUND)
+def test_around_every_boundary(
+    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make, size: int
+) -> None:
+    tokens = prompt(size)
+    judge.check(tokens, a.one(tokens, 4))
+    warm = b.one(tokens, 4)
+    assert (warm.local, warm.external) == (0, whole_chunks(size))
+    judge.check(tokens, warm)
+
+
+def test_shared_prefix(a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make) -> None:
+    first = prompt(900)
+    second = first[:600] + prompt(300)
+    a.one(first)
+    warm = b.one(second)
+    assert warm.external == 512
+    judge.check(second, warm)
+
+
+def test_a_local_hit_that_ends_inside_a_chunk_is_kept(
+    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
+) -> None:
+    tokens = prompt(1000)
+    b.one(tokens[:300], 1)
+    a.one(tokens)
+    warm = b.one(tokens)
+    assert (warm.local, warm.external) == (288, 768 - 288)
+    judge.check(tokens, warm)
+
+
+def test_generated_tokens_are_reused_in_the_next_turn(
+    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
+) -> None:
+    question = prompt(300)
+    answer = a.one(question, 300)
+    turn = question + answer.tokens + prompt(50)
+    warm = b.one(turn)
+    assert warm.external == 512 > len(question)
+    judge.check(turn, warm)
+
+
+def test_two_engines_at_once(
+    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
+) -> None:
+    same, one, other = prompt(600), prompt(700), prompt(500)
+    a.submit(Prompt(same), Prompt(one))
+    b.submit(Prompt(same), Prompt(other))
+    for tokens, answer in zip((same, one, same, other), a.answers() + b.answers(), strict=True):
+        judge.check(tokens, answer)
+    assert a.reset()
+    assert b.reset()
+    a.submit(Prompt(other), Prompt(same))
+    b.submit(Prompt(one), Prompt(same))
+    warm = a.answers() + b.answers()
+    assert [answer.external for answer in warm] == [256, 512, 512, 512]
+    for tokens, answer in zip((other, same, one, same), warm, strict=True):
+        judge.check(tokens, answer)
+
+
+def test_chunked_prefill(a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make) -> None:
+    tokens = prompt(2500)
+    judge.check(tokens, a.one(tokens))
+    longer = tokens + prompt(1200)
+    warm = b.one(longer)
+    assert warm.external == whole_chunks(2500)
+    judge.check(longer, warm)
+    assert b.reset()
+    assert b.one(longer).external == whole_chunks(3700), "what the second prefill computed"
+
+
+def test_a_request_that_reads_no_cache_still_stores(
+    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
+) -> None:
+    tokens = prompt(600)
+    a.one(tokens)
+    unread = b.one(tokens, skip_prefix_cache=True)
+    assert unread.cached == 0
+    judge.check(tokens, unread)
+    other = prompt(600)
+    a.one(other, skip_prefix_cache=True)
+    assert b.one(other).external == 512
+
+
+def test_a_salt_never_hits_anothers(
+    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
+) -> None:
+    tokens = prompt(600)
+    a.one(tokens, salt="mine")
+    for salt in ("yours", None):
+        assert b.one(tokens, salt=salt).cached == 0
+        assert b.reset()
+        assert b.one(tokens, salt="mine").external == 512
+        assert b.reset()
+    judge.check(tokens, b.one(tokens, salt="mine"))
+
+
+def test_reset_cache_forgets_for_everybody(
+    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
+) -> None:
+    tokens = prompt(600)
+    a.one(tokens)
+    assert a.reset(connector=True)
+    cold = b.one(tokens)
+    assert cold.cached == 0
+    judge.check(tokens, cold)
+    assert b.reset()
+    assert b.one(tokens).external == 512
+
+
+def zero_arena(daemon: Daemon) -> None:
+    """Overwrite every byte of the arena, as no well-behaved client would."""
+    channel = Channel.connect(daemon.socket, 5.0)
+    channel.send(Hello(wants_arena=True))
+    (welcome,) = channel.receive(5.0)
+    assert isinstance(welcome, Welcome)
+    descriptor = channel.take_fd()
+    assert descriptor is not None
+    arena = memory.attach(descriptor, welcome.arena_bytes)
+    arena.buffer[:] = 0
+    arena.close()
+    channel.close()
+
+
+def test_zeroed_kv_changes_the_tokens(
+    a: EngineProcess, b: EngineProcess, judge: Judge, daemon: Daemon, prompt: Make
+) -> None:
+    """The negative control: the loaded bytes decide, so the cases above prove something."""
+    tokens = prompt(600)
+    right = a.one(tokens)
+    zero_arena(daemon)
+    wrong = b.one(tokens)
+    assert wrong.external == 512
+    assert wrong.tokens != right.tokens
+    with pytest.raises(AssertionError):
+        judge.check(tokens, wrong)
+    with Client(daemon.socket) as client:
+        client.clear(everything=True)
+    assert b.reset()
+    judge.check(tokens, b.one(tokens))
+
+
+def test_nothing_is_owed_afterwards(a: EngineProcess, b: EngineProcess, daemon: Daemon) -> None:
+    assert a.reset()
+    assert b.reset()
+    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0, rows_loading=0)
