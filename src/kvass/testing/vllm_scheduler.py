@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -178,7 +179,12 @@ def make_configs(
         SpeculativeConfig,
         VllmConfig,
     )
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
 
     connector = {
         "kv_connector": "KvassConnector",
@@ -206,10 +212,15 @@ def make_configs(
     )
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    page, layers = spec.page_size_bytes, ["layer.0", "layer.1"]
     caches = KVCacheConfig(
         num_blocks=blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer.0", "layer.1"], spec)],
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=2 * blocks * page, layers=layers, layer_stride=blocks * page, block_stride=page
+            )
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
         hash_block_size=BLOCK,
     )
     return config, caches
@@ -221,8 +232,8 @@ class World:
     def __init__(
         self, client: object, *, asynchronous: bool = False, configs: Any = None, **options: Any
     ) -> None:
-        """``client`` stands for the connector's ``SchedulerClient``; ``options`` are those of
-        ``make_configs``."""
+        """``client`` stands for the connector's ``SchedulerClient``, None leaves it the real one;
+        ``options`` are those of ``make_configs``."""
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -233,7 +244,7 @@ class World:
         init_none_hash(sha256)
         self._hasher: Callable[[Any], list[Any]] = get_request_block_hasher(BLOCK, sha256)
         kind = AsyncScheduler if asynchronous else Scheduler
-        with mock.patch(CLIENT, return_value=client):
+        with mock.patch(CLIENT, return_value=client) if client is not None else nullcontext():
             self.scheduler: Any = kind(
                 vllm_config=config,
                 kv_cache_config=caches,
@@ -245,6 +256,7 @@ class World:
         self.connector: Any = self.scheduler.connector
         self.pool: Any = self.scheduler.kv_cache_manager.block_pool
         self.open_steps: list[int] = []
+        self._multi = config.kv_transfer_config.kv_connector == "MultiConnector"
         self._sampling: dict[int, set[str]] = {}
 
     def add(
@@ -280,6 +292,8 @@ class World:
         """One ``schedule()``: vLLM's output and our metadata."""
         output = self.scheduler.schedule()
         work = output.kv_connector_metadata
+        if self._multi:
+            (work,) = work.metadata
         if work.step:
             self.open_steps.append(work.step)
         requests = self.scheduler.requests
@@ -303,10 +317,16 @@ class World:
 
         from kvass.connectors.vllm.metadata import StepReport
 
+        if self._multi:
+            from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as multi
+
         names, sampling = list(output.num_scheduled_tokens), self._sampling.pop(id(output))
         steps = dict.fromkeys(reported, 1)
         self.open_steps = [step for step in self.open_steps if step not in steps]
         ended = set(received) | set(failed)
+        report: Any = StepReport(steps) if steps else None
+        if self._multi and report is not None:
+            report = multi.MultiKVConnectorWorkerMetadata(metadata=(report,))
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -319,7 +339,7 @@ class World:
                 kv_connector_output=KVConnectorOutput(
                     finished_recving=ended or None,
                     failed_recving=set(failed),
-                    kv_connector_worker_meta=StepReport(steps) if steps else None,
+                    kv_connector_worker_meta=report,
                 ),
             ),
         )

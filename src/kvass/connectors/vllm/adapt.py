@@ -11,6 +11,7 @@ the layer's storage, ``page_size_bytes`` long; ``touch`` and ``free_blocks`` hol
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import os
 import platform
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import torch
 import vllm
@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvass.config import default_socket
 from kvass.connectors.vllm import identity
+from kvass.connectors.vllm.options import read_options
 from kvass.errors import ConfigError, UsageError
 from kvass.layout.describe import GroupPlanes, describe_group
 from kvass.messages import Register
@@ -66,15 +67,7 @@ FULL_KINDS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 DEVICES: Final = frozenset({"cpu"})
 
 
-# ---------------------------------------------------------------- options and environment
-
-
-class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
-    """The ``kvass.*`` keys of ``kv_connector_extra_config``; without a socket, the default one."""
-
-    socket: str = ""
-    chunk_tokens: int = 0
-    tag: str = ""
+# ---------------------------------------------------------------- environment
 
 
 @dataclass(frozen=True)
@@ -136,27 +129,19 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
     )
 
 
-def read_options(extra: Mapping[str, object]) -> Options:
-    """Our keys of the engine's ``kv_connector_extra_config``; other prefixes are not ours.
-
-    Raises :class:`ConfigError` for an unknown ``kvass.*`` key or a wrong type or value.
-    """
-    ours = {key: value for key, value in extra.items() if key.startswith("kvass")}
-    known = {f.encode_name for f in msgspec.structs.fields(Options)}
-    if unknown := sorted(ours.keys() - known):
-        raise ConfigError(f"unknown option {unknown[0]!r}: use one of {', '.join(sorted(known))}")
-    try:
-        options = msgspec.convert(ours, Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"a kvass option of kv_connector_extra_config: {error}") from None
-    if options.chunk_tokens < 0 or (options.chunk_tokens == 0 and "kvass.chunk_tokens" in ours):
-        raise ConfigError(f"kvass.chunk_tokens is {options.chunk_tokens}: give a positive number")
-    return options
-
-
 def recompute_failed_loads(vllm_config: Any) -> None:
-    """Law 8: a load that fails is recomputed. The scheduler reads this after making us."""
+    """Law 8: a load that fails is recomputed. The scheduler reads this setting after making us.
+
+    Inside a MultiConnector we are given a copy of the configuration, and nothing refers to the one
+    the scheduler reads but the frames that are making us right now.
+    """
     vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    frame = inspect.currentframe()
+    while frame is not None:
+        outer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+        if outer is not None:
+            outer.kv_load_failure_policy = "recompute"
+        frame = frame.f_back
 
 
 def _check_hash_algorithm(algorithm: str) -> None:

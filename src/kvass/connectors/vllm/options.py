@@ -1,0 +1,39 @@
+"""The connector's options: the ``kvass.*`` keys of vLLM's ``kv_connector_extra_config``.
+
+Law of this file: an option that does not exist or cannot be used stops the engine's start with one
+line. Keys of other prefixes are not ours and are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvass.errors import ConfigError
+
+
+class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
+    """The ``kvass.*`` keys of ``kv_connector_extra_config``; without a socket, the default one."""
+
+    socket: str = ""
+    chunk_tokens: int = 0
+    tag: str = ""
+
+
+def read_options(extra: Mapping[str, object]) -> Options:
+    """Our keys of the engine's ``kv_connector_extra_config``; other prefixes are not ours.
+
+    Raises :class:`ConfigError` for an unknown ``kvass.*`` key or a wrong type or value.
+    """
+    ours = {key: value for key, value in extra.items() if key.startswith("kvass")}
+    known = {f.encode_name for f in msgspec.structs.fields(Options)}
+    if unknown := sorted(ours.keys() - known):
+        raise ConfigError(f"unknown option {unknown[0]!r}: use one of {', '.join(sorted(known))}")
+    try:
+        options = msgspec.convert(ours, Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"a kvass option of kv_connector_extra_config: {error}") from None
+    if options.chunk_tokens < 0 or (options.chunk_tokens == 0 and "kvass.chunk_tokens" in ours):
+        raise ConfigError(f"kvass.chunk_tokens is {options.chunk_tokens}: give a positive number")
+    return options

@@ -1,0 +1,291 @@
+"""Both sides of the connector against a real daemon, with vLLM's real scheduler and no engine.
+
+The "model" writes into every page bytes that follow from the tokens up to the block's end, so any
+page that is loaded can be checked against what its tokens say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.vllm_rank import Rank, until
+from kvass.testing.vllm_scheduler import BLOCK, World, make_configs
+
+PROMPT = list(range(100))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with running_daemon(tmp_path) as one:
+        yield one
+
+
+class Engine:
+    """A scheduler and its one rank."""
+
+    def __init__(
+        self, socket: str, daemon: Daemon | None = None, tag: str = "", **options: Any
+    ) -> None:
+        configs = make_configs({"kvass.socket": socket, "kvass.tag": tag}, **options)
+        self.world = World(None, configs=configs)
+        self.client = self.world.connector._planner._client
+        # Patient: on a loaded machine a slow answer would be the miss that it ought to be.
+        self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
+        self.rank = Rank(*configs)
+        self.loads: list[Any] = []
+        self.daemon = daemon
+
+    def wait_connected(self) -> None:
+        until(lambda: self.client.connected, "the scheduler's session")
+        until(lambda: self.copier._client.connected, "the worker's session")
+
+    @property
+    def copier(self) -> Any:
+        return self.rank.connector._copier
+
+    def step(self) -> Any:
+        """One step: what is scheduled is "computed", then the rank's hooks run."""
+        output, work = self.world.schedule()
+        for name in output.num_scheduled_tokens:
+            self.compute(name)
+        self.loads += work.loads
+        self.world.finish(output, **self.rank.run(work))
+        if not output.num_scheduled_tokens:
+            time.sleep(0.001)
+        return output
+
+    def table(self, name: str) -> list[int]:
+        return list(self.world.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    def compute(self, name: str) -> None:
+        request = self.world.scheduler.requests[name]
+        done = request.num_computed_tokens // BLOCK
+        for number, block in enumerate(self.table(name)[:done]):
+            self.rank.pages[:, block] = page(request.all_token_ids, number)
+
+    def generate(self, name: str, tokens: Iterable[int], max_tokens: int = 2) -> Any:
+        """Run one request to its end, and the stores it left; returns it."""
+        request = self.world.add(name, tokens, max_tokens=max_tokens)
+        until(lambda: self.step() and request.is_finished(), "the request's end")
+        until(lambda: self.step() and not self.world.scheduler.has_requests(), "its stores")
+        if self.daemon is not None:
+            self.daemon.wait_until(
+                reservations=0
+            )  # a commit is one-way, it may still be on its way
+        return request
+
+    def load(self, name: str, tokens: Iterable[int]) -> Any:
+        """Add a request, and step until it was given its first tokens to compute."""
+        request = self.world.add(name, tokens)
+        while name not in (output := self.step()).num_scheduled_tokens:
+            pass
+        return request, output.num_scheduled_tokens[name]
+
+    def check(self, request: Any, tokens: int) -> None:
+        """The first ``tokens`` of ``request`` lie in its blocks as its tokens say."""
+        for number, block in enumerate(self.table(request.request_id)[: tokens // BLOCK]):
+            expected = page(request.all_token_ids, number)
+            assert (self.rank.pages[:, block] == expected).all(), f"block {number}"
+
+    def close(self) -> None:
+        self.world.scheduler.shutdown()
+        self.rank.close()
+
+
+def page(tokens: Iterable[int], block: int) -> int:
+    """The byte of which the page of the request's ``block``-th block consists."""
+    prefix = list(tokens)[: (block + 1) * BLOCK]
+    return 1 + hashlib.sha256(str(prefix).encode()).digest()[0] % 255
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        made.append(Engine(daemon.socket, daemon, **options))
+        made[-1].wait_connected()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def empty(daemon: Daemon) -> None:
+    """Nothing is owed by anybody."""
+    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+
+
+def test_a_second_engine_loads_what_the_first_stored(daemon: Daemon, engine: Any) -> None:
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    assert daemon.status()["rows"] == 3
+    request, scheduled = b.load("b", PROMPT)
+    assert scheduled == 4
+    b.check(request, 96)
+    assert [load.skip for load in b.loads] == [0]
+    empty(daemon)
+
+
+def test_the_check_sees_a_page_that_was_not_loaded(engine: Any) -> None:
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    request, _ = b.load("b", PROMPT)
+    b.rank.pages[:, b.table("b")[3]] = 0
+    with pytest.raises(AssertionError, match="block 3"):
+        b.check(request, 96)
+
+
+def test_a_load_begins_inside_a_chunk_where_the_local_hit_ends(daemon: Daemon, engine: Any) -> None:
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    b.generate("short", PROMPT[:50])
+    before = b.rank.pages.copy()
+    b.loads.clear()
+    request, scheduled = b.load("b", PROMPT)
+    assert scheduled == 4
+    assert [load.skip for load in b.loads] == [1]
+    b.check(request, 96)
+    local = b.table("b")[:3]
+    assert (b.rank.pages[:, local] == before[:, local]).all()
+    empty(daemon)
+
+
+def test_generated_tokens_are_found_by_the_next_turn(engine: Any) -> None:
+    a, b = engine(), engine()
+    turn = a.generate("a", PROMPT, max_tokens=40)
+    request, scheduled = b.load("b", [*turn.all_token_ids, 1, 2, 3])
+    assert scheduled == 143 - 128
+    b.check(request, 128)
+
+
+def test_a_late_load_is_a_failed_load(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    real = b.world.connector._planner._load
+
+    def late(*args: Any) -> Any:
+        import dataclasses
+
+        return dataclasses.replace(real(*args), deadline_s=time.monotonic() - 1)
+
+    monkeypatch.setattr(b.world.connector._planner, "_load", late)
+    _, scheduled = b.load("b", PROMPT)
+    assert scheduled == 100, "everything is computed"
+    assert b.rank.connector._boundary.counters["load_late"] == 1
+    empty(daemon)
+
+
+def test_a_slot_outside_the_arena_is_a_failed_load(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    real = b.world.connector._planner._load
+
+    def astray(*args: Any) -> Any:
+        import dataclasses
+
+        from kvass.types import Slots
+
+        load = real(*args)
+        slots = Slots(((1 << 40,),), load.slots[0].set_, load.slots[0].slot)
+        return dataclasses.replace(load, slots=(slots,))
+
+    monkeypatch.setattr(b.world.connector._planner, "_load", astray)
+    _, scheduled = b.load("b", PROMPT)
+    assert scheduled == 100
+    assert b.rank.connector._boundary.counters["load_refused"] == 1
+    empty(daemon)
+
+
+def test_a_daemon_that_died_between_match_and_load_is_a_miss(daemon: Daemon, engine: Any) -> None:
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    request = b.world.add("b", PROMPT)
+    output, work = b.world.schedule()
+    assert len(work.loads) == 1
+    daemon.restart()
+    b.wait_connected()
+    until(
+        lambda: b.copier._client.arena(work.loads[0].boot) is None,
+        "the worker to see another boot",
+    )
+    b.world.finish(output, **b.rank.run(work))
+    until(lambda: b.step() and request.is_finished(), "the request's end")
+    assert request.num_tokens == 104
+    empty(daemon)
+
+
+def test_a_prompt_stored_after_a_restart_is_found(daemon: Daemon, engine: Any) -> None:
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    daemon.restart()
+    for one in (a, b):
+        one.wait_connected()
+    a.generate("a2", PROMPT, max_tokens=20)
+    request, scheduled = b.load("b", PROMPT)
+    assert scheduled == 4
+    b.check(request, 96)
+
+
+def test_an_engine_starts_without_a_daemon_and_finds_it_later(tmp_path: Path) -> None:
+    a, b = (Engine(str(tmp_path / "kvass.sock")) for _ in range(2))
+    try:
+        assert a.generate("a", PROMPT).num_tokens == 102
+        with running_daemon(tmp_path) as daemon:
+            for one in (a, b):
+                one.wait_connected()
+            a.generate("a2", PROMPT, max_tokens=20)
+            daemon.wait_until(rows=3, reservations=0)
+            assert b.load("b", PROMPT)[1] == 4
+    finally:
+        a.close()
+        b.close()
+
+
+def test_another_tag_is_another_namespace(daemon: Daemon, engine: Any) -> None:
+    a = engine()
+    a.generate("a", PROMPT)
+    assert engine().load("same", PROMPT)[1] == 4
+    assert engine(tag="other").load("other", PROMPT)[1] == 100
+
+
+def test_reset_cache_forgets_the_rows(daemon: Daemon, engine: Any) -> None:
+    a = engine()
+    a.generate("a", PROMPT)
+    assert daemon.status()["rows"] == 3
+    assert a.world.scheduler.reset_prefix_cache(reset_connector=True)
+    daemon.wait_until(rows=0)
+    daemon.kill()
+    assert a.world.connector.reset_cache() is False
+
+
+def test_many_steps_leave_nothing_behind(daemon: Daemon, engine: Any) -> None:
+    a = engine(blocks=24)
+    rng = np.random.default_rng(7)
+    live: list[str] = []
+    for number in range(60):
+        a.world.add(str(number), rng.integers(0, 3, 70).tolist(), max_tokens=4)
+        live.append(str(number))
+        a.step()
+        if rng.random() < 0.3:
+            a.world.abort(live.pop(int(rng.integers(len(live)))))
+            live = [name for name in live if name in a.world.scheduler.requests]
+    until(lambda: a.step() and not a.world.scheduler.has_requests(), "the end")
+    assert a.world.scheduler.reset_prefix_cache()
+    empty(daemon)
+    assert not a.world.connector._boundary.counters

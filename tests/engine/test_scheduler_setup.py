@@ -1,0 +1,289 @@
+"""What the connector makes of an engine's configuration: options, identity, when it is inert."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvass.connectors.vllm import KvassConnector, adapt, identity
+from kvass.errors import ConfigError, UsageError
+from kvass.testing.vllm_scheduler import FakeClient, World, make_configs
+
+
+def setup(**changes: Any) -> adapt.Setup:
+    found = adapt.read_setup(*make_configs(**changes))
+    assert isinstance(found, adapt.Setup)
+    return found
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kvass.chunk": 256}, "use one of kvass.chunk_tokens, kvass.socket, kvass.tag"),
+        ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
+        ({"kvass.chunk_tokens": "256"}, "Expected `int`, got `str`"),
+        ({"kvass.chunk_tokens": True}, "Expected `int`, got `bool`"),
+        ({"kvass.chunk_tokens": 2.5}, "Expected `int`, got `float`"),
+        ({"kvass.chunk_tokens": 0}, "give a positive number"),
+        ({"kvass.chunk_tokens": -32}, "give a positive number"),
+        ({"kvass.chunk_tokens": 40}, "give a multiple of 16"),
+        ({"kvass.socket": 7}, "Expected `str`, got `int`"),
+        ({"kvass.tag": None}, "Expected `str`, got `null`"),
+    ],
+)
+def test_a_wrong_option_stops_the_start(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        World(None, options=options)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_connectors_options_are_left_alone() -> None:
+    assert setup(options={"shared_storage_path": "/x"}).chunk_tokens == 32
+
+
+def test_the_default_chunk_is_the_smallest_multiple_from_256() -> None:
+    config, caches = make_configs()
+    del config.kv_transfer_config.kv_connector_extra_config["kvass.chunk_tokens"]
+    found = adapt.read_setup(config, caches)
+    assert isinstance(found, adapt.Setup)
+    assert found.chunk_tokens == 256
+    caches.cache_hit_alignment_tokens = 96
+    found = adapt.read_setup(config, caches)
+    assert isinstance(found, adapt.Setup)
+    assert found.chunk_tokens == 288
+
+
+def test_a_producer_that_never_reads_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_consumer"):
+        setup(kv_role="kv_producer")
+
+
+def test_a_hash_seeded_at_random_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, caches = make_configs()
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match="set PYTHONHASHSEED"):
+        adapt.read_setup(config, caches)
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    one = adapt.read_setup(config, caches)
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    two = adapt.read_setup(config, caches)
+    assert isinstance(one, adapt.Setup)
+    assert isinstance(two, adapt.Setup)
+    assert one.registration.identity["hash"] != two.registration.identity["hash"]
+
+
+# ---------------------------------------------------------------- inert
+
+
+def two_groups(config: Any, caches: Any) -> None:
+    caches.kv_cache_groups *= 2
+
+
+def two_ranks(config: Any, caches: Any) -> None:
+    config.parallel_config.tensor_parallel_size = 2
+
+
+def sliding(config: Any, caches: Any) -> None:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    spec = caches.kv_cache_groups[0].kv_cache_spec
+    caches.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=32, dtype=spec.dtype, sliding_window=32
+    )
+
+
+def unreadable(config: Any, caches: Any) -> None:
+    config.attention_config = None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (two_groups, "2 KV cache groups"),
+        (two_ranks, "several ranks"),
+        (sliding, "SlidingWindowSpec"),
+        (unreadable, "reading the engine's configuration failed"),
+    ],
+)
+def test_what_is_not_supported_is_inert_and_says_so_once(
+    change: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, caches = make_configs()
+    change(config, caches)
+    for role in (adapt.KVConnectorRole.SCHEDULER, adapt.KVConnectorRole.WORKER):
+        connector = KvassConnector(config, role, caches)
+        assert connector._planner is None
+        assert connector._copier is None
+    errors = [r.getMessage() for r in caplog.records if "runs uncached" in r.getMessage()]
+    assert len(errors) == 1
+    assert says in errors[0]
+    assert all(r.levelno == logging.ERROR for r in caplog.records if "uncached" in r.getMessage())
+
+
+def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, caches = make_configs()
+    monkeypatch.setattr("vllm.__version__", "0.33.1+cpu")
+    found = adapt.read_setup(config, caches)
+    assert isinstance(found, adapt.Inert)
+    assert "0.33.1" in found.reason
+    monkeypatch.setattr("vllm.__version__", "0.32.0+cpu")
+    assert isinstance(adapt.read_setup(config, caches), adapt.Setup)
+
+
+def test_an_inert_engine_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapt, "TESTED", frozenset())
+    client = FakeClient()
+    world = World(client)
+    request = world.add("a", range(100))
+    world.run()
+    assert request.num_tokens == 104
+    assert client.steps == 0
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def test_inside_a_multiconnector_failed_loads_are_recomputed_too() -> None:
+    client = FakeClient()
+    child = {
+        "kv_connector": "KvassConnector",
+        "kv_connector_module_path": "kvass.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvass.chunk_tokens": 32},
+    }
+    config, caches = make_configs(
+        kv_connector="MultiConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={"connectors": [child]},
+    )
+    world = World(client, configs=(config, caches))
+    assert world.scheduler.recompute_kv_load_failures
+    assert world.scheduler.requires_kv_delivery is False
+    world.add("a", range(100), max_tokens=1)
+    world.run(client)
+    assert len(client.rows) == 3
+    assert world.scheduler.reset_prefix_cache()
+    request = world.add("b", range(100))
+    assert len(world.step().loads) == 1
+    world.step(failed=["b"])
+    output, _ = world.schedule()
+    assert output.num_scheduled_tokens == {"b": 100}
+    world.finish(output)
+    world.run(client)
+    assert request.num_tokens == 104
+
+
+# ---------------------------------------------------------------- identity
+
+
+def test_both_sides_and_both_engines_agree() -> None:
+    one, two = setup(), setup()
+    assert one.registration.identity == two.registration.identity
+    assert one.registration.instance != two.registration.instance
+
+
+def quantized(config: Any, caches: Any) -> None:
+    config.cache_config.cache_dtype = "fp8"
+
+
+def half(config: Any, caches: Any) -> None:
+    config.model_config.dtype = "float16"
+
+
+def overridden(config: Any, caches: Any) -> None:
+    config.model_config.hf_overrides = {"rope_theta": 5.0}
+
+
+def dummy(config: Any, caches: Any) -> None:
+    config.load_config.load_format = "dummy"
+
+
+def other_layout(config: Any, caches: Any) -> None:
+    caches.kv_cache_layout = "BLHNC"
+
+
+def long_rope(config: Any, caches: Any) -> None:
+    config.model_config.hf_text_config.rope_parameters = {"rope_type": "longrope"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [quantized, half, overridden, dummy, other_layout, long_rope],
+    ids=lambda c: c.__name__,
+)
+def test_what_changes_the_bytes_changes_the_identity(change: Any) -> None:
+    config, caches = make_configs()
+    plain = adapt.read_setup(config, caches)
+    change(config, caches)
+    other = adapt.read_setup(config, caches)
+    assert isinstance(plain, adapt.Setup)
+    assert isinstance(other, adapt.Setup)
+    assert plain.registration.identity != other.registration.identity
+
+
+def test_changed_weights_in_the_same_folder_are_other_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    first = identity.local_weights(tmp_path)
+    assert identity.local_weights(tmp_path) == first
+    (tmp_path / ".cache").write_text("comes and goes")
+    assert identity.local_weights(tmp_path) == first
+    state = (tmp_path / "model.safetensors").stat()
+    (tmp_path / "model.safetensors").write_bytes(b"5678")
+    os.utime(tmp_path / "model.safetensors", ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    second = identity.local_weights(tmp_path)
+    assert second != first
+    state = (tmp_path / "config.json").stat()
+    (tmp_path / "config.json").write_text("[]")
+    os.utime(tmp_path / "config.json", ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert identity.local_weights(tmp_path) != second
+
+
+def test_canonical_text_knows_no_address_and_no_order() -> None:
+    class Thing:
+        pass
+
+    assert identity.canonical({"b": {3, 1, 2}, "a": (1, b"\x01", None)}) == (
+        '{"a":[1,"01",null],"b":["1","2","3"]}'
+    )
+    assert identity.canonical(Thing()) == identity.canonical(Thing())
+    assert identity.canonical(len) != identity.canonical(max)
+    assert identity.digest(["a", "bc"]) != identity.digest(["ab", "c"])
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_planes_that_contradict_the_configuration_are_refused() -> None:
+    import torch
+
+    _, caches = make_configs(blocks=8)
+    (tensor,) = caches.kv_cache_tensors
+    memory = torch.zeros(tensor.size, dtype=torch.uint8)
+    second = memory[tensor.layer_stride :]
+    found = adapt.read_memory(caches, {"layer.0": memory, "layer.1": [second]}, 32)
+    assert len(found.regions) == 1
+    assert [plane.base for plane in found.planes[0].planes] == [0, tensor.layer_stride]
+    assert found.layout.groups[0].shard_bytes(32) == found.planes[0].shard_bytes
+    with pytest.raises(UsageError, match=r"layer\.1"):
+        adapt.read_memory(caches, {"layer.0": memory, "layer.1": memory}, 32)
+
+
+def test_layers_in_storages_of_their_own_are_regions_of_their_own() -> None:
+    import torch
+
+    _, caches = make_configs(blocks=8)
+    (tensor,) = caches.kv_cache_tensors
+    tensor.layer_stride = 0
+    own = {name: torch.zeros(tensor.size, dtype=torch.uint8) for name in tensor.layers}
+    found = adapt.read_memory(caches, own, 32)
+    assert [plane.region for plane in found.planes[0].planes] == [0, 1]
