@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvass.errors import FrameError
@@ -82,6 +82,7 @@ def test_flipped_bytes_raise_nothing_but_a_frame_error(
     decode([bytes(frame)])
 
 
+@settings(max_examples=40)
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
