@@ -205,6 +205,7 @@ class Engine:
         self.scheduler = Process(SCHEDULER)
         self.workers = [Process(r) for r in range(model.ranks)]
         self.held: list[Held] = []
+        self.complete = False  # as far as the scheduler was told
         self.reads = self.late_reads = 0
 
     @property
@@ -228,6 +229,7 @@ class Engine:
         process.jobs.clear()
         if process is self.scheduler:
             self.held.clear()
+            self.complete = False
         if peer is not None:
             peer.closing = True
             process.peer = None
@@ -237,6 +239,7 @@ class Engine:
         for process in self.processes:
             process.peer = None
         self.held.clear()
+        self.complete = False
 
     def hear(self, process: Process, peer: Peer) -> None:
         """Take the next reply off the socket, or find that the daemon hung up."""
@@ -256,6 +259,8 @@ class Engine:
                     held.deadline = reply.deadline_s
         elif isinstance(reply, m.Registered):
             peer.since = min(peer.since, self.world.now)  # the first one counts
+            if process is self.scheduler:
+                self.complete = bool(reply.namespace)
         elif isinstance(reply, m.Error) and reply.code in ("rank_taken", "contradiction"):
             self.die(process)
 
@@ -308,18 +313,21 @@ class Engine:
             self.connect(self.scheduler)
             return
         what = rng.random()
-        if what < 0.45 and self.held:
+        if what < 0.6 and self.held:
             self._settle(peer, rng.choice(self.held))
-        elif what < 0.65:
+        elif not self.complete and what < 0.9:
+            if len(peer.asked) < 2:
+                peer.ask(self.model.register(self.name, SCHEDULER))
+        elif what < 0.75:
             self._lookup(peer)
-        elif what < 0.9:
+        elif what < 0.95:
             self._reserve(peer)
-        elif what < 0.91:
+        elif what < 0.96:
             peer.ask(m.Clear())
-        elif what < 0.93:
+        elif what < 0.97:
             peer.ask(m.Renew(boot=self.world.memory.boot, lease=rng.randint(1, 9)))
         else:
-            peer.ask(rng.choice([m.Ping(), m.Status(), self.model.register(self.name, -1)]))
+            peer.ask(rng.choice([m.Ping(), m.Status()]))
 
     def _lookup(self, peer: Peer) -> None:
         rng = self.world.rng

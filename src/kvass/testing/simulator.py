@@ -65,11 +65,12 @@ class Simulation:
             keys_per_message=rng.choice([8, 1000]),
         )
         self.mischief = rng.choice([0.0, 0.02, 0.05, 0.15])
+        self.stalls = rng.choice([0.0, 0.005, 0.02])
         self.models = [random_model(rng, f"m{i}") for i in range(rng.choice([2, 2, 3]))]
         self.roomy = rng.random() < 0.3
-        rows = 5_000 if self.roomy else rng.choice([4, 8, 12, 20, 40])
+        rows = 5_000 if self.roomy else rng.choice([4, 5, 8, 12, 25])
         self.arena_bytes = rows * max(model.row_bytes for model in self.models)
-        self.extent_bytes = rng.choice([None, PAGE, self.arena_bytes // 32])
+        self.extent_bytes = rng.choice([None, self.arena_bytes // 32, self.arena_bytes // 20])
         self.engines = [
             Engine(f"e{i}", self.models[i % len(self.models)], self)
             for i in range(rng.choice([2, 3, 4]))
@@ -172,33 +173,39 @@ class Simulation:
 
     # ------------------------------------------------------------ chance
 
-    def run(self, steps: int = 300) -> None:
+    def run(self, steps: int = 500) -> None:
         """A random life, then quiescence."""
-        rng = self.rng
+        for engine in self.engines:
+            for process in engine.processes:
+                engine.connect(process)
         for _ in range(steps):
-            self.pass_time(rng.expovariate(100.0) if rng.random() < 0.98 else rng.random() * 6)
-            what = rng.random()
-            if what < self.mischief:
-                self._mischief()
-            elif what < 0.5:
-                ready = [p for p in self.peers.values() if p.sent or p.closing]
-                if ready:
-                    self.deliver(rng.choice(ready))
-            elif what < 0.7:
-                self._hear()
-            else:
-                engine = rng.choice(self.engines)
-                if rng.random() < 0.4:
-                    engine.schedule()
-                else:
-                    busy = [w for w in engine.workers if w.jobs or w.peer is None]
-                    if busy:
-                        engine.work(rng.choice(busy))
+            stall = self.rng.random() < self.stalls
+            self.pass_time(self.rng.random() * 6 if stall else self.rng.expovariate(100.0))
+            self._something()
         self._drain()
         if not self.roomy:
             self._prove_room()
 
-    def _hear(self) -> None:
+    def _something(self) -> None:
+        """Mischief, a message on its way in, one on its way out, a copy, or a scheduler's idea."""
+        rng, engine = self.rng, self.rng.choice(self.engines)
+        what = rng.random()
+        if what < self.mischief:
+            self._mischief()
+            return
+        sent = [p for p in self.peers.values() if p.sent or p.closing]
+        if what < 0.5 and sent:
+            self.deliver(rng.choice(sent))
+            return
+        if what < 0.7 and self._hear():
+            return
+        busy = [w for w in engine.workers if w.jobs or w.peer is None]
+        if what < 0.9 and busy:
+            engine.work(rng.choice(busy))
+        else:
+            engine.schedule()
+
+    def _hear(self) -> bool:
         listeners: list[tuple[Engine, Process, Peer]] = [
             (engine, process, process.peer)
             for engine in self.engines
@@ -208,6 +215,7 @@ class Simulation:
         if listeners:
             engine, process, peer = self.rng.choice(listeners)
             engine.hear(process, peer)
+        return bool(listeners)
 
     def _mischief(self) -> None:
         rng = self.rng
@@ -294,7 +302,7 @@ class Simulation:
             raise BrokenLawError("law 7: the core has forgotten what its clients may still touch")
 
     def _prove_room(self) -> None:
-        """Laws 6 and 12: two newcomers of other layouts each store more than the arena holds."""
+        """Laws 6 and 12: a newcomer fills the arena over and over, then one of another layout."""
         for i, groups, ranks in ((0, 1, 1), (1, 2, 2)):
             pages = self.arena_bytes // PAGE // self.rng.choice([16, 25, 33])
             model = even_model(f"room{i}", groups, ranks, max(1, pages // groups // ranks) * PAGE)
@@ -307,7 +315,7 @@ class Simulation:
                 peer = engine.connect(process)
                 while peer.sent:
                     self.deliver(peer)
-            for n in range(0, self.arena_bytes // model.row_bytes + step, step):
+            for n in range(0, (1 - i) * self.arena_bytes // model.row_bytes + 2 * step, step):
                 self.pass_time(0.01)
                 self._store(engine, [b"room%04d" % (n + i) for i in range(step)])
 
@@ -387,7 +395,7 @@ def replay(lines: list[str]) -> None:
 # ---------------------------------------------------------------- running
 
 
-def run_seed(seed: int, steps: int = 300, trace_to: Path | None = None) -> str | None:
+def run_seed(seed: int, steps: int = 500, trace_to: Path | None = None) -> str | None:
     """Run one seed; ``None``, or what went wrong and where its trace lies."""
     sim: Simulation | None = None
     try:
@@ -409,7 +417,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvass.testing.simulator")
     parser.add_argument("--seeds", type=int, default=1000, help="how many to run")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--steps", type=int, default=300, help="how long each life is")
+    parser.add_argument("--steps", type=int, default=500, help="how long each life is")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--traces", type=Path, default=Path("."), help="where traces are left")
     parser.add_argument("--replay", type=Path, help="a trace to feed to the core again")

@@ -95,7 +95,7 @@ class Writing:
         """Given back before any rank heard of it."""
         self.owing.clear()
         self.failed = True
-        self.free_at = now
+        self.free_at = max(self.free_at, now)
 
 
 @dataclass(eq=False, slots=True)
@@ -136,7 +136,7 @@ class Witness:
         self.written: dict[int, Writing] = {}
         self.pinned: dict[int, list[Reading]] = {}
         self.ready: dict[RowKey, tuple[Writing, Place]] = {}
-        self.on_page: dict[int, RowKey] = {}
+        self.on_page: dict[int, tuple[RowKey, Writing]] = {}
 
     # ------------------------------------------------------------ the one door
 
@@ -415,8 +415,9 @@ class Witness:
             raise BrokenLawError(f"one key twice in one grant: {grant}")
         if self.roomy and any(all(key in self.ready for key, _ in chunk) for chunk in rows):
             raise BrokenLawError(f"all of a chunk is READY, yet it was granted again: {grant}")
-        for key, place in flat:
+        for key, _ in flat:
             self.ready.pop(key, None)  # half a chunk makes way for a whole one
+        for key, place in flat:
             self._hand_out(writing, key, place, now)
         self.writings[writing.id] = writing
 
@@ -432,12 +433,15 @@ class Witness:
                 raise BrokenLawError(f"law 3: page {page} may still be written by {before.id}")
             if any(r.live(now) for r in self.pinned.pop(page, ())):
                 raise BrokenLawError(f"law 6: page {page} is pinned, yet was handed out")
-            evicted = self.on_page.pop(page, None)
-            if evicted is not None:
-                if self.roomy and evicted in self.ready:
-                    raise BrokenLawError(f"{evicted[1:]} was evicted from an arena with room")
-                self.ready.pop(evicted, None)
+            self._evict(self.on_page.pop(page, None))
             self.written[page] = writing
+
+    def _evict(self, row: tuple[RowKey, Writing] | None) -> None:
+        """Its page changes hands; if nobody had cleared or dropped it before, it was evicted."""
+        if row is not None and self.ready.get(row[0], (None,))[0] is row[1]:
+            if self.roomy:
+                raise BrokenLawError(f"{row[0][1:]} was evicted from an arena with room")
+            del self.ready[row[0]]
 
     def _room(
         self, member: Member, space: Space, msg: m.Reserve, reply: m.Granted, held: int
@@ -467,7 +471,7 @@ class Witness:
         for key, place in w.rows:
             self.ready[key] = (w, place)
             for page in pages(place):
-                self.on_page[page] = key
+                self.on_page[page] = (key, w)
 
     def _on_abort(self, session: int, msg: m.Abort, _: None, now: float) -> None:
         member, rank = self.roles[session]
