@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -302,6 +304,50 @@ def test_two_threads_wait_at_once(daemon: ScriptedDaemon) -> None:
             thread.join(10)
         assert len(done) == 8
         assert time.monotonic() - began_s < 5  # nobody slept through its reply
+
+
+def test_nobody_takes_the_bytes_a_sleeper_is_about_to_wait_for(
+    daemon: ScriptedDaemon, registration: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.answers[Ping] = lambda m: []
+    about_to_sleep, go_on = threading.Event(), threading.Event()
+
+    class SlowPoll:
+        """Between letting go of the lock and sleeping, everything happens."""
+
+        def __init__(self) -> None:
+            self._poll = select.poll()
+            self.register = self._poll.register
+
+        def poll(self, timeout_ms: float | None) -> list[tuple[int, int]]:
+            if threading.current_thread() is sleeper:
+                about_to_sleep.set()
+                go_on.wait(10)
+            return self._poll.poll(timeout_ms)
+
+    with Client(daemon.path, registration, wants_arena=True) as client:
+        client.connect(5)
+        seq, other = client.submit(Ping()), client.submit(Ping())
+        answers: list[FromDaemon | None] = []
+        sleeper = threading.Thread(target=lambda: answers.append(client.wait(seq, 30)))
+        monkeypatch.setattr(link, "select", SimpleNamespace(**vars(select) | {"poll": SlowPoll}))
+        sleeper.start()
+        assert about_to_sleep.wait(10)
+        daemon.push(Pong(seq=seq))
+        time.sleep(0.1)  # the keeper, awake for arriving bytes, could take them
+        assert client.wait(other, 0) is None
+        client.poll()
+        go_on.set()
+        sleeper.join(10)
+        assert answers == [Pong(seq=seq)]
+
+
+def test_a_half_closed_session_is_over(daemon: ScriptedDaemon) -> None:
+    with Client(daemon.path) as client:
+        client.connect(5)
+        daemon.half_close()  # nobody calls, and nothing arrives to be read
+        assert eventually(lambda: client.counters["connects"] == 2)
+        assert eventually(lambda: daemon.eofs == 1)
 
 
 def test_a_forked_child_opens_its_own(daemon: ScriptedDaemon) -> None:

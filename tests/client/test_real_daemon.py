@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvass.client.client import Client
 from kvass.client.scheduler import PENDING, Match, SchedulerClient
 from kvass.client.worker import WorkerClient
-from kvass.messages import Register, ReserveItem
+from kvass.errors import TimedOut
+from kvass.messages import Ping, Register, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.scripted import eventually
 
@@ -148,6 +150,16 @@ def test_a_suspended_daemon_is_never_in_the_way(daemon: Daemon, engine: Engine) 
     assert eventually(lambda: engine.load("a"))
     assert engine.scheduler.counters["connects"] == 1
     quiet(daemon)
+
+
+def test_a_suspended_daemon_delays_only_the_connecting(daemon: Daemon) -> None:
+    daemon.suspend()
+    with Client(daemon.socket) as client:
+        with pytest.raises(TimedOut):
+            client.status(0.05)
+        assert client.submit(Ping()) == 0
+        daemon.resume()
+        assert client.status()["leases"] == 0
 
 
 def test_killed_and_restarted(daemon: Daemon, engine: Engine) -> None:
