@@ -55,7 +55,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 sim: $(READY)
-	$(BIN)/python -m kvass.testing.simulator --seeds $(SEEDS)
+	$(BIN)/python -m kvass.testing.simulator --seeds $(SEEDS) --jobs $$(nproc)
 
 bench: $(READY)
 	$(BIN)/kvass bench

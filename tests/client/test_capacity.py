@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from kvass import SchedulerClient, WorkerClient
@@ -26,12 +27,10 @@ def key(number: int) -> bytes:
 
 def test_two_thousand_stores_into_half_the_room(tmp_path: Path) -> None:
     """2,000 stores of 1 MiB into 1 GiB: none is dropped, and the newest are there, intact."""
-    about = {"instance": "one", "identity": {"model": "m"}, "chunk_tokens": 256}
+    us = Register(instance="one", identity={"model": "m"}, chunk_tokens=256)
     with running_daemon(tmp_path, l1_size="1GiB") as daemon:
-        scheduler = SchedulerClient(
-            daemon.socket, Register(**about), reserve_wait_s=5, step_wait_s=5
-        )
-        worker = WorkerClient(daemon.socket, Register(**about, rank=0, layout=LAYOUT))
+        scheduler = SchedulerClient(daemon.socket, us, reserve_wait_s=5, step_wait_s=5)
+        worker = WorkerClient(daemon.socket, msgspec.structs.replace(us, rank=0, layout=LAYOUT))
         scheduler.start()
         worker.start()
         assert eventually(lambda: scheduler.connected and worker.connected)

@@ -1,0 +1,143 @@
+"""Engines that are killed, and engines of another kind: nothing leaks, nothing is mixed up."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from tests.engine.conftest import Judge, Starter
+
+from kvass.testing.daemon import Daemon
+from kvass.testing.models import TINY, write_lora, write_model
+from kvass.testing.vllm_engine import EngineProcess, Prompt
+from kvass.types import Timing
+
+pytestmark = pytest.mark.engine
+
+Make = Callable[[int], list[int]]
+
+NOTHING_OWED: Final[dict[str, Any]] = {
+    "leases": 0,
+    "reservations": 0,
+    "pins": 0,
+    "quarantined_bytes": 0,
+    "rows_loading": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def small(daemon: Daemon, start: Starter) -> EngineProcess:
+    """An engine with room for 768 tokens, chunks of 64, and LoRA."""
+    return start(
+        "small",
+        socket=Path(daemon.socket),
+        args={
+            "max_model_len": 640,
+            "num_gpu_blocks_override": 25,
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "max_loras": 1,
+        },
+        options={"kvass.chunk_tokens": 64},
+    ).wait_ready()
+
+
+def test_killed_while_it_holds_leases_and_reservations(
+    a: EngineProcess, b: EngineProcess, daemon: Daemon, start: Starter, judge: Judge, prompt: Make
+) -> None:
+    kept, loading, storing = prompt(600), prompt(600), prompt(600)
+    a.one(loading)
+    victim = start("victim", socket=Path(daemon.socket))
+    judge.check(kept, victim.one(kept))
+    victim.slow_copies(5.0)
+    victim.submit(Prompt(loading), Prompt(storing))
+    deadline = time.monotonic() + 10
+    while not ((held := daemon.status())["leases"] and held["reservations"]):
+        assert time.monotonic() < deadline, held
+        time.sleep(0.01)
+    assert held["pins"] > 0
+    victim.kill()
+    daemon.wait_until(1.0 + Timing().dma_grace_s, **NOTHING_OWED)
+    for tokens in (kept, loading):
+        warm = b.one(tokens)
+        assert warm.external == 512
+        judge.check(tokens, warm)
+    cold = b.one(storing)
+    assert cold.cached == 0, "what the victim never committed"
+    judge.check(storing, cold)
+    assert b.reset()
+    assert b.one(storing).external == 512, "and its key is not blocked"
+
+
+def test_changed_weights_in_the_same_folder_never_hit(
+    daemon: Daemon, model: Path, start: Starter, judge: Judge, tmp_path: Path, prompt: Make
+) -> None:
+    tokens = prompt(600)
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    before = start("before", folder_of=folder, socket=Path(daemon.socket))
+    first = before.one(tokens)
+    judge.check(tokens, first)
+    assert before.reset()
+    assert before.one(tokens).external == 512
+    before.kill()
+    write_model(folder, TINY, seed=1)
+    after = start("after", folder_of=folder, socket=Path(daemon.socket))
+    second = after.one(tokens)
+    assert second.cached == 0
+    truth = after.one(tokens, skip_prefix_cache=True)
+    assert second.tokens == truth.tokens != first.tokens
+    after.kill()
+
+
+def test_preemption_under_a_tiny_budget(
+    small: EngineProcess, judge: Judge, daemon: Daemon, prompt: Make
+) -> None:
+    prompts = [prompt(200) for _ in range(4)]
+    for _ in range(2):  # computed and stored; then loaded
+        small.reset_hooks()
+        answers = small.generate(*(Prompt(tokens, 120) for tokens in prompts))
+        assert small.hooks().preemptions > 0
+        for tokens, answer in zip(prompts, answers, strict=True):
+            cold = judge.cold(tokens, 120)
+            assert answer.tokens == cold.tokens
+            assert answer.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
+        assert small.reset(), "a block is still held"
+    assert sum(answer.external for answer in answers) >= 4 * 128
+    daemon.wait_until(**NOTHING_OWED)
+
+
+def test_another_chunk_size_is_another_namespace(
+    a: EngineProcess, small: EngineProcess, judge: Judge, prompt: Make
+) -> None:
+    tokens = prompt(400)
+    a.one(tokens)
+    cold = small.one(tokens)
+    assert cold.cached == 0
+    judge.check(tokens, cold)
+
+
+def test_a_lora_adapter_hits_only_itself(
+    small: EngineProcess, judge: Judge, tmp_path: Path, prompt: Make
+) -> None:
+    tokens = prompt(400)
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    write_lora(Path(one), TINY, seed=1)
+    write_lora(Path(other), TINY, seed=2)
+    told = {}
+    for lora in (one, other, None):
+        cold = small.one(tokens, lora=lora)
+        assert cold.cached == 0, f"{lora} found another's rows"
+        assert small.reset()
+        warm = small.one(tokens, lora=lora)
+        assert warm.external == 384
+        assert warm.tokens == cold.tokens
+        assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
+        assert small.reset()
+        told[lora] = tuple(cold.tokens)
+    assert len(set(told.values())) == 3, "the adapters change nothing, so nothing was proved"
+    judge.check(tokens, small.one(tokens))

@@ -1,0 +1,223 @@
+"""Never in the way: whatever becomes of the daemon, requests end with the right tokens, in time.
+
+One engine, started before there was any daemon, lives through all of it. The signals are sent by
+the engine's own process at an exact point: just before or after a hook of the connector, or some
+time later, while a lookup waits or a (slowed down) copy runs.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+from tests.engine.conftest import Judge, Starter
+
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.vllm_engine import Answer, EngineProcess
+
+pytestmark = pytest.mark.engine
+
+Make = Callable[[int], list[int]]
+
+BOUND_S: Final = 0.25
+"""No hook keeps the engine longer, and no request is told ``None`` longer in all."""
+HITS_AGAIN_S: Final = 2.0
+ASK, ALLOCATED, PLAN, LOAD, STORE, RESULT = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "start_load_kv",
+    "wait_for_save",
+    "get_transfer_results",
+)
+
+
+class Blow(NamedTuple):
+    """What happens to the daemon: ``signals`` are (signal, seconds later)."""
+
+    name: str
+    hook: str
+    when: str
+    signals: tuple[tuple[signal.Signals, float], ...]
+    matched: int = 0
+    """Tokens the connector had promised by then; they are computed instead if they do not come."""
+
+
+KILL = ((signal.SIGKILL, 0.0),)
+KILL_LATER = ((signal.SIGKILL, 0.05),)
+STOP = ((signal.SIGSTOP, 0.0),)
+STOP_LATER = ((signal.SIGSTOP, 0.05),)
+FREEZE_THEN_KILL = ((signal.SIGSTOP, 0.0), (signal.SIGKILL, 0.03))
+
+LOADING: Final = (
+    Blow("killed before the lookup", ASK, "before", KILL),
+    Blow("killed during the lookup", ASK, "before", FREEZE_THEN_KILL),
+    Blow("killed after the lookup", ASK, "after", KILL, 512),
+    Blow("killed before the load", LOAD, "before", KILL, 512),
+    Blow("killed during the load", LOAD, "after", KILL_LATER, 512),
+    Blow("stopped before the lookup", ASK, "before", STOP),
+    Blow("stopped before the load", LOAD, "before", STOP, 512),
+    Blow("stopped during the load", LOAD, "after", STOP_LATER, 512),
+)
+STORING: Final = (
+    Blow("killed before the reserve", PLAN, "before", KILL),
+    Blow("killed during the reserve", PLAN, "before", FREEZE_THEN_KILL),
+    Blow("killed after the reserve", PLAN, "after", KILL),
+    Blow("killed during the store", STORE, "after", KILL_LATER),
+    Blow("killed after the store", RESULT, "after", KILL),
+    Blow("stopped before the reserve", PLAN, "before", STOP),
+    Blow("stopped after the reserve", PLAN, "after", STOP),
+    Blow("stopped during the store", STORE, "after", STOP_LATER),
+)
+
+
+@pytest.fixture(scope="module")
+def lonely(start: Starter, folder: Path) -> EngineProcess:
+    """An engine whose daemon is not there yet."""
+    (folder / "later").mkdir()
+    return start("lonely", socket=folder / "later" / "kvass.sock").wait_ready()
+
+
+@pytest.fixture(scope="module")
+def later(lonely: EngineProcess, folder: Path) -> Iterator[Daemon]:
+    """That daemon."""
+    with ExitStack() as stack:
+        yield stack.enter_context(running_daemon(folder / "later", l1_size="64MiB"))
+
+
+@pytest.fixture
+def engine(lonely: EngineProcess) -> EngineProcess:
+    assert lonely.reset()
+    lonely.reset_hooks()
+    return lonely
+
+
+def hits(engine: EngineProcess, make: Make, within_s: float) -> bool:
+    """Whether a prompt stored now is found again, trying for so long."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        tokens = make(300)
+        engine.one(tokens, 1)
+        assert engine.reset()
+        if engine.one(tokens, 1).external:
+            return True
+    return False
+
+
+def check_bounds(engine: EngineProcess) -> None:
+    measured = engine.hooks()
+    assert measured.longest <= BOUND_S, measured.longest_s
+    assert measured.told_none_s <= BOUND_S
+
+
+def recover(daemon: Daemon) -> None:
+    """Whatever the blow was: a daemon that runs, in a new life."""
+    daemon.kill()
+    daemon.start()
+
+
+def fell(daemon: Daemon, blow: Blow) -> bool:
+    """Whether the blow hit: the process is gone, or suspended."""
+    if blow.signals[-1][0] is signal.SIGKILL:
+        return not daemon.running
+    return Path(f"/proc/{daemon.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_absent_at_start(engine: EngineProcess, judge: Judge, prompt: Make) -> None:
+    tokens = prompt(600)
+    for _ in range(2):
+        answer = engine.one(tokens)
+        assert answer.external == 0
+        judge.check(tokens, answer)
+        assert engine.reset()
+    check_bounds(engine)
+    assert engine.hooks().told_none == 0
+
+
+def test_a_daemon_that_comes_later_is_found(
+    engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make
+) -> None:
+    assert hits(engine, prompt, HITS_AGAIN_S)
+    check_bounds(engine)
+
+
+@pytest.mark.parametrize("blow", LOADING, ids=lambda blow: blow.name.replace(" ", "-"))
+def test_while_loading(
+    engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make, blow: Blow
+) -> None:
+    tokens = prompt(600)
+    assert hits(engine, prompt, HITS_AGAIN_S)
+    engine.one(tokens, 1)
+    assert engine.reset()
+    engine.reset_hooks()
+    answer = strike(engine, later, judge, blow, tokens)
+    assert answer.external == blow.matched
+    recover(later)
+    assert hits(engine, prompt, HITS_AGAIN_S)
+
+
+@pytest.mark.parametrize("blow", STORING, ids=lambda blow: blow.name.replace(" ", "-"))
+def test_while_storing(
+    engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make, blow: Blow
+) -> None:
+    assert hits(engine, prompt, HITS_AGAIN_S)
+    engine.reset_hooks()
+    strike(engine, later, judge, blow, prompt(600))
+    recover(later)
+    assert hits(engine, prompt, HITS_AGAIN_S)
+
+
+def strike(
+    engine: EngineProcess, daemon: Daemon, judge: Judge, blow: Blow, tokens: list[int]
+) -> Answer:
+    """Run ``tokens`` while the blow falls: the right tokens, in time; and once more after it."""
+    engine.slow_copies(0.1)
+    engine.arm(blow.hook, blow.when, [(daemon.pid, number, s) for number, s in blow.signals])
+    answer = engine.one(tokens)
+    assert fell(daemon, blow), "the blow missed"
+    check_bounds(engine)
+    engine.slow_copies(0.0)
+    judge.check(tokens, answer)
+    assert engine.reset(), "a block is still held"
+    judge.check(tokens, engine.one(tokens))
+    check_bounds(engine)
+    return answer
+
+
+def test_restarted_at_once(
+    engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make
+) -> None:
+    tokens = prompt(600)
+    engine.one(tokens)
+    assert engine.reset()
+    later.restart()
+    judge.check(tokens, engine.one(tokens))
+    assert hits(engine, prompt, HITS_AGAIN_S)
+    check_bounds(engine)
+
+
+def test_suspended_and_resumed(
+    engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make
+) -> None:
+    """It takes up again where it was: same boot, and what was stored before still hits."""
+    tokens = prompt(600)
+    engine.one(tokens)
+    assert engine.reset()
+    later.suspend()
+    frozen = engine.one(tokens)
+    assert frozen.external == 0
+    judge.check(tokens, frozen)
+    assert engine.reset()
+    later.resume()
+    assert hits(engine, prompt, HITS_AGAIN_S)
+    assert engine.reset()
+    warm = engine.one(tokens)
+    assert warm.external == 512
+    judge.check(tokens, warm)
+    check_bounds(engine)
+    later.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
