@@ -375,12 +375,12 @@ def hashed_chunks(request: Any, setup: Setup) -> int:
 def stored_chunks(request: Any, scheduled: int, setup: Setup) -> int:
     """Chunks of ``request`` that will be computed, for good, once this step has run.
 
-    During ``build_connector_meta`` ``num_computed_tokens`` is still that before the step and counts
-    tokens in flight; ``num_tokens`` counts no drafts and no placeholders of asynchronous
-    scheduling: whatever lies beyond it may be rejected and written again.
+    During ``build_connector_meta`` ``num_computed_tokens`` is still that before the step, and
+    counts drafts and placeholders in flight. Hashes exist for known tokens only, and a known token
+    is never computed again: so it is they that exclude drafts.
     """
-    confirmed = min(request.num_computed_tokens + scheduled, request.num_tokens)
-    return min(int(confirmed) // setup.chunk_tokens, hashed_chunks(request, setup))
+    computed = request.num_computed_tokens + scheduled
+    return min(int(computed) // setup.chunk_tokens, hashed_chunks(request, setup))
 
 
 def reads_cache(request: Any) -> bool:

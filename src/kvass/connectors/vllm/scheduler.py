@@ -32,8 +32,8 @@ MAX_PAUSE: Final = 64
 
 NEVER: Final = sys.maxsize
 
-CLEAR_TIMEOUT_S: Final = 5.0
-"""A cleared cache must be confirmed: whoever asks for it (a weight update) waits for the answer."""
+CLEAR_TIMEOUT_S: Final = 0.2
+"""How long clearing the cache may hold up the engine; without an answer it was not confirmed."""
 
 
 @dataclass

@@ -52,6 +52,7 @@ class WorkerSide:
 
         Raises UsageError if they are not where ``kv_cache_config`` says.
         """
+        self.close()  # an engine that slept makes its caches anew
         memory = adapt.read_memory(kv_cache_config, kv_caches, self._setup.chunk_tokens)
         registration = msgspec.structs.replace(
             self._setup.registration, rank=0, layout=memory.layout
@@ -99,6 +100,7 @@ class WorkerSide:
         """End the copies, then the session: EOF says that nothing is written any more."""
         if self._mover is not None:
             self._mover.close()
+            self._poll()
         if self._client is not None:
             self._client.close()
 
