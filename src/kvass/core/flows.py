@@ -258,14 +258,11 @@ def abort(state: State, session: Session, msg: Abort) -> None:
 def handed_over(state: State, session: Session, msg: HandedOver) -> None:
     """From here on only the ranks settle these."""
     own_rank(session, SCHEDULER)
-    for lease_id in msg.leases:
-        lease = open_lease(state, session, msg.boot, lease_id)
-        if lease is not None:
-            lease.handed_over = True
-    for reservation_id in msg.reservations:
-        one = open_reservation(state, session, msg.boot, reservation_id)
-        if one is not None:
-            one.handed_over = True
+    leases = [open_lease(state, session, msg.boot, i) for i in msg.leases]
+    reservations = [open_reservation(state, session, msg.boot, i) for i in msg.reservations]
+    for held in (*leases, *reservations):
+        if held is not None:  # else it ended meanwhile
+            held.handed_over = True
 
 
 def clear(state: State, session: Session, msg: Clear) -> Cleared:
