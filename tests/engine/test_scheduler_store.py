@@ -145,20 +145,32 @@ def test_a_refused_chunk_is_not_offered_again() -> None:
     assert offered(client) == [(0, 2), (2, 3)]
 
 
-def test_a_silent_daemon_is_asked_again_and_ever_more_rarely() -> None:
+def test_a_silent_daemon_is_asked_again_once_it_answers() -> None:
     client = FakeClient()
     client.silent = True
-    world = World(client, blocks=128)
-    world.add("a", range(64), max_tokens=600)
+    world = World(client)
+    world.add("a", range(64), max_tokens=60)
+    for _ in range(40):
+        assert world.step().stores == []
+    assert len(client.reserves) == 1
+    client.silent = False
+    stored = [len(store.blocks[0]) for _ in range(2) for store in world.step().stores]
+    assert stored == [6], "with the chunk that was computed meanwhile"
+
+
+def test_a_reserve_refused_whole_is_repeated_ever_more_rarely() -> None:
+    client = FakeClient()
+    client.missing = True
+    world = World(client)
+    world.add("a", range(64), max_tokens=60)
     asked = []
-    for step in range(100):
+    for step in range(40):
         before = len(client.reserves)
         world.step()
         asked += [step] * (len(client.reserves) - before)
-    assert asked == [0, 1, 3, 7, 15, 31, 63]
-    client.silent = False
-    stored = [len(store.blocks[0]) for _ in range(70) for store in world.step().stores]
-    assert stored[0] == 2 * ((64 + 100) // CHUNK), "with all that was computed meanwhile"
+    assert asked == [0, 1, 3, 7, 15, 24, 33]
+    client.missing = False
+    assert [len(store.blocks[0]) for _ in range(9) for store in world.step().stores] == [6]
 
 
 def test_an_absent_daemon_is_not_asked() -> None:

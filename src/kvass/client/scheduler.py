@@ -100,6 +100,11 @@ class SchedulerClient:
         return self._client.connected
 
     @property
+    def answering(self) -> bool:
+        """Whether a daemon is there, and no answer of its overdue: worth preparing a message."""
+        return self._client.session is not None and not self._client.silent_s
+
+    @property
     def counters(self) -> Counter[str]:
         """``lookups``, ``hits``, ``misses``, ``timeouts``, ``late_replies``, ``dropped``, ``lost``,
         ``connects``, ``refused_<code>``, ``failed_<error>``."""

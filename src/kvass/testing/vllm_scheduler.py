@@ -34,15 +34,15 @@ CHUNK = 32
 
 
 class FakeClient:
-    """A daemon in a dict. ``rows`` are the hashes held; ``silent`` answers no reserve, ``refuse``
-    grants nothing, ``pending`` is how many lookups are told to ask again."""
+    """A daemon in a dict. ``rows`` are the hashes held; ``silent`` answers no reserve, ``missing``
+    refuses each whole, ``refuse`` grants nothing; ``pending`` lookups are told to ask again."""
 
     def __init__(self, socket: str = "", registration: Register | None = None) -> None:
         self.registration = registration
         self.connected = True
         self.rows: set[bytes] = set()
         self.pending = 0
-        self.silent = self.refuse = False
+        self.silent = self.missing = self.refuse = self._overdue = False
         self.reserves: list[list[ReserveItem]] = []
         self.lookups: list[tuple[str, int]] = []
         self.writing: dict[int, list[bytes]] = {}
@@ -61,8 +61,14 @@ class FakeClient:
         """Nothing to end."""
 
     def new_step(self) -> None:
-        """Counts steps."""
+        """Counts steps; the late answer, if there is one."""
         self.steps += 1
+        self._overdue = self._overdue and self.silent
+
+    @property
+    def answering(self) -> bool:
+        """Whether a daemon is there, and no answer overdue."""
+        return self.connected and not self._overdue
 
     def match(self, request: str, digests: bytes, width: int, first: int) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
@@ -108,7 +114,8 @@ class FakeClient:
     def reserve(self, items: Sequence[ReserveItem], width: int) -> Granted | None:
         """Grants every chunk that is neither held nor being written."""
         self.reserves.append(list(items))
-        if self.silent:
+        self._overdue = self.silent
+        if self.silent or self.missing:
             return None
         grants = []
         for item in items:

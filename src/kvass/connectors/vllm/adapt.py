@@ -207,6 +207,7 @@ def _identity(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str,
     backend = vllm_config.attention_config.backend
     return {
         "engine": f"vllm {version}",
+        "model": _model_name(model.model),
         "weights": _weights(model),
         "overrides": identity.canonical(model.hf_overrides),
         "loader": identity.canonical(
@@ -231,6 +232,11 @@ def _identity(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str,
         ),
         "speculative": _speculative(vllm_config.speculative_config),
     }
+
+
+def _model_name(name: str) -> str:
+    """For people (``kvass status``): a local path in its one spelling, anything else as it is."""
+    return os.path.realpath(name) if os.path.exists(name) else name
 
 
 def _weights(model: Any) -> str:

@@ -3,7 +3,7 @@
 Laws of this file:
 
 - A chunk is offered once: in the step after which it is computed for good, its hash exists and the
-  daemon answers. Only a missing answer is asked again, after 1, 2, 4 .. steps; a refusal is final.
+  daemon answers. Without an answer it is offered again; a key that is not granted is not.
 - Blocks are held from the step that plans their store until every rank has reported that step;
   finish, abort and preemption need nothing more.
 - A request attempts one load in its life.
@@ -27,8 +27,8 @@ from kvass.messages import Grant, Granted, ReserveItem
 KEYS_PER_STEP: Final = 32_768
 """Chunks named in one reserve, half of what a message may carry; the rest waits a step."""
 
-MAX_PAUSE: Final = 64
-"""At most this many steps pass before a daemon that does not answer is offered chunks again."""
+MAX_PAUSE: Final = 8
+"""At most this many steps pass before a daemon that refused a whole reserve is asked again."""
 
 NEVER: Final = sys.maxsize
 
@@ -155,7 +155,7 @@ class SchedulerSide:
 
     def plan_stores(self, output: Any, work: StepWork) -> None:
         """Reserve rows for every chunk that this step completes, and add what was granted."""
-        if not self._setup.stores or not self._client.connected:
+        if not self._setup.stores or not self._client.answering:
             return
         if self._resting > 0:
             self._resting -= 1
@@ -165,7 +165,8 @@ class SchedulerSide:
             return
         granted = self._client.reserve(items, width)
         if granted is None:
-            self._resting, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
+            if self._client.answering:  # refused whole: a rank is not there yet
+                self._resting, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
             return
         self._pause = 0
         for (tracked, ready), grant in zip(offers, granted.grants, strict=True):
