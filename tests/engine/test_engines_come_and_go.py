@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.engine.conftest import Judge, Starter
 
 from kvass.testing.daemon import Daemon
 from kvass.testing.models import TINY, write_lora, write_model
 from kvass.testing.vllm_engine import EngineProcess, Prompt
 from kvass.types import Timing
+from tests.engine.conftest import Judge, Starter
 
 pytestmark = pytest.mark.engine
 

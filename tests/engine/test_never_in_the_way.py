@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
-from tests.engine.conftest import Judge, Starter
 
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.vllm_engine import Answer, EngineProcess
+from tests.engine.conftest import Judge, Starter
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Final
 
 import pytest
-from tests.engine.conftest import BLOCK, CHUNK, Judge
 
 from kvass import Client
 from kvass.arena import memory
@@ -18,6 +17,7 @@ from kvass.messages import Hello, Welcome
 from kvass.testing.daemon import Daemon
 from kvass.testing.vllm_engine import EngineProcess, Prompt
 from kvass.wire.channel import Channel
+from tests.engine.conftest import BLOCK, CHUNK, Judge
 
 pytestmark = pytest.mark.engine
 
