@@ -1,0 +1,161 @@
+"""The core's parts by themselves: spans, extent sets, rows, the LRU log."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvass.core.eviction import Lru
+from kvass.core.extents import ExtentMap, Spans
+from kvass.core.rows import FREE, NEVER, READY, WRITING, RowTable
+
+
+def ready_table(rows: int) -> RowTable:
+    table = RowTable()
+    table.grow(rows)
+    every = np.arange(rows)
+    table.move(every, FREE, WRITING)
+    table.move(every, WRITING, READY)
+    return table
+
+
+# ---------------------------------------------------------------- spans
+
+
+def test_spans_take_first_fit_and_coalesce() -> None:
+    spans = Spans(10)
+    assert [spans.take(3), spans.take(4), spans.take(4), spans.take(3)] == [0, 3, None, 7]
+    spans.give(0, 3)
+    spans.give(7, 3)
+    assert (list(spans), spans.total) == ([(0, 3), (7, 3)], 6)
+    spans.give(3, 4)
+    assert list(spans) == [(0, 10)]
+
+
+def test_an_empty_line_has_no_span() -> None:
+    assert Spans(0).take(1) is None
+
+
+@pytest.mark.parametrize("again", [(0, 2), (1, 1), (1, 5), (6, 3)])
+def test_what_is_free_cannot_be_given_back(again: tuple[int, int]) -> None:
+    spans = Spans(8)
+    spans.take(8)
+    spans.give(0, 2)
+    spans.give(6, 2)
+    with pytest.raises(AssertionError, match="twice"):
+        spans.give(*again)
+
+
+# ---------------------------------------------------------------- extent sets
+
+
+def test_a_set_has_one_extent_per_shard_and_as_many_slots_as_fit() -> None:
+    extents = ExtentMap(100)
+    one = extents.add(owner=1, shard_bytes=(10, 5), slots=4)
+    assert one is not None
+    assert (one.slots, one.bases, one.extent_bytes, one.first_row) == (4, (0, 40), (40, 20), 0)
+    two = extents.add(1, (10, 5), 4)
+    assert two is not None
+    assert (two.slots, two.first_row, extents.free_bytes) == (2, 4, 10)
+    assert extents.add(1, (10, 5), 4) is None
+    assert extents.free_bytes == 10
+
+
+def test_the_cheapest_sets_are_chosen_by_their_dearest() -> None:
+    extents = ExtentMap(40)
+    sets = [extents.add(1, (10,), 1) for _ in range(4)]
+    ids = [s.id for s in sets if s is not None]
+    chosen = extents.cheapest((20,), 1, dict(zip(ids, [5, 9, 1, 2], strict=True)))
+    assert [s.id for s in chosen] == ids[2:]
+    assert extents.cheapest((20,), 1, {ids[0]: 1, ids[2]: 1}) == []
+    assert extents.cheapest((50,), 1, dict.fromkeys(ids, 0)) == []
+
+
+def test_every_shard_of_the_asker_gets_a_window() -> None:
+    extents = ExtentMap(40)
+    sets = [extents.add(1, (10,), 1) for _ in range(4)]
+    value = {s.id: i for i, s in enumerate(sets) if s is not None}
+    chosen = extents.cheapest((20, 10), 1, value)
+    assert sorted(s.id for s in chosen) == [0, 1, 2]
+
+
+def test_a_removed_set_leaves_its_bytes_and_row_ids() -> None:
+    extents = ExtentMap(20)
+    one = extents.add(1, (10,), 2)
+    assert one is not None
+    extents.remove(one)
+    again = extents.add(2, (5,), 4)
+    assert again is not None
+    assert (again.first_row, again.bases, extents.free_bytes) == (0, (0,), 0)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_only_known_transitions_are_made() -> None:
+    table = RowTable()
+    table.grow(2)
+    with pytest.raises(AssertionError, match="free"):
+        table.move(np.arange(2), FREE, READY)
+    with pytest.raises(AssertionError, match="thought"):
+        table.move(np.arange(2), WRITING, READY)
+
+
+def test_a_pinned_row_is_not_freed() -> None:
+    table = ready_table(1)
+    table.pins[0] = 1
+    with pytest.raises(AssertionError, match="pinned"):
+        table.move(np.arange(1), READY, FREE)
+
+
+def test_the_table_grows_and_keeps_what_it_had() -> None:
+    table = ready_table(3)
+    table.key[0] = b"a"
+    table.grow(2)
+    assert len(table) == 3
+    table.grow(4)
+    assert len(table) >= 6
+    assert (table.key[0], table.state[0], table.stamp[5]) == (b"a", READY, NEVER)
+
+
+# ---------------------------------------------------------------- least recently used
+
+
+def lru_of(table: RowTable, *touches: int) -> Lru:
+    lru = Lru(table)
+    for row in touches:
+        rows = np.array([row])
+        lru.touched(rows, table.stamp_rows(rows))
+    return lru
+
+
+def test_victims_are_the_oldest_evictable_rows() -> None:
+    table = ready_table(4)
+    lru = lru_of(table, 0, 1, 2, 3, 0)
+    table.pins[2] = 1
+    assert lru.victims(2, table.clock).tolist() == [1, 3]
+    assert lru.victims(9, table.clock).tolist() == [1, 3, 0]
+
+
+def test_nothing_at_or_after_protect_is_a_victim() -> None:
+    table = ready_table(3)
+    lru = lru_of(table, 0, 1)
+    protect = table.clock
+    rows = np.array([2])
+    lru.touched(rows, table.stamp_rows(rows))
+    assert lru.victims(3, protect).tolist() == [0, 1]
+
+
+def test_an_untouched_policy_has_no_victims() -> None:
+    assert len(Lru(RowTable()).victims(3, 1)) == 0
+
+
+def test_a_log_of_stale_touches_stays_small_and_right() -> None:
+    table = ready_table(8)
+    lru = lru_of(table, *range(8))
+    for _ in range(3000):
+        rows = np.array([5, 3, 1])
+        lru.touched(rows, table.stamp_rows(rows))
+        assert lru.victims(1, table.clock).tolist() == [0]
+    assert lru.victims(9, table.clock).tolist() == [0, 2, 4, 6, 7, 5, 3, 1]
+    assert len(lru._rows) < 10_000

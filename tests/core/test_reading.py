@@ -1,0 +1,346 @@
+"""Laws 5-7 and 12, reading: a match is pinned for named ranks, until they release or it lapses."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvass import messages as m
+from tests.core.rig import BOOT, LEASE_S, WIDTH, Rig, digests, layout
+
+NOTHING_HELD = (0, 0)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def held(rig: Rig) -> tuple[int, ...]:
+    return rig.gauge("leases", "pins")
+
+
+def test_nothing_stored_is_a_miss_without_a_lease(rig: Rig) -> None:
+    found = rig.engine().lookup("a", "b")
+    assert (found.chunks, found.lease, found.boot) == (0, 0, BOOT)
+    assert held(rig) == NOTHING_HELD
+
+
+def test_a_match_is_the_longest_run_of_ready_chunks(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a", "b")
+    e.store("d")
+    found = e.lookup("a", "b", "c", "d")
+    assert found.chunks == 2
+    assert len(found.slots[0]) == 2
+    assert held(rig) == (1, 2)
+
+
+def test_a_match_starts_at_first_and_pins_nothing_before_it(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a", "b", "c")
+    found = e.lookup("a", "b", "c", first=1)
+    assert (found.first, found.chunks, len(found.slots[0])) == (1, 3, 2)
+    assert held(rig) == (1, 2)
+
+
+def test_chunks_before_first_need_not_be_there(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("c")
+    assert e.lookup("a", "b", "c", first=2).chunks == 3
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_nothing_from_first_on_is_a_miss(rig: Rig, first: int) -> None:
+    e = rig.engine()
+    e.store("a")
+    found = e.lookup("a", "b", first=first)
+    assert (found.chunks, found.lease) == (first, 0)
+
+
+def test_a_chunk_needs_its_row_in_every_group(rig: Rig) -> None:
+    e = rig.engine(layout=layout(1, 2))
+    e.store("a", "b", groups=3)
+    e.store("c", groups=2)
+    found = e.lookup("a", "b", "c")
+    assert found.chunks == 2
+    assert [len(s) for s in found.slots] == [2, 2]
+
+
+def test_slots_say_where_every_shard_lies(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    grant = e.store("a", "b", "c")
+    found = e.lookup("a", "b", "c")
+    for shard in (0, 1):
+        granted = grant.slots[0].offsets(shard, 4096).tolist()
+        assert found.slots[0].offsets(shard, 4096).tolist() == granted
+        assert len(set(granted)) == 3
+
+
+def test_a_row_being_written_does_not_match(rig: Rig) -> None:
+    e = rig.engine()
+    e.reserve("a")
+    assert e.lookup("a").chunks == 0
+
+
+def test_another_namespace_with_the_same_digests_does_not_match(rig: Rig) -> None:
+    rig.engine("one").store("a")
+    assert rig.engine("two", identity={"model": "other"}).lookup("a").chunks == 0
+
+
+def test_an_engine_of_the_same_namespace_matches(rig: Rig) -> None:
+    rig.engine("one").store("a")
+    assert rig.engine("two").lookup("a").chunks == 1
+
+
+def test_every_named_reader_owes_one_release(rig: Rig) -> None:
+    e = rig.engine(ranks=3)
+    e.store("a")
+    lease = e.lookup("a", readers=(0, 2)).lease
+    e.hand_over(leases=(lease,))
+    assert e.release(lease, 1) == []
+    e.release(lease, 0)
+    assert held(rig)[0] == 1
+    e.release(lease, 2)
+    assert held(rig) == NOTHING_HELD
+
+
+def test_a_second_release_by_one_rank_changes_nothing(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    e.store("a")
+    lease = e.lookup("a", readers=(0, 1)).lease
+    e.hand_over(leases=(lease,))
+    assert e.release(lease, 0) == e.release(lease, 0) == []
+    assert held(rig)[0] == 1
+
+
+def test_without_readers_rank_0_owes_it(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    e.store("a")
+    e.release(e.lookup("a").lease, 0)
+    assert held(rig) == NOTHING_HELD
+
+
+def test_two_leases_pin_twice(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    one, two = e.lookup("a").lease, e.lookup("a").lease
+    assert held(rig) == (2, 2)
+    e.give_back(one)
+    assert held(rig) == (1, 1)
+    e.give_back(two)
+    assert held(rig) == NOTHING_HELD
+
+
+def test_a_lease_lapses_at_its_deadline_and_a_late_release_is_no_error(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    found = e.lookup("a")
+    assert found.deadline_s == rig.now + LEASE_S == rig.machine.next_deadline()
+    rig.wait(LEASE_S - 0.01)
+    assert held(rig) == (1, 1)
+    rig.wait(0.01)
+    assert held(rig) == NOTHING_HELD
+    assert e.release(found.lease) == []
+    assert rig.count("lapsed_leases") == 1
+
+
+def test_renewing_pushes_the_deadline_out(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    lease = e.lookup("a").lease
+    rig.wait(LEASE_S - 1)
+    assert e.renew(lease).deadline_s == rig.now + LEASE_S
+    rig.wait(LEASE_S - 1)
+    assert held(rig) == (1, 1)
+    rig.wait(1)
+    assert held(rig) == NOTHING_HELD
+
+
+def test_a_lapsed_lease_is_not_renewed(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    lease = e.lookup("a").lease
+    rig.wait(LEASE_S)
+    assert e.renew(lease).code == "unknown_lease"
+
+
+def test_after_the_handover_the_scheduler_gives_nothing_back(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    lease = e.lookup("a").lease
+    e.hand_over(leases=(lease,))
+    (error,) = e.give_back(lease)
+    assert error.code == "bad_rank"
+    assert held(rig) == (1, 1)
+
+
+def test_losing_the_scheduler_cancels_only_what_was_not_handed_over(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    kept, _ = e.lookup("a").lease, e.lookup("a").lease
+    e.hand_over(leases=(kept,))
+    rig.lose(e.scheduler)
+    assert held(rig) == (1, 1)
+    e.release(kept)
+    assert held(rig) == NOTHING_HELD
+
+
+def test_losing_a_rank_releases_for_it(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    e.store("a")
+    lease = e.lookup("a", readers=(0, 1)).lease
+    e.hand_over(leases=(lease,))
+    rig.lose(e.workers[1])
+    assert held(rig)[0] == 1
+    e.release(lease, 0)
+    assert held(rig) == NOTHING_HELD
+
+
+def test_a_bad_row_stops_matching_and_is_freed_when_nobody_reads_it(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a", "b", "c")
+    other, lease = e.lookup("a", "b", "c").lease, e.lookup("a", "b", "c").lease
+    e.release(lease, bad=(1,))
+    assert e.holds("a", "b", "c") == 1
+    assert rig.gauge("rows") == (3,)
+    e.release(other)
+    assert rig.gauge("rows", "pins") == (2, 0)
+    assert rig.count("bad_rows") == 1
+
+
+def test_a_bad_row_may_be_stored_anew_while_it_is_still_read(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    other, lease = e.lookup("a").lease, e.lookup("a").lease
+    e.release(lease, bad=(0,))
+    e.store("a")
+    assert e.holds("a") == 1
+    e.release(other)
+    assert e.holds("a") == 1
+    assert rig.gauge("rows") == (1,)
+
+
+def test_bad_indices_outside_the_lease_drop_nothing(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    e.release(e.lookup("a").lease, bad=(1, -1, 1 << 40))
+    assert e.holds("a") == 1
+
+
+def test_bad_from_a_rank_that_owes_nothing_drops_nothing(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    e.store("a")
+    lease = e.lookup("a", readers=(0,)).lease
+    e.release(lease, rank=1, bad=(0,))
+    assert e.holds("a") == 1
+
+
+def test_bad_rows_are_dropped_in_every_group(rig: Rig) -> None:
+    e = rig.engine(layout=layout(1, 1))
+    e.store("a", "b", groups=3)
+    e.release(e.lookup("a", "b").lease, bad=(0, 0))
+    assert rig.gauge("rows") == (2,)
+    assert e.holds("b") == 1
+
+
+def test_a_digest_named_twice_is_pinned_once_per_lease(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    lease = e.lookup("a", "a").lease
+    e.release(lease, bad=(0, 1))
+    assert rig.gauge("rows", "pins") == (0, 0)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_lease_of_another_instance_is_not_yours(rig: Rig) -> None:
+    one, two = rig.engine("one"), rig.engine("two")
+    one.store("a")
+    lease = one.lookup("a").lease
+    assert [x.code for x in two.release(lease)] == ["not_yours"]
+    assert [x.code for x in two.give_back(lease)] == ["not_yours"]
+    assert [x.code for x in two.hand_over(leases=(lease,))] == ["not_yours"]
+    assert two.renew(lease).code == "not_yours"
+    assert held(rig) == (1, 1)
+
+
+def test_a_rank_speaks_for_itself_only(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    e.store("a")
+    lease = e.lookup("a", readers=(0, 1)).lease
+    assert rig.code(e.workers[0], m.Release(boot=BOOT, lease=lease, rank=1)) == "bad_rank"
+    assert rig.code(e.workers[0], m.Release(boot=BOOT, lease=lease)) == "bad_rank"
+    assert rig.code(e.workers[0], m.HandedOver(boot=BOOT, leases=(lease,))) == "bad_rank"
+    assert held(rig)[0] == 1
+
+
+def test_a_lease_that_was_never_given_is_unknown(rig: Rig) -> None:
+    e = rig.engine()
+    assert [x.code for x in e.release(77)] == ["unknown_lease"]
+    assert [x.code for x in e.release(0)] == ["unknown_lease"]
+    assert [x.code for x in e.release(-1)] == ["unknown_lease"]
+
+
+def test_another_boot_is_refused(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    lease = e.lookup("a").lease
+    for message in (
+        m.Release(boot=b"old", lease=lease, rank=-1),
+        m.Renew(seq=3, boot=b"old", lease=lease),
+        m.HandedOver(boot=b"old", leases=(lease,)),
+    ):
+        assert rig.code(e.scheduler, message) == "wrong_boot"
+    assert held(rig) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"readers": ()}, "bad_rank"),
+        ({"readers": (1,)}, "bad_rank"),
+        ({"readers": (-1,)}, "bad_rank"),
+        ({"readers": (0,) * 129}, "bad_rank"),
+        ({"width": 0}, "bad_value"),
+        ({"width": -8}, "bad_value"),
+        ({"width": 7}, "bad_value"),
+        ({"width": 65}, "bad_value"),
+        ({"digests": b"123456789"}, "bad_value"),
+        ({"first": -1}, "bad_value"),
+        ({"first": 2}, "bad_value"),
+        ({"request": ""}, "bad_value"),
+        ({"request": "x" * 513}, "bad_value"),
+        ({"digests": bytes(WIDTH * 5)}, "limit"),
+    ],
+)
+def test_a_lookup_that_makes_no_sense_is_refused(wrong: dict[str, object], code: str) -> None:
+    rig = Rig(keys_per_message=4)
+    e = rig.engine()
+    good = {"request": "r", "digests": digests("a"), "width": WIDTH}
+    assert rig.code(e.scheduler, m.Lookup(seq=3, **{**good, **wrong})) == code  # type: ignore[arg-type]
+
+
+def test_open_leases_are_limited(rig: Rig) -> None:
+    rig = Rig(leases_per_instance=2)
+    e, other = rig.engine(), rig.engine("other")
+    e.store("a")
+    lease, _ = e.lookup("a").lease, e.lookup("a").lease
+    assert e.lookup("a").code == "limit"
+    assert other.lookup("a").lease
+    e.give_back(lease)
+    assert e.lookup("a").lease
+
+
+def test_only_a_scheduler_looks_up(rig: Rig) -> None:
+    e = rig.engine()
+    message = m.Lookup(seq=3, request="r", digests=digests("a"), width=WIDTH)
+    assert rig.code(e.workers[0], message) == "bad_rank"
+    assert rig.code(rig.open(), message) == "not_registered"
+
+
+def test_a_lookup_before_all_ranks_registered_is_a_miss(rig: Rig) -> None:
+    scheduler = rig.open()
+    rig.register(scheduler, ranks=2)
+    message = m.Lookup(seq=3, request="r", digests=digests("a"), width=WIDTH)
+    assert rig.ask(scheduler, message).chunks == 0

@@ -1,0 +1,213 @@
+"""Law 6 and DESIGN section 6: room is made at allocation time, and any namespace can get it."""
+
+from __future__ import annotations
+
+from kvass.types import PAGE
+from tests.core.rig import RESERVE_S, Engine, Rig, layout
+
+ALL = {"instance_write_share": 1.0}
+
+
+def filled(rig: Rig, rows: int, prefix: str = "k") -> Engine:
+    e = rig.engine()
+    for i in range(rows):
+        e.store(f"{prefix}{i}")
+    return e
+
+
+def test_a_class_grows_over_the_whole_arena_before_it_evicts() -> None:
+    rig = Rig(pages=16, extent=4)
+    e = filled(rig, 16)
+    assert [e.holds(f"k{i}") for i in range(16)] == [1] * 16
+    assert rig.gauge("l1_used_bytes") == (16 * PAGE,)
+
+
+def test_the_least_recently_used_row_leaves_first() -> None:
+    rig = Rig(pages=8, extent=8)
+    e = filled(rig, 8)
+    e.holds("k0")
+    e.store("new")
+    assert (e.holds("k1"), e.holds("k0"), e.holds("k2")) == (0, 1, 1)
+    assert rig.count("evicted_capacity") == 1
+
+
+def test_the_deeper_chunk_leaves_first() -> None:
+    rig = Rig(pages=8, extent=8, **ALL)
+    e = rig.engine()
+    e.store(*"abcdefgh")
+    e.store("new")
+    e.store("more")
+    assert e.holds(*"abcdefgh") == 6
+
+
+def test_a_lookup_touches_the_prefix_it_does_not_pin() -> None:
+    rig = Rig(pages=8, extent=8, **ALL)
+    e = rig.engine()
+    e.store("a", "b", "c", "d")
+    e.store("w", "x", "y", "z")
+    e.give_back(e.lookup("a", "b", "c", "d", first=3).lease)
+    e.store("1", "2", "3", "4")
+    assert e.holds("a", "b", "c", "d") == 4
+
+
+def test_a_reserve_touches_its_prefix_and_never_evicts_it() -> None:
+    rig = Rig(pages=8, extent=8, **ALL)
+    e = rig.engine()
+    e.store(*"abcdef")
+    e.store("x", "y")
+    grant = e.reserve(*"abcdef", "g", "h", "i", first=6)
+    assert grant.chunks == (6, 7)
+    assert rig.gauge("rows") == (6,)
+    e.commit(grant.reservation)
+    assert e.holds(*"abcdefgh") == 8
+
+
+def test_new_chunks_are_older_than_their_prefix() -> None:
+    rig = Rig(pages=8, extent=8, **ALL)
+    e = rig.engine()
+    e.store("a", "b")
+    e.store(*"abcdef")
+    e.store("x", "y")
+    e.store("z")
+    assert e.holds(*"abcdef") == 5
+
+
+def test_a_pinned_row_is_never_evicted() -> None:
+    rig = Rig(pages=8, extent=4, **ALL)
+    e = filled(rig, 8)
+    found = e.lookup("k0")
+    for i in range(20):
+        grant = e.store(f"n{i}")
+        assert grant.slots[0].offsets(0, PAGE) != found.slots[0].offsets(0, PAGE)
+    assert e.holds("k0") == 1
+
+
+def test_when_all_is_pinned_nothing_is_granted_and_nothing_changes() -> None:
+    rig = Rig(pages=4, extent=4, **ALL)
+    e = filled(rig, 4)
+    leases = [e.lookup(f"k{i}").lease for i in range(4)]
+    assert e.reserve("x").chunks == ()
+    assert rig.engine("o", identity={"model": "o"}).reserve("x").chunks == ()
+    e.release(leases[2])
+    assert e.reserve("x").chunks == (0,)
+    assert [e.holds(f"k{i}") for i in range(4)] == [1, 1, 0, 1]
+
+
+def test_a_reserve_takes_what_fits() -> None:
+    rig = Rig(pages=4, extent=4, **ALL)
+    e = filled(rig, 4)
+    e.lookup("k0")
+    assert e.reserve(*"abcdef").chunks == (0, 1, 2)
+
+
+def test_what_does_not_fit_in_every_group_is_taken_back() -> None:
+    rig = Rig(pages=8, extent=2, **ALL)
+    e = rig.engine(layout=layout(1, 2))
+    grant = e.reserve(*"abcdef", groups=3)
+    chunks = len(grant.chunks)
+    assert 0 < chunks < 6
+    assert rig.status["namespaces"][0]["groups"][0]["rows_writing"] == chunks
+    e.abort(grant.reservation)
+    assert rig.gauge("l1_used_bytes") == (0,)
+
+
+# ---------------------------------------------------------------- several layouts
+
+
+def test_fill_with_layout_a_then_store_layout_b() -> None:
+    rig = Rig(pages=32, extent=4)
+    a = filled(rig, 32)
+    b = rig.engine("b", layout=layout(3))
+    for i in range(8):
+        b.store(f"b{i}")
+    assert [b.holds(f"b{i}") for i in range(8)] == [1] * 8
+    assert 0 < sum(a.holds(f"k{i}") for i in range(32)) < 32
+    assert rig.count("evicted_handed_over") > 0
+
+
+def test_and_a_gets_its_room_back() -> None:
+    rig = Rig(pages=32, extent=4)
+    a, b = filled(rig, 32), rig.engine("b", layout=layout(3))
+    for i in range(20):
+        b.store(f"b{i}")
+    for i in range(32):
+        a.store(f"n{i}")
+    assert [a.holds(f"n{i}") for i in range(32)][-4:] == [1] * 4
+
+
+def test_the_set_that_was_used_longest_ago_is_handed_over() -> None:
+    rig = Rig(pages=8, extent=4)
+    a = filled(rig, 8)
+    for i in range(4):
+        a.holds(f"k{i}")
+    rig.engine("b", layout=layout(2)).store("b")
+    assert [a.holds(f"k{i}") for i in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_a_set_with_a_pinned_row_stays() -> None:
+    rig = Rig(pages=8, extent=4)
+    a = filled(rig, 8)
+    a.lookup("k0")
+    rig.engine("b", layout=layout(2)).store("b")
+    assert [a.holds(f"k{i}") for i in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_a_set_with_a_quarantined_slot_stays() -> None:
+    rig = Rig(pages=8, extent=4)
+    a = rig.engine()
+    late = a.reserve("late")
+    a.hand_over(reservations=(late.reservation,))
+    for i in range(7):
+        a.store(f"k{i}")
+    rig.wait(RESERVE_S)
+    b = rig.engine("b", layout=layout(2))
+    taken = b.store("b").slots[0].offsets(0, 2 * PAGE)
+    assert not set(taken) & set(late.slots[0].offsets(0, PAGE))
+    assert rig.gauge("quarantined_bytes") == (PAGE,)
+    a.commit(late.reservation)
+    assert rig.gauge("quarantined_bytes") == (0,)
+
+
+def test_neighbouring_sets_go_together_for_a_larger_row() -> None:
+    rig = Rig(pages=16, extent=1)
+    filled(rig, 16)
+    b = rig.engine("b", layout=layout(4))
+    b.store("b")
+    assert b.holds("b") == 1
+    assert rig.gauge("rows") == (13,)
+
+
+def test_each_shard_gets_an_extent_of_its_own() -> None:
+    rig = Rig(pages=32, extent=4)
+    e = rig.engine(ranks=4)
+    grant = e.store("a", "b")
+    places = [grant.slots[0].offsets(s, PAGE).tolist() for s in range(4)]
+    assert all(two - one in (PAGE, -PAGE) for one, two in places)
+    assert len({x for pair in places for x in pair}) == 8
+
+
+def test_half_a_chunk_makes_way_for_a_whole_one() -> None:
+    rig = Rig()
+    e = rig.engine(layout=layout(1, 1))
+    e.store("a", groups=1)
+    assert e.holds("a") == 0
+    e.store("a", groups=3)
+    assert e.holds("a") == 1
+    assert rig.gauge("rows") == (2,)
+
+
+def test_half_a_chunk_that_is_being_written_does_not_make_way() -> None:
+    e = Rig().engine(layout=layout(1, 1))
+    half = e.reserve("a", groups=1)
+    assert e.reserve("a", groups=3).chunks == ()
+    e.commit(half.reservation)
+    assert e.reserve("a", groups=3).chunks == (0,)
+
+
+def test_many_stores_into_a_full_arena_are_never_dropped() -> None:
+    rig = Rig(pages=64, extent=4)
+    e = rig.engine()
+    for i in range(500):
+        e.store(f"k{i}")
+    assert rig.gauge("rows") == (64,)
+    assert rig.count("chunks_granted") == 500
