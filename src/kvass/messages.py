@@ -117,13 +117,15 @@ class Matched(Message, tag="matched"):
     """``chunks`` counts from chunk 0, so ``chunks == first`` is a miss and takes no lease (0).
 
     ``slots[g]`` are the rows of group ``g`` for chunks ``[first, chunks)``. A read counts only if
-    it finished before ``deadline_s``.
+    it finished before ``deadline_s``, and only by a rank that was registered at ``given_s`` and has
+    been since: a rank's EOF settles its debts, so what it was to copy may be another's by now.
     """
 
     boot: bytes = b""
     lease: int = 0
     first: int = 0
     chunks: int = 0
+    given_s: float = 0.0
     deadline_s: float = 0.0
     slots: tuple[Slots, ...] = ()
 
@@ -190,9 +192,13 @@ class Grant(msgspec.Struct, omit_defaults=True):
 
 
 class Granted(Message, tag="granted"):
-    """Parallel to ``Reserve.items``. Commits after ``deadline_s`` publish nothing."""
+    """Parallel to ``Reserve.items``. Commits after ``deadline_s`` publish nothing.
+
+    ``given_s`` as in ``Matched``: a rank that registered later must not write.
+    """
 
     boot: bytes = b""
+    given_s: float = 0.0
     deadline_s: float = 0.0
     grants: list[Grant] = []
 

@@ -15,7 +15,7 @@ from kvass.client.client import Client
 from kvass.client.scheduler import PENDING, Match, SchedulerClient
 from kvass.client.worker import WorkerClient
 from kvass.errors import TimedOut
-from kvass.messages import Ping, Register, ReserveItem
+from kvass.messages import Granted, Ping, Register, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.scripted import eventually
 
@@ -226,3 +226,52 @@ def test_an_engine_that_goes_owes_nothing(
     assert eventually(lambda: again.connected)
     assert eventually(lambda: again.load("a"))
     again.close()
+
+
+def reconnect(client: Client) -> None:
+    """The connection ends and another begins, while the daemon lives on."""
+    session = client.session
+    assert session is not None
+    client.fault(session, "a test")
+    assert eventually(lambda: client.session not in (None, session))
+
+
+def reserve(engine: Engine, prompt: str) -> Granted:
+    item = ReserveItem(request=prompt, digests=digests(prompt))
+    granted = engine.scheduler.reserve([item], WIDTH)
+    assert granted is not None
+    assert granted.grants[0].reservation
+    return granted
+
+
+def test_a_rank_that_came_back_does_not_copy_what_was_given_before(engine: Engine) -> None:
+    granted = reserve(engine, "a")
+    still = engine.worker.arena(granted.boot, granted.given_s)
+    assert still is not None, "the control: nothing happened between"
+    still.close()
+    reconnect(engine.worker._client)
+    assert engine.worker.arena(granted.boot, granted.given_s) is None, "its EOF freed the slots"
+    assert eventually(lambda: engine.store("b"))
+
+
+def test_what_a_lost_connection_gave_is_not_handed_over(engine: Engine) -> None:
+    granted = reserve(engine, "a")
+    reconnect(engine.scheduler._client)
+    assert not engine.scheduler.handed_over([], [granted.grants[0].reservation], granted.boot)
+    granted = reserve(engine, "b")
+    assert engine.scheduler.handed_over([], [granted.grants[0].reservation], granted.boot)
+
+
+def test_a_daemon_that_does_not_read_is_not_presumed_to_know(
+    daemon: Daemon, engine: Engine
+) -> None:
+    granted = reserve(engine, "a")
+    session = engine.scheduler._client.session
+    assert session is not None
+    daemon.suspend()
+    while not session.channel.wants_write:
+        engine.scheduler.release(granted.boot, 1)
+    assert not engine.scheduler.handed_over([], [granted.grants[0].reservation], granted.boot)
+    assert not engine.scheduler.connected
+    daemon.resume()
+    assert eventually(lambda: daemon.status()["reservations"] == 0)

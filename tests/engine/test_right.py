@@ -6,6 +6,7 @@ and wants to see other tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -159,7 +160,7 @@ def test_reset_cache_forgets_for_everybody(
 def zero_arena(daemon: Daemon) -> None:
     """Overwrite every byte of the arena, as no well-behaved client would."""
     channel = Channel.connect(daemon.socket, 5.0)
-    channel.send(Hello(wants_arena=True))
+    channel.send(Hello(wants_arena=True, clock_s=time.monotonic()))
     (welcome,) = channel.receive(5.0)
     assert isinstance(welcome, Welcome)
     descriptor = channel.take_fd()

@@ -366,3 +366,18 @@ def test_waits_are_counted_per_step() -> None:
         world.add(name, range(200, 300))
     world.step()
     assert client.steps == before + 1
+
+
+def test_a_load_that_cannot_be_handed_over_fails() -> None:
+    client, world = stored()
+    client.deaf = True
+    world.add("b", PROMPT)
+    output, work = world.schedule()
+    assert [(load.request, load.lease) for load in work.loads] == [("b", 0)]
+    assert len(client.released) == 1
+    world.finish(output, received=["b"], failed=["b"])
+    output, _ = world.schedule()
+    assert output.num_scheduled_tokens == {"b": 100}, "computed instead"
+    world.finish(output)
+    world.run(client)
+    settled(client, world)

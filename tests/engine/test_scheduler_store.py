@@ -327,3 +327,17 @@ def test_a_defect_while_planning_stores_costs_the_store_alone(
     assert client.steps >= 4
     assert world.connector._boundary.counters["plan_stores"] >= 4
     assert len([r for r in caplog.records if r.name == "kvass.vllm"]) == 1, "logged once"
+
+
+@BOTH
+def test_a_store_that_cannot_be_handed_over_is_off(asynchronous: bool) -> None:
+    client = FakeClient()
+    client.deaf = True
+    world = World(client, asynchronous=asynchronous)
+    world.add("a", range(100), max_tokens=1)
+    output, work = world.schedule()
+    assert (work.stores, work.step) == ([], 0)
+    assert client.writing == {}, "aborted"
+    world.finish(output)
+    world.run(client)
+    assert world.free_blocks == world.pool.num_gpu_blocks - 1

@@ -14,6 +14,7 @@ import time
 from typing import Any, Final
 
 from kvass.client.link import Link
+from kvass.client.session import Session
 from kvass.errors import Refused, RemoteError, TimedOut, Unavailable
 from kvass.messages import (
     Abort,
@@ -163,6 +164,18 @@ class Client(Link):
             session = self._session
             if session is None or message.boot != session.boot or not self._send(session, message):
                 self.counters["dropped"] += 1
+                return False
+            return True
+
+    def tell(self, session: Session, message: OneWay) -> bool:
+        """Have the kernel take ``message`` whole, on ``session`` and no other: then the daemon
+        reads it before this session's EOF. False: it cannot be, and ``session`` is given up."""
+        with self._turn:
+            if session is not self._session or not self._send(session, message):
+                self.counters["dropped"] += 1
+                return False
+            if session.channel.wants_write:
+                self._lose(session, Unavailable("the daemon does not read"))
                 return False
             return True
 

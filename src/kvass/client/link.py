@@ -169,12 +169,17 @@ class Link:
     ) -> None:
         self.close()
 
-    def enter(self, boot: bytes) -> Session | None:
-        """Become a user of the connection to ``boot``, which keeps its arena; then ``leave``."""
+    def enter(self, boot: bytes, given_s: float) -> Session | None:
+        """Become a user of the connection to ``boot``, which keeps its arena; then ``leave``.
+
+        None unless that connection was registered at ``given_s`` and has been since.
+        """
         self.start()
         with self._turn:
             session = self._session
             if session is None or session.arena is None or session.boot != boot:
+                return None
+            if session.registered_s > given_s:
                 return None
             session.users += 1
             return session

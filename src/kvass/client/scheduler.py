@@ -5,7 +5,9 @@ Laws of this file:
 - Waits: ``step_wait_s`` per scheduler step for all lookups together, ``reserve_wait_s`` for the
   reserve; after a timeout none until the daemon answered something.
 - A lease is held by exactly one request, here, until ``take`` or ``settle``.
-- When the connection is lost, everything held or asked through it is void.
+- When the connection is lost, everything held or asked through it is void, even if the daemon lived
+  on: it has given those slots to others. Ranks learn only of what was handed over on the connection
+  it came through.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ from kvass.types import Slots
 
 
 class Match(msgspec.Struct, frozen=True):
-    """Chunks ``[first, chunks)`` of a request, pinned until ``deadline_s`` (CLOCK_MONOTONIC).
+    """Chunks ``[first, chunks)`` of a request, pinned from ``given_s`` until ``deadline_s``.
 
+    Both are CLOCK_MONOTONIC; only a rank registered at ``given_s`` may read (``messages.Matched``).
     ``slots[g]``: where group ``g``'s rows of those chunks lie. ``chunks > first`` always.
     """
 
@@ -48,6 +51,7 @@ class Match(msgspec.Struct, frozen=True):
     boot: bytes
     first: int
     chunks: int
+    given_s: float
     deadline_s: float
     slots: tuple[Slots, ...]
 
@@ -93,6 +97,8 @@ class SchedulerClient:
         self._step_wait_s = step_wait_s
         self._left_s = step_wait_s
         self._asks: dict[str, _Ask] = {}
+        self._giver: Session | None = None
+        """The connection through which came the first of what was taken since ``handed_over``."""
 
     @property
     def connected(self) -> bool:
@@ -117,6 +123,7 @@ class SchedulerClient:
     def new_step(self) -> None:
         """A scheduler step begins: a new wait budget; late replies are settled."""
         self._left_s = self._step_wait_s
+        self._giver = None
         self._client.poll()
 
     # ------------------------------------------------------------ reading
@@ -148,6 +155,7 @@ class SchedulerClient:
         taken = None
         if ask is not None and ask.session is self._client.session:
             taken, ask.match = ask.match, None
+            self._giver = self._giver or ask.session
         self.settle(request)
         return taken
 
@@ -227,7 +235,13 @@ class SchedulerClient:
         if not reply.lease:
             return None
         return Match(
-            reply.lease, reply.boot, reply.first, reply.chunks, reply.deadline_s, reply.slots
+            lease=reply.lease,
+            boot=reply.boot,
+            first=reply.first,
+            chunks=reply.chunks,
+            given_s=reply.given_s,
+            deadline_s=reply.deadline_s,
+            slots=reply.slots,
         )
 
     def _give_back(self, ask: _Ask) -> None:
@@ -263,6 +277,7 @@ class SchedulerClient:
         if reply.boot != session.boot or len(reply.grants) != len(items):
             self._client.fault(session, "a grant of what was not asked for")
             return None
+        self._giver = self._giver or session
         return reply
 
     def abort(self, boot: bytes, reservation: int) -> None:
@@ -271,12 +286,18 @@ class SchedulerClient:
 
     # ------------------------------------------------------------ the rest
 
-    def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> None:
-        """From here on only the ranks settle these. Last act of building a step's metadata."""
-        if leases or reservations:
-            self._client.post(
-                HandedOver(boot=boot, leases=tuple(leases), reservations=tuple(reservations))
-            )
+    def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
+        """From here on only the ranks settle these. Last act of building a step's metadata.
+
+        False: the daemon cannot be told on the connection they were given through, so no rank may
+        hear of them; release and abort what was taken.
+        """
+        session, self._giver = self._giver, None
+        if not leases and not reservations:
+            return True
+        return session is not None and self._client.tell(
+            session, HandedOver(boot=boot, leases=tuple(leases), reservations=tuple(reservations))
+        )
 
     def clear(self, timeout_s: float) -> bool:
         """Forget this namespace's rows and give back every held match. False: not confirmed."""

@@ -8,6 +8,7 @@ Not locked: ``Client`` calls ``enter`` and ``leave`` under its lock.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Final
 
@@ -45,6 +46,8 @@ class Session:
         self.welcome = welcome
         self.registered = registered
         self.boot = welcome.boot
+        self.registered_s = math.inf
+        """When (CLOCK_MONOTONIC) we knew that the daemon had registered us."""
         self.arena: memory.Arena | None = None
         self.watermark = min(welcome.populated_bytes, welcome.arena_bytes)
         self.users = 1
@@ -92,6 +95,7 @@ def open_session(path: str, registration: Register | None, *, wants_arena: bool)
             if not isinstance(reply, Registered):
                 raise RemoteError(f"a {type(reply).__name__} in answer to Register")
             session.registered = reply
+            session.registered_s = time.monotonic()
             pushed += more
         for message in pushed:
             session.watermark = min(message.bytes, welcome.arena_bytes)

@@ -6,6 +6,7 @@ boot is given out; a mapping ends when its last user left it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
@@ -76,9 +77,13 @@ class WorkerClient:
         """Begin connecting in the background, in this process (after any fork). Never blocks."""
         self._client.start()
 
-    def arena(self, boot: bytes) -> ArenaLease | None:
-        """The arena of ``boot``; None if we are connected to another boot, or to none."""
-        session = self._client.enter(boot)
+    def arena(self, boot: bytes, given_s: float = math.inf) -> ArenaLease | None:
+        """The arena of ``boot``, to copy what the daemon gave at ``given_s``; the default is now.
+
+        None if we are connected to another boot, to none, or only since later: the EOF between
+        settled what this rank owed, and those slots may be another's.
+        """
+        session = self._client.enter(boot, given_s)
         return None if session is None else ArenaLease(self._client, session)
 
     def commit(self, boot: bytes, reservation: int) -> None:

@@ -70,6 +70,7 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched:
         lease=lease.id,
         first=msg.first,
         chunks=msg.first + chunks,
+        given_s=state.now,
         deadline_s=lease.deadline,
         slots=tuple(state.l1.slots(p.rows) for p in parts),
     )
@@ -136,8 +137,12 @@ def reserve(state: State, session: Session, msg: Reserve) -> Granted:
         _grant(state, instance, item, keys, writers, protect)
         for item, (keys, writers) in zip(msg.items, asked, strict=True)
     ]
-    deadline = state.now + state.config.timing.reserve_s
-    return Granted(boot=state.config.boot, deadline_s=deadline, grants=grants)
+    return Granted(
+        boot=state.config.boot,
+        given_s=state.now,
+        deadline_s=state.now + state.config.timing.reserve_s,
+        grants=grants,
+    )
 
 
 def _check_item(

@@ -35,14 +35,15 @@ CHUNK = 32
 
 class FakeClient:
     """A daemon in a dict. ``rows`` are the hashes held; ``silent`` answers no reserve, ``missing``
-    refuses each whole, ``refuse`` grants nothing; ``pending`` lookups are told to ask again."""
+    refuses each whole, ``refuse`` grants nothing; ``deaf`` cannot be told of a handing over;
+    ``pending`` lookups are told to ask again."""
 
     def __init__(self, socket: str = "", registration: Register | None = None) -> None:
         self.registration = registration
         self.connected = True
         self.rows: set[bytes] = set()
         self.pending = 0
-        self.silent = self.missing = self.refuse = self._overdue = False
+        self.silent = self.missing = self.refuse = self.deaf = self._overdue = False
         self.reserves: list[list[ReserveItem]] = []
         self.lookups: list[tuple[str, int]] = []
         self.writing: dict[int, list[bytes]] = {}
@@ -86,7 +87,8 @@ class FakeClient:
             chunks += 1
         if chunks == first:
             return None
-        match = Match(self._number(), b"boot", first, chunks, 1e12, (_slots(chunks - first),))
+        slots = (_slots(chunks - first),)
+        match = Match(self._number(), b"boot", first, chunks, 1e9, 1e12, slots)
         self.held[request] = match
         return match
 
@@ -127,14 +129,17 @@ class FakeClient:
             if chunks:
                 self.writing[number] = [hashes[c] for c in chunks]
             grants.append(Grant(number, tuple(chunks), (_slots(len(chunks)),)))
-        return Granted(boot=b"boot", deadline_s=1e12, grants=grants)
+        return Granted(boot=b"boot", given_s=1e9, deadline_s=1e12, grants=grants)
 
-    def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> None:
+    def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
         """From here on the ranks settle."""
+        if self.deaf:
+            return False
         for lease in leases:
             del self.taken[lease]
         assert all(reservation in self.writing for reservation in reservations)
         self.handed += [*leases, *reservations]
+        return True
 
     def clear(self, timeout_s: float) -> bool:
         """Forget every row."""

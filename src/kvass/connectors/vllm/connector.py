@@ -94,7 +94,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             return StepWork()
         work = self._planner.take_loads()
         self._boundary.run(None, self._planner.plan_stores, scheduler_output, work)
-        self._boundary.run(None, self._planner.hand_over, work)
+        if not self._boundary.run(False, self._planner.hand_over, work):
+            self._boundary.run(None, self._planner.revoke, work)
         return work
 
     def update_connector_output(self, connector_output: Any) -> None:

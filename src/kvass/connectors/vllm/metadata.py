@@ -20,12 +20,14 @@ class Load:
     """Rows to copy into the blocks of one waiting request.
 
     ``skip`` leading blocks of the first chunk are the engine's own. ``lease`` 0: there is nothing
-    to read any more, and the load must be reported as failed.
+    to read any more, and the load must be reported as failed. ``given_s``: only a rank registered
+    since then may copy.
     """
 
     request: str
     boot: bytes = b""
     lease: int = 0
+    given_s: float = 0.0
     deadline_s: float = 0.0
     slots: tuple[Slots, ...] = ()
     blocks: Blocks = ()
@@ -39,6 +41,7 @@ class Store:
     step: int
     boot: bytes
     reservation: int
+    given_s: float
     deadline_s: float
     slots: tuple[Slots, ...]
     blocks: Blocks

@@ -131,6 +131,7 @@ class SchedulerSide:
             request=tracked.request.request_id,
             boot=match.boot,
             lease=match.lease,
+            given_s=match.given_s,
             deadline_s=match.deadline_s,
             slots=match.slots,
             blocks=self._chunk_blocks(table, range(match.first, match.chunks)),
@@ -210,23 +211,40 @@ class SchedulerSide:
                 step=work.step,
                 boot=granted.boot,
                 reservation=grant.reservation,
+                given_s=granted.given_s,
                 deadline_s=granted.deadline_s,
                 slots=grant.slots,
                 blocks=blocks,
             )
         )
 
-    def hand_over(self, work: StepWork) -> None:
-        """Last act of a step: from here on the ranks settle, and the next step's waits begin."""
-        leases = [(load.boot, load.lease) for load in work.loads if load.lease]
-        writes = [(store.boot, store.reservation) for store in work.stores]
-        for boot in dict(leases) | dict(writes):
-            self._client.handed_over(
-                [lease for of, lease in leases if of == boot],
-                [reservation for of, reservation in writes if of == boot],
-                boot,
-            )
+    def hand_over(self, work: StepWork) -> bool:
+        """Last act of a step: from here on the ranks settle, and the next step's waits begin.
+
+        False: the daemon cannot be told, so the ranks must not be either: ``revoke``.
+        """
+        leases = [load.lease for load in work.loads if load.lease]
+        writes = [store.reservation for store in work.stores]
+        boots = {load.boot for load in work.loads if load.lease}
+        boots |= {store.boot for store in work.stores}
+        told = not boots or (
+            len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
+        )
         self._client.new_step()
+        return told
+
+    def revoke(self, work: StepWork) -> None:
+        """Take everything back out of a step's metadata; its loads fail."""
+        loads, stores, step = work.loads, work.stores, work.step
+        work.loads, work.stores, work.step = [Load(load.request) for load in loads], [], 0
+        if step in self._held:
+            assert self._pool is not None
+            self._pool.free(self._held.pop(step))
+        for load in loads:
+            if load.lease:
+                self._client.release(load.boot, load.lease)
+        for store in stores:
+            self._client.abort(store.boot, store.reservation)
 
     def settled(self, report: StepReport | None, failed: Iterable[str]) -> None:
         """What the ranks reported: finished stores free blocks, failed loads are stored anew."""

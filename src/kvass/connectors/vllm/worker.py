@@ -123,7 +123,7 @@ class WorkerSide:
     ) -> bool:
         if self._client is None or self._mover is None:
             return False
-        arena = self._client.arena(what.boot)
+        arena = self._client.arena(what.boot, what.given_s)
         if arena is None:
             return False
         try:
