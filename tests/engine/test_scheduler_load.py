@@ -337,6 +337,7 @@ def test_a_defect_while_planning_a_load_fails_it(monkeypatch: pytest.MonkeyPatch
     client, world = stored()
     request = world.add("b", PROMPT)
     monkeypatch.setattr(world.connector._planner, "_load", lambda *_: 1 / 0)
+    world.tolerant = True
     output, work = world.schedule()
     assert [(load.request, load.lease) for load in work.loads] == [("b", 0)]
     world.finish(output, failed=["b"])
@@ -347,6 +348,7 @@ def test_a_defect_while_planning_a_load_fails_it(monkeypatch: pytest.MonkeyPatch
 def test_a_defect_while_matching_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     client, world = stored()
     monkeypatch.setattr(client, "match", lambda *_: 1 / 0)
+    world.tolerant = True
     world.add("b", PROMPT)
     output, _ = world.schedule()
     assert output.num_scheduled_tokens == {"b": 100}

@@ -182,6 +182,22 @@ def test_an_absent_daemon_is_not_asked() -> None:
     assert client.reserves == []
 
 
+def test_after_a_restart_a_running_request_is_offered_from_its_first_chunk() -> None:
+    client = FakeClient()
+    world = World(client)
+    world.add("a", range(64), max_tokens=60)
+    client.commit(store.reservation for store in world.step().stores)
+    client.rows.clear()
+    client.boot = b"next"
+    stored = []
+    for _ in range(40):
+        work = world.step()
+        client.commit(store.reservation for store in work.stores)
+        stored += [len(store.blocks[0]) for store in work.stores]
+    assert stored == [2, 4], "chunk 2 shows that the daemon is another; then what it lacks"
+    assert len(client.rows) == 3
+
+
 def test_a_local_hit_that_no_daemon_holds_is_offered_from_its_first_chunk() -> None:
     client = FakeClient()
     world = World(client)
@@ -321,6 +337,7 @@ def test_a_defect_while_planning_stores_costs_the_store_alone(
     client = FakeClient()
     world = World(client)
     monkeypatch.setattr(client, "reserve", lambda items, width: 1 / 0)
+    world.tolerant = True
     request = world.add("a", range(64), max_tokens=4)
     world.run()
     assert request.num_tokens == 68

@@ -58,6 +58,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._step = 0
         self._pause = self._resting = 0
+        self._boot = b""
         self._held: dict[int, list[Any]] = {}
         self._reported: dict[int, int] = {}
 
@@ -170,8 +171,12 @@ class SchedulerSide:
                 self._resting, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
             return
         self._pause = 0
-        for (tracked, ready), grant in zip(offers, granted.grants, strict=True):
-            tracked.offered = ready
+        if self._boot not in (b"", granted.boot):
+            self._offer_anew()
+        self._boot = granted.boot
+        for item, (tracked, ready), grant in zip(items, offers, granted.grants, strict=True):
+            if item.first <= tracked.offered:
+                tracked.offered = ready
             if grant.chunks:
                 self._add_store(output, work, tracked, granted, grant)
 
@@ -192,6 +197,12 @@ class SchedulerSide:
             items.append(ReserveItem(request_id, hashes, tracked.offered))
             offers.append((tracked, ready))
         return items, offers, width
+
+    def _offer_anew(self) -> None:
+        """What was offered so far is gone, and a chunk without its prefix is no use."""
+        for tracked in self._tracked.values():
+            if tracked.offered != NEVER:
+                tracked.offered = 0
 
     def _add_store(
         self, output: Any, work: StepWork, tracked: Tracked, granted: Granted, grant: Grant
@@ -235,6 +246,7 @@ class SchedulerSide:
 
     def revoke(self, work: StepWork) -> None:
         """Take everything back out of a step's metadata; its loads fail."""
+        self._offer_anew()
         loads, stores, step = work.loads, work.stores, work.step
         work.loads, work.stores, work.step = [Load(load.request) for load in loads], [], 0
         if step in self._held:
