@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
 
 from kvass import messages as m
 from kvass.testing.actors import WIDTH, Model, random_layout
 from kvass.types import RankLayout
 
 Rng = random.Random
+_LAYOUT: Final = random_layout(random.Random(1), 1)
 
 
 def _number(rng: Rng) -> int:
@@ -31,7 +35,8 @@ def _boot(rng: Rng, boot: bytes) -> bytes:
 
 def _digests(rng: Rng, models: list[Model]) -> bytes:
     blob = b"".join(rng.choice(rng.choice(models).prompts))
-    return blob[: rng.randint(0, len(blob))] if rng.random() < 0.2 else blob
+    odd = rng.random()
+    return blob[: rng.randint(0, len(blob))] if odd < 0.1 else blob * 2 if odd < 0.3 else blob
 
 
 def _width(rng: Rng) -> int:
@@ -46,17 +51,28 @@ def _layout(rng: Rng) -> RankLayout | None:
 
 def _register(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
     # Its own name and identity, or a real engine's name with an identity that contradicts it.
-    return m.Register(
+    name = rng.choice(["stranger", "stranger", "stranger2", "e0"])
+    rank = rng.choice([-1, 0])
+    terms = m.Register(
         seq=seq,
-        instance=rng.choice(["stranger", "stranger", "stranger2", "e0", ""]),
+        instance=name,
         identity={"model": "stranger"},
-        chunk_tokens=rng.choice([16, 16, 16, 0, -16, 17]),
-        rank=rng.choice([-1, 0, 0, 1, _rank(rng)]),
-        ranks=rng.choice([1, 1, 2, 129, 0, -1]),
-        world_size=rng.choice([1, 1, 1, 2, 0]),
-        shard=rng.choice([0, 0, 0, 1, -1]),
-        layout=_layout(rng),
+        chunk_tokens=16,
+        rank=rank,
+        layout=None if rank < 0 else _LAYOUT,
     )
+    if rng.random() < 0.5:
+        return terms
+    odd: list[dict[str, Any]] = [
+        {"instance": ""},
+        {"chunk_tokens": rng.choice([0, -16, 17, 32])},
+        {"rank": _rank(rng)},
+        {"ranks": rng.choice([2, 129, 0, -1])},
+        {"world_size": rng.choice([2, 0])},
+        {"shard": rng.choice([1, -1])},
+        {"layout": _layout(rng)},
+    ]
+    return msgspec.structs.replace(terms, **rng.choice(odd))
 
 
 def _reserve(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:

@@ -125,6 +125,7 @@ class Witness:
         self.timing = timing
         self.limits = limits
         self.roomy = roomy
+        self.now = 0.0
         self.open: set[int] = set()
         self.deaf: set[int] = set()
         self.roles: dict[int, tuple[Member, int]] = {}
@@ -142,6 +143,7 @@ class Witness:
 
     def observe(self, event: Event, effects: list[Effect], now: float) -> None:
         """Check the answers to ``event`` and write down what follows from them."""
+        self.now = now
         if isinstance(event, Opened):
             self.open.add(event.session)
         if isinstance(event, Received) and event.session in self.open - self.deaf:
@@ -303,7 +305,7 @@ class Witness:
         short = reply.chunks < len(keys) and all(
             (space, g, keys[reply.chunks]) in self.ready for g in range(space.groups)
         )
-        if self.roomy and short and len(self._live(member, now)) < self.limits.leases_per_instance:
+        if self.roomy and short and len(self._live(member)) < self.limits.leases_per_instance:
             raise BrokenLawError(
                 f"chunk {reply.chunks} is READY and nothing was evicted, yet: {reply}"
             )
@@ -323,6 +325,7 @@ class Witness:
         if not now < reply.deadline_s <= now + self.timing.lease_s + 1e-6:
             raise BrokenLawError(f"law 5: deadline {reply.deadline_s} at {now}")
         readers = {0} if msg.readers is None else set(msg.readers)
+        _check_named(readers, member)
         lease = Reading(
             reply.lease, member, reply.deadline_s, readers & member.sessions.keys(), chunks
         )
@@ -370,19 +373,18 @@ class Witness:
         member, _ = self.roles[session]
         if len(reply.grants) != len(msg.items):
             raise BrokenLawError("a grant list that is not parallel to its items")
-        idle = not self.busy(now)
+        easy = self.roomy or not self.busy(now)
         for item, grant in zip(msg.items, reply.grants, strict=True):
             if not grant.chunks:
                 continue
             if member.space is None or grant.reservation <= 0 or grant.reservation in self.writings:
                 raise BrokenLawError(f"law 2: {grant}")
             self._grant(member, member.space, msg.width, item, grant, reply.deadline_s, now)
-        mine = [w for w in self.writings.values() if w.member is member and not w.over(now)]
-        held = sum(w.bytes for w in mine)
+        held = sum(w.bytes for w in self._open_writings(member))
         if held > self.quota:
             raise BrokenLawError(f"law 12: {member.name} holds {held} of {self.quota} bytes")
-        if idle and member.space is not None:
-            self._room(member, member.space, msg, reply, held)
+        if easy and member.space is not None:
+            self._room(member, member.space, msg, reply)
 
     def _grant(
         self,
@@ -405,6 +407,7 @@ class Witness:
             if item.writers is not None
             else {r for r, w in member.workers.items() if w.writer}
         )
+        _check_named(named, member)
         weight = len(grant.chunks) * sum(sum(space.shard_bytes[g]) for g in groups)
         writing = Writing(
             grant.reservation, member, space, space.epoch, deadline,
@@ -443,21 +446,27 @@ class Witness:
                 raise BrokenLawError(f"{row[0][1:]} was evicted from an arena with room")
             del self.ready[row[0]]
 
-    def _room(
-        self, member: Member, space: Space, msg: m.Reserve, reply: m.Granted, held: int
-    ) -> None:
-        """Law 6: with nothing pinned or written, only the quota may refuse a key nobody has."""
+    def _room(self, member: Member, space: Space, msg: m.Reserve, reply: m.Granted) -> None:
+        """Law 6: with nothing in the way, only the quota may refuse a key that nobody has."""
+        now, mine = self.now, self._open_writings(member)
+        held = sum(w.bytes for w in mine)
+        taken = {
+            key
+            for w in self.writings.values()
+            if w.epoch == w.space.epoch and w.holds(now)
+            for key in w.keys
+        }
+        if len(mine) >= self.limits.reservations_per_instance:
+            return
         for item, grant in zip(msg.items, reply.grants, strict=True):
             groups = [g for g in range(space.groups) if item.groups >> g & 1]
             row = sum(sum(space.shard_bytes[g]) for g in groups)
             keys = split(item.digests, msg.width)
             for c in range(item.first, len(keys)):
-                new = all((space, g, keys[c]) not in self.ready for g in groups)
-                taken = c in grant.chunks or any(
-                    keys[c] == k for w in self.writings.values() for (_, _, k), _ in w.rows
-                )
-                if new and not taken and held + row <= self.quota:
-                    raise BrokenLawError(f"law 6: chunk {c} of {item} was refused in an idle arena")
+                rows = [(space, g, keys[c]) for g in groups]
+                had = any(key in self.ready or key in taken for key in rows)
+                if not had and c not in grant.chunks and held + row <= self.quota:
+                    raise BrokenLawError(f"law 6: chunk {c} of {item} was refused: why?")
 
     def _on_commit(self, session: int, msg: m.Commit, _: None, now: float) -> None:
         member, rank = self.roles[session]
@@ -526,8 +535,20 @@ class Witness:
             for c, key in enumerate(keys)
         ]
 
-    def _live(self, member: Member, now: float) -> list[Reading]:
-        return [r for r in self.readings.values() if r.member is member and r.live(now)]
+    def _live(self, member: Member) -> list[Reading]:
+        return [r for r in self.readings.values() if r.member is member and r.live(self.now)]
+
+    def _open_writings(self, member: Member) -> list[Writing]:
+        mine = (w for w in self.writings.values() if w.member is member)
+        return [w for w in mine if not w.over(self.now)]
+
+    def compare(self, status: dict[str, object]) -> None:
+        """The core's public gauges must be what its clients would count (laws 2, 5, 7)."""
+        leases = sum(r.live(self.now) for r in self.readings.values())
+        reservations = sum(not w.over(self.now) for w in self.writings.values())
+        if (status["leases"], status["reservations"]) != (leases, reservations):
+            told = f"{status['leases']} leases and {status['reservations']} reservations"
+            raise BrokenLawError(f"law 2: {told}, but {leases} and {reservations} are open")
 
     def expected(self, lease: int) -> dict[int, tuple[int, int, int]]:
         """What the pages of a lease must hold: (reservation, row within it, shard)."""
@@ -554,6 +575,11 @@ class Witness:
         return any(not w.over(now) for w in self.writings.values()) or any(
             r.live(now) for r in self.readings.values()
         )
+
+
+def _check_named(ranks: set[int], member: Member) -> None:
+    if not ranks or not ranks <= set(range(member.first.ranks)):
+        raise BrokenLawError(f"law 2: {ranks} are not ranks of {member.name}")
 
 
 def split(digests: bytes, width: int) -> list[bytes]:
