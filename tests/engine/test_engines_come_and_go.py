@@ -14,7 +14,7 @@ from kvass.testing.daemon import Daemon
 from kvass.testing.models import TINY, write_lora, write_model
 from kvass.testing.vllm_engine import EngineProcess, Prompt
 from kvass.types import Timing
-from tests.engine.conftest import Judge, Starter
+from tests.engine.conftest import Judge, Starter, store
 
 pytestmark = pytest.mark.engine
 
@@ -50,9 +50,9 @@ def test_killed_while_it_holds_leases_and_reservations(
     a: EngineProcess, b: EngineProcess, daemon: Daemon, start: Starter, judge: Judge, prompt: Make
 ) -> None:
     kept, loading, storing = prompt(600), prompt(600), prompt(600)
-    a.one(loading)
+    store(a, loading)
     victim = start("victim", socket=Path(daemon.socket))
-    judge.check(kept, victim.one(kept))
+    judge.check(kept, store(victim, kept, 8))
     victim.slow_copies(5.0)
     victim.submit(Prompt(loading), Prompt(storing))
     deadline = time.monotonic() + 10
@@ -69,8 +69,7 @@ def test_killed_while_it_holds_leases_and_reservations(
     cold = b.one(storing)
     assert cold.cached == 0, "what the victim never committed"
     judge.check(storing, cold)
-    assert b.reset()
-    assert b.one(storing).external == 512, "and its key is not blocked"
+    store(b, storing)  # its key is not blocked
 
 
 def test_changed_weights_in_the_same_folder_never_hit(
@@ -80,10 +79,8 @@ def test_changed_weights_in_the_same_folder_never_hit(
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     before = start("before", folder_of=folder, socket=Path(daemon.socket))
-    first = before.one(tokens)
+    first = store(before, tokens, 8)
     judge.check(tokens, first)
-    assert before.reset()
-    assert before.one(tokens).external == 512
     before.kill()
     write_model(folder, TINY, seed=1)
     after = start("after", folder_of=folder, socket=Path(daemon.socket))
@@ -91,14 +88,15 @@ def test_changed_weights_in_the_same_folder_never_hit(
     assert second.cached == 0
     truth = after.one(tokens, skip_prefix_cache=True)
     assert second.tokens == truth.tokens != first.tokens
-    after.kill()
+    assert after.close() == 0
 
 
 def test_preemption_under_a_tiny_budget(
     small: EngineProcess, judge: Judge, daemon: Daemon, prompt: Make
 ) -> None:
     prompts = [prompt(200) for _ in range(4)]
-    for _ in range(2):  # computed and stored; then loaded
+    loaded = 0
+    for _ in range(10):  # computed and stored; then loaded
         small.reset_hooks()
         answers = small.generate(*(Prompt(tokens, 120) for tokens in prompts))
         assert small.hooks().preemptions > 0
@@ -107,7 +105,10 @@ def test_preemption_under_a_tiny_budget(
             assert answer.tokens == cold.tokens
             assert answer.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
         assert small.reset(), "a block is still held"
-    assert sum(answer.external for answer in answers) >= 4 * 128
+        loaded = sum(answer.external for answer in answers)
+        if loaded >= 4 * 128:
+            break
+    assert loaded >= 4 * 128
     daemon.wait_until(**NOTHING_OWED)
 
 
@@ -115,7 +116,7 @@ def test_another_chunk_size_is_another_namespace(
     a: EngineProcess, small: EngineProcess, judge: Judge, prompt: Make
 ) -> None:
     tokens = prompt(400)
-    a.one(tokens)
+    store(a, tokens)
     cold = small.one(tokens)
     assert cold.cached == 0
     judge.check(tokens, cold)
@@ -130,9 +131,8 @@ def test_a_lora_adapter_hits_only_itself(
     write_lora(Path(other), TINY, seed=2)
     told = {}
     for lora in (one, other, None):
-        cold = small.one(tokens, lora=lora)
+        cold = store(small, tokens, 8, lora=lora)
         assert cold.cached == 0, f"{lora} found another's rows"
-        assert small.reset()
         warm = small.one(tokens, lora=lora)
         assert warm.external == 384
         assert warm.tokens == cold.tokens

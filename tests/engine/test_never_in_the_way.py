@@ -18,7 +18,7 @@ import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.vllm_engine import Answer, EngineProcess
-from tests.engine.conftest import Judge, Starter
+from tests.engine.conftest import Judge, Starter, store
 
 pytestmark = pytest.mark.engine
 
@@ -152,8 +152,7 @@ def test_while_loading(
 ) -> None:
     tokens = prompt(600)
     assert hits(engine, prompt, HITS_AGAIN_S)
-    engine.one(tokens, 1)
-    assert engine.reset()
+    store(engine, tokens)
     engine.reset_hooks()
     answer = strike(engine, later, judge, blow, tokens)
     assert answer.external == blow.matched
@@ -193,8 +192,7 @@ def test_restarted_at_once(
     engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make
 ) -> None:
     tokens = prompt(600)
-    engine.one(tokens)
-    assert engine.reset()
+    store(engine, tokens)
     later.restart()
     judge.check(tokens, engine.one(tokens))
     assert hits(engine, prompt, HITS_AGAIN_S)
@@ -206,8 +204,7 @@ def test_suspended_and_resumed(
 ) -> None:
     """It takes up again where it was: same boot, and what was stored before still hits."""
     tokens = prompt(600)
-    engine.one(tokens)
-    assert engine.reset()
+    store(engine, tokens)
     later.suspend()
     frozen = engine.one(tokens)
     assert frozen.external == 0

