@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,10 +48,21 @@ class Row(NamedTuple):
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Say what takes time, and how long it took."""
-    print(f"  {what} ...", end="", flush=True)
-    start = time.monotonic()
-    yield
+    """Say what takes time, a dot every two seconds, and how long it took."""
+    print(f"  {what} ", end="", flush=True)
+    start, over = time.monotonic(), threading.Event()
+
+    def show_life() -> None:
+        while not over.wait(2.0):
+            print(".", end="", flush=True)
+
+    dots = threading.Thread(target=show_life)
+    dots.start()
+    try:
+        yield
+    finally:
+        over.set()
+        dots.join()
     print(f" {time.monotonic() - start:.1f} s", flush=True)
 
 
