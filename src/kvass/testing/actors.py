@@ -17,15 +17,12 @@ from math import inf
 from typing import Protocol
 
 from kvass import messages as m
-from kvass.testing.witness import BrokenLawError, Place, list_places
-from kvass.types import PAGE, SCHEDULER, GroupLayout, RankLayout, Slots, Timing
+from kvass.testing.books import BrokenLawError, Place, list_places
+from kvass.testing.layouts import WIDTH, Model
+from kvass.types import SCHEDULER, Slots, Timing
 
 Tag = tuple[int, int, int]
 """What a writer leaves on each page of a shard: (reservation, row within it, shard)."""
-
-
-WIDTH = 8
-"""Bytes of a chunk hash here."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,87 +73,6 @@ class World(Protocol):
     def straggle(self, memory: Memory, left: list[tuple[int, Tag]]) -> None:
         """A dead worker's bytes arrive within ``dma_grace_s``."""
         ...
-
-
-# ---------------------------------------------------------------- models
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Model:
-    """What an engine serves: its namespace, and the prompts (chunk hashes) its users send."""
-
-    identity: dict[str, str]
-    world_size: int
-    layouts: tuple[RankLayout, ...]  # of rank r, which holds shard r % world_size
-    prompts: tuple[tuple[bytes, ...], ...]
-    chunk_tokens: int = 16
-
-    @property
-    def ranks(self) -> int:
-        return len(self.layouts)
-
-    @property
-    def groups(self) -> int:
-        return len(self.layouts[0].groups)
-
-    def shard_bytes(self, group: int) -> tuple[int, ...]:
-        shards = self.layouts[: self.world_size]
-        return tuple(x.groups[group].shard_bytes(self.chunk_tokens) for x in shards)
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one chunk in all groups and shards."""
-        return sum(sum(self.shard_bytes(g)) for g in range(self.groups))
-
-    def register(self, instance: str, rank: int) -> m.Register:
-        return m.Register(
-            seq=2,
-            instance=instance,
-            identity=self.identity,
-            chunk_tokens=self.chunk_tokens,
-            rank=rank,
-            ranks=self.ranks,
-            world_size=self.world_size,
-            shard=max(rank, 0) % self.world_size,
-            writer=rank < self.world_size,
-            layout=None if rank == SCHEDULER else self.layouts[rank],
-        )
-
-
-def random_layout(rng: random.Random, groups: int) -> RankLayout:
-    """Shards of one to three pages."""
-    return RankLayout(
-        groups=tuple(
-            GroupLayout(
-                kind="full",
-                block_tokens=8,
-                layers=("a", "b"),
-                page_bytes=(rng.randint(1, PAGE // 2), rng.randint(1, PAGE)),
-            )
-            for _ in range(groups)
-        )
-    )
-
-
-def random_model(rng: random.Random, name: str) -> Model:
-    """One to four ranks with as many shards or fewer, one to three groups, a tree of prompts."""
-    ranks = rng.choice([1, 1, 2, 3, 4])
-    world_size = rng.choice([1, ranks, ranks])
-    groups = rng.choice([1, 1, 2, 3])
-    shards = [random_layout(rng, groups) for _ in range(world_size)]
-    prompts: list[tuple[bytes, ...]] = [()]
-    for i in range(rng.randint(3, 7)):
-        parent = rng.choice(prompts)
-        tail = tuple(b"%04d%04d" % (i, j) for j in range(rng.randint(1, 5)))
-        prompts.append(parent[: rng.randint(0, len(parent))] + tail)
-    layouts = tuple(shards[r % world_size] for r in range(ranks))
-    return Model({"model": name}, world_size, layouts, tuple(prompts[1:]))
-
-
-def even_model(name: str, groups: int, ranks: int, shard_bytes: int) -> Model:
-    """A rank per shard, every shard of ``shard_bytes``."""
-    group = GroupLayout(kind="full", block_tokens=16, layers=("a",), page_bytes=(shard_bytes,))
-    return Model({"model": name}, ranks, (RankLayout((group,) * groups),) * ranks, ())
 
 
 # ---------------------------------------------------------------- engines
@@ -360,7 +276,7 @@ class Engine:
     def _settle(self, peer: Peer, held: Held) -> None:
         """Hand it over with others, give it back, renew it, or leave it lying around."""
         rng, boot, what = self.world.rng, self.world.memory.boot, self.world.rng.random()
-        if what < 0.7:
+        if what < 0.65:
             chosen = [h for h in self.held if h is held or rng.random() < 0.3]
             leases = tuple(h.id for h in chosen if not h.writes)
             reservations = tuple(h.id for h in chosen if h.writes)
@@ -368,7 +284,7 @@ class Engine:
             for one in chosen:
                 self.held.remove(one)
                 self._dispatch(one)
-        elif what < 0.9:
+        elif what < 0.8:
             self.held.remove(held)
             for _ in range(rng.choice([1, 1, 1, 2])):
                 if held.writes:

@@ -16,19 +16,14 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import os
 import random
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from kvass import messages as m
 from kvass.core.effects import (
@@ -44,12 +39,13 @@ from kvass.core.effects import (
     Tick,
 )
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.testing.actors import WIDTH, Engine, Memory, Peer, Process, Tag, even_model, random_model
+from kvass.testing.actors import Engine, Memory, Peer, Process, Tag
+from kvass.testing.books import BrokenLawError, Reading, Writing
+from kvass.testing.layouts import WIDTH, even_model, random_model
 from kvass.testing.strangers import any_message
-from kvass.testing.witness import BrokenLawError, Reading, Witness, Writing
+from kvass.testing.traces import Traced, dump_trace, replay
+from kvass.testing.witness import Witness
 from kvass.types import PAGE, Limits, Timing
-
-Traced = list[tuple[float, Event]]
 
 
 class Simulation:
@@ -82,7 +78,7 @@ class Simulation:
             for i in range(rng.choice([2, 3, 4]))
         ]
         self.strangers: list[Peer] = []
-        self.said: list[m.FromClient] = []
+        self.said: list[tuple[int, m.FromClient]] = []
         self.boots = 0
         self.boot()
 
@@ -130,6 +126,7 @@ class Simulation:
         self.late: list[tuple[float, int, Memory, int, Tag]] = []
         self.trace: Traced = []
         self.strangers.clear()
+        self.said.clear()
         for engine in self.engines:
             engine.daemon_gone()
 
@@ -177,7 +174,7 @@ class Simulation:
         if message is None:
             self.step(Faulted(peer.session, "bad_frame", "garbage"))
         elif not peer.hung_up:
-            self.said.append(message)
+            self.said.append((peer.session, message))
             self.step(Received(peer.session, message))
 
     # ------------------------------------------------------------ chance
@@ -243,8 +240,8 @@ class Simulation:
             if process is engine.scheduler:
                 engine.die(process)  # it must not hand over behind the garbage
         elif what < 0.45 and process.peer is not None:
-            sent = [x for x in self.said if isinstance(x, m.OneWay) and _by(x, process)]
-            if sent:
+            mine = (x for session, x in self.said if session == process.peer.session)
+            if sent := [x for x in mine if isinstance(x, m.OneWay)]:
                 process.peer.sent.append(rng.choice(sent))
         elif what < 0.55 and process.peer is not None:
             self._meddle(engine, process, process.peer)
@@ -291,7 +288,7 @@ class Simulation:
         elif what < 0.1:
             peer.sent.append(None)
         elif what < 0.2 and self.said:
-            replayed = rng.choice(self.said)
+            _, replayed = rng.choice(self.said)
             if not isinstance(replayed, m.Register):
                 peer.sent.append(replayed)
         else:
@@ -378,52 +375,6 @@ class Simulation:
         return next(e.message for e in effects if isinstance(e, Send))
 
 
-def _by(message: m.OneWay, process: Process) -> bool:
-    return getattr(message, "rank", -1) == process.rank
-
-
-# ---------------------------------------------------------------- traces
-
-_EVENTS: dict[str, type[Event]] = {
-    e.__name__: e for e in (Opened, Received, Faulted, Lost, PopulatedTo, Tick)
-}
-
-
-def dump_trace(sim: Simulation) -> Iterator[str]:
-    """One JSON line of configuration, then one per event."""
-    config = {
-        "boot": sim.memory.boot.decode(),
-        "arena_bytes": sim.arena_bytes,
-        "extent_bytes": sim.extent_bytes,
-        "timing": msgspec.to_builtins(sim.timing),
-        "limits": msgspec.to_builtins(sim.limits),
-        "roomy": sim.roomy,
-    }
-    yield json.dumps(config)
-    for now, event in sim.trace:
-        yield json.dumps([now, type(event).__name__, msgspec.to_builtins(event)])
-
-
-def replay(lines: list[str]) -> None:
-    """Feed a dumped trace to the core and the witness again.
-
-    Raises:
-        AssertionError: the law that the recorded run broke, if it still does.
-    """
-    head: dict[str, Any] = json.loads(lines[0])
-    boot = head.pop("boot").encode()
-    timing = msgspec.convert(head.pop("timing"), Timing)
-    limits = msgspec.convert(head.pop("limits"), Limits)
-    witness = Witness(boot, head["arena_bytes"], timing, limits, head.pop("roomy"))
-    machine = CacheMachine(CoreConfig(boot=boot, timing=timing, limits=limits, **head))
-    for line in lines[1:]:
-        now, kind, fields = json.loads(line)
-        event: Event = msgspec.convert(fields, _EVENTS[kind])
-        effects = machine.step(event, now)
-        machine.validate()
-        witness.observe(event, effects, now)
-
-
 # ---------------------------------------------------------------- running
 
 
@@ -440,7 +391,9 @@ def run_seed(
         last = [] if sim is None else [f"{t:.4f} {e}" for t, e in sim.trace[-12:]]
         if sim is not None and trace_to is not None:
             path = trace_to / f"sim-{seed}.jsonl"
-            path.write_text("\n".join(dump_trace(sim)) + "\n")
+            path.write_text(
+                "\n".join(dump_trace(sim.machine.state.config, sim.roomy, sim.trace)) + "\n"
+            )
             last.append(f"replay: python -m kvass.testing.simulator --replay {path}")
         return "\n".join([f"seed {seed} failed: {type(error).__name__}: {error}", told, *last])
     return None

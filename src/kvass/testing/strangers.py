@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from kvass import messages as m
-from kvass.testing.actors import WIDTH, Model, random_layout
+from kvass.testing.layouts import WIDTH, Model, random_layout
 from kvass.types import RankLayout
 
 Rng = random.Random

@@ -11,7 +11,6 @@ The laws by number are those of DESIGN section 2: 2 (ownership), 3 (writable slo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from kvass import messages as m
 from kvass.core.effects import (
@@ -25,119 +24,25 @@ from kvass.core.effects import (
     Received,
     Send,
 )
-from kvass.types import PAGE, SCHEDULER, Limits, RankLayout, Slots, Timing
-
-Place = tuple[tuple[int, ...], ...]
-"""The pages of one row, per shard."""
-
-
-class BrokenLawError(AssertionError):
-    """The core did something that no client could have explained."""
-
-
-@dataclass(eq=False, slots=True)
-class Space:
-    """One namespace: what its rows weigh, and how often it was cleared."""
-
-    key: object
-    shard_bytes: tuple[tuple[int, ...], ...]  # [group][shard]
-    epoch: int = 0
-
-    @property
-    def groups(self) -> int:
-        return len(self.shard_bytes)
+from kvass.testing.books import (
+    Books,
+    BrokenLawError,
+    Member,
+    Place,
+    Reading,
+    RowKey,
+    Space,
+    Writing,
+    check_named,
+    pages,
+    rows_of,
+    split,
+)
+from kvass.types import SCHEDULER, RankLayout
 
 
-@dataclass(eq=False, slots=True)
-class Member:
-    """An instance: what its ranks said, and which sessions they have."""
-
-    name: str
-    first: m.Register
-    workers: dict[int, m.Register] = field(default_factory=dict)
-    sessions: dict[int, int] = field(default_factory=dict)
-    space: Space | None = None
-
-
-RowKey = tuple[Space, int, bytes]
-"""(namespace, group, digest)."""
-
-
-@dataclass(eq=False, slots=True)
-class Writing:
-    """One reservation: which ranks may still write which pages."""
-
-    id: int
-    member: Member
-    space: Space
-    epoch: int
-    deadline: float
-    owing: set[int]
-    rows: list[tuple[RowKey, Place]]
-    bytes: int
-    handed: bool = False
-    failed: bool = False
-    free_at: float = 0.0
-    keys: dict[RowKey, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.keys = {key: i for i, (key, _) in enumerate(self.rows)}
-
-    def over(self, now: float) -> bool:
-        """Nobody can write to its pages any more."""
-        return not self.owing and now >= self.free_at
-
-    def holds(self, now: float) -> bool:
-        """It may still become READY, so its keys are taken."""
-        return bool(self.owing) and not self.failed and now < self.deadline
-
-    def cancel(self, now: float) -> None:
-        """Given back before any rank heard of it."""
-        self.owing.clear()
-        self.failed = True
-        self.free_at = max(self.free_at, now)
-
-
-@dataclass(eq=False, slots=True)
-class Reading:
-    """One lease: which ranks may still read which pages."""
-
-    id: int
-    member: Member
-    deadline: float
-    owing: set[int]
-    chunks: list[list[tuple[RowKey, Writing, Place]]]
-    handed: bool = False
-
-    def live(self, now: float) -> bool:
-        return bool(self.owing) and now < self.deadline
-
-
-class Witness:
-    """The books of one boot. In a ``roomy`` arena nothing is evicted: then misses are laws too."""
-
-    def __init__(
-        self, boot: bytes, arena_bytes: int, timing: Timing, limits: Limits, roomy: bool = False
-    ) -> None:
-        self.boot = boot
-        self.arena_pages = arena_bytes // PAGE
-        self.quota = arena_bytes * limits.instance_write_share
-        self.timing = timing
-        self.limits = limits
-        self.roomy = roomy
-        self.now = 0.0
-        self.open: set[int] = set()
-        self.deaf: set[int] = set()
-        self.roles: dict[int, tuple[Member, int]] = {}
-        self.members: dict[str, Member] = {}
-        self.spaces: dict[object, Space] = {}
-        self.by_digest: dict[bytes, Space] = {}
-        self.writings: dict[int, Writing] = {}
-        self.readings: dict[int, Reading] = {}
-        self.written: dict[int, Writing] = {}
-        self.pinned: dict[int, list[Reading]] = {}
-        self.ready: dict[RowKey, tuple[Writing, Place]] = {}
-        self.on_page: dict[int, tuple[RowKey, Writing]] = {}
+class Witness(Books):
+    """Reads what passes between clients and core, and judges it."""
 
     # ------------------------------------------------------------ the one door
 
@@ -285,6 +190,8 @@ class Witness:
 
     def _on_lookup(self, session: int, msg: m.Lookup, reply: m.Matched, now: float) -> None:
         member, _ = self.roles[session]
+        if msg.readers is not None:
+            check_named(set(msg.readers), member)
         keys = split(msg.digests, msg.width)
         space = member.space
         hit = reply.chunks != msg.first
@@ -292,7 +199,7 @@ class Witness:
             raise BrokenLawError(f"a miss with a lease, or a hit without or too early: {reply}")
         if space is None:
             return
-        rows = self._rows(space, range(space.groups), keys[msg.first : reply.chunks], reply.slots)
+        rows = rows_of(space, range(space.groups), keys[msg.first : reply.chunks], reply.slots)
         chunks: list[list[tuple[RowKey, Writing, Place]]] = []
         for row in rows:
             chunk = []
@@ -305,7 +212,7 @@ class Witness:
         short = reply.chunks < len(keys) and all(
             (space, g, keys[reply.chunks]) in self.ready for g in range(space.groups)
         )
-        if self.roomy and short and len(self._live(member)) < self.limits.leases_per_instance:
+        if self.roomy and short and len(self.live(member)) < self.limits.leases_per_instance:
             raise BrokenLawError(
                 f"chunk {reply.chunks} is READY and nothing was evicted, yet: {reply}"
             )
@@ -325,7 +232,6 @@ class Witness:
         if not now < reply.deadline_s <= now + self.timing.lease_s + 1e-6:
             raise BrokenLawError(f"law 5: deadline {reply.deadline_s} at {now}")
         readers = {0} if msg.readers is None else set(msg.readers)
-        _check_named(readers, member)
         lease = Reading(
             reply.lease, member, reply.deadline_s, readers & member.sessions.keys(), chunks
         )
@@ -375,12 +281,14 @@ class Witness:
             raise BrokenLawError("a grant list that is not parallel to its items")
         easy = self.roomy or not self.busy(now)
         for item, grant in zip(msg.items, reply.grants, strict=True):
+            if item.writers is not None:
+                check_named(set(item.writers), member)
             if not grant.chunks:
                 continue
             if member.space is None or grant.reservation <= 0 or grant.reservation in self.writings:
                 raise BrokenLawError(f"law 2: {grant}")
             self._grant(member, member.space, msg.width, item, grant, reply.deadline_s, now)
-        held = sum(w.bytes for w in self._open_writings(member))
+        held = sum(w.bytes for w in self.open_writings(member))
         if held > self.quota:
             raise BrokenLawError(f"law 12: {member.name} holds {held} of {self.quota} bytes")
         if easy and member.space is not None:
@@ -400,14 +308,14 @@ class Witness:
         groups = [g for g in range(space.groups) if item.groups >> g & 1]
         if any(c < item.first or c >= len(keys) for c in grant.chunks):
             raise BrokenLawError(f"granted chunks nobody asked for: {grant}")
-        rows = self._rows(space, groups, [keys[c] for c in grant.chunks], grant.slots)
+        rows = rows_of(space, groups, [keys[c] for c in grant.chunks], grant.slots)
         flat = [pair for chunk in rows for pair in chunk]
         named = (
             set(item.writers)
             if item.writers is not None
             else {r for r, w in member.workers.items() if w.writer}
         )
-        _check_named(named, member)
+        check_named(named, member)
         weight = len(grant.chunks) * sum(sum(space.shard_bytes[g]) for g in groups)
         writing = Writing(
             grant.reservation, member, space, space.epoch, deadline,
@@ -448,7 +356,7 @@ class Witness:
 
     def _room(self, member: Member, space: Space, msg: m.Reserve, reply: m.Granted) -> None:
         """Law 6: with nothing in the way, only the quota may refuse a key that nobody has."""
-        now, mine = self.now, self._open_writings(member)
+        now, mine = self.now, self.open_writings(member)
         held = sum(w.bytes for w in mine)
         taken = {
             key
@@ -518,94 +426,3 @@ class Witness:
             space.epoch += 1
         for key in gone:
             del self.ready[key]
-
-    # ------------------------------------------------------------ asking the books
-
-    def _rows(
-        self, space: Space, groups: list[int] | range, keys: list[bytes], slots: tuple[Slots, ...]
-    ) -> list[list[tuple[RowKey, Place]]]:
-        """Per chunk, per group: its key and where the reply says it lies."""
-        if not keys:
-            return []
-        if len(slots) != len(groups) or any(len(s) != len(keys) for s in slots):
-            raise BrokenLawError(f"{len(keys)} chunks of {len(groups)} groups, but slots {slots}")
-        places = [list_places(s, space.shard_bytes[g]) for g, s in zip(groups, slots, strict=True)]
-        return [
-            [((space, g, key), places[i][c]) for i, g in enumerate(groups)]
-            for c, key in enumerate(keys)
-        ]
-
-    def _live(self, member: Member) -> list[Reading]:
-        return [r for r in self.readings.values() if r.member is member and r.live(self.now)]
-
-    def _open_writings(self, member: Member) -> list[Writing]:
-        mine = (w for w in self.writings.values() if w.member is member)
-        return [w for w in mine if not w.over(self.now)]
-
-    def compare(self, status: dict[str, object]) -> None:
-        """The core's public gauges must be what its clients would count (laws 2, 5, 7)."""
-        leases = sum(r.live(self.now) for r in self.readings.values())
-        reservations = sum(not w.over(self.now) for w in self.writings.values())
-        if (status["leases"], status["reservations"]) != (leases, reservations):
-            told = f"{status['leases']} leases and {status['reservations']} reservations"
-            raise BrokenLawError(f"law 2: {told}, but {leases} and {reservations} are open")
-
-    def expected(self, lease: int) -> dict[int, tuple[int, int, int]]:
-        """What the pages of a lease must hold: (reservation, row within it, shard)."""
-        return {
-            page: (writing.id, writing.keys[key], shard)
-            for chunk in self.readings[lease].chunks
-            for key, writing, place in chunk
-            for shard, run in enumerate(place)
-            for page in run
-        }
-
-    def landing(self, reservation: int, page: int, now: float) -> None:
-        """A worker's bytes arrive on ``page`` at this instant: nobody else may have it (law 3)."""
-        writing = self.written.get(page)
-        if writing is None or writing.id != reservation or writing.over(now):
-            raise BrokenLawError(f"law 3: late bytes of reservation {reservation} hit page {page}")
-        if any(r.live(now) for r in self.pinned.get(page, ())):
-            raise BrokenLawError(
-                f"law 6: bytes of reservation {reservation} hit pinned page {page}"
-            )
-
-    def busy(self, now: float) -> bool:
-        """Whether anybody may still read or write any slot."""
-        return any(not w.over(now) for w in self.writings.values()) or any(
-            r.live(now) for r in self.readings.values()
-        )
-
-
-def _check_named(ranks: set[int], member: Member) -> None:
-    if not ranks or not ranks <= set(range(member.first.ranks)):
-        raise BrokenLawError(f"law 2: {ranks} are not ranks of {member.name}")
-
-
-def split(digests: bytes, width: int) -> list[bytes]:
-    """The chunk hashes of a blob."""
-    return [digests[i : i + width] for i in range(0, len(digests), width)]
-
-
-def pages(place: Place) -> Iterator[int]:
-    """All pages of a row, over its shards."""
-    for shard in place:
-        yield from shard
-
-
-def list_places(slots: Slots, shard_bytes: tuple[int, ...]) -> list[Place]:
-    """Where each row of ``slots`` lies, decoded as ``types.Slots`` says (few rows: no numpy)."""
-    sets = memoryview(slots.set_).cast("H")
-    places: list[Place] = []
-    for i, slot in enumerate(memoryview(slots.slot).cast("I")):
-        extent = slots.extents[sets[i]]
-        offsets = [extent[s] + slot * size for s, size in enumerate(shard_bytes)]
-        if any(o % PAGE for o in offsets):
-            raise BrokenLawError(f"a shard that is not page aligned: {offsets}")
-        places.append(
-            tuple(
-                tuple(range(o // PAGE, (o + size) // PAGE))
-                for o, size in zip(offsets, shard_bytes, strict=True)
-            )
-        )
-    return places
