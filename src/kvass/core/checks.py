@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from kvass.core.index import key_array
 from kvass.core.leases import Lease, Reservation
 from kvass.core.registry import Instance, Session
 from kvass.errors import Refused
-from kvass.types import MAX_RANKS, SCHEDULER, Limits
+from kvass.types import MAX_RANKS, SCHEDULER, Limits, U64Array
 
 if TYPE_CHECKING:
     from kvass.core.state import State
@@ -61,18 +60,17 @@ def check_request(request: str, limits: Limits) -> None:
         raise Refused("bad_value", f"request: give a non-empty id of at most {most} characters")
 
 
-def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> list[bytes]:
-    """A blob of digests as keys; ``first`` must lie within them."""
-    if not 8 <= width <= 64 or len(digests) % width:
-        text = f"digests: {len(digests)} bytes are no multiple of width {width} in 8..64"
+def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Array:
+    """A blob of digests as an array of keys; ``first`` must lie within them."""
+    if not 8 <= width <= 32 or len(digests) % width:
+        text = f"digests: {len(digests)} bytes are no multiple of width {width} in 8..32"
         raise Refused("bad_value", text)
     count = len(digests) // width
     if count > limits.keys_per_message:
         raise Refused("limit", f"at most {limits.keys_per_message} keys a message")
     if not 0 <= first <= count:
         raise Refused("bad_value", f"first: {first} is not in 0..{count}")
-    keys: list[bytes] = np.frombuffer(digests, f"V{width}").tolist()  # 5x faster than slicing
-    return keys
+    return key_array(digests, width)
 
 
 def open_lease(state: State, session: Session, boot: bytes, an_id: int) -> Lease | None:

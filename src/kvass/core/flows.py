@@ -18,7 +18,8 @@ from kvass.core.checks import (
     scheduler_of,
     split_keys,
 )
-from kvass.core.l1 import ABSENT, Namespace, RowClass
+from kvass.core.index import ABSENT
+from kvass.core.l1 import Namespace, RowClass
 from kvass.core.leases import Lease, Part
 from kvass.core.registry import Instance, Session
 from kvass.core.state import State
@@ -39,7 +40,7 @@ from kvass.messages import (
     Reserve,
     ReserveItem,
 )
-from kvass.types import SCHEDULER, I64Array
+from kvass.types import SCHEDULER, I64Array, U64Array
 
 # ---------------------------------------------------------------- reading
 
@@ -76,9 +77,9 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched:
     )
 
 
-def _match(state: State, ns: Namespace, keys: list[bytes], first: int) -> tuple[Part, ...]:
+def _match(state: State, ns: Namespace, keys: U64Array, first: int) -> tuple[Part, ...]:
     """Touch what is there of ``[0, first)``; the longest run from ``first`` in every group."""
-    found = [state.l1.find(one, keys) for one in ns.classes]
+    found = [one.index.find(keys) for one in ns.classes]
     runs = [state.l1.ready_run(f[first:]) for f in found]
     chunks = min(map(len, runs))
     for one, f, run in zip(ns.classes, found, runs, strict=True):
@@ -102,7 +103,7 @@ def release(state: State, session: Session, msg: Release) -> None:
     rank = own_rank(session, msg.rank)
     if rank == SCHEDULER and lease.handed_over:
         raise Refused("bad_rank", f"lease {msg.lease} was handed over: only its ranks release")
-    if rank == SCHEDULER or rank in lease.owing:
+    if msg.bad and (rank == SCHEDULER or rank in lease.owing):
         _drop_bad(state, lease, msg.bad)
     if rank == SCHEDULER:
         state.custody.end_lease(lease)
@@ -147,7 +148,7 @@ def reserve(state: State, session: Session, msg: Reserve) -> Granted:
 
 def _check_item(
     state: State, item: ReserveItem, width: int, instance: Instance
-) -> tuple[list[bytes], set[int]]:
+) -> tuple[U64Array, set[int]]:
     check_request(item.request, state.config.limits)
     keys = split_keys(item.digests, width, item.first, state.config.limits)
     ns = state.namespace_of(instance)
@@ -166,7 +167,7 @@ def _grant(
     state: State,
     instance: Instance,
     item: ReserveItem,
-    keys: list[bytes],
+    keys: U64Array,
     writers: set[int],
     protect: int,
 ) -> Grant:
@@ -174,19 +175,19 @@ def _grant(
     ns = state.namespace_of(instance)
     assert ns is not None, "reserve() asked already"
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
-    found = [state.l1.find(one, keys) for one in classes]
+    found = [one.index.find(keys) for one in classes]
     for one, f in zip(classes, found, strict=True):
         state.l1.touch(one, _present(f[: item.first]))
     wanted = _wanted(state, found, keys, item.first, _allowance(state, instance, classes))
     if not wanted:
         return Grant()
     state.counters["chunks_wanted"] += len(wanted)
-    rows = [state.l1.allocate(one, [keys[i] for i in wanted], protect) for one in classes]
+    rows = [state.l1.allocate(one, keys[wanted], protect) for one in classes]
     chunks = min(map(len, rows))
     for one, r in zip(classes, rows, strict=True):
         _take_back(state, r[chunks:])
         # The prefix once more, in one touch with the new rows: they are deeper, so older.
-        state.l1.touch(one, _present(state.l1.find(one, keys)))
+        state.l1.touch(one, _present(one.index.find(keys)))
     if not chunks:
         return Grant()
     state.counters["chunks_granted"] += chunks
@@ -199,22 +200,25 @@ def _grant(
 
 
 def _wanted(
-    state: State, found: list[I64Array], keys: list[bytes], first: int, most: int
+    state: State, found: list[I64Array], keys: U64Array, first: int, most: int
 ) -> list[int]:
     """The first ``most`` chunks no asked group has; half a chunk that may go makes way."""
+    groups = np.stack(found)[:, first:]
+    lacking = first + np.flatnonzero((groups == ABSENT).any(axis=0))
     seen, wanted = set[bytes](), list[int]()
-    for i in range(first, len(keys)):
+    for i, key in zip(lacking.tolist(), keys[lacking], strict=True):
+        raw = key.tobytes()
         if len(wanted) >= most:
             break
-        rows = np.array([f[i] for f in found], np.int64)
-        held = _present(rows)
-        if keys[i] in seen or len(held) == len(found):
+        if raw in seen:
             continue
-        if not state.l1.table.evictable(held).all():
-            continue
-        for row in held:
-            state.l1.free(np.array([row], np.int64))
-        seen.add(keys[i])
+        if len(found) > 1:
+            held = _present(groups[:, i - first])
+            if not state.l1.table.evictable(held).all():
+                continue
+            for row in held:
+                state.l1.free(np.array([row], np.int64))
+        seen.add(raw)
         wanted.append(i)
     return wanted
 

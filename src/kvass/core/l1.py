@@ -11,23 +11,17 @@ another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import repeat
-from typing import Final
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
 from kvass.core.eviction import EvictionPolicy, Lru
 from kvass.core.extents import ExtentMap, ExtentSet
+from kvass.core.index import ABSENT, KeyIndex
 from kvass.core.registry import RowClassSpec
 from kvass.core.rows import FREE, NOBODY, QUARANTINED, READY, STATE_NAMES, WRITING, RowTable
-from kvass.types import I64Array, Slots
-
-ABSENT: Final = -1
-"""What ``find`` says of a key that has no row."""
-
-_ABSENTS: Final = repeat(ABSENT)
+from kvass.types import I64Array, Slots, U64Array
 
 
 class RowClass(msgspec.Struct):
@@ -38,7 +32,7 @@ class RowClass(msgspec.Struct):
     spec: RowClassSpec
     policy: EvictionPolicy
     slots_per_set: int
-    index: dict[bytes, int] = {}
+    index: KeyIndex
     free: list[int] = []
 
 
@@ -81,6 +75,7 @@ class L1:
             spec=spec,
             policy=self._policy(self.table),
             slots_per_set=max(1, -(-self._extent_bytes // max(spec.shard_bytes))),
+            index=KeyIndex(self.table),
         )
         self._next_class += 1
         self.classes[made.id] = made
@@ -94,13 +89,10 @@ class L1:
 
     # ------------------------------------------------------------ finding
 
-    def find(self, one: RowClass, keys: Sequence[bytes]) -> I64Array:
-        """The row of each key, ``ABSENT`` where there is none; never a FREE or QUARANTINED one."""
-        return np.fromiter(map(one.index.get, keys, _ABSENTS), np.int64, len(keys))
-
     def ready_run(self, found: I64Array) -> I64Array:
         """The longest run of READY rows at the beginning of ``found``."""
-        ready = (found >= 0) & (self.table.state[found] == READY) if len(self.table) else found >= 0
+        ready = found != ABSENT
+        ready[ready] = self.table.state[found[ready]] == READY
         return found if ready.all() else found[: int(ready.argmin())]
 
     def touch(self, one: RowClass, rows: I64Array) -> None:
@@ -142,19 +134,18 @@ class L1:
 
     # ------------------------------------------------------------ writing
 
-    def allocate(self, one: RowClass, keys: list[bytes], protect: int) -> I64Array:
+    def allocate(self, one: RowClass, keys: U64Array, protect: int) -> I64Array:
         """WRITING rows for the first of ``keys``, as many as room can be made for.
 
-        Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. None of ``keys``
-        is in the index.
+        Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. ``keys`` are
+        distinct, and none is in the index.
         """
         self._make_room(one, len(keys), protect)
         taken = [one.free.pop() for _ in range(min(len(keys), len(one.free)))]
         rows = np.array(taken, np.int64)
         self.table.move(rows, FREE, WRITING)
-        for row, key in zip(taken, keys, strict=False):
-            self.table.key[row] = key
-            one.index[key] = row
+        self.table.key[rows] = keys[: len(rows)]
+        one.index.add(rows)
         return rows
 
     def publish(self, rows: I64Array) -> None:
@@ -183,7 +174,7 @@ class L1:
 
     def clear(self, one: RowClass) -> int:
         """Forget all READY rows of a class; WRITING ones stay for their reservation to discard."""
-        rows = np.fromiter(one.index.values(), np.int64, len(one.index))
+        rows = one.index.rows()
         ready = rows[self.table.state[rows] == READY]
         self.forget(ready)
         one.index.clear()
@@ -196,12 +187,8 @@ class L1:
     def _unindex(self, rows: I64Array) -> None:
         if not len(rows):
             return
-        index, keys = self.class_of(int(rows[0])).index, self.table.key
-        for row in rows.tolist():
-            key = keys[row]
-            assert key is not None, "a row in use has no key"
-            if index.get(key) == row:
-                del index[key]
+        index = self.class_of(int(rows[0])).index
+        index.remove(rows[index.find(self.table.key[rows]) == rows])
 
     # ------------------------------------------------------------ room
 

@@ -107,8 +107,8 @@ def _validate_rows(state: State) -> None:
     free = table.state == FREE
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.doomed[free].any(), "a FREE row is doomed"
-    used = np.flatnonzero(~free)
-    assert table.key.count(None) == len(table) - len(used), "a FREE row has a key, or a used none"
+    assert not table.key[free].any(), "a FREE row keeps a key"
+    used, matching = np.flatnonzero(~free), set[int]()
     listed = sum(len(one.free) for one in classes.values())
     assert listed + len(used) == sum(s.slots for s in sets.values()), "a slot was lost"
     for one in classes.values():
@@ -116,8 +116,13 @@ def _validate_rows(state: State) -> None:
         assert free[one.free].all(), "a slot in use is listed as free"
         homes = set(table.set_of[one.free].tolist())
         assert all(sets[s].owner == one.id for s in homes), "a free slot of another class"
-        for key, row in one.index.items():
-            assert table.key[row] == key, "the index and the row disagree on the key"
+        indexed = one.index.rows()
+        assert len(indexed) == len(one.index), "the index miscounts"
+        found = one.index.find(table.key[indexed])
+        assert (found == indexed).all(), "the index and the row disagree on the key"
+        homes = set(table.set_of[indexed].tolist())
+        assert all(sets[s].owner == one.id for s in homes), "the index names another class's row"
+        matching.update(indexed.tolist())
     columns = zip(
         used.tolist(),
         *(c[used].tolist() for c in (table.state, table.pins, table.doomed, table.stamp)),
@@ -125,10 +130,8 @@ def _validate_rows(state: State) -> None:
         strict=True,
     )
     for row, now, pins, doomed, stamp, home in columns:
-        key = table.key[row]
-        assert key is not None, "a row in use has no key"
         assert sets[home].first_row <= row < sets[home].end_row, "a row left its set"
-        matches = classes[sets[home].owner].index.get(key) == row
+        matches = row in matching
         assert not (matches and doomed), "a doomed row still matches"
         if now == READY:
             assert doomed or matches, "a READY row is lost"

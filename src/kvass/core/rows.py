@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvass.types import I64Array
+from kvass.types import I64Array, U64Array
 
 FREE: Final = 0
 WRITING: Final = 1
@@ -46,6 +46,9 @@ TRANSITIONS: Final = frozenset(
 NEVER: Final = -1
 """The stamp of a row that holds nothing."""
 
+KEY_WORDS: Final = 4
+"""A key is a digest of up to 32 bytes, kept as this many uint64; all zero in a FREE row."""
+
 NOBODY: Final = -1
 """The extent set of a row id that no set uses now."""
 
@@ -59,11 +62,11 @@ class RowTable:
         self.stamp: I64Array = np.zeros(0, np.int64)
         self.set_of: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self.doomed: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self.key: list[bytes | None] = []
+        self.key: U64Array = np.zeros((0, KEY_WORDS), np.uint64)
         self._clock = 0
 
     def __len__(self) -> int:
-        return len(self.key)
+        return len(self.state)
 
     @property
     def clock(self) -> int:
@@ -82,7 +85,7 @@ class RowTable:
         self.stamp = np.concatenate([self.stamp, np.full(extra, NEVER, np.int64)])
         self.set_of = np.concatenate([self.set_of, np.full(extra, NOBODY, np.int32)])
         self.doomed = np.concatenate([self.doomed, np.zeros(extra, np.bool_)])
-        self.key.extend([None] * extra)
+        self.key = np.concatenate([self.key, np.zeros((extra, KEY_WORDS), np.uint64)])
 
     def stamp_rows(self, rows: I64Array) -> I64Array:
         """Stamp ``rows`` as used now, the first one oldest; returns the stamps given."""
@@ -99,8 +102,7 @@ class RowTable:
             assert not self.pins[rows].any(), "a pinned row was freed"
             self.stamp[rows] = NEVER
             self.doomed[rows] = False
-            for row in rows.tolist():
-                self.key[row] = None
+            self.key[rows] = 0
         self.state[rows] = after
 
     def evictable(self, rows: I64Array) -> npt.NDArray[np.bool_]:

@@ -1,0 +1,154 @@
+"""Which row holds a key, for many keys in one call.
+
+Law of this file: a key maps to at most one row, and ``find`` compares whole keys: a fingerprint
+only says where to look. The keys themselves lie in the row table, so an entry takes 8 bytes.
+
+A hash table of buckets, vectorised: a key's home bucket and fingerprint come from its first 8 bytes
+(keys are digests, so they are spread already). A bucket has ``SLOTS`` entries; a full one *spills*
+into the next, and counts what it spilled, so that removing needs no tombstones: a search goes on
+exactly while the bucket it looks at has spilled something.
+
+Why not ``dict[bytes, int]``: measured interleaved with it, 65,536 keys, 512 random ones at a time:
+a find takes half the time (153 against 309 us) and a row well under half the memory, because a dict
+walks through an entry, a bytes object and an int object per key, each a cache miss of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.core.rows import KEY_WORDS, RowTable
+from kvass.types import I64Array, U32Array, U64Array
+
+SLOTS: Final = 8
+ABSENT: Final = -1
+"""What ``find`` says of a key that has no row."""
+
+_EMPTY: Final = 0
+_SMALLEST: Final = 64
+_FILL: Final = 0.4
+
+
+class KeyIndex:
+    """An index over rows of ``table``. Arrays of keys: uint64, shape ``(n, KEY_WORDS)``."""
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._make(_SMALLEST)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def rows(self) -> I64Array:
+        """Every row in the index."""
+        rows: I64Array = self._row[self._mark != _EMPTY].astype(np.int64)
+        return rows
+
+    def clear(self) -> None:
+        """Forget every key."""
+        self._make(_SMALLEST)
+
+    def find(self, keys: U64Array) -> I64Array:
+        """The row of each key, or ``ABSENT``."""
+        if not self._count:
+            return np.full(len(keys), ABSENT, np.int64)
+        bucket, mark = self._place(keys)
+        rows = self._in_bucket(bucket, mark)
+        if (rows != ABSENT).all() and self._table.key[rows].tobytes() == keys.tobytes():
+            return rows  # the usual hit, every key in its home bucket
+        wrong = (rows == ABSENT) | (self._table.key[rows] != keys).any(axis=1)
+        rows[wrong] = ABSENT
+        for i in np.flatnonzero(wrong & self._may_be_elsewhere(bucket, mark)).tolist():
+            rows[i] = self._search(keys[i], int(bucket[i]), int(mark[i]))
+        return rows
+
+    def add(self, rows: I64Array) -> None:
+        """Index ``rows`` under their keys in the table, distinct and none of them in the index."""
+        if self._count + len(rows) > _FILL * self._mark.size:
+            known = self.rows()
+            self._make(int((len(known) + len(rows)) / (_FILL * SLOTS)) + 1)
+            self._insert(known)
+        self._insert(rows)
+
+    def remove(self, rows: I64Array) -> None:
+        """Take ``rows``, all of them in the index, out of it."""
+        self._count -= len(rows)
+        bucket, mark = self._place(self._table.key[rows])
+        while len(rows):
+            alike = (self._mark[bucket] == mark[:, None]) & (self._row[bucket] == rows[:, None])
+            here, slot = alike.any(axis=1), alike.argmax(axis=1)
+            self._mark[bucket[here], slot[here]] = _EMPTY
+            assert (self._spilled[bucket[~here]] > 0).all(), "a row is not where its key belongs"
+            np.subtract.at(self._spilled, bucket[~here], 1)
+            rows, bucket, mark = rows[~here], (bucket[~here] + 1) & self._mask, mark[~here]
+
+    # ------------------------------------------------------------ buckets
+
+    def _make(self, buckets: int) -> None:
+        size = max(_SMALLEST, 1 << (buckets - 1).bit_length())
+        self._mask = size - 1
+        self._mark: U32Array = np.zeros((size, SLOTS), np.uint32)
+        self._row: U32Array = np.zeros((size, SLOTS), np.uint32)
+        self._spilled: npt.NDArray[np.int32] = np.zeros(size, np.int32)
+        self._count = 0
+
+    def _place(self, keys: U64Array) -> tuple[I64Array, U32Array]:
+        """Home bucket and fingerprint of each key; a fingerprint is never ``_EMPTY``."""
+        first = keys[:, 0]
+        bucket = (first & np.uint64(self._mask)).astype(np.int64)
+        return bucket, (first >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+
+    def _in_bucket(self, bucket: I64Array, mark: U32Array) -> I64Array:
+        """The row of the first entry with this mark in this bucket, or ``ABSENT``."""
+        alike = self._mark[bucket] == mark[:, None]
+        slot = alike.argmax(axis=1)
+        rows: I64Array = self._row[bucket, slot].astype(np.int64)
+        rows[~alike[np.arange(len(bucket)), slot]] = ABSENT
+        return rows
+
+    def _may_be_elsewhere(self, bucket: I64Array, mark: U32Array) -> npt.NDArray[np.bool_]:
+        """Whether a key not found at first may still be there: spilled, or behind a twin mark."""
+        twins: npt.NDArray[np.bool_] = (self._mark[bucket] == mark[:, None]).any(axis=1)
+        return twins | (self._spilled[bucket] > 0)
+
+    def _search(self, key: U64Array, at: int, mark: int) -> int:
+        """The row of one key, looking everywhere it could be."""
+        while True:
+            for slot in np.flatnonzero(self._mark[at] == mark).tolist():
+                row = int(self._row[at, slot])
+                if (self._table.key[row] == key).all():
+                    return row
+            if not self._spilled[at]:
+                return ABSENT
+            at = (at + 1) & self._mask
+
+    def _insert(self, rows: I64Array) -> None:
+        """Each round puts, per bucket, as many keys as it has room for; the rest move on."""
+        self._count += len(rows)
+        bucket, mark = self._place(self._table.key[rows])
+        while len(rows):
+            order = np.argsort(bucket, kind="stable")
+            rows, bucket, mark = rows[order], bucket[order], mark[order]
+            nth = np.arange(len(rows)) - np.searchsorted(bucket, bucket)
+            free = self._mark[bucket] == _EMPTY
+            rank = np.cumsum(free, axis=1)
+            wanted = free & (rank == nth[:, None] + 1)
+            fits = wanted.any(axis=1)
+            slot = wanted.argmax(axis=1)
+            self._mark[bucket[fits], slot[fits]] = mark[fits]
+            self._row[bucket[fits], slot[fits]] = rows[fits]
+            np.add.at(self._spilled, bucket[~fits], 1)
+            rows, bucket, mark = rows[~fits], (bucket[~fits] + 1) & self._mask, mark[~fits]
+
+
+def key_array(digests: bytes, width: int) -> U64Array:
+    """A blob of digests of ``width`` <= 32 bytes as keys, padded with zeros."""
+    count = len(digests) // width
+    if width == 8 * KEY_WORDS:
+        return np.frombuffer(digests, "<u8").reshape(count, KEY_WORDS)
+    padded = np.zeros((count, 8 * KEY_WORDS), np.uint8)
+    padded[:, :width] = np.frombuffer(digests, np.uint8).reshape(count, width)
+    return padded.view("<u8")

@@ -1,0 +1,72 @@
+"""The index against a dictionary, with keys that fight for the same bucket and fingerprint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvass.core.index import ABSENT, KeyIndex, key_array
+from kvass.core.rows import KEY_WORDS, RowTable
+from kvass.types import U64Array
+
+WORDS = st.sampled_from([0, 1, 2, 1 << 32, (1 << 32) + 1, 5 << 40, 64, 64 + (1 << 32)])
+"""First words that share buckets, fingerprints, or both."""
+KEYS = st.tuples(WORDS, st.integers(0, 3)).map(lambda k: (k[0], 0, 0, k[1]))
+STEPS = st.lists(st.tuples(st.booleans(), st.lists(KEYS, max_size=40, unique=True)), max_size=12)
+
+
+def as_array(keys: list[tuple[int, ...]]) -> U64Array:
+    return np.array(keys, np.uint64).reshape(-1, KEY_WORDS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_agrees_with_a_dictionary(steps: list[tuple[bool, list[tuple[int, ...]]]]) -> None:
+    table = RowTable()
+    table.grow(512)
+    index, model, fresh = KeyIndex(table), dict[tuple[int, ...], int](), iter(range(512))
+    for adding, keys in steps:
+        chosen = [k for k in keys if (k in model) != adding]
+        rows = np.array([next(fresh) if adding else model.pop(k) for k in chosen], np.int64)
+        if adding:
+            table.key[rows] = as_array(chosen)
+            model.update(zip(chosen, rows.tolist(), strict=True))
+            index.add(rows)
+        else:
+            index.remove(rows)
+        everything = sorted({*keys, *model})
+        want = [model.get(k, ABSENT) for k in everything]
+        assert index.find(as_array(everything)).tolist() == want
+        assert len(index) == len(model)
+        assert sorted(index.rows().tolist()) == sorted(model.values())
+
+
+def test_grows_and_empties() -> None:
+    rng = np.random.default_rng(0)
+    table = RowTable()
+    table.grow(20_000)
+    table.key[:] = rng.integers(0, 1 << 64, (len(table), KEY_WORDS), np.uint64)
+    index, rows = KeyIndex(table), np.arange(20_000)
+    for part in np.split(rows, 40):
+        index.add(part)
+    assert (index.find(table.key[rows]) == rows).all()
+    wrong = table.key[rows] ^ np.array([0, 0, 0, 1], np.uint64)
+    assert (index.find(wrong) == ABSENT).all(), "the fingerprint alone is not the key"
+    index.remove(rows[::2])
+    assert (index.find(table.key[rows[::2]]) == ABSENT).all()
+    assert (index.find(table.key[rows[1::2]]) == rows[1::2]).all()
+    index.clear()
+    assert (index.find(table.key[rows]) == ABSENT).all()
+
+
+@pytest.mark.parametrize("width", [8, 16, 20, 32])
+def test_keys_of_any_width(width: int) -> None:
+    blob = bytes(range(1, 3 * width + 1))
+    keys = key_array(blob, width)
+    assert keys.shape == (3, KEY_WORDS)
+    assert [k.tobytes()[:width] for k in keys] == [
+        blob[i : i + width] for i in (0, width, 2 * width)
+    ]
+    assert not any(k.tobytes()[width:].strip(b"\0") for k in keys)
