@@ -33,7 +33,7 @@ class RowClass(msgspec.Struct):
     policy: EvictionPolicy
     slots_per_set: int
     index: KeyIndex
-    free: list[int] = []
+    free: I64Array
 
 
 class Namespace(msgspec.Struct):
@@ -76,6 +76,7 @@ class L1:
             policy=self._policy(self.table),
             slots_per_set=max(1, -(-self._extent_bytes // max(spec.shard_bytes))),
             index=KeyIndex(self.table),
+            free=np.empty(0, np.int64),
         )
         self._next_class += 1
         self.classes[made.id] = made
@@ -141,8 +142,7 @@ class L1:
         distinct, and none is in the index.
         """
         self._make_room(one, len(keys), protect)
-        taken = [one.free.pop() for _ in range(min(len(keys), len(one.free)))]
-        rows = np.array(taken, np.int64)
+        rows, one.free = np.split(one.free, [min(len(keys), len(one.free))])
         self.table.move(rows, FREE, WRITING)
         self.table.key[rows] = keys[: len(rows)]
         one.index.add(rows)
@@ -163,7 +163,8 @@ class L1:
             return
         self._unindex(rows)
         self.table.move(rows, int(self.table.state[rows[0]]), FREE)
-        self.class_of(int(rows[0])).free.extend(rows.tolist())
+        owner = self.class_of(int(rows[0]))
+        owner.free = np.concatenate([rows, owner.free])  # the last freed is the next given
 
     def forget(self, rows: I64Array) -> None:
         """READY ``rows`` stop matching now, and are freed once nobody reads them."""
@@ -211,7 +212,7 @@ class L1:
             return False
         self.table.grow(made.end_row)
         self.table.set_of[made.first_row : made.end_row] = made.id
-        one.free.extend(range(made.end_row - 1, made.first_row - 1, -1))
+        one.free = np.concatenate([one.free, np.arange(made.first_row, made.end_row)])
         return True
 
     def _take_over(self, asker: RowClass, below: int) -> bool:
@@ -248,7 +249,7 @@ class L1:
         span = slice(one.first_row, one.end_row)
         assert (self.table.state[span] == FREE).all(), "an extent set in use was given away"
         owner = self.classes[one.owner]
-        owner.free = [r for r in owner.free if not one.first_row <= r < one.end_row]
+        owner.free = owner.free[(owner.free < one.first_row) | (owner.free >= one.end_row)]
         self.table.set_of[span] = NOBODY
         self.extents.remove(one)
 

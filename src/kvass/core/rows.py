@@ -74,11 +74,11 @@ class RowTable:
         return self._clock
 
     def grow(self, to: int) -> None:
-        """Make room for row ids below ``to`` (amortised: columns at least double)."""
+        """Make room for row ids below ``to`` (amortised: columns grow by a quarter at least)."""
         old = len(self)
         if to <= old:
             return
-        to = max(to, 2 * old)
+        to = max(to, old + old // 4)
         extra = to - old
         self.state = np.concatenate([self.state, np.full(extra, FREE, np.uint8)])
         self.pins = np.concatenate([self.pins, np.zeros(extra, np.int32)])
