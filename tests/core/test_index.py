@@ -12,8 +12,8 @@ from kvass.core.rows import KEY_WORDS, RowTable
 from kvass.types import U64Array
 
 WORDS = st.sampled_from([0, 1, 2, 1 << 32, (1 << 32) + 1, 5 << 40, 64, 64 + (1 << 32)])
-"""First words that share buckets, fingerprints, or both."""
-KEYS = st.tuples(WORDS, st.integers(0, 3)).map(lambda k: (k[0], 0, 0, k[1]))
+KEYS = st.tuples(WORDS, st.integers(0, 40)).map(lambda k: (k[0] ^ k[1], k[1], 0, 0))
+"""Many keys for each of a few mixed words: same bucket, same fingerprint."""
 STEPS = st.lists(st.tuples(st.booleans(), st.lists(KEYS, max_size=40, unique=True)), max_size=12)
 
 

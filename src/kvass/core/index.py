@@ -3,8 +3,8 @@
 Law of this file: a key maps to at most one row, and ``find`` compares whole keys: a fingerprint
 only says where to look. The keys themselves lie in the row table, so an entry takes 8 bytes.
 
-A hash table of buckets, vectorised: a key's home bucket and fingerprint come from its first 8 bytes
-(keys are digests, so they are spread already). A bucket has ``SLOTS`` entries; a full one *spills*
+A hash table of buckets, vectorised: a key's home bucket and fingerprint come from all its bytes,
+mixed a little, in case they are no digests. A bucket has ``SLOTS`` entries; a full one *spills*
 into the next, and counts what it spilled, so that removing needs no tombstones: a search goes on
 exactly while the bucket it looks at has spilled something.
 
@@ -28,6 +28,8 @@ ABSENT: Final = -1
 """What ``find`` says of a key that has no row."""
 
 _EMPTY: Final = 0
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 / golden ratio, odd: Knuth's multiplicative hashing, TAOCP vol. 3, 6.4."""
 _SMALLEST: Final = 64
 _FILL: Final = 0.4
 
@@ -97,9 +99,10 @@ class KeyIndex:
 
     def _place(self, keys: U64Array) -> tuple[I64Array, U32Array]:
         """Home bucket and fingerprint of each key; a fingerprint is never ``_EMPTY``."""
-        first = keys[:, 0]
-        bucket = (first & np.uint64(self._mask)).astype(np.int64)
-        return bucket, (first >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+        mixed = keys[:, 0] ^ keys[:, 1] ^ keys[:, 2] ^ keys[:, 3]
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * _GOLDEN
+        bucket = (mixed >> np.uint64(32)).astype(np.int64) & self._mask
+        return bucket, mixed.astype(np.uint32) | np.uint32(1)
 
     def _in_bucket(self, bucket: I64Array, mark: U32Array) -> I64Array:
         """The row of the first entry with this mark in this bucket, or ``ABSENT``."""

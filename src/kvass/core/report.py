@@ -112,7 +112,7 @@ def _validate_rows(state: State) -> None:
     listed = sum(len(one.free) for one in classes.values())
     assert listed + len(used) == sum(s.slots for s in sets.values()), "a slot was lost"
     for one in classes.values():
-        assert len(np.unique(one.free)) == len(one.free), "a slot is free twice"
+        assert len(set(one.free.tolist())) == len(one.free), "a slot is free twice"
         assert free[one.free].all(), "a slot in use is listed as free"
         homes = set(table.set_of[one.free].tolist())
         assert all(sets[s].owner == one.id for s in homes), "a free slot of another class"
