@@ -47,3 +47,4 @@ def replay(lines: list[str]) -> None:
         effects = machine.step(event, now)
         machine.validate()
         witness.observe(event, effects, now)
+        witness.compare(machine.status())

@@ -1,0 +1,88 @@
+"""500 seeds of the simulated world, and that a broken one says its seed and leaves a trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvass.core.custody import Custody
+from kvass.testing import simulator
+from kvass.testing.simulator import Simulation, replay, run_seed
+
+SEEDS = 500
+BATCHES = 10
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_seeds_hold_every_law(batch: int) -> None:
+    told = [run_seed(seed) for seed in range(batch, SEEDS, BATCHES)]
+    assert not any(told), "\n".join(filter(None, told))
+
+
+def test_a_seed_is_a_run() -> None:
+    traces = []
+    for _ in range(2):
+        sim = Simulation(7)
+        sim.run()
+        traces.append(sim.trace)
+    assert traces[0] == traces[1]
+
+
+def test_the_world_gets_around() -> None:
+    """Every way a reservation or lease can end, and every way room is made, happens by itself."""
+    seen: Counter[str] = Counter()
+    reads = 0
+    for seed in range(60):
+        sim = Simulation(seed)
+        sim.run()
+        seen.update(sim.machine.status()["counters"])
+        reads += sum(e.reads - e.late_reads for e in sim.engines)
+    assert reads > 60
+    for name in ("aborted", "cancelled", "cleared", "late", "writer_lost"):
+        assert seen[f"discarded_{name}"], name
+    for name in ("hit_chunks", "lapsed_leases", "bad_rows", "ended_bad_frame", "refused_not_yours"):
+        assert seen[name], name
+    assert seen["evicted_capacity"]
+    assert seen["evicted_handed_over"]
+
+
+def test_a_broken_core_is_told_by_seed_and_leaves_a_trace_to_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(Custody, "rank_lost", lambda *_: None)
+        told = run_seed(3, trace_to=tmp_path)
+        assert told is not None
+        assert told.startswith("seed 3 failed: ")
+        trace = tmp_path / "sim-3.jsonl"
+        assert str(trace) in told
+        with pytest.raises(AssertionError):
+            replay(trace.read_text().splitlines())
+    replay(trace.read_text().splitlines())
+
+
+def test_the_command_line_counts_and_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert simulator.main(["--seeds", "3", "--start", "5", "--jobs", "1"]) == 0
+    assert "3 seeds from 5: 0 failed" in capsys.readouterr().out
+    monkeypatch.setattr(simulator, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(Custody, "rank_lost", lambda *_: None)
+    args = ["--seeds", "2", "--start", "3", "--traces", str(tmp_path)]
+    assert simulator.main(args) == 1
+    assert "seed 3 failed" in capsys.readouterr().err
+
+
+class InProcess:
+    """A pool that runs everything here, where the core is broken."""
+
+    def __init__(self, max_workers: int) -> None:
+        self.map = lambda f, xs, chunksize: map(f, xs)
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
