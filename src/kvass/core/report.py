@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvass.core.rows import FREE, NEVER, READY
+from kvass.core.rows import FREE, NEVER, NOBODY, READY
 
 if TYPE_CHECKING:
     from kvass.core.l1 import RowClass
@@ -102,38 +102,32 @@ def _validate_extents(state: State) -> None:
 
 
 def _validate_rows(state: State) -> None:
-    """Slots are free or used, and listed as such once; what is used, its class knows."""
-    table, sets, classes = state.l1.table, state.l1.extents.sets, state.l1.classes
-    free = table.state == FREE
+    """A slot is listed as free once, or used; a READY row matches, or is doomed and being read."""
+    table, classes = state.l1.table, state.l1.classes.values()
+    free, ready = table.state == FREE, table.state == READY
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.doomed[free].any(), "a FREE row is doomed"
     assert not table.key[free].any(), "a FREE row keeps a key"
-    used, matching = np.flatnonzero(~free), set[int]()
-    listed = sum(len(one.free) for one in classes.values())
-    assert listed + len(used) == sum(s.slots for s in sets.values()), "a slot was lost"
-    for one in classes.values():
-        assert len(set(one.free.tolist())) == len(one.free), "a slot is free twice"
-        assert free[one.free].all(), "a slot in use is listed as free"
-        homes = set(table.set_of[one.free].tolist())
-        assert all(sets[s].owner == one.id for s in homes), "a free slot of another class"
-        indexed = one.index.rows()
-        assert len(indexed) == len(one.index), "the index miscounts"
-        found = one.index.find(table.key[indexed])
-        assert (found == indexed).all(), "the index and the row disagree on the key"
-        homes = set(table.set_of[indexed].tolist())
-        assert all(sets[s].owner == one.id for s in homes), "the index names another class's row"
-        matching.update(indexed.tolist())
-    columns = zip(
-        used.tolist(),
-        *(c[used].tolist() for c in (table.state, table.pins, table.doomed, table.stamp)),
-        table.set_of[used].tolist(),
-        strict=True,
+    home, owner = np.full(len(table), NOBODY), np.full(len(table), NOBODY)
+    for one in state.l1.extents.sets.values():
+        home[one.first_row : one.end_row] = one.id
+        owner[one.first_row : one.end_row] = one.owner
+    assert (table.set_of == home).all(), "a row left its set"
+    listed = np.zeros(len(table), np.int64)
+    matches = np.zeros(len(table), np.bool_)
+    for kind in classes:
+        np.add.at(listed, kind.free, 1)
+        assert (owner[kind.free] == kind.id).all(), "a free slot of another class"
+        if len(kind.index):
+            rows = kind.index.rows()
+            assert len(rows) == len(kind.index), "the index miscounts"
+            assert (kind.index.find(table.key[rows]) == rows).all(), "the index and a row disagree"
+            assert (owner[rows] == kind.id).all(), "the index names another class's row"
+            matches[rows] = True
+    assert (listed == (free & (home != NOBODY))).all(), (
+        "a slot is free and used, twice free, or lost"
     )
-    for row, now, pins, doomed, stamp, home in columns:
-        assert sets[home].first_row <= row < sets[home].end_row, "a row left its set"
-        matches = row in matching
-        assert not (matches and doomed), "a doomed row still matches"
-        if now == READY:
-            assert doomed or matches, "a READY row is lost"
-            assert not doomed or pins > 0, "a doomed row that nobody reads"
-            assert stamp != NEVER, "a READY row that eviction cannot see"
+    assert not (matches & (free | table.doomed)).any(), "a FREE or doomed row still matches"
+    assert (matches | table.doomed)[ready].all(), "a READY row is lost"
+    assert (table.pins[ready & table.doomed] > 0).all(), "a doomed row that nobody reads"
+    assert (table.stamp[ready] != NEVER).all(), "a READY row that eviction cannot see"
