@@ -179,11 +179,9 @@ class Simulation:
 
     # ------------------------------------------------------------ chance
 
-    def run(self, steps: int = 500) -> None:
+    def run(self, steps: int = 400) -> None:
         """A random life, then quiescence."""
-        for engine in self.engines:
-            for process in engine.processes:
-                engine.connect(process)
+        self._engines_start()
         for _ in range(steps):
             stall = self.rng.random() < self.stalls
             self.pass_time(self.rng.random() * 6 if stall else self.rng.expovariate(100.0))
@@ -191,6 +189,16 @@ class Simulation:
         self._drain()
         if not self.roomy:
             self._prove_room()
+
+    def _engines_start(self) -> None:
+        """Mostly all at once and unhindered; else they register while others work already."""
+        at_once = self.rng.random() < 0.7
+        for engine in self.engines:
+            for process in [*engine.workers, engine.scheduler]:
+                peer = engine.connect(process)
+                while at_once and peer.sent:
+                    self.deliver(peer)
+                    engine.hear(process, peer)
 
     def _something(self) -> None:
         """Mischief, a message on its way in, one on its way out, a copy, or a scheduler's idea."""
@@ -379,7 +387,7 @@ class Simulation:
 
 
 def run_seed(
-    seed: int, steps: int = 500, trace_to: Path | None = None, validate: bool = True
+    seed: int, steps: int = 400, trace_to: Path | None = None, validate: bool = True
 ) -> str | None:
     """Run one seed; ``None``, or what went wrong and where its trace lies."""
     sim: Simulation | None = None
@@ -404,7 +412,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvass.testing.simulator")
     parser.add_argument("--seeds", type=int, default=1000, help="how many to run")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--steps", type=int, default=500, help="how long each life is")
+    parser.add_argument("--steps", type=int, default=400, help="how long each life is")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--traces", type=Path, default=Path("."), help="where traces are left")
     parser.add_argument("--replay", type=Path, help="a trace to feed to the core again")
