@@ -83,7 +83,8 @@ def _match(state: State, ns: Namespace, keys: U64Array, first: int) -> tuple[Par
     runs = [state.l1.ready_run(f[first:]) for f in found]
     chunks = min(map(len, runs))
     for one, f, run in zip(ns.classes, found, runs, strict=True):
-        state.l1.touch(one, np.concatenate([_present(f[:first]), run[:chunks]]))
+        used = np.concatenate([_present(f[:first]), run[:chunks]]) if first else run[:chunks]
+        state.l1.touch(one, used)
     return tuple(Part(one.id, run[:chunks]) for one, run in zip(ns.classes, runs, strict=True))
 
 

@@ -64,6 +64,7 @@ class L1:
         self._extent_bytes = extent_bytes
         self._policy = policy
         self._next_class = 0
+        self._doomed = 0
 
     # ------------------------------------------------------------ classes
 
@@ -92,6 +93,8 @@ class L1:
 
     def ready_run(self, found: I64Array) -> I64Array:
         """The longest run of READY rows at the beginning of ``found``."""
+        if not (found == ABSENT).any() and (self.table.state[found] == READY).all():
+            return found
         ready = found != ABSENT
         ready[ready] = self.table.state[found[ready]] == READY
         return found if ready.all() else found[: int(ready.argmin())]
@@ -112,11 +115,10 @@ class L1:
         number[used] = np.arange(len(used))
         local = number[sets]
         chosen = [self.extents.sets[i] for i in used.tolist()]
-        first = np.array([s.first_row for s in chosen], np.int64)
         return Slots(
             extents=tuple(s.bases for s in chosen),
             set_=local.astype("<u2").tobytes(),
-            slot=(rows - first[local]).astype("<u4").tobytes(),
+            slot=self.table.slot[rows].tobytes(),
         )
 
     # ------------------------------------------------------------ reading
@@ -129,9 +131,13 @@ class L1:
         """Undo one ``pin`` of the same ``rows``; doomed rows nobody reads any more are freed."""
         pins = self.table.pins
         pins[rows] -= 1
+        if not self._doomed:
+            return
         doomed = rows[self.table.doomed[rows] & (pins[rows] == 0)]
         if len(doomed):
-            self.free(np.unique(doomed))
+            doomed = np.unique(doomed)
+            self._doomed -= len(doomed)
+            self.free(doomed)
 
     # ------------------------------------------------------------ writing
 
@@ -171,6 +177,7 @@ class L1:
         self._unindex(rows)
         pinned = self.table.pins[rows] > 0
         self.table.doomed[rows[pinned]] = True
+        self._doomed += int(pinned.sum())
         self.free(rows[~pinned])
 
     def clear(self, one: RowClass) -> int:
@@ -212,6 +219,7 @@ class L1:
             return False
         self.table.grow(made.end_row)
         self.table.set_of[made.first_row : made.end_row] = made.id
+        self.table.slot[made.first_row : made.end_row] = np.arange(made.slots)
         one.free = np.concatenate([one.free, np.arange(made.first_row, made.end_row)])
         return True
 

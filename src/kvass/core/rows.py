@@ -53,17 +53,47 @@ NOBODY: Final = -1
 """The extent set of a row id that no set uses now."""
 
 
+CACHE_LINE: Final = 64
+
+_RECORD: Final = np.dtype(
+    {
+        "names": ["key", "stamp", "pins", "set_of", "slot", "state", "doomed"],
+        "formats": [(np.uint64, KEY_WORDS), np.int64, *[np.int32] * 2, "<u4", np.uint8, np.bool_],
+        "offsets": [0, 32, 40, 44, 48, 52, 53],
+        "itemsize": CACHE_LINE,
+    }
+)
+
+
+def cache_lines(count: int) -> npt.NDArray[np.uint8]:
+    """Zeroed memory of ``count`` cache lines that begins with one: uint8, shape ``(count, 64)``."""
+    raw = np.zeros((count + 1) * CACHE_LINE, np.uint8)
+    skip = -raw.ctypes.data % CACHE_LINE
+    return raw[skip : skip + count * CACHE_LINE].reshape(count, CACHE_LINE)
+
+
 class RowTable:
-    """Columns over row ids ``0..len(table)``; grows, never shrinks."""
+    """Columns over row ids ``0..len(table)``; grows, never shrinks.
+
+    The columns are views of one array of records, a cache line each: a lookup goes to rows at
+    random, and its time is the number of lines it fetches.
+    """
 
     def __init__(self) -> None:
-        self.state: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.pins: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self.stamp: I64Array = np.zeros(0, np.int64)
-        self.set_of: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self.doomed: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self.key: U64Array = np.zeros((0, KEY_WORDS), np.uint64)
+        self._view(0)
         self._clock = 0
+
+    def _view(self, size: int) -> None:
+        self._records = cache_lines(size).view(_RECORD).reshape(size)
+        self.key: U64Array = self._records["key"]
+        self.stamp: I64Array = self._records["stamp"]
+        self.pins: npt.NDArray[np.int32] = self._records["pins"]
+        self.set_of: npt.NDArray[np.int32] = self._records["set_of"]
+        self.slot: npt.NDArray[np.uint32] = self._records["slot"]
+        self.state: npt.NDArray[np.uint8] = self._records["state"]
+        self.doomed: npt.NDArray[np.bool_] = self._records["doomed"]
+        self.set_of[:] = NOBODY
+        self.stamp[:] = NEVER
 
     def __len__(self) -> int:
         return len(self.state)
@@ -74,18 +104,11 @@ class RowTable:
         return self._clock
 
     def grow(self, to: int) -> None:
-        """Make room for row ids below ``to`` (amortised: columns grow by a quarter at least)."""
-        old = len(self)
-        if to <= old:
-            return
-        to = max(to, old + old // 4)
-        extra = to - old
-        self.state = np.concatenate([self.state, np.full(extra, FREE, np.uint8)])
-        self.pins = np.concatenate([self.pins, np.zeros(extra, np.int32)])
-        self.stamp = np.concatenate([self.stamp, np.full(extra, NEVER, np.int64)])
-        self.set_of = np.concatenate([self.set_of, np.full(extra, NOBODY, np.int32)])
-        self.doomed = np.concatenate([self.doomed, np.zeros(extra, np.bool_)])
-        self.key = np.concatenate([self.key, np.zeros((extra, KEY_WORDS), np.uint64)])
+        """Make room for row ids below ``to`` (amortised: by a quarter at least)."""
+        old = self._records
+        if to > len(old):
+            self._view(max(to, len(old) + len(old) // 4))
+            self._records[: len(old)] = old
 
     def stamp_rows(self, rows: I64Array) -> I64Array:
         """Stamp ``rows`` as used now, the first one oldest; returns the stamps given."""
