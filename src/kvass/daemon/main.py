@@ -6,6 +6,7 @@ line, in one line; the ``ready`` line means that clients can connect.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from kvass.errors import ConfigError
 from kvass.types import PAGE, Timing
 
 BOOT_BYTES: Final = 16
+_M_MMAP_THRESHOLD: Final = -3  # malloc.h
 
 
 def serve(config: Config, announce: Callable[[str], None]) -> None:
@@ -29,6 +31,7 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
     Raises ``ConfigError`` for what cannot be served.
     """
     _raise_descriptor_limit()
+    _return_freed_memory()
     door = Door(config)
     with listening(config.socket, door) as listener:
         size = config.l1_size // PAGE * PAGE
@@ -61,6 +64,14 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         timing=timing,
         version=__version__,
     )
+
+
+def _return_freed_memory() -> None:
+    """Keep glibc's mmap threshold low: it rises to the largest block freed so far, and from then on
+    outgrown tables stay in the heap. Measured with 65,536 rows: 49 instead of 62 MiB."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent in musl
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 256 << 10)
 
 
 def _raise_descriptor_limit() -> None:
