@@ -202,7 +202,23 @@ MUTANTS = [
             ("custody.py", "            if one.discarded:\n", "            if False:\n"),
         ),
     ),
-    one("a row being written matches", 4, "l1.py", "self.table.state[found[ready]] == READY", "True"),
+    one(
+        "a row being written matches", 4, "l1.py", "self.table.state[found[ready]] == READY", "True"
+    ),
+    one(
+        "the index trusts a fingerprint",
+        4,
+        "index.py",
+        "wrong = (rows == ABSENT) | (self._table.key[rows] != keys).any(axis=1)",
+        "wrong = rows == ABSENT",
+    ),
+    one(
+        "the index forgets what spilled",
+        4,
+        "index.py",
+        "        return twins | (self._spilled[bucket] > 0)\n",
+        "        return twins\n",
+    ),
     one(
         "the reservation's deadline is ignored",
         5,
@@ -304,7 +320,7 @@ MUTANTS = [
         "a lookup does not count as use",
         6,
         "flows.py",
-        "        state.l1.touch(one, np.concatenate([_present(f[:first]), run[:chunks]]))\n",
+        "        state.l1.touch(one, used)\n",
         "        pass\n",
     ),
     one(
