@@ -21,6 +21,12 @@ def mapped_arenas() -> int:
     return Path("/proc/self/maps").read_text().count("kvass-arena")
 
 
+def mapped_bytes() -> int:
+    """Bytes of arenas that stand in this process's page tables."""
+    mappings = Path("/proc/self/smaps").read_text().split("kvass-arena")[1:]
+    return sum(int(text.split("Rss:")[1].split()[0]) * 1024 for text in mappings)
+
+
 def resident(arena: memory.Arena) -> int:
     """Bytes of the memfd that exist."""
     return os.fstat(arena.fileno()).st_blocks * 512
@@ -90,6 +96,19 @@ def test_mapping_lives_as_long_as_its_last_view() -> None:
     assert mapped_arenas() == before
     with pytest.raises(UsageError, match="closed"):
         _ = arena.buffer
+
+
+def test_closing_empties_the_mapping_before_it_is_unmapped() -> None:
+    size = memory.SLICE_BYTES + MIB  # a slice, and what is left
+    arena = memory.create(size)
+    second = memory.attach(os.dup(arena.fileno()), size)
+    second.buffer[:] = 9
+    view, before = second.buffer, mapped_bytes()
+    second.close()
+    assert before - mapped_bytes() == size
+    assert resident(arena) == size  # of this mapping, not of the arena
+    assert np.all(view == 9)
+    arena.close()
 
 
 def test_attach_owns_the_descriptor_and_refuses_what_is_no_arena(tmp_path: Path) -> None:
