@@ -106,6 +106,8 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         ({"KVASS_LEASE_S": "soon"}, "KVASS_LEASE_S"),
         ({"KVASS_ALLOW_UID": "1,x"}, "KVASS_ALLOW_UID"),
         ({"KVASS_ALLOW_UID": "-1"}, "KVASS_ALLOW_UID"),
+        ({"KVASS_SOCKET": ""}, "socket path of 0 bytes: use 1 to 107 bytes"),
+        ({"KVASS_SOCKET": "/" * 108}, "socket path of 108 bytes: use 1 to 107 bytes"),
         ({"KVASS_CONFIG": "/no/such/file"}, "cannot read config /no/such/file"),
     ],
 )

@@ -19,6 +19,7 @@ from msgspec import Meta, field
 
 from kvass.errors import ConfigError
 from kvass.types import PAGE, Timing
+from kvass.wire.channel import check_path
 
 ENV_PREFIX: Final = "KVASS_"
 _FILE_ENV: Final = ENV_PREFIX + "CONFIG"
@@ -140,6 +141,7 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
     for name, value, origin, textual in _sources(flags, env, file):
         values[name] = _convert(name, value, origin, textual)
     config = Config(**values)
+    check_path(config.socket)
     if config.l1_size < PAGE:
         raise ConfigError(f"l1_size {config.l1_size}: smaller than one row; use {PAGE} or more")
     if config.l1_size > (have := memory_bytes()):
