@@ -130,6 +130,7 @@ def test_bad_environment(env: dict[str, str], line: str) -> None:
         ("socket: 3", "socket: Expected `str`, got `int`"),
         ("allow_uid: 3", "allow_uid: Expected `array`, got `int`"),
         ("- lease_s", "write options as `name: value` lines"),
+        ("lease_s: 3\nl1_size: 1MiB\n'lease_s': 4", "lease_s stands there twice: keep one"),
         ("a: [", "is no YAML"),
         ("lease_s: !!python/object:os.system x", "is no YAML"),
     ],

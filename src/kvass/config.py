@@ -185,14 +185,20 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        content = yaml.safe_load(text) or {}
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content or {}, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path}: write options as `name: value` lines")
-    return content or {}
+    if content:  # YAML forbids a key that stands twice; its loader silently takes the last
+        keys = [key.value for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{path}: {key} stands there twice: keep one")
+    return content
 
 
 def _known(name: object, shown: str, where: str) -> str:
