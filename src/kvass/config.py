@@ -194,7 +194,9 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: write options as `name: value` lines")
     if content:  # YAML forbids a key that stands twice; its loader silently takes the last
-        keys = [key.value for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+        root = yaml.compose(text, yaml.SafeLoader)
+        assert isinstance(root, yaml.MappingNode)
+        keys = [key.value for key, _ in root.value]
         for key in keys:
             if keys.count(key) > 1:
                 raise ConfigError(f"{path}: {key} stands there twice: keep one")
