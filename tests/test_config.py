@@ -64,10 +64,25 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     file = tmp_path / "kvass.yaml"
     file.write_text("lease_s: 1\nreserve_s: 1\ndma_grace_s: 0.5\nl1_size: 4MiB\nallow_uid: [3]\n")
     env = {"KVASS_LEASE_S": "2", "KVASS_RESERVE_S": "2", "KVASS_ALLOW_UID": "4,5", "HOME": "x"}
+    env["KVASS_SOCKET"] = "/s"
     got = load({"lease_s": "3", "socket": None}, env, str(file))
     assert (got.lease_s, got.reserve_s, got.dma_grace_s) == (3, 2, 0.5)
     assert (got.lookup_budget_ms, got.l1_size, got.allow_uid) == (100, 4 << 20, [4, 5])
     assert load({}, {"KVASS_CONFIG": str(file)}).lease_s == 1
+
+
+@pytest.mark.parametrize("others", [{"allow_uid": ["4"]}, {"socket_group": "users"}])
+def test_others_need_a_socket_they_can_reach(tmp_path: Path, others: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"folder of this user alone: choose another --socket$"):
+        load(others, {})
+    file = tmp_path / "kvass.yaml"
+    file.write_text("socket: /s\n")
+    for named in (
+        load(others | {"socket": "/s"}, {}),
+        load(others, {"KVASS_SOCKET": "/s"}),
+        load(others, {}, str(file)),
+    ):
+        assert named.socket == "/s"
 
 
 def test_every_option_comes_from_every_source(tmp_path: Path) -> None:

@@ -142,6 +142,11 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
         values[name] = _convert(name, value, origin, textual)
     config = Config(**values)
     check_path(config.socket)
+    if (config.allow_uid or config.socket_group) and "socket" not in values:
+        raise ConfigError(
+            f"allow_uid and socket_group need a socket that others can reach; {config.socket} is "
+            "in a folder of this user alone: choose another --socket"
+        )
     if config.l1_size < PAGE:
         raise ConfigError(f"l1_size {config.l1_size}: smaller than one row; use {PAGE} or more")
     if config.l1_size > (have := memory_bytes()):

@@ -94,7 +94,8 @@ def test_version(capsys: Captured) -> None:
 
 
 def test_print_config(capsys: Captured) -> None:
-    assert main(["serve", "--print-config", "--l1-size", "64MiB", "--allow-uid", "7"]) == 0
+    flags = ["--l1-size", "64MiB", "--socket", "/s", "--allow-uid", "7"]
+    assert main(["serve", "--print-config", *flags]) == 0
     out = capsys.readouterr().out
     assert "l1_size: 64MiB\n" in out
     assert "- 7\n" in out
