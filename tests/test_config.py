@@ -62,9 +62,9 @@ def test_default_socket(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     file = tmp_path / "kvass.yaml"
-    file.write_text("lease_s: 1\nreserve_s: 1\ndma_grace_s: 0.5\nl1_size: 4MiB\nallow_uid: [3]\n")
+    numbers = "lease_s: 1\nreserve_s: 1\ndma_grace_s: 0.5\nl1_size: 4MiB\n"
+    file.write_text(numbers + "allow_uid: [3]\nsocket: /s\n")
     env = {"KVASS_LEASE_S": "2", "KVASS_RESERVE_S": "2", "KVASS_ALLOW_UID": "4,5", "HOME": "x"}
-    env["KVASS_SOCKET"] = "/s"
     got = load({"lease_s": "3", "socket": None}, env, str(file))
     assert (got.lease_s, got.reserve_s, got.dma_grace_s) == (3, 2, 0.5)
     assert (got.lookup_budget_ms, got.l1_size, got.allow_uid) == (100, 4 << 20, [4, 5])
