@@ -72,6 +72,22 @@ def test_an_absent_daemon_is_said_at_once(tmp_path: Path) -> None:
         client.call(Ping())
 
 
+@pytest.mark.parametrize("place", ["os.eventfd", "threading.Thread.start"])
+def test_no_room_to_begin_is_an_absent_daemon(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def full(*_: object) -> None:
+        raise (OSError if place == "os.eventfd" else RuntimeError)("none left")
+
+    with Client(daemon.path) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(place, full)
+            assert client.submit(Ping()) == 0
+            with pytest.raises(Unavailable, match="cannot begin to connect: none left"):
+                client.call(Ping(), 60)
+        client.call(Ping())
+
+
 def test_a_suspended_daemon_costs_no_call_more_than_its_bound(daemon: ScriptedDaemon) -> None:
     with Client(daemon.path) as client:
         boot = client.connect(5).boot

@@ -107,16 +107,27 @@ class Link:
     # ------------------------------------------------------------ from outside
 
     def start(self) -> None:
-        """Begin connecting in the background, in this process. Never blocks. Every call does it."""
+        """Begin connecting in the background, in this process. Every call does it.
+
+        Never blocks nor raises: what this process has no room for now is tried by the next call.
+        """
         if self._pid != os.getpid():
             self.forked()
         if self._keeper is not None:
             return
         with self._turn:
             if self._keeper is None and not self._closed:
-                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                self._keeper = threading.Thread(target=self._keep, name="kvass", daemon=True)
-                self._keeper.start()
+                try:
+                    self._start_keeper()
+                except (OSError, RuntimeError) as error:  # no descriptor, no thread left: absent
+                    self._fail(Unavailable(f"cannot begin to connect: {error}"))
+
+    def _start_keeper(self) -> None:
+        if self._wake < 0:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        keeper = threading.Thread(target=self._keep, name="kvass", daemon=True)
+        keeper.start()
+        self._keeper = keeper
 
     @property
     def connected(self) -> bool:
@@ -136,8 +147,8 @@ class Link:
         with self._turn:
             seen = self._attempts
             while self._session is None:
-                failed = self._failure
-                if failed is not None and (self._attempts > seen or _lasting(failed)):
+                failed, now = self._failure, self._attempts > seen or self._keeper is None
+                if failed is not None and (now or _lasting(failed)):
                     raise failed.with_traceback(None)
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or self._closed:
