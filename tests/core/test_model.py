@@ -90,6 +90,16 @@ class AgainstADictionary(RuleBasedStateMachine):
         self.writing.append(write)
         return write
 
+    @rule(e=engines, prompt=prompts)
+    def store(self, e: int, prompt: tuple[str, ...]) -> None:
+        """All of a write at once: reads need something to read."""
+        grant = self.engines[e].reserve(*prompt)
+        for rank in range(RANKS if grant.reservation else 0):
+            self.engines[e].commit(grant.reservation, rank)
+        for i in grant.chunks:
+            assert prompt[i] not in self.ready
+            self.ready[prompt[i]] = grant.reservation
+
     @rule(w=writes)
     def hand_over_write(self, w: Write) -> None:
         assert self.engines[w.engine].hand_over(reservations=(w.id,)) == []
@@ -227,6 +237,6 @@ class AgainstADictionary(RuleBasedStateMachine):
 
 
 AgainstADictionary.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
+    max_examples=100, stateful_step_count=50, deadline=None
 )
 TestAgainstADictionary = AgainstADictionary.TestCase

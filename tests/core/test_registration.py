@@ -171,10 +171,21 @@ def test_namespaces_are_limited_and_unused_empty_ones_make_way() -> None:
     full, empty = rig.engine("f"), rig.engine("g", identity={"model": "g"})
     full.store("a")
     full.quit()
-    session = rig.open()
-    assert rig.register(session, "h", rank=0, identity={"model": "h"}).code == "limit"
     empty.store("a")
     empty.clear()
     empty.quit()
-    assert rig.register(session, "h", rank=0, identity={"model": "h"}).namespace
+    assert rig.register(rig.open(), "h", rank=0, identity={"model": "h"}).namespace
     assert rig.engine("f").holds("a") == 1
+
+
+def test_at_the_limit_the_namespace_used_longest_ago_makes_way() -> None:
+    rig = Rig(namespaces=2)
+    old, new = rig.engine("f"), rig.engine("g", identity={"model": "g"})
+    old.store("a")
+    new.store("a")
+    session = rig.open()
+    assert rig.register(session, "h", rank=0, identity={"model": "h"}).code == "limit"
+    new.quit()
+    old.quit()
+    assert rig.register(session, "h", rank=0, identity={"model": "h"}).namespace
+    assert rig.engine("g", identity={"model": "g"}).holds("a") == 1

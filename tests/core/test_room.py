@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvass import messages as m
 from kvass.types import PAGE
-from tests.core.rig import RESERVE_S, Engine, Rig, layout
+from tests.core.rig import RESERVE_S, Engine, Rig, digests, layout
 
 ALL = {"instance_write_share": 1.0}
 
@@ -211,3 +212,38 @@ def test_many_stores_into_a_full_arena_are_never_dropped() -> None:
         e.store(f"k{i}")
     assert rig.gauge("rows") == (64,)
     assert rig.count("chunks_granted") == 500
+
+
+def test_a_reserve_evicts_no_row_that_it_names() -> None:
+    rig = Rig(pages=16, extent=4)
+    e = filled(rig, 4, "p")
+    for i in range(12):
+        e.store(f"q{i}")
+    prompt = [f"p{i}" for i in range(8)]
+    assert e.reserve(*prompt).chunks == (4, 5, 6, 7), "first is 0, yet p0..p3 are named"
+    assert e.holds(*prompt) == 4
+
+
+def test_one_item_evicts_nothing_that_another_names() -> None:
+    rig = Rig(pages=16, extent=4)
+    e = filled(rig, 4, "p")
+    for i in range(12):
+        e.store(f"q{i}")
+    prompt = [f"p{i}" for i in range(5)]
+    items = [
+        m.ReserveItem(request="x", digests=digests("x0", "x1", "x2")),
+        m.ReserveItem(request="p", digests=digests(*prompt), first=4),
+    ]
+    assert [g.chunks for g in e.reserve_items(*items)] == [(0, 1, 2), (4,)]
+    assert e.holds(*prompt) == 4
+
+
+def test_a_cleared_layout_leaves_its_sets_to_others() -> None:
+    rig = Rig(pages=16, extent=4)
+    a = filled(rig, 16)
+    b = rig.engine("b", layout=layout(2))
+    b.store("b0")
+    a.clear()
+    for i in range(1, 8):
+        b.store(f"b{i}")
+    assert [b.holds(f"b{i}") for i in range(8)] == [1] * 8, "none of b's own rows had to go"

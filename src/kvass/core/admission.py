@@ -68,6 +68,8 @@ def _namespace_for(state: State, instance: Instance) -> int:
         return state.by_digest[digest]
     _drop_unused(state)
     if len(state.namespaces) >= state.config.limits.namespaces:
+        _drop_least_used(state)
+    if len(state.namespaces) >= state.config.limits.namespaces:
         raise Refused("limit", f"at most {state.config.limits.namespaces} namespaces")
     new = max(state.namespaces, default=-1) + 1
     state.namespaces[new] = Namespace(
@@ -86,6 +88,26 @@ def _drop_unused(state: State) -> None:
     live = {i.namespace for i in state.instances.values()}
     for ns in list(state.namespaces.values()):
         if ns.id not in live and not any(state.l1.in_use(c) for c in ns.classes):
-            for one in ns.classes:
-                state.l1.remove_class(one)
-            del state.namespaces[ns.id], state.by_digest[ns.digest]
+            _drop(state, ns)
+
+
+def _drop_least_used(state: State) -> None:
+    """Of the namespaces that no live instance has and nobody reads or writes, the oldest goes."""
+    live = {i.namespace for i in state.instances.values()}
+    idle = [
+        (last_use, ns.id)
+        for ns in state.namespaces.values()
+        if ns.id not in live
+        and (last_use := max(map(state.l1.last_use, ns.classes))) < state.l1.table.clock
+    ]
+    if idle:
+        ns = state.namespaces[min(idle)[1]]
+        for one in ns.classes:
+            state.l1.clear(one)
+        _drop(state, ns)
+
+
+def _drop(state: State, ns: Namespace) -> None:
+    for one in ns.classes:
+        state.l1.remove_class(one)
+    del state.namespaces[ns.id], state.by_digest[ns.digest]

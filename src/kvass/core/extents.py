@@ -93,6 +93,7 @@ class ExtentMap:
 
     def add(self, owner: int, shard_bytes: tuple[int, ...], slots: int) -> ExtentSet | None:
         """A new set of ``slots`` slots, or of as many as fit (at least one), or ``None``."""
+        slots = min(slots, self._bytes.total // sum(shard_bytes))
         while slots:
             needs = [slots * n for n in shard_bytes]
             trial = self._bytes.copy()

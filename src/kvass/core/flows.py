@@ -135,6 +135,8 @@ def reserve(state: State, session: Session, msg: Reserve) -> Granted:
     if total > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
     protect = state.l1.table.clock
+    for item, (keys, _) in zip(msg.items, asked, strict=True):
+        _touch(state, instance, item, keys)  # all of them, before any makes room for itself
     grants = [
         _grant(state, instance, item, keys, writers, protect)
         for item, (keys, writers) in zip(msg.items, asked, strict=True)
@@ -175,20 +177,17 @@ def _grant(
     """WRITING rows for the chunks of ``item`` that nobody has, as far as they fit."""
     ns = state.namespace_of(instance)
     assert ns is not None, "reserve() asked already"
-    classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
+    classes = _classes(ns, item)
     found = [one.index.find(keys) for one in classes]
-    for one, f in zip(classes, found, strict=True):
-        state.l1.touch(one, _present(f[: item.first]))
     wanted = _wanted(state, found, keys, item.first, _allowance(state, instance, classes))
     if not wanted:
         return Grant()
     state.counters["chunks_wanted"] += len(wanted)
     rows = [state.l1.allocate(one, keys[wanted], protect) for one in classes]
     chunks = min(map(len, rows))
-    for one, r in zip(classes, rows, strict=True):
+    for r in rows:
         _take_back(state, r[chunks:])
-        # The prefix once more, in one touch with the new rows: they are deeper, so older.
-        state.l1.touch(one, _present(one.index.find(keys)))
+    _touch(state, instance, item, keys)  # once more, with the new rows: they are deeper, so older
     if not chunks:
         return Grant()
     state.counters["chunks_granted"] += chunks
@@ -198,6 +197,19 @@ def _grant(
     ).id
     slots = tuple(state.l1.slots(p.rows) for p in parts)
     return Grant(reservation=one_id, chunks=tuple(wanted[:chunks]), slots=slots)
+
+
+def _classes(ns: Namespace, item: ReserveItem) -> list[RowClass]:
+    """The row classes of the groups that ``item`` asks for."""
+    return [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
+
+
+def _touch(state: State, instance: Instance, item: ReserveItem, keys: U64Array) -> None:
+    """Every row that ``item`` names is in use, also by who asks to write the rest."""
+    ns = state.namespace_of(instance)
+    assert ns is not None, "reserve() asked already"
+    for one in _classes(ns, item):
+        state.l1.touch(one, _present(one.index.find(keys)))
 
 
 def _wanted(

@@ -3,8 +3,9 @@
 Law of this file: a key maps to at most one row, and ``find`` compares whole keys: a fingerprint
 only says where to look. The keys themselves lie in the row table, so an entry takes 8 bytes.
 
-A hash table of buckets, vectorised: a key's home bucket and fingerprint come from all its bytes,
-mixed a little, in case they are no digests. A bucket is a cache line of ``SLOTS`` entries, each a
+A hash table of buckets, vectorised: a key's home bucket and fingerprint come from all its bytes, by
+multiplication (Knuth, TAOCP vol. 3, 6.4) with odd numbers drawn from a secret seed: keys need be no
+digests, and no client can make them collide. A bucket is a cache line of ``SLOTS`` entries, each a
 row (low half) and its key's fingerprint; a full bucket *spills* into the next, and counts what it
 spilled, so that removing needs no tombstones: a search goes on exactly while the bucket it looks at
 has spilled something.
@@ -16,6 +17,7 @@ walks through an entry, a bytes object and an int object per key, each a cache m
 
 from __future__ import annotations
 
+import hashlib
 from typing import Final
 
 import numpy as np
@@ -32,10 +34,6 @@ _EMPTY: Final = 0
 _HALF: Final = np.uint64(32)
 _LOW: Final = np.uint64(0xFFFF_FFFF)
 _ONE: Final = np.uint64(1)
-_ODD: Final = np.array(
-    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64
-)
-"""Odd, so that no bit of a word is lost: multiplicative hashing (Knuth, TAOCP vol. 3, 6.4)."""
 _SMALLEST: Final = 64
 _FILL: Final = 0.4
 
@@ -43,8 +41,10 @@ _FILL: Final = 0.4
 class KeyIndex:
     """An index over rows of ``table``. Arrays of keys: uint64, shape ``(n, KEY_WORDS)``."""
 
-    def __init__(self, table: RowTable) -> None:
+    def __init__(self, table: RowTable, seed: bytes = b"") -> None:
         self._table = table
+        drawn = np.frombuffer(hashlib.sha256(seed).digest(), "<u8")
+        self._odd: U64Array = drawn[:KEY_WORDS] | _ONE
         self._make(_SMALLEST)
 
     def __len__(self) -> int:
@@ -107,8 +107,8 @@ class KeyIndex:
 
     def _place(self, keys: U64Array) -> tuple[I64Array, U64Array]:
         """Home bucket and fingerprint of each key; a fingerprint is never ``_EMPTY``."""
-        mixed = keys.dot(_ODD)
-        mixed = (mixed ^ (mixed >> _HALF)) * _ODD[0]
+        mixed = keys.dot(self._odd)
+        mixed = (mixed ^ (mixed >> _HALF)) * self._odd[0]
         return (mixed >> _HALF).astype(np.int64) & self._mask, (mixed & _LOW) | _ONE
 
     def _in_bucket(self, bucket: I64Array, mark: U64Array) -> I64Array:

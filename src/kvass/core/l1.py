@@ -20,7 +20,7 @@ from kvass.core.eviction import EvictionPolicy, Lru
 from kvass.core.extents import ExtentMap, ExtentSet
 from kvass.core.index import ABSENT, KeyIndex
 from kvass.core.registry import RowClassSpec
-from kvass.core.rows import FREE, NOBODY, QUARANTINED, READY, STATE_NAMES, WRITING, RowTable
+from kvass.core.rows import FREE, NEVER, NOBODY, QUARANTINED, READY, STATE_NAMES, WRITING, RowTable
 from kvass.types import I64Array, Slots, U64Array
 
 
@@ -54,6 +54,7 @@ class L1:
         self,
         arena_bytes: int,
         extent_bytes: int,
+        seed: bytes = b"",
         policy: Callable[[RowTable], EvictionPolicy] = Lru,
     ) -> None:
         self.table = RowTable()
@@ -65,6 +66,11 @@ class L1:
         self._policy = policy
         self._next_class = 0
         self._doomed = 0
+        self._seed = seed
+        self._newest: I64Array = np.empty(0, np.int64)
+        """Per extent set: no row of it was used later."""
+        self._owner: I64Array = np.empty(0, np.int64)
+        """Per extent set: its class, or ``NOBODY``."""
 
     # ------------------------------------------------------------ classes
 
@@ -76,7 +82,7 @@ class L1:
             spec=spec,
             policy=self._policy(self.table),
             slots_per_set=max(1, -(-self._extent_bytes // max(spec.shard_bytes))),
-            index=KeyIndex(self.table),
+            index=KeyIndex(self.table, self._seed),
             free=np.empty(0, np.int64),
         )
         self._next_class += 1
@@ -104,6 +110,7 @@ class L1:
         if len(rows):
             backwards = rows[::-1]
             one.policy.touched(backwards, self.table.stamp_rows(backwards))
+            self._newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def slots(self, rows: I64Array) -> Slots:
         """Where ``rows`` lie."""
@@ -186,6 +193,9 @@ class L1:
         ready = rows[self.table.state[rows] == READY]
         self.forget(ready)
         one.index.clear()
+        for gone in [s for s in self.extents.sets.values() if s.owner == one.id]:
+            if (self.table.state[gone.first_row : gone.end_row] == FREE).all():
+                self._remove_set(gone)
         return len(ready)
 
     def class_of(self, row: int) -> RowClass:
@@ -218,6 +228,11 @@ class L1:
         if made is None:
             return False
         self.table.grow(made.end_row)
+        if made.id >= len(self._owner):
+            more = made.id + 1 - len(self._owner)
+            self._owner = np.concatenate([self._owner, np.full(more, NOBODY, np.int64)])
+            self._newest = np.concatenate([self._newest, np.full(more, NEVER, np.int64)])
+        self._owner[made.id], self._newest[made.id] = one.id, NEVER
         self.table.set_of[made.first_row : made.end_row] = made.id
         self.table.slot[made.first_row : made.end_row] = np.arange(made.slots)
         one.free = np.concatenate([one.free, np.arange(made.first_row, made.end_row)])
@@ -225,10 +240,11 @@ class L1:
 
     def _take_over(self, asker: RowClass, below: int) -> bool:
         """Evict other classes' sets, all last used before stamp ``below``, so that a set fits."""
+        others = (self._owner != NOBODY) & (self._owner != asker.id) & (self._newest < below)
         value = {
-            s.id: last_used
-            for s in self.extents.sets.values()
-            if s.owner != asker.id and (last_used := self._last_use_if_idle(s)) < below
+            i: last_used
+            for i in np.flatnonzero(others).tolist()
+            if (last_used := self._last_use_if_idle(self.extents.sets[i])) < below
         }
         if not value:
             return False
@@ -259,9 +275,15 @@ class L1:
         owner = self.classes[one.owner]
         owner.free = owner.free[(owner.free < one.first_row) | (owner.free >= one.end_row)]
         self.table.set_of[span] = NOBODY
+        self._owner[one.id] = NOBODY
         self.extents.remove(one)
 
     # ------------------------------------------------------------ looking
+
+    def last_use(self, one: RowClass) -> int:
+        """The newest stamp in a class, or a huge one while any of its slots is in use."""
+        sets = (s for s in self.extents.sets.values() if s.owner == one.id)
+        return max(map(self._last_use_if_idle, sets), default=NEVER)
 
     def in_use(self, one: RowClass) -> bool:
         """Whether any slot of the class is not FREE."""

@@ -24,6 +24,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     timing: Timing = Timing()
     limits: Limits = Limits()
     version: str = ""
+    seed: bytes = b""
+    """Secret: what spreads the index's keys. Told to nobody, unlike ``boot``."""
 
 
 class State:
@@ -32,7 +34,7 @@ class State:
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
-        self.l1 = L1(config.arena_bytes, extent)
+        self.l1 = L1(config.arena_bytes, extent, seed=config.seed)
         self.custody = Custody(self.l1, config.timing)
         self.ledger = self.custody.ledger
         self.sessions: dict[int, Session] = {}

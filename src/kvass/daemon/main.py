@@ -60,6 +60,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
     )
     return CoreConfig(
         boot=os.urandom(BOOT_BYTES),
+        seed=os.urandom(BOOT_BYTES),
         arena_bytes=arena_bytes,
         timing=timing,
         version=__version__,
