@@ -279,6 +279,23 @@ def test_a_refused_registration_is_said_and_a_passing_one_tried_again(
         assert len(daemon.got(Register)) == before
 
 
+@pytest.mark.parametrize("code", ["too_large", "contradiction"])
+def test_a_daemon_in_the_place_of_one_that_refused_is_found_soon(
+    daemon: ScriptedDaemon, registration: Register, code: ErrorCode
+) -> None:
+    answer = daemon.answers[Register]
+    daemon.answers[Register] = refuse(code)
+    with Client(daemon.path, registration) as client:
+        with pytest.raises(Refused, match=code):
+            client.connect(5)
+        assert not eventually(lambda: len(daemon.got(Register)) > 1, 1.2)  # two looks at the file
+        daemon.kill()
+        time.sleep(0.6)  # nobody is there when the keeper looks
+        daemon.answers[Register] = answer
+        daemon.restart()
+        assert eventually(lambda: client.connected, 2)
+
+
 def test_refusals_of_one_way_messages_are_counted_and_logged_once(
     daemon: ScriptedDaemon, registration: Register, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,7 +37,8 @@ from kvass.messages import FromDaemon, OneWay, Populated, Register, Request, Wel
 BACKOFF_MIN_S: Final = 0.01
 BACKOFF_MAX_S: Final = 0.5
 BACKOFF_LASTING_S: Final = 30.0
-"""Between attempts at a daemon that will not change its mind: another version, another clock."""
+"""Between attempts at a daemon that will not change its mind: another version, another clock, an
+arena too small. A daemon started in its place ends the pause: it binds a socket of its own."""
 STEADY_S: Final = 1.0
 """A connection that lived this long starts the next back-off from the beginning."""
 LATE_TICK_S: Final = 0.05
@@ -281,6 +282,7 @@ class Link:
         while not self._closed:
             began_s = time.monotonic()
             pause_s = backoff_s
+            found = _socket_file(self._path)
             try:
                 session = open_session(
                     self._path, self._registration, wants_arena=self._wants_arena
@@ -296,7 +298,7 @@ class Link:
                 self.leave(session)
                 if time.monotonic() - began_s >= STEADY_S:
                     backoff_s = pause_s = BACKOFF_MIN_S
-            self._pause(pause_s)
+            self._pause(pause_s, found)
             backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
         with self._turn:
             wake, self._wake = self._wake, -1
@@ -361,12 +363,14 @@ class Link:
             pass  # it went first
         self._lose(session, None)
 
-    def _pause(self, seconds: float) -> None:
-        """Sleep, unless closed."""
+    def _pause(self, seconds: float, tried: tuple[int, ...] | None) -> None:
+        """Sleep, unless closed, or until another socket stands where ``tried`` stood."""
         deadline_s = time.monotonic() + seconds
         with self._turn:
             while not self._closed and (left_s := deadline_s - time.monotonic()) > 0:
-                self._turn.wait(left_s)
+                self._turn.wait(min(left_s, BACKOFF_MAX_S))
+                if _socket_file(self._path) not in (tried, None):
+                    return
 
     def _calm(self) -> None:
         """Take back every ``_stir`` so far."""
@@ -374,6 +378,15 @@ class Link:
             os.eventfd_read(self._wake)
         except BlockingIOError:
             pass  # nobody stirred
+
+
+def _socket_file(path: str) -> tuple[int, ...] | None:
+    """What tells the socket of one daemon from that of the next; None where there is none."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def _lasting(error: KvassError) -> bool:
