@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvass.client import link
 from kvass.client.client import Client
 from kvass.client.scheduler import PENDING, Match, SchedulerClient
 from kvass.client.worker import WorkerClient
-from kvass.errors import TimedOut
+from kvass.errors import TimedOut, Unavailable
 from kvass.messages import Granted, Ping, Register, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.scripted import eventually
@@ -275,3 +276,86 @@ def test_a_daemon_that_does_not_read_is_not_presumed_to_know(
     assert not engine.scheduler.connected
     daemon.resume()
     assert eventually(lambda: daemon.status()["reservations"] == 0)
+
+
+class Door:
+    """Stands before ``open_session``: registered clients of the ranks in ``shut`` do not get in."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shut: set[int] = set()
+        self._open = link.open_session
+        monkeypatch.setattr(link, "open_session", self)
+
+    def __call__(self, path: str, registration: Register | None, **options: Any) -> Any:
+        if registration is not None and registration.rank in self.shut:
+            raise Unavailable("a test")
+        return self._open(path, registration, **options)
+
+
+@pytest.mark.parametrize("ranks", [{-1}, {-1, 0}], ids=["scheduler", "whole engine"])
+def test_a_clear_nobody_heard_is_made_up_for_after_the_reconnect(
+    daemon: Daemon, engine: Engine, ranks: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.store("old")
+    assert eventually(lambda: engine.load("old"))
+    scheduler, door = engine.scheduler, Door(monkeypatch)
+    clients = {-1: scheduler._client, 0: engine.worker._client}
+    for rank in ranks:
+        reconnect(clients[rank])
+    assert eventually(lambda: engine.load("old")), "the control: a lost connection loses no row"
+
+    door.shut = set(ranks)
+    for rank in ranks:
+        session = clients[rank].session
+        assert session is not None
+        clients[rank].fault(session, "a test")
+    assert not scheduler.clear(0.05)
+    assert not engine.load("old")
+    assert not engine.store("meanwhile")
+    assert daemon.status()["rows"] == CHUNKS
+
+    door.shut = ranks - {-1}
+    assert eventually(lambda: scheduler.connected)
+    for _ in range(20 if door.shut else 0):  # without its ranks it has no namespace to clear
+        assert not engine.load("old")
+        time.sleep(0.01)
+        assert not scheduler.answering
+    door.shut = set()
+    assert eventually(lambda: engine.connected)
+
+    def confirmed() -> bool:
+        assert not engine.load("old")
+        return scheduler.answering
+
+    assert eventually(confirmed)
+    assert not engine.load("old")
+    assert daemon.status()["rows"] == 0
+    assert engine.store("new")
+    assert eventually(lambda: engine.load("new"))
+
+
+def test_a_suspended_daemon_clears_when_it_wakes(daemon: Daemon, engine: Engine) -> None:
+    assert engine.store("old")
+    assert eventually(lambda: engine.load("old"))
+    granted = reserve(engine, "writing")
+    number = granted.grants[0].reservation
+    assert engine.scheduler.handed_over([], [number], granted.boot)
+    daemon.suspend()
+    assert not engine.scheduler.clear(0.05)
+    engine.worker.commit(granted.boot, number)
+    daemon.resume()
+    assert not engine.load("old")
+    assert eventually(lambda: not engine.load("old") and engine.scheduler.answering)
+    quiet(daemon)
+    assert not engine.load("old")
+    assert not engine.load("writing")
+    assert daemon.status()["rows"] == 0
+
+
+def test_a_clear_without_a_daemon_is_owed_to_the_first_one(daemon: Daemon, engine: Engine) -> None:
+    daemon.kill()
+    assert eventually(lambda: not engine.scheduler.connected)
+    assert not engine.scheduler.clear(0.05)
+    daemon.start()
+    assert eventually(lambda: engine.store("new") or engine.load("new"))
+    assert eventually(lambda: engine.load("new"))

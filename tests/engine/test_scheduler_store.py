@@ -328,7 +328,7 @@ def test_reset_cache_clears_and_distrusts_what_is_running() -> None:
         world.step()
     assert len(client.reserves) == 1, "KV of the old weights is not offered"
     client.connected = False
-    assert world.connector.reset_cache() is False
+    assert world.connector.reset_cache() is True, "the client owes the daemon a Clear from now on"
 
 
 def test_a_defect_while_planning_stores_costs_the_store_alone(

@@ -8,6 +8,8 @@ Laws of this file:
 - When the connection is lost, everything held or asked through it is void, even if the daemon lived
   on: it has given those slots to others. Ranks learn only of what was handed over on the connection
   it came through.
+- After ``clear`` nothing matches and nothing is reserved until a daemon has confirmed a Clear, on
+  whatever connection; then what was stored or granted before can match no more.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from kvass.errors import KvassError, Unavailable, UsageError
 from kvass.messages import (
     Abort,
     Clear,
+    Cleared,
     Error,
     FromDaemon,
     Granted,
@@ -99,6 +102,9 @@ class SchedulerClient:
         self._asks: dict[str, _Ask] = {}
         self._giver: Session | None = None
         """The connection through which came the first of what was taken since ``handed_over``."""
+        self._must_clear = False
+        self._clearing: tuple[int, ...] = ()
+        """The ``seq`` of each message by which the owed Clear is in flight."""
 
     @property
     def connected(self) -> bool:
@@ -107,8 +113,10 @@ class SchedulerClient:
 
     @property
     def answering(self) -> bool:
-        """Whether a daemon is there, and no answer of its overdue: worth preparing a message."""
-        return self._client.session is not None and not self._client.silent_s
+        """Whether a daemon is there, no answer of its overdue and no Clear owed: worth preparing a
+        message."""
+        there = self._client.session is not None and not self._must_clear
+        return there and not self._client.silent_s
 
     @property
     def counters(self) -> Counter[str]:
@@ -121,10 +129,12 @@ class SchedulerClient:
         self._client.start()
 
     def new_step(self) -> None:
-        """A scheduler step begins: a new wait budget; late replies are settled."""
+        """A scheduler step begins: a new wait budget; late replies are settled, an owed Clear is
+        sent."""
         self._left_s = self._step_wait_s
         self._giver = None
         self._client.poll()
+        self._confirm_clear(0.0)
 
     # ------------------------------------------------------------ reading
 
@@ -135,6 +145,8 @@ class SchedulerClient:
         again, with the same lease, until ``take`` or ``settle``; for another ``first`` or with less
         than half its time left, it is released and looked up again.
         """
+        if self._must_clear:
+            return None
         ask = self._asks.setdefault(request, _Ask())
         if ask.first != first or self._lapsing(ask):
             self._give_back(ask)
@@ -260,7 +272,7 @@ class SchedulerClient:
         ``grants`` is parallel to ``items``. More keys than the daemon's limit are refused whole.
         """
         session = self._client.session
-        if not items or session is None or self._client.silent_s:
+        if not items or session is None or not self.answering:
             return None
         seq = self._submit(Reserve(items=list(items), width=width))
         try:
@@ -300,14 +312,53 @@ class SchedulerClient:
         )
 
     def clear(self, timeout_s: float) -> bool:
-        """Forget this namespace's rows and give back every held match. False: not confirmed."""
+        """Forget this namespace's rows and give back every held match.
+
+        False: not confirmed within ``timeout_s``. Then every lookup misses and nothing is reserved
+        until a later step, after any number of reconnects, has had it confirmed.
+        """
         for request in list(self._asks):
             self.settle(request)
+        self._drop_clear()  # one in flight is of an earlier call, and may be too early for this one
+        self._must_clear = True
+        deadline_s = time.monotonic() + timeout_s
         try:
-            self._client.call(Clear(), timeout_s)
+            self._client.connect(timeout_s)
         except KvassError:
             return False
-        return True
+        return self._confirm_clear(max(deadline_s - time.monotonic(), 0.0))
+
+    def _confirm_clear(self, wait_s: float) -> bool:
+        """Have the owed Clear confirmed, waiting at most ``wait_s``; whether none is owed now.
+
+        A daemon knows an engine's namespace only while all its ranks are registered, and clears
+        nothing without. It refuses an empty Reserve then, so one goes before and one behind.
+        """
+        if not self._must_clear:
+            return True
+        if not self._clearing:
+            if self._client.session is None:
+                return False
+            probes = Reserve(items=[], width=1), Reserve(items=[], width=1)
+            self._clearing = tuple(map(self._submit, (probes[0], Clear(), probes[1])))
+        before, clear, behind = self._clearing
+        try:
+            last = self._client.wait(behind, wait_s)
+            if last is None:
+                return False
+            replies = (self._client.wait(before, 0), self._client.wait(clear, 0), last)
+        except Unavailable:  # with its connection, or never sent
+            replies = (None, None, None)
+        self._drop_clear()
+        whole = isinstance(replies[0], Granted) and isinstance(replies[2], Granted)
+        self._must_clear = not (whole and isinstance(replies[1], Cleared))
+        return not self._must_clear
+
+    def _drop_clear(self) -> None:
+        """Wait no more for the Clear in flight."""
+        for seq in self._clearing:
+            self._client.discard(seq)
+        self._clearing = ()
 
     def close(self) -> None:
         """End the session; the daemon cancels what was not handed over."""

@@ -128,7 +128,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return self._planner is not None and self._planner.storing
 
     def reset_cache(self) -> bool | None:
-        """Forget this namespace (the weights are about to change); False: not confirmed."""
+        """Forget this namespace (the weights are about to change); False: a defect of ours."""
         if self._planner is None:
             return None
         return self._boundary.run(False, self._planner.clear)

@@ -33,7 +33,7 @@ MAX_PAUSE: Final = 8
 NEVER: Final = sys.maxsize
 
 CLEAR_TIMEOUT_S: Final = 0.2
-"""How long clearing the cache may hold up the engine; without an answer it was not confirmed."""
+"""How long clearing the cache may hold up the engine; without an answer it goes on in later steps."""
 
 
 @dataclass
@@ -285,12 +285,17 @@ class SchedulerSide:
 
     def clear(self) -> bool:
         """Forget the namespace. What live requests computed so far is never stored: it may come
-        from weights that are being replaced."""
+        from weights that are being replaced.
+
+        True even if no daemon confirmed it in time: until one has, nothing matches for this engine
+        and nothing is stored. vLLM's sleep and pause would fail at anything else.
+        """
         for request_id, tracked in self._tracked.items():
             self._client.settle(request_id)
             if adapt.has_computed(tracked.request):
                 tracked.offered = NEVER
-        return self._client.clear(CLEAR_TIMEOUT_S)
+        self._client.clear(CLEAR_TIMEOUT_S)
+        return True
 
     def close(self) -> None:
         """End the session."""
