@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, NoReturn, get_origin
 import msgspec
 from msgspec import Meta, field
 
-from kvass.errors import ConfigError
+from kvass.errors import ConfigError, Unavailable
 from kvass.types import PAGE, Timing
 from kvass.wire.channel import check_path
 
@@ -58,6 +58,23 @@ def default_socket() -> str:
     import tempfile  # slow to import, seldom needed
 
     return os.path.join(tempfile.gettempdir(), f"kvass-{os.geteuid()}", "kvass.sock")
+
+
+def check_folder(path: str) -> None:
+    """Refuse the default ``path`` in the temporary folder unless its own folder is this user's.
+
+    Anybody may have been first to make that folder, and listen there. Raises ``ConfigError`` if
+    somebody was, ``Unavailable`` if nobody has yet; does nothing for any other path.
+    """
+    if os.environ.get("XDG_RUNTIME_DIR") or path != default_socket():
+        return
+    folder = os.path.dirname(path)
+    try:
+        owner = os.lstat(folder).st_uid
+    except OSError as error:
+        raise Unavailable(f"no daemon at {path}: {error.strerror}") from error
+    if owner != os.geteuid():
+        raise ConfigError(f"{folder} belongs to another user: choose another socket")
 
 
 def memory_bytes() -> int:

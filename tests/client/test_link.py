@@ -16,6 +16,7 @@ import pytest
 
 from kvass.client import link
 from kvass.client.client import MAX_UNANSWERED, Client
+from kvass.config import default_socket
 from kvass.errors import (
     ConfigError,
     ErrorCode,
@@ -86,6 +87,27 @@ def test_no_room_to_begin_is_an_absent_daemon(
             with pytest.raises(Unavailable, match="cannot begin to connect: none left"):
                 client.call(Ping(), 60)
         client.call(Ping())
+
+
+def test_a_default_folder_of_another_user_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = default_socket()
+    with Client(path) as client, pytest.raises(Unavailable, match="no daemon at"):
+        client.call(Ping())
+    Path(path).parent.mkdir(mode=0o700)
+    with ScriptedDaemon(Path(path)) as daemon:
+        with Client(path) as client:
+            client.call(Ping())
+        stranger = os.geteuid() + 1
+        theirs = tmp_path / f"kvass-{stranger}"
+        Path(path).parent.rename(theirs)  # to that user, this one is another
+        monkeypatch.setattr("os.geteuid", lambda: stranger)
+        with Client(default_socket()) as client, pytest.raises(ConfigError, match="another user"):
+            client.call(Ping())
+        assert len(daemon.got(Hello)) == 1  # the first one's
 
 
 def test_a_suspended_daemon_costs_no_call_more_than_its_bound(daemon: ScriptedDaemon) -> None:

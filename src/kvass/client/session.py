@@ -14,6 +14,7 @@ from typing import Final
 
 from kvass._version import __version__
 from kvass.arena import memory
+from kvass.config import check_folder
 from kvass.errors import Incompatible, KvassError, Refused, RemoteError, TimedOut
 from kvass.messages import (
     PROTOCOL_MAX,
@@ -80,8 +81,10 @@ class Session:
 def open_session(path: str, registration: Register | None, *, wants_arena: bool) -> Session:
     """Connect, greet, check, map, register; waits up to ``HANDSHAKE_S`` for each answer.
 
-    Raises ``Unavailable``, ``Incompatible``, ``RemoteError``, or ``Refused`` for the registration.
+    Raises ``Unavailable``, ``Incompatible``, ``RemoteError``, or ``Refused`` for the registration;
+    ``ConfigError`` for a path that cannot be, or whose folder another user made first.
     """
+    check_folder(path)
     channel = Channel.connect(path, HANDSHAKE_S)
     session = None
     try:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvass.config import Config, default_socket
+from kvass.config import Config, check_folder, default_socket
 from kvass.errors import ConfigError
 from kvass.wire.channel import Peer, check_path
 
@@ -81,13 +81,12 @@ def _remove(path: str) -> None:
 
 def _make_default_folder(path: str) -> None:
     folder = os.path.dirname(os.path.abspath(path))
-    if path == default_socket() and "XDG_RUNTIME_DIR" not in os.environ:
+    if path == default_socket() and not os.environ.get("XDG_RUNTIME_DIR"):
         try:
             os.mkdir(folder, 0o700)
         except FileExistsError:
             pass
-        if os.lstat(folder).st_uid != os.geteuid():  # somebody was in the temporary folder first
-            raise ConfigError(f"{folder} belongs to another user: choose another --socket")
+        check_folder(path)
     if not os.path.isdir(folder):
         raise ConfigError(f"no folder {folder}: create it or choose another --socket")
 
