@@ -237,6 +237,6 @@ class AgainstADictionary(RuleBasedStateMachine):
 
 
 AgainstADictionary.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None
+    max_examples=200, stateful_step_count=50, deadline=None
 )
 TestAgainstADictionary = AgainstADictionary.TestCase
