@@ -91,7 +91,7 @@ class Arena:
     def close(self) -> None:
         """Let go of it: unmapped once the last view of ``buffer`` is gone. Idempotent.
 
-        Takes some 0.1 s per populated GiB, without the GIL: call it from no thread in a hurry.
+        Takes 0.1 to 0.3 s per populated GiB, without the GIL: call it from no thread in a hurry.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
