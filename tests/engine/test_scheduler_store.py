@@ -346,6 +346,35 @@ def test_a_defect_while_planning_stores_costs_the_store_alone(
     assert len([r for r in caplog.records if r.name == "kvass.vllm"]) == 1, "logged once"
 
 
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_defect_amid_the_grants_gives_back_what_it_did_not_plan(
+    monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    client = FakeClient()
+    world = World(client)
+    world.tolerant = True
+    planner = world.connector._planner
+    plan, planned = planner._chunk_blocks, []
+
+    def break_one(*args: Any) -> Any:
+        planned.append(args)
+        return plan(*args) if len(planned) != broken + 1 else 1 / 0
+
+    monkeypatch.setattr(planner, "_chunk_blocks", break_one)
+    for number, name in enumerate("abc"):
+        world.add(name, range(1000 * number, 1000 * number + 64), max_tokens=1)
+    output, work = world.schedule()
+    stores = [store.reservation for store in work.stores]
+    assert len(client.reserves[0]) == 3
+    assert len(stores) == broken
+    assert list(client.writing) == client.handed == stores, "the rest is aborted, once"
+    client.commit(stores)
+    world.finish(output, reported=list(world.open_steps))
+    world.run(client)
+    assert client.writing == {}
+    assert world.free_blocks == world.pool.num_gpu_blocks - 1
+
+
 @BOTH
 def test_a_store_that_cannot_be_handed_over_is_off(asynchronous: bool) -> None:
     client = FakeClient()

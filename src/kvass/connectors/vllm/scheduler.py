@@ -33,7 +33,7 @@ MAX_PAUSE: Final = 8
 NEVER: Final = sys.maxsize
 
 CLEAR_TIMEOUT_S: Final = 0.2
-"""How long clearing the cache may hold up the engine; without an answer it goes on in later steps."""
+"""How long clearing the cache may hold up the engine; unanswered, it goes on in later steps."""
 
 
 @dataclass
@@ -174,11 +174,17 @@ class SchedulerSide:
         if self._boot not in (b"", granted.boot):
             self._offer_anew()
         self._boot = granted.boot
-        for item, (tracked, ready), grant in zip(items, offers, granted.grants, strict=True):
-            if item.first <= tracked.offered:
-                tracked.offered = ready
-            if grant.chunks:
-                self._add_store(output, work, tracked, granted, grant)
+        owed = [grant.reservation for grant in granted.grants if grant.reservation]
+        try:
+            for item, (tracked, ready), grant in zip(items, offers, granted.grants, strict=True):
+                if item.first <= tracked.offered:
+                    tracked.offered = ready
+                if grant.chunks:
+                    self._add_store(output, work, tracked, granted, grant)
+                    owed.remove(grant.reservation)
+        finally:  # what planning did not come to is given back; the rest rides in ``work``
+            for reservation in owed:
+                self._client.abort(granted.boot, reservation)
 
     def _offers(self, output: Any) -> tuple[list[ReserveItem], list[tuple[Tracked, int]], int]:
         """What this step completes: the items of one reserve, whose they are and up to which
@@ -212,22 +218,19 @@ class SchedulerSide:
         assert self._pool is not None
         assert table is not None, "a scheduled request has a block table"
         blocks = self._chunk_blocks(table, grant.chunks)
-        if work.step == 0:
-            self._step += 1
-            work.step = self._step
-            self._held[work.step] = []
-        self._held[work.step] += self._pool.hold(i for ids in blocks for i in ids)
-        work.stores.append(
-            Store(
-                step=work.step,
-                boot=granted.boot,
-                reservation=grant.reservation,
-                given_s=granted.given_s,
-                deadline_s=granted.deadline_s,
-                slots=grant.slots,
-                blocks=blocks,
-            )
+        store = Store(
+            step=work.step or self._step + 1,
+            boot=granted.boot,
+            reservation=grant.reservation,
+            given_s=granted.given_s,
+            deadline_s=granted.deadline_s,
+            slots=grant.slots,
+            blocks=blocks,
         )
+        held = self._pool.hold(i for ids in blocks for i in ids)
+        self._step = work.step = store.step
+        self._held.setdefault(work.step, []).extend(held)
+        work.stores.append(store)
 
     def hand_over(self, work: StepWork) -> bool:
         """Last act of a step: from here on the ranks settle, and the next step's waits begin.
