@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +218,44 @@ def long_rope(config: Any, caches: Any) -> None:
     config.model_config.hf_text_config.rope_parameters = {"rope_type": "longrope"}
 
 
+def other_config(config: Any, caches: Any) -> None:
+    config.model_config.hf_config.rms_norm_eps = 0.5
+
+
+def other_part(config: Any, caches: Any) -> None:
+    config.model_config.hf_config.text_config = {"_name_or_path": "/a", "eps": 1}
+
+
+def config_elsewhere(config: Any, caches: Any) -> None:
+    config.model_config.hf_config_path = "/elsewhere"
+
+
+def config_format(config: Any, caches: Any) -> None:
+    config.model_config.config_format = "mistral"
+
+
+def other_class(config: Any, caches: Any) -> None:
+    config.model_config.model_class_overrides = {"LlamaForCausalLM": "mine:Llama"}
+
+
+def other_code(config: Any, caches: Any) -> None:
+    config.model_config.model_impl = "transformers"
+
+
+def other_revision(config: Any, caches: Any) -> None:
+    config.model_config.code_revision = "abc"
+
+
+def non_causal(config: Any, caches: Any) -> None:
+    config.attention_config.use_non_causal = True
+
+
+SETTINGS = (quantized, half, overridden, dummy, other_layout, long_rope, non_causal)
+MODELS = (other_config, other_part, config_elsewhere, config_format, other_class, other_code)
+
+
 @pytest.mark.parametrize(
-    "change",
-    [quantized, half, overridden, dummy, other_layout, long_rope],
-    ids=lambda c: c.__name__,
+    "change", [*SETTINGS, *MODELS, other_revision], ids=lambda change: change.__name__
 )
 def test_what_changes_the_bytes_changes_the_identity(change: Any) -> None:
     config, caches = make_configs()
@@ -228,6 +265,62 @@ def test_what_changes_the_bytes_changes_the_identity(change: Any) -> None:
     assert isinstance(plain, adapt.Setup)
     assert isinstance(other, adapt.Setup)
     assert plain.registration.identity != other.registration.identity
+
+
+def test_where_a_configuration_lay_is_no_part_of_it() -> None:
+    config, caches = make_configs()
+    other_part(config, caches)
+    one = adapt.read_setup(config, caches)
+    config.model_config.hf_config._name_or_path = "/other"
+    config.model_config.hf_config.text_config["_name_or_path"] = "/b"
+    two = adapt.read_setup(config, caches)
+    assert isinstance(one, adapt.Setup)
+    assert isinstance(two, adapt.Setup)
+    assert one.registration.identity == two.registration.identity
+
+
+PRINT_IDENTITY = """
+from kvass.connectors.vllm import adapt
+from kvass.testing.vllm_scheduler import make_configs
+print(sorted(adapt.read_setup(*make_configs()).registration.identity.items()))
+"""
+
+
+def test_the_identity_is_the_same_in_another_process() -> None:
+    run = [sys.executable, "-c", PRINT_IDENTITY]
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    out = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300, check=True)
+    config, caches = make_configs()
+    here = adapt.read_setup(config, caches)
+    assert isinstance(here, adapt.Setup)
+    there = dict(ast.literal_eval(out.stdout.splitlines()[-1]))
+    ours = dict(here.registration.identity)
+    if "PYTHONHASHSEED" not in os.environ:  # that it is part of the hash is meant
+        assert there.pop("hash") != ours.pop("hash")
+    assert there == ours
+
+
+def module_level(config: Any) -> Any:
+    return config
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize("value", [lambda config: config, Opaque(), Opaque().__init__])
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_cannot_be_described_makes_the_engine_run_uncached(value: Any, nested: bool) -> None:
+    config, caches = make_configs()
+    config.model_config.hf_overrides = {"rope": [value]} if nested else value
+    with pytest.raises(identity.Indescribable):
+        identity.canonical(config.model_config.hf_overrides)
+    found = adapt.read_setup(config, caches)
+    assert isinstance(found, adapt.Inert)
+    assert ("hf_overrides.rope[0]: " if nested else "hf_overrides: ") in found.reason
+    assert "0x" not in found.reason
+    config.model_config.hf_overrides = {"rope": [module_level]} if nested else module_level
+    assert isinstance(adapt.read_setup(config, caches), adapt.Setup)
 
 
 def test_changed_weights_in_the_same_folder_are_other_weights(tmp_path: Path) -> None:
@@ -249,13 +342,11 @@ def test_changed_weights_in_the_same_folder_are_other_weights(tmp_path: Path) ->
 
 
 def test_canonical_text_knows_no_address_and_no_order() -> None:
-    class Thing:
-        pass
-
     assert identity.canonical({"b": {3, 1, 2}, "a": (1, b"\x01", None)}) == (
         '{"a":[1,"01",null],"b":["1","2","3"]}'
     )
-    assert identity.canonical(Thing()) == identity.canonical(Thing())
+    assert identity.canonical(module_level) == f'"{__name__}.module_level"'
+    assert identity.canonical(Opaque) == f'"{__name__}.Opaque"'
     assert identity.canonical(len) != identity.canonical(max)
     assert identity.digest(["a", "bc"]) != identity.digest(["ab", "c"])
 

@@ -65,6 +65,10 @@ TESTED: Final = frozenset({"0.32.0"})
 MIN_CHUNK_TOKENS: Final = 256
 FULL_KINDS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 DEVICES: Final = frozenset({"cpu"})
+CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
+"""Settings of the model that choose the code which computes it."""
+ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})
+"""Fields of a Hugging Face configuration that say where it lay; ``weights`` says so already."""
 
 
 # ---------------------------------------------------------------- environment
@@ -114,7 +118,10 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         return Inert(reason)
     blocks = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
     hash_tokens = kv_cache_config.hash_block_size or blocks[0]
-    fields = _identity(vllm_config, kv_cache_config, version)
+    try:
+        fields = _identity(vllm_config, kv_cache_config, version)
+    except identity.Indescribable as error:
+        return Inert(str(error))
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
     return Setup(
         socket=options.socket or default_socket(),
@@ -167,14 +174,7 @@ def _chunk_tokens(wanted: int, kv_cache_config: Any) -> int:
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
     """Why this engine cannot be served yet; empty if it can."""
-    parallel = vllm_config.parallel_config
-    sizes = (
-        parallel.tensor_parallel_size,
-        parallel.pipeline_parallel_size,
-        parallel.decode_context_parallel_size,
-        parallel.prefill_context_parallel_size,
-    )
-    if max(sizes) > 1:
+    if max(sizes := _parallel_sizes(vllm_config.parallel_config)) > 1:
         return f"an engine of several ranks (tp, pp, dcp, pcp = {sizes}) is not supported yet"
     device = device_kind()
     if device not in DEVICES:
@@ -190,6 +190,12 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
     return ""
 
 
+def _parallel_sizes(parallel: Any) -> tuple[int, ...]:
+    """tp, pp, dcp, pcp."""
+    names = ("tensor", "pipeline", "decode_context", "prefill_context")
+    return tuple(getattr(parallel, f"{name}_parallel_size") for name in names)
+
+
 def device_kind() -> str:
     """vLLM's name of the device that holds the KV cache, e.g. ``cpu``."""
     from vllm.platforms import current_platform
@@ -203,35 +209,43 @@ def device_kind() -> str:
 def _identity(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
     """The namespace's tagged fields (DESIGN section 4), equal in all processes of one engine."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel, load = vllm_config.parallel_config, vllm_config.load_config
-    backend = vllm_config.attention_config.backend
+    load, attention = vllm_config.load_config, vllm_config.attention_config
+    kinds = [attention.backend, attention.backend_per_kind]
+    kinds.append(getattr(attention, "use_non_causal", False))
     return {
         "engine": f"vllm {version}",
         "model": _model_name(model.model),
         "weights": _weights(model),
-        "overrides": identity.canonical(model.hf_overrides),
+        "config": identity.canonical(_without_origin(model.hf_config.to_dict()), "hf_config"),
+        "code": identity.canonical(
+            {name: getattr(model, name) for name in CODE.split()}, "model_config"
+        ),
+        "overrides": identity.canonical(model.hf_overrides, "hf_overrides"),
         "loader": identity.canonical(
             [load.load_format, load.model_loader_extra_config]
-            + ([model.seed] if str(load.load_format) == "dummy" else [])
+            + ([model.seed] if str(load.load_format) == "dummy" else []),
+            "load_config",
         ),
         "dtype": str(model.dtype),
-        "quantization": identity.canonical([model.quantization, model.quantization_config]),
+        "quantization": identity.canonical(
+            [model.quantization, model.quantization_config], "quant"
+        ),
         "positions": _positions(model),
         "kv_dtype": identity.canonical([cache.cache_dtype, cache.kv_cache_dtype_skip_layers]),
         "kv_layout": str(kv_cache_config.kv_cache_layout),
         "hash": _hash_identity(cache.prefix_caching_hash_algo),
         "device": _device_identity(),
-        "attention": identity.canonical([backend, vllm_config.attention_config.backend_per_kind]),
-        "parallel": identity.canonical(
-            [
-                parallel.tensor_parallel_size,
-                parallel.pipeline_parallel_size,
-                parallel.decode_context_parallel_size,
-                parallel.prefill_context_parallel_size,
-            ]
-        ),
+        "attention": identity.canonical(kinds, "attention_config"),
+        "parallel": identity.canonical(_parallel_sizes(vllm_config.parallel_config)),
         "speculative": _speculative(vllm_config.speculative_config),
     }
+
+
+def _without_origin(config: Any) -> Any:
+    """A Hugging Face configuration but for where it and its parts lay."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_origin(of) for name, of in config.items() if name not in ORIGIN}
 
 
 def _model_name(name: str) -> str:
@@ -276,8 +290,7 @@ def _speculative(config: Any) -> str:
     """The draft model's layers share the cache, so its weights are part of the bytes."""
     if config is None:
         return ""
-    draft = config.draft_model_config
-    weights = _weights(draft) if draft is not None else ""
+    weights = _weights(draft) if (draft := config.draft_model_config) is not None else ""
     return identity.canonical([config.method, config.num_speculative_tokens, weights])
 
 

@@ -1,8 +1,9 @@
 """Names for what changes the bytes of a KV page: the strings that go into a namespace.
 
 Law of this file: the same model and settings give the same string in every process; what differs
-between processes (addresses, set order, ``hash()``) cannot get in. Weights are known by where they
-lie and by the names, sizes and modification times of their files: reading them would take minutes.
+between processes (addresses, set order, ``hash()``) cannot get in, and what cannot be described is
+refused, not left out. Weights are known by where they lie and by the names, sizes and modification
+times of their files: reading them would take minutes.
 """
 
 from __future__ import annotations
@@ -12,16 +13,28 @@ import enum
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvass.errors import UsageError
 
-def canonical(value: object) -> str:
-    """``value`` as JSON: keys and sets sorted, objects by their fields or their type's name."""
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
+
+class Indescribable(UsageError):
+    """A setting that has no name by which another process could know it."""
+
+
+def canonical(value: object, field: str = "value") -> str:
+    """``value`` as JSON: keys and sets sorted, data objects by their fields, module-level functions
+    and classes by their qualified names. ``field`` is what an error calls it.
+
+    Raises :class:`Indescribable` for anything else: a lambda, a closure, an object of no known
+    fields.
+    """
+    return json.dumps(_plain(value, field), sort_keys=True, separators=(",", ":"))
 
 
 def digest(parts: Iterable[str]) -> str:
@@ -61,24 +74,40 @@ def _files(path: Path) -> Iterator[Path]:
             yield file
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object, field: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value.name if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, bytes):
         return value.hex()
-    if isinstance(value, dict):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return {
+            str(_plain(key, field)): _plain(item, f"{field}.{key}") for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, f"{field}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, set | frozenset):
-        return sorted(canonical(item) for item in value)
+        return sorted(canonical(item, field) for item in value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, msgspec.Struct):
-        return _plain(msgspec.structs.asdict(value))
+        return _plain(msgspec.structs.asdict(value), field)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    named = value if callable(value) else type(value)
-    return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', '')}"
+        names = [f.name for f in dataclasses.fields(value)]
+        return _plain({name: getattr(value, name) for name in names}, field)
+    return _name(value, field)
+
+
+def _name(value: object, field: str) -> str:
+    """The qualified name by which any process would import ``value``."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    found: object = sys.modules.get(str(module), None)
+    for part in str(name).split("."):
+        found = getattr(found, part, None)
+    if found is not value or module == "__main__":
+        raise Indescribable(
+            f"{field}: this {type(value).__name__} has no name in another process; "
+            "use plain data, or a function or class at the top of an importable module"
+        )
+    return f"{module}.{name}"
