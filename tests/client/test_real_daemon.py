@@ -14,6 +14,7 @@ import pytest
 from kvass.client import link
 from kvass.client.client import Client
 from kvass.client.scheduler import PENDING, Match, SchedulerClient
+from kvass.client.session import open_session
 from kvass.client.worker import WorkerClient
 from kvass.errors import TimedOut, Unavailable
 from kvass.messages import Granted, Ping, Register, ReserveItem
@@ -283,7 +284,7 @@ class Door:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shut: set[int] = set()
-        self._open = link.open_session
+        self._open = open_session
         monkeypatch.setattr(link, "open_session", self)
 
     def __call__(self, path: str, registration: Register | None, **options: Any) -> Any:

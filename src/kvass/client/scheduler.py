@@ -339,19 +339,19 @@ class SchedulerClient:
         if not self._clearing:
             if self._client.session is None:
                 return False
-            probes = Reserve(items=[], width=1), Reserve(items=[], width=1)
-            self._clearing = tuple(map(self._submit, (probes[0], Clear(), probes[1])))
+            messages = Reserve(items=[], width=1), Clear(), Reserve(items=[], width=1)
+            self._clearing = tuple(self._submit(message) for message in messages)
         before, clear, behind = self._clearing
         try:
             last = self._client.wait(behind, wait_s)
             if last is None:
                 return False
-            replies = (self._client.wait(before, 0), self._client.wait(clear, 0), last)
-        except Unavailable:  # with its connection, or never sent
-            replies = (None, None, None)
+            whole = isinstance(self._client.wait(before, 0), Granted) and isinstance(last, Granted)
+            cleared = isinstance(self._client.wait(clear, 0), Cleared)
+            self._must_clear = not (whole and cleared)
+        except Unavailable:
+            pass  # lost with its connection, or never sent: again in the next step
         self._drop_clear()
-        whole = isinstance(replies[0], Granted) and isinstance(replies[2], Granted)
-        self._must_clear = not (whole and isinstance(replies[1], Cleared))
         return not self._must_clear
 
     def _drop_clear(self) -> None:
