@@ -257,6 +257,78 @@ def test_an_engine_starts_without_a_daemon_and_finds_it_later(tmp_path: Path) ->
         b.close()
 
 
+def test_a_load_that_cannot_even_be_refused_has_failed(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    monkeypatch.setattr(b.copier, "_begin_load", lambda load: 1 / 0)
+    monkeypatch.setattr(b.copier._client, "release", lambda *_: 1 / 0)
+    _, scheduled = b.load("b", PROMPT)
+    assert scheduled == 100, "everything is computed"
+    assert b.rank.connector._boundary.counters["_refuse_load"] == 1
+
+
+def test_stores_that_cannot_even_be_refused_are_over(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = engine()
+    a.daemon = None  # what was granted stays reserved until it lapses: nobody could say otherwise
+    monkeypatch.setattr(a.copier, "_begin_store", lambda store: 1 / 0)
+    monkeypatch.setattr(a.copier._client, "abort", lambda *_: 1 / 0)
+    a.generate("a", PROMPT)
+    assert a.world.free_blocks == a.world.pool.num_gpu_blocks - 1
+    assert a.rank.connector._boundary.counters["_refuse_store"] >= 1
+
+
+def test_an_end_that_cannot_be_counted_is_an_end(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    monkeypatch.setattr(b.rank.connector._boundary, "count", lambda *_: 1 / 0)
+    real = b.world.connector._planner._load
+
+    def late(*args: Any) -> Any:
+        import dataclasses
+
+        return dataclasses.replace(real(*args), deadline_s=time.monotonic() - 1)
+
+    monkeypatch.setattr(b.world.connector._planner, "_load", late)
+    _, scheduled = b.load("b", PROMPT)
+    assert scheduled == 100
+    assert b.rank.connector._boundary.counters["_ended"] >= 1
+    empty(daemon)
+
+
+def test_nothing_of_ours_raises_into_the_worker(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvass.connectors.vllm.metadata import StepWork
+
+    a = engine()
+    for name in ("load", "store", "results", "report"):
+        monkeypatch.setattr(a.copier, name, lambda *_: 1 / 0)
+    answer = a.rank.run(StepWork())
+    assert answer == {"reported": [], "received": set(), "failed": set()}
+    assert a.rank.connector._boundary.counters.total() == 4
+
+
+def test_nothing_of_ours_raises_into_the_scheduler(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = engine()
+    a.world.tolerant = True
+    for name in ("ensure_load", "take_loads", "storing"):
+        monkeypatch.setattr(a.world.connector._planner, name, lambda *_: 1 / 0)
+    request = a.generate("a", PROMPT)
+    assert request.num_tokens == 102
+    assert a.world.connector.has_pending_push_work() is False
+    a.world.connector.update_state_after_alloc(request, None, 32)
+    counters = a.world.connector._boundary.counters
+    assert counters["<lambda>"] >= 3
+
+
 def test_another_tag_is_another_namespace(daemon: Daemon, engine: Any) -> None:
     a = engine()
     a.generate("a", PROMPT)

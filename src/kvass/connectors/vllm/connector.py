@@ -86,13 +86,13 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         name = request.request_id
         self._boundary.run(None, self._planner.allocated, name, blocks, num_external_tokens)
         if num_external_tokens:  # vLLM waits for it now, whether planning it succeeded or not
-            self._planner.ensure_load(name)
+            self._boundary.run(None, self._planner.ensure_load, name)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepWork:
         """The step's loads and stores, for the workers."""
         if self._planner is None:
             return StepWork()
-        work = self._planner.take_loads()
+        work = self._boundary.run(StepWork(), self._planner.take_loads)
         self._boundary.run(None, self._planner.plan_stores, scheduler_output, work)
         if not self._boundary.run(False, self._planner.hand_over, work):
             self._boundary.run(None, self._planner.revoke, work)
@@ -125,7 +125,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping, to hear of stores in progress."""
-        return self._planner is not None and self._planner.storing
+        return self._planner is not None and self._boundary.run(False, self._planner.storing)
 
     def reset_cache(self) -> bool | None:
         """Forget this namespace (the weights are about to change); False: a defect of ours."""
@@ -146,7 +146,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
         if self._copier is not None:
-            self._copier.load(self._get_connector_metadata())
+            self._boundary.run(None, self._copier.load, self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: every load is asynchronous, and no scheduled request waits for one."""
@@ -159,16 +159,18 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def wait_for_save(self) -> None:
         """Begin the step's stores; they end in the background, from blocks that are held."""
         if self._copier is not None:
-            self._copier.store(self._get_connector_metadata())
+            self._boundary.run(None, self._copier.store, self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that ended. Stores are reported by step (``build_connector_worker_meta``)."""
-        finished, failed = self._copier.results() if self._copier is not None else (set(), set())
+        none: tuple[set[str], set[str]] = (set(), set())
+        ended = self._boundary.run(none, self._copier.results) if self._copier is not None else none
+        finished, failed = ended
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """Steps whose stores are settled."""
-        return self._copier.report() if self._copier is not None else None
+        return self._boundary.run(None, self._copier.report) if self._copier is not None else None
 
     def shutdown(self) -> None:
         """End copies and sessions, in this order."""

@@ -276,7 +276,6 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ the engine's questions
 
-    @property
     def storing(self) -> bool:
         """Whether ranks still owe a report, so that the engine must keep stepping."""
         return bool(self._held)

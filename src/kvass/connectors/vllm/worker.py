@@ -68,7 +68,9 @@ class WorkerSide:
         """Begin this step's loads."""
         for load in work.loads:
             if not self._boundary.run(False, self._begin_load, load):
-                self._fail(load)
+                self._finished.add(load.request)
+                self._failed.add(load.request)
+                self._boundary.run(None, self._refuse_load, load)
 
     def store(self, work: StepWork) -> None:
         """Begin this step's stores; the forward pass is over."""
@@ -77,8 +79,8 @@ class WorkerSide:
         self._open[work.step] = len(work.stores) + 1
         for store in work.stores:
             if not self._boundary.run(False, self._begin_store, store):
-                self._drop(store)
                 self._close_one(work.step)
+                self._boundary.run(None, self._refuse_store, store)
         self._close_one(work.step)
 
     def results(self) -> tuple[set[str], set[str]]:
@@ -164,33 +166,36 @@ class WorkerSide:
     # ------------------------------------------------------------ ends
 
     def _poll(self) -> None:
-        for done in self._mover.poll() if self._mover is not None else ():
-            what = done.job.name
-            assert isinstance(what, Load | Store)
-            if isinstance(what, Store):
-                self._close_one(what.step)
-            else:
-                self._finished.add(what.request)
-                if not done.ok:
-                    self._failed.add(what.request)
-            if not done.ok:
-                self._boundary.count(
-                    f"{done.job.kind}_{done.outcome}",
-                    "a %s ended %s and counts as a miss: %s",
-                    done.job.kind,
-                    done.outcome,
-                    done.error or f"{done.seconds:.3f} s",
-                )
+        if self._mover is not None:
+            for done in self._boundary.run([], self._mover.poll):
+                self._boundary.run(None, self._ended, done)
 
-    def _fail(self, load: Load) -> None:
-        """A load that never began: failed, and its lease given back."""
-        self._finished.add(load.request)
-        self._failed.add(load.request)
+    def _ended(self, done: Done) -> None:
+        """A copy is over: note it first, so that whatever fails after is no loss to the engine."""
+        what = done.job.name
+        assert isinstance(what, Load | Store)
+        if isinstance(what, Store):
+            self._close_one(what.step)
+        else:
+            self._finished.add(what.request)
+            if not done.ok:
+                self._failed.add(what.request)
+        if not done.ok:
+            self._boundary.count(
+                f"{done.job.kind}_{done.outcome}",
+                "a %s ended %s and counts as a miss: %s",
+                done.job.kind,
+                done.outcome,
+                done.error or f"{done.seconds:.3f} s",
+            )
+
+    def _refuse_load(self, load: Load) -> None:
+        """A load that never began: its lease given back."""
         self._boundary.counters["load_refused"] += 1
         if self._client is not None and load.lease:
             self._client.release(load.boot, load.lease)
 
-    def _drop(self, store: Store) -> None:
+    def _refuse_store(self, store: Store) -> None:
         """A store that never began: its reservation given back."""
         self._boundary.counters["store_refused"] += 1
         if self._client is not None:
