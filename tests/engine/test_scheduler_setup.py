@@ -305,10 +305,11 @@ def module_level(config: Any) -> Any:
 
 
 class Opaque:
-    pass
+    def method(self) -> None:
+        pass
 
 
-@pytest.mark.parametrize("value", [lambda config: config, Opaque(), Opaque().__init__])
+@pytest.mark.parametrize("value", [lambda config: config, Opaque(), Opaque().method])
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_cannot_be_described_makes_the_engine_run_uncached(value: Any, nested: bool) -> None:
     config, caches = make_configs()

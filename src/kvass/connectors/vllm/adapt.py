@@ -67,8 +67,7 @@ FULL_KINDS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 DEVICES: Final = frozenset({"cpu"})
 CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
 """Settings of the model that choose the code which computes it."""
-ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})
-"""Fields of a Hugging Face configuration that say where it lay; ``weights`` says so already."""
+ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
 
 
 # ---------------------------------------------------------------- environment
@@ -191,8 +190,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _parallel_sizes(parallel: Any) -> tuple[int, ...]:
-    """tp, pp, dcp, pcp."""
-    names = ("tensor", "pipeline", "decode_context", "prefill_context")
+    names = ("tensor", "pipeline", "decode_context", "prefill_context")  # tp, pp, dcp, pcp
     return tuple(getattr(parallel, f"{name}_parallel_size") for name in names)
 
 
