@@ -309,10 +309,10 @@ def test_a_visitor_clears_one_namespace_or_all(rig: Rig) -> None:
     assert rig.code(visitor, m.Clear(seq=3)) == "bad_value"
 
 
-def test_an_incomplete_instance_clears_nothing(rig: Rig) -> None:
+def test_an_incomplete_instance_cannot_clear_yet(rig: Rig) -> None:
     session = rig.open()
     rig.register(session)
-    assert rig.ask(session, m.Clear(seq=3)).rows == 0
+    assert rig.code(session, m.Clear(seq=3)) == "not_registered"
 
 
 # ---------------------------------------------------------------- limits and refusals

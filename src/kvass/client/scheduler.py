@@ -103,8 +103,8 @@ class SchedulerClient:
         self._giver: Session | None = None
         """The connection through which came the first of what was taken since ``handed_over``."""
         self._must_clear = False
-        self._clearing: tuple[int, ...] = ()
-        """The ``seq`` of each message by which the owed Clear is in flight."""
+        self._clearing = 0
+        """The ``seq`` of the owed Clear while it is in flight."""
 
     @property
     def connected(self) -> bool:
@@ -331,34 +331,26 @@ class SchedulerClient:
     def _confirm_clear(self, wait_s: float) -> bool:
         """Have the owed Clear confirmed, waiting at most ``wait_s``; whether none is owed now.
 
-        A daemon knows an engine's namespace only while all its ranks are registered, and clears
-        nothing without. It refuses an empty Reserve then, so one goes before and one behind.
+        A daemon refuses it while ranks are missing, since it does not know their namespace then.
         """
-        if not self._must_clear:
-            return True
-        if not self._clearing:
-            if self._client.session is None:
+        if self._must_clear and not self._clearing:
+            self._clearing = self._submit(Clear())
+        if self._clearing:
+            try:
+                reply = self._client.wait(self._clearing, wait_s)
+            except Unavailable:  # lost with its connection: again in the next step
+                self._clearing = 0
                 return False
-            messages = Reserve(items=[], width=1), Clear(), Reserve(items=[], width=1)
-            self._clearing = tuple(self._submit(message) for message in messages)
-        before, clear, behind = self._clearing
-        try:
-            last = self._client.wait(behind, wait_s)
-            if last is None:
-                return False
-            whole = isinstance(self._client.wait(before, 0), Granted) and isinstance(last, Granted)
-            cleared = isinstance(self._client.wait(clear, 0), Cleared)
-            self._must_clear = not (whole and cleared)
-        except Unavailable:
-            pass  # lost with its connection, or never sent: again in the next step
-        self._drop_clear()
+            if reply is not None:
+                self._clearing = 0
+                self._must_clear = not isinstance(reply, Cleared)
         return not self._must_clear
 
     def _drop_clear(self) -> None:
         """Wait no more for the Clear in flight."""
-        for seq in self._clearing:
-            self._client.discard(seq)
-        self._clearing = ()
+        if self._clearing:
+            self._client.discard(self._clearing)
+        self._clearing = 0
 
     def close(self) -> None:
         """End the session; the daemon cancels what was not handed over."""

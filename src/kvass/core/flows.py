@@ -292,8 +292,11 @@ def clear(state: State, session: Session, msg: Clear) -> Cleared:
     if session.registered is not None:
         if msg.everything or msg.namespace:
             raise Refused("forbidden", "an engine clears its own namespace only")
-        own = instance_of(state, session).namespace
-        chosen = [] if own is None else [state.namespaces[own]]
+        instance = instance_of(state, session)
+        own = state.namespace_of(instance)
+        if own is None:
+            raise Refused("not_registered", f"ranks {instance.missing} are missing: clear later")
+        chosen = [own]
     elif msg.everything:
         chosen = list(state.namespaces.values())
     elif msg.namespace in state.by_digest:
