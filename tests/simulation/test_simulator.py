@@ -9,7 +9,8 @@ import pytest
 
 from kvass.core.custody import Custody
 from kvass.testing import simulator
-from kvass.testing.simulator import Simulation, replay, run_seed
+from kvass.testing.simulator import Simulation, run_seed
+from kvass.testing.traces import replay
 
 SEEDS = 500
 BATCHES = 10

@@ -243,7 +243,8 @@ class Engine:
         elif what < 0.97:
             peer.ask(m.Renew(boot=self.world.memory.boot, lease=rng.randint(1, 9)))
         else:
-            peer.ask(rng.choice([m.Ping(), m.Status()]))
+            looks: list[m.Request] = [m.Ping(), m.Status()]
+            peer.ask(rng.choice(looks))
 
     def _lookup(self, peer: Peer) -> None:
         rng = self.world.rng

@@ -90,8 +90,10 @@ class Witness(Books):
         """Words of it may be lost: a scheduler may have handed over anything it was given."""
         member, rank = self.roles.get(session, (None, 0))
         if member is not None and rank == SCHEDULER:
-            for held in (*self.writings.values(), *self.readings.values()):
-                held.handed = held.handed or held.member is member
+            for writing in self.writings.values():
+                writing.handed = writing.handed or writing.member is member
+            for reading in self.readings.values():
+                reading.handed = reading.handed or reading.member is member
         elif member is not None and member.workers.pop(rank, None) is not None:
             member.space = None
 
