@@ -124,10 +124,11 @@ class Books:
         self.on_page: dict[int, tuple[RowKey, Writing]] = {}
 
     def live(self, member: Member) -> list[Reading]:
-        return [r for r in self.readings.values() if r.member is member and r.live(self.now)]
+        mine = (r for r in self.readings.values() if r.member.name == member.name)
+        return [r for r in mine if r.live(self.now)]
 
     def open_writings(self, member: Member) -> list[Writing]:
-        mine = (w for w in self.writings.values() if w.member is member)
+        mine = (w for w in self.writings.values() if w.member.name == member.name)
         return [w for w in mine if not w.over(self.now)]
 
     def compare(self, status: dict[str, object]) -> None:
