@@ -139,6 +139,14 @@ class Books:
             told = f"{status['leases']} leases and {status['reservations']} reservations"
             raise BrokenLawError(f"law 2: {told}, but {leases} and {reservations} are open")
 
+    def quiet(self, due: float | None, status: dict[str, object]) -> None:
+        """Law 7, clients gone: what is left ends within the grace, then nothing is left."""
+        if due is not None and due > self.now + self.timing.dma_grace_s:
+            raise BrokenLawError(f"law 7: clients gone by {self.now}, yet {due} is waited for")
+        for name in ("leases", "reservations", "pins", "rows_loading", "quarantined_bytes"):
+            if due is None and status[name]:
+                raise BrokenLawError(f"law 7: {name} is {status[name]} after quiescence")
+
     def expected(self, lease: int) -> dict[int, tuple[int, int, int]]:
         """What the pages of a lease must hold: (reservation, row within it, shard)."""
         return {

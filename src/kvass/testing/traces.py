@@ -48,3 +48,5 @@ def replay(lines: list[str]) -> None:
         machine.validate()
         witness.observe(event, effects, now)
         witness.compare(machine.status())
+    if not witness.open:
+        witness.quiet(machine.next_deadline(), machine.status())
