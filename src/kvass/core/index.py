@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvass.core.rows import KEY_WORDS, RowTable, cache_lines
 from kvass.types import I64Array, U32Array, U64Array
 
-SLOTS: Final = 8
+SLOTS: Final = 8  # a cache line; _in_bucket shifts by 3
 ABSENT: Final = -1
 """What ``find`` says of a key that has no row."""
 
@@ -65,7 +65,7 @@ class KeyIndex:
             return np.full(len(keys), ABSENT, np.int64)
         bucket, mark = self._place(keys)
         rows = self._in_bucket(bucket, mark)
-        if (rows != ABSENT).all() and self._table.key[rows].tobytes() == keys.tobytes():
+        if (rows != ABSENT).all() and (self._table.keys_of(rows) == keys).all():
             return rows  # the usual hit, every key in its home bucket
         wrong = (rows == ABSENT) | (self._table.key[rows] != keys).any(axis=1)
         rows[wrong] = ABSENT
@@ -109,15 +109,15 @@ class KeyIndex:
         """Home bucket and fingerprint of each key; a fingerprint is never ``_EMPTY``."""
         mixed = keys.dot(self._odd)
         mixed = (mixed ^ (mixed >> _HALF)) * self._odd[0]
-        return (mixed >> _HALF).astype(np.int64) & self._mask, (mixed & _LOW) | _ONE
+        return (mixed >> _HALF).view(np.int64) & self._mask, (mixed & _LOW) | _ONE
 
     def _in_bucket(self, bucket: I64Array, mark: U64Array) -> I64Array:
         """The row of the first entry with this mark in this bucket, or ``ABSENT``."""
         entries = self._entry.take(bucket, axis=0)
         each, alike = np.arange(len(bucket)), (entries >> _HALF) == mark[:, None]
         at = np.flatnonzero(alike)
-        if len(at) == len(bucket) and (at // SLOTS == each).all():  # the usual hit: one each
-            return (entries.reshape(-1).take(at) & _LOW).astype(np.int64)
+        if len(at) == len(bucket) and ((at >> 3) == each).all():  # the usual hit: one each
+            return (entries.reshape(-1).take(at) & _LOW).view(np.int64)
         slot = alike.argmax(axis=1)
         rows: I64Array = (entries[each, slot] & _LOW).astype(np.int64)
         rows[~alike[each, slot]] = ABSENT

