@@ -106,6 +106,9 @@ class Channel:
         Queued output goes out meanwhile. Raises ``Unavailable`` at end of stream, ``FrameError`` if
         the daemon speaks nonsense.
         """
+        if timeout_s <= 0:  # the socket does not block: reading is asking
+            self.flush()
+            return self._read()
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
