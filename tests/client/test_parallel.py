@@ -6,31 +6,111 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvass
 from kvass.client.parallel import ParallelStrategy
 from kvass.errors import UsageError
+from kvass.types import MAX_RANKS, SCHEDULER, RankLayout
+
+GRIDS = [
+    (tp, pp, replicas)
+    for tp in range(1, MAX_RANKS + 1)
+    for pp in range(1, MAX_RANKS // tp + 1)
+    for replicas in range(1, tp + 1)
+    if tp % replicas == 0
+]
 
 
 def test_world_of_one() -> None:
-    one = ParallelStrategy()
-    assert (one.ranks, one.world_size, one.readers) == (1, 1, (0,))
-    assert one.shard(0) == 0
-    assert one.writer(0)
+    one = ParallelStrategy(rank=0)
+    assert (one.ranks, one.world_size, one.readers, one.writers) == (1, 1, (0,), (0,))
+    assert one.shard == 0
+    assert one.writes
 
 
-def test_every_shard_has_exactly_one_writer() -> None:
-    for tp, pp, mla in ((2, 1, False), (2, 3, False), (4, 1, True), (2, 2, True)):
-        world = ParallelStrategy(tp, pp, mla)
-        writers = [rank for rank in world.readers if world.writer(rank)]
-        assert [world.shard(rank) for rank in writers] == list(range(world.world_size))
-        assert {world.shard(rank) for rank in world.readers} == set(range(world.world_size))
+def test_b1_one_value_for_every_grid_up_to_128_ranks() -> None:
+    """Every shard has exactly one writer, which holds it, and every rank reads its one shard."""
+    assert len(GRIDS) > 1000
+    for tp, pp, replicas in GRIDS:
+        world = ParallelStrategy(tp, pp, replicas)
+        each = [world.at(rank) for rank in world.readers]
+        assert len(each) == world.ranks == tp * pp
+        assert world.world_size * replicas == world.ranks
+        assert [x.shard for x in each if x.writes] == list(range(world.world_size))
+        assert tuple(x.rank for x in each if x.writes) == world.writers
+        assert {x.shard for x in each} == set(range(world.world_size))
+        assert not world.writes
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(0, 1), (1, -1), (64, 3)])
-def test_sizes_out_of_range(tp: int, pp: int) -> None:
-    with pytest.raises(UsageError, match="use sizes of at least 1"):
-        ParallelStrategy(tp, pp)
+@given(grid=st.sampled_from(GRIDS), data=st.data())
+def test_b2_tensor_groups_are_consecutive_and_stages_stride_over_them(
+    grid: tuple[int, int, int], data: st.DataObject
+) -> None:
+    """vLLM: ranks are a (stages, tensor ranks) array in C order."""
+    tp, pp, replicas = grid
+    stage = data.draw(st.integers(0, pp - 1))
+    tensor = data.draw(st.integers(0, tp - 1))
+    here = ParallelStrategy(tp, pp, replicas, stage * tp + tensor)
+    assert here.shard == stage * (tp // replicas) + tensor // replicas
+    assert here.writes == (tensor % replicas == 0)
+    other = here.at(data.draw(st.sampled_from(here.readers)))
+    same_bytes = (stage, tensor // replicas) == (other.rank // tp, other.rank % tp // replicas)
+    assert same_bytes == (here.shard == other.shard)
+
+
+def test_a3_a_dense_rank_has_an_object_of_its_own() -> None:
+    world = ParallelStrategy(4, 2)
+    assert [world.at(r).shard for r in world.readers] == list(range(8))
+    assert world.writers == world.readers
+
+
+def test_b3_under_mla_the_first_rank_of_a_tensor_group_writes() -> None:
+    world = ParallelStrategy(4, 2, replicas=4)
+    assert world.world_size == 2
+    assert world.writers == (0, 4)
+    assert world.readers == tuple(range(8))
+    assert [world.at(r).shard for r in world.readers] == [0] * 4 + [1] * 4
+
+
+def test_b4_fewer_kv_heads_than_ranks() -> None:
+    """GQA: 2 KV heads on 4 tensor ranks; each is held by two of them."""
+    world = ParallelStrategy(4, 1, replicas=2)
+    assert [world.at(r).shard for r in world.readers] == [0, 0, 1, 1]
+    assert world.writers == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"tp": 0}, "use sizes of at least 1"),
+        ({"pp": -1}, "use sizes of at least 1"),
+        ({"tp": 64, "pp": 3}, "at most 128 ranks"),
+        ({"tp": 4, "replicas": 3}, "give a divisor of tp 4"),
+        ({"tp": 4, "replicas": 0}, "give a divisor of tp 4"),
+        ({"tp": 4, "rank": 4}, r"a world of 4 has 0\.\.3"),
+        ({"rank": -2}, "-1 for its scheduler"),
+    ],
+)
+def test_wrong_sizes(sizes: dict[str, int], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        ParallelStrategy(**sizes)
+
+
+def test_a_registration_says_what_the_strategy_says() -> None:
+    world = ParallelStrategy(2, 2, replicas=2)
+    layout = RankLayout(())
+    last = world.at(3).register("engine", {"model": "m"}, 256, layout)
+    assert (last.rank, last.ranks, last.world_size, last.shard) == (3, 4, 2, 1)
+    assert not last.writer
+    assert world.at(2).register("engine", {}, 256, layout).writer
+    scheduler = world.register("engine", {"model": "m"}, 256)
+    assert (scheduler.rank, scheduler.ranks, scheduler.world_size) == (SCHEDULER, 4, 2)
+    with pytest.raises(UsageError, match="every worker gives one"):
+        world.at(0).register("engine", {}, 256)
+    with pytest.raises(UsageError, match="a scheduler none"):
+        world.register("engine", {}, 256, layout)
 
 
 def test_public_names_are_imported_when_used() -> None:

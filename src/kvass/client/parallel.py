@@ -1,26 +1,39 @@
 """How an engine is spread over worker processes.
 
-Law of this file: values only. The one place that knows which rank holds, writes and reads what.
+Law of this file: values only. The one place that turns an engine's parallel configuration into
+kvass terms: distinct shards, which of them a worker holds, who writes and who reads.
+
+Rank order is vLLM's: the ranks of a tensor-parallel group are consecutive, pipeline stages stride
+over them, so ``rank = stage * tp + tensor rank``. Data-parallel replicas are instances of their
+own and do not show here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from kvass.errors import UsageError
-from kvass.types import MAX_RANKS
+from kvass.messages import Register
+from kvass.types import MAX_RANKS, SCHEDULER, RankLayout
 
 
 class ParallelStrategy(msgspec.Struct, frozen=True):
-    """Tensor and pipeline parallel sizes; rank = pipeline rank * ``tp`` + tensor rank.
+    """One process of an engine of ``tp`` x ``pp`` worker ranks; ``rank`` -1 is its scheduler.
 
-    ``mla``: every tensor rank holds the same bytes, so one shard per pipeline stage is distinct.
-    Raises ``UsageError`` for sizes below 1 or more than ``MAX_RANKS`` ranks.
+    ``replicas`` consecutive ranks of a tensor-parallel group hold the same bytes: 1 for a dense
+    model, ``tp`` under MLA, between them for GQA with fewer KV heads than ranks. They share one
+    shard; the first of them writes it, and all of them read it.
+
+    Raises ``UsageError`` for sizes below 1, more than ``MAX_RANKS`` ranks, ``replicas`` that do not
+    divide ``tp``, and a rank outside the world.
     """
 
     tp: int = 1
     pp: int = 1
-    mla: bool = False
+    replicas: int = 1
+    rank: int = SCHEDULER
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1 or self.tp * self.pp > MAX_RANKS:
@@ -28,6 +41,19 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
                 f"tp {self.tp} x pp {self.pp}: use sizes of at least 1 and at most "
                 f"{MAX_RANKS} ranks in all"
             )
+        if self.replicas < 1 or self.tp % self.replicas:
+            raise UsageError(f"replicas {self.replicas}: give a divisor of tp {self.tp}")
+        if not SCHEDULER <= self.rank < self.ranks:
+            raise UsageError(
+                f"rank {self.rank}: a world of {self.ranks} has 0..{self.ranks - 1}, "
+                f"and {SCHEDULER} for its scheduler"
+            )
+
+    def at(self, rank: int) -> ParallelStrategy:
+        """The same engine, seen from another of its processes."""
+        return msgspec.structs.replace(self, rank=rank)
+
+    # ------------------------------------------------------------ the engine
 
     @property
     def ranks(self) -> int:
@@ -37,17 +63,51 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     @property
     def world_size(self) -> int:
         """Distinct shards of a row."""
-        return self.pp if self.mla else self.ranks
+        return self.ranks // self.replicas
 
     @property
     def readers(self) -> tuple[int, ...]:
-        """The ranks that each read, and release, a match: all."""
+        """The ranks that each read, and release, a match: all, whatever they share."""
         return tuple(range(self.ranks))
 
-    def shard(self, rank: int) -> int:
-        """The shard that ``rank`` holds."""
-        return rank // self.tp if self.mla else rank
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The rank that writes each shard, by shard."""
+        return tuple(range(0, self.ranks, self.replicas))
 
-    def writer(self, rank: int) -> bool:
-        """Whether ``rank`` is the one that writes its shard."""
-        return not self.mla or rank % self.tp == 0
+    # ------------------------------------------------------------ this process
+
+    @property
+    def shard(self) -> int:
+        """The shard this worker holds; 0 for a scheduler, which holds none."""
+        return max(self.rank, 0) // self.replicas
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes its shard."""
+        return self.rank in self.writers
+
+    def register(
+        self,
+        instance: str,
+        identity: Mapping[str, str],
+        chunk_tokens: int,
+        layout: RankLayout | None = None,
+    ) -> Register:
+        """This process's registration; ``layout`` is a worker's own and None for the scheduler.
+
+        Raises ``UsageError`` if a worker gives none or a scheduler one.
+        """
+        if (self.rank == SCHEDULER) != (layout is None):
+            raise UsageError("layout: every worker gives one and a scheduler none")
+        return Register(
+            instance=instance,
+            identity=dict(identity),
+            chunk_tokens=chunk_tokens,
+            rank=self.rank,
+            ranks=self.ranks,
+            world_size=self.world_size,
+            shard=self.shard,
+            writer=self.rank == SCHEDULER or self.writes,
+            layout=layout,
+        )

@@ -81,8 +81,9 @@ class _Ask:
 class SchedulerClient:
     """Used from the engine's scheduler thread only. No call raises for an absent daemon.
 
-    ``registration``: rank -1, no layout. ``lookup_budget_s``: how long in all one request may be
-    told ``PENDING``; None takes the daemon's ``lookup_budget_ms``.
+    ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
+    default all of the registration's. ``lookup_budget_s``: how long in all one request may be told
+    ``PENDING``; None takes the daemon's ``lookup_budget_ms``.
     """
 
     def __init__(
@@ -90,11 +91,15 @@ class SchedulerClient:
         socket: str,
         registration: Register,
         *,
+        readers: Sequence[int] | None = None,
         lookup_budget_s: float | None = None,
         reserve_wait_s: float = 0.001,
         step_wait_s: float = 0.002,
     ) -> None:
         self._client = Client(socket, registration)
+        ranks = tuple(range(registration.ranks) if readers is None else readers)
+        self._readers = None if ranks == (0,) else ranks
+        """None is how ``Lookup`` says "exactly rank 0"."""
         self._lookup_budget_s = lookup_budget_s
         self._reserve_wait_s = reserve_wait_s
         self._step_wait_s = step_wait_s
@@ -205,7 +210,13 @@ class SchedulerClient:
             self.counters["timeouts"] += 1
             return 0.0
         most = session.welcome.limits.keys_per_message * width
-        lookup = Lookup(request=request, digests=digests[:most], width=width, first=first)
+        lookup = Lookup(
+            request=request,
+            digests=digests[:most],
+            width=width,
+            first=first,
+            readers=self._readers,
+        )
         ask.seq, ask.first, ask.session = self._submit(lookup), first, session
         ask.patience_s = ask.patience_s or time.monotonic() + budget_s
         self.counters["lookups"] += 1
