@@ -178,6 +178,20 @@ def test_status_tells_the_public_fields(rig: Rig) -> None:
     assert fields["namespaces"][0]["groups"][0]["rows"] == 1
 
 
+def test_status_counts_what_was_said_by_kind(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    e.store("a", "b")
+    e.commit(1 << 40)  # counts, although it is refused
+    said = rig.status["messages"]
+    assert {k: said[k] for k in ("hello", "register", "reserve", "handed_over", "commit")} == {
+        "hello": 3,
+        "register": 3,
+        "reserve": 1,
+        "handed_over": 1,
+        "commit": 3,
+    }
+
+
 def test_the_watermark_goes_to_those_who_mapped_the_arena(rig: Rig) -> None:
     mapped, _, unready = rig.open(wants_arena=True), rig.open(), rig.open(hello=False)
     rig.step(PopulatedTo(3 * PAGE))

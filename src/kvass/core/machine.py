@@ -127,6 +127,7 @@ class CacheMachine:
         if session is None or session.ending:
             return
         message = event.message
+        self.state.messages[type(message)] += 1
         try:
             if type(message) is Hello:
                 self._hello(session, message)

@@ -45,6 +45,7 @@ def status(state: State) -> dict[str, Any]:
         "l1_capacity_bytes": state.config.arena_bytes,
         "l1_populated_bytes": state.populated_bytes,
         "namespaces": namespaces,
+        "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
         "counters": {
             **counters,
             **{f"evicted_{k}": n for k, n in state.l1.evicted.items()},

@@ -12,6 +12,7 @@ import msgspec
 from kvass.core.custody import Custody
 from kvass.core.l1 import L1, Namespace
 from kvass.core.registry import Instance, Session
+from kvass.messages import FromClient
 from kvass.types import Limits, Timing
 
 
@@ -42,6 +43,8 @@ class State:
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
         self.counters: Counter[str] = Counter()
+        self.messages: Counter[type[FromClient]] = Counter()
+        """What sessions have said, by kind, refused or not."""
         self.populated_bytes = 0
         self.now = float("-inf")
 
