@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvass.cli import bench
 from kvass.cli.bench.copies import CHUNK_TOKENS, LAYOUT, WIDTH, Engine, measure_copies, wait_for
-from kvass.cli.bench.index import BATCH, measure_index, measure_pings
+from kvass.cli.bench.index import BATCH, KEYS, Ranks, measure_index, measure_pings
 from kvass.cli.bench.machine import start_daemon
 from kvass.cli.main import main
+from kvass.client.parallel import ParallelStrategy
 from kvass.errors import ConfigError
 from kvass.testing.daemon import running_daemon
+from kvass.types import PAGE
 
 FIGURES = {
     "version": "0.1.0",
@@ -62,13 +66,37 @@ def test_an_arena_too_small_is_told(tmp_path: Path) -> None:
         measure_copies(daemon.socket, 64 << 20, rounds=1, chunks=1)
 
 
-def test_round_trips(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "name"), [(1, "128k"), (8, "128k_tp8")])
+def test_round_trips(tp: int, name: str, tmp_path: Path) -> None:
     with running_daemon(tmp_path, "256MiB") as daemon:
-        figures = measure_index(daemon.socket, resident=BATCH)
-        assert set(figures) == {"lookup_128k_us", "release_128k_us"}
+        figures = measure_index(daemon.socket, resident=BATCH, tp=tp)
+        assert figures.pop("bytes_equal") is True
+        assert set(figures) == {f"lookup_{name}_us", f"release_{name}_us"}
         assert all(0 < one["p50"] <= one["p99"] for one in figures.values())
-        assert measure_pings(daemon.socket, 3) > 0
         daemon.wait_until(rows=0, leases=0, reservations=0, pins=0, sessions=1)
+
+
+def test_pings(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "64MiB") as daemon:
+        assert measure_pings(daemon.socket, 3) > 0
+
+
+def test_negative_control_a_shard_of_another_row_is_seen(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "256MiB") as daemon, ExitStack() as ending:
+        engine = Ranks(daemon.socket, ParallelStrategy(tp=2), ending)
+        keys = engine.fill(BATCH)
+        match = engine.look_up(b"".join(keys[:KEYS]))
+        assert engine.holds(match.slots[0], b"".join(keys[:KEYS]))
+        assert not engine.holds(match.slots[0], b"".join(keys[1 : KEYS + 1]))
+        engine.arena[match.slots[0].offsets(1, PAGE)[KEYS // 2] // 8] ^= np.uint64(1)
+        assert not engine.holds(match.slots[0], b"".join(keys[:KEYS]))
+
+
+def test_one_difference_is_a_difference() -> None:
+    figures: dict[str, Any] = {}
+    for same in (True, False, True):
+        bench.add(figures, {"bytes_equal": same})
+    assert figures == {"bytes_equal": False}
 
 
 def test_its_own_daemon_comes_and_goes() -> None:

@@ -1,9 +1,9 @@
 """``kvass bench``: how fast this machine's daemon is, as ratios to what the machine can do.
 
-Law of this file: nothing is assumed. Bytes are compared after every load (exit status 1 if they
-differ), hits are counted, and every ratio comes from rounds in which both sides alternate. Without
-``--socket`` it measures a daemon of its own; with it, a namespace of its own in that daemon (which
-may evict others' rows to make room).
+Law of this file: nothing is assumed. Bytes are compared after every load and every 16th lookup
+(exit status 1 if they differ), hits are counted, and every ratio comes from rounds in which both
+sides alternate. Without ``--socket`` it measures a daemon of its own; with it, a namespace of its
+own in that daemon (which may evict others' rows to make room).
 
 What the names mean:
 
@@ -16,7 +16,8 @@ What the names mean:
   overwritten; where that size is more than a row, no copy of rows can do so.
 - ``lookup_128k_us``: 512 keys (131,072 tokens in chunks of 256), all hits, chosen at random among
   65,536 rows of 4 KiB: found, pinned, answered. ``release_128k_us``: its release and the ping
-  behind it, so until the daemon has carried it out.
+  behind it, so until the daemon has carried it out. ``..._128k_tp8_us``: the same for eight ranks
+  and rows of eight such shards; eight sessions release, and all eight pings must have come back.
 - ``ping_rps``: empty round trips a second by 1 client, and by 16 that each wait for their own.
 - ``daemon_rss_mib``: VmRSS - RssShmem, so without the arena. ``daemon_idle_cpu_percent`` of a core.
 """
@@ -77,15 +78,21 @@ def measure(socket: str | None, l1_bytes: int, rounds: int) -> dict[str, Any]:
         figures["ready_s"] = daemon.ready_s
         arena_bytes = daemon.wait_populated()
         say(f"store and load, {rounds} rounds of 512 MiB")
-        figures |= measure_copies(daemon.socket, arena_bytes, rounds)
-        say("lookups among 65,536 rows")
-        figures |= measure_index(daemon.socket)
+        add(figures, measure_copies(daemon.socket, arena_bytes, rounds))
+        for tp in (1, 8):
+            say(f"lookups among 65,536 rows, ranks: {tp}")
+            add(figures, measure_index(daemon.socket, tp=tp))
         say("pings")
         figures["ping_rps"] = {str(n): measure_pings(daemon.socket, n) for n in (1, 16)}
         say("an idle daemon")
         figures["daemon_rss_mib"] = daemon.rss_mib()
         figures["daemon_idle_cpu_percent"] = daemon.idle_cpu_percent()
     return figures
+
+
+def add(figures: dict[str, Any], more: dict[str, Any]) -> None:
+    """Put ``more`` to ``figures``; one ``bytes_equal`` for all of them."""
+    figures |= more | {"bytes_equal": figures.get("bytes_equal", True) and more["bytes_equal"]}
 
 
 def table(figures: dict[str, Any]) -> str:
