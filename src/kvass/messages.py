@@ -116,7 +116,8 @@ class Lookup(Message, tag="lookup"):
 class Matched(Message, tag="matched"):
     """``chunks`` counts from chunk 0, so ``chunks == first`` is a miss and takes no lease (0).
 
-    ``slots[g]`` are the rows of group ``g`` for chunks ``[first, chunks)``. A read counts only if
+    ``slots[g]`` are the rows of group ``g``: of chunks ``[first, chunks)`` those that
+    ``GroupLayout.needs`` names, so the last ``len(slots[g])`` of them. A read counts only if
     it finished before ``deadline_s``, and only by a rank that was registered at ``given_s`` and has
     been since: a rank's EOF settles its debts, so what it was to copy may be another's by now.
     """
@@ -182,13 +183,19 @@ class Reserve(Message, tag="reserve"):
 class Grant(msgspec.Struct, omit_defaults=True):
     """What of one item may be written: ``chunks`` are the granted chunk indices (absolute).
 
-    Chunks already held, being written or refused are not in it; ``reservation`` 0 means none was.
-    ``slots[i]`` belongs to the i-th group named in the item's mask, parallel to ``chunks``.
+    Rows already held, being written or refused are not in it; ``reservation`` 0 means none was.
+    ``slots[i]`` belongs to the i-th group named in the item's mask: one row for each of
+    ``chunks``, or of ``which[i]`` if the groups differ.
     """
 
     reservation: int = 0
     chunks: tuple[int, ...] = ()
     slots: tuple[Slots, ...] = ()
+    which: tuple[tuple[int, ...], ...] = ()
+
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The granted chunks of each group of the mask, parallel to ``slots``."""
+        return self.which or (self.chunks,) * len(self.slots)
 
 
 class Granted(Message, tag="granted"):

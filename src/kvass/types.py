@@ -6,7 +6,7 @@ socket, a clock or an engine. Units are in the names: ``*_bytes``, ``*_tokens``,
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,12 +21,14 @@ MAX_RANKS: Final = 128
 SCHEDULER: Final = -1
 """The rank under which an instance's scheduler session is known; workers are 0..ranks-1."""
 
-GroupKind = Literal["full", "sliding_window", "state"]
+GroupKind = Literal["full", "sliding_window", "chunked_local", "state"]
 
 U64Array = npt.NDArray[np.uint64]
 U32Array = npt.NDArray[np.uint32]
 U16Array = npt.NDArray[np.uint16]
 I64Array = npt.NDArray[np.int64]
+Tokens = TypeVar("Tokens", int, I64Array)
+"""A number of tokens, or many of them."""
 
 
 def align_up(value: int, to: int = PAGE) -> int:
@@ -38,7 +40,10 @@ class GroupLayout(msgspec.Struct, frozen=True):
     """One layer group as one rank holds it: layers sharing a block-id space and a cache spec.
 
     ``page_bytes[i]`` is what one block takes in layer ``layers[i]``; layers of one group may
-    differ. ``window_tokens`` is 0 unless ``kind`` is ``sliding_window``.
+    differ, and a pipeline stage may hold none of them. ``window_tokens``: of a ``sliding_window``
+    the tokens that one token attends to, itself included (and what the engine keeps beyond); of
+    ``chunked_local`` the size of a local chunk; else 0. A ``state`` is a running summary, kept in
+    the block that ends at its token.
     """
 
     kind: GroupKind
@@ -47,13 +52,50 @@ class GroupLayout(msgspec.Struct, frozen=True):
     page_bytes: tuple[int, ...]
     window_tokens: int = 0
 
-    def blocks_per_chunk(self, chunk_tokens: int) -> int:
-        """Blocks of this group in one chunk; ``chunk_tokens`` is a multiple of ``block_tokens``."""
-        return chunk_tokens // self.block_tokens
+    def needs(self, tokens: Tokens) -> Tokens:
+        """The first token whose pages a hit of ``tokens`` needs: all of [that, ``tokens``).
+
+        Lookup, pinning, promotion, storing and eviction all ask here (DESIGN section 4). The next
+        token of a sliding window sees ``window_tokens - 1`` others; a state at ``tokens`` needs
+        the one block that ends there.
+        """
+        if self.kind == "full":
+            return tokens * 0
+        if self.kind == "chunked_local":
+            return tokens - tokens % self.window_tokens
+        reach = 1 if self.kind == "state" else self.window_tokens - 1
+        first = tokens - reach
+        return first * (first > 0)
+
+    def blocks(self, first_token: int, end_token: int) -> range:
+        """The blocks of a request that hold tokens ``[first_token, end_token)``, whole or in part.
+
+        Exact in both directions: ``tokens(blocks(a, b)) == (a, b)`` for whole blocks.
+        """
+        return range(first_token // self.block_tokens, -(-end_token // self.block_tokens))
+
+    def tokens(self, blocks: range) -> tuple[int, int]:
+        """The tokens ``[first, end)`` that ``blocks`` hold."""
+        return blocks.start * self.block_tokens, blocks.stop * self.block_tokens
+
+    def row_blocks(self, chunk_tokens: int) -> int:
+        """Blocks at the end of a chunk that its row keeps: those some hit may need; perhaps none.
+
+        ``chunk_tokens`` is a multiple of ``block_tokens``. A hit ends at a chunk's end, so of a
+        window shorter than a chunk only the blocks it reaches from there are of use.
+        """
+        reach = chunk_tokens
+        if self.kind == "sliding_window":
+            reach = min(chunk_tokens, self.window_tokens - 1)
+        elif self.kind == "chunked_local" and chunk_tokens % self.window_tokens == 0:
+            reach = 0
+        elif self.kind == "state":
+            reach = 1
+        return len(self.blocks(chunk_tokens - reach, chunk_tokens))
 
     def shard_bytes(self, chunk_tokens: int) -> int:
-        """Bytes of this rank's part of one row, padded to ``PAGE``."""
-        return align_up(self.blocks_per_chunk(chunk_tokens) * sum(self.page_bytes))
+        """Bytes of this rank's part of one row, padded to ``PAGE``; at least one ``PAGE``."""
+        return align_up(max(1, self.row_blocks(chunk_tokens) * sum(self.page_bytes)))
 
 
 class RankLayout(msgspec.Struct, frozen=True):

@@ -187,22 +187,27 @@ def test_each_shard_gets_an_extent_of_its_own() -> None:
     assert len({x for pair in places for x in pair}) == 8
 
 
-def test_half_a_chunk_makes_way_for_a_whole_one() -> None:
+def test_half_a_chunk_is_completed_by_what_it_lacks() -> None:
     rig = Rig()
     e = rig.engine(layout=layout(1, 1))
     e.store("a", groups=1)
     assert e.holds("a") == 0
-    e.store("a", groups=3)
-    assert e.holds("a") == 1
-    assert rig.gauge("rows") == (2,)
+    grant = e.store("a", "b", groups=3)
+    assert (grant.chunks, grant.which) == ((0, 1), ((1,), (0, 1)))
+    assert list(map(len, grant.slots)) == [1, 2]
+    assert e.holds("a", "b") == 2
+    assert rig.gauge("rows") == (4,)
 
 
-def test_half_a_chunk_that_is_being_written_does_not_make_way() -> None:
+def test_half_a_chunk_being_written_leaves_the_other_half_to_write() -> None:
     e = Rig().engine(layout=layout(1, 1))
     half = e.reserve("a", groups=1)
-    assert e.reserve("a", groups=3).chunks == ()
+    other = e.reserve("a", groups=3)
+    assert (other.chunks, other.which) == ((0,), ((), (0,)))
+    e.commit(other.reservation)
+    assert e.holds("a") == 0
     e.commit(half.reservation)
-    assert e.reserve("a", groups=3).chunks == (0,)
+    assert e.holds("a") == 1
 
 
 def test_many_stores_into_a_full_arena_are_never_dropped() -> None:

@@ -58,11 +58,11 @@ def _namespace_for(state: State, instance: Instance) -> int:
     if not instance.covers_all_shards(instance.writers):
         raise Refused("contradiction", "writer: every shard needs exactly one writing rank")
     specs = row_class_specs(instance)
-    row = max(s.row_bytes for s in specs)
-    if row > state.quota:
-        text = f"one row takes {row} bytes and an instance may write {state.quota} at a time: "
+    chunk = sum(s.row_bytes for s in specs)
+    if chunk > state.quota:
+        text = f"a chunk takes {chunk} bytes and an instance may write {state.quota} at a time: "
         share = state.config.limits.instance_write_share
-        raise Refused("too_large", text + f"give the daemon an L1 above {int(row / share)} bytes")
+        raise Refused("too_large", text + f"give the daemon an L1 above {int(chunk / share)} bytes")
     digest = namespace_digest(instance)
     if digest in state.by_digest:
         return state.by_digest[digest]

@@ -7,6 +7,7 @@ raises ``Refused`` before it changed anything.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvass.core.checks import (
     check_request,
@@ -18,6 +19,7 @@ from kvass.core.checks import (
     scheduler_of,
     split_keys,
 )
+from kvass.core.coverage import first_chunk, longest_hit
 from kvass.core.index import ABSENT
 from kvass.core.l1 import Namespace, RowClass
 from kvass.core.leases import Lease, Part
@@ -60,32 +62,42 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched:
     ns = state.namespace_of(instance)
     if ns is None:
         return miss
-    parts = _match(state, ns, keys, msg.first)
-    chunks = len(parts[0].rows)
-    if not chunks:
+    chunks, parts = _match(state, ns, keys, msg.first)
+    if chunks == msg.first:
         return miss
-    state.counters["hit_chunks"] += chunks
+    state.counters["hit_chunks"] += chunks - msg.first
     lease = state.custody.lend(instance.id, msg.request, parts, readers, state.now)
     return Matched(
         boot=state.config.boot,
         lease=lease.id,
         first=msg.first,
-        chunks=msg.first + chunks,
+        chunks=chunks,
         given_s=state.now,
         deadline_s=lease.deadline,
         slots=tuple(state.l1.slots(p.rows) for p in parts),
     )
 
 
-def _match(state: State, ns: Namespace, keys: U64Array, first: int) -> tuple[Part, ...]:
-    """Touch what is there of ``[0, first)``; the longest run from ``first`` in every group."""
+def _match(state: State, ns: Namespace, keys: U64Array, first: int) -> tuple[int, tuple[Part, ...]]:
+    """Where the longest hit ends, and the rows it needs from ``first`` on, group by group.
+
+    Touches these, and what the engine has itself of ``[0, first)``.
+    """
     found = [one.index.find(keys) for one in ns.classes]
-    runs = [state.l1.ready_run(f[first:]) for f in found]
-    chunks = min(map(len, runs))
-    for one, f, run in zip(ns.classes, found, runs, strict=True):
-        used = np.concatenate([_present(f[:first]), run[:chunks]]) if first else run[:chunks]
-        state.l1.touch(one, used)
-    return tuple(Part(one.id, run[:chunks]) for one, run in zip(ns.classes, runs, strict=True))
+    there = [state.l1.readable(f) for f in found]
+    groups = [one.spec.layout for one in ns.classes]
+    chunks = longest_hit(groups, there, ns.chunk_tokens, first)
+    parts = []
+    for one, group, f in zip(ns.classes, groups, found, strict=True):
+        begin = first_chunk(group, chunks, ns.chunk_tokens, first)
+        rows = f[begin:chunks]
+        if first:
+            own = f[first_chunk(group, chunks, ns.chunk_tokens) : begin]
+            state.l1.touch(one, np.concatenate([_present(own), rows]))
+        else:
+            state.l1.touch(one, rows)
+        parts.append(Part(one.id, rows))
+    return chunks, tuple(parts)
 
 
 def renew(state: State, session: Session, msg: Renew) -> Renewed:
@@ -114,8 +126,10 @@ def release(state: State, session: Session, msg: Release) -> None:
 
 def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
     """Rows whose bytes proved wrong never match again (law 8)."""
+    chunks = max(len(part.rows) for part in lease.parts)
     for part in lease.parts:
-        wrong = [part.rows[i] for i in set(bad) if 0 <= i < len(part.rows)]
+        begin = chunks - len(part.rows)  # a window's rows are those of the last chunks
+        wrong = [part.rows[i - begin] for i in set(bad) if begin <= i < chunks]
         rows = np.unique(np.array(wrong, np.int64))
         rows = rows[~state.l1.table.doomed[rows]]
         state.counters["bad_rows"] += len(rows)
@@ -177,72 +191,87 @@ def _grant(
     """WRITING rows for the chunks of ``item`` that nobody has, as far as they fit."""
     ns = state.namespace_of(instance)
     assert ns is not None, "reserve() asked already"
-    classes = _classes(ns, item)
-    found = [one.index.find(keys) for one in classes]
-    wanted = _wanted(state, found, keys, item.first, _allowance(state, instance, classes))
-    if not wanted:
+    classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
+    lacking = _lacking(ns, item, keys)[[c.spec.group for c in classes]]
+    _cut(lacking, classes, _allowance(state, instance))
+    wanted = [np.flatnonzero(each) for each in lacking]
+    if not any(map(len, wanted)):
         return Grant()
-    state.counters["chunks_wanted"] += len(wanted)
-    rows = [state.l1.allocate(one, keys[wanted], protect) for one in classes]
-    chunks = min(map(len, rows))
-    for r in rows:
-        _take_back(state, r[chunks:])
+    state.counters["chunks_wanted"] += int(lacking.any(axis=0).sum())
+    rows = [
+        state.l1.allocate(one, keys[w], protect) for one, w in zip(classes, wanted, strict=True)
+    ]
+    end = min(
+        (int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)),
+        default=len(keys),
+    )  # the first chunk for which there was no room in some group
+    for i, w in enumerate(wanted):
+        kept = int(np.searchsorted(w, end))
+        _take_back(state, rows[i][kept:])
+        wanted[i], rows[i] = w[:kept], rows[i][:kept]
     _touch(state, instance, item, keys)  # once more, with the new rows: they are deeper, so older
-    if not chunks:
+    parts = tuple(Part(c.id, r) for c, r in zip(classes, rows, strict=True) if len(r))
+    if not parts:
         return Grant()
-    state.counters["chunks_granted"] += chunks
-    parts = tuple(Part(c.id, r[:chunks]) for c, r in zip(classes, rows, strict=True))
     one_id = state.custody.reserve(
         instance.id, item.request, parts, writers, ns.epoch, state.now
     ).id
-    slots = tuple(state.l1.slots(p.rows) for p in parts)
-    return Grant(reservation=one_id, chunks=tuple(wanted[:chunks]), slots=slots)
-
-
-def _classes(ns: Namespace, item: ReserveItem) -> list[RowClass]:
-    """The row classes of the groups that ``item`` asks for."""
-    return [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
+    which = tuple(tuple(w.tolist()) for w in wanted)
+    chunks = tuple(sorted({c for each in which for c in each}))
+    state.counters["chunks_granted"] += len(chunks)
+    return Grant(
+        reservation=one_id,
+        chunks=chunks,
+        slots=tuple(map(state.l1.slots, rows)),
+        which=() if all(each == chunks for each in which) else which,
+    )
 
 
 def _touch(state: State, instance: Instance, item: ReserveItem, keys: U64Array) -> None:
-    """Every row that ``item`` names is in use, also by who asks to write the rest."""
+    """The prompt that ``item`` names is in use, also by who asks to write the rest of it.
+
+    Of windows and states that means what it asks to write, and what a hit of all of it needs.
+    """
     ns = state.namespace_of(instance)
     assert ns is not None, "reserve() asked already"
-    for one in _classes(ns, item):
-        state.l1.touch(one, _present(one.index.find(keys)))
+    for one in ns.classes:
+        begin = min(item.first, first_chunk(one.spec.layout, len(keys), ns.chunk_tokens))
+        state.l1.touch(one, _present(one.index.find(keys[begin:])))
 
 
-def _wanted(
-    state: State, found: list[I64Array], keys: U64Array, first: int, most: int
-) -> list[int]:
-    """The first ``most`` chunks no asked group has; half a chunk that may go makes way."""
-    groups = np.stack(found)[:, first:]
-    lacking = first + np.flatnonzero((groups == ABSENT).any(axis=0))
-    seen, wanted = set[bytes](), list[int]()
-    for i, key in zip(lacking.tolist(), keys[lacking], strict=True):
-        raw = key.tobytes()
-        if len(wanted) >= most:
-            break
-        if raw in seen:
-            continue
-        if len(found) > 1:
-            held = _present(groups[:, i - first])
-            if not state.l1.table.evictable(held).all():
-                continue
-            for row in held:
-                state.l1.free(np.array([row], np.int64))
-        seen.add(raw)
-        wanted.append(i)
-    return wanted
+def _lacking(ns: Namespace, item: ReserveItem, keys: U64Array) -> npt.NDArray[np.bool_]:
+    """Which rows nobody has of those that ``item`` asks for: bool, shape ``(groups, chunks)``.
+
+    A window or a state is worth writing only where the chunk's full rows are, or will be.
+    """
+    absent = np.stack([one.index.find(keys) == ABSENT for one in ns.classes])
+    asked = np.array([item.groups >> g & 1 for g in range(len(absent))], np.bool_)
+    lacking: npt.NDArray[np.bool_] = absent & asked[:, None]
+    lacking[:, : item.first] = False
+    columns = np.flatnonzero(lacking.any(axis=0))
+    if len(columns) > 1:  # a key said twice is written once
+        raw = np.ascontiguousarray(keys[columns]).view(f"V{keys.itemsize * keys.shape[1]}")
+        once = np.unique(raw.ravel(), return_index=True)[1]
+        lacking[:, np.delete(columns, once)] = False
+    full = np.array([one.spec.layout.kind == "full" for one in ns.classes])
+    if not full.all():
+        lacking[~full] &= (~absent | lacking)[full].all(axis=0)
+    return lacking
 
 
-def _allowance(state: State, instance: Instance, classes: list[RowClass]) -> int:
-    """How many more chunks of these classes the instance may reserve (law 12)."""
+def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> None:
+    """Take out of ``lacking`` the chunks past ``allowance`` bytes."""
+    sizes = np.array([one.spec.row_bytes for one in classes], np.int64)
+    bytes_upto = np.cumsum(sizes @ lacking)
+    lacking[:, int(np.searchsorted(bytes_upto, allowance, side="right")) :] = False
+
+
+def _allowance(state: State, instance: Instance) -> int:
+    """How many more bytes the instance may reserve (law 12)."""
     limits = state.config.limits
     if len(state.ledger.reservations_of.get(instance.id, ())) >= limits.reservations_per_instance:
         return 0
-    left = state.quota - state.ledger.bytes_of.get(instance.id, 0)
-    return max(0, left // sum(c.spec.row_bytes for c in classes))
+    return max(0, state.quota - state.ledger.bytes_of.get(instance.id, 0))
 
 
 def _take_back(state: State, rows: I64Array) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvass.core.eviction import EvictionPolicy, Lru
 from kvass.core.extents import ExtentMap, ExtentSet
@@ -60,6 +61,7 @@ class L1:
         self.table = RowTable()
         self.extents = ExtentMap(arena_bytes)
         self.classes: dict[int, RowClass] = {}
+        self._of_namespace: dict[int, list[RowClass]] = {}
         self.evicted: Counter[str] = Counter()
         """Rows evicted, by reason."""
         self._extent_bytes = extent_bytes
@@ -87,6 +89,7 @@ class L1:
         )
         self._next_class += 1
         self.classes[made.id] = made
+        self._of_namespace.setdefault(namespace, []).append(made)
         return made
 
     def remove_class(self, gone: RowClass) -> None:
@@ -94,22 +97,28 @@ class L1:
         for one in [s for s in self.extents.sets.values() if s.owner == gone.id]:
             self._remove_set(one)
         del self.classes[gone.id]
+        self._of_namespace[gone.namespace].remove(gone)
 
     # ------------------------------------------------------------ finding
 
-    def ready_run(self, found: I64Array) -> I64Array:
-        """The longest run of READY rows at the beginning of ``found``."""
-        if not (found == ABSENT).any() and (self.table.state[found] == READY).all():
-            return found
-        ready = found != ABSENT
-        ready[ready] = self.table.state[found[ready]] == READY
-        return found if ready.all() else found[: int(ready.argmin())]
+    def readable(self, found: I64Array) -> npt.NDArray[np.bool_]:
+        """Which of ``found`` (row ids, or ``ABSENT``) are READY."""
+        there: npt.NDArray[np.bool_] = found != ABSENT
+        if there.all():
+            ready: npt.NDArray[np.bool_] = self.table.state[found] == READY
+            return ready
+        there[there] = self.table.state[found[there]] == READY
+        return there
 
     def touch(self, one: RowClass, rows: I64Array) -> None:
-        """``rows``, in chunk order, were used: the deepest becomes the oldest of them."""
+        """``rows``, in chunk order, were used.
+
+        The deepest becomes the oldest of them, since it is worth nothing without the others; but a
+        window's or a state's becomes the newest, since a hit needs only those at its end.
+        """
         if len(rows):
-            backwards = rows[::-1]
-            one.policy.touched(backwards, self.table.stamp_rows(backwards))
+            oldest_first = rows[::-1] if one.spec.layout.kind == "full" else rows
+            one.policy.touched(oldest_first, self.table.stamp_rows(oldest_first))
             self._newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def slots(self, rows: I64Array) -> Slots:
@@ -221,7 +230,24 @@ class L1:
             if not len(victims):
                 return
             self.evicted["capacity"] += len(victims)
-            self.free(victims)
+            self._evict(one, victims)
+
+    def _evict(self, one: RowClass, rows: I64Array) -> None:
+        """Free ``rows`` of a class, and what is worth nothing without them.
+
+        No hit gets past a missing ``full`` row, so its chunk's windows and states go with it.
+        """
+        keys = self.table.keys_of(rows)
+        self.free(rows)
+        if one.spec.layout.kind != "full":
+            return
+        for other in self._of_namespace[one.namespace]:
+            if other.spec.layout.kind != "full":
+                found = other.index.find(keys)
+                found = found[found != ABSENT]
+                orphans = found[self.table.evictable(found)]
+                self.evicted["orphaned"] += len(orphans)
+                self.free(orphans)
 
     def _add_set(self, one: RowClass) -> bool:
         made = self.extents.add(one.id, one.spec.shard_bytes, one.slots_per_set)
@@ -266,7 +292,7 @@ class L1:
         rows = np.arange(one.first_row, one.end_row, dtype=np.int64)
         held = rows[self.table.state[rows] == READY]
         self.evicted["handed_over"] += len(held)
-        self.free(held)
+        self._evict(self.classes[one.owner], held)
         self._remove_set(one)
 
     def _remove_set(self, one: ExtentSet) -> None:

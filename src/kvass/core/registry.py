@@ -15,7 +15,7 @@ import msgspec
 
 from kvass.errors import Refused
 from kvass.messages import Register
-from kvass.types import MAX_RANKS, SCHEDULER, Limits, RankLayout, align_up
+from kvass.types import MAX_RANKS, SCHEDULER, GroupLayout, Limits, RankLayout
 
 
 class Session(msgspec.Struct):
@@ -55,10 +55,14 @@ class Instance(msgspec.Struct):
 
 
 class RowClassSpec(msgspec.Struct, frozen=True):
-    """What a slot of one (namespace, group) takes: bytes of each shard, padded."""
+    """What a slot of one (namespace, group) takes: bytes of each shard, padded.
+
+    ``layout`` is the group as the rank of the first shard holds it; kind, window and block size
+    are the same on every rank.
+    """
 
     group: int
-    kind: str
+    layout: GroupLayout
     shard_bytes: tuple[int, ...]
 
     @property
@@ -97,15 +101,19 @@ def _check_layout(layout: RankLayout, chunk_tokens: int) -> None:
         raise Refused("bad_value", f"layout: {len(layout.groups)} groups, must be 1..64")
     for i, g in enumerate(layout.groups):
         where = f"layout.groups[{i}]"
-        if g.kind != "full":
-            raise Refused("bad_value", f"{where}.kind: {g.kind} groups are not supported yet")
+        if (g.window_tokens > 0) != (g.kind in ("sliding_window", "chunked_local")):
+            raise Refused(
+                "bad_value", f"{where}.window_tokens: {g.window_tokens} for a {g.kind} group"
+            )
         if g.block_tokens < 1 or chunk_tokens % g.block_tokens:
             raise Refused(
                 "bad_value",
                 f"{where}.block_tokens: {g.block_tokens} does not divide a chunk of {chunk_tokens}",
             )
-        if not g.layers or len(g.layers) != len(g.page_bytes) or min(g.page_bytes) < 1:
+        if len(g.layers) != len(g.page_bytes) or min(g.page_bytes, default=1) < 1:
             raise Refused("bad_value", f"{where}: one positive page_bytes per layer is needed")
+    if not any(g.layers for g in layout.groups):
+        raise Refused("bad_value", "layout: no group has a layer")
 
 
 _TERMS = ("identity", "chunk_tokens", "ranks", "world_size")
@@ -182,7 +190,5 @@ def row_class_specs(instance: Instance) -> list[RowClassSpec]:
     specs = []
     for i, group in enumerate(first.groups):
         sizes = (x.groups[i].shard_bytes(terms.chunk_tokens) for x in layouts if x is not None)
-        specs.append(
-            RowClassSpec(group=i, kind=group.kind, shard_bytes=tuple(map(align_up, sizes)))
-        )
+        specs.append(RowClassSpec(group=i, layout=group, shard_bytes=tuple(sizes)))
     return specs

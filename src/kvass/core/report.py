@@ -60,7 +60,7 @@ def _group(state: State, one: RowClass) -> dict[str, Any]:
     used = sum(n for state, n in census.items() if state != "free")
     return {
         "group": one.spec.group,
-        "kind": one.spec.kind,
+        "kind": one.spec.layout.kind,
         "row_bytes": size,
         "rows": census["ready"],
         "rows_writing": census["writing"],

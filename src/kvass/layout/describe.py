@@ -134,4 +134,4 @@ def describe_group(
             bases, block_strides, layout.page_bytes, where, strict=True
         )
     )
-    return GroupPlanes(group, planes, blocks, layout.blocks_per_chunk(chunk_tokens))
+    return GroupPlanes(group, planes, blocks, layout.row_blocks(chunk_tokens))

@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self, socket: str, chunks: int = CHUNKS) -> None:
         self.chunks = chunks
-        table = chunks * LAYOUT.blocks_per_chunk(CHUNK_TOKENS)
+        table = chunks * LAYOUT.row_blocks(CHUNK_TOKENS)
         blocks = 2 * table + 1
         name = f"bench-{os.getpid()}-{os.urandom(4).hex()}"
         register = Register(

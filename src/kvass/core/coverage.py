@@ -1,0 +1,48 @@
+"""The longest hit: how far a prompt's rows reach in every layer group at once.
+
+Law of this file: pure arithmetic over what is there; ``GroupLayout.needs`` alone says what a hit
+needs. A hit ends at a chunk's end, and needs of each group the chunks that ``needs`` names from
+``first`` on (what lies before, the engine has itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.types import GroupLayout
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+def first_chunk(group: GroupLayout, chunks: int, chunk_tokens: int, first: int = 0) -> int:
+    """The first chunk that a hit of ``chunks`` chunks needs of ``group``, from ``first`` on."""
+    return min(chunks, max(first, group.needs(chunks * chunk_tokens) // chunk_tokens))
+
+
+def longest_hit(
+    groups: Sequence[GroupLayout], there: Sequence[BoolArray], chunk_tokens: int, first: int
+) -> int:
+    """The most chunks of a prompt, counted from its beginning, that can be had; ``first`` if none.
+
+    ``there[g][c]``: group ``g``'s row of chunk ``c`` can be read. All are equally long.
+    """
+    end = len(there[0])
+    for group, rows in zip(groups, there, strict=True):
+        if group.kind == "full":
+            absent = ~rows[first:end]
+            end = first + int(absent.argmax()) if absent.any() else end
+    windows = [(g, r) for g, r in zip(groups, there, strict=True) if g.kind != "full"]
+    if not windows or end == first:
+        return end
+    chunk = np.arange(first, end)
+    reachable = np.ones(end - first, np.bool_)
+    for group, rows in windows:
+        # What is missing at or before a chunk must lie before all that a hit ending there needs.
+        missing = np.maximum.accumulate(np.where(rows[first:end], -1, chunk))
+        needed = group.needs((chunk + 1) * chunk_tokens) // chunk_tokens
+        reachable &= missing < np.maximum(needed, first)
+    hits = np.flatnonzero(reachable)
+    return first + int(hits[-1]) + 1 if len(hits) else first

@@ -1,0 +1,129 @@
+"""What a hit needs of each layer group, and the longest hit, against brute force."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvass.core.coverage import first_chunk, longest_hit
+from kvass.types import PAGE, GroupKind, GroupLayout
+
+DEEPSEEK_V4 = (256, 64, 64, 4, 8)
+
+
+def group(kind: GroupKind, block: int, window: int = 0, page: int = 100) -> GroupLayout:
+    return GroupLayout(kind, block, ("a", "b"), (page, page), window)
+
+
+@st.composite
+def groups(draw: st.DrawFn, block_sizes: tuple[int, ...] = (1, 4, 8, 16, 48)) -> GroupLayout:
+    kind: GroupKind = draw(st.sampled_from(["full", "sliding_window", "chunked_local", "state"]))
+    window = draw(st.integers(1, 700)) if kind in ("sliding_window", "chunked_local") else 0
+    return group(kind, draw(st.sampled_from(block_sizes)), window)
+
+
+def attended(one: GroupLayout, tokens: int) -> set[int]:
+    """The tokens before ``tokens`` whose KV computing the next one reads: the definition."""
+    before = range(tokens)
+    if one.kind == "full":
+        return set(before)
+    if one.kind == "sliding_window":
+        return {t for t in before if tokens - t < one.window_tokens}
+    if one.kind == "chunked_local":
+        return {t for t in before if t // one.window_tokens == tokens // one.window_tokens}
+    return {t for t in before if t == tokens - 1}
+
+
+@given(one=groups(), tokens=st.integers(0, 1500))
+@example(one=group("sliding_window", 16, 1), tokens=256)
+def test_needs_is_what_the_next_token_attends_to(one: GroupLayout, tokens: int) -> None:
+    assert set(range(one.needs(tokens), tokens)) == attended(one, tokens)
+
+
+@given(one=groups(), ends=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5))
+def test_needs_of_many_is_needs_of_each(one: GroupLayout, ends: list[int]) -> None:
+    assert one.needs(np.array(ends, np.int64)).tolist() == [one.needs(n) for n in ends]
+
+
+def test_d3_a_token_range_is_exact_in_every_block_size() -> None:
+    """DeepSeek-V4's block sizes: 4,096 tokens are 16, 64, 64, 1,024 and 512 blocks."""
+    sizes = [len(group("full", block).blocks(0, 4096)) for block in DEEPSEEK_V4]
+    assert sizes == [16, 64, 64, 1024, 512]
+
+
+@given(
+    one=groups((*DEEPSEEK_V4, 16, 32, 384, 544)),
+    first=st.integers(0, 500),
+    count=st.integers(0, 500),
+    cut=st.integers(0, 600),
+)
+def test_d3_blocks_and_tokens_are_each_others_inverse(
+    one: GroupLayout, first: int, count: int, cut: int
+) -> None:
+    blocks = range(first, first + count)
+    begin, end = one.tokens(blocks)
+    assert one.blocks(begin, end) == blocks
+    assert end - begin == count * one.block_tokens
+    holding = {t // one.block_tokens for t in range(begin, begin + cut)}
+    assert set(one.blocks(begin, begin + cut)) == holding
+
+
+@given(one=groups((4, 8, 16, 32, 64, 256)), chunk=st.sampled_from([256, 512, 768]))
+def test_a_row_keeps_every_block_that_some_hit_needs_and_few_others(
+    one: GroupLayout, chunk: int
+) -> None:
+    """Of chunk 2, over all hits that end at or after it."""
+    needed = set[int]()
+    for end in range(3, 12):
+        first = max(one.needs(end * chunk), 2 * chunk)
+        needed |= set(one.blocks(first, min(end, 3) * chunk)) if first < 3 * chunk else set()
+    kept = set(one.blocks(2 * chunk, 3 * chunk)[-one.row_blocks(chunk) :])
+    kept = kept if one.row_blocks(chunk) else set()
+    assert needed <= kept
+    if one.kind != "chunked_local":
+        assert needed == kept
+
+
+def test_a_row_of_nothing_still_has_an_address() -> None:
+    local = group("chunked_local", 16, 128)
+    assert local.row_blocks(256) == 0
+    assert local.shard_bytes(256) == PAGE
+    assert GroupLayout("full", 16, (), ()).shard_bytes(256) == PAGE
+
+
+def brute_force(groups: list[GroupLayout], there: list[list[bool]], chunk: int, first: int) -> int:
+    best = first
+    for chunks in range(first + 1, len(there[0]) + 1):
+        if all(
+            rows[token // chunk]
+            for one, rows in zip(groups, there, strict=True)
+            for token in attended(one, chunks * chunk)
+            if token // chunk >= first
+        ):
+            best = chunks
+    return best
+
+
+@given(data=st.data())
+def test_the_longest_hit_is_brute_forces(data: st.DataObject) -> None:
+    some = data.draw(st.lists(groups((1, 2, 4)), min_size=1, max_size=4))
+    chunk = math.lcm(4, data.draw(st.integers(4, 60)))
+    count = data.draw(st.integers(0, 12))
+    rows = st.lists(st.sampled_from([True, True, True, False]), min_size=count, max_size=count)
+    there = [data.draw(rows) for _ in some]
+    first = data.draw(st.integers(0, count))
+    found = longest_hit(some, [np.array(x, np.bool_) for x in there], chunk, first)
+    assert found == brute_force(some, there, chunk, first)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "first", "begins"),
+    [(8, 0, (0, 6, 7)), (8, 7, (7, 7, 7)), (1, 0, (0, 0, 0))],
+)
+def test_the_first_chunk_of_a_hit(chunks: int, first: int, begins: tuple[int, ...]) -> None:
+    kinds = group("full", 16), group("sliding_window", 16, 300), group("state", 256)
+    assert tuple(first_chunk(one, chunks, 256, first) for one in kinds) == begins
