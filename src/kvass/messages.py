@@ -1,7 +1,8 @@
 """Every message on the wire, and nothing else.
 
-Law of this file: a field is only ever added, with a default; a name is never reused. So an older
-peer's message decodes here and ours decodes there (unknown fields are ignored).
+Law of this file: a field is only ever added, with a default; a name is never reused and a default
+never changed. So an older peer's message decodes here and ours decodes there: unknown fields are
+ignored, a missing one means what it always meant (docs/compatibility.md; ``tests/golden``).
 
 Encoding: MessagePack maps tagged by ``t`` (msgspec), in frames of ``u32 little-endian length`` +
 payload (``wire/framing.py``). A *request* carries ``seq`` > 0 and is answered by exactly one reply
@@ -24,7 +25,6 @@ from typing import Any, Final
 
 import msgspec
 
-from kvass.errors import ErrorCode
 from kvass.types import Limits, RankLayout, Slots, Timing
 
 PROTOCOL_MIN: Final = 1
@@ -45,8 +45,8 @@ class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
 class Hello(Message, tag="hello"):
     """First message of a client. ``clock_s`` is its CLOCK_MONOTONIC when it sent this."""
 
-    protocol_min: int = PROTOCOL_MIN
-    protocol_max: int = PROTOCOL_MAX
+    protocol_min: int = 1  # as any default here: what a peer that says nothing means, for ever
+    protocol_max: int = 1
     features: tuple[str, ...] = ()
     client: str = ""
     clock_s: float = 0.0
@@ -59,7 +59,7 @@ class Welcome(Message, tag="welcome"):
     ``clock_s`` lets the client check that it lies between its sending and its receiving.
     """
 
-    protocol: int = PROTOCOL_MAX
+    protocol: int = 1
     features: tuple[str, ...] = ()
     boot: bytes = b""
     version: str = ""
@@ -275,9 +275,12 @@ class Populated(Message, tag="populated"):
 
 
 class Error(Message, tag="error"):
-    """A typed refusal. ``fatal`` says that this session ends after it."""
+    """A typed refusal. ``fatal`` says that this session ends after it.
 
-    code: ErrorCode
+    ``code`` is an ``ErrorCode``, or one that only a newer daemon knows.
+    """
+
+    code: str
     text: str = ""
     fatal: bool = False
 

@@ -36,7 +36,7 @@ def align_up(value: int, to: int = PAGE) -> int:
     return -(-value // to) * to
 
 
-class GroupLayout(msgspec.Struct, frozen=True):
+class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """One layer group as one rank holds it: layers sharing a block-id space and a cache spec.
 
     ``page_bytes[i]`` is what one block takes in layer ``layers[i]``; layers of one group may
@@ -98,13 +98,13 @@ class GroupLayout(msgspec.Struct, frozen=True):
         return align_up(max(1, self.row_blocks(chunk_tokens) * sum(self.page_bytes)))
 
 
-class RankLayout(msgspec.Struct, frozen=True):
+class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """All the daemon must know about the bytes of one rank: its groups, in group-id order."""
 
     groups: tuple[GroupLayout, ...]
 
 
-class Slots(msgspec.Struct, frozen=True):
+class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a list of rows lies in the arena, for every shard at once.
 
     ``extents[s]`` are the byte offsets in the arena at which extent set number ``s`` of this list
@@ -132,7 +132,10 @@ class Slots(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one client may ask (law 12); the daemon tells them in the handshake."""
+    """What one client may ask (law 12); the daemon tells them all in the handshake.
+
+    All, defaults too: these are policy, and the next version's may differ.
+    """
 
     frame_bytes: int = 4 << 20
     """Largest frame either side accepts after the handshake."""
@@ -148,7 +151,10 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """The daemon's clocks, told in the handshake so that nobody has to configure both sides."""
+    """The daemon's clocks, told in the handshake so that nobody has to configure both sides.
+
+    All of them, as ``Limits``.
+    """
 
     lease_s: float = 60.0
     reserve_s: float = 60.0

@@ -12,14 +12,22 @@ import numpy as np
 import pytest
 
 from kvass.cli import bench
-from kvass.cli.bench.copies import CHUNK_TOKENS, LAYOUT, WIDTH, Engine, measure_copies, wait_for
+from kvass.cli.bench.copies import (
+    CHUNK_TOKENS,
+    LLAMA_8B,
+    MLA,
+    WIDTH,
+    Engine,
+    measure_copies,
+    wait_for,
+)
 from kvass.cli.bench.index import BATCH, KEYS, Ranks, measure_index, measure_pings
 from kvass.cli.bench.machine import start_daemon
 from kvass.cli.main import main
 from kvass.client.parallel import ParallelStrategy
 from kvass.errors import ConfigError
 from kvass.testing.daemon import running_daemon
-from kvass.types import PAGE
+from kvass.types import PAGE, GroupLayout
 
 FIGURES = {
     "version": "0.1.0",
@@ -33,9 +41,10 @@ FIGURES = {
 }
 
 
-def test_store_and_load_bring_the_bytes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [LLAMA_8B, MLA])
+def test_store_and_load_bring_the_bytes_back(layout: GroupLayout, tmp_path: Path) -> None:
     with running_daemon(tmp_path, "256MiB") as daemon:
-        figures = measure_copies(daemon.socket, 256 << 20, rounds=2, chunks=1)
+        figures = measure_copies(daemon.socket, 256 << 20, rounds=2, chunks=1, layout=layout)
         daemon.wait_until(rows=0, leases=0, reservations=0, pins=0, sessions=1)
     assert figures["bytes_equal"] is True
     assert figures["store_vs_memcpy"] > 0
@@ -95,8 +104,8 @@ def test_negative_control_a_shard_of_another_row_is_seen(tmp_path: Path) -> None
 def test_one_difference_is_a_difference() -> None:
     figures: dict[str, Any] = {}
     for same in (True, False, True):
-        bench.add(figures, {"bytes_equal": same})
-    assert figures == {"bytes_equal": False}
+        bench.add(figures, {"bytes_equal": same, "store_gbps": 1.5}, "mla_")
+    assert figures == {"bytes_equal": False, "mla_store_gbps": 1.5}
 
 
 def test_its_own_daemon_comes_and_goes() -> None:
@@ -110,8 +119,10 @@ def test_its_own_daemon_comes_and_goes() -> None:
         pass
 
 
-def test_the_layout_is_llama_8bs() -> None:
-    assert LAYOUT.shard_bytes(CHUNK_TOKENS) == 32 << 20
+def test_the_layouts_are_what_they_are_called() -> None:
+    assert LLAMA_8B.shard_bytes(CHUNK_TOKENS) == 32 << 20
+    assert set(MLA.page_bytes) == {18_432}
+    assert MLA.shard_bytes(CHUNK_TOKENS) == 61 * 16 * 18_432
 
 
 @pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])

@@ -14,8 +14,8 @@ import time
 from typing import Any, Final
 
 from kvass.client.link import Link
-from kvass.client.session import Session
-from kvass.errors import Refused, RemoteError, TimedOut, Unavailable
+from kvass.client.session import Session, refusal
+from kvass.errors import RemoteError, TimedOut, Unavailable
 from kvass.messages import (
     Abort,
     Clear,
@@ -94,7 +94,7 @@ class Client(Link):
             self.discard(seq)
             raise TimedOut(f"no answer within {timeout_s:g} s")
         if isinstance(reply, Error):
-            raise Refused(reply.code, one_line(reply.text))
+            raise refusal(reply)
         return reply
 
     def status(self, timeout_s: float = 5.0) -> dict[str, Any]:

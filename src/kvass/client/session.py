@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Final
+from typing import Final, cast
 
 from kvass._version import __version__
 from kvass.arena import memory
 from kvass.config import check_folder
-from kvass.errors import Incompatible, KvassError, Refused, RemoteError, TimedOut
+from kvass.errors import ErrorCode, Incompatible, KvassError, Refused, RemoteError, TimedOut
 from kvass.messages import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
@@ -112,15 +112,26 @@ def open_session(path: str, registration: Register | None, *, wants_arena: bool)
         raise
 
 
+def refusal(error: Error) -> Refused:
+    """What the daemon said, as an exception; its code may be one that we do not know."""
+    return Refused(cast(ErrorCode, one_line(error.code)), one_line(error.text))
+
+
 def _greet(channel: Channel, wants_arena: bool) -> tuple[Welcome, list[Populated]]:
     ours = f"this client ({__version__}) speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}"
     sent_s = time.monotonic()
-    hello = Hello(client=f"kvass {__version__}", clock_s=sent_s, wants_arena=wants_arena)
+    hello = Hello(
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        client=f"kvass {__version__}",
+        clock_s=sent_s,
+        wants_arena=wants_arena,
+    )
     try:
         welcome, pushed = _ask(channel, hello)
-    except Refused as refusal:
-        if refusal.code in ("incompatible_version", "incompatible_clock"):
-            raise Incompatible(f"{refusal.text}; {ours}") from None
+    except Refused as no:
+        if no.code in ("incompatible_version", "incompatible_clock"):
+            raise Incompatible(f"{no.text}; {ours}") from None
         raise
     if not isinstance(welcome, Welcome) or len(welcome.boot) != BOOT_BYTES:
         raise RemoteError(f"a {type(welcome).__name__} in answer to Hello")
@@ -157,7 +168,7 @@ def _ask(channel: Channel, message: Request) -> tuple[FromDaemon, list[Populated
             if isinstance(got, Populated):
                 pushed.append(got)
             elif isinstance(got, Error):
-                raise Refused(got.code, one_line(got.text))
+                raise refusal(got)
             elif reply is not None or got.seq != message.seq:
                 raise RemoteError(f"a {type(got).__name__} nobody asked for")
             else:

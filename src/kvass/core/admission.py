@@ -56,7 +56,9 @@ def _admit(state: State, session: Session, terms: Register) -> None:
 def _namespace_for(state: State, instance: Instance) -> int:
     """The id of the namespace that a complete instance's bytes belong to, made if it is new."""
     if not instance.covers_all_shards(instance.writers):
-        raise Refused("contradiction", "writer: every shard needs exactly one writing rank")
+        written = {instance.workers[rank].shard for rank in instance.writers}
+        lacking = sorted(set(range(instance.terms.world_size)) - written)
+        raise Refused("contradiction", f"writer: no rank writes shards {lacking}")
     specs = row_class_specs(instance)
     chunk = sum(s.row_bytes for s in specs)
     if chunk > state.quota:

@@ -42,15 +42,18 @@ def own_rank(session: Session, rank: int) -> int:
     return rank
 
 
-def known_ranks(ranks: tuple[int, ...], instance: Instance) -> set[int]:
+def known_ranks(field: str, ranks: tuple[int, ...], instance: Instance) -> set[int]:
     """``ranks`` as a set: 1..MAX_RANKS of them, all inside the instance's world (law 2)."""
-    if not ranks or len(ranks) > MAX_RANKS:
-        raise Refused("bad_rank", f"name 1..{MAX_RANKS} ranks, not {len(ranks)}")
+    if not 1 <= len(ranks) <= MAX_RANKS:
+        raise Refused("bad_rank", f"{field}: name 1..{MAX_RANKS} ranks, not {len(ranks)}")
     for rank in ranks:
         if not 0 <= rank < instance.terms.ranks:
             world = f"the world of {instance.terms.ranks}"
-            raise Refused("bad_rank", f"rank {rank} is outside {world}")
-    return set(ranks)
+            raise Refused("bad_rank", f"{field}: rank {rank} is outside {world}")
+    named = set(ranks)
+    if len(named) < len(ranks):
+        raise Refused("bad_rank", f"{field}: name each rank once")
+    return named
 
 
 def check_request(request: str, limits: Limits) -> None:

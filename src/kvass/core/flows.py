@@ -52,7 +52,7 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched:
     instance = scheduler_of(state, session)
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, msg.first, state.config.limits)
-    readers = known_ranks((0,) if msg.readers is None else msg.readers, instance)
+    readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
     held = len(state.ledger.leases_of.get(instance.id, ()))
     if held >= state.config.limits.leases_per_instance:
         raise Refused("limit", f"{held} leases are open: release some")
@@ -171,7 +171,8 @@ def _check_item(
     ns = state.namespace_of(instance)
     if ns is None:
         return keys, set()
-    writers = known_ranks(instance.writers if item.writers is None else item.writers, instance)
+    named = instance.writers if item.writers is None else item.writers
+    writers = known_ranks("writers", named, instance)
     if not instance.covers_all_shards(writers):
         raise Refused("bad_value", "writers: every shard needs exactly one of them")
     groups = len(ns.classes)

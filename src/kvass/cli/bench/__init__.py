@@ -14,6 +14,8 @@ What the names mean:
 - ``..._one_call``: the same against *one* memcpy of all 512 MiB. Above a size that depends on the
   CPU's caches (12 MiB here, 192 MiB there) libc writes past them, which saves reading what is
   overwritten; where that size is more than a row, no copy of rows can do so.
+- ``mla_...``: the same for DeepSeek-V3's layout: 61 layers of one plane, scattered runs of 18 KiB,
+  rows of 17 MiB, 274 MiB in all.
 - ``lookup_128k_us``: 512 keys (131,072 tokens in chunks of 256), all hits, chosen at random among
   65,536 rows of 4 KiB: found, pinned, answered. ``release_128k_us``: its release and the ping
   behind it, so until the daemon has carried it out. ``..._128k_tp8_us``: the same for eight ranks
@@ -32,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvass._version import __version__
-from kvass.cli.bench.copies import measure_copies
+from kvass.cli.bench.copies import MLA, measure_copies
 from kvass.cli.bench.index import measure_index, measure_pings
 from kvass.cli.bench.machine import first_touch_gbps, start_daemon
 from kvass.config import Parser, Size, load
@@ -79,6 +81,8 @@ def measure(socket: str | None, l1_bytes: int, rounds: int) -> dict[str, Any]:
         arena_bytes = daemon.wait_populated()
         say(f"store and load, {rounds} rounds of 512 MiB")
         add(figures, measure_copies(daemon.socket, arena_bytes, rounds))
+        say(f"store and load under MLA, {rounds} rounds of 274 MiB")
+        add(figures, measure_copies(daemon.socket, arena_bytes, rounds, layout=MLA), "mla_")
         for tp in (1, 8):
             say(f"lookups among 65,536 rows, ranks: {tp}")
             add(figures, measure_index(daemon.socket, tp=tp))
@@ -90,9 +94,10 @@ def measure(socket: str | None, l1_bytes: int, rounds: int) -> dict[str, Any]:
     return figures
 
 
-def add(figures: dict[str, Any], more: dict[str, Any]) -> None:
-    """Put ``more`` to ``figures``; one ``bytes_equal`` for all of them."""
-    figures |= more | {"bytes_equal": figures.get("bytes_equal", True) and more["bytes_equal"]}
+def add(figures: dict[str, Any], more: dict[str, Any], prefix: str = "") -> None:
+    """Put ``more`` to ``figures``, with one ``bytes_equal`` for all of them."""
+    same = more.pop("bytes_equal") and figures.get("bytes_equal", True)
+    figures |= {prefix + name: figure for name, figure in more.items()} | {"bytes_equal": same}
 
 
 def table(figures: dict[str, Any]) -> str:

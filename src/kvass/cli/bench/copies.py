@@ -26,12 +26,14 @@ from kvass.types import GroupLayout, I64Array, Limits, RankLayout, Slots
 TOKENS: Final = 4096
 CHUNK_TOKENS: Final = 256
 CHUNKS: Final = TOKENS // CHUNK_TOKENS
-PAGE_BYTES: Final = 16 * 8 * 128 * 2
-"""16 tokens, 8 heads, 128 wide, bf16: the K (or the V) of one block in one layer."""
-PLANES: Final = 32 * 2
-LAYOUT: Final = GroupLayout(
-    "full", 16, tuple(f"{i // 2}.{'kv'[i % 2]}" for i in range(PLANES)), (PAGE_BYTES,) * PLANES
+_KV: Final = 16 * 8 * 128 * 2
+_LATENT: Final = 16 * 576 * 2
+LLAMA_8B: Final = GroupLayout(
+    "full", 16, tuple(f"{i // 2}.{'kv'[i % 2]}" for i in range(64)), (_KV,) * 64
 )
+"""A page is 16 tokens, 8 heads, 128 wide, bf16: the K (or the V) of one block in one layer."""
+MLA: Final = GroupLayout("full", 16, tuple(map(str, range(61))), (_LATENT,) * 61)
+"""DeepSeek-V3's: a page is 16 tokens, 512 + 64 wide, bf16."""
 WIDTH: Final = 32
 PATIENCE_S: Final = 30.0
 
@@ -42,10 +44,10 @@ class Engine:
     Its memory holds a block table to store from, one to load into, and the null block.
     """
 
-    def __init__(self, socket: str, chunks: int = CHUNKS) -> None:
+    def __init__(self, socket: str, chunks: int = CHUNKS, layout: GroupLayout = LLAMA_8B) -> None:
         self.chunks = chunks
-        table = chunks * LAYOUT.row_blocks(CHUNK_TOKENS)
-        blocks = 2 * table + 1
+        table = chunks * layout.row_blocks(CHUNK_TOKENS)
+        layers, blocks = len(layout.layers), 2 * table + 1
         name = f"bench-{os.getpid()}-{os.urandom(4).hex()}"
         register = Register(
             instance=name, identity={"weights": name}, chunk_tokens=CHUNK_TOKENS, rank=-1
@@ -55,19 +57,14 @@ class Engine:
             identity=register.identity,
             chunk_tokens=CHUNK_TOKENS,
             rank=0,
-            layout=RankLayout((LAYOUT,)),
+            layout=RankLayout((layout,)),
         )
-        stride = blocks * PAGE_BYTES
-        self.planes = describe_group(
-            0,
-            LAYOUT,
-            CHUNK_TOKENS,
-            blocks,
-            range(0, PLANES * stride, stride),
-            [PAGE_BYTES] * PLANES,
-        )
-        memory = private_memory(PLANES * stride)
-        self.pages = memory.view(np.uint64).reshape(PLANES, blocks, -1)
+        (page_bytes,) = set(layout.page_bytes)
+        stride = blocks * page_bytes
+        bases = range(0, layers * stride, stride)
+        self.planes = describe_group(0, layout, CHUNK_TOKENS, blocks, bases, [page_bytes] * layers)
+        memory = private_memory(layers * stride)
+        self.pages = memory.view(np.uint64).reshape(layers, blocks, -1)
         self.pages[:] = np.arange(self.pages.size, dtype=np.uint64).reshape(self.pages.shape)
         order = np.random.default_rng(0).permutation(blocks - 1) + 1
         self.source, self.target = order[:table], order[table:]
@@ -144,16 +141,20 @@ class Engine:
 
 
 def measure_copies(
-    socket: str, arena_bytes: int, rounds: int, chunks: int = CHUNKS
+    socket: str,
+    arena_bytes: int,
+    rounds: int,
+    chunks: int = CHUNKS,
+    layout: GroupLayout = LLAMA_8B,
 ) -> dict[str, Any]:
     """Ratios and rates, by the names in the package's docstring. Raises ``KvassError``.
 
     All rows are reserved at once, so they must fit what one instance may write.
     """
-    need = int(chunks * LAYOUT.shard_bytes(CHUNK_TOKENS) / Limits().instance_write_share)
+    need = int(chunks * layout.shard_bytes(CHUNK_TOKENS) / Limits().instance_write_share)
     if arena_bytes < need:
         raise ConfigError(f"an L1 of {Size(arena_bytes)}: give the daemon --l1-size {Size(need)}")
-    engine = Engine(socket, chunks)
+    engine = Engine(socket, chunks, layout)
     try:
         return _measure(engine, arena_bytes, rounds)
     finally:

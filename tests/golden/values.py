@@ -1,0 +1,176 @@
+"""One value of every message, with every field of protocol 1 set to something telling.
+
+Law of this file: what is frozen never changes. A message that gains a field keeps its value here
+and gets a second one (``"matched.coverage"``, say) that sets the new field. ``freeze`` then adds
+what ``protocol-1.json`` lacks, and touches nothing that is in it::
+
+    python -m tests.golden.values
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvass import messages as m
+from kvass.errors import ErrorCode
+from kvass.types import GroupKind, GroupLayout, Limits, RankLayout, Slots, Timing
+from kvass.wire import framing
+
+FROZEN: Final = Path(__file__).parent / "protocol-1.json"
+BOOT: Final = bytes(range(16))
+_DIGESTS: Final = bytes(range(64))
+_SLOTS: Final = Slots(
+    extents=((0, 1 << 30), (4096, 5 << 30)),
+    set_=b"\x00\x00\x01\x00",
+    slot=b"\x00\x00\x00\x00\x02\x01\x00\x00",
+)
+_LAYOUT: Final = RankLayout(
+    groups=(
+        GroupLayout(
+            kind="full", block_tokens=16, layers=("model.layers.0", "b"), page_bytes=(65536, 512)
+        ),
+        GroupLayout(
+            kind="sliding_window",
+            block_tokens=32,
+            layers=("c",),
+            page_bytes=(1 << 33,),
+            window_tokens=4096,
+        ),
+        GroupLayout(kind="state", block_tokens=256, layers=("d",), page_bytes=(1,)),
+    )
+)
+
+VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
+    "hello": m.Hello(
+        seq=1,
+        protocol_min=2,
+        protocol_max=3,
+        features=("a", "b"),
+        client="kvass 0.1",
+        clock_s=12345.5,
+        wants_arena=True,
+    ),
+    "welcome": m.Welcome(
+        seq=1,
+        protocol=2,
+        features=("a",),
+        boot=BOOT,
+        version="0.1",
+        clock_s=12345.75,
+        arena_bytes=1 << 40,
+        populated_bytes=1 << 20,
+        limits=Limits(
+            frame_bytes=1 << 20,
+            keys_per_message=1000,
+            leases_per_instance=100,
+            reservations_per_instance=200,
+            sessions=10,
+            namespaces=20,
+            instance_write_share=0.125,
+            request_id_bytes=64,
+            identity_bytes=4096,
+        ),
+        timing=Timing(lease_s=1.5, reserve_s=2.5, dma_grace_s=0.5, lookup_budget_ms=12.5),
+    ),
+    "register": m.Register(
+        seq=2,
+        instance="engine-0",
+        identity={"model": "m", "kv_dtype": "bfloat16"},
+        chunk_tokens=256,
+        rank=3,
+        ranks=8,
+        world_size=4,
+        shard=1,
+        writer=False,
+        layout=_LAYOUT,
+    ),
+    "registered": m.Registered(seq=2, namespace=bytes(32), missing=(1, 127)),
+    "lookup": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, first=2, readers=(0, 7)),
+    "matched": m.Matched(
+        seq=3,
+        boot=BOOT,
+        lease=1 << 40,
+        first=2,
+        chunks=4,
+        given_s=12346.25,
+        deadline_s=12406.25,
+        slots=(_SLOTS, Slots()),
+    ),
+    "release": m.Release(boot=BOOT, lease=300, rank=5, bad=(0, 70000)),
+    "renew": m.Renew(seq=4, boot=BOOT, lease=300),
+    "renewed": m.Renewed(seq=4, deadline_s=12466.5),
+    "reserve": m.Reserve(
+        seq=5,
+        items=[
+            m.ReserveItem(request="r-1", digests=_DIGESTS, first=1, groups=5, writers=(0, 2)),
+            m.ReserveItem(request="r-2", digests=b""),
+        ],
+        width=8,
+    ),
+    "granted": m.Granted(
+        seq=5,
+        boot=BOOT,
+        given_s=12347.5,
+        deadline_s=12407.5,
+        grants=[m.Grant(reservation=301, chunks=(1, 300), slots=(_SLOTS,)), m.Grant()],
+    ),
+    "commit": m.Commit(boot=BOOT, reservation=301, rank=2),
+    "abort": m.Abort(boot=BOOT, reservation=301, rank=2),
+    "handed_over": m.HandedOver(boot=BOOT, leases=(300, 302), reservations=(301,)),
+    "ping": m.Ping(seq=6),
+    "pong": m.Pong(seq=6),
+    "clear": m.Clear(seq=7, namespace=bytes(32), everything=True),
+    "cleared": m.Cleared(seq=7, rows=65536),
+    "status": m.Status(seq=8),
+    "status_reply": m.StatusReply(seq=8, fields={"rows": 1, "share": 0.5, "groups": [{"a": "b"}]}),
+    "populated": m.Populated(bytes=1 << 30),
+    "error": m.Error(seq=9, code="bad_value", text="readers: no", fatal=True),
+}
+
+STRUCTS: Final[dict[str, type[msgspec.Struct]]] = {
+    **{str(type(v).__struct_config__.tag): type(v) for v in VALUES.values()},
+    **{kind.__name__: kind for kind in (m.ReserveItem, m.Grant, GroupLayout, RankLayout, Slots)},
+}
+"""Whose missing fields mean their defaults. ``Limits`` and ``Timing`` are always sent whole."""
+
+WORDS: Final = {"codes": typing.get_args(ErrorCode), "kinds": typing.get_args(GroupKind)}
+
+
+def defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """What each optional field of ``kind`` means where it is missing, JSON-able."""
+    found = {
+        f.name: f.default if f.default_factory is msgspec.NODEFAULT else f.default_factory()
+        for f in msgspec.structs.fields(kind)
+        if not f.required
+    }
+    told = {k: v for k, v in found.items() if k not in ("limits", "timing")}
+    plain: dict[str, Any] = json.loads(msgspec.json.encode(told))
+    return plain
+
+
+def freeze() -> None:
+    """Add what is new to ``FROZEN``; what is there stays as it is."""
+    frozen: dict[str, Any] = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}
+    frames = {name: framing.encode(value).hex() for name, value in VALUES.items()}
+    missing = {name: defaults(kind) for name, kind in STRUCTS.items()}
+    old = frozen.get("missing", {})
+    text = json.dumps(
+        {
+            "frames": {**frames, **frozen.get("frames", {})},
+            "missing": {name: {**new, **old.get(name, {})} for name, new in missing.items()},
+            "words": {
+                k: sorted({*new, *frozen.get("words", {}).get(k, ())}) for k, new in WORDS.items()
+            },
+        },
+        indent=1,
+    )
+    FROZEN.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    freeze()
