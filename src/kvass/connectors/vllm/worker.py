@@ -125,7 +125,7 @@ class WorkerSide:
     ) -> bool:
         if self._client is None or self._mover is None:
             return False
-        arena = self._client.arena(what.boot, what.given_s)
+        arena = self._client.arena(what.boot, what.given_s, what.slots)
         if arena is None:
             return False
         try:
