@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn, get_origin
@@ -19,36 +18,12 @@ from msgspec import Meta, field
 
 from kvass.errors import ConfigError, Unavailable
 from kvass.types import PAGE, Timing
+from kvass.types import Size as Size
 from kvass.wire.channel import check_path
 
 ENV_PREFIX: Final = "KVASS_"
 _FILE_ENV: Final = ENV_PREFIX + "CONFIG"
-_BINARY: Final = {f"{prefix}iB": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGT")}
-_DECIMAL: Final = {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")}
-_UNITS: Final = {"": 1, "B": 1, **_BINARY, **_DECIMAL}
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
-
-
-class Size(int):
-    """Bytes; written ``8GiB``, ``512 MiB``, ``1.5GB`` or as a plain number."""
-
-    @classmethod
-    def parse(cls, text: object) -> Size:
-        """Raises ``ValueError`` for anything else."""
-        match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", str(text).strip())
-        if isinstance(text, bool) or match is None or match[2] not in _UNITS:
-            raise ValueError(f"no size: {text!r}; write it like 8GiB or 512MiB")
-        return cls(
-            float(match[1]) * _UNITS[match[2]]
-            if "." in match[1]
-            else int(match[1]) * _UNITS[match[2]]
-        )
-
-    def __str__(self) -> str:
-        for unit, factor in reversed(_BINARY.items()):
-            if self and self % factor == 0:
-                return f"{self // factor}{unit}"
-        return str(int(self))
 
 
 def default_socket() -> str:

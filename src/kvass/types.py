@@ -6,6 +6,7 @@ socket, a clock or an engine. Units are in the names: ``*_bytes``, ``*_tokens``,
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal, TypeVar
 
 import msgspec
@@ -34,6 +35,33 @@ Tokens = TypeVar("Tokens", int, I64Array)
 def align_up(value: int, to: int = PAGE) -> int:
     """The smallest multiple of ``to`` that is >= ``value``."""
     return -(-value // to) * to
+
+
+_BINARY: Final = {f"{prefix}iB": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGT")}
+_DECIMAL: Final = {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")}
+_UNITS: Final = {"": 1, "B": 1, **_BINARY, **_DECIMAL}
+
+
+class Size(int):
+    """Bytes; written ``8GiB``, ``512 MiB``, ``1.5GB`` or as a plain number."""
+
+    @classmethod
+    def parse(cls, text: object) -> Size:
+        """Raises ``ValueError`` for anything else."""
+        match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", str(text).strip())
+        if isinstance(text, bool) or match is None or match[2] not in _UNITS:
+            raise ValueError(f"no size: {text!r}; write it like 8GiB or 512MiB")
+        return cls(
+            float(match[1]) * _UNITS[match[2]]
+            if "." in match[1]
+            else int(match[1]) * _UNITS[match[2]]
+        )
+
+    def __str__(self) -> str:
+        for unit, factor in reversed(_BINARY.items()):
+            if self and self % factor == 0:
+                return f"{self // factor}{unit}"
+        return str(int(self))
 
 
 class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):

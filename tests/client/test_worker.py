@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
+from kvass.arena.memory import Arena
+from kvass.client import session as session_module
+from kvass.client import worker as worker_module
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.messages import Abort, Commit, Hello, Populated, Register, Release
 from kvass.testing.scripted import ARENA_BYTES, ScriptedDaemon, eventually
+from kvass.types import PAGE, Slots
+
+SLICE = 16 << 10
 
 
 @pytest.fixture
@@ -69,18 +78,77 @@ def test_debts_are_settled_by_rank(daemon: ScriptedDaemon, worker: WorkerClient)
     assert worker.counters["dropped"] == 1
 
 
-def test_populates_below_the_watermark(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
-    session = worker._client.session
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "SLICE_BYTES", SLICE)
+    monkeypatch.setattr(worker_module, "SLICE_BYTES", SLICE)
+
+
+def populated(client: WorkerClient) -> int:
+    """Bytes of its arena that this process has in its page tables (``smaps``, proc(5))."""
+    session = client._client.session
     assert session is not None
-    assert eventually(lambda: not session.behind)
-    assert session._populated == ARENA_BYTES // 2
+    assert session.arena is not None
+    begins = f"{session.arena.buffer.ctypes.data:x}-"
+    mapping = Path("/proc/self/smaps").read_text().split("\n" + begins)[1]
+    (line,) = [x for x in mapping.split("VmFlags")[0].splitlines() if x.startswith("Rss:")]
+    return int(line.split()[1]) << 10
+
+
+def slots_of(ranks: int, count: int) -> Slots:
+    """The first ``count`` slots of an extent set that takes all of the arena."""
+    bases = tuple(range(0, ARENA_BYTES, ARENA_BYTES // ranks))
+    numbers = np.arange(count, dtype="<u4")
+    return Slots(extents=(bases,), set_=bytes(2 * count), slot=numbers.tobytes())
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_populates_below_the_watermark(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
+    assert eventually(lambda: populated(worker) == ARENA_BYTES // 2)
+    daemon.push(Populated(bytes=ARENA_BYTES // 2 + SLICE + 1))  # one more whole slice
+    assert eventually(lambda: populated(worker) == ARENA_BYTES // 2 + SLICE)
     daemon.push(Populated(bytes=ARENA_BYTES))
-    assert eventually(lambda: session._populated == ARENA_BYTES)
+    assert eventually(lambda: populated(worker) == ARENA_BYTES)
     daemon.push(Populated(bytes=1 << 50))  # a lie changes nothing
     worker.commit(daemon.boot, 1)
     daemon.got(Commit)
     assert worker.connected
-    assert session._populated == ARENA_BYTES
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_a_rank_of_eight_populates_what_its_copies_touch(
+    daemon: ScriptedDaemon, worker_registration: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    populate, threads = Arena.populate, set[str]()
+
+    def noting(arena: Arena, lo: int, hi: int) -> None:
+        threads.add(threading.current_thread().name)
+        populate(arena, lo, hi)
+
+    monkeypatch.setattr(Arena, "populate", noting)
+    share, rank = ARENA_BYTES // 8, 3
+    shard_bytes = PAGE
+    mine = msgspec.structs.replace(worker_registration, rank=rank, ranks=8, world_size=8, shard=3)
+    worker = WorkerClient(daemon.path, mine)
+    worker.start()
+    try:
+        arena_of(worker, daemon.boot).close()
+        daemon.push(Populated(bytes=ARENA_BYTES))
+        touched = 2 * SLICE // shard_bytes - 1
+        lease = worker.arena(daemon.boot, slots=[slots_of(8, touched)])
+        assert lease is not None
+        assert eventually(lambda: populated(worker) == 2 * SLICE), "slices, not rows"
+        with lease as buffer:
+            buffer[: rank * share] = 0  # negative control: what is touched is counted
+            assert populated(worker) == 2 * SLICE + rank * share
+            del buffer
+        lease = worker.arena(daemon.boot, slots=[slots_of(8, share // shard_bytes)])
+        assert lease is not None
+        assert eventually(lambda: populated(worker) == (rank + 1) * share)
+        lease.close()
+        assert threads == {"kvass"}, "the keeper alone"
+    finally:
+        worker.close()
 
 
 def test_running_copies_finish_on_the_old_arena(

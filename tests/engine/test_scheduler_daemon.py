@@ -1,14 +1,9 @@
-"""Both sides of the connector against a real daemon, with vLLM's real scheduler and no engine.
-
-The "model" writes into every page bytes that follow from the tokens up to the block's end, so any
-page that is loaded can be checked against what its tokens say.
-"""
+"""Both sides of the connector against a real daemon, with vLLM's real scheduler and no engine."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.vllm_rank import Rank, until
-from kvass.testing.vllm_scheduler import BLOCK, World, make_configs
+from kvass.testing.vllm_rank import Engine, until
 
 PROMPT = list(range(100))
 
@@ -28,84 +22,6 @@ PROMPT = list(range(100))
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     with running_daemon(tmp_path) as one:
         yield one
-
-
-class Engine:
-    """A scheduler and its one rank."""
-
-    def __init__(
-        self, socket: str, daemon: Daemon | None = None, tag: str = "", **options: Any
-    ) -> None:
-        configs = make_configs({"kvass.socket": socket, "kvass.tag": tag}, **options)
-        self.world = World(None, configs=configs)
-        self.client = self.world.connector._planner._client
-        # Patient: on a loaded machine a slow answer would be the miss that it ought to be.
-        self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
-        self.rank = Rank(*configs)
-        self.loads: list[Any] = []
-        self.daemon = daemon
-
-    def wait_connected(self) -> None:
-        until(lambda: self.client.connected, "the scheduler's session")
-        until(lambda: self.copier._client.connected, "the worker's session")
-
-    @property
-    def copier(self) -> Any:
-        return self.rank.connector._copier
-
-    def step(self) -> Any:
-        """One step: what is scheduled is "computed", then the rank's hooks run."""
-        output, work = self.world.schedule()
-        for name in output.num_scheduled_tokens:
-            self.compute(name)
-        self.loads += work.loads
-        self.world.finish(output, **self.rank.run(work))
-        if not output.num_scheduled_tokens:
-            time.sleep(0.001)
-        return output
-
-    def table(self, name: str) -> list[int]:
-        return list(self.world.scheduler.kv_cache_manager.get_block_ids(name)[0])
-
-    def compute(self, name: str) -> None:
-        request = self.world.scheduler.requests[name]
-        done = request.num_computed_tokens // BLOCK
-        for number, block in enumerate(self.table(name)[:done]):
-            self.rank.pages[:, block] = page(request.all_token_ids, number)
-
-    def generate(self, name: str, tokens: Iterable[int], max_tokens: int = 2) -> Any:
-        """Run one request to its end, and the stores it left; returns it."""
-        request = self.world.add(name, tokens, max_tokens=max_tokens)
-        until(lambda: self.step() and request.is_finished(), "the request's end")
-        until(lambda: self.step() and not self.world.scheduler.has_requests(), "its stores")
-        if self.daemon is not None:
-            self.daemon.wait_until(
-                reservations=0
-            )  # a commit is one-way, it may still be on its way
-        return request
-
-    def load(self, name: str, tokens: Iterable[int]) -> Any:
-        """Add a request, and step until it was given its first tokens to compute."""
-        request = self.world.add(name, tokens)
-        while name not in (output := self.step()).num_scheduled_tokens:
-            pass
-        return request, output.num_scheduled_tokens[name]
-
-    def check(self, request: Any, tokens: int) -> None:
-        """The first ``tokens`` of ``request`` lie in its blocks as its tokens say."""
-        for number, block in enumerate(self.table(request.request_id)[: tokens // BLOCK]):
-            expected = page(request.all_token_ids, number)
-            assert (self.rank.pages[:, block] == expected).all(), f"block {number}"
-
-    def close(self) -> None:
-        self.world.scheduler.shutdown()
-        self.rank.close()
-
-
-def page(tokens: Iterable[int], block: int) -> int:
-    """The byte of which the page of the request's ``block``-th block consists."""
-    prefix = list(tokens)[: (block + 1) * BLOCK]
-    return 1 + hashlib.sha256(str(prefix).encode()).digest()[0] % 255
 
 
 @pytest.fixture
@@ -143,7 +59,7 @@ def test_the_check_sees_a_page_that_was_not_loaded(engine: Any) -> None:
     a.generate("a", PROMPT)
     request, _ = b.load("b", PROMPT)
     b.rank.pages[:, b.table("b")[3]] = 0
-    with pytest.raises(AssertionError, match="block 3"):
+    with pytest.raises(AssertionError, match="rank 0, block 3"):
         b.check(request, 96)
 
 
@@ -224,7 +140,7 @@ def test_a_daemon_that_died_between_match_and_load_is_a_miss(daemon: Daemon, eng
         lambda: b.copier._client.arena(work.loads[0].boot) is None,
         "the worker to see another boot",
     )
-    b.world.finish(output, **b.rank.run(work))
+    b.world.finish(output, **b.ranks.run(work))
     until(lambda: b.step() and request.is_finished(), "the request's end")
     assert request.num_tokens == 104
     empty(daemon)
@@ -309,8 +225,8 @@ def test_nothing_of_ours_raises_into_the_worker(
     a = engine()
     for name in ("load", "store", "results", "report"):
         monkeypatch.setattr(a.copier, name, lambda *_: 1 / 0)
-    answer = a.rank.run(StepWork())
-    assert answer == {"reported": [], "received": set(), "failed": set()}
+    answer = a.ranks.run(StepWork())
+    assert answer == {"reported": {}, "received": set(), "failed": set()}
     assert a.rank.connector._boundary.counters.total() == 4
 
 

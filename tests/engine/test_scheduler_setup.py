@@ -14,14 +14,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvass.connectors.vllm import KvassConnector, adapt, identity
+from kvass.connectors.vllm import KvassConnector, adapt, engine, identity
+from kvass.connectors.vllm.memory import read_memory
 from kvass.errors import ConfigError, UsageError
 from kvass.testing.vllm_scheduler import FakeClient, World, make_configs
 
 
-def setup(**changes: Any) -> adapt.Setup:
-    found = adapt.read_setup(*make_configs(**changes))
-    assert isinstance(found, adapt.Setup)
+def setup(**changes: Any) -> engine.Setup:
+    found = engine.read_setup(*make_configs(**changes))
+    assert isinstance(found, engine.Setup)
     return found
 
 
@@ -57,12 +58,12 @@ def test_other_connectors_options_are_left_alone() -> None:
 def test_the_default_chunk_is_the_smallest_multiple_from_256() -> None:
     config, caches = make_configs()
     del config.kv_transfer_config.kv_connector_extra_config["kvass.chunk_tokens"]
-    found = adapt.read_setup(config, caches)
-    assert isinstance(found, adapt.Setup)
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Setup)
     assert found.chunk_tokens == 256
     caches.cache_hit_alignment_tokens = 96
-    found = adapt.read_setup(config, caches)
-    assert isinstance(found, adapt.Setup)
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Setup)
     assert found.chunk_tokens == 288
 
 
@@ -76,14 +77,14 @@ def test_a_hash_seeded_at_random_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match="set PYTHONHASHSEED"):
-        adapt.read_setup(config, caches)
+        engine.read_setup(config, caches)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
-    one = adapt.read_setup(config, caches)
+    one = engine.read_setup(config, caches)
     monkeypatch.setenv("PYTHONHASHSEED", "2")
-    two = adapt.read_setup(config, caches)
-    assert isinstance(one, adapt.Setup)
-    assert isinstance(two, adapt.Setup)
-    assert one.registration.identity["hash"] != two.registration.identity["hash"]
+    two = engine.read_setup(config, caches)
+    assert isinstance(one, engine.Setup)
+    assert isinstance(two, engine.Setup)
+    assert one.identity["hash"] != two.identity["hash"]
 
 
 # ---------------------------------------------------------------- inert
@@ -93,8 +94,17 @@ def two_groups(config: Any, caches: Any) -> None:
     caches.kv_cache_groups *= 2
 
 
-def two_ranks(config: Any, caches: Any) -> None:
-    config.parallel_config.tensor_parallel_size = 2
+def prefill_split(config: Any, caches: Any) -> None:
+    config.parallel_config.prefill_context_parallel_size = 2
+
+
+def too_many_ranks(config: Any, caches: Any) -> None:
+    config.parallel_config.tensor_parallel_size = 43
+    config.parallel_config.pipeline_parallel_size = 3
+
+
+def two_machines(config: Any, caches: Any) -> None:
+    config.parallel_config.nnodes = 2
 
 
 def sliding(config: Any, caches: Any) -> None:
@@ -114,7 +124,9 @@ def unreadable(config: Any, caches: Any) -> None:
     ("change", "says"),
     [
         (two_groups, "2 KV cache groups"),
-        (two_ranks, "several ranks"),
+        (prefill_split, "prefill context parallelism"),
+        (too_many_ranks, "129 ranks"),
+        (two_machines, "several machines"),
         (sliding, "SlidingWindowSpec"),
         (unreadable, "reading the engine's configuration failed"),
     ],
@@ -137,15 +149,15 @@ def test_what_is_not_supported_is_inert_and_says_so_once(
 def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     config, caches = make_configs()
     monkeypatch.setattr("vllm.__version__", "0.33.1+cpu")
-    found = adapt.read_setup(config, caches)
-    assert isinstance(found, adapt.Inert)
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Inert)
     assert "0.33.1" in found.reason
     monkeypatch.setattr("vllm.__version__", "0.32.0+cpu")
-    assert isinstance(adapt.read_setup(config, caches), adapt.Setup)
+    assert isinstance(engine.read_setup(config, caches), engine.Setup)
 
 
 def test_an_inert_engine_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapt, "TESTED", frozenset())
+    monkeypatch.setattr(engine, "TESTED", frozenset())
     client = FakeClient()
     world = World(client)
     request = world.add("a", range(100))
@@ -190,8 +202,8 @@ def test_inside_a_multiconnector_failed_loads_are_recomputed_too() -> None:
 
 def test_both_sides_and_both_engines_agree() -> None:
     one, two = setup(), setup()
-    assert one.registration.identity == two.registration.identity
-    assert one.registration.instance != two.registration.instance
+    assert one.identity == two.identity
+    assert one.instance != two.instance
 
 
 def quantized(config: Any, caches: Any) -> None:
@@ -259,30 +271,30 @@ MODELS = (other_config, other_part, config_elsewhere, config_format, other_class
 )
 def test_what_changes_the_bytes_changes_the_identity(change: Any) -> None:
     config, caches = make_configs()
-    plain = adapt.read_setup(config, caches)
+    plain = engine.read_setup(config, caches)
     change(config, caches)
-    other = adapt.read_setup(config, caches)
-    assert isinstance(plain, adapt.Setup)
-    assert isinstance(other, adapt.Setup)
-    assert plain.registration.identity != other.registration.identity
+    other = engine.read_setup(config, caches)
+    assert isinstance(plain, engine.Setup)
+    assert isinstance(other, engine.Setup)
+    assert plain.identity != other.identity
 
 
 def test_where_a_configuration_lay_is_no_part_of_it() -> None:
     config, caches = make_configs()
     other_part(config, caches)
-    one = adapt.read_setup(config, caches)
+    one = engine.read_setup(config, caches)
     config.model_config.hf_config._name_or_path = "/other"
     config.model_config.hf_config.text_config["_name_or_path"] = "/b"
-    two = adapt.read_setup(config, caches)
-    assert isinstance(one, adapt.Setup)
-    assert isinstance(two, adapt.Setup)
-    assert one.registration.identity == two.registration.identity
+    two = engine.read_setup(config, caches)
+    assert isinstance(one, engine.Setup)
+    assert isinstance(two, engine.Setup)
+    assert one.identity == two.identity
 
 
 PRINT_IDENTITY = """
-from kvass.connectors.vllm import adapt
+from kvass.connectors.vllm import engine
 from kvass.testing.vllm_scheduler import make_configs
-print(sorted(adapt.read_setup(*make_configs()).registration.identity.items()))
+print(sorted(engine.read_setup(*make_configs()).identity.items()))
 """
 
 
@@ -291,10 +303,10 @@ def test_the_identity_is_the_same_in_another_process() -> None:
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     out = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300, check=True)
     config, caches = make_configs()
-    here = adapt.read_setup(config, caches)
-    assert isinstance(here, adapt.Setup)
+    here = engine.read_setup(config, caches)
+    assert isinstance(here, engine.Setup)
     there = dict(ast.literal_eval(out.stdout.splitlines()[-1]))
-    ours = dict(here.registration.identity)
+    ours = dict(here.identity)
     if "PYTHONHASHSEED" not in os.environ:  # that it is part of the hash is meant
         assert there.pop("hash") != ours.pop("hash")
     assert there == ours
@@ -316,12 +328,12 @@ def test_what_cannot_be_described_makes_the_engine_run_uncached(value: Any, nest
     config.model_config.hf_overrides = {"rope": [value]} if nested else value
     with pytest.raises(identity.Indescribable):
         identity.canonical(config.model_config.hf_overrides)
-    found = adapt.read_setup(config, caches)
-    assert isinstance(found, adapt.Inert)
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Inert)
     assert ("hf_overrides.rope[0]: " if nested else "hf_overrides: ") in found.reason
     assert "0x" not in found.reason
     config.model_config.hf_overrides = {"rope": [module_level]} if nested else module_level
-    assert isinstance(adapt.read_setup(config, caches), adapt.Setup)
+    assert isinstance(engine.read_setup(config, caches), engine.Setup)
 
 
 def test_changed_weights_in_the_same_folder_are_other_weights(tmp_path: Path) -> None:
@@ -362,12 +374,12 @@ def test_planes_that_contradict_the_configuration_are_refused() -> None:
     (tensor,) = caches.kv_cache_tensors
     memory = torch.zeros(tensor.size, dtype=torch.uint8)
     second = memory[tensor.layer_stride :]
-    found = adapt.read_memory(caches, {"layer.0": memory, "layer.1": [second]}, 32)
+    found = read_memory(caches, {"layer.0": memory, "layer.1": [second]}, 32, [16])
     assert len(found.regions) == 1
     assert [plane.base for plane in found.planes[0].planes] == [0, tensor.layer_stride]
     assert found.layout.groups[0].shard_bytes(32) == found.planes[0].shard_bytes
     with pytest.raises(UsageError, match=r"layer\.1"):
-        adapt.read_memory(caches, {"layer.0": memory, "layer.1": memory}, 32)
+        read_memory(caches, {"layer.0": memory, "layer.1": memory}, 32, [16])
 
 
 def test_layers_in_storages_of_their_own_are_regions_of_their_own() -> None:
@@ -377,5 +389,5 @@ def test_layers_in_storages_of_their_own_are_regions_of_their_own() -> None:
     (tensor,) = caches.kv_cache_tensors
     tensor.layer_stride = 0
     own = {name: torch.zeros(tensor.size, dtype=torch.uint8) for name in tensor.layers}
-    found = adapt.read_memory(caches, own, 32)
+    found = read_memory(caches, own, 32, [16])
     assert [plane.region for plane in found.planes[0].planes] == [0, 1]

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Final, Self
 
@@ -181,10 +182,11 @@ class Link:
     ) -> None:
         self.close()
 
-    def enter(self, boot: bytes, given_s: float) -> Session | None:
+    def enter(self, boot: bytes, given_s: float, slices: Iterable[int] = ()) -> Session | None:
         """Become a user of the connection to ``boot``, which keeps its arena; then ``leave``.
 
-        None unless that connection was registered at ``given_s`` and has been since.
+        ``slices`` are what will be touched of it (``Session.want``). None unless that connection
+        was registered at ``given_s`` and has been since.
         """
         self.start()
         with self._turn:
@@ -194,6 +196,8 @@ class Link:
             if session.registered_s > given_s:
                 return None
             session.users += 1
+            if session.want(slices):
+                self._stir()
             return session
 
     def leave(self, session: Session) -> None:
@@ -338,7 +342,9 @@ class Link:
             self._calm()
             if session is self._session and not self._reading:
                 self._read()  # writes what is queued, too
-        session.populate_slice()
+            one = session.next_slice()
+        if one is not None:
+            session.populate(one)
         return True
 
     def _interests(self, session: Session) -> select.poll:

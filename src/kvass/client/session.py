@@ -3,13 +3,21 @@
 Law of this file: a socket is closed, and its arena unmapped, when the last user leaves and not
 before. EOF tells the daemon that this process will not write any more (law 3), so it must be true.
 
-Not locked: ``Client`` calls ``enter`` and ``leave`` under its lock.
+Mapping the arena takes address space only. What costs page tables and time is populating, and a
+process populates only what it is going to touch: all of the arena if a row has one shard, since
+then any slot may be its own; else the slices in which a copy was announced (``want``), of which
+this rank's extents soon are the only ones. Nothing waits for it: a copy that comes first faults
+pages in as it goes.
+
+Not locked: ``Link`` calls everything but ``populate`` under its lock.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
+from collections.abc import Iterable
 from typing import Final, cast
 
 from kvass._version import __version__
@@ -42,33 +50,49 @@ SLICE_BYTES: Final = 16 << 20
 class Session:
     """A welcomed and registered connection. ``users`` counts the keeper and every arena lease."""
 
-    def __init__(self, channel: Channel, welcome: Welcome, registered: Registered | None) -> None:
+    def __init__(self, channel: Channel, welcome: Welcome) -> None:
         self.channel = channel
         self.welcome = welcome
-        self.registered = registered
+        self.registered: Registered | None = None
         self.boot = welcome.boot
         self.registered_s = math.inf
         """When (CLOCK_MONOTONIC) we knew that the daemon had registered us."""
         self.arena: memory.Arena | None = None
         self.watermark = min(welcome.populated_bytes, welcome.arena_bytes)
         self.users = 1
-        self._populated = 0
+        self._wanted = set[int]()
+        self._to_populate: list[int] = []
+        """A heap: the lowest slice is below the watermark if any is."""
+
+    def want(self, slices: Iterable[int]) -> bool:
+        """This process will touch these slices of its arena (``i`` begins at ``i * SLICE_BYTES``);
+        whether some of them were not wanted before."""
+        fresh = {i for i in slices if 0 <= i * SLICE_BYTES < self.welcome.arena_bytes}
+        fresh -= self._wanted
+        self._wanted |= fresh
+        for one in fresh:
+            heapq.heappush(self._to_populate, one)
+        return bool(fresh)
 
     @property
     def behind(self) -> bool:
-        """Whether the daemon has populated more of the arena than this process has."""
-        return self.arena is not None and self._populated < self.watermark
+        """Whether a slice that is wanted and populated by the daemon is not by this process."""
+        return bool(self._to_populate) and self._end(self._to_populate[0]) <= self.watermark
 
-    def populate_slice(self) -> None:
-        """Fault in the next slice of this process's mapping, up to the daemon's watermark."""
-        if self.arena is None or not self.behind:
-            return
-        upto = min(self._populated + SLICE_BYTES, self.watermark)
+    def next_slice(self) -> int | None:
+        """The slice to ``populate`` now."""
+        return heapq.heappop(self._to_populate) if self.behind else None
+
+    def populate(self, one: int) -> None:
+        """Fault a slice into this process's mapping."""
+        assert self.arena is not None
         try:
-            self.arena.populate(self._populated, upto)
+            self.arena.populate(one * SLICE_BYTES, self._end(one))
         except OSError:  # no memory for page tables: copies fault pages in as they touch them
-            upto = self.arena.size
-        self._populated = upto
+            self._to_populate.clear()
+
+    def _end(self, one: int) -> int:
+        return min((one + 1) * SLICE_BYTES, self.welcome.arena_bytes)
 
     def end(self) -> None:
         """Close the socket and unmap the arena: the last user has left."""
@@ -90,9 +114,11 @@ def open_session(path: str, registration: Register | None, *, wants_arena: bool)
     try:
         welcome, pushed = _greet(channel, wants_arena)
         channel.limit_frames(welcome.limits.frame_bytes)
-        session = Session(channel, welcome, None)
+        session = Session(channel, welcome)
         if wants_arena:
             session.arena = _attach(channel, welcome.arena_bytes)
+            if registration is None or registration.world_size == 1:
+                session.want(range(-(-welcome.arena_bytes // SLICE_BYTES)))
         if registration is not None:
             reply, more = _ask(channel, registration)
             if not isinstance(reply, Registered):

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.client.client import Client
-from kvass.client.session import Session
+from kvass.client.session import SLICE_BYTES, Session
 from kvass.messages import Abort, Commit, Register, Release
+from kvass.types import Slots
 
 
 class ArenaLease:
@@ -61,6 +62,11 @@ class WorkerClient:
 
     def __init__(self, socket: str, registration: Register) -> None:
         self._rank = registration.rank
+        self._shard = registration.shard
+        layout, many = registration.layout, registration.world_size > 1
+        groups = layout.groups if layout is not None and many else ()
+        self._shard_bytes = [g.shard_bytes(registration.chunk_tokens) for g in groups]
+        """By group; none if a row has one shard, for then all of the arena is populated."""
         self._client = Client(socket, registration, wants_arena=True)
 
     @property
@@ -77,14 +83,27 @@ class WorkerClient:
         """Begin connecting in the background, in this process (after any fork). Never blocks."""
         self._client.start()
 
-    def arena(self, boot: bytes, given_s: float = math.inf) -> ArenaLease | None:
+    def arena(
+        self, boot: bytes, given_s: float = math.inf, slots: Sequence[Slots] = ()
+    ) -> ArenaLease | None:
         """The arena of ``boot``, to copy what the daemon gave at ``given_s``; the default is now.
 
-        None if we are connected to another boot, to none, or only since later: the EOF between
-        settled what this rank owed, and those slots may be another's.
+        ``slots``, per group, are the rows to copy: this rank's shards of them, and what lies around
+        those, are populated in the background. None if we are connected to another boot, to none,
+        or only since later: the EOF between settled what this rank owed, and those slots may be
+        another's.
         """
-        session = self._client.enter(boot, given_s)
+        session = self._client.enter(boot, given_s, self._slices(slots))
         return None if session is None else ArenaLease(self._client, session)
+
+    def _slices(self, slots: Sequence[Slots]) -> set[int]:
+        """The slices of the arena in which this rank's shards of these rows lie."""
+        found = set[int]()
+        for where, size in zip(slots, self._shard_bytes, strict=False):
+            bytes_ = np.minimum(np.arange(0, size + SLICE_BYTES - 1, SLICE_BYTES), size - 1)
+            within = where.offsets(self._shard, size)[:, None] + bytes_
+            found.update(np.unique(within // SLICE_BYTES).tolist())
+        return found
 
     def commit(self, boot: bytes, reservation: int) -> None:
         """This rank has written its shard of every row of ``reservation``."""

@@ -1,23 +1,31 @@
-"""A worker rank without an engine: our connector's worker side over real torch memory.
+"""An engine without a model: our connector's worker side over real torch memory, rank by rank.
 
-Law of this file: the forward pass is the test's (it writes bytes into pages); the copies, the arena
-and the reports are real.
+Law of this file: the forward pass is made up (it writes bytes that follow from the tokens into the
+pages, so any page that is loaded can be checked against what its tokens say); scheduler, copies,
+arena, reports and their aggregation over ranks are real.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvass.client.parallel import ParallelStrategy
+from kvass.testing.daemon import Daemon
+from kvass.testing.vllm_scheduler import ALONE, World, make_configs
+
 TIMEOUT_S = 30.0
 
 
 class Rank:
-    """Rank 0 of the engine that ``config`` and ``caches`` describe (``make_configs``).
+    """The worker that ``config`` and ``caches`` describe (``make_configs``).
 
     ``pages``: uint8 of shape ``(layers, blocks, page_bytes)``, the KV memory itself.
     """
@@ -28,6 +36,7 @@ class Rank:
         from kvass.connectors.vllm import KvassConnector
         from kvass.connectors.vllm.adapt import KVConnectorRole
 
+        self.gate: Gate | None = None
         (tensor,) = caches.kv_cache_tensors
         memory = torch.zeros(tensor.size, dtype=torch.uint8)
         self.pages: npt.NDArray[np.uint8] = memory.numpy().reshape(
@@ -38,23 +47,203 @@ class Rank:
             {name: memory[i * tensor.layer_stride :] for i, name in enumerate(tensor.layers)}
         )
 
-    def run(self, work: Any) -> dict[str, Any]:
-        """One step's hooks, as the model runner calls them; the answer for ``World.finish``."""
+    @property
+    def copier(self) -> Any:
+        """The connector's worker side."""
+        return self.connector._copier
+
+    @property
+    def shard(self) -> int:
+        """Which shard this rank holds."""
+        return int(self.copier._strategy.shard)
+
+    def run(self, work: Any) -> Any:
+        """One step's hooks, as the model runner calls them; vLLM's ``KVConnectorOutput``."""
+        from vllm.v1.outputs import KVConnectorOutput
+
         self.connector.bind_connector_metadata(work)
         self.connector.start_load_kv(None)
         self.connector.wait_for_save()
         ended = self.connector.get_transfer_results(set())
         report = self.connector.build_connector_worker_meta()
         self.connector.clear_connector_metadata()
-        return {
-            "reported": list(report.steps) if report is not None else [],
-            "received": ended.finished_recving - ended.failed_recving,
-            "failed": ended.failed_recving,
-        }
+        return KVConnectorOutput(
+            finished_recving=ended.finished_recving,
+            failed_recving=ended.failed_recving,
+            kv_connector_worker_meta=report,
+        )
 
     def close(self) -> None:
         """As at the engine's end."""
+        if self.gate is not None:
+            self.gate.open()
         self.connector.shutdown()
+
+
+class Gate:
+    """The clock of a rank's copies: while shut they stand still, and ``ahead_s`` makes them late.
+
+    Other threads may read it at any time.
+    """
+
+    def __init__(self, rank: Rank, *, shut: bool = False, ahead_s: float = 0.0) -> None:
+        self._open = threading.Event()
+        self._ahead_s = ahead_s
+        if not shut:
+            self.open()
+        rank.gate = self
+        rank.copier._mover._clock = self
+
+    def __call__(self) -> float:
+        if threading.current_thread() is not threading.main_thread():
+            assert self._open.wait(TIMEOUT_S), "never opened"
+        return time.monotonic() + self._ahead_s
+
+    def open(self) -> None:
+        """Let the copies go on."""
+        self._open.set()
+
+
+class Ranks:
+    """All workers of one engine and vLLM's own aggregation of what they report."""
+
+    def __init__(self, ranks: Iterable[Rank]) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+        self.all = list(ranks)
+        self._aggregator = KVOutputAggregator(len(self.all))
+
+    def run(self, work: Any) -> dict[str, Any]:
+        """One step on every rank; the answer for ``World.finish``."""
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+        told = [copy.copy(EMPTY_MODEL_RUNNER_OUTPUT) for _ in self.all]
+        for output, rank in zip(told, self.all, strict=True):
+            output.kv_connector_output = rank.run(work)
+        sums = self._aggregator.aggregate(told)
+        assert sums is not None
+        sum_ = sums.kv_connector_output
+        assert sum_ is not None
+        report, failed = sum_.kv_connector_worker_meta, sum_.failed_recving
+        return {
+            "reported": report.steps if report is not None else {},
+            "received": (sum_.finished_recving or set()) - failed,
+            "failed": failed,
+        }
+
+
+class Engine:
+    """A scheduler and the ranks of ``strategy``, on the daemon at ``socket``.
+
+    With ``daemon`` its calls wait until no reservation is open. ``workers`` is the strategy by
+    which the ranks are made, if it contradicts the scheduler's. Other ``options`` are those of
+    ``make_configs``.
+    """
+
+    def __init__(
+        self,
+        socket: str,
+        daemon: Daemon | None = None,
+        tag: str = "",
+        strategy: ParallelStrategy = ALONE,
+        workers: ParallelStrategy | None = None,
+        **options: Any,
+    ) -> None:
+        extra: dict[str, object] = {"kvass.socket": socket, "kvass.tag": tag}
+        config, caches = make_configs(extra, strategy=strategy, **options)
+        self.world = World(None, configs=(config, caches))
+        self.client = self.world.connector._planner._client
+        # Patient: on a loaded machine a slow answer would be the miss that it ought to be.
+        self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
+        made, workers = [], workers or strategy
+        for number in range(workers.ranks):
+            theirs, own = make_configs(extra, strategy=workers.at(number), **options)
+            theirs.kv_transfer_config.engine_id = config.kv_transfer_config.engine_id
+            made.append(Rank(theirs, own))
+        self.ranks = Ranks(made)
+        self.loads: list[Any] = []
+        self.daemon = daemon
+        self.block = int(caches.hash_block_size)
+
+    @property
+    def rank(self) -> Rank:
+        """The first rank."""
+        return self.ranks.all[0]
+
+    @property
+    def copier(self) -> Any:
+        """The first rank's worker side."""
+        return self.rank.copier
+
+    def wait_connected(self) -> None:
+        """Wait for the sessions of the scheduler and of all ranks."""
+        until(lambda: self.client.connected, "the scheduler's session")
+        sessions = [rank.copier._client for rank in self.ranks.all]
+        until(lambda: all(one.connected for one in sessions), "the ranks' sessions")
+
+    def step(self) -> Any:
+        """One step: what is scheduled is "computed", then the ranks' hooks run."""
+        output, work = self.world.schedule()
+        for name in output.num_scheduled_tokens:
+            self.compute(name)
+        self.loads += work.loads
+        self.world.finish(output, **self.ranks.run(work))
+        if not output.num_scheduled_tokens:
+            time.sleep(0.001)
+        return output
+
+    def table(self, name: str) -> list[int]:
+        """The block ids of a live request."""
+        return list(self.world.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    def compute(self, name: str) -> None:
+        """Write the pages of all whole blocks of a request's computed tokens, on every rank."""
+        request = self.world.scheduler.requests[name]
+        done = request.num_computed_tokens // self.block
+        for number, block in enumerate(self.table(name)[:done]):
+            for rank in self.ranks.all:
+                rank.pages[:, block] = self.page(request.all_token_ids, number, rank.shard)
+
+    def page(self, tokens: Iterable[int], block: int, shard: int = 0) -> int:
+        """The byte of which the page of a request's ``block``-th block consists, in ``shard``."""
+        prefix = list(tokens)[: (block + 1) * self.block]
+        return 1 + hashlib.sha256(f"{shard}{prefix}".encode()).digest()[0] % 255
+
+    def generate(self, name: str, tokens: Iterable[int], max_tokens: int = 2) -> Any:
+        """Run one request to its end, and the stores it left; returns it."""
+        request = self.world.add(name, tokens, max_tokens=max_tokens)
+        until(lambda: self.step() and request.is_finished(), "the request's end")
+        until(lambda: self.step() and not self.world.scheduler.has_requests(), "its stores")
+        if self.daemon is not None:
+            # a commit is one-way, it may still be on its way
+            self.daemon.wait_until(reservations=0)
+        return request
+
+    def load(self, name: str, tokens: Iterable[int]) -> Any:
+        """Add a request, and step until it was given its first tokens to compute."""
+        request = self.world.add(name, tokens)
+        scheduled: Mapping[str, int] = {}
+
+        def given() -> bool:
+            nonlocal scheduled
+            scheduled = self.step().num_scheduled_tokens
+            return name in scheduled
+
+        until(given, "the request's first tokens")
+        return request, scheduled[name]
+
+    def check(self, request: Any, tokens: int) -> None:
+        """The first ``tokens`` of ``request`` lie in its blocks as its tokens say, on all ranks."""
+        for number, block in enumerate(self.table(request.request_id)[: tokens // self.block]):
+            for at, rank in enumerate(self.ranks.all):
+                expected = self.page(request.all_token_ids, number, rank.shard)
+                assert (rank.pages[:, block] == expected).all(), f"rank {at}, block {number}"
+
+    def close(self) -> None:
+        """As at the engine's end."""
+        self.world.scheduler.shutdown()
+        for rank in self.ranks.all:
+            rank.close()
 
 
 def until(condition: Callable[[], Any], what: str) -> None:

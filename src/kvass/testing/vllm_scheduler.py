@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import PENDING, Match, Pending
 from kvass.messages import Grant, Granted, Register, ReserveItem
 from kvass.testing.models import Shape, build
@@ -31,6 +32,7 @@ CLIENT = "kvass.connectors.vllm.connector.SchedulerClient"
 BLOCK = 16
 CHUNK = 32
 """Tokens of a block and of a chunk: two blocks a chunk, so that a local hit can end inside one."""
+ALONE = ParallelStrategy()
 
 
 class FakeClient:
@@ -168,7 +170,7 @@ def _slots(rows: int) -> Slots:
 
 def tiny_model() -> Path:
     """A folder with a model's configuration; its weights are never read."""
-    shape = Shape(64, hidden=32, intermediate=32, layers=2, heads=1, kv_heads=1, head_dim=32)
+    shape = Shape(64, hidden=64, intermediate=32, layers=4, heads=8, kv_heads=1, head_dim=32)
     return build(Path(tempfile.gettempdir()) / f"kvass-models-{os.getuid()}", shape)
 
 
@@ -178,9 +180,15 @@ def make_configs(
     blocks: int = 64,
     batched: int = 512,
     drafts: int = 0,
+    strategy: ParallelStrategy = ALONE,
+    dcp: int = 1,
     **transfer: Any,
 ) -> tuple[Any, Any]:
-    """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens."""
+    """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens.
+
+    The worker's of ``strategy``, that of rank 0 for a scheduler's, as vLLM gives it. ``dcp`` is the
+    decode context parallel size.
+    """
     import torch
     from vllm.config import (
         CacheConfig,
@@ -211,7 +219,12 @@ def make_configs(
             model=str(tiny_model()), skip_tokenizer_init=True, max_model_len=1024
         ),
         device_config=DeviceConfig("cpu"),
-        parallel_config=ParallelConfig(),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=strategy.tp,
+            pipeline_parallel_size=strategy.pp,
+            decode_context_parallel_size=dcp,
+            rank=max(strategy.rank, 0),
+        ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
@@ -225,7 +238,8 @@ def make_configs(
     )
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    page, layers = spec.page_size_bytes, ["layer.0", "layer.1"]
+    page, stage = spec.page_size_bytes, max(strategy.rank, 0) // strategy.tp
+    layers = [f"layer.{2 * stage}", f"layer.{2 * stage + 1}"]
     caches = KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=[
@@ -234,7 +248,8 @@ def make_configs(
             )
         ],
         kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
-        hash_block_size=BLOCK,
+        hash_block_size=BLOCK * dcp,
+        kv_tp_replicas=strategy.replicas,
     )
     return config, caches
 
@@ -255,14 +270,15 @@ class World:
 
         config, caches = configs or make_configs(**options)
         init_none_hash(sha256)
-        self._hasher: Callable[[Any], list[Any]] = get_request_block_hasher(BLOCK, sha256)
+        width = caches.hash_block_size
+        self._hasher: Callable[[Any], list[Any]] = get_request_block_hasher(width, sha256)
         kind = AsyncScheduler if asynchronous else Scheduler
         with mock.patch(CLIENT, return_value=client) if client is not None else nullcontext():
             self.scheduler: Any = kind(
                 vllm_config=config,
                 kv_cache_config=caches,
-                block_size=BLOCK,
-                hash_block_size=BLOCK,
+                block_size=width,
+                hash_block_size=width,
                 structured_output_manager=StructuredOutputManager(config),
                 log_stats=True,
             )
@@ -324,12 +340,13 @@ class World:
         output: Any,
         *,
         tokens: Sequence[int] = (7,),
-        reported: Iterable[int] = (),
+        reported: Iterable[int] | Mapping[int, int] = (),
         received: Iterable[str] = (),
         failed: Iterable[str] = (),
     ) -> None:
         """The model's answer to ``output`` (``tokens`` for each request that samples), and what the
-        worker reported with it: steps whose stores are settled, loads that ended or failed."""
+        workers reported with it: steps whose stores are settled (by one rank, or by so many), loads
+        that ended or failed."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvass.connectors.vllm.metadata import StepReport
@@ -338,7 +355,7 @@ class World:
             from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as multi
 
         names, sampling = list(output.num_scheduled_tokens), self._sampling.pop(id(output))
-        steps = dict.fromkeys(reported, 1)
+        steps = dict(reported) if isinstance(reported, Mapping) else dict.fromkeys(reported, 1)
         self.open_steps = [step for step in self.open_steps if step not in steps]
         ended = set(received) | set(failed)
         report: Any = StepReport(steps) if steps else None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvass.client.scheduler import SchedulerClient
-from kvass.connectors.vllm import adapt
+from kvass.connectors.vllm import adapt, engine
 from kvass.connectors.vllm.boundary import Boundary, log
 from kvass.connectors.vllm.metadata import StepReport, StepWork
 from kvass.connectors.vllm.scheduler import SchedulerSide
@@ -33,25 +33,29 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._copier: WorkerSide | None = None
         plans = role == adapt.KVConnectorRole.SCHEDULER
         setup = self._read(vllm_config, kv_cache_config)
-        if isinstance(setup, adapt.Inert):
+        if isinstance(setup, engine.Inert):
             if plans:
                 log.error("kvass is off, the engine runs uncached: %s", setup.reason)
         elif plans:
-            adapt.recompute_failed_loads(vllm_config)
-            client = SchedulerClient(setup.socket, setup.registration)
+            engine.recompute_failed_loads(vllm_config)
+            readers = setup.strategy.readers
+            client = SchedulerClient(setup.socket, setup.register(), readers=readers)
             client.start()
             self._planner = SchedulerSide(setup, client)
         else:
-            self._copier = WorkerSide(setup, self._boundary)
+            self._copier = self._boundary.run(None, self._copies, setup, vllm_config)
 
-    def _read(self, vllm_config: Any, kv_cache_config: Any) -> adapt.Setup | adapt.Inert:
+    def _read(self, vllm_config: Any, kv_cache_config: Any) -> engine.Setup | engine.Inert:
         try:
-            return adapt.read_setup(vllm_config, kv_cache_config)
+            return engine.read_setup(vllm_config, kv_cache_config)
         except UsageError:
             raise
         except Exception as error:  # noqa: BLE001 - the connector boundary: no engine dies of us
             self._boundary.failed("read_setup", error)
-            return adapt.Inert(f"reading the engine's configuration failed: {error}")
+            return engine.Inert(f"reading the engine's configuration failed: {error}")
+
+    def _copies(self, setup: engine.Setup, vllm_config: Any) -> WorkerSide:
+        return WorkerSide(setup, engine.worker_rank(vllm_config), self._boundary)
 
     # ------------------------------------------------------------ scheduler side
 

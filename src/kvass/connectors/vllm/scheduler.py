@@ -20,7 +20,8 @@ from typing import Any, Final
 
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.connectors.vllm import adapt
-from kvass.connectors.vllm.adapt import Pool, Setup
+from kvass.connectors.vllm.adapt import Pool
+from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.metadata import Blocks, Load, StepReport, StepWork, Store
 from kvass.messages import Grant, Granted, ReserveItem
 
@@ -265,7 +266,7 @@ class SchedulerSide:
         """What the ranks reported: finished stores free blocks, failed loads are stored anew."""
         for step, ranks in report.steps.items() if report is not None else ():
             self._reported[step] = self._reported.get(step, 0) + ranks
-            if self._reported[step] >= self._setup.ranks and step in self._held:
+            if self._reported[step] >= self._setup.strategy.ranks and step in self._held:
                 assert self._pool is not None
                 self._pool.free(self._held.pop(step))
                 del self._reported[step]

@@ -3,7 +3,9 @@
 Laws of this file:
 
 - Every load of the metadata is reported finished exactly once, and failed unless every byte was
-  there before its deadline; every step with stores is reported exactly once.
+  there before its deadline; every step with stores is reported exactly once. By every rank: the
+  engine counts them all.
+- Of ranks that hold equal bytes only the first stores; the others say nothing of it to the daemon.
 - What a copy owes the daemon is settled on the copy thread, right after the last byte: commit or
   abort for a store, release for a load. The engine's thread neither copies nor waits.
 - Memory of another boot than the metadata's is never touched.
@@ -16,13 +18,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from kvass.client.worker import ArenaLease, WorkerClient
-from kvass.connectors.vllm import adapt
-from kvass.connectors.vllm.adapt import Setup
 from kvass.connectors.vllm.boundary import Boundary
+from kvass.connectors.vllm.engine import Setup
+from kvass.connectors.vllm.memory import read_memory
 from kvass.connectors.vllm.metadata import Blocks, Load, StepReport, StepWork, Store
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
@@ -35,8 +36,10 @@ class WorkerSide:
     """Copies for one rank. Used from the worker's engine thread; ``_loaded`` and ``_stored`` run on
     the copy thread."""
 
-    def __init__(self, setup: Setup, boundary: Boundary) -> None:
+    def __init__(self, setup: Setup, rank: int, boundary: Boundary) -> None:
+        """Raises UsageError for a rank outside the engine's world."""
         self._setup = setup
+        self._strategy = setup.strategy.at(rank)
         self._boundary = boundary
         self._client: WorkerClient | None = None
         self._mover: Mover | None = None
@@ -53,13 +56,12 @@ class WorkerSide:
         Raises UsageError if they are not where ``kv_cache_config`` says.
         """
         self.close()  # an engine that slept makes its caches anew
-        memory = adapt.read_memory(kv_cache_config, kv_caches, self._setup.chunk_tokens)
-        registration = msgspec.structs.replace(
-            self._setup.registration, rank=0, layout=memory.layout
-        )
+        setup = self._setup
+        memory = read_memory(kv_cache_config, kv_caches, setup.chunk_tokens, setup.block_tokens)
+        registration = setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = HostMover(memory.regions, memory.planes)
-        self._client = WorkerClient(self._setup.socket, registration)
+        self._client = WorkerClient(setup.socket, registration)
         self._client.start()
 
     # ------------------------------------------------------------ a step
@@ -76,8 +78,9 @@ class WorkerSide:
         """Begin this step's stores; the forward pass is over."""
         if work.step == 0:
             return
-        self._open[work.step] = len(work.stores) + 1
-        for store in work.stores:
+        stores = work.stores if self._strategy.writes else []
+        self._open[work.step] = len(stores) + 1
+        for store in stores:
             if not self._boundary.run(False, self._begin_store, store):
                 self._close_one(work.step)
                 self._boundary.run(None, self._refuse_store, store)
@@ -125,7 +128,7 @@ class WorkerSide:
     ) -> bool:
         if self._client is None or self._mover is None:
             return False
-        arena = self._client.arena(what.boot, what.given_s)
+        arena = self._client.arena(what.boot, what.given_s, what.slots)
         if arena is None:
             return False
         try:
@@ -141,7 +144,7 @@ class WorkerSide:
         """One plan per group: its chunks' blocks against its slots."""
         plans = []
         for planes, ids, where in zip(self._planes, blocks, slots, strict=True):
-            offsets = where.offsets(self._setup.registration.shard, planes.shard_bytes)
+            offsets = where.offsets(self._strategy.shard, planes.shard_bytes)
             table = np.array(ids, np.int64).reshape(-1, planes.chunk_blocks)
             plans.append(plan_copy(planes, table, offsets, skip=skip))
         return tuple(plans)

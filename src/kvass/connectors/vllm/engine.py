@@ -1,0 +1,311 @@
+"""The engine's configuration, in kvass's terms: who shares bytes with whom, and when we stay out.
+
+Law of this file: one reading at start, by both sides, gives one frozen ``Setup`` or the reason for
+being inert. A file of vLLM's version (see ``adapt.py``). Parallelism is read here only, into a
+``ParallelStrategy``.
+
+Facts relied on (0.32): ``parallel_config.rank`` is a worker's place in its engine, tensor-parallel
+ranks consecutive; ``kv_tp_replicas`` consecutive ones of them hold equal KV. Under decode context
+parallelism a block id stands for ``block_size * dcp`` tokens, of which each rank's page holds its
+share. A data-parallel rank is an engine of its own, with an ``engine_id`` of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import vllm
+
+from kvass.client.parallel import ParallelStrategy
+from kvass.config import default_socket
+from kvass.connectors.vllm import identity
+from kvass.connectors.vllm.options import read_options
+from kvass.errors import ConfigError
+from kvass.messages import Register
+from kvass.types import MAX_RANKS, RankLayout
+
+TESTED: Final = frozenset({"0.32.0"})
+MIN_CHUNK_TOKENS: Final = 256
+FULL_KINDS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+DEVICES: Final = frozenset({"cpu"})
+CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
+"""Settings of the model that choose the code which computes it."""
+ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
+
+
+@dataclass(frozen=True)
+class Inert:
+    """Why the engine must run uncached here."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What both sides of the connector need to know. Sizes in tokens, lists by group id.
+
+    ``strategy`` is the scheduler's; a worker's is ``strategy.at(rank)``.
+    """
+
+    socket: str
+    instance: str
+    identity: Mapping[str, str]
+    strategy: ParallelStrategy
+    chunk_tokens: int
+    hash_tokens: int
+    block_tokens: tuple[int, ...]
+    loads: bool
+    stores: bool
+
+    def register(
+        self, strategy: ParallelStrategy | None = None, layout: RankLayout | None = None
+    ) -> Register:
+        """How the scheduler, or the worker of ``strategy`` and ``layout``, registers."""
+        chosen = strategy or self.strategy
+        return chosen.register(self.instance, self.identity, self.chunk_tokens, layout)
+
+
+def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
+    """Read the engine's configuration.
+
+    Raises :class:`ConfigError` for what the operator must correct (an option, the role, the hash
+    algorithm); returns :class:`Inert` for a model or environment that is not supported yet.
+    """
+    transfer = vllm_config.kv_transfer_config
+    options = read_options(transfer.kv_connector_extra_config)
+    version = vllm.__version__.partition("+")[0]
+    if version not in TESTED:
+        return Inert(f"vLLM {version} was never tested; tested: {', '.join(sorted(TESTED))}")
+    if not transfer.is_kv_consumer:
+        raise ConfigError(f"kv_role {transfer.kv_role}: use kv_both, or kv_consumer to only read")
+    _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
+    blocks = _block_tokens(vllm_config.parallel_config, kv_cache_config)
+    chunk_tokens = _chunk_tokens(options.chunk_tokens, blocks, kv_cache_config)
+    if reason := _unsupported(vllm_config, kv_cache_config):
+        return Inert(reason)
+    hash_tokens = kv_cache_config.hash_block_size or blocks[0]
+    try:
+        fields = _identity(vllm_config, kv_cache_config, version)
+    except identity.Indescribable as error:
+        return Inert(str(error))
+    fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
+    return Setup(
+        socket=options.socket or default_socket(),
+        instance=transfer.engine_id,
+        identity=fields,
+        strategy=_strategy(vllm_config.parallel_config, kv_cache_config),
+        chunk_tokens=chunk_tokens,
+        hash_tokens=hash_tokens,
+        block_tokens=blocks,
+        loads=transfer.is_kv_consumer,
+        stores=transfer.is_kv_producer,
+    )
+
+
+def recompute_failed_loads(vllm_config: Any) -> None:
+    """Law 8: a load that fails is recomputed. The scheduler reads this setting after making us.
+
+    Inside a MultiConnector we are given a copy of the configuration, and nothing refers to the one
+    the scheduler reads but the frames that are making us right now.
+    """
+    vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    frame = inspect.currentframe()
+    while frame is not None:
+        outer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+        if outer is not None:
+            outer.kv_load_failure_policy = "recompute"
+        frame = frame.f_back
+
+
+def _check_hash_algorithm(algorithm: str) -> None:
+    """vLLM seeds its xxhash variants at random in each process, unless told otherwise."""
+    if "xxhash" in algorithm and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            f"prefix-caching hash algorithm {algorithm} is seeded at random in each process: "
+            "set PYTHONHASHSEED to the same number for all engines, or use sha256"
+        )
+
+
+def _block_tokens(parallel: Any, kv_cache_config: Any) -> tuple[int, ...]:
+    """Tokens for which one block id of each group stands, all ranks' shares together."""
+    dcp = parallel.decode_context_parallel_size
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)
+
+
+def _chunk_tokens(wanted: int, blocks: tuple[int, ...], kv_cache_config: Any) -> int:
+    """The chunk size in tokens: DESIGN section 3."""
+    unit = math.lcm(*blocks, kv_cache_config.cache_hit_alignment_tokens or 1)
+    if wanted % unit:
+        raise ConfigError(
+            f"kvass.chunk_tokens {wanted} does not fit this model: give a multiple of {unit} "
+            "(its block sizes and hit alignment)"
+        )
+    return wanted or unit * -(-MIN_CHUNK_TOKENS // unit)
+
+
+def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why this engine cannot be served yet; empty if it can."""
+    if reason := _unsupported_ranks(vllm_config.parallel_config):
+        return reason
+    device = device_kind()
+    if device not in DEVICES:
+        return f"device {device!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"a model with {len(groups)} KV cache groups is not supported yet"
+    kinds = {type(spec).__name__ for spec in layer_specs(groups[0]).values()}
+    if not kinds <= FULL_KINDS:
+        return f"KV cache group of kind {', '.join(sorted(kinds - FULL_KINDS))} is not supported"
+    if kv_cache_config.prefix_cacheable_group_ids != (0,):
+        return "the model's KV cache group is not prefix-cacheable"
+    return ""
+
+
+def layer_specs(group: Any) -> dict[str, Any]:
+    """Layer name -> its cache spec; one group may hold a spec per layer."""
+    spec = group.kv_cache_spec
+    each = getattr(spec, "kv_cache_specs", {})
+    return {name: each.get(name, spec) for name in group.layer_names}
+
+
+def device_kind() -> str:
+    """vLLM's name of the device that holds the KV cache, e.g. ``cpu``."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+# ---------------------------------------------------------------- parallelism
+
+
+def worker_rank(vllm_config: Any) -> int:
+    """This worker process's place among the ranks of its engine."""
+    return int(vllm_config.parallel_config.rank)
+
+
+def _strategy(parallel: Any, kv_cache_config: Any) -> ParallelStrategy:
+    """The scheduler's view. Every rank of it releases, reports and, if it writes, commits."""
+    return ParallelStrategy(
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        replicas=kv_cache_config.kv_tp_replicas,
+    )
+
+
+def _unsupported_ranks(parallel: Any) -> str:
+    """Why these ranks cannot be served; empty if they can."""
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if parallel.prefill_context_parallel_size > 1:
+        return "prefill context parallelism is not supported"
+    if ranks > MAX_RANKS:
+        return f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
+    if parallel.nnodes_within_dp > 1:
+        return "an engine whose ranks are on several machines is not supported"
+    return ""
+
+
+def _parallel_identity(parallel: Any) -> list[int]:
+    """What decides which tokens, heads and layers a rank's page holds."""
+    dcp = parallel.decode_context_parallel_size
+    interleave = parallel.cp_kv_cache_interleave_size if dcp > 1 else 1
+    return [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, dcp, interleave]
+
+
+# ---------------------------------------------------------------- identity
+
+
+def _identity(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
+    """The namespace's tagged fields (DESIGN section 4), equal in all processes of one engine."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    load, attention = vllm_config.load_config, vllm_config.attention_config
+    kinds = [attention.backend, attention.backend_per_kind]
+    kinds.append(getattr(attention, "use_non_causal", False))
+    return {
+        "engine": f"vllm {version}",
+        "model": _model_name(model.model),
+        "weights": _weights(model),
+        "config": identity.canonical(_without_origin(model.hf_config.to_dict()), "hf_config"),
+        "code": identity.canonical(
+            {name: getattr(model, name) for name in CODE.split()}, "model_config"
+        ),
+        "overrides": identity.canonical(model.hf_overrides, "hf_overrides"),
+        "loader": identity.canonical(
+            [load.load_format, load.model_loader_extra_config]
+            + ([model.seed] if str(load.load_format) == "dummy" else []),
+            "load_config",
+        ),
+        "dtype": str(model.dtype),
+        "quantization": identity.canonical(
+            [model.quantization, model.quantization_config], "quant"
+        ),
+        "positions": _positions(model),
+        "kv_dtype": identity.canonical([cache.cache_dtype, cache.kv_cache_dtype_skip_layers]),
+        "kv_layout": str(kv_cache_config.kv_cache_layout),
+        "hash": _hash_identity(cache.prefix_caching_hash_algo),
+        "device": _device_identity(),
+        "attention": identity.canonical(kinds, "attention_config"),
+        "parallel": identity.canonical(_parallel_identity(vllm_config.parallel_config)),
+        "speculative": _speculative(vllm_config.speculative_config),
+    }
+
+
+def _without_origin(config: Any) -> Any:
+    """A Hugging Face configuration but for where it and its parts lay."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_origin(of) for name, of in config.items() if name not in ORIGIN}
+
+
+def _model_name(name: str) -> str:
+    """For people (``kvass status``): a local path in its one spelling, anything else as it is."""
+    return os.path.realpath(name) if os.path.exists(name) else name
+
+
+def _weights(model: Any) -> str:
+    """A local path by its files, anything else by name and revision (and commit, if known)."""
+    for name in (model.model, model.model_weights):
+        if name and os.path.exists(name):
+            return f"local:{identity.local_weights(Path(name))}"
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return identity.canonical([model.model, model.model_weights, model.revision, commit])
+
+
+def _positions(model: Any) -> str:
+    """With LongRoPE (formerly "su"), the engine's maximum length chooses the rotary factors."""
+    config = model.hf_text_config
+    rope = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    text = identity.canonical(rope)
+    return str(model.max_model_len) if "longrope" in text or '"su"' in text else ""
+
+
+def _hash_identity(algorithm: str) -> str:
+    """Algorithm and a digest of the seed, as vLLM's own resolver gives it."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
+    return f"{algorithm}:{identity.digest([seed])}"
+
+
+def _device_identity() -> str:
+    """Device kind and, on a CPU, the instruction sets by which vLLM packs its pages."""
+    sets = (torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported())
+    capability = torch.backends.cpu.get_cpu_capability()
+    return identity.canonical([device_kind(), platform.machine(), capability, sets])
+
+
+def _speculative(config: Any) -> str:
+    """The draft model's layers share the cache, so its weights are part of the bytes."""
+    if config is None:
+        return ""
+    weights = _weights(draft) if (draft := config.draft_model_config) is not None else ""
+    return identity.canonical([config.method, config.num_speculative_tokens, weights])

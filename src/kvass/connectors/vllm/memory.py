@@ -1,0 +1,99 @@
+"""Where vLLM keeps the pages of its layers, as bytes. A file of vLLM's version (see ``adapt.py``).
+
+Law of this file: pages are found from the configuration, and the tensors must agree.
+
+Facts relied on (0.32): the page of layer ``t.layers[l]``, block b, is at
+``t.offset + l*t.layer_stride + b*t.block_stride`` in the layer's storage, ``page_size_bytes`` long.
+A worker's ``KVCacheConfig`` names its own layers only: those of its pipeline stage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvass.connectors.vllm.engine import layer_specs
+from kvass.errors import UsageError
+from kvass.layout.describe import GroupPlanes, describe_group
+from kvass.transfer.base import U8Array
+from kvass.types import GroupLayout, RankLayout
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The engine's KV pages as bytes. ``owners`` keep the memory of ``regions`` alive."""
+
+    layout: RankLayout
+    planes: tuple[GroupPlanes, ...]
+    regions: tuple[U8Array, ...]
+    owners: tuple[object, ...]
+
+
+def read_memory(
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, Any],
+    chunk_tokens: int,
+    block_tokens: Sequence[int],
+) -> Memory:
+    """Find every layer's pages in ``kv_caches`` (layer name -> tensor), from the config alone.
+
+    ``block_tokens[g]``: tokens for which a block id of group ``g`` stands (``engine.Setup``).
+    Raises :class:`UsageError` if config and tensors contradict each other.
+    """
+    placed = {
+        name: (tensor, index)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for index, name in enumerate(tensor.layers)
+    }
+    regions = _Regions()
+    layouts, planes = [], []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = {name: spec for name, spec in layer_specs(group).items() if name in placed}
+        layout = GroupLayout(
+            kind="full",
+            block_tokens=block_tokens[number],
+            layers=tuple(specs),
+            page_bytes=tuple(spec.page_size_bytes for spec in specs.values()),
+        )
+        bases, strides, where = [], [], []
+        for name in specs:
+            tensor, index = placed[name]
+            bases.append(tensor.offset + index * tensor.layer_stride)
+            strides.append(tensor.block_stride)
+            where.append(regions.add(name, kv_caches[name], bases[-1]))
+        blocks = kv_cache_config.num_blocks
+        layouts.append(layout)
+        planes.append(describe_group(number, layout, chunk_tokens, blocks, bases, strides, where))
+    return Memory(
+        RankLayout(tuple(layouts)), tuple(planes), tuple(regions.arrays), tuple(regions.owners)
+    )
+
+
+class _Regions:
+    """The distinct storages under a set of tensors, as byte arrays."""
+
+    def __init__(self) -> None:
+        self.arrays: list[U8Array] = []
+        self.owners: list[object] = []
+        self._known: dict[int, int] = {}
+
+    def add(self, layer: str, cache: Any, base: int) -> int:
+        """The region of ``cache``, whose first block must begin at byte ``base`` of it."""
+        tensor = cache[0] if isinstance(cache, list | tuple) else cache
+        storage = tensor.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+        if tensor.data_ptr() - start != base:
+            raise UsageError(
+                f"layer {layer}: block 0 lies at byte {tensor.data_ptr() - start} of its storage, "
+                f"the KV cache config says {base}"
+            )
+        if start not in self._known:
+            self._known[start] = len(self.arrays)
+            memory = (ctypes.c_uint8 * size).from_address(start)
+            self.arrays.append(np.ctypeslib.as_array(memory))
+            self.owners.append(storage)
+        return self._known[start]

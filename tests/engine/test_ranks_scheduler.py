@@ -1,0 +1,336 @@
+"""An engine of several ranks against a real daemon: vLLM's scheduler and aggregation, no model.
+
+The pages' bytes follow from tokens and shard, so a rank that got another's bytes is seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvass.client.parallel import ParallelStrategy
+from kvass.connectors.vllm import engine as configuration
+from kvass.connectors.vllm.metadata import StepWork
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.vllm_rank import Engine, Gate, Rank, until
+from kvass.testing.vllm_scheduler import CHUNK, make_configs
+
+PROMPT = list(range(100))
+CHUNKS: Final = len(PROMPT) // CHUNK
+DENSE: Final = ParallelStrategy(tp=2)
+STAGES: Final = ParallelStrategy(pp=2)
+MLA: Final = ParallelStrategy(tp=2, replicas=2)
+GRID: Final = (
+    DENSE,
+    STAGES,
+    MLA,
+    ParallelStrategy(tp=4, replicas=2),  # GQA with two KV heads
+    ParallelStrategy(tp=2, pp=2),
+    ParallelStrategy(tp=2, pp=2, replicas=2),
+)
+
+Make = Callable[..., Engine]
+
+
+def name(strategy: ParallelStrategy) -> str:
+    return f"tp{strategy.tp}-pp{strategy.pp}-replicas{strategy.replicas}"
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with running_daemon(tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Make]:
+    made: list[Engine] = []
+
+    def make(strategy: ParallelStrategy, **options: Any) -> Engine:
+        made.append(Engine(daemon.socket, daemon, strategy=strategy, **options))
+        made[-1].wait_connected()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def empty(daemon: Daemon) -> dict[str, Any]:
+    """Nothing is owed by anybody."""
+    return daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+
+
+def sent(daemon: Daemon, kind: str) -> int:
+    """Messages of this kind that sessions have sent so far."""
+    return int(daemon.status()["messages"].get(kind, 0))
+
+
+@pytest.mark.parametrize("strategy", GRID, ids=name)
+def test_a3_every_rank_loads_what_its_shard_stored(
+    daemon: Daemon, engine: Make, strategy: ParallelStrategy
+) -> None:
+    a, b = engine(strategy), engine(strategy)
+    a.generate("a", PROMPT)
+    status = empty(daemon)
+    assert status["rows"] == CHUNKS
+    page = a.rank.pages[:, 0].nbytes
+    row = strategy.world_size * (CHUNK // a.block) * page
+    assert status["l1_used_bytes"] == CHUNKS * row, "one copy of each distinct shard"
+    request, scheduled = b.load("b", PROMPT)
+    assert scheduled == 4
+    b.check(request, CHUNKS * CHUNK)
+    empty(daemon)
+
+
+def test_a1_ranks_that_share_a_shard_read_it_under_one_lease(daemon: Daemon, engine: Make) -> None:
+    """... and it is free after the last of them, not before."""
+    a, b = engine(MLA), engine(MLA)
+    a.generate("a", PROMPT)
+    gate = Gate(b.ranks.all[1], shut=True)
+    request = b.world.add("b", PROMPT)
+    until(lambda: b.step() and sent(daemon, "release") == 1, "the first rank's release")
+    for _ in range(20):
+        b.step()
+    held = daemon.status()
+    assert (held["pins"], held["leases"]) == (CHUNKS, 1)
+    assert request.num_computed_tokens == CHUNKS * CHUNK, "blocks are there"
+    assert request.num_output_tokens == 0, "and nothing was computed on them yet"
+    gate.open()
+    until(lambda: b.step() and request.num_output_tokens, "the load")
+    assert sent(daemon, "release") == 2
+    b.check(request, CHUNKS * CHUNK)
+    empty(daemon)
+
+
+def test_a7_an_aborted_request_gives_back_what_every_reader_held(
+    daemon: Daemon, engine: Make
+) -> None:
+    a, b = engine(MLA), engine(MLA)
+    a.generate("a", PROMPT)
+    free = b.world.free_blocks
+    gate = Gate(b.ranks.all[1], shut=True)
+    b.world.add("b", PROMPT)
+    until(lambda: b.step() and sent(daemon, "release") == 1, "the first rank's release")
+    b.world.abort("b")
+    b.step()
+    assert daemon.status()["pins"] == CHUNKS, "the second rank still reads"
+    assert b.world.free_blocks < free, "into blocks that are not reused"
+    gate.open()
+    until(lambda: b.step() and b.world.free_blocks == free, "the blocks back")
+    empty(daemon)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("strategy", [DENSE, STAGES, MLA], ids=name)
+def test_one_ranks_failed_load_fails_it_on_all(
+    daemon: Daemon, engine: Make, strategy: ParallelStrategy, broken: int
+) -> None:
+    a, b = engine(strategy), engine(strategy)
+    a.generate("a", PROMPT)
+    free = b.world.free_blocks
+    Gate(b.ranks.all[broken], ahead_s=1e6)
+    request, scheduled = b.load("b", PROMPT)
+    assert scheduled == len(PROMPT), "everything is computed"
+    late = [rank.connector._boundary.counters["load_late"] for rank in b.ranks.all]
+    assert late == [int(rank == broken) for rank in range(2)], "the other rank had every byte"
+    until(lambda: b.step() and request.is_finished(), "the request's end")
+    until(lambda: b.step() and not b.world.scheduler.has_requests(), "its stores")
+    assert len(b.loads) == 1
+    assert b.world.free_blocks == free
+    assert b.world.scheduler.reset_prefix_cache(), "a block is still held"
+    empty(daemon)
+
+
+def store_messages(daemon: Daemon, engine: Make, strategy: ParallelStrategy) -> dict[str, int]:
+    """What one prompt's store came to in messages, by kind."""
+    one = engine(strategy, tag=name(strategy))
+    before = daemon.status()["messages"]
+    one.generate("a", PROMPT)
+    after = daemon.status()["messages"]
+    counts = {kind: after[kind] - before.get(kind, 0) for kind in after if kind != "status"}
+    return {kind: n for kind, n in counts.items() if n}
+
+
+def test_b3_ranks_with_equal_bytes_send_nothing_for_a_store(daemon: Daemon, engine: Make) -> None:
+    """... so what a chunk costs the daemon does not grow with them, as it does with shards."""
+    alone, two, four = (
+        store_messages(daemon, engine, ParallelStrategy(tp=tp, replicas=tp)) for tp in (1, 2, 4)
+    )
+    assert alone == two == four
+    assert alone["commit"] == alone["reserve"] == 1
+    dense = store_messages(daemon, engine, ParallelStrategy(tp=4))
+    assert dense == {**alone, "commit": 4}
+
+
+def test_b3_the_others_report_every_step_all_the_same(engine: Make) -> None:
+    """The engine counts all ranks, and frees no block before the last."""
+    a = engine(MLA)
+    free = a.world.free_blocks
+    gate = Gate(a.ranks.all[0], shut=True)
+    a.world.add("a", PROMPT, max_tokens=1)
+    for _ in range(20):
+        a.step()
+    first, second = a.ranks.all
+    assert first.copier._open, "the writer has not stored yet"
+    assert not second.copier._open
+    assert a.world.free_blocks == free - CHUNKS * CHUNK // a.block
+    gate.open()
+    until(lambda: a.step() and a.world.free_blocks == free, "the blocks back")
+
+
+def test_b5_a_chunk_counts_when_every_stage_has_it(daemon: Daemon, engine: Make) -> None:
+    a, b = engine(STAGES), engine(STAGES)
+    a.daemon = None
+    gate = Gate(a.ranks.all[1], shut=True)
+    a.world.add("a", PROMPT)
+    until(lambda: a.step() and sent(daemon, "commit") == 1, "the first stage's commit")
+    assert b.load("early", PROMPT)[1] == len(PROMPT)
+    b.world.abort("early")
+    gate.open()
+    until(lambda: a.step() and not a.world.scheduler.has_requests(), "the second stage's store")
+    empty(daemon)
+    assert b.world.scheduler.reset_prefix_cache()
+    request, scheduled = b.load("b", PROMPT)
+    assert scheduled == 4
+    b.check(request, CHUNKS * CHUNK)
+
+
+def test_b5_a_stage_that_never_stores_discards_the_chunk(daemon: Daemon, engine: Make) -> None:
+    a, b = engine(STAGES), engine(STAGES)
+    Gate(a.ranks.all[1], ahead_s=1e6)
+    a.generate("a", PROMPT)
+    assert daemon.wait_until(quarantined_bytes=0)["rows"] == 0
+    assert b.load("b", PROMPT)[1] == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(DENSE, MLA), (DENSE, STAGES), (DENSE, ParallelStrategy())],
+    ids=["replicated", "stages", "alone"],
+)
+def test_b2_another_parallel_shape_is_another_namespace(
+    engine: Make, one: ParallelStrategy, other: ParallelStrategy
+) -> None:
+    engine(one).generate("a", PROMPT)
+    assert engine(other).load("b", PROMPT)[1] == len(PROMPT)
+    assert engine(one).load("c", PROMPT)[1] == 4
+
+
+def test_b2_decode_context_parallelism_makes_blocks_longer(daemon: Daemon, engine: Make) -> None:
+    """A block id stands for the tokens of all its ranks; each rank's page is as long as ever."""
+    a, b = engine(DENSE, dcp=2), engine(DENSE, dcp=2)
+    a.generate("a", PROMPT)
+    assert a.block == CHUNK
+    page = a.rank.pages[:, 0].nbytes
+    assert empty(daemon)["l1_used_bytes"] == CHUNKS * 2 * page
+    request, scheduled = b.load("b", PROMPT)
+    assert scheduled == 4
+    b.check(request, CHUNKS * CHUNK)
+    assert engine(DENSE).load("c", PROMPT)[1] == len(PROMPT), "blocks of its own"
+
+
+def test_b1_the_strategy_is_read_from_the_engines_configuration() -> None:
+    for strategy in GRID:
+        found = configuration.read_setup(*make_configs(strategy=strategy))
+        assert isinstance(found, configuration.Setup)
+        assert found.strategy == strategy
+    config, caches = make_configs(strategy=DENSE, dcp=2)
+    one = configuration.read_setup(config, caches)
+    config.parallel_config.cp_kv_cache_interleave_size = 8
+    other = configuration.read_setup(config, caches)
+    assert isinstance(one, configuration.Setup)
+    assert isinstance(other, configuration.Setup)
+    assert one.block_tokens == (CHUNK,)
+    assert one.identity != other.identity
+
+
+def test_b1_data_parallel_ranks_are_instances_of_their_own() -> None:
+    """... that share a namespace: vLLM gives each an ``engine_id`` of its own."""
+    from vllm.v1.engine.utils import _apply_dp_identity_suffix
+
+    config, caches = make_configs(engine_id="one")
+    found = []
+    for rank in range(2):
+        config.kv_transfer_config.engine_id = "one"
+        _apply_dp_identity_suffix(config, rank)
+        found.append(configuration.read_setup(config, caches))
+    first, second = found
+    assert isinstance(first, configuration.Setup)
+    assert isinstance(second, configuration.Setup)
+    assert first.instance != second.instance
+    assert first.identity == second.identity
+
+
+# ---------------------------------------------------------------- contradictions
+
+
+@pytest.mark.parametrize(
+    ("said", "workers", "field"),
+    [
+        (ParallelStrategy(), DENSE, "identity[parallel]"),
+        (DENSE, ParallelStrategy(), "identity[parallel]"),
+        (MLA, DENSE, "world_size"),
+        (DENSE, STAGES, "identity[parallel]"),
+    ],
+    ids=["fewer", "more", "replicas", "shape"],
+)
+def test_a_scheduler_that_contradicts_its_workers_runs_uncached(
+    daemon: Daemon,
+    said: ParallelStrategy,
+    workers: ParallelStrategy,
+    field: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine(daemon.socket, strategy=said, workers=workers)
+    try:
+        until(lambda: field in caplog.text, "the refusal")
+        request = engine.generate("a", PROMPT)
+        assert request.num_tokens == len(PROMPT) + 2
+        assert engine.world.scheduler.reset_prefix_cache()
+        assert engine.load("b", PROMPT)[1] == len(PROMPT)
+        status = empty(daemon)
+        assert status["rows"] == 0
+        refusals = [r for r in caplog.records if "refused" in r.getMessage()]
+        assert all(r.levelno >= logging.WARNING for r in refusals)
+    finally:
+        engine.close()
+
+
+def test_a_rank_outside_the_world_leaves_the_engine_uncached(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, caches = make_configs({"kvass.socket": daemon.socket}, strategy=DENSE)
+    config.parallel_config.rank = 2
+    rank = Rank(config, caches)
+    try:
+        assert rank.copier is None
+        assert "rank 2: a world of 2 has 0..1" in caplog.text
+        assert not rank.run(StepWork()).finished_recving
+    finally:
+        rank.close()
+
+
+def test_two_workers_that_claim_one_rank(
+    daemon: Daemon, engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second is refused by name; what the first does is right all the same."""
+    a = engine(DENSE)
+    config, caches = make_configs({"kvass.socket": daemon.socket}, strategy=DENSE.at(1))
+    config.kv_transfer_config.engine_id = a.world.connector._planner._setup.instance
+    twin = Rank(config, caches)
+    try:
+        until(lambda: "rank_taken" in caplog.text, "the refusal")
+        a.generate("a", PROMPT)
+        b = engine(DENSE)
+        request, scheduled = b.load("b", PROMPT)
+        assert scheduled == 4
+        b.check(request, CHUNKS * CHUNK)
+    finally:
+        twin.close()
