@@ -247,7 +247,7 @@ def test_b1_the_strategy_is_read_from_the_engines_configuration() -> None:
     other = configuration.read_setup(config, caches)
     assert isinstance(one, configuration.Setup)
     assert isinstance(other, configuration.Setup)
-    assert one.block_tokens == (CHUNK,)
+    assert [group.block_tokens for group in one.groups] == [CHUNK]
     assert one.identity != other.identity
 
 

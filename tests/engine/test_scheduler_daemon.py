@@ -50,7 +50,7 @@ def test_a_second_engine_loads_what_the_first_stored(daemon: Daemon, engine: Any
     request, scheduled = b.load("b", PROMPT)
     assert scheduled == 4
     b.check(request, 96)
-    assert [load.skip for load in b.loads] == [0]
+    assert [load.skip for load in b.loads] == [(0,)]
     empty(daemon)
 
 
@@ -71,7 +71,7 @@ def test_a_load_begins_inside_a_chunk_where_the_local_hit_ends(daemon: Daemon, e
     b.loads.clear()
     request, scheduled = b.load("b", PROMPT)
     assert scheduled == 4
-    assert [load.skip for load in b.loads] == [1]
+    assert [load.skip for load in b.loads] == [(1,)]
     b.check(request, 96)
     local = b.table("b")[:3]
     assert (b.rank.pages[:, local] == before[:, local]).all()

@@ -46,7 +46,7 @@ def test_a_hit_loads_before_it_is_scheduled(asynchronous: bool) -> None:
     (load,) = work.loads
     table = world.scheduler.kv_cache_manager.get_block_ids("b")[0]
     assert load.blocks == (tuple(table[:6]),)
-    assert (load.request, load.skip, len(load.slots[0])) == ("b", 0, 3)
+    assert (load.request, load.skip, len(load.slots[0])) == ("b", (0,), 3)
     assert client.handed == [load.lease], "handed over before schedule() returned"
     world.finish(output, received=["b"])
     output, work = world.schedule()
@@ -86,7 +86,7 @@ def test_a_local_hit_that_ends_inside_a_chunk_is_kept() -> None:
     output, work = world.schedule()
     (load,) = work.loads
     assert client.lookups[-1] == ("b", 1), "48 tokens are local: chunk 0 and half of chunk 1"
-    assert (load.skip, len(load.slots[0])) == (1, 2)
+    assert (load.skip, len(load.slots[0])) == ((1,), 2)
     table = world.scheduler.kv_cache_manager.get_block_ids("b")[0]
     assert load.blocks == (tuple(table[2:6]),)
     world.finish(output, received=["b"])

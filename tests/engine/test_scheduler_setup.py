@@ -18,6 +18,7 @@ from kvass.connectors.vllm import KvassConnector, adapt, engine, identity
 from kvass.connectors.vllm.memory import read_memory
 from kvass.errors import ConfigError, UsageError
 from kvass.testing.vllm_scheduler import FakeClient, World, make_configs
+from kvass.types import GroupLayout
 
 
 def setup(**changes: Any) -> engine.Setup:
@@ -90,8 +91,25 @@ def test_a_hash_seeded_at_random_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------- inert
 
 
-def two_groups(config: Any, caches: Any) -> None:
-    caches.kv_cache_groups *= 2
+def ring(config: Any, caches: Any) -> None:
+    from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+    spec = caches.kv_cache_groups[0].kv_cache_spec
+    caches.kv_cache_groups[0].kv_cache_spec = CircularBufferSpec(
+        block_size=16, num_kv_heads=2, head_size=32, dtype=spec.dtype
+    )
+
+
+def ephemeral(config: Any, caches: Any) -> None:
+    caches.kv_cache_groups[0].enable_kv_transfer = False
+
+
+def states_of_a_request(config: Any, caches: Any) -> None:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    caches.kv_cache_groups[0].kv_cache_spec = MambaSpec(
+        block_size=16, shapes=((2, 2),), dtypes=(caches.kv_cache_groups[0].kv_cache_spec.dtype,)
+    )
 
 
 def prefill_split(config: Any, caches: Any) -> None:
@@ -107,15 +125,6 @@ def two_machines(config: Any, caches: Any) -> None:
     config.parallel_config.nnodes = 2
 
 
-def sliding(config: Any, caches: Any) -> None:
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    spec = caches.kv_cache_groups[0].kv_cache_spec
-    caches.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(
-        block_size=16, num_kv_heads=2, head_size=32, dtype=spec.dtype, sliding_window=32
-    )
-
-
 def unreadable(config: Any, caches: Any) -> None:
     config.attention_config = None
 
@@ -123,11 +132,12 @@ def unreadable(config: Any, caches: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (two_groups, "2 KV cache groups"),
+        (ring, "KV cache group 0 of kind CircularBufferSpec"),
+        (ephemeral, "KV cache group 0 (FullAttentionSpec) is not prefix-cacheable"),
+        (states_of_a_request, "mamba_cache_mode"),
         (prefill_split, "prefill context parallelism"),
         (too_many_ranks, "129 ranks"),
         (two_machines, "several machines"),
-        (sliding, "SlidingWindowSpec"),
         (unreadable, "reading the engine's configuration failed"),
     ],
 )
@@ -367,6 +377,9 @@ def test_canonical_text_knows_no_address_and_no_order() -> None:
 # ---------------------------------------------------------------- memory
 
 
+GROUPS = (GroupLayout("full", 16, (), ()),)
+
+
 def test_planes_that_contradict_the_configuration_are_refused() -> None:
     import torch
 
@@ -374,12 +387,12 @@ def test_planes_that_contradict_the_configuration_are_refused() -> None:
     (tensor,) = caches.kv_cache_tensors
     memory = torch.zeros(tensor.size, dtype=torch.uint8)
     second = memory[tensor.layer_stride :]
-    found = read_memory(caches, {"layer.0": memory, "layer.1": [second]}, 32, [16])
+    found = read_memory(caches, {"layer.0": memory, "layer.1": [second]}, 32, GROUPS)
     assert len(found.regions) == 1
     assert [plane.base for plane in found.planes[0].planes] == [0, tensor.layer_stride]
     assert found.layout.groups[0].shard_bytes(32) == found.planes[0].shard_bytes
     with pytest.raises(UsageError, match=r"layer\.1"):
-        read_memory(caches, {"layer.0": memory, "layer.1": memory}, 32, [16])
+        read_memory(caches, {"layer.0": memory, "layer.1": memory}, 32, GROUPS)
 
 
 def test_layers_in_storages_of_their_own_are_regions_of_their_own() -> None:
@@ -389,5 +402,5 @@ def test_layers_in_storages_of_their_own_are_regions_of_their_own() -> None:
     (tensor,) = caches.kv_cache_tensors
     tensor.layer_stride = 0
     own = {name: torch.zeros(tensor.size, dtype=torch.uint8) for name in tensor.layers}
-    found = read_memory(caches, own, 32, [16])
+    found = read_memory(caches, own, 32, GROUPS)
     assert [plane.region for plane in found.planes[0].planes] == [0, 1]

@@ -354,13 +354,13 @@ def test_a_defect_amid_the_grants_gives_back_what_it_did_not_plan(
     world = World(client)
     world.tolerant = True
     planner = world.connector._planner
-    plan, planned = planner._chunk_blocks, []
+    plan, planned = planner._spans.to_store, []
 
     def break_one(*args: Any) -> Any:
         planned.append(args)
         return plan(*args) if len(planned) != broken + 1 else 1 / 0
 
-    monkeypatch.setattr(planner, "_chunk_blocks", break_one)
+    monkeypatch.setattr(planner._spans, "to_store", break_one)
     for number, name in enumerate("abc"):
         world.add(name, range(1000 * number, 1000 * number + 64), max_tokens=1)
     output, work = world.schedule()

@@ -64,7 +64,7 @@ def test_a_contradictory_description_is_refused(
         describe_group(0, llama(), chunk, 10, bases, strides)
 
 
-@pytest.mark.parametrize(("group", "blocks", "per_chunk"), [(-1, 2, 1), (0, 0, 1), (0, 2, 0)])
+@pytest.mark.parametrize(("group", "blocks", "per_chunk"), [(-1, 2, 1), (0, 0, 1), (0, 2, -1)])
 def test_a_group_without_blocks_is_refused(group: int, blocks: int, per_chunk: int) -> None:
     with pytest.raises(UsageError):
         GroupPlanes(group, (Plane(0, 8, 8),), blocks, per_chunk)

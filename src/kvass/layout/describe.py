@@ -42,8 +42,9 @@ class GroupPlanes(msgspec.Struct, frozen=True):
 
     ``planes`` are in the order of ``GroupLayout.layers``; ``blocks`` is the number of block ids of
     the group's space (valid ids are 1 .. blocks - 1, 0 being the null block); ``chunk_blocks`` the
-    blocks of one chunk. Planes and blocks of one group must not overlap; those of different groups
-    may (vLLM hands a block to one group at a time).
+    blocks that a row keeps of one chunk (``GroupLayout.row_blocks``). Planes and blocks of one
+    group must not overlap; those of different groups may (vLLM hands a block to one group at a
+    time).
 
     Raises :class:`UsageError` for values that describe no memory.
     """
@@ -54,10 +55,10 @@ class GroupPlanes(msgspec.Struct, frozen=True):
     chunk_blocks: int
 
     def __post_init__(self) -> None:
-        if self.group < 0 or self.chunk_blocks < 1 or self.blocks < 1:
+        if self.group < 0 or self.chunk_blocks < 0 or self.blocks < 1:
             raise UsageError(
-                f"group {self.group}: {self.blocks} blocks, {self.chunk_blocks} per chunk; "
-                "a group has an id >= 0, at least one block, and at least one per chunk"
+                f"group {self.group}: {self.blocks} blocks, {self.chunk_blocks} per row; "
+                "a group has an id >= 0, at least one block, and none or more per row"
             )
         for number, plane in enumerate(self.planes):
             if plane.base < 0 or plane.run < 1 or plane.region < 0:
@@ -76,7 +77,7 @@ class GroupPlanes(msgspec.Struct, frozen=True):
     @property
     def shard_bytes(self) -> int:
         """Bytes of a slot: ``row_bytes`` padded to ``PAGE``, as ``GroupLayout.shard_bytes``."""
-        return align_up(self.row_bytes)
+        return align_up(max(1, self.row_bytes))
 
     def slot_offsets(self) -> tuple[int, ...]:
         """Byte offset inside a slot at which each plane's pages begin; shape ``(len(planes),)``."""

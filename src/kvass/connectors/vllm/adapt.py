@@ -101,6 +101,21 @@ def step_blocks(output: Any, request: str) -> tuple[Sequence[int], ...] | None:
     return table
 
 
+def boundary_states(output: Any, request: str) -> Iterable[tuple[int, int, int]]:
+    """Groups, blocks and token counts: the states of ``request`` that this step leaves behind.
+
+    Good until the step's forward pass is over; a block that is held stays so.
+    """
+    offered: dict[str, list[tuple[int, int, int]]]
+    offered = output.kv_connector_block_state.boundary_state_offloads
+    return offered.get(request, ())
+
+
+def known_tokens(request: Any) -> int:
+    """Tokens of ``request`` that are known: its prompt, and what it generated."""
+    return int(request.num_tokens)
+
+
 class Pool:
     """The engine's block pool: blocks are held until we let go of them."""
 

@@ -27,14 +27,14 @@ import vllm
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import identity
+from kvass.connectors.vllm.groups import Unsupported, read_groups
 from kvass.connectors.vllm.options import read_options
 from kvass.errors import ConfigError
 from kvass.messages import Register
-from kvass.types import MAX_RANKS, RankLayout
+from kvass.types import MAX_RANKS, GroupLayout, RankLayout
 
 TESTED: Final = frozenset({"0.32.0"})
 MIN_CHUNK_TOKENS: Final = 256
-FULL_KINDS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 DEVICES: Final = frozenset({"cpu"})
 CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
 """Settings of the model that choose the code which computes it."""
@@ -52,6 +52,7 @@ class Inert:
 class Setup:
     """What both sides of the connector need to know. Sizes in tokens, lists by group id.
 
+    The layers named in ``groups`` are those of one rank: only a worker knows its own.
     ``strategy`` is the scheduler's; a worker's is ``strategy.at(rank)``.
     """
 
@@ -61,9 +62,18 @@ class Setup:
     strategy: ParallelStrategy
     chunk_tokens: int
     hash_tokens: int
-    block_tokens: tuple[int, ...]
+    groups: tuple[GroupLayout, ...]
     loads: bool
     stores: bool
+
+    @property
+    def hits_whole_prompts(self) -> bool:
+        """Whether a hit may end at a prompt's last token.
+
+        vLLM computes that token again, and a state that contains it already would count it twice;
+        what lies before a window of it may be gone.
+        """
+        return all(group.kind == "full" for group in self.groups)
 
     def register(
         self, strategy: ParallelStrategy | None = None, layout: RankLayout | None = None
@@ -93,8 +103,9 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         return Inert(reason)
     hash_tokens = kv_cache_config.hash_block_size or blocks[0]
     try:
+        groups = read_groups(kv_cache_config, blocks)
         fields = _identity(vllm_config, kv_cache_config, version)
-    except identity.Indescribable as error:
+    except (Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
     return Setup(
@@ -104,7 +115,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         strategy=_strategy(vllm_config.parallel_config, kv_cache_config),
         chunk_tokens=chunk_tokens,
         hash_tokens=hash_tokens,
-        block_tokens=blocks,
+        groups=groups,
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
     )
@@ -159,22 +170,9 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
     device = device_kind()
     if device not in DEVICES:
         return f"device {device!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"a model with {len(groups)} KV cache groups is not supported yet"
-    kinds = {type(spec).__name__ for spec in layer_specs(groups[0]).values()}
-    if not kinds <= FULL_KINDS:
-        return f"KV cache group of kind {', '.join(sorted(kinds - FULL_KINDS))} is not supported"
-    if kv_cache_config.prefix_cacheable_group_ids != (0,):
-        return "the model's KV cache group is not prefix-cacheable"
+    if not kv_cache_config.kv_cache_groups:
+        return "a model without KV cache has nothing to share"
     return ""
-
-
-def layer_specs(group: Any) -> dict[str, Any]:
-    """Layer name -> its cache spec; one group may hold a spec per layer."""
-    spec = group.kv_cache_spec
-    each = getattr(spec, "kv_cache_specs", {})
-    return {name: each.get(name, spec) for name in group.layer_names}
 
 
 def device_kind() -> str:

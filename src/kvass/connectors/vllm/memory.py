@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvass.connectors.vllm.engine import layer_specs
+from kvass.connectors.vllm.groups import read_groups
 from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes, describe_group
 from kvass.transfer.base import U8Array
@@ -37,12 +37,12 @@ def read_memory(
     kv_cache_config: Any,
     kv_caches: Mapping[str, Any],
     chunk_tokens: int,
-    block_tokens: Sequence[int],
+    groups: Sequence[GroupLayout],
 ) -> Memory:
     """Find every layer's pages in ``kv_caches`` (layer name -> tensor), from the config alone.
 
-    ``block_tokens[g]``: tokens for which a block id of group ``g`` stands (``engine.Setup``).
-    Raises :class:`UsageError` if config and tensors contradict each other.
+    ``groups`` as in ``engine.Setup``: their layers are not this rank's, all else is.
+    Raises :class:`UsageError` if config and tensors contradict each other, and ``Unsupported``.
     """
     placed = {
         name: (tensor, index)
@@ -50,27 +50,19 @@ def read_memory(
         for index, name in enumerate(tensor.layers)
     }
     regions = _Regions()
-    layouts, planes = [], []
-    for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        specs = {name: spec for name, spec in layer_specs(group).items() if name in placed}
-        layout = GroupLayout(
-            kind="full",
-            block_tokens=block_tokens[number],
-            layers=tuple(specs),
-            page_bytes=tuple(spec.page_size_bytes for spec in specs.values()),
-        )
+    blocks_of = tuple(group.block_tokens for group in groups)
+    layouts = read_groups(kv_cache_config, blocks_of, set(placed))
+    planes = []
+    for number, layout in enumerate(layouts):
         bases, strides, where = [], [], []
-        for name in specs:
+        for name in layout.layers:
             tensor, index = placed[name]
             bases.append(tensor.offset + index * tensor.layer_stride)
             strides.append(tensor.block_stride)
             where.append(regions.add(name, kv_caches[name], bases[-1]))
         blocks = kv_cache_config.num_blocks
-        layouts.append(layout)
         planes.append(describe_group(number, layout, chunk_tokens, blocks, bases, strides, where))
-    return Memory(
-        RankLayout(tuple(layouts)), tuple(planes), tuple(regions.arrays), tuple(regions.owners)
-    )
+    return Memory(RankLayout(layouts), tuple(planes), tuple(regions.arrays), tuple(regions.owners))
 
 
 class _Regions:

@@ -12,16 +12,16 @@ from kvass.connectors.vllm.adapt import KVConnectorMetadata, KVConnectorWorkerMe
 from kvass.types import Slots
 
 Blocks = tuple[tuple[int, ...], ...]
-"""``blocks[g]``: block ids of group ``g`` for whole chunks, in token order."""
+"""``blocks[g]``: block ids of group ``g`` for whole rows, in token order."""
 
 
 @dataclass(frozen=True)
 class Load:
     """Rows to copy into the blocks of one waiting request.
 
-    ``skip`` leading blocks of the first chunk are the engine's own. ``lease`` 0: there is nothing
-    to read any more, and the load must be reported as failed. ``given_s``: only a rank registered
-    since then may copy.
+    ``skip[g]`` leading blocks of group ``g``'s first row are the engine's own, or of no use to it.
+    ``lease`` 0: there is nothing to read any more, and the load must be reported as failed.
+    ``given_s``: only a rank registered since then may copy.
     """
 
     request: str
@@ -31,12 +31,15 @@ class Load:
     deadline_s: float = 0.0
     slots: tuple[Slots, ...] = ()
     blocks: Blocks = ()
-    skip: int = 0
+    skip: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Store:
-    """Blocks to copy into granted rows, after the forward pass of ``step``."""
+    """Blocks to copy into granted rows, after the forward pass of ``step``.
+
+    ``slots[g]`` and ``blocks[g]`` are empty for a group of which nothing was granted.
+    """
 
     step: int
     boot: bytes

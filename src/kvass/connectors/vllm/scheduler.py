@@ -22,8 +22,10 @@ from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import Pool
 from kvass.connectors.vllm.engine import Setup
-from kvass.connectors.vllm.metadata import Blocks, Load, StepReport, StepWork, Store
+from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
+from kvass.connectors.vllm.spans import Spans, States, Table
 from kvass.messages import Grant, Granted, ReserveItem
+from kvass.types import Slots
 
 KEYS_PER_STEP: Final = 32_768
 """Chunks named in one reserve, half of what a message may carry; the rest waits a step."""
@@ -48,11 +50,25 @@ class Tracked:
     attempted: bool = False
 
 
+@dataclass
+class Offer:
+    """One item of a reserve, and what it takes to carry it out. ``since`` and ``ready``: the
+    request's chunks from one to the other are decided by the answer."""
+
+    tracked: Tracked
+    item: ReserveItem
+    since: int
+    ready: int
+    table: Table
+    states: States
+
+
 class SchedulerSide:
     """Plans one engine's stores and loads. Used from the engine's scheduler thread only."""
 
     def __init__(self, setup: Setup, client: SchedulerClient) -> None:
         self._setup = setup
+        self._spans = Spans(setup.groups, setup.chunk_tokens)
         self._client = client
         self._pool: Pool | None = None
         self._tracked: dict[str, Tracked] = {}
@@ -86,6 +102,8 @@ class SchedulerSide:
         if not adapt.reads_cache(request):
             return 0
         chunks = adapt.hashed_chunks(request, self._setup)
+        if not self._setup.hits_whole_prompts:
+            chunks = min(chunks, (adapt.known_tokens(request) - 1) // self._setup.chunk_tokens)
         first = local // self._setup.chunk_tokens
         if chunks <= first:
             self._client.settle(request.request_id)
@@ -129,6 +147,11 @@ class SchedulerSide:
         begin = match.first * chunk_tokens
         if tracked.local + external != match.chunks * chunk_tokens or tracked.local < begin:
             return None
+        rows = list(map(len, match.slots))
+        found = self._spans.to_load(table, tracked.local, match.first, match.chunks, rows)
+        if found is None:
+            return None
+        blocks, skip = found
         return Load(
             request=tracked.request.request_id,
             boot=match.boot,
@@ -136,17 +159,9 @@ class SchedulerSide:
             given_s=match.given_s,
             deadline_s=match.deadline_s,
             slots=match.slots,
-            blocks=self._chunk_blocks(table, range(match.first, match.chunks)),
-            skip=(tracked.local - begin) // self._setup.block_tokens[0],
+            blocks=blocks,
+            skip=skip,
         )
-
-    def _chunk_blocks(self, table: Sequence[Sequence[int]], chunks: Iterable[int]) -> Blocks:
-        """The block ids of ``chunks``, out of a request's block table."""
-        wanted, groups = tuple(chunks), []
-        for ids, block_tokens in zip(table, self._setup.block_tokens, strict=True):
-            each = self._setup.chunk_tokens // block_tokens
-            groups.append(tuple(i for c in wanted for i in ids[c * each : (c + 1) * each]))
-        return tuple(groups)
 
     # ------------------------------------------------------------ a step
 
@@ -163,10 +178,10 @@ class SchedulerSide:
         if self._resting > 0:
             self._resting -= 1
             return
-        items, offers, width = self._offers(output)
-        if not items:
+        offers, width = self._offers(output)
+        if not offers:
             return
-        granted = self._client.reserve(items, width)
+        granted = self._client.reserve([offer.item for offer in offers], width)
         if granted is None:
             if self._client.answering:  # refused whole: a rank is not there yet
                 self._resting, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
@@ -177,33 +192,68 @@ class SchedulerSide:
         self._boot = granted.boot
         owed = [grant.reservation for grant in granted.grants if grant.reservation]
         try:
-            for item, (tracked, ready), grant in zip(items, offers, granted.grants, strict=True):
-                if item.first <= tracked.offered:
-                    tracked.offered = ready
+            for offer, grant in zip(offers, granted.grants, strict=True):
+                if offer.since <= offer.tracked.offered:
+                    offer.tracked.offered = offer.ready
                 if grant.chunks:
-                    self._add_store(output, work, tracked, granted, grant)
+                    self._add_store(work, offer, granted, grant)
                     owed.remove(grant.reservation)
         finally:  # what planning did not come to is given back; the rest rides in ``work``
             for reservation in owed:
                 self._client.abort(granted.boot, reservation)
 
-    def _offers(self, output: Any) -> tuple[list[ReserveItem], list[tuple[Tracked, int]], int]:
-        """What this step completes: the items of one reserve, whose they are and up to which
-        chunk, and the width of a hash."""
-        items, offers, width = [], [], 0
-        budget = KEYS_PER_STEP
+    def _offers(self, output: Any) -> tuple[list[Offer], int]:
+        """What this step completes, and the width of a hash."""
+        offers: list[Offer] = []
+        width, budget = 0, KEYS_PER_STEP
         for request_id, scheduled in adapt.step_tokens(output):
             tracked = self._tracked.get(request_id)
-            if tracked is None:
+            if tracked is None or tracked.offered == NEVER:
                 continue
             ready = adapt.stored_chunks(tracked.request, scheduled, self._setup)
-            if not tracked.offered < ready <= budget:
+            if ready <= tracked.offered and not adapt.boundary_states(output, request_id):
                 continue
-            budget -= ready
-            hashes, width = adapt.chunk_hashes(tracked.request, ready, self._setup)
-            items.append(ReserveItem(request_id, hashes, tracked.offered))
-            offers.append((tracked, ready))
-        return items, offers, width
+            more, width_of = self._offers_of(output, tracked, ready)
+            keys = sum(len(offer.item.digests) for offer in more) // max(1, width_of)
+            if more and keys <= budget:
+                budget -= keys
+                width = width_of
+                offers += more
+        return offers, width
+
+    def _offers_of(self, output: Any, tracked: Tracked, ready: int) -> tuple[list[Offer], int]:
+        """What this step completes of one request: an item for each run of chunks of which the
+        same groups can be stored, and one for each state that it left at a chunk's end."""
+        name, chunk_tokens = tracked.request.request_id, self._setup.chunk_tokens
+        table = adapt.step_blocks(output, name)
+        assert table is not None, "a scheduled request has a block table"
+        ready = min(ready, self._spans.covered(table))
+        states = {
+            (group, tokens // chunk_tokens - 1): block
+            for group, block, tokens in adapt.boundary_states(output, name)
+            if block and tokens % chunk_tokens == 0 and 0 < tokens <= ready * chunk_tokens
+        }
+        since, runs = tracked.offered, list[tuple[int, int, int]]()
+        masks = {c: self._spans.storable(table, states, c) for c in range(since, ready)}
+        for group, chunk in states:  # also of chunks whose other rows were offered before
+            masks[chunk] = masks.get(chunk, 0) | 1 << group
+        for chunk, mask in sorted(masks.items()):
+            if runs and runs[-1][1:] == (chunk, mask):
+                runs[-1] = (runs[-1][0], chunk + 1, mask)
+            elif mask:
+                runs.append((chunk, chunk + 1, mask))
+        hashes, width = adapt.chunk_hashes(tracked.request, max(ready, 0), self._setup)
+        return [
+            Offer(
+                tracked,
+                ReserveItem(name, hashes[: end * width], begin, mask),
+                since,
+                max(since, ready),
+                table,
+                states,
+            )
+            for begin, end, mask in runs
+        ], width
 
     def _offer_anew(self) -> None:
         """What was offered so far is gone, and a chunk without its prefix is no use."""
@@ -211,21 +261,19 @@ class SchedulerSide:
             if tracked.offered != NEVER:
                 tracked.offered = 0
 
-    def _add_store(
-        self, output: Any, work: StepWork, tracked: Tracked, granted: Granted, grant: Grant
-    ) -> None:
+    def _add_store(self, work: StepWork, offer: Offer, granted: Granted, grant: Grant) -> None:
         """Hold the blocks of one grant and put it into the step's metadata."""
-        table = adapt.step_blocks(output, tracked.request.request_id)
         assert self._pool is not None
-        assert table is not None, "a scheduled request has a block table"
-        blocks = self._chunk_blocks(table, grant.chunks)
+        mask, count = offer.item.groups, len(self._setup.groups)
+        blocks = self._spans.to_store(offer.table, offer.states, mask, grant.rows())
+        where = iter(grant.slots)
         store = Store(
             step=work.step or self._step + 1,
             boot=granted.boot,
             reservation=grant.reservation,
             given_s=granted.given_s,
             deadline_s=granted.deadline_s,
-            slots=grant.slots,
+            slots=tuple(next(where) if mask >> g & 1 else Slots() for g in range(count)),
             blocks=blocks,
         )
         held = self._pool.hold(i for ids in blocks for i in ids)

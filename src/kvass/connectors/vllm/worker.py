@@ -57,7 +57,7 @@ class WorkerSide:
         """
         self.close()  # an engine that slept makes its caches anew
         setup = self._setup
-        memory = read_memory(kv_cache_config, kv_caches, setup.chunk_tokens, setup.block_tokens)
+        memory = read_memory(kv_cache_config, kv_caches, setup.chunk_tokens, setup.groups)
         registration = setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = HostMover(memory.regions, memory.planes)
@@ -124,7 +124,7 @@ class WorkerSide:
         kind: Literal["store", "load"],
         what: Load | Store,
         settle: Callable[[ArenaLease, Done], None],
-        skip: int = 0,
+        skip: tuple[int, ...] = (),
     ) -> bool:
         if self._client is None or self._mover is None:
             return False
@@ -140,13 +140,17 @@ class WorkerSide:
             raise
         return True
 
-    def _plans(self, blocks: Blocks, slots: tuple[Slots, ...], skip: int) -> tuple[CopyPlan, ...]:
-        """One plan per group: its chunks' blocks against its slots."""
+    def _plans(
+        self, blocks: Blocks, slots: tuple[Slots, ...], skip: tuple[int, ...]
+    ) -> tuple[CopyPlan, ...]:
+        """One plan per group that this rank has layers of: its rows' blocks against its slots."""
         plans = []
-        for planes, ids, where in zip(self._planes, blocks, slots, strict=True):
-            offsets = where.offsets(self._strategy.shard, planes.shard_bytes)
-            table = np.array(ids, np.int64).reshape(-1, planes.chunk_blocks)
-            plans.append(plan_copy(planes, table, offsets, skip=skip))
+        skips = skip or (0,) * len(blocks)
+        for planes, ids, where, less in zip(self._planes, blocks, slots, skips, strict=True):
+            if ids and planes.planes:
+                offsets = where.offsets(self._strategy.shard, planes.shard_bytes)
+                table = np.array(ids, np.int64).reshape(-1, planes.chunk_blocks)
+                plans.append(plan_copy(planes, table, offsets, skip=less))
         return tuple(plans)
 
     def _loaded(self, arena: ArenaLease, done: Done) -> None:

@@ -1,0 +1,87 @@
+"""vLLM's KV cache groups, in kvass's terms. A file of vLLM's version (see ``adapt.py``).
+
+Law of this file: a spec is known by the name of its class. One that is not listed is unsupported,
+whatever it derives from: its pages may mean something else.
+
+Facts relied on (0.32): two groups with equal specs are still two id spaces; a layer's spec may
+differ from its group's only inside ``UniformTypeKVCacheSpecs``; ``extra_retained_tokens`` are kept
+beyond a sliding window; in ``align`` mode a Mamba group keeps the state of the last token computed
+in the block of that token, and hands over by itself which block holds the state at a boundary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kvass.types import GroupKind, GroupLayout
+
+KINDS: Final[dict[str, GroupKind]] = {
+    "FullAttentionSpec": "full",
+    "MLAAttentionSpec": "full",
+    "SlidingWindowSpec": "sliding_window",
+    "SlidingWindowMLASpec": "sliding_window",
+    "ChunkedLocalAttentionSpec": "chunked_local",
+    "MambaSpec": "state",
+}
+
+
+class Unsupported(Exception):
+    """A group that we cannot serve; the text says which, and why."""
+
+
+def read_groups(
+    kv_cache_config: Any, block_tokens: tuple[int, ...], placed: set[str] | None = None
+) -> tuple[GroupLayout, ...]:
+    """Every group, with those of its layers that are in ``placed`` (default: all it names).
+
+    ``block_tokens[g]``: tokens for which a block id of group ``g`` stands. Raises ``Unsupported``.
+    """
+    cacheable = kv_cache_config.prefix_cacheable_group_ids
+    return tuple(
+        _read_group(number, group, block_tokens[number], number in cacheable, placed)
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+
+
+def _read_group(
+    number: int, group: Any, block_tokens: int, cacheable: bool, placed: set[str] | None
+) -> GroupLayout:
+    each = layer_specs(group)
+    specs = [*each.values()] or [group.kv_cache_spec]
+    names = {type(spec).__name__ for spec in specs}
+    if unknown := sorted(names - KINDS.keys()):
+        raise Unsupported(f"KV cache group {number} of kind {', '.join(unknown)} is not supported")
+    if not cacheable:
+        raise Unsupported(f"KV cache group {number} ({', '.join(names)}) is not prefix-cacheable")
+    shapes = {(KINDS[type(spec).__name__], _window(number, spec)) for spec in specs}
+    if len(shapes) > 1:
+        raise Unsupported(f"KV cache group {number} mixes {sorted(shapes)}")
+    ((kind, window_tokens),) = shapes
+    layers = [name for name in each if placed is None or name in placed]
+    return GroupLayout(
+        kind=kind,
+        block_tokens=block_tokens,
+        layers=tuple(layers),
+        page_bytes=tuple(each[name].page_size_bytes for name in layers),
+        window_tokens=window_tokens,
+    )
+
+
+def _window(number: int, spec: Any) -> int:
+    """``GroupLayout.window_tokens``. Raises ``Unsupported``."""
+    kind = KINDS[type(spec).__name__]
+    if kind == "sliding_window":
+        return int(spec.sliding_window + spec.extra_retained_tokens)
+    if kind == "chunked_local":
+        return int(spec.attention_chunk_size)
+    if kind == "state" and spec.mamba_cache_mode != "align":
+        mode = f"mamba_cache_mode {spec.mamba_cache_mode!r}"
+        raise Unsupported(f"KV cache group {number}: {mode} is not supported, only 'align'")
+    return 0
+
+
+def layer_specs(group: Any) -> dict[str, Any]:
+    """Layer name -> its cache spec; one group may hold a spec per layer."""
+    spec = group.kv_cache_spec
+    each = getattr(spec, "kv_cache_specs", {})
+    return {name: each.get(name, spec) for name in group.layer_names}

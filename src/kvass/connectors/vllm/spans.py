@@ -1,0 +1,93 @@
+"""Which blocks of a request are the rows of its chunks, group by group.
+
+Law of this file: pure. A block table is a request's block ids by group, in token order; id 0 stands
+for a block that is not there any more (vLLM's null block). What a row keeps of a chunk and what a
+hit needs is ``GroupLayout``'s to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvass.connectors.vllm.metadata import Blocks
+from kvass.types import GroupLayout
+
+Table = Sequence[Sequence[int]]
+States = Mapping[tuple[int, int], int]
+"""``states[group, chunk]``: the block that holds a group's state at the end of a chunk."""
+
+
+class Spans:
+    """The rows of one engine's requests, for chunks of ``chunk_tokens``."""
+
+    def __init__(self, groups: Sequence[GroupLayout], chunk_tokens: int) -> None:
+        self._groups = groups
+        self._chunk_tokens = chunk_tokens
+
+    def row(self, group: int, ids: Sequence[int], chunk: int) -> tuple[int, ...]:
+        """The blocks that the group's row of ``chunk`` keeps."""
+        one = self._groups[group]
+        end = (chunk + 1) * (self._chunk_tokens // one.block_tokens)
+        return tuple(ids[end - one.row_blocks(self._chunk_tokens) : end])
+
+    def covered(self, table: Table) -> int:
+        """Chunks for which every group has blocks; a group without any covers none."""
+        each = zip(table, self._groups, strict=True)
+        return min(len(ids) * one.block_tokens for ids, one in each) // self._chunk_tokens
+
+    def storable(self, table: Table, states: States, chunk: int) -> int:
+        """Bit mask of the groups whose row of a covered ``chunk`` can be copied now.
+
+        0 unless every ``full`` group is among them: no hit gets past a chunk without.
+        """
+        mask = 0
+        for number, one in enumerate(self._groups):
+            if one.kind == "state":
+                there = (number, chunk) in states
+            else:
+                ids = self.row(number, table[number], chunk)
+                there = bool(ids) and all(ids)
+            if one.kind == "full" and not there:
+                return 0
+            mask |= there << number
+        return mask
+
+    def to_store(
+        self, table: Table, states: States, mask: int, which: Iterable[Sequence[int]]
+    ) -> Blocks:
+        """The blocks of granted rows: of the i-th group in ``mask``, chunks ``which[i]``."""
+        asked = [g for g in range(len(self._groups)) if mask >> g & 1]
+        blocks: list[tuple[int, ...]] = [()] * len(self._groups)
+        for number, chunks in zip(asked, which, strict=True):
+            if self._groups[number].kind == "state":
+                blocks[number] = tuple(states[number, chunk] for chunk in chunks)
+            else:
+                rows = (self.row(number, table[number], chunk) for chunk in chunks)
+                blocks[number] = tuple(i for ids in rows for i in ids)
+        return tuple(blocks)
+
+    def to_load(
+        self, table: Table, local: int, first: int, chunks: int, rows: Sequence[int]
+    ) -> tuple[Blocks, tuple[int, ...]] | None:
+        """The blocks to fill for a hit of ``chunks``, and how many of each first row to leave out.
+
+        The engine has ``local`` tokens itself, which end in chunk ``first``; ``rows[g]`` rows of
+        group ``g`` were matched. None if that is not what the hit needs: it must not be used.
+        """
+        if len(rows) != len(self._groups):
+            return None
+        blocks, skips = [], []
+        for number, (one, count) in enumerate(zip(self._groups, rows, strict=True)):
+            needs = one.needs(chunks * self._chunk_tokens)
+            begin = min(chunks, max(first, needs // self._chunk_tokens))
+            if count != chunks - begin:
+                return None
+            each = (self.row(number, table[number], c) for c in range(begin, chunks))
+            ids = tuple(i for row in each for i in row)
+            held = one.blocks(0, (begin + 1) * self._chunk_tokens)[
+                -one.row_blocks(self._chunk_tokens) :
+            ]
+            wanted = one.blocks(max(local, needs), chunks * self._chunk_tokens)
+            blocks.append(ids)
+            skips.append(max(0, wanted.start - held.start) if ids else 0)
+        return tuple(blocks), tuple(skips)
