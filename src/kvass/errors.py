@@ -7,6 +7,7 @@
     │   └── ConfigError       a flag, an environment name, a YAML key, a connector option
     ├── Unavailable           no daemon there right now: a miss, and reconnecting goes on by itself
     │   └── TimedOut          it did not answer within the bound
+    ├── TierDown              a tier could serve nothing of a batch: all misses, leave it a while
     ├── RemoteError           the peer broke the protocol; its session ends, no other
     │   ├── FrameError        the bytes are no frame of ours
     │   └── Incompatible      version ranges or clocks that do not meet: run uncached
@@ -60,6 +61,10 @@ class Unavailable(KvassError):
 
 class TimedOut(Unavailable):
     """The daemon did not answer within the bound; a late answer goes to the mailbox."""
+
+
+class TierDown(KvassError):
+    """A tier's own trouble left a batch without a single success."""
 
 
 class RemoteError(KvassError):

@@ -142,6 +142,10 @@ def test_a_rank_of_eight_populates_what_its_copies_touch(
             buffer[: rank * share] = 0  # negative control: what is touched is counted
             assert populated(worker) == 2 * SLICE + rank * share
             del buffer
+        outside = Slots(((1 << 40,) * 8, (-(1 << 40),) * 8), b"\0\0\1\0", bytes(8))
+        lease = worker.arena(daemon.boot, slots=[outside])  # changes nothing
+        assert lease is not None
+        lease.close()
         lease = worker.arena(daemon.boot, slots=[slots_of(8, share // shard_bytes)])
         assert lease is not None
         assert eventually(lambda: populated(worker) == (rank + 1) * share)

@@ -87,6 +87,42 @@ MUTANTS = [
         "if terms.rank in instance.sessions:",
         "if False:",
     ),
+    one(
+        "readers are inferred from who is registered",
+        2,
+        "flows.py",
+        "(0,) if msg.readers is None else msg.readers",
+        "tuple(instance.workers)",
+    ),
+    one(
+        "missing readers mean every rank",
+        2,
+        "flows.py",
+        "(0,) if msg.readers is None else msg.readers",
+        "msg.readers or tuple(range(instance.terms.ranks))",
+    ),
+    Mutant(
+        "every rank owes a commit, replicas too",
+        2,
+        (
+            ("flows.py", "named = instance.writers if", "named = tuple(instance.workers) if"),
+            ("flows.py", "    if not instance.covers_all_shards(writers):\n", "    if False:\n"),
+        ),
+    ),
+    one(
+        "replicas count as writers",
+        2,
+        "registry.py",
+        "sorted(r for r, w in self.workers.items() if w.writer)",
+        "sorted(self.workers)",
+    ),
+    one(
+        "any ranks will do as writers",
+        2,
+        "registry.py",
+        "return shards == list(range(self.terms.world_size))",
+        "return True",
+    ),
     # ------------------------------------------------------------ law 3: slots being written
     one(
         "a late slot is freed at the deadline",
@@ -139,6 +175,20 @@ MUTANTS = [
                 "",
             ),
         ),
+    ),
+    one(
+        "the shard of a rank is its number",
+        3,
+        "registry.py",
+        "layouts = [by_shard[s] for s in range(terms.world_size)]",
+        "layouts = [instance.workers[s].layout for s in range(terms.world_size)]",
+    ),
+    one(
+        "a rank is sent to another's shard",
+        3,
+        "l1.py",
+        "tuple(s.bases for s in chosen)",
+        "tuple(s.bases[::-1] for s in chosen)",
     ),
     one(
         "extents overlap",

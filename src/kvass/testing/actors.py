@@ -14,7 +14,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvass import messages as m
 from kvass.testing.books import BrokenLawError, Place, list_places
@@ -50,6 +50,14 @@ class Peer:
         self.seq = message.seq = self.seq + 1
         self.asked[self.seq] = message
         self.sent.append(message)
+
+
+Item = TypeVar("Item")
+
+
+def some(rng: random.Random, among: list[Item]) -> list[Item]:
+    """One of a few, several of many: a world of 33 processes gets on as one of three does."""
+    return rng.sample(among, -(-len(among) // 4))
 
 
 class World(Protocol):
@@ -122,7 +130,7 @@ class Engine:
         self.workers = [Process(r) for r in range(model.ranks)]
         self.held: list[Held] = []
         self.complete = False  # as far as the scheduler was told
-        self.reads = self.late_reads = 0
+        self.requests = self.reads = self.late_reads = self.deaths = 0
 
     @property
     def processes(self) -> list[Process]:
@@ -139,6 +147,7 @@ class Engine:
     def die(self, process: Process) -> None:
         """The process ends and is started anew later; what it was writing may still land."""
         rng, peer = self.world.rng, process.peer
+        self.deaths += 1
         for job in process.jobs:
             if job.held.writes and not self._stale(process, job) and rng.random() < 0.7:
                 self.world.straggle(job.held.memory, job.left)
@@ -177,8 +186,11 @@ class Engine:
             peer.since = min(peer.since, self.world.now)  # the first one counts
             if process is self.scheduler:
                 self.complete = bool(reply.namespace)
-        elif isinstance(reply, m.Error) and reply.code in ("rank_taken", "contradiction"):
-            self.die(process)
+        elif isinstance(reply, m.Error) and asked is not None:
+            if reply.code in ("bad_value", "bad_rank", "bad_message"):
+                raise BrokenLawError(f"{self.name} said {asked} and was told {reply}")
+            if reply.code in ("rank_taken", "contradiction"):
+                self.die(process)
 
     def _matched(self, asked: m.Lookup, reply: m.Matched) -> None:
         ranks = (0,) if asked.readers is None else asked.readers
@@ -199,7 +211,6 @@ class Engine:
     def _granted(self, asked: m.Reserve, reply: m.Granted) -> None:
         for item, grant in zip(asked.items, reply.grants, strict=True):
             if grant.reservation:
-                named = tuple(r for r in range(self.model.ranks) if r < self.model.world_size)
                 groups = [g for g in range(self.model.groups) if item.groups >> g & 1]
                 self.held.append(
                     Held(
@@ -207,7 +218,7 @@ class Engine:
                         id=grant.reservation,
                         issued=reply.deadline_s - self.world.timing.reserve_s,
                         deadline=reply.deadline_s,
-                        ranks=named if item.writers is None else item.writers,
+                        ranks=self.model.world.writers if item.writers is None else item.writers,
                         rows=self._rows(grant.slots, groups),
                         memory=self.world.memory,
                     )
@@ -250,9 +261,10 @@ class Engine:
         rng = self.world.rng
         prompt = rng.choice(self.model.prompts)
         first = rng.choice([0, 0, 0, rng.randint(0, len(prompt))])
-        readers: tuple[int, ...] | None = tuple(range(self.model.ranks))
+        readers: tuple[int, ...] | None = self.model.world.readers
         if rng.random() < 0.3:
             readers = rng.choice([None, (rng.randrange(self.model.ranks),)])
+        self.requests += 1
         peer.ask(
             m.Lookup(
                 request="r", digests=b"".join(prompt), width=WIDTH, first=first, readers=readers
@@ -264,15 +276,24 @@ class Engine:
         items = []
         for _ in range(rng.choice([1, 1, 2, 3])):
             prompt = rng.choice(self.model.prompts)
+            self.requests += 1
             items.append(
                 m.ReserveItem(
                     request="r",
                     digests=b"".join(prompt),
                     first=rng.choice([0, 0, rng.randint(0, len(prompt))]),
                     groups=every if rng.random() < 0.8 else rng.randint(1, every),
+                    writers=self._writers(),
                 )
             )
         peer.ask(m.Reserve(items=items, width=WIDTH))
+
+    def _writers(self) -> tuple[int, ...] | None:
+        """By default the first rank of each shard; whoever is named may be any other."""
+        rng, world = self.world.rng, self.model.world
+        if rng.random() < 0.8:
+            return None
+        return tuple(rank + rng.randrange(world.replicas) for rank in world.writers)
 
     def _settle(self, peer: Peer, held: Held) -> None:
         """Hand it over with others, give it back, renew it, or leave it lying around."""
@@ -298,7 +319,7 @@ class Engine:
     def _dispatch(self, held: Held) -> None:
         """The step's metadata reaches every rank that owes something for it."""
         for rank in held.ranks:
-            shard = rank % self.model.world_size
+            shard = self.model.shard_of(rank)
             if held.writes:
                 left = [
                     (page, (held.id, i, shard))
@@ -333,7 +354,7 @@ class Engine:
 
     def _write(self, process: Process, peer: Peer, job: Job) -> None:
         rng, held = self.world.rng, job.held
-        if job.left and rng.random() < 0.9:
+        if job.left and rng.random() > 0.2 / max(2, len(held.ranks)):
             for _ in range(rng.choice([1, 4, 100])):
                 if job.left:
                     self.world.land(held.memory, *job.left.pop())
@@ -361,7 +382,11 @@ class Engine:
         self.reads += 1
         self.late_reads += now >= held.deadline
         process.jobs.remove(job)
-        bad = (rng.randrange(held.chunks),) if held.chunks and rng.random() < 0.1 else ()
+        bad = (
+            (rng.randrange(held.chunks),)
+            if held.chunks and rng.random() < 0.2 / max(2, len(held.ranks))
+            else ()
+        )
         for _ in range(rng.choice([1, 1, 1, 2])):
             peer.sent.append(
                 m.Release(boot=held.memory.boot, lease=held.id, rank=process.rank, bad=bad)

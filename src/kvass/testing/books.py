@@ -208,6 +208,36 @@ def check_named(ranks: set[int], member: Member) -> None:
         raise BrokenLawError(f"law 2: {ranks} are not ranks of {member.name}")
 
 
+def check_writers(ranks: set[int], member: Member) -> None:
+    """Each shard is written by exactly one of ``ranks``."""
+    check_named(ranks, member)
+    if sorted(member.workers[r].shard for r in ranks) != [*range(member.first.world_size)]:
+        raise BrokenLawError(f"law 4: {ranks} write, of {member.first.world_size} shards")
+
+
+def contradicts(msg: m.Register, member: Member) -> bool:
+    """Whether a rank's words do not go with those of its instance's other ranks."""
+    ours = member.first
+    if (ours.identity, ours.chunk_tokens, ours.ranks, ours.world_size) != (
+        msg.identity, msg.chunk_tokens, msg.ranks, msg.world_size,
+    ):  # fmt: skip
+        return True
+    workers = {**member.workers, msg.rank: msg}
+    held = [(w.shard, w.layout) for w in workers.values() if w.layout is not None]
+    layouts = dict(held)
+    written = [w.shard for w in workers.values() if w.layout is not None and w.writer]
+    shapes = {
+        tuple((g.kind, g.window_tokens, g.block_tokens) for g in x.groups) for x in layouts.values()
+    }
+    whole = len(held) < msg.ranks or len(written) == msg.world_size
+    return (
+        len(shapes) > 1
+        or any(layouts[shard] != layout for shard, layout in held)
+        or len(set(written)) < len(written)
+        or not whole
+    )
+
+
 def rows_of(
     space: Space, groups: list[int] | range, keys: list[bytes], slots: tuple[Slots, ...]
 ) -> list[list[tuple[RowKey, Place]]]:

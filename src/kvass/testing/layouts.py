@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Final
+
+import msgspec
 
 from kvass import messages as m
+from kvass.client.parallel import ParallelStrategy
 from kvass.types import PAGE, SCHEDULER, GroupLayout, RankLayout
 
-WIDTH = 8
+WIDTH: Final = 8
 """Bytes of a chunk hash here."""
+
+GRIDS: Final = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4))
+"""``(tp, pp)`` of the worlds that engines are run on."""
+
+_SMALL: Final = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -20,22 +29,25 @@ class Model:
     """What an engine serves: its namespace, and the prompts (chunk hashes) its users send."""
 
     identity: dict[str, str]
-    world_size: int
-    layouts: tuple[RankLayout, ...]  # of rank r, which holds shard r % world_size
+    world: ParallelStrategy
+    layouts: tuple[RankLayout, ...]
+    """By shard."""
     prompts: tuple[tuple[bytes, ...], ...]
     chunk_tokens: int = 16
 
     @property
     def ranks(self) -> int:
-        return len(self.layouts)
+        return self.world.ranks
 
     @property
     def groups(self) -> int:
         return len(self.layouts[0].groups)
 
+    def shard_of(self, rank: int) -> int:
+        return rank // self.world.replicas
+
     def shard_bytes(self, group: int) -> tuple[int, ...]:
-        shards = self.layouts[: self.world_size]
-        return tuple(x.groups[group].shard_bytes(self.chunk_tokens) for x in shards)
+        return tuple(x.groups[group].shard_bytes(self.chunk_tokens) for x in self.layouts)
 
     @property
     def row_bytes(self) -> int:
@@ -43,28 +55,19 @@ class Model:
         return sum(sum(self.shard_bytes(g)) for g in range(self.groups))
 
     def register(self, instance: str, rank: int) -> m.Register:
-        return m.Register(
-            seq=2,
-            instance=instance,
-            identity=self.identity,
-            chunk_tokens=self.chunk_tokens,
-            rank=rank,
-            ranks=self.ranks,
-            world_size=self.world_size,
-            shard=max(rank, 0) % self.world_size,
-            writer=rank < self.world_size,
-            layout=None if rank == SCHEDULER else self.layouts[rank],
-        )
+        layout = None if rank == SCHEDULER else self.layouts[self.shard_of(rank)]
+        said = self.world.at(rank).register(instance, self.identity, self.chunk_tokens, layout)
+        return msgspec.structs.replace(said, seq=2)
 
 
-def random_layout(rng: random.Random, groups: int) -> RankLayout:
-    """Shards of one to three pages."""
+def random_layout(rng: random.Random, groups: int, stage: int = 0) -> RankLayout:
+    """Shards of one to three pages. A pipeline ``stage`` has layers of its own."""
     return RankLayout(
         groups=tuple(
             GroupLayout(
                 kind="full",
                 block_tokens=8,
-                layers=("a", "b"),
+                layers=(f"{stage}.a", f"{stage}.b"),
                 page_bytes=(rng.randint(1, PAGE // 2), rng.randint(1, PAGE)),
             )
             for _ in range(groups)
@@ -72,22 +75,33 @@ def random_layout(rng: random.Random, groups: int) -> RankLayout:
     )
 
 
-def random_model(rng: random.Random, name: str) -> Model:
-    """One to four ranks with as many shards or fewer, one to three groups, a tree of prompts."""
-    ranks = rng.choice([1, 1, 2, 3, 4])
-    world_size = rng.choice([1, ranks, ranks])
+def random_world(rng: random.Random) -> ParallelStrategy:
+    """Mostly up to four ranks, seldom any of ``GRIDS``; dense, GQA or MLA."""
+    tp, pp = rng.choice(GRIDS if rng.random() < 0.03 else _SMALL)
+    return ParallelStrategy(tp, pp, rng.choice([1, tp, *(n for n in (2, 4) if tp % n == 0)]))
+
+
+def random_model(rng: random.Random, name: str, world: ParallelStrategy | None = None) -> Model:
+    """A random world unless it is given, one to three groups, a tree of prompts.
+
+    The shards differ in size, within a stage too: then whoever takes one for another is noticed.
+    """
+    world = random_world(rng) if world is None else world
     groups = rng.choice([1, 1, 2, 3])
-    shards = [random_layout(rng, groups) for _ in range(world_size)]
+    each_stage = world.world_size // world.pp
+    layouts = tuple(
+        random_layout(rng, groups, shard // each_stage) for shard in range(world.world_size)
+    )
     prompts: list[tuple[bytes, ...]] = [()]
     for i in range(rng.randint(3, 7)):
         parent = rng.choice(prompts)
         tail = tuple(b"%04d%04d" % (i, j) for j in range(rng.randint(1, 5)))
         prompts.append(parent[: rng.randint(0, len(parent))] + tail)
-    layouts = tuple(shards[r % world_size] for r in range(ranks))
-    return Model({"model": name}, world_size, layouts, tuple(prompts[1:]))
+    return Model({"model": name}, world, layouts, tuple(prompts[1:]))
 
 
-def even_model(name: str, groups: int, ranks: int, shard_bytes: int) -> Model:
-    """A rank per shard, every shard of ``shard_bytes``."""
+def even_model(name: str, groups: int, world: ParallelStrategy, shard_bytes: int) -> Model:
+    """Every shard is of ``shard_bytes``."""
     group = GroupLayout(kind="full", block_tokens=16, layers=("a",), page_bytes=(shard_bytes,))
-    return Model({"model": name}, ranks, (RankLayout((group,) * groups),) * ranks, ())
+    layouts = (RankLayout((group,) * groups),) * world.world_size
+    return Model({"model": name}, world, layouts, ())

@@ -1,4 +1,4 @@
-"""A llama with random weights in a folder of its own: config, tokenizer, safetensors.
+"""A llama or DeepSeek with random weights in a folder of its own: config, tokenizer, safetensors.
 
 Law of this file: numpy and the standard library only, so that anyone may build a model without
 torch, and the same ``(shape, seed)`` gives the same bytes everywhere.
@@ -51,14 +51,34 @@ class Shape(msgspec.Struct, frozen=True):
         return 2 * self.layers * self.kv_heads * self.head_dim * 4
 
 
+class LatentShape(msgspec.Struct, frozen=True):
+    """Sizes of a DeepSeek-V2 without experts: multi-head latent attention (MLA). All heads share
+    one vector of ``latent + rope`` values per token and layer, and so do all ranks."""
+
+    vocab: int = 1024
+    hidden: int = 256
+    intermediate: int = 512
+    layers: int = 2
+    heads: int = 4
+    latent: int = 512
+    rope: int = 64
+    nope: int = 128
+    value: int = 128
+    max_tokens: int = 16_384
+
+
+Sizes = Shape | LatentShape
+
 TINY: Final = Shape()
 """For tests: computes thousands of tokens a second on one core."""
+TINY_LATENT: Final = LatentShape()
 
 
-def build(folder: Path, shape: Shape = TINY, seed: int = 0) -> Path:
+def build(folder: Path, shape: Sizes = TINY, seed: int = 0) -> Path:
     """The folder of this model inside ``folder``, made on first use, atomically, then reused."""
     digest = "-".join(str(field) for field in msgspec.structs.astuple(shape))
-    target = folder / f"llama-v{FORMAT}-{digest}-seed{seed}"
+    family = "llama" if isinstance(shape, Shape) else "deepseek"
+    target = folder / f"{family}-v{FORMAT}-{digest}-seed{seed}"
     if target.is_dir():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +94,7 @@ def build(folder: Path, shape: Shape = TINY, seed: int = 0) -> Path:
     return target
 
 
-def write_model(folder: Path, shape: Shape, seed: int) -> None:
+def write_model(folder: Path, shape: Sizes, seed: int) -> None:
     """Write config, tokenizer and weights into an existing ``folder``."""
     _write_json(folder / "config.json", _config(shape))
     _write_json(
@@ -119,17 +139,13 @@ def write_lora(folder: Path, shape: Shape, seed: int, rank: int = 8) -> None:
     _write_tensors(folder / "adapter_model.safetensors", tensors, seed)
 
 
-def _config(shape: Shape) -> dict[str, object]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+def _config(shape: Sizes) -> dict[str, object]:
+    common: dict[str, object] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
         "max_position_embeddings": shape.max_tokens,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
@@ -139,6 +155,38 @@ def _config(shape: Shape) -> dict[str, object]:
         "eos_token_id": 2,
         "pad_token_id": 0,
         "torch_dtype": "float32",
+    }
+    if isinstance(shape, Shape):
+        return common | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+        }
+    return common | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": shape.heads,
+        "kv_lora_rank": shape.latent,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": shape.nope,
+        "qk_rope_head_dim": shape.rope,
+        "v_head_dim": shape.value,
+        "attention_bias": False,
+        "rope_scaling": None,
+        # every layer is dense, so none of these is used, but vLLM asks for them
+        "first_k_dense_replace": shape.layers,
+        "moe_intermediate_size": shape.intermediate,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
     }
 
 
@@ -174,23 +222,37 @@ def _tokenizer(vocab: int) -> dict[str, object]:
     }
 
 
-def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as Hugging Face's llama stores them, in file order."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+def _tensors(shape: Sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as Hugging Face stores them, in file order."""
     yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
     for layer in range(shape.layers):
         at = f"model.layers.{layer}."
         yield at + "input_layernorm.weight", (shape.hidden,)
-        yield at + "self_attn.q_proj.weight", (queries, shape.hidden)
-        yield at + "self_attn.k_proj.weight", (keys, shape.hidden)
-        yield at + "self_attn.v_proj.weight", (keys, shape.hidden)
-        yield at + "self_attn.o_proj.weight", (shape.hidden, queries)
+        attention = _heads(shape) if isinstance(shape, Shape) else _latent(shape)
+        for name, size in attention:
+            yield f"{at}self_attn.{name}.weight", size
         yield at + "post_attention_layernorm.weight", (shape.hidden,)
         yield at + "mlp.gate_proj.weight", (shape.intermediate, shape.hidden)
         yield at + "mlp.up_proj.weight", (shape.intermediate, shape.hidden)
         yield at + "mlp.down_proj.weight", (shape.hidden, shape.intermediate)
     yield "model.norm.weight", (shape.hidden,)
     yield "lm_head.weight", (shape.vocab, shape.hidden)
+
+
+def _heads(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield "q_proj", (queries, shape.hidden)
+    yield "k_proj", (keys, shape.hidden)
+    yield "v_proj", (keys, shape.hidden)
+    yield "o_proj", (shape.hidden, queries)
+
+
+def _latent(shape: LatentShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "q_proj", (shape.heads * (shape.nope + shape.rope), shape.hidden)
+    yield "kv_a_proj_with_mqa", (shape.latent + shape.rope, shape.hidden)
+    yield "kv_a_layernorm", (shape.latent,)
+    yield "kv_b_proj", (shape.heads * (shape.nope + shape.value), shape.latent)
+    yield "o_proj", (shape.hidden, shape.heads * shape.value)
 
 
 def _draw(name: str, size: tuple[int, ...], rng: np.random.Generator) -> F32Array:

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from kvass import messages as m
+from kvass.client.parallel import ParallelStrategy
 from kvass.core.effects import (
     Close,
     Effect,
@@ -39,44 +40,54 @@ from kvass.core.effects import (
     Tick,
 )
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.testing.actors import Engine, Memory, Peer, Process, Tag
+from kvass.testing.actors import Engine, Memory, Peer, Process, Tag, some
 from kvass.testing.books import BrokenLawError, Reading, Writing
-from kvass.testing.layouts import WIDTH, even_model, random_model
+from kvass.testing.layouts import WIDTH, random_model
+from kvass.testing.room import prove_room
 from kvass.testing.strangers import any_message
 from kvass.testing.traces import Traced, dump_trace, replay
 from kvass.testing.witness import Witness
-from kvass.types import PAGE, Limits, Timing
+from kvass.types import Limits, Timing
 
 
 class Simulation:
     """One seed. ``trace`` holds what the core of the current boot saw, and when.
 
-    With ``validate`` off the witness judges alone, without the core's own word.
+    With ``validate`` off the witness judges alone, without the core's own word. ``world``: what
+    every engine is spread over, instead of chance.
     """
 
-    def __init__(self, seed: int, validate: bool = True) -> None:
+    def __init__(
+        self, seed: int, validate: bool = True, world: ParallelStrategy | None = None
+    ) -> None:
         self.validate = validate
         rng = self.rng = random.Random(seed)
         self.now = 1000.0
         self.timing = Timing(lease_s=4.0, reserve_s=4.0, dma_grace_s=0.5)
-        self.limits = Limits(
-            leases_per_instance=rng.choice([4, 1000]),
-            reservations_per_instance=rng.choice([4, 1000]),
-            sessions=rng.choice([12, 100, 100, 100]),
-            keys_per_message=rng.choice([8, 1000]),
-        )
         self.mischief = rng.choice([0.0, 0.02, 0.05, 0.15])
         self.stalls = rng.choice([0.0, 0.005, 0.02])
         name = rng.choice(["m{}", "m"])  # in one namespace's name, layouts alone must do
-        self.models = [random_model(rng, name.format(i)) for i in range(rng.choice([2, 2, 3]))]
+        self.models = [
+            random_model(rng, name.format(i), world) for i in range(rng.choice([2, 2, 3]))
+        ]
         self.roomy = rng.random() < 0.3
         rows = 5_000 if self.roomy else rng.choice([4, 5, 8, 12, 25])
         self.arena_bytes = rows * max(model.row_bytes for model in self.models)
-        self.extent_bytes = rng.choice([None, self.arena_bytes // 32, self.arena_bytes // 20])
+        # An extent holds one shard, so a set of many shards would be most of a small arena.
+        shards = max(model.world.world_size for model in self.models)
+        parts = rng.choice([64, 32, 20]) * -(-shards // 4)
+        self.extent_bytes = None if parts == 64 else self.arena_bytes // parts
         self.engines = [
             Engine(f"e{i}", self.models[i % len(self.models)], self)
             for i in range(rng.choice([2, 3, 4]))
         ]
+        crowd = sum(len(engine.processes) for engine in self.engines)
+        self.limits = Limits(
+            leases_per_instance=rng.choice([4, 1000]),
+            reservations_per_instance=rng.choice([4, 1000]),
+            sessions=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
+            keys_per_message=rng.choice([8, 1000]),
+        )
         self.strangers: list[Peer] = []
         self.said: list[tuple[int, m.FromClient]] = []
         self.boots = 0
@@ -180,15 +191,15 @@ class Simulation:
     # ------------------------------------------------------------ chance
 
     def run(self, steps: int = 350) -> None:
-        """A random life, then quiescence."""
+        """A random life, the longer the wider its worlds, then quiescence."""
         self._engines_start()
-        for _ in range(steps):
+        for _ in range(steps * (1 + max(model.ranks for model in self.models) // 8)):
             stall = self.rng.random() < self.stalls
             self.pass_time(self.rng.random() * 6 if stall else self.rng.expovariate(100.0))
             self._something()
         self._drain()
         if not self.roomy and self.rng.random() < 0.5:
-            self._prove_room()
+            prove_room(self)
 
     def _engines_start(self) -> None:
         """Mostly all at once and unhindered; else they register while others work already."""
@@ -209,13 +220,15 @@ class Simulation:
             return
         sent = [p for p in self.peers.values() if p.sent or p.closing]
         if what < 0.5 and sent:
-            self.deliver(rng.choice(sent))
+            for peer in some(rng, sent):
+                self.deliver(peer)
             return
         if what < 0.7 and self._hear():
             return
         busy = [w for w in engine.workers if w.jobs or w.peer is None]
         if what < 0.9 and busy:
-            engine.work(rng.choice(busy))
+            for worker in some(rng, busy):
+                engine.work(worker)
         else:
             engine.schedule()
 
@@ -226,9 +239,9 @@ class Simulation:
             for process in engine.processes
             if process.peer is not None and (process.peer.inbox or process.peer.hung_up)
         ]
-        if listeners:
-            engine, process, peer = self.rng.choice(listeners)
-            engine.hear(process, peer)
+        for engine, process, peer in some(self.rng, listeners):
+            if peer is process.peer:
+                engine.hear(process, peer)
         return bool(listeners)
 
     def _mischief(self) -> None:
@@ -259,8 +272,15 @@ class Simulation:
             self._stranger()
 
     def _meddle(self, engine: Engine, process: Process, peer: Peer) -> None:
-        """Settle what is another's to settle: another instance's, rank's, or boot's."""
+        """Settle what is another's to settle: another instance's, rank's, or boot's; or have rows
+        written by ranks that do not hold them."""
         rng, boot, rank = self.rng, self.memory.boot, process.rank
+        if process is engine.scheduler and rng.random() < 0.5:
+            item = m.ReserveItem("r", b"".join(engine.model.prompts[0]))
+            item.writers = tuple(rng.choices(engine.model.world.readers, k=rng.choice([1, 2])))
+            peer.seq += 1
+            peer.sent.append(m.Reserve(seq=peer.seq, items=[item], width=WIDTH))
+            return
         held: list[Reading | Writing] = [*self.witness.readings.values()]
         held += self.witness.writings.values()
         held = [h for h in held if h.owing]
@@ -271,7 +291,7 @@ class Simulation:
             if rng.random() < 0.5:
                 boot = b"another boot"
             else:
-                rank = rng.choice([r for r in range(-1, 5) if r != rank])
+                rank = rng.choice([r for r in range(-1, engine.model.ranks + 1) if r != rank])
         if isinstance(one, Reading):
             peer.sent.append(m.Release(boot=boot, lease=one.id, rank=rank, bad=(0,)))
         elif rng.random() < 0.5:
@@ -331,50 +351,6 @@ class Simulation:
         if self.witness.busy(self.now + self.timing.dma_grace_s):
             raise BrokenLawError("law 7: the core has forgotten what its clients may still touch")
         self.pass_time(self.timing.dma_grace_s)
-
-    def _prove_room(self) -> None:
-        """Laws 6 and 12: a newcomer fills the arena over and over, then one of another layout."""
-        for i, groups, ranks in ((0, 1, 1), (1, 2, 2)):
-            pages = self.arena_bytes // PAGE // self.rng.choice([16, 25, 33])
-            model = even_model(f"room{i}", groups, ranks, max(1, pages // groups // ranks) * PAGE)
-            step = int(self.arena_bytes * self.limits.instance_write_share) // model.row_bytes
-            step = min(step, self.limits.keys_per_message)
-            if not step:
-                continue  # not even one row may be written at a time
-            engine = Engine(f"room{i}", model, self)
-            for process in engine.processes:
-                peer = engine.connect(process)
-                while peer.sent:
-                    self.deliver(peer)
-            for n in range(0, (1 - i) * self.arena_bytes // model.row_bytes + 2 * step, step):
-                self.pass_time(0.01)
-                self._store(engine, [b"room%04d" % (n + i) for i in range(step)])
-
-    def _store(self, engine: Engine, keys: list[bytes]) -> None:
-        """Store a prompt and find it again. Whoever is refused in an idle arena was starved."""
-        peer, boot = engine.scheduler.peer, self.memory.boot
-        assert peer is not None
-        digests, every = b"".join(keys), (1 << engine.model.groups) - 1
-        item = m.ReserveItem(request="r", digests=digests, groups=every)
-        granted = self._ask(peer, m.Reserve(seq=9, items=[item], width=WIDTH))
-        assert isinstance(granted, m.Granted), granted
-        if len(granted.grants[0].chunks) != len(keys):
-            raise BrokenLawError(f"law 6: {engine.name} was refused room in an idle arena")
-        number = granted.grants[0].reservation
-        self.step(Received(peer.session, m.HandedOver(boot=boot, reservations=(number,))))
-        for rank in range(engine.model.world_size):
-            worker = engine.workers[rank].peer
-            assert worker is not None
-            commit = m.Commit(boot=boot, reservation=number, rank=rank)
-            self.step(Received(worker.session, commit))
-        found = self._ask(peer, m.Lookup(seq=10, request="r", digests=digests, width=WIDTH))
-        if not isinstance(found, m.Matched) or found.chunks != len(keys):
-            raise BrokenLawError(f"stored and not found: {found}")
-        self.step(Received(peer.session, m.Release(boot=boot, lease=found.lease)))
-
-    def _ask(self, peer: Peer, message: m.Request) -> m.FromDaemon:
-        effects = self.step(Received(peer.session, message))
-        return next(e.message for e in effects if isinstance(e, Send))
 
 
 # ---------------------------------------------------------------- running

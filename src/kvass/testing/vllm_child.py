@@ -1,7 +1,8 @@
 """The child's half of ``vllm_engine``: one in-process vLLM engine behind stdin and stdout.
 
 Law of this file: it drives vLLM through public calls, and measures and disturbs the connector only
-from outside, by wrapping its hooks; so what is tested is what is shipped.
+from outside (``vllm_probe``), so what is tested is what is shipped. With one rank all is in this
+process; of several each is a process that vLLM spawns, with a probe of its own.
 
 The in-process engine spins after a step that did nothing, where a served one sleeps 1 ms; the loop
 here sleeps like the served one, or threads of the connector would starve for the GIL.
@@ -9,11 +10,9 @@ here sleeps like the served one, or threads of the connector would starve for th
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,105 +20,10 @@ from typing import Any, Final, TextIO
 
 import msgspec
 
+from kvass.testing import vllm_probe
 from kvass.testing.vllm_engine import Answer, Hooks, Prompt
 
-HOOKS: Final = (
-    # the scheduler's
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished_all_groups",
-    "has_pending_block_frees",
-    "has_pending_push_work",
-    # the worker's
-    "handle_preemptions",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "wait_for_save",
-    "get_transfer_results",
-    "build_connector_worker_meta",
-)
 DRAIN_S: Final = 30.0
-
-
-class Probe:
-    """Times every hook of a connector and sends armed signals at its calls."""
-
-    def __init__(self) -> None:
-        self.copy_delay_s = 0.0
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was measured and disarm."""
-        self.longest: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
-        self.none_since: dict[str, float] = {}
-        self.told_none: dict[str, float] = {}
-        self.preemptions = 0
-        self.armed: dict[tuple[str, str], list[tuple[int, int, float]]] = {}
-        self.copy_delay_s = 0.0
-
-    def wrap(self, connector: object) -> None:
-        """Put the probe around every hook the connector has."""
-        for name in HOOKS:
-            if hasattr(connector, name):
-                setattr(connector, name, self._timed(name, getattr(connector, name)))
-
-    def count_preemptions(self, scheduler: Any) -> None:
-        """Note every time a running request loses its blocks."""
-        preempt = scheduler._preempt_request
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            self.preemptions += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._preempt_request = counting
-
-    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._fire(name, "before")
-            start = time.monotonic()
-            try:
-                result = hook(*args, **kwargs)
-            finally:
-                took = time.monotonic() - start
-                self.longest[name] = max(took, self.longest.get(name, 0.0))
-                self.calls[name] = self.calls.get(name, 0) + 1
-                self._fire(name, "after")
-            if name == "get_num_new_matched_tokens":
-                self._asked(args[0].request_id, result[0])
-            return result
-
-        return timed
-
-    def _asked(self, request: str, answer: int | None) -> None:
-        now = time.monotonic()
-        if answer is None:
-            self.told_none[request] = now - self.none_since.setdefault(request, now)
-        elif request in self.none_since:
-            self.told_none[request] = now - self.none_since.pop(request)
-
-    def _fire(self, name: str, when: str) -> None:
-        for pid, signal, after_s in self.armed.pop((name, when), []):
-            if after_s:
-                timer = threading.Timer(after_s, os.kill, (pid, signal))
-                timer.daemon = True
-                timer.start()
-            else:
-                os.kill(pid, signal)
-
-    def report(self) -> Hooks:
-        """What was measured."""
-        return Hooks(
-            longest_s=self.longest,
-            calls=self.calls,
-            told_none_s=max(self.told_none.values(), default=0.0),
-            told_none=len(self.told_none),
-            preemptions=self.preemptions,
-        )
 
 
 class Engine:
@@ -129,7 +33,7 @@ class Engine:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.probe = Probe()
+        self.probe = vllm_probe.here()
         args: dict[str, Any] = {
             "model": config["model"],
             "dtype": "float32",
@@ -148,21 +52,28 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": config["connector"],
             }
-            _disturb_mover(self.probe)
         self.engine = LLMEngine.from_engine_args(EngineArgs(**args))
-        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        core = self.engine.engine_core.engine_core
+        self.scheduler, self._executor = core.scheduler, core.model_executor
         if "connector" in config:
-            self._wrap_connectors()
+            self.probe.wrap(self.scheduler.connector)
+        self.pids: list[int] = self.ranks(vllm_probe.install)
         self.probe.count_preemptions(self.scheduler)
         self.hits: dict[str, tuple[int, int]] = {}
         self.engine.engine_core.get_output = self._noting_hits(self.engine.engine_core.get_output)
         self.count = 0
 
-    def _wrap_connectors(self) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+    def ranks(self, call: Callable[..., Any], *args: object) -> list[Any]:
+        """``call(worker, *args)`` in the process of every rank; the results by rank."""
+        results: list[Any] = self._executor.collective_rpc(call, args=args)
+        return results
 
-        self.probe.wrap(self.scheduler.connector)
-        self.probe.wrap(get_kv_transfer_group())
+    def hooks(self) -> Hooks:
+        """What all probes measured."""
+        several = len(self.pids) > 1
+        return vllm_probe.merged(
+            [self.probe.report()] + (self.ranks(vllm_probe.report) if several else [])
+        )
 
     def _noting_hits(self, get_output: Callable[[], Any]) -> Callable[[], Any]:
         def noting() -> Any:
@@ -256,19 +167,6 @@ class Engine:
         return bool(self.engine.reset_prefix_cache(reset_connector=connector))
 
 
-def _disturb_mover(probe: Probe) -> None:
-    """Let the mover's clock, read before every row on the copy thread, take the probe's delay."""
-    from kvass.connectors.vllm import worker
-    from kvass.transfer.host import HostMover
-
-    def slow_clock() -> float:
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(probe.copy_delay_s)
-        return time.monotonic()
-
-    setattr(worker, "HostMover", functools.partial(HostMover, clock=slow_clock))  # noqa: B010
-
-
 def _lora(folder: str | None) -> Any:
     if folder is None:
         return None
@@ -290,16 +188,24 @@ def serve(engine: Engine, commands: TextIO, answer: Callable[[object], None]) ->
             case "reset":
                 answer(engine.reset(fields["connector"]))
             case "hooks":
-                answer(msgspec.to_builtins(probe.report()))
+                answer(msgspec.to_builtins(engine.hooks()))
             case "reset_hooks":
                 probe.clear()
+                engine.ranks(vllm_probe.clear)
                 answer(None)
             case "arm":
                 probe.armed[fields["hook"], fields["when"]] = [tuple(s) for s in fields["signals"]]
                 answer(None)
-            case "slow_copies":
-                probe.copy_delay_s = fields["seconds"]
+            case "ranks":
+                answer(engine.pids)
+            case "disturb":
+                engine.ranks(vllm_probe.disturb, fields["rank"], fields["settings"])
                 answer(None)
+            case "scrub":
+                engine.ranks(vllm_probe.scrub)
+                answer(None)
+            case "pages":
+                answer(msgspec.to_builtins(engine.ranks(vllm_probe.pages)))
             case other:
                 raise ValueError(f"no such command: {other}")
 

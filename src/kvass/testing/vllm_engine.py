@@ -83,6 +83,27 @@ class Hooks(msgspec.Struct, frozen=True):
         return max(self.longest_s.values(), default=0.0)
 
 
+class Settings(msgspec.Struct, frozen=True):
+    """How the copies of a rank are disturbed, or watched."""
+
+    copy_delay_s: float = 0.0
+    """Every row takes this much longer."""
+    ahead_s: float = 0.0
+    """Its clock runs ahead: large enough, and every copy is late."""
+    spoil: bool = False
+    """Pages are zeroed when they have been loaded."""
+    watch: bool = False
+    """``pages`` are noted."""
+
+
+class Pages(msgspec.Struct, frozen=True):
+    """A digest of every block a rank's copies began at, or ended in, since ``reset_hooks``; in
+    token order, as seen before each store and after each load."""
+
+    stored: list[str]
+    loaded: list[str]
+
+
 class EngineDied(Exception):
     """The child ended or did not answer in time; the text carries the end of its log."""
 
@@ -110,6 +131,7 @@ class EngineProcess:
             config["connector"] = {"kvass.socket": str(socket), **(options or {})}
         self._log = log
         self._buffer = b""
+        self._ranks: list[int] = []
         self._start_timeout_s = start_timeout_s
         self._ready = False
         with log.open("wb") as stderr:
@@ -123,14 +145,22 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child, which is the whole engine."""
+        """Of the child: the scheduler and, if it is the only one, the worker."""
         return self._child.pid
+
+    @property
+    def ranks(self) -> list[int]:
+        """The process ids of the workers, by rank."""
+        if not self._ranks:
+            self._ranks = [int(pid) for pid in self.call("ranks")]
+        return self._ranks
 
     def wait_ready(self) -> EngineProcess:
         """Wait until the engine answers. :raises EngineDied: if it does not come up."""
         if not self._ready:
             self._read(self._start_timeout_s)
             self._ready = True
+            assert self.ranks
         return self
 
     def generate(self, *prompts: Prompt, timeout_s: float = 120.0) -> list[Answer]:
@@ -162,16 +192,28 @@ class EngineProcess:
         return msgspec.convert(self.call("hooks"), Hooks)
 
     def reset_hooks(self) -> None:
-        """Start measuring anew, and disarm every signal and slow copy."""
+        """Start measuring anew; disarm every signal, and disturb and watch nothing any more."""
         self.call("reset_hooks")
 
     def arm(self, hook: str, when: str, signals: Sequence[tuple[int, int, float]]) -> None:
         """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s)."""
         self.call("arm", hook=hook, when=when, signals=[list(s) for s in signals])
 
+    def disturb(self, settings: Settings, *, rank: int | None = None) -> None:
+        """Disturb or watch the copies of ``rank``, or of all, from now on."""
+        self.call("disturb", rank=rank, settings=msgspec.to_builtins(settings))
+
     def slow_copies(self, seconds: float) -> None:
-        """Make every copy between pages and slots take this much longer."""
-        self.call("slow_copies", seconds=seconds)
+        """Make every row that any rank copies take this much longer."""
+        self.disturb(Settings(copy_delay_s=seconds))
+
+    def scrub(self) -> None:
+        """Fill every page of every rank with noise. Only between requests."""
+        self.call("scrub")
+
+    def pages(self) -> list[Pages]:
+        """What was watched, by rank."""
+        return msgspec.convert(self.call("pages"), list[Pages])
 
     def call(self, op: str, timeout_s: float = 60.0, **fields: Any) -> Any:
         """One command and its answer. :raises EngineDied: if none comes."""
@@ -179,9 +221,12 @@ class EngineProcess:
         return self._read(timeout_s)
 
     def kill(self) -> None:
-        """``kill -9``: no goodbye to anybody. Idempotent."""
+        """``kill -9`` of all its processes: no goodbye to anybody. Idempotent."""
+        workers = {*self._ranks, *_children(self.pid)} - {self.pid}
         self._child.send_signal(signal.SIGKILL)
         self._child.wait(10)
+        for pid in workers:
+            _kill_worker(pid)
         self._close_pipes()
 
     def close(self) -> int:
@@ -195,8 +240,8 @@ class EngineProcess:
         try:
             self._child.wait(20)
         except subprocess.TimeoutExpired:
-            self.kill()
-        self._close_pipes()
+            pass
+        self.kill()  # whatever is left of it
         return self._child.returncode
 
     def __enter__(self) -> EngineProcess:
@@ -247,3 +292,25 @@ class EngineProcess:
     def _died(self, how: str) -> EngineDied:
         tail = self._log.read_text(errors="replace")[-4000:]
         return EngineDied(f"engine process {self.pid} {how}; the end of its log:\n{tail}")
+
+
+def _children(pid: int) -> list[int]:
+    """The live children of ``pid``, whichever of its threads made them."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += map(int, file.read_text().split())
+        except OSError:  # gone meanwhile
+            pass
+    return found
+
+
+def _kill_worker(pid: int) -> None:
+    """End ``pid`` if it is a worker that vLLM spawned: not Python's resource tracker, which cleans
+    up after it, nor whoever has the number now."""
+    try:
+        name = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"VLLM::" in name or b"spawn_main" in name:
+            os.kill(pid, signal.SIGKILL)
+    except OSError:  # gone meanwhile
+        pass

@@ -34,6 +34,8 @@ from kvass.testing.books import (
     Space,
     Writing,
     check_named,
+    check_writers,
+    contradicts,
     pages,
     rows_of,
     split,
@@ -119,11 +121,18 @@ class Witness(Books):
         boot = getattr(message, "boot", self.boot)
         if boot != self.boot and not errors:
             raise BrokenLawError(f"law 9: {message} of another boot was accepted")
-        if errors:
-            return  # a refusal changes nothing: whatever it did change will contradict the books
+        if errors:  # a refusal changes nothing: whatever it did change will contradict the books
+            self._refused(message, errors[0])
+            return
         handler = getattr(self, "_on_" + type(message).__name__.lower(), None)
         if handler is not None:
             handler(event.session, message, replies[0] if replies else None, now)
+
+    def _refused(self, message: m.FromClient, error: m.Error) -> None:
+        if isinstance(message, m.Register) and error.code == "contradiction":
+            member = self.members.get(message.instance)
+            if member is None or not contradicts(message, member):
+                raise BrokenLawError(f"law 2: {message.rank} contradicts nothing, yet: {error}")
 
     # ------------------------------------------------------------ sessions
 
@@ -283,8 +292,6 @@ class Witness(Books):
             raise BrokenLawError("a grant list that is not parallel to its items")
         easy = self.roomy or not self.busy(now)
         for item, grant in zip(msg.items, reply.grants, strict=True):
-            if item.writers is not None:
-                check_named(set(item.writers), member)
             if not grant.chunks:
                 continue
             if member.space is None or grant.reservation <= 0 or grant.reservation in self.writings:
@@ -317,7 +324,7 @@ class Witness(Books):
             if item.writers is not None
             else {r for r, w in member.workers.items() if w.writer}
         )
-        check_named(named, member)
+        check_writers(named, member)
         weight = len(grant.chunks) * sum(sum(space.shard_bytes[g]) for g in groups)
         writing = Writing(
             grant.reservation, member, space, space.epoch, deadline,

@@ -1,0 +1,272 @@
+"""What a test measures and disturbs inside an engine's processes, at the connector's hooks.
+
+Law of this file: from outside. Hooks are wrapped and the mover's clock is replaced, once the engine
+is up; no shipped code knows of it. Functions that take ``worker`` run in a rank's own process,
+through vLLM's ``collective_rpc``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvass.testing.vllm_engine import Hooks, Pages, Settings
+
+HOOKS: Final = (
+    # the scheduler's
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "has_pending_block_frees",
+    "has_pending_push_work",
+    # the worker's
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "build_connector_worker_meta",
+)
+
+
+class Probe:
+    """Times every hook of a connector and sends armed signals at its calls."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was measured and disarm."""
+        self.longest: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self.none_since: dict[str, float] = {}
+        self.told_none: dict[str, float] = {}
+        self.preemptions = 0
+        self.armed: dict[tuple[str, str], list[tuple[int, int, float]]] = {}
+        self.settings = Settings()
+        self.pages = Pages([], [])
+
+    def clock(self) -> float:
+        """The mover's clock, read before every row on the copy thread."""
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(self.settings.copy_delay_s)
+        return time.monotonic() + self.settings.ahead_s
+
+    def wrap(self, connector: object) -> None:
+        """Put the probe around every hook the connector has."""
+        for name in HOOKS:
+            if hasattr(connector, name):
+                setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def count_preemptions(self, scheduler: Any) -> None:
+        """Note every time a running request loses its blocks."""
+        preempt = scheduler._preempt_request
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counting
+
+    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._fire(name, "before")
+            start = time.monotonic()
+            try:
+                result = hook(*args, **kwargs)
+            finally:
+                took = time.monotonic() - start
+                self.longest[name] = max(took, self.longest.get(name, 0.0))
+                self.calls[name] = self.calls.get(name, 0) + 1
+                self._fire(name, "after")
+            if name == "get_num_new_matched_tokens":
+                self._asked(args[0].request_id, result[0])
+            return result
+
+        return timed
+
+    def _asked(self, request: str, answer: int | None) -> None:
+        now = time.monotonic()
+        if answer is None:
+            self.told_none[request] = now - self.none_since.setdefault(request, now)
+        elif request in self.none_since:
+            self.told_none[request] = now - self.none_since.pop(request)
+
+    def _fire(self, name: str, when: str) -> None:
+        for pid, signal, after_s in self.armed.pop((name, when), []):
+            if after_s:
+                timer = threading.Timer(after_s, os.kill, (pid, signal))
+                timer.daemon = True
+                timer.start()
+            else:
+                os.kill(pid, signal)
+
+    def report(self) -> Hooks:
+        """What was measured."""
+        return Hooks(
+            longest_s=self.longest,
+            calls=self.calls,
+            told_none_s=max(self.told_none.values(), default=0.0),
+            told_none=len(self.told_none),
+            preemptions=self.preemptions,
+        )
+
+
+_here = Probe()
+
+
+def here() -> Probe:
+    """This process's probe."""
+    return _here
+
+
+# ---------------------------------------------------------------- in a rank's process
+
+
+def install(worker: Any) -> int:
+    """Put this process's probe around the connector; the process's id."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    _make_stage_buffers(worker.model_runner)
+    if has_kv_transfer_group():
+        connector: Any = get_kv_transfer_group()
+        _watch(connector)
+        _here.wrap(connector)
+        connector._copier._mover._clock = _here.clock
+    return os.getpid()
+
+
+def report(worker: Any) -> Hooks:
+    """What this rank's probe measured."""
+    return _here.report()
+
+
+def clear(worker: Any) -> None:
+    """Forget what was measured, and disturb nothing any more."""
+    _here.clear()
+
+
+def disturb(worker: Any, rank: int | None, settings: dict[str, Any]) -> None:
+    """Disturb this ``rank``, or all (None), from now on."""
+    if rank in (None, worker.rank):
+        _here.settings = msgspec.convert(settings, Settings)
+
+
+def scrub(worker: Any) -> None:
+    """Fill every page with one byte, another on each rank: what is right afterwards was loaded.
+
+    The bytes make small finite floats: attention multiplies what it masks with 0, and NaN stays.
+    """
+    for region in _regions(_connector()):
+        region[:] = 0x3A + worker.rank
+
+
+def pages(worker: Any) -> Pages:
+    """What this rank's pages held when they were stored and when they had been loaded."""
+    return _here.pages
+
+
+def merged(reports: Sequence[Hooks]) -> Hooks:
+    """What the probes of one engine measured, as one."""
+    names = {name for one in reports for name in one.longest_s}
+    return Hooks(
+        longest_s={n: max(one.longest_s.get(n, 0.0) for one in reports) for n in names},
+        calls={n: sum(one.calls.get(n, 0) for one in reports) for n in names},
+        told_none_s=max(one.told_none_s for one in reports),
+        told_none=sum(one.told_none for one in reports),
+        preemptions=sum(one.preemptions for one in reports),
+    )
+
+
+def _connector() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+def _make_stage_buffers(runner: Any) -> None:
+    """What a later pipeline stage receives into. vLLM 0.32 makes it in its warm-up, which an eager
+    engine on a CPU skips, and then fails in the first step."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
+def _watch(connector: Any) -> None:
+    """Note, or spoil, the pages of every copy (``Settings``)."""
+    load, save, results = (
+        connector.start_load_kv,
+        connector.wait_for_save,
+        connector.get_transfer_results,
+    )
+    loading: dict[str, tuple[int, ...]] = {}
+
+    def start_load_kv(*args: Any, **kwargs: Any) -> None:
+        for one in connector._get_connector_metadata().loads:
+            loading[one.request] = one.blocks[0][one.skip :] if one.lease else ()
+        load(*args, **kwargs)
+
+    def wait_for_save() -> None:
+        if _here.settings.watch:
+            for one in connector._get_connector_metadata().stores:
+                _here.pages.stored.extend(_digests(connector, one.blocks[0]))
+        save()
+
+    def get_transfer_results(finished: set[str]) -> Any:
+        ended = results(finished)
+        for request in ended.finished_recving or ():
+            blocks = loading.pop(request)
+            if _here.settings.watch:
+                _here.pages.loaded.extend(_digests(connector, blocks))
+            if _here.settings.spoil:
+                for page in _pages_of(connector, blocks):
+                    page[:] = 0
+        return ended
+
+    connector.start_load_kv = start_load_kv
+    connector.wait_for_save = wait_for_save
+    connector.get_transfer_results = get_transfer_results
+
+
+def _regions(connector: Any) -> list[Any]:
+    """The engine's KV memory, as its planes count it."""
+    return [
+        np.ctypeslib.as_array((ctypes.c_uint8 * one.nbytes()).from_address(one.data_ptr()))
+        for one in connector._copier._owners
+    ]
+
+
+def _pages_of(connector: Any, blocks: Iterable[int]) -> list[Any]:
+    """The pages of ``blocks`` in the first layer group: block by block, layer by layer."""
+    regions, planes = _regions(connector), connector._copier._planes[0].planes
+    return [
+        regions[plane.region][plane.base + block * plane.block_stride :][: plane.run]
+        for block in blocks
+        for plane in planes
+    ]
+
+
+def _digests(connector: Any, blocks: Iterable[int]) -> list[str]:
+    """One digest per block, over its pages in all layers."""
+    found = []
+    for block in blocks:
+        state = hashlib.sha256()
+        for page in _pages_of(connector, [block]):
+            state.update(page.tobytes())
+        found.append(state.hexdigest())
+    return found

@@ -1,0 +1,359 @@
+"""What lies in which slot of the disk tier, and which record leaves when room is needed.
+
+Law of this file: pure bookkeeping. No I/O, no lock (its owner holds one around every call), no
+object per record: columns per segment, and one int per record in a dict.
+
+A slot is FREE; BUSY, being written or erased by the one who took it; READY, readable while pinned;
+DOOMED, READY once and forgotten while somebody reads it; or UNKNOWN, of an earlier life and not
+looked at yet. A segment that is *gone* has no record any more and is closed when its last user is.
+
+A record is found by a 60-bit fingerprint of its key. Two keys of one fingerprint push each other
+out, and the header, which has the whole key, is compared at every load: a collision is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvass.tiers.segment import UNKNOWN as UNKNOWN_ENTRY
+from kvass.tiers.segment import SegmentFile, disk_bytes, most_slots
+from kvass.types import I64Array, U32Array, U64Array
+
+FREE: Final = 0
+BUSY: Final = 1
+READY: Final = 2
+DOOMED: Final = 3
+UNKNOWN: Final = 4
+
+_FOLDER_BYTES: Final = 16 << 10
+"""What the folder itself, and the lock in it, take at most (each segment brings its own share)."""
+_MAPS: Final = 256
+"""The index is this many dicts, so that none takes long to grow."""
+_FEWEST_VICTIMS: Final = 64
+_MOST_VICTIMS: Final = 4096
+_NEVER: Final = 1 << 62
+
+
+def fingerprint(key: bytes) -> int:
+    """60 bits, because a Python int of more takes half as much memory again; never 0."""
+    return xxhash.xxh3_64_intdigest(key) >> 4 or 1
+
+
+class Segment:
+    """Columns over the slots of one file."""
+
+    def __init__(self, file: SegmentFile, fresh: bool) -> None:
+        """``fresh``: every slot is free; else nothing is known of them yet."""
+        n = file.slots
+        self.file = file
+        self.users = 0
+        """Pins and BUSY slots, and who adopts: while there are any, the file stays open."""
+        self.gone = False
+        self.state: npt.NDArray[np.uint8] = np.full(n, FREE if fresh else UNKNOWN, np.uint8)
+        self.pins: npt.NDArray[np.uint16] = np.zeros(n, np.uint16)
+        self.proven: npt.NDArray[np.bool_] = np.zeros(n, np.bool_)
+        self.fingerprint: U64Array = np.zeros(n, np.uint64)
+        self.stamp: I64Array = np.zeros(n, np.int64)
+        self._free: U32Array = np.arange(n, 0, -1, dtype=np.uint32) - np.uint32(1)
+        self.free_slots = n if fresh else 0
+
+    def pop(self) -> int:
+        """Take the free slot that came last; the lowest one of a fresh segment."""
+        self.free_slots -= 1
+        return int(self._free[self.free_slots])
+
+    def push(self, slots: I64Array | list[int]) -> None:
+        self._free[self.free_slots : self.free_slots + len(slots)] = slots
+        self.free_slots += len(slots)
+
+    def last_use(self) -> int:
+        """The newest stamp, or a huge one if somebody uses it or it is not known what it holds."""
+        if self.users or (self.state == UNKNOWN).any():
+            return _NEVER
+        return int(self.stamp[self.state == READY].max(initial=0))
+
+
+class Place(NamedTuple):
+    """One slot."""
+
+    segment: Segment
+    slot: int
+
+
+class _SizeClass:
+    """The segments whose slots have one size."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.spare: list[Segment] = []
+        """Those with a free slot."""
+        self.victims: Iterator[tuple[Segment, int, int]] = iter(())
+
+    def list_victims(self) -> int:
+        """Line up the least recently used records; returns the oldest one's stamp."""
+        ready = [(s, np.flatnonzero((s.state == READY) & (s.pins == 0))) for s in self.segments]
+        count = sum(len(slots) for _, slots in ready)
+        count = min(max(count // 32, _FEWEST_VICTIMS), _MOST_VICTIMS)
+        oldest: list[tuple[int, int, int]] = []
+        for i, (segment, slots) in enumerate(ready):
+            stamps = segment.stamp[slots]
+            if len(slots) > count:
+                slots = slots[np.argpartition(stamps, count)[:count]]
+                stamps = segment.stamp[slots]
+            oldest += zip(stamps.tolist(), [i] * len(slots), slots.tolist(), strict=True)
+        oldest.sort()
+        self.victims = iter([(ready[i][0], slot, stamp) for stamp, i, slot in oldest[:count]])
+        return oldest[0][0] if oldest else _NEVER
+
+
+class Book:
+    """All segments of one tier."""
+
+    def __init__(self, capacity: int, clock: int) -> None:
+        """``capacity``: bytes on disk; ``clock``: above every sequence number given before."""
+        self.capacity = capacity - _FOLDER_BYTES
+        self.spent = 0
+        self.segments: dict[int, Segment] = {}
+        self.dead: list[Segment] = []
+        """Gone and used by nobody: to be removed and closed, then ``buried``."""
+        self._target = max(min(1 << 30, self.capacity // 16), self.capacity // 1024)
+        self._classes: dict[int, _SizeClass] = {}
+        self._maps: list[dict[int, int]] = [{} for _ in range(_MAPS)]
+        self._clock = clock
+        self._early: set[int] | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._maps))
+
+    def tick(self) -> int:
+        """A stamp, and a sequence number, above all before."""
+        self._clock += 1
+        return self._clock
+
+    # ------------------------------------------------------------ records
+
+    def holds(self, key: int) -> bool:
+        return key in self._maps[key % _MAPS]
+
+    def pin(self, key: int) -> Place | None:
+        """Where the record is; it stays there until ``unpin``."""
+        place = self._find(key)
+        if place is not None:
+            segment, slot = place
+            segment.pins[slot] += 1
+            segment.users += 1
+            segment.stamp[slot] = self.tick()
+        return place
+
+    def unpin(self, place: Place) -> bool:
+        """Whether the slot was doomed and nobody reads it now: BUSY, for the caller to erase."""
+        segment, slot = place
+        segment.pins[slot] -= 1
+        if segment.pins[slot] or segment.state[slot] != DOOMED or segment.gone:
+            self._left(segment)
+            return False
+        segment.state[slot] = BUSY
+        return True
+
+    def forget(self, key: int, at: Place | None = None) -> Place | None:
+        """Drop a record (if it is still ``at`` that place); the slot for the caller to erase."""
+        place = self._find(key)
+        if self._early is not None and at is None:
+            self._early.add(key)
+        if place is None or at not in (None, place):
+            return None
+        del self._maps[key % _MAPS][key]
+        return self._retire(place)
+
+    def take(self, slot_bytes: int) -> Place | None:
+        """A free slot of that size, BUSY from here on."""
+        spare = self._class_of(slot_bytes).spare
+        if not spare:
+            return None
+        place = Place(spare[-1], spare[-1].pop())
+        if not spare[-1].free_slots:
+            spare.pop()
+        return self._busy(place)
+
+    def evict(self, slot_bytes: int) -> Place | Segment | None:
+        """Make room for a record: a slot that was the least recently used of its size; or a
+        segment of another size all of which was used longer ago, gone from here on; or nothing.
+        """
+        one = self._class_of(slot_bytes)
+        for attempt in (1, 2):
+            for segment, slot, stamp in one.victims:
+                unused = segment.state[slot] == READY and not segment.pins[slot]
+                if unused and segment.stamp[slot] == stamp and not segment.gone:
+                    key = int(segment.fingerprint[slot])
+                    del self._maps[key % _MAPS][key]
+                    return self._busy(Place(segment, slot))
+            if attempt == 1 and (other := self._older_segment(one, one.list_victims())):
+                self.drop(other)
+                return other
+        return None
+
+    def settle(self, place: Place, key: int, stamp: int) -> Place | None:
+        """A BUSY slot holds this record now. A slot to be erased, if there is one."""
+        segment, slot = place
+        if segment.gone:
+            self._left(segment)
+            return None
+        if self._early is not None:
+            self._early.add(key)
+        old = self._find(key)
+        self._maps[key % _MAPS][key] = segment.file.number << 32 | slot
+        segment.fingerprint[slot], segment.stamp[slot] = key, stamp
+        segment.state[slot], segment.proven[slot] = READY, False
+        segment.users -= 1
+        return self._retire(old) if old else None
+
+    def release(self, place: Place) -> None:
+        """A BUSY slot holds nothing now."""
+        segment, slot = place
+        segment.state[slot] = FREE
+        self._give_back(segment, [slot])
+        self._left(segment)
+
+    def _class_of(self, slot_bytes: int) -> _SizeClass:
+        return self._classes.setdefault(slot_bytes, _SizeClass())
+
+    def _give_back(self, segment: Segment, slots: I64Array | list[int]) -> None:
+        if not segment.free_slots and len(slots) and not segment.gone:
+            self._class_of(segment.file.slot_bytes).spare.append(segment)
+        segment.push(slots)
+
+    def _find(self, key: int) -> Place | None:
+        at = self._maps[key % _MAPS].get(key)
+        return None if at is None else Place(self.segments[at >> 32], at & 0xFFFF_FFFF)
+
+    def _busy(self, place: Place) -> Place:
+        place.segment.state[place.slot] = BUSY
+        place.segment.users += 1
+        return place
+
+    def _retire(self, place: Place) -> Place | None:
+        """A record that is in no index any more: erase it now (BUSY), or at its last unpin."""
+        if place.segment.pins[place.slot]:
+            place.segment.state[place.slot] = DOOMED
+            return None
+        return self._busy(place)
+
+    def _left(self, segment: Segment) -> None:
+        """A user left; nobody keeps a segment that is gone, nor one that holds nothing."""
+        segment.users -= 1
+        if not segment.users and (segment.gone or segment.free_slots == segment.file.slots):
+            if segment.gone:
+                self.dead.append(segment)
+            else:
+                self.drop(segment)
+
+    # ------------------------------------------------------------ segments
+
+    def reserve(self, slot_bytes: int) -> int:
+        """Set bytes aside for a new segment, ``disk_bytes(slot_bytes, slots)``; returns ``slots``,
+        0 if there is no room for one."""
+        room = self.capacity - self.spent
+        slots = min(max(1, self._target // slot_bytes), most_slots(slot_bytes, room))
+        if slots:
+            self.spent += disk_bytes(slot_bytes, slots)
+        return slots
+
+    def unreserve(self, slot_bytes: int, slots: int) -> None:
+        """No segment came of it."""
+        self.spent -= disk_bytes(slot_bytes, slots)
+
+    def fits(self, slot_bytes: int) -> bool:
+        """Whether one record of that size fits an empty tier."""
+        return most_slots(slot_bytes, self.capacity) > 0
+
+    def add(self, segment: Segment, reserved: bool = True) -> None:
+        """Use a segment; its bytes are ``reserve``d, or counted here for one of an earlier life."""
+        self.spent += 0 if reserved else segment.file.bytes
+        self.segments[segment.file.number] = segment
+        one = self._class_of(segment.file.slot_bytes)
+        one.segments.append(segment)
+        if segment.free_slots:
+            one.spare.append(segment)
+
+    def drop(self, segment: Segment) -> None:
+        """Forget a segment's records; it is dead as soon as nobody uses it."""
+        assert not segment.gone, "a segment went twice"
+        segment.gone = True
+        for key in segment.fingerprint[segment.state == READY].tolist():
+            del self._maps[key % _MAPS][key]
+        del self.segments[segment.file.number]
+        one = self._class_of(segment.file.slot_bytes)
+        one.segments.remove(segment)
+        if segment.free_slots:
+            one.spare.remove(segment)
+        if not segment.users:
+            self.dead.append(segment)
+
+    def buried(self, segment: Segment) -> None:
+        """A dead segment's files are gone."""
+        self.spent -= segment.file.bytes
+
+    def _older_segment(self, one: _SizeClass, stamp: int) -> Segment | None:
+        """Of the other sizes' segments used by nobody the one that was last used the longest ago,
+        if that was before ``stamp``."""
+        others = (s for c in self._classes.values() if c is not one for s in c.segments)
+        last_use, _, found = min(
+            ((s.last_use(), s.file.number, s) for s in others), default=(_NEVER, 0, None)
+        )
+        return found if last_use < stamp else None
+
+    # ------------------------------------------------------------ an earlier life
+
+    def begin_adopting(self) -> None:
+        """From here on remember what is stored and deleted: older records of it must not return."""
+        self._early = set()
+        for segment in self.segments.values():
+            segment.users += 1
+
+    def adopt(
+        self, segment: Segment, first: int, keys: U64Array, sequences: U64Array
+    ) -> list[Place]:
+        """Slots from ``first`` on hold these records (or 0: nothing). The ones to be erased."""
+        if segment.gone:
+            return []
+        assert self._early is not None, "adopting was not begun"
+        assert not (keys == UNKNOWN_ENTRY).any(), "a slot nobody looked at"
+        span = slice(first, first + len(keys))
+        live = keys != 0
+        segment.fingerprint[span], segment.stamp[span] = keys, sequences.astype(np.int64)
+        segment.state[span] = np.where(live, READY, FREE)
+        self._give_back(segment, (np.flatnonzero(~live) + first)[::-1])
+        self._clock = max(self._clock, int(segment.stamp[span].max(initial=0)))
+        losers: list[Place | None] = []
+        base = segment.file.number << 32
+        slots = (np.flatnonzero(live) + first).tolist()
+        for key, slot in zip(keys[live].tolist(), slots, strict=True):
+            at = self._maps[key % _MAPS].setdefault(key, base | slot)
+            if at != base | slot or key in self._early:
+                losers.append(self._drop_older(key, Place(segment, slot)))
+        return [place for place in losers if place is not None]
+
+    def _drop_older(self, key: int, found: Place) -> Place | None:
+        """Of two records of one key the older one leaves, and one that this life replaced does."""
+        assert self._early is not None
+        other = self._find(key)
+        assert other is not None
+        replaced = key in self._early
+        if other == found:  # deleted in this life
+            del self._maps[key % _MAPS][key]
+        elif not replaced and found.segment.stamp[found.slot] > other.segment.stamp[other.slot]:
+            self._maps[key % _MAPS][key] = found.segment.file.number << 32 | found.slot
+            found = other
+        return self._retire(found)
+
+    def adopted(self, segment: Segment) -> None:
+        """All slots of a segment are known."""
+        self._left(segment)
+
+    def end_adopting(self) -> None:
+        self._early = None

@@ -1,0 +1,438 @@
+"""The disk tier: records in segment files of one folder, under a hard cap of bytes.
+
+Law of this file: what a load returns was proven against the record's own header, key and checksum;
+and what the folder takes on disk never exceeds the capacity (``segment.disk_bytes`` says in advance
+what a segment can take, and none is made without its bytes set aside).
+
+The lock guards the book and is never held over I/O: a slot is taken under it, written outside it,
+and published under it. Opening reads no record: a thread of the tier's own adopts what earlier
+lives left, newest segment first, while stores and loads run; what it has not come to yet is a miss.
+
+Not here: no fsync (a cache that a power loss thins out is right, only smaller), no compaction
+(slots of equal size leave no gaps), no io_uring (threads reach the same, measured).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from kvass.errors import ConfigError, TierDown, UsageError
+from kvass.tiers.base import Shards, check_batch
+from kvass.tiers.book import Book, Place, Segment, fingerprint
+from kvass.tiers.codec import Header, decode_header, payload_check
+from kvass.tiers.folder import check_capacity, own, reopen_segments
+from kvass.tiers.segment import UNKNOWN, SegmentFile
+from kvass.tiers.slots import arrived, incoming, outgoing, page_buffer, slot_bytes
+from kvass.types import PAGE, Size
+
+_MOST_BYTES: Final = (1 << 31) - PAGE
+"""Of one record: what one pwritev can do (Linux)."""
+_MOST_THREADS: Final = 64
+_COUNTS: Final = (
+    "evicted",  # records, or whole segments, that left for others
+    "damaged",  # records found to be other bytes than were stored
+    "mismatched",  # records of other shards than a load asked for
+    "full",  # stores that found no room
+    "too_large",  # stores of what no room could hold
+    "read_errors",
+    "write_errors",
+)
+_GROW_AGAIN_S: Final = 10.0
+"""After the disk had no room, how long until it is asked again."""
+_log = logging.getLogger("kvass.tiers")
+
+
+class _Scratch(threading.local):
+    """A page for the header of the record that this thread is busy with."""
+
+    def __init__(self) -> None:
+        self.page = page_buffer()
+
+
+class DiskTier:
+    """``Tier`` over a folder. Raises ``ConfigError`` for a folder or capacity that cannot be used.
+
+    ``verify_always``: check every load; else only until a record was proven in this life.
+    ``direct``: go past the page cache where the file system can.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        capacity: int,
+        *,
+        threads: int = 4,
+        verify_always: bool = True,
+        direct: bool = True,
+    ) -> None:
+        self._folder = Path(folder)
+        self._verify_always = verify_always
+        self._direct = direct
+        self._book = Book(capacity, time.time_ns())
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._calls = 0
+        self._closing = False
+        self._growing = threading.Lock()
+        self._grow_after = 0.0
+        self._scratch = _Scratch()
+        self._counts = Counter(dict.fromkeys(_COUNTS, 0))
+        if not self._book.fits(2 * PAGE):
+            raise ConfigError(f"{folder}: a capacity of {capacity} bytes holds not one row")
+        self._lock_fd = own(self._folder)
+        try:
+            check_capacity(self._folder, capacity)
+            found, self._number = reopen_segments(self._folder, self._book.capacity, direct)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        for file in found:
+            self._book.add(Segment(file, fresh=False), reserved=False)
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "kvass-disk")
+        self._book.begin_adopting()
+        self._adopting = threading.Thread(target=self._adopt, name="kvass-disk-index")
+        self._adopting.start()
+
+    # ------------------------------------------------------------ the protocol
+
+    def probe(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which are held; from memory."""
+        check_batch(keys)
+        with self._call(), self._lock:
+            return [self._book.holds(fingerprint(key)) for key in keys]
+
+    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
+        """See ``Tier.load``."""
+        check_batch(keys, into)
+        with self._call():
+            return self._each(lambda i: self._load(keys[i], into[i]), range(len(keys)))
+
+    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        """See ``Tier.store``. Of a key's several records in one batch only the last is written."""
+        check_batch(keys, data)
+        last = {key: i for i, key in enumerate(keys)}
+        with self._call():
+            done = self._each(lambda i: self._store(keys[i], data[i]), list(last.values()))
+        held = dict(zip(last, done, strict=True))
+        return [held[key] for key in keys]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """See ``Tier.delete``."""
+        check_batch(keys)
+        with self._call():
+            for key in keys:
+                with self._lock:
+                    place = self._book.forget(fingerprint(key))
+                if place is not None:
+                    self._erase(place)
+
+    def clear(self) -> None:
+        """See ``Tier.clear``."""
+        with self._call():
+            with self._lock:
+                gone = list(self._book.segments.values())
+                for segment in gone:
+                    self._book.drop(segment)
+            try:
+                for segment in gone:  # even of those that are still read: their names go now
+                    segment.file.unlink()
+            except OSError as error:
+                raise TierDown(f"{self._folder}: {error}") from error
+            finally:
+                self._bury()
+
+    def close(self) -> None:
+        """See ``Tier.close``."""
+        with self._lock:
+            first, self._closing = not self._closing, True
+            while self._calls:
+                self._idle.wait()
+        self._adopting.join()
+        if not first:
+            return
+        self._pool.shutdown()
+        self._bury()
+        for segment in self._book.segments.values():
+            segment.file.close()
+        os.close(self._lock_fd)
+
+    # ------------------------------------------------------------ for people
+
+    @property
+    def indexing(self) -> bool:
+        """Whether records of earlier lives are still being found."""
+        return self._adopting.is_alive()
+
+    def wait_indexed(self) -> None:
+        """Return when all that earlier lives left is found."""
+        self._adopting.join()
+
+    def report(self) -> dict[str, int]:
+        """Records, segments, bytes, and what went wrong how often since opening."""
+        with self._lock:
+            return {
+                "records": len(self._book),
+                "segments": len(self._book.segments),
+                "bytes": self._book.spent,
+                "capacity_bytes": self._book.capacity,
+                "indexing": self.indexing,
+                **self._counts,
+            }
+
+    # ------------------------------------------------------------ one record
+
+    def _load(self, key: bytes, into: Shards) -> bool:
+        with self._lock:
+            place = self._book.pin(fingerprint(key))
+        if place is None:
+            return False
+        fault = "read_errors"
+        try:
+            fault = self._read(place, key, into)
+        finally:
+            with self._lock:
+                if fault:
+                    self._counts[fault] += 1
+                if fault in ("damaged", "read_errors"):  # unless another took its place
+                    self._book.forget(fingerprint(key), place)
+                doomed = self._book.unpin(place)
+            if doomed:
+                self._erase(place)
+            self._bury()
+        return not fault
+
+    def _read(self, place: Place, key: bytes, into: Shards) -> str:
+        """Fill ``into`` from a pinned slot; what was wrong, or nothing."""
+        segment, slot = place
+        if slot_bytes(into) != segment.file.slot_bytes:
+            return "mismatched"
+        parts = incoming(self._scratch.page, into)
+        if not segment.file.read(slot, parts):
+            return "damaged"
+        header = decode_header(parts[0].data)
+        if header is None or header.key != key:
+            return "damaged"
+        if header.lengths != tuple(map(len, into)):
+            return "mismatched"
+        arrived(parts, into)
+        if self._verify_always or not segment.proven[slot]:
+            if payload_check(into) != header.payload_check:
+                return "damaged"
+            segment.proven[slot] = True
+        return ""
+
+    def _store(self, key: bytes, shards: Shards) -> bool:
+        place = self._room(slot_bytes(shards))
+        if place is None:
+            return False
+        segment, slot = place
+        number = fingerprint(key)
+        with self._lock:
+            stamp = self._book.tick()
+        try:
+            lengths = tuple(map(len, shards))
+            header = Header(key, lengths, stamp, payload_check(shards))
+            segment.file.forget(slot)
+            segment.file.write(slot, outgoing(self._scratch.page, header, shards))
+            segment.file.note(slot, number, stamp)
+        except OSError:
+            with self._lock:
+                self._counts["write_errors"] += 1
+                self._book.release(place)
+            self._bury()
+            raise
+        with self._lock:
+            old = self._book.settle(place, number, stamp)
+        if old is not None:
+            self._erase(old)
+        self._bury()
+        return not segment.gone
+
+    def _erase(self, place: Place) -> None:
+        try:
+            place.segment.file.erase(place.slot)
+            failed = 0
+        except OSError:  # it may come back after a restart; what is read then is checked
+            failed = 1
+        with self._lock:
+            self._counts["write_errors"] += failed
+            self._book.release(place)
+        self._bury()
+
+    # ------------------------------------------------------------ room
+
+    def _room(self, size: int) -> Place | None:
+        """A slot of that size, BUSY: a free one, else of a new segment, else of an old record."""
+        with self._lock:
+            if size > _MOST_BYTES or not self._book.fits(size):
+                self._counts["too_large"] += 1
+                return None
+            if place := self._book.take(size):
+                return place
+        with self._growing:  # one thread makes room, and none makes it twice
+            while True:
+                with self._lock:
+                    if place := self._book.take(size):
+                        return place
+                    may_grow = time.monotonic() >= self._grow_after
+                    slots = self._book.reserve(size) if may_grow else 0
+                    made = None if slots else self._book.evict(size)
+                    self._counts["evicted"] += made is not None
+                    self._counts["full"] += made is None and not slots
+                if slots:
+                    self._grow(size, slots)
+                elif not isinstance(made, Segment) or not self._bury():
+                    return made if isinstance(made, Place) else None
+
+    def _grow(self, size: int, slots: int) -> None:
+        """Make a segment of bytes that are set aside; if the disk has them not, wait a while."""
+        self._number += 1
+        try:
+            file = SegmentFile.create(self._folder, self._number, size, slots, self._direct)
+        except OSError as error:
+            _log.warning("%s: no new segment: %s", self._folder, error)
+            self._grow_after = time.monotonic() + _GROW_AGAIN_S
+            with self._lock:
+                self._book.unreserve(size, slots)
+                self._counts["write_errors"] += 1
+        else:
+            with self._lock:
+                self._book.add(Segment(file, fresh=True))
+
+    def _bury(self) -> bool:
+        """Remove what is dead, and give its bytes back; whether the disk let us."""
+        if not self._book.dead:
+            return True
+        with self._lock:
+            dead, self._book.dead = self._book.dead, []
+        for i, segment in enumerate(dead):
+            try:
+                segment.file.unlink()
+            except OSError as error:
+                _log.warning("%s: cannot remove a segment: %s", self._folder, error)
+                with self._lock:
+                    self._book.dead += dead[i:]
+                return False
+            segment.file.close()
+            with self._lock:
+                self._book.buried(segment)
+        return True
+
+    # ------------------------------------------------------------ an earlier life
+
+    def _adopt(self) -> None:
+        """Find what earlier lives left. Runs in a thread of its own."""
+        with self._lock:
+            segments = list(self._book.segments.values())
+        for segment in segments:
+            try:
+                self._adopt_segment(segment)
+            except OSError as error:
+                _log.warning("%s: a segment is lost: %s", self._folder, error)
+                with self._lock:
+                    self._counts["read_errors"] += 1
+                    if not segment.gone:
+                        self._book.drop(segment)
+            with self._lock:
+                self._book.adopted(segment)
+            self._bury()
+        with self._lock:
+            self._book.end_adopting()
+
+    def _adopt_segment(self, segment: Segment) -> None:
+        for first, keys, sequences in segment.file.table():
+            if self._closing or segment.gone:
+                return
+            for i in (keys == UNKNOWN).nonzero()[0].tolist():
+                keys[i], sequences[i] = self._ask(segment, first + i)
+            with self._lock:
+                losers = self._book.adopt(segment, first, keys, sequences)
+            for place in losers:
+                self._erase(place)
+
+    def _ask(self, segment: Segment, slot: int) -> tuple[int, int]:
+        """What a slot's header says that it holds: fingerprint and sequence number, or 0 and 0."""
+        page = self._scratch.page
+        header = decode_header(page.data) if segment.file.read(slot, [page]) else None
+        found = (fingerprint(header.key), header.sequence) if header else (0, 0)
+        segment.file.note(slot, *found)
+        return found
+
+    # ------------------------------------------------------------ calls
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._lock:
+            if self._closing:
+                raise UsageError(f"{self._folder}: this tier is closed")
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._idle.notify_all()
+
+    def _each(self, one: Callable[[int], bool], which: Sequence[int]) -> list[bool]:
+        """``one`` of each, on as many threads as there may be. ``TierDown`` if all is in vain."""
+
+        def several(part: Sequence[int]) -> list[bool | OSError]:
+            return [_attempt(one, i) for i in part]
+
+        width = min(self._threads, len(which))
+        if width < 2:
+            done = several(which)
+        else:
+            done = [False] * len(which)
+            parts = self._pool.map(several, [which[k::width] for k in range(width)])
+            for k, part in enumerate(parts):
+                done[k::width] = part
+        errors = [answer for answer in done if isinstance(answer, OSError)]
+        if errors and True not in done:
+            raise TierDown(f"{self._folder}: {errors[0]}") from errors[0]
+        return [answer is True for answer in done]
+
+
+def _attempt(one: Callable[[int], bool], i: int) -> bool | OSError:
+    try:
+        return one(i)
+    except OSError as error:
+        return error
+
+
+def open_disk(
+    path: str,
+    *,
+    capacity: str,
+    threads: str = "4",
+    verify: str = "always",
+    direct: str = "yes",
+) -> DiskTier:
+    """``disk:PATH?capacity=100GiB&threads=4&verify=always|once&direct=yes|no``: ``ConfigError``."""
+    try:
+        size = Size.parse(capacity)
+    except ValueError as error:
+        raise ConfigError(f"disk:{path}: capacity: {error}") from error
+    if not threads.isdecimal() or not 1 <= int(threads) <= _MOST_THREADS:
+        raise ConfigError(f"disk:{path}: threads: {threads!r} is not in 1..{_MOST_THREADS}")
+    if verify not in ("always", "once"):
+        raise ConfigError(f"disk:{path}: verify: {verify!r} is neither always nor once")
+    if direct not in ("yes", "no"):
+        raise ConfigError(f"disk:{path}: direct: {direct!r} is neither yes nor no")
+    return DiskTier(
+        path,
+        size,
+        threads=int(threads),
+        verify_always=verify == "always",
+        direct=direct == "yes",
+    )

@@ -1,0 +1,96 @@
+"""The disk tier's folder: who owns it, and what an earlier life left there.
+
+Law of this file: only files named like ours are touched, and only by the one who holds the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from itertools import accumulate
+from pathlib import Path
+from typing import Final
+
+from kvass.errors import ConfigError
+from kvass.tiers.segment import SEGMENT, TABLE, SegmentFile
+
+_LOCK: Final = "lock"
+_NAME: Final = re.compile(f"([0-9a-f]{{8}})({re.escape(SEGMENT)}|{re.escape(TABLE)})")
+
+
+def own(folder: Path) -> int:
+    """Lock ``folder`` for this process; the descriptor that holds the lock. ``ConfigError``."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; make it, or mount what should be there")
+    try:
+        fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    except OSError as error:
+        owner = os.pread(fd, 20, 0).decode(errors="replace") or "?"
+        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            raise ConfigError(
+                f"{folder}: in use by process {owner}: a folder is one daemon's; choose another"
+            ) from error
+        raise ConfigError(f"{folder}: cannot be locked and written: {error.strerror}") from error
+    return fd
+
+
+def check_capacity(folder: Path, capacity: int) -> None:
+    """Refuse a capacity that this disk cannot have. ``ConfigError``."""
+    disk = os.statvfs(folder)
+    size = disk.f_blocks * disk.f_frsize
+    if capacity > size:
+        raise ConfigError(
+            f"{folder}: a capacity of {capacity} bytes, but the disk has {size}; choose less"
+        )
+
+
+def reopen_segments(folder: Path, capacity: int, direct: bool) -> tuple[list[SegmentFile], int]:
+    """What an earlier life left, newest first, and the highest number ever used.
+
+    What is damaged, or more than ``capacity`` (then the oldest), is removed. Raises
+    ``ConfigError`` for a format newer than ours, having removed nothing, and for what the disk
+    refuses.
+    """
+    numbers: set[int] = set()
+    for path in folder.iterdir():
+        if match := _NAME.fullmatch(path.name):
+            numbers.add(int(match[1], 16))
+    opened: list[SegmentFile] = []
+    try:
+        for number in sorted(numbers, reverse=True):
+            opened += _reopen(folder, number, direct)
+        kept = _within(capacity, opened)
+        for number in numbers - {file.number for file in kept}:
+            for suffix in (SEGMENT, TABLE):
+                (folder / f"{number:08x}{suffix}").unlink(missing_ok=True)
+    except (OSError, ConfigError) as error:
+        for file in opened:
+            file.close()
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{folder}: {error}") from error
+    for file in opened[len(kept) :]:
+        file.close()
+    return kept, max(numbers, default=0)
+
+
+def _within(capacity: int, files: list[SegmentFile]) -> list[SegmentFile]:
+    """The first of ``files`` that fit together."""
+    sums = accumulate(file.bytes for file in files)
+    return [file for file, total in zip(files, sums, strict=True) if total <= capacity]
+
+
+def _reopen(folder: Path, number: int, direct: bool) -> list[SegmentFile]:
+    try:
+        file = SegmentFile.reopen(folder, number, direct)
+    except FileNotFoundError:  # its table is left alone
+        file = None
+    return [file] if file is not None else []

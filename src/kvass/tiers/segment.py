@@ -1,0 +1,283 @@
+"""One segment of the disk tier: a fallocated file of equal slots, and a table beside it.
+
+Law of this file: bytes in, bytes out. What lies where is the caller's business; a write that failed
+or was torn leaves a slot that is *unknown*, never one that is believed.
+
+``NNNNNNNN.seg``: a page that describes the file, then the slots. A slot holds one record, as
+``slots`` lays it out: one ``pwritev`` or ``preadv``, past the page cache (O_DIRECT) where the file
+system can.
+
+``NNNNNNNN.idx``: a page that describes it, then 24 bytes per slot (little-endian): fingerprint of
+the record's key, its sequence number (both 0: the slot is free), xxh3_64 of the two seeded with
+segment and slot. The *index log*: it says in one read what otherwise every slot's header must be
+read for. It is marked unknown before its slot is written and told the truth afterwards; whatever in
+it is missing, torn or stale means that the headers are asked, or that a load finds another key and
+misses. Nothing is ever right because the table said so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from kvass.errors import ConfigError
+from kvass.tiers.base import Buffer
+from kvass.tiers.slots import page_buffer
+from kvass.types import PAGE, U64Array, align_up
+
+FORMAT: Final = 1
+
+SEGMENT: Final = ".seg"
+TABLE: Final = ".idx"
+_MAGIC: Final = b"kvassseg"
+_DESCRIPTION: Final = struct.Struct("<8sHHIQQ")  # magic, version, 0, number, slot bytes, slots
+_CHECK: Final = struct.Struct("<Q")
+_PAIR: Final = struct.Struct("<QQ")
+_ENTRY_BYTES: Final = 24
+_NO_ENTRY: Final = bytes(_ENTRY_BYTES)
+
+# What a file system may take beside the bytes: two extents per slot (a write in the middle of
+# what was only allocated splits it) of 16 bytes, half-filled tree nodes, and the inodes' own.
+_EXTENT_BYTES: Final = 64
+_FILE_BYTES: Final = 16 << 10
+
+
+def disk_bytes(slot_bytes: int, slots: int) -> int:
+    """What a segment takes on disk at most, its table and the file system's notes included."""
+    table = align_up(PAGE + _ENTRY_BYTES * slots)
+    return PAGE + slot_bytes * slots + table + _EXTENT_BYTES * slots + _FILE_BYTES
+
+
+def most_slots(slot_bytes: int, room: int) -> int:
+    """How many slots a segment of at most ``room`` bytes on disk has; may be 0."""
+    fixed = disk_bytes(0, 0) + PAGE  # the table's rounding
+    return max(0, (room - fixed) // (slot_bytes + _ENTRY_BYTES + _EXTENT_BYTES))
+
+
+class SegmentFile:
+    """An open segment. Methods raise ``OSError``; a slot is used by one thread at a time."""
+
+    def __init__(
+        self, folder: Path, number: int, slot_bytes: int, slots: int, direct: bool
+    ) -> None:
+        """``create`` and ``reopen`` make one."""
+        self.number = number
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.bytes = disk_bytes(slot_bytes, slots)
+        self._path = folder / f"{number:08x}{SEGMENT}"
+        self._table_path = self._path.with_suffix(TABLE)
+        self._direct = direct
+        self._fd = -1
+        self._table_fd = -1
+
+    @classmethod
+    def create(
+        cls, folder: Path, number: int, slot_bytes: int, slots: int, direct: bool
+    ) -> SegmentFile:
+        """A new segment, every slot free. Raises ``OSError`` and leaves nothing behind."""
+        new = cls(folder, number, slot_bytes, slots, direct)
+        try:
+            new._table_fd = os.open(new._table_path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            new._fd = os.open(new._path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            os.posix_fallocate(new._fd, 0, PAGE + slot_bytes * slots)
+            os.posix_fallocate(new._table_fd, 0, PAGE + _ENTRY_BYTES * slots)
+            _write(new._table_fd, b"".join(map(new._free_entry, range(slots))), PAGE)
+            page = new._described()
+            _write(new._table_fd, page, 0)
+            _write(new._fd, page, 0)  # last: a segment without it is none
+            new._go_direct()
+        except OSError:
+            new.unlink()
+            new.close()
+            raise
+        return new
+
+    @classmethod
+    def reopen(cls, folder: Path, number: int, direct: bool) -> SegmentFile | None:
+        """The segment of that number, or ``None`` if the file is not ours or of an older format.
+
+        Raises:
+            ConfigError: its format is newer than ours.
+            OSError: it cannot be read.
+        """
+        path = folder / f"{number:08x}{SEGMENT}"
+        fd = os.open(path, _FLAGS)
+        try:
+            page = os.pread(fd, PAGE, 0)
+            described = _describe(path, page)
+            if described is None or described[0] != number:
+                os.close(fd)
+                return None
+            old = cls(folder, *described, direct)
+            if os.fstat(fd).st_size != PAGE + old.slot_bytes * old.slots:
+                os.ftruncate(fd, PAGE + old.slot_bytes * old.slots)
+        except BaseException:
+            os.close(fd)
+            raise
+        old._fd = fd
+        try:
+            old._reopen_table(page)
+            old._go_direct()
+        except OSError:
+            old.close()
+            raise
+        return old
+
+    def unlink(self) -> None:
+        """Remove its files; open descriptors, and so the space, stay until ``close``."""
+        for path in (self._path, self._table_path):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close its files. Idempotent."""
+        for fd in (self._fd, self._table_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._table_fd = -1
+
+    # ------------------------------------------------------------ slots
+
+    def write(self, slot: int, parts: Sequence[Buffer]) -> None:
+        """Write page-aligned ``parts`` one behind another to ``slot``: all of it or ``OSError``."""
+        wanted = sum(map(len, parts))
+        assert wanted <= self.slot_bytes, "a record is larger than its slot"
+        done = os.pwritev(self._fd, [p.data for p in parts], self._at(slot))
+        if done != wanted:  # a full disk ends a write early; what is there fails its checksum
+            raise OSError(errno.ENOSPC, f"wrote {done} of {wanted} bytes")
+
+    def read(self, slot: int, parts: Sequence[Buffer]) -> bool:
+        """Read ``slot`` into page-aligned ``parts``; whether they were filled."""
+        return os.preadv(self._fd, [p.data for p in parts], self._at(slot)) == sum(map(len, parts))
+
+    def erase(self, slot: int) -> None:
+        """Overwrite the slot's header, so that no later boot finds a record there."""
+        self.forget(slot)
+        _write_page(self._fd, page_buffer(), self._at(slot))
+        _write(self._table_fd, self._free_entry(slot), self._entry_at(slot))
+
+    def _at(self, slot: int) -> int:
+        return PAGE + slot * self.slot_bytes
+
+    # ------------------------------------------------------------ table
+
+    def forget(self, slot: int) -> None:
+        """Mark ``slot`` unknown: its header decides."""
+        _write(self._table_fd, _NO_ENTRY, self._entry_at(slot))
+
+    def note(self, slot: int, fingerprint: int, sequence: int) -> None:
+        """Say in the table what ``slot`` holds now."""
+        entry = self._entry(slot, _PAIR.pack(fingerprint, sequence))
+        _write(self._table_fd, entry, self._entry_at(slot))
+
+    def table(self) -> Iterator[tuple[int, U64Array, U64Array]]:
+        """What the table says, in pieces: (first slot, fingerprints, sequence numbers).
+
+        A free slot has 0 and 0, an unknown one a fingerprint of ``UNKNOWN``.
+        """
+        for first in range(0, self.slots, _PIECE):
+            count = min(_PIECE, self.slots - first)
+            raw = os.pread(self._table_fd, count * _ENTRY_BYTES, self._entry_at(first))
+            raw = raw.ljust(count * _ENTRY_BYTES, b"\0")
+            words = np.frombuffer(raw, "<u8").reshape(count, 3)
+            checks = np.fromiter(
+                (
+                    xxhash.xxh3_64_intdigest(raw[24 * i : 24 * i + 16], self._seed(first + i))
+                    for i in range(count)
+                ),
+                np.uint64,
+                count,
+            )
+            known = words[:, 2] == checks
+            yield first, np.where(known, words[:, 0], UNKNOWN), np.where(known, words[:, 1], 0)
+
+    def _seed(self, slot: int) -> int:
+        return self.number << 32 | slot
+
+    def _entry(self, slot: int, pair: bytes) -> bytes:
+        return pair + _CHECK.pack(xxhash.xxh3_64_intdigest(pair, self._seed(slot)))
+
+    def _free_entry(self, slot: int) -> bytes:
+        return self._entry(slot, bytes(_PAIR.size))
+
+    def _entry_at(self, slot: int) -> int:
+        return PAGE + slot * _ENTRY_BYTES
+
+    def _reopen_table(self, page: bytes) -> None:
+        """Open the table; one that is lost or another segment's is made anew, knowing nothing."""
+        self._table_fd = os.open(self._table_path, _FLAGS | os.O_CREAT, 0o600)
+        if os.pread(self._table_fd, PAGE, 0) != page:
+            os.ftruncate(self._table_fd, 0)
+            os.posix_fallocate(self._table_fd, 0, PAGE + _ENTRY_BYTES * self.slots)
+            _write(self._table_fd, page, 0)
+
+    # ------------------------------------------------------------ opening
+
+    def _described(self) -> bytes:
+        body = _DESCRIPTION.pack(_MAGIC, FORMAT, 0, self.number, self.slot_bytes, self.slots)
+        return (body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))).ljust(PAGE, b"\0")
+
+    def _go_direct(self) -> None:
+        """Use O_DIRECT from here on, if the file system reads and writes pages with it."""
+        if not self._direct:
+            return
+        page = page_buffer()
+        try:
+            fd = os.open(self._path, _FLAGS | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return
+        try:
+            if os.preadv(fd, [page.data], 0) != PAGE:
+                raise OSError(errno.EINVAL, "a direct read that is none")
+            _write_page(fd, page, 0)
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.EINVAL:
+                raise
+            return
+        os.close(self._fd)
+        self._fd = fd
+
+
+UNKNOWN: Final = (1 << 64) - 1
+"""Stands for a fingerprint in ``SegmentFile.table``: the table does not know this slot."""
+
+_PIECE: Final = 4096
+_FLAGS: Final = os.O_RDWR | os.O_CLOEXEC
+
+
+def _describe(path: Path, page: bytes) -> tuple[int, int, int] | None:
+    """(number, slot bytes, slots) from a segment's first page."""
+    if len(page) < PAGE:
+        return None
+    magic, version, _, number, slot_bytes, slots = _DESCRIPTION.unpack_from(page)
+    check = _CHECK.unpack_from(page, _DESCRIPTION.size)[0]
+    if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(page[: _DESCRIPTION.size]):
+        return None
+    if version > FORMAT:
+        raise ConfigError(
+            f"{path}: written by a newer kvass (format {version}, this one knows {FORMAT}): "
+            "use another folder, or remove the file"
+        )
+    if version < FORMAT or slot_bytes < PAGE or slot_bytes % PAGE or slots < 1:
+        return None
+    return number, slot_bytes, slots
+
+
+def _write(fd: int, data: bytes, at: int) -> None:
+    if os.pwrite(fd, data, at) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _write_page(fd: int, page: Buffer, at: int) -> None:
+    if os.pwritev(fd, [page.data], at) != len(page):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,101 @@
+"""Tier URLs: how a user names a tier.
+
+Law of this file: everything that can be wrong with a URL is a ``ConfigError`` of one line that says
+what to write instead.
+
+``SCHEME:WHERE?option=value&option=value`` opens one of our own (``disk:/path?capacity=100GiB``);
+``package.module:Name?option=value`` opens anybody's: ``Name`` is called with the options as keyword
+arguments (strings; ``%xx`` decoded) and must return a ``Tier``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import unquote
+
+import msgspec
+
+from kvass.errors import ConfigError
+from kvass.tiers.base import Tier
+
+OURS: Final = {"disk": "kvass.tiers.disk:open_disk"}
+"""Scheme -> what opens it: called with WHERE and the options."""
+
+
+class TierUrl(msgspec.Struct, frozen=True):
+    """A tier URL in parts."""
+
+    scheme: str
+    """One of ``OURS``, or the module of a plug-in."""
+    where: str
+    """Path or address; of a plug-in the name in its module."""
+    options: dict[str, str]
+
+
+def parse_tier_url(text: str) -> TierUrl:
+    """Take ``text`` apart. Raises ``ConfigError``."""
+    head, _, query = text.partition("?")
+    scheme, colon, where = head.partition(":")
+    if not colon or not scheme or not where:
+        raise ConfigError(f"tier {text!r}: write SCHEME:WHERE?option=value, like {_EXAMPLE}")
+    if scheme not in OURS and not _is_plug_in(scheme, where):
+        known = ", ".join(OURS)
+        raise ConfigError(f"tier {text!r}: unknown scheme {scheme!r}; known: {known}, module:Name")
+    options: dict[str, str] = {}
+    for part in query.split("&") if query else ():
+        name, equals, value = part.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ConfigError(f"tier {text!r}: option {part!r} is not of the form name=value")
+        if name in options:
+            raise ConfigError(f"tier {text!r}: option {name!r} is given twice")
+        options[name] = unquote(value)
+    return TierUrl(scheme=scheme, where=unquote(where), options=options)
+
+
+_EXAMPLE: Final = "disk:/var/cache/kvass?capacity=100GiB"
+
+
+def _is_plug_in(module: str, name: str) -> bool:
+    return name.isidentifier() and bool(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module))
+
+
+def open_tier(text: str) -> Tier:
+    """Open the tier that ``text`` names. Raises ``ConfigError``."""
+    url = parse_tier_url(text)
+    ours = OURS.get(url.scheme)
+    module, name = ours.split(":") if ours else (url.scheme, url.where)
+    factory = _import(text, module, name)
+    arguments = (url.where,) if ours else ()
+    _check_options(text, factory, arguments, url.options)
+    tier = factory(*arguments, **url.options)
+    if not isinstance(tier, Tier):
+        raise ConfigError(f"tier {text!r}: {module}:{name} gives a {type(tier).__name__}, no Tier")
+    return tier
+
+
+def _import(text: str, module: str, name: str) -> Callable[..., object]:
+    try:
+        found: object = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"tier {text!r}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"tier {text!r}: {module}:{name} cannot be called")
+    return found
+
+
+def _check_options(
+    text: str, factory: Callable[..., object], arguments: tuple[str, ...], options: dict[str, str]
+) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError as error:
+        raise ConfigError(f"tier {text!r}: {error}") from error
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        names = ", ".join(list(signature.parameters)[len(arguments) :]) or "none"
+        raise ConfigError(f"tier {text!r}: {error}; its options: {names}") from error

@@ -1,0 +1,112 @@
+"""Tier URLs: ours, anybody's, and every way to get one wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvass.errors import ConfigError
+from kvass.tiers import Tier, open_tier
+from kvass.tiers.base import Shards
+from kvass.tiers.disk import DiskTier
+from kvass.tiers.url import TierUrl, parse_tier_url
+
+
+class Null:
+    """Holds nothing: the smallest plug-in there is."""
+
+    def __init__(self, size: str = "0") -> None:
+        self.size = size
+
+    def probe(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
+        return [False] * len(keys)
+
+    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        return [False] * len(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def no_tier() -> object:
+    return object()
+
+
+def test_a_disk_opens(folder: Path) -> None:
+    tier = open_tier(f"disk:{folder}?capacity=16MiB&threads=2&verify=once&direct=no")
+    assert isinstance(tier, DiskTier)
+    assert isinstance(tier, Tier)
+    tier.close()
+
+
+def test_parts() -> None:
+    assert parse_tier_url("disk:/a/b%3Fc?capacity=1GiB&verify=a%26b") == TierUrl(
+        scheme="disk", where="/a/b?c", options={"capacity": "1GiB", "verify": "a&b"}
+    )
+    assert parse_tier_url("my.mod:It") == TierUrl(scheme="my.mod", where="It", options={})
+
+
+def test_a_plug_in_opens() -> None:
+    tier = open_tier(f"{__name__}:Null?size=3")
+    assert type(tier).__name__ == "Null"
+    assert getattr(tier, "size", None) == "3"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", "SCHEME:WHERE"),
+        ("disk", "SCHEME:WHERE"),
+        ("disk:", "SCHEME:WHERE"),
+        (":/path", "SCHEME:WHERE"),
+        ("disc:/path?capacity=1GiB", "unknown scheme 'disc'"),
+        ("https://host/", "unknown scheme 'https'"),
+        ("disk:FOLDER", "capacity"),
+        ("disk:FOLDER?", "capacity"),
+        ("disk:FOLDER?capacity=1GiB&size=3", "'size'; its options: capacity, threads"),
+        ("disk:FOLDER?capacity=1GiB&capacity=2GiB", "twice"),
+        ("disk:FOLDER?capacity", "name=value"),
+        ("disk:FOLDER?capacity=many", "like 8GiB"),
+        ("disk:FOLDER?capacity=1KiB", "not one row"),
+        ("disk:FOLDER?capacity=900000TiB", "the disk has"),
+        ("disk:FOLDER?capacity=1GiB&threads=0", "1..64"),
+        ("disk:FOLDER?capacity=1GiB&threads=x", "1..64"),
+        ("disk:FOLDER?capacity=1GiB&verify=no", "always nor once"),
+        ("disk:FOLDER?capacity=1GiB&direct=1", "yes nor no"),
+        ("disk:FOLDER/absent?capacity=1GiB", "no such folder"),
+        ("disk:FOLDER/lock?capacity=1GiB", "no such folder"),
+        ("no.such.module:Tier", "No module named"),
+        ("kvass.tiers.base:Nothing", "Nothing"),
+        ("kvass.tiers.base:MAX_SHARDS", "cannot be called"),
+        (f"{__name__}:no_tier", "no Tier"),
+        (f"{__name__}:Null?colour=red", "its options: size"),
+    ],
+)
+def test_mistakes_are_one_clear_line(folder: Path, url: str, says: str) -> None:
+    (folder / "lock").touch()
+    with pytest.raises(ConfigError) as caught:
+        open_tier(url.replace("FOLDER", str(folder)))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_a_live_tier_is_refused_and_free_afterwards(folder: Path) -> None:
+    url = f"disk:{folder}?capacity=16MiB"
+    tier = open_tier(url)
+    with pytest.raises(ConfigError, match="in use by process"):
+        open_tier(url)
+    tier.close()
+    open_tier(url).close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be"):
+        open_tier("disk:/sys/kernel?capacity=16MiB")
