@@ -1,4 +1,6 @@
-"""A llama or DeepSeek with random weights in a folder of its own: config, tokenizer, safetensors.
+"""A model with random weights in a folder of its own: config, tokenizer, safetensors.
+
+A llama or DeepSeek is made from its sizes; ``hybrids`` has models of several KV cache groups.
 
 Law of this file: numpy and the standard library only, so that anyone may build a model without
 torch, and the same ``(shape, seed)`` gives the same bytes everywhere.
@@ -14,12 +16,13 @@ offsets) + raw tensors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +34,26 @@ FORMAT: Final = 1
 """Raised whenever the bytes made from one ``Shape`` change; part of the folder's name."""
 
 F32Array = npt.NDArray[np.float32]
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """A weight by Hugging Face's name, drawn from a normal distribution."""
+
+    name: str
+    size: tuple[int, ...]
+    deviation: float = 0.0
+    mean: float = 0.0
+
+
+class Blueprint(msgspec.Struct, frozen=True):
+    """A model of any family, spelled out (``hybrids``). ``name`` is its folder's; ``config`` what
+    its ``config.json`` adds to, or changes of, what all models have."""
+
+    name: str
+    vocab: int
+    max_tokens: int
+    config: dict[str, object]
+    tensors: tuple[Tensor, ...]
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -67,7 +90,7 @@ class LatentShape(msgspec.Struct, frozen=True):
     max_tokens: int = 16_384
 
 
-Sizes = Shape | LatentShape
+Sizes = Shape | LatentShape | Blueprint
 
 TINY: Final = Shape()
 """For tests: computes thousands of tokens a second on one core."""
@@ -76,9 +99,7 @@ TINY_LATENT: Final = LatentShape()
 
 def build(folder: Path, shape: Sizes = TINY, seed: int = 0) -> Path:
     """The folder of this model inside ``folder``, made on first use, atomically, then reused."""
-    digest = "-".join(str(field) for field in msgspec.structs.astuple(shape))
-    family = "llama" if isinstance(shape, Shape) else "deepseek"
-    target = folder / f"{family}-v{FORMAT}-{digest}-seed{seed}"
+    target = folder / f"{_name(shape)}-seed{seed}"
     if target.is_dir():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,6 +113,15 @@ def build(folder: Path, shape: Sizes = TINY, seed: int = 0) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _name(shape: Sizes) -> str:
+    """Of the folder: whatever changes the bytes is in it."""
+    if isinstance(shape, Blueprint):
+        digest = hashlib.sha256(msgspec.json.encode(shape)).hexdigest()[:16]
+        return f"{shape.name}-v{FORMAT}-{digest}"
+    digest = "-".join(str(field) for field in msgspec.structs.astuple(shape))
+    return f"{'llama' if isinstance(shape, Shape) else 'deepseek'}-v{FORMAT}-{digest}"
 
 
 def write_model(folder: Path, shape: Sizes, seed: int) -> None:
@@ -112,7 +142,8 @@ def write_model(folder: Path, shape: Sizes, seed: int) -> None:
             "model_max_length": shape.max_tokens,
         },
     )
-    _write_tensors(folder / "model.safetensors", list(_tensors(shape)), seed)
+    tensors = shape.tensors if isinstance(shape, Blueprint) else tuple(_tensors(shape))
+    _write_tensors(folder / "model.safetensors", tensors, seed)
 
 
 def write_lora(folder: Path, shape: Shape, seed: int, rank: int = 8) -> None:
@@ -130,22 +161,27 @@ def write_lora(folder: Path, shape: Shape, seed: int, rank: int = 8) -> None:
         },
     )
     outputs = {"q_proj": shape.heads * shape.head_dim, "v_proj": shape.kv_heads * shape.head_dim}
-    tensors: list[tuple[str, tuple[int, ...]]] = []
+    tensors: list[Tensor] = []
     for layer in range(shape.layers):
         for name, out in outputs.items():
             at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors += [(f"{at}.lora_A.weight", (rank, shape.hidden))]
-            tensors += [(f"{at}.lora_B.weight", (out, rank))]
+            tensors += [weight(f"{at}.lora_A.weight", rank, shape.hidden)]
+            tensors += [weight(f"{at}.lora_B.weight", out, rank)]
     _write_tensors(folder / "adapter_model.safetensors", tensors, seed)
 
 
 def _config(shape: Sizes) -> dict[str, object]:
+    sizes: dict[str, object] = {}
+    if not isinstance(shape, Blueprint):
+        sizes = {
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+        }
     common: dict[str, object] = {
         "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
+        **sizes,
         "max_position_embeddings": shape.max_tokens,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
@@ -156,6 +192,8 @@ def _config(shape: Sizes) -> dict[str, object]:
         "pad_token_id": 0,
         "torch_dtype": "float32",
     }
+    if isinstance(shape, Blueprint):
+        return common | shape.config
     if isinstance(shape, Shape):
         return common | {
             "architectures": ["LlamaForCausalLM"],
@@ -222,21 +260,32 @@ def _tokenizer(vocab: int) -> dict[str, object]:
     }
 
 
-def _tensors(shape: Sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def weight(
+    name: str, *size: int, deviation: float | None = None, mean: float | None = None
+) -> Tensor:
+    """A weight as it is drawn unless told otherwise: a vector is all ones, embeddings have
+    deviation 1, a projection ``2 / sqrt(fan_in)``, its last size."""
+    if len(size) == 1:
+        return Tensor(name, size, deviation or 0.0, 1.0 if mean is None else mean)
+    usual = 1.0 if "embed" in name else 2.0 / float(size[-1]) ** 0.5
+    return Tensor(name, size, usual if deviation is None else deviation, mean or 0.0)
+
+
+def _tensors(shape: Shape | LatentShape) -> Iterator[Tensor]:
     """Names and shapes as Hugging Face stores them, in file order."""
-    yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
+    yield weight("model.embed_tokens.weight", shape.vocab, shape.hidden)
     for layer in range(shape.layers):
         at = f"model.layers.{layer}."
-        yield at + "input_layernorm.weight", (shape.hidden,)
+        yield weight(at + "input_layernorm.weight", shape.hidden)
         attention = _heads(shape) if isinstance(shape, Shape) else _latent(shape)
         for name, size in attention:
-            yield f"{at}self_attn.{name}.weight", size
-        yield at + "post_attention_layernorm.weight", (shape.hidden,)
-        yield at + "mlp.gate_proj.weight", (shape.intermediate, shape.hidden)
-        yield at + "mlp.up_proj.weight", (shape.intermediate, shape.hidden)
-        yield at + "mlp.down_proj.weight", (shape.hidden, shape.intermediate)
-    yield "model.norm.weight", (shape.hidden,)
-    yield "lm_head.weight", (shape.vocab, shape.hidden)
+            yield weight(f"{at}self_attn.{name}.weight", *size)
+        yield weight(at + "post_attention_layernorm.weight", shape.hidden)
+        yield weight(at + "mlp.gate_proj.weight", shape.intermediate, shape.hidden)
+        yield weight(at + "mlp.up_proj.weight", shape.intermediate, shape.hidden)
+        yield weight(at + "mlp.down_proj.weight", shape.hidden, shape.intermediate)
+    yield weight("model.norm.weight", shape.hidden)
+    yield weight("lm_head.weight", shape.vocab, shape.hidden)
 
 
 def _heads(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -255,27 +304,28 @@ def _latent(shape: LatentShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "o_proj", (shape.hidden, shape.heads * shape.value)
 
 
-def _draw(name: str, size: tuple[int, ...], rng: np.random.Generator) -> F32Array:
-    if len(size) == 1:
-        return np.ones(size, np.float32)
-    deviation = 1.0 if "embed" in name else 2.0 / float(size[-1]) ** 0.5
-    return rng.standard_normal(size, np.float32) * np.float32(deviation)
+def _draw(tensor: Tensor, rng: np.random.Generator) -> F32Array:
+    mean = np.float32(tensor.mean)
+    if not tensor.deviation:
+        return np.full(tensor.size, mean)
+    drawn: F32Array = rng.standard_normal(tensor.size, np.float32)
+    return drawn * np.float32(tensor.deviation) + mean
 
 
-def _write_tensors(path: Path, tensors: list[tuple[str, tuple[int, ...]]], seed: int) -> None:
+def _write_tensors(path: Path, tensors: Sequence[Tensor], seed: int) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, size in tensors:
-        end = at + 4 * int(np.prod(size))
-        header[name] = {"dtype": "F32", "shape": list(size), "data_offsets": [at, end]}
+    for one in tensors:
+        end = at + 4 * int(np.prod(one.size))
+        header[one.name] = {"dtype": "F32", "shape": list(one.size), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     rng = np.random.default_rng(seed)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, size in tensors:
-            file.write(_draw(name, size, rng).astype("<f4", copy=False).tobytes())
+        for one in tensors:
+            file.write(_draw(one, rng).astype("<f4", copy=False).tobytes())
 
 
 def _write_json(path: Path, value: object) -> None:
