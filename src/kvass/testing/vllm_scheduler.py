@@ -263,21 +263,25 @@ class World:
         """``client`` stands for the connector's ``SchedulerClient``, None leaves it the real one;
         ``options`` are those of ``make_configs``."""
         from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.kv_cache_utils import (
+            get_request_block_hasher,
+            init_none_hash,
+            resolve_kv_cache_block_sizes,
+        )
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
         config, caches = configs or make_configs(**options)
         init_none_hash(sha256)
-        width = caches.hash_block_size
+        block, width = resolve_kv_cache_block_sizes(caches, config)
         self._hasher: Callable[[Any], list[Any]] = get_request_block_hasher(width, sha256)
         kind = AsyncScheduler if asynchronous else Scheduler
         with mock.patch(CLIENT, return_value=client) if client is not None else nullcontext():
             self.scheduler: Any = kind(
                 vllm_config=config,
                 kv_cache_config=caches,
-                block_size=width,
+                block_size=block,
                 hash_block_size=width,
                 structured_output_manager=StructuredOutputManager(config),
                 log_stats=True,

@@ -1,0 +1,216 @@
+"""Models of several layer groups: vLLM's real scheduler, a real daemon, pages of known content."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvass.connectors.vllm import adapt
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.vllm_hybrid import GroupShape, HybridEngine
+from kvass.testing.vllm_rank import Gate, until
+
+GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
+GEMMA: list[GroupShape] = [
+    ("sliding_window", 16, 100, 1),
+    ("sliding_window", 16, 100, 1),
+    ("full", 16, 0, 1),
+]
+QWEN_NEXT: list[GroupShape] = [("state", 64, 0, 2), ("full", 64, 0, 2)]
+DEEPSEEK_V4: list[GroupShape] = [
+    ("full", 64, 0, 2),
+    ("sliding_window", 16, 32, 1),
+    ("full", 64, 0, 1),
+    ("sliding_window", 4, 8, 1),
+    ("sliding_window", 8, 32, 1),
+]
+MIXED: list[GroupShape] = [("state", 64, 0, 1), ("sliding_window", 32, 20, 1), ("full", 64, 0, 2)]
+MODELS = {
+    "gpt-oss": GPT_OSS,
+    "gemma": GEMMA,
+    "qwen-next": QWEN_NEXT,
+    "deepseek-v4": DEEPSEEK_V4,
+    "mixed": MIXED,
+}
+each_model = pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with running_daemon(tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Any]:
+    made: list[HybridEngine] = []
+
+    def make(shapes: Sequence[GroupShape], **options: Any) -> HybridEngine:
+        options = {"blocks": 400, "batched": 128, **options}
+        made.append(HybridEngine(daemon.socket, shapes, daemon, **options))
+        made[-1].wait_connected()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def empty(daemon: Daemon) -> None:
+    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+
+
+def finish(engine: HybridEngine) -> None:
+    """Step until nothing is left to do."""
+    until(lambda: engine.step() and not engine.world.scheduler.has_requests(), "the end")
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(60), k=tokens)
+
+
+@each_model
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_d2_every_group_of_a_hit_is_right(
+    daemon: Daemon, engine: Any, shapes: list[GroupShape], asynchronous: bool
+) -> None:
+    """Lengths around the ends of blocks, windows and chunks; never the whole prompt."""
+    a, b = engine(shapes), engine(shapes, asynchronous=asynchronous)
+    for seed, tokens in enumerate((64, 65, 127, 129, 193, 400)):
+        a.generate(f"a{seed}", prompt(seed, tokens))
+        _, found = b.load(f"b{seed}", prompt(seed, tokens))
+        assert found % b.chunk == 0
+        whole = (tokens - 1) // b.chunk * b.chunk
+        assert found == whole if not any(kind == "state" for kind, *_ in shapes) else found <= whole
+        assert found or tokens <= b.chunk
+        finish(b)
+        assert b.world.scheduler.kv_cache_manager.reset_prefix_cache()
+    empty(daemon)
+
+
+@each_model
+def test_a_hit_goes_on_where_the_local_one_ends(
+    daemon: Daemon, engine: Any, shapes: list[GroupShape]
+) -> None:
+    a, b = engine(shapes), engine(shapes)
+    tokens = prompt(1, 400)
+    a.generate("a", tokens)
+    b.generate("own", tokens[:150])
+    _, found = b.load("b", tokens)
+    assert found >= 256
+    assert b.loads[-1].request == "b"
+    empty(daemon)
+
+
+@each_model
+def test_turns_and_branches_of_a_conversation(
+    daemon: Daemon, engine: Any, shapes: list[GroupShape]
+) -> None:
+    a, b = engine(shapes), engine(shapes)
+    said = prompt(2, 200)
+    for turn in range(3):
+        request = a.generate(f"a{turn}", said, max_tokens=70)
+        said = [*request.all_token_ids, *prompt(10 + turn, 30)]
+        _, found = b.load(f"b{turn}", said)
+        assert found >= (turn + 1) * 128
+        finish(b)
+    a.generate("branch", [*said[:140], *prompt(3, 200)])
+    assert b.world.scheduler.kv_cache_manager.reset_prefix_cache()
+    _, found = b.load("branch", [*said[:140], *prompt(3, 200)])
+    assert found >= 256
+    empty(daemon)
+
+
+@each_model
+def test_any_history_leaves_every_loaded_page_right(
+    daemon: Daemon, engine: Any, shapes: list[GroupShape]
+) -> None:
+    """Two engines, few blocks, several requests at once: windows are reused, requests preempted."""
+    rng = random.Random(7)
+    engines = [engine(shapes, blocks=150, batched=96, asynchronous=i == 1) for i in range(2)]
+    trunks = [prompt(100 + i, 400) for i in range(3)]
+    loads = 0
+    for number in range(40):
+        one = rng.choice(engines)
+        trunk = rng.choice(trunks)[: rng.randrange(20, 400)]
+        said = [*trunk, *prompt(number, rng.randrange(1, 90))]
+        if rng.random() < 0.5:
+            _, found = one.load(f"r{number}", said)
+            loads += found > 0
+        else:
+            one.world.add(f"r{number}", said, max_tokens=rng.randrange(1, 40))
+        for _ in range(rng.randrange(6)):
+            one.step()
+        if rng.random() < 0.2:
+            live = list(one.world.scheduler.requests)
+            if live:
+                one.world.abort(rng.choice(live))
+    for one in engines:
+        finish(one)
+        assert one.world.free_blocks == one.world.pool.num_gpu_blocks - 1
+    assert loads > 3
+    empty(daemon)
+
+
+@pytest.mark.parametrize(
+    ("held", "blocks"), [(True, 60), (False, 38)], ids=["held", "negative control"]
+)
+def test_window_blocks_are_held_until_they_are_copied(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, held: bool, blocks: int
+) -> None:
+    """vLLM reuses what left the window in the very next step, while the copy still waits."""
+    if not held:
+        monkeypatch.setattr(adapt.Pool, "hold", lambda self, ids: [])
+        monkeypatch.setattr(adapt.Pool, "free", lambda self, held: None)
+    a, b = engine(GPT_OSS, blocks=blocks), engine(GPT_OSS)
+    gate = Gate(a.rank, shut=True)
+    tokens = prompt(5, 380)
+    a.world.add("a", tokens, max_tokens=4)
+    for _ in range(6):
+        a.step()
+    gate.open()
+    finish(a)
+    a.daemon.wait_until(reservations=0)
+    with nullcontext() if held else pytest.raises(AssertionError, match="group 0"):
+        for chunks in range(1, 6):
+            assert b.load(f"b{chunks}", tokens[: chunks * 64 + 1])[1] == chunks * 64
+            finish(b)
+            assert b.world.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("group", range(3))
+def test_the_check_sees_a_page_of_any_group_that_was_not_loaded(engine: Any, group: int) -> None:
+    a, b = engine(MIXED), engine(MIXED)
+    a.generate("a", prompt(6, 300))
+    request, found = b.load("b", prompt(6, 300))
+    one = b.world.connector._planner._setup.groups[group]
+    last = b.tables("b")[group][one.blocks(one.needs(found), found)[-1]]
+    b.rank.page(group, 0, last)[:] = 0
+    with pytest.raises(AssertionError, match=f"group {group}"):
+        b.verify(request, found)
+
+
+@each_model
+def test_a_failed_load_is_computed(daemon: Daemon, engine: Any, shapes: list[GroupShape]) -> None:
+    a, b = engine(shapes), engine(shapes)
+    a.generate("a", prompt(8, 300))
+    Gate(b.rank, ahead_s=1e6)
+    _, found = b.load("b", prompt(8, 300))
+    assert found == 0
+    assert b.rank.connector._boundary.counters["load_late"] == 1
+    empty(daemon)
+
+
+def test_a_window_takes_its_share_of_the_arena(daemon: Daemon, engine: Any) -> None:
+    a = engine(GPT_OSS)
+    a.generate("a", prompt(9, 385))
+    window, full = daemon.status()["namespaces"][0]["groups"]
+    assert window["rows"] == full["rows"] == 6
+    assert window["used_bytes"] / full["used_bytes"] == 3 / 4  # 39 tokens of 64 are 3 blocks of 4
