@@ -68,8 +68,13 @@ class Life:
     def die(self, prompt: list[int]) -> None:
         """A rank dies in the middle of a store or a load: before its copy, in it, or after it."""
         engine, rng = self.engine, self.rng
-        what = engine.match(prompt) if rng.random() < 0.5 else engine.reserve(prompt)
-        victim = rng.choice(engine.world.readers)
+        if rng.random() < 0.5:
+            what = engine.match(prompt)
+        else:
+            prompt[0] = rng.randrange(1 << 32)  # nobody has it
+            what = engine.reserve(prompt)
+        owing = engine.world.readers if what is None else what.ranks
+        victim = rng.choice(rng.choice([owing, engine.world.readers]))
         if what is not None:
             assert engine.hand_over(what)
             early = rng.random() < 0.5
@@ -78,12 +83,10 @@ class Life:
         self.seen["deaths"] += 1
         whole = what is not None and engine.wait(what) > 0
         engine.revive(victim)
-        if what is not None and what.kind == "store":
-            self.seen["outlived" if whole else "mid_store"] += 1
-            if what.outcomes.get(victim) == "dead":
-                self.check_absent(prompt, what)
-        elif what is not None:
-            self.seen["mid_load"] += not whole
+        if what is not None:
+            self.seen[f"{what.kind} {'outlived' if whole else 'cut short'}"] += 1
+        if what is not None and what.kind == "store" and what.outcomes.get(victim) == "dead":
+            self.check_absent(prompt, what)
 
     def check_absent(self, prompt: list[int], what: Transfer) -> None:
         """A writer died before it wrote: nothing of it matches."""
