@@ -244,6 +244,6 @@ def test_a_disk_that_became_read_only(small_disk: Path) -> None:
         DiskTier(small_disk, 1 << 20)
     remount("rw")
     tier = DiskTier(small_disk, 1 << 20)
-    eventually(lambda: all(tier.probe(keys_of(10))))
+    eventually(lambda: all(tier.probe(keys_of(10))), 60)
     assert all(hits(tier, keys_of(10)))
     tier.close()
