@@ -10,7 +10,6 @@ On a CPU vLLM's MLA contradicts itself on a re-prefill, so there the pages are c
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -320,32 +319,52 @@ def poll(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> N
 # ---------------------------------------------------------------- a rank dies
 
 
-def test_a_rank_killed_while_it_loads_and_stores(tp: Trio, daemon: Daemon, prompt: Make) -> None:
-    """vLLM ends the engine. Nothing is published half, and nothing leaks."""
-    kept, loading, storing = prompt(600), prompt(600), prompt(600)
-    store(tp.b, loading)
-    store(tp.a, kept)
-    watched(tp.a, Settings(copy_delay_s=2.0)).submit(Prompt(loading), Prompt(storing))
-
-    def busy() -> bool:
-        held = daemon.status()
-        return bool(held["leases"] and held["reservations"] and held["pins"])
-
-    poll(busy, "a load and a store at once")
-    ranks = tp.a.ranks
-    os.kill(ranks[1], signal.SIGKILL)
+def strike(
+    engine: EngineProcess, daemon: Daemon, tokens: list[int], hook: str, rank: int
+) -> dict[str, Any]:
+    """Run ``tokens``, and ``kill -9`` this rank when half the rows that ``hook`` sends it to copy
+    are copied. What was owed just before; nothing is, soon after vLLM has ended the engine."""
+    ranks, held = engine.ranks, {}
+    watched(engine, Settings(copy_delay_s=1.0))
+    engine.arm(hook, "after", [(ranks[rank], signal.SIGKILL, 1.5)], rank=rank)
+    engine.submit(Prompt(tokens))
+    deadline = time.monotonic() + 60.0
+    while alive(ranks[rank]):
+        assert time.monotonic() < deadline, "never killed"
+        status = daemon.status()
+        if alive(ranks[rank]):
+            held = status
+        time.sleep(0.01)
     with pytest.raises(EngineDied):
-        tp.a.answers()
-    poll(lambda: not any(alive(pid) for pid in (tp.a.pid, *ranks)), "the engine's end", 60.0)
+        engine.answers()
+    poll(lambda: not any(alive(pid) for pid in (engine.pid, *ranks)), "the engine's end", 60.0)
     daemon.wait_until(1.0 + Timing().dma_grace_s, **NOTHING_OWED)
-    for tokens in (kept, loading):
-        warm = watched(tp.b, Settings()).one(tokens)
-        assert warm.external == 512
-        check_same(warm, tp.cold(tokens))
+    return held
+
+
+def test_a_rank_killed_while_it_stores(tp: Trio, daemon: Daemon, prompt: Make) -> None:
+    kept, storing = prompt(600), prompt(600)
+    store(tp.a, kept)
+    rows = daemon.status()["rows"]
+    held = strike(tp.a, daemon, storing, "wait_for_save", 0)
+    assert held["reservations"] == 1
+    assert daemon.status()["rows"] == rows, "what not every rank committed"
+    warm = watched(tp.b, Settings()).one(kept)
+    assert warm.external == 512
+    check_same(warm, tp.cold(kept))
     cold = tp.b.one(storing)
-    assert cold.cached == 0, "what not every rank committed"
+    assert cold.cached == 0
     check_same(cold, tp.cold(storing))
     store(tp.b, storing)  # its keys are not blocked
+
+
+def test_a_stage_killed_while_it_loads(stages: EngineProcess, daemon: Daemon, prompt: Make) -> None:
+    tokens = prompt(600)
+    store(stages, tokens)
+    rows = daemon.status()["rows"]
+    held = strike(stages, daemon, tokens, "start_load_kv", 1)
+    assert (held["leases"], held["pins"]) == (1, 2)
+    assert daemon.status()["rows"] == rows, "what it read is there for the next"
 
 
 def alive(pid: int) -> bool:
