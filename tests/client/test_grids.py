@@ -14,8 +14,9 @@ import pytest
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.engine import FakeEngine, Transfer, chunk_keys, spread
+from kvass.testing.engine import FakeEngine, chunk_keys, spread
 from kvass.testing.layouts import GRIDS
+from kvass.testing.rank import Transfer
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
 
 MODEL = RankLayout(

@@ -21,15 +21,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import socket as sockets
 import struct
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 import msgspec
 import numpy as np
@@ -37,14 +33,10 @@ import numpy as np
 from kvass.client.client import Client
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import Match, SchedulerClient
-from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.errors import Unavailable, UsageError
-from kvass.layout.copy_plan import plan_copy
 from kvass.messages import Ping, ReserveItem
-from kvass.testing.pages import RankMemory
-from kvass.transfer.base import Done, Job
-from kvass.transfer.host import HostMover
-from kvass.types import SCHEDULER, I64Array, RankLayout, Slots
+from kvass.testing.rank import Rank, Transfer, hang_up
+from kvass.types import SCHEDULER, I64Array, RankLayout
 
 WIDTH: Final = 16
 """Bytes of a chunk hash: SHA-256 cut to 128 bits."""
@@ -84,99 +76,6 @@ def chunk_keys(prompt: Sequence[int], chunk_tokens: int) -> list[bytes]:
     return keys
 
 
-@dataclass(eq=False, slots=True)
-class Transfer:
-    """A grant or a match, from the scheduler to the end of its last copy.
-
-    ``keys`` are those of the chunks that move; ``tables[g]`` their blocks in group ``g``.
-    """
-
-    kind: Literal["store", "load"]
-    id: int
-    boot: bytes
-    given_s: float
-    deadline_s: float
-    keys: list[bytes]
-    slots: tuple[Slots, ...]
-    tables: tuple[I64Array, ...]
-    ranks: tuple[int, ...]
-    """Who owes a commit or a release."""
-    outcomes: dict[int, str] = field(default_factory=dict)
-    """By rank: how its copy ended; ``done``, or another word."""
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def report(self, rank: int, outcome: str) -> None:
-        """A rank's copy is over, or never will be; the first word counts."""
-        with self.changed:
-            self.outcomes.setdefault(rank, outcome)
-            self.changed.notify_all()
-
-    @property
-    def whole(self) -> bool:
-        """Whether every rank did its part in time: partial success is none."""
-        return all(self.outcomes.get(rank) == "done" for rank in self.ranks)
-
-
-class Rank:
-    """One worker process of the engine: its memory, its copies, its session."""
-
-    def __init__(self, engine: FakeEngine, rank: int) -> None:
-        here = engine.world.at(rank)
-        self.rank = rank
-        self.alive = True
-        layout = engine.layouts[here.shard]
-        self.memory = RankMemory(layout, here.shard, engine.chunk_tokens, engine.blocks)
-        self.mover = HostMover(self.memory.regions, self.memory.planes)
-        terms = here.register(engine.instance, engine.identity, engine.chunk_tokens, layout)
-        self.client = WorkerClient(engine.socket, terms)
-        self.client.start()
-
-    def copy(self, what: Transfer) -> None:
-        """Begin this rank's part; it is settled on the copy thread."""
-        if not self.alive:
-            what.report(self.rank, "dead")
-            return
-        arena = self.client.arena(what.boot, what.given_s, what.slots)
-        if arena is None:
-            self._settle(what, ok=False)
-            what.report(self.rank, "refused")
-            return
-        shard = self.memory.shard
-        plans = tuple(
-            plan_copy(planes, table, slots.offsets(shard, planes.shard_bytes))
-            for planes, table, slots in zip(
-                self.memory.planes, what.tables, what.slots, strict=True
-            )
-        )
-        ended = partial(self._ended, arena, what)
-        self.mover.submit(Job(what.kind, plans, arena.buffer, what.deadline_s, on_done=ended))
-
-    def _ended(self, arena: ArenaLease, what: Transfer, done: Done) -> None:
-        if self.alive:
-            self._settle(what, done.ok)
-        arena.close()
-        what.report(self.rank, done.outcome)
-
-    def _settle(self, what: Transfer, ok: bool) -> None:
-        if what.kind == "load":
-            self.client.release(what.boot, what.id)
-        elif ok:
-            self.client.commit(what.boot, what.id)
-        else:
-            self.client.abort(what.boot, what.id)
-
-    def kill(self) -> None:
-        """End as by SIGKILL: copies stop where they are, nothing is settled, then EOF."""
-        self.alive = False
-        self.mover.close()
-        hang_up(self.client._client)
-
-    def close(self) -> None:
-        """End in good order: copies, then the session."""
-        self.mover.close()
-        self.client.close()
-
-
 class FakeEngine:
     """An instance of ``world``; ``layouts`` by shard (``spread`` makes them).
 
@@ -212,9 +111,15 @@ class FakeEngine:
         self._free = [1 + order.permutation(blocks - 1) for _ in layouts[0].groups]
         self._requests = itertools.count()
         self._loaded: list[tuple[Transfer, list[Rank]]] = []
-        self.ranks = [Rank(self, rank) for rank in world.readers]
+        self.ranks = [self._new_rank(rank) for rank in world.readers]
         self.scheduler = self._new_scheduler()
         self.wait_connected()
+
+    def _new_rank(self, rank: int) -> Rank:
+        here = self.world.at(rank)
+        layout = self.layouts[here.shard]
+        terms = here.register(self.instance, self.identity, self.chunk_tokens, layout)
+        return Rank(self.socket, terms, self.blocks)
 
     def _new_scheduler(self) -> SchedulerClient:
         terms = self.world.register(self.instance, self.identity, self.chunk_tokens)
@@ -237,8 +142,9 @@ class FakeEngine:
                 raise Unavailable(f"{self.instance} is not registered after {PATIENCE_S:g} s")
             time.sleep(0.001)
 
-    def _living(self) -> list[WorkerClient | SchedulerClient]:
-        return [self.scheduler, *(rank.client for rank in self.ranks if rank.alive)]
+    def _living(self) -> list[Client]:
+        every = [self.scheduler._client, *(rank.client._client for rank in self.ranks)]
+        return [client for client in every if not client._closed]
 
     # ------------------------------------------------------------ whole requests
 
@@ -392,7 +298,7 @@ class FakeEngine:
         if rank == SCHEDULER:
             self.scheduler = self._new_scheduler()
         else:
-            self.ranks[rank] = Rank(self, rank)
+            self.ranks[rank] = self._new_rank(rank)
         self.wait_connected()
 
     def close(self) -> None:
@@ -431,12 +337,3 @@ class FakeEngine:
     def _give_blocks(self, tables: tuple[I64Array, ...]) -> None:
         for number, table in enumerate(tables):
             self._free[number] = np.concatenate([self._free[number], table.reshape(-1)])
-
-
-def hang_up(client: Client) -> None:
-    """End a session as its process's death would: EOF at once, nothing more said, no return."""
-    with client._turn:
-        client._closed = True
-        if client._session is not None:
-            client._session.channel._sock.shutdown(sockets.SHUT_RDWR)
-    client.close()
