@@ -181,8 +181,6 @@ def test_one_ranks_zeroed_pages_change_the_answer(tp: Trio, prompt: Make, rank: 
     wrong = watched(tp.b, Settings(spoil=True), rank).one(tokens)
     assert wrong.external == 512
     assert wrong.tokens != cold.tokens
-    with pytest.raises(AssertionError):
-        check_noise(wrong, cold)
     right = watched(tp.b, Settings()).one(tokens)
     assert right.external == 512
     check_same(right, cold)
@@ -242,7 +240,7 @@ def keep(engine: EngineProcess, daemon: Daemon, prompt: Make) -> Kept:
     for _ in range(20):  # another prompt if a busy machine left out the store, see ``store``
         tokens, before = prompt(600), daemon.status()
         watched(engine, Settings(watch=True)).one(tokens, 1)
-        after = daemon.wait_until(reservations=0)
+        after = daemon.wait_until(**NOTHING_OWED)
         stored = engine.pages()
         watched(engine, Settings(watch=True)).scrub()
         if engine.one(tokens, 1).external == 512:
@@ -360,7 +358,7 @@ def test_a_rank_killed_while_it_stores(tp: Trio, daemon: Daemon, prompt: Make) -
 
 def test_a_stage_killed_while_it_loads(stages: EngineProcess, daemon: Daemon, prompt: Make) -> None:
     tokens = prompt(600)
-    store(stages, tokens)
+    store(watched(stages, Settings()), tokens)
     rows = daemon.status()["rows"]
     held = strike(stages, daemon, tokens, "start_load_kv", 1)
     assert (held["leases"], held["pins"]) == (1, 2)
