@@ -247,6 +247,20 @@ def test_what_was_proven_is_trusted_only_if_told_so(folder: Path, open_disk: Ope
 # ---------------------------------------------------------------- formats and strangers
 
 
+def test_the_formats_are_frozen(intact: Path) -> None:
+    """Folders of an earlier release open: these bytes never change."""
+    first, table = (intact / "00000001.seg").read_bytes(), (intact / "00000001.idx").read_bytes()
+    described = "6b766173737365670100000001000000" + "0040000000000000" + "0f00000000000000"
+    assert first[:40].hex() == described + "26d1db9297c3405a"
+    assert table[:PAGE] == first[:PAGE]
+    assert first[PAGE : PAGE + 10] == b"kvassrec\1\0"
+    free = [PAGE + 24 * slot for slot in (13, 14)]
+    assert [table[at : at + 24].hex() for at in free] == [
+        f"{0:032x}b51f94284c773def",
+        f"{0:032x}dcc3a1df43c7356d",
+    ]
+
+
 def test_a_newer_format_is_refused_and_left_alone(
     folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
