@@ -195,9 +195,23 @@ class EngineProcess:
         """Start measuring anew; disarm every signal, and disturb and watch nothing any more."""
         self.call("reset_hooks")
 
-    def arm(self, hook: str, when: str, signals: Sequence[tuple[int, int, float]]) -> None:
-        """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s)."""
-        self.call("arm", hook=hook, when=when, signals=[list(s) for s in signals])
+    def arm(
+        self,
+        hook: str,
+        when: str,
+        signals: Sequence[tuple[int, int, float]],
+        *,
+        rank: int | None = None,
+    ) -> None:
+        """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s).
+
+        From the scheduler's process, which is also that of a single rank, or from ``rank``'s.
+        """
+        fields: dict[str, Any] = {"hook": hook, "when": when, "signals": [list(s) for s in signals]}
+        if rank is None:
+            self.call("arm", **fields)
+        else:
+            self.call("arm_rank", rank=rank, **fields)
 
     def disturb(self, settings: Settings, *, rank: int | None = None) -> None:
         """Disturb or watch the copies of ``rank``, or of all, from now on."""

@@ -58,6 +58,10 @@ class Probe:
         self.settings = Settings()
         self.pages = Pages([], [])
 
+    def arm(self, hook: str, when: str, signals: Iterable[Sequence[Any]]) -> None:
+        """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s)."""
+        self.armed[hook, when] = [(pid, number, after_s) for pid, number, after_s in signals]
+
     def clock(self) -> float:
         """The mover's clock, read before every row on the copy thread."""
         if threading.current_thread() is not threading.main_thread():
@@ -162,6 +166,12 @@ def disturb(worker: Any, rank: int | None, settings: dict[str, Any]) -> None:
     """Disturb this ``rank``, or all (None), from now on."""
     if rank in (None, worker.rank):
         _here.settings = msgspec.convert(settings, Settings)
+
+
+def arm(worker: Any, rank: int, hook: str, when: str, signals: list[list[Any]]) -> None:
+    """As ``Probe.arm``, in the process of this ``rank``."""
+    if rank == worker.rank:
+        _here.arm(hook, when, signals)
 
 
 def scrub(worker: Any) -> None:
