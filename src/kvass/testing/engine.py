@@ -325,7 +325,7 @@ class FakeEngine:
         """Block ids for ``chunks`` chunks in every group."""
         tables = []
         for number, group in enumerate(self.layouts[0].groups):
-            each = group.blocks_per_chunk(self.chunk_tokens)
+            each = group.row_blocks(self.chunk_tokens)
             if chunks * each > len(self._free[number]):
                 raise UsageError(
                     f"group {number} has {len(self._free[number])} blocks left: verify"
