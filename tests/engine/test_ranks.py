@@ -10,6 +10,7 @@ On a CPU vLLM's MLA contradicts itself on a re-prefill, so there the pages are c
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -269,10 +270,10 @@ def latent_bytes(status: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a1_what_every_rank_loads_is_what_the_first_stored(
+def test_a1_b3_what_every_rank_loads_is_what_the_first_stored(
     mla: Latent, daemon: Daemon, prompt: Make, ranks: int
 ) -> None:
-    """... and b3: one shard in the arena and one commit, however many ranks there are."""
+    """... and there is one shard in the arena and one commit, however many ranks there are."""
     engine = mla[ranks - 1]
     assert len(engine.ranks) == ranks
     kept = keep(engine, daemon, prompt)
@@ -295,14 +296,20 @@ def test_b2_another_tensor_parallel_size_is_another_namespace(
 def test_a6_a_shared_shard_is_held_until_the_last_rank_has_read_it(
     mla: Latent, daemon: Daemon, prompt: Make
 ) -> None:
-    kept = keep(mla.two, daemon, prompt)
+    engine, second = mla.two, mla.two.ranks[1]
+    kept = keep(engine, daemon, prompt)
     before = sent(daemon.status(), "release")
-    watched(mla.two, Settings(copy_delay_s=1.5), rank=1).submit(Prompt(kept.tokens, 1))
-    poll(lambda: sent(daemon.status(), "release") == before + 1, "the first rank's release")
-    held = daemon.status()
-    assert (held["leases"], held["pins"], held["rows_loading"]) == (1, 2, 0)
-    assert sent(held, "release") == before + 1
-    assert mla.two.answers()[0].external == 512
+    watched(engine, Settings())
+    os.kill(second, signal.SIGSTOP)
+    try:
+        engine.submit(Prompt(kept.tokens, 1))
+        poll(lambda: sent(daemon.status(), "release") == before + 1, "the first rank's release")
+        held = daemon.status()
+        assert (held["leases"], held["pins"]) == (1, 2)
+        assert sent(held, "release") == before + 1
+    finally:
+        os.kill(second, signal.SIGCONT)
+    assert engine.answers()[0].external == 512
     end = daemon.wait_until(**NOTHING_OWED)
     assert sent(end, "release") == before + 2
 
@@ -320,22 +327,19 @@ def poll(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> N
 def strike(
     engine: EngineProcess, daemon: Daemon, tokens: list[int], hook: str, rank: int
 ) -> dict[str, Any]:
-    """Run ``tokens``, and ``kill -9`` this rank when half the rows that ``hook`` sends it to copy
-    are copied. What was owed just before; nothing is, soon after vLLM has ended the engine."""
-    ranks, held = engine.ranks, {}
-    watched(engine, Settings(copy_delay_s=1.0))
-    engine.arm(hook, "after", [(ranks[rank], signal.SIGKILL, 1.5)], rank=rank)
+    """Run ``tokens``, and ``kill -9`` this rank when the first of the two rows that ``hook`` sends
+    it to copy is copied. What was owed then; nothing is, soon after vLLM has ended the engine."""
+    pids = [engine.pid, *engine.ranks]
+    victim = engine.ranks[rank]
+    watched(engine, Settings(copy_delay_s=2.0))
+    engine.arm(hook, "after", [(victim, signal.SIGSTOP, 3.0)], rank=rank)
     engine.submit(Prompt(tokens))
-    deadline = time.monotonic() + 60.0
-    while alive(ranks[rank]):
-        assert time.monotonic() < deadline, "never killed"
-        status = daemon.status()
-        if alive(ranks[rank]):
-            held = status
-        time.sleep(0.01)
+    poll(lambda: state(victim) == "T", "the rank to stop in the middle")
+    held = daemon.status()
+    os.kill(victim, signal.SIGKILL)
     with pytest.raises(EngineDied):
         engine.answers()
-    poll(lambda: not any(alive(pid) for pid in (engine.pid, *ranks)), "the engine's end", 60.0)
+    poll(lambda: all(state(pid) in "Z-" for pid in pids), "the engine's end", 60.0)
     daemon.wait_until(1.0 + Timing().dma_grace_s, **NOTHING_OWED)
     return held
 
@@ -365,9 +369,9 @@ def test_a_stage_killed_while_it_loads(stages: EngineProcess, daemon: Daemon, pr
     assert daemon.status()["rows"] == rows, "what it read is there for the next"
 
 
-def alive(pid: int) -> bool:
-    """Whether the process runs: a zombie has let go of everything."""
+def state(pid: int) -> str:
+    """One letter, as ``ps`` says it: T is stopped; Z has let go of everything; - is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "-"

@@ -163,6 +163,18 @@ def test_the_least_recently_used_leave_first(open_disk: OpenDisk) -> None:
     assert tier.report()["evicted"] > 50
 
 
+def test_a_record_used_after_it_was_lined_up_to_leave_stays(open_disk: OpenDisk) -> None:
+    tier = open_disk(8 * MIB, threads=1)
+    keys = keys_of(600)
+    assert all(fill(tier, keys))  # turns over: the oldest ones are lined up by now
+    held = [key for key, there in zip(keys, tier.probe(keys), strict=True) if there]
+    assert len(held) < 600
+    used = held[:60:2]
+    assert all(hits(tier, used))
+    assert all(fill(tier, keys_of(50, "more")))
+    assert all(tier.probe(used))
+
+
 def test_a_new_size_gets_room_from_an_old_one(open_disk: OpenDisk) -> None:
     tier = open_disk(8 * MIB)
     old = keys_of(400, "old")
@@ -174,8 +186,9 @@ def test_a_new_size_gets_room_from_an_old_one(open_disk: OpenDisk) -> None:
     assert 0 < sum(tier.probe(old)) < 300
 
 
+@pytest.mark.parametrize("cleared", [True, False])
 def test_what_is_being_read_does_not_leave(
-    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, cleared: bool
 ) -> None:
     """A reader in the middle of its record: stores of twice the capacity, a delete and a clear go
     round it, and it gets the bytes that it came for."""
@@ -195,11 +208,14 @@ def test_what_is_being_read_does_not_leave(
         reader = threading.Thread(target=lambda: found.append(hits(tier, [b"read"])))
         reader.start()
         assert reading.wait(60)
+        patch.setattr(segment.SegmentFile, "read", real)
+        assert hits(tier, [b"read"]) == [True]
         for i in range(14):
             assert all(fill(tier, keys_of(10, f"more {i}")))
         tier.delete([b"read"])
         assert tier.probe([b"read"]) == [False]
-        tier.clear()
+        if cleared:
+            tier.clear()
         assert all(fill(tier, keys_of(10, "after")))
         go_on.set()
         reader.join()
@@ -207,6 +223,39 @@ def test_what_is_being_read_does_not_leave(
     assert all(hits(tier, keys_of(10, "after")))
     segments = tier.report()["segments"]
     assert len(list(folder.glob("*.seg"))) == segments == len(list(folder.glob("*.idx")))
+
+
+def test_a_deleted_record_stays_until_its_last_reader_left(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_disk(MIB, threads=1)
+    assert all(fill(tier, [b"read", b"other"]))
+    here = [threading.Event() for _ in range(2)]
+    go_on = [threading.Event() for _ in range(2)]
+    turns = iter(range(2))
+    real = segment.SegmentFile.read
+
+    def slow(self: segment.SegmentFile, slot: int, parts: list[np.ndarray]) -> bool:
+        me = next(turns)
+        here[me].set()
+        assert go_on[me].wait(60)
+        return real(self, slot, parts)
+
+    monkeypatch.setattr(segment.SegmentFile, "read", slow)
+    found: list[list[bool]] = []
+    readers = [
+        threading.Thread(target=lambda: found.append(hits(tier, [b"read"]))) for _ in range(2)
+    ]
+    for i, reader in enumerate(readers):
+        reader.start()
+        assert here[i].wait(60)
+    tier.delete([b"read"])
+    go_on[0].set()
+    readers[0].join()
+    assert all(fill(tier, keys_of(30)))  # whoever gets the slot too early overwrites it
+    go_on[1].set()
+    readers[1].join()
+    assert found == [[True], [True]]
 
 
 # ---------------------------------------------------------------- what it costs
@@ -239,8 +288,9 @@ def test_a_hundred_thousand_rows_take_little_memory_and_come_back_by_the_log(
     assert most <= 200 * rows
 
 
+@pytest.mark.parametrize("clock_set_back", [False, True])
 def test_stores_and_loads_go_on_while_it_is_indexed(
-    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, clock_set_back: bool
 ) -> None:
     """What this life stores or deletes meanwhile stays so, whatever the old records say."""
     tier = open_disk(16 * MIB)
@@ -255,6 +305,8 @@ def test_stores_and_loads_go_on_while_it_is_indexed(
         return real(self)
 
     monkeypatch.setattr(segment.SegmentFile, "table", slow)
+    if clock_set_back:
+        monkeypatch.setattr("kvass.tiers.disk.time.time_ns", lambda: 1)
     tier = DiskTier(folder, 16 * MIB)
     try:
         assert tier.indexing

@@ -31,7 +31,7 @@ from kvass.types import PAGE
 
 MakeTier = Callable[[], Tier]
 ROOM: Final = 256 << 20
-LARGE: Final = 9 << 20
+LARGE: Final = 3 << 20
 
 SHAPES: Final = {
     "no shard": (),
