@@ -73,9 +73,7 @@ class Simulation:
         self.roomy = rng.random() < 0.3
         rows = 5_000 if self.roomy else rng.choice([4, 5, 8, 12, 25])
         self.arena_bytes = rows * max(model.row_bytes for model in self.models)
-        # An extent holds one shard, so a set of many shards would be most of a small arena.
-        shards = max(model.world.world_size for model in self.models)
-        parts = rng.choice([64, 32, 20]) * -(-shards // 4)
+        parts = rng.choice([64, 32, 20])
         self.extent_bytes = None if parts == 64 else self.arena_bytes // parts
         self.engines = [
             Engine(f"e{i}", self.models[i % len(self.models)], self)
