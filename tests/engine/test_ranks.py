@@ -25,11 +25,13 @@ from kvass.testing.vllm_engine import Answer, EngineDied, EngineProcess, Pages, 
 from kvass.types import Timing
 from tests.engine.conftest import ARGS, BLOCK, CHUNK, ROOT, Starter, store
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 Make = Callable[[int], list[int]]
 
 NOISE: Final = 0.1
+START_S: Final = 400.0
+"""Nine processes that import vLLM at once keep two cores busy for half a minute, if idle before."""
 SAME: Final = 1e-4
 LATE: Final = Settings(ahead_s=1e6)
 LATENT_BLOCK: Final = 16
@@ -68,11 +70,14 @@ class Trio(NamedTuple):
 def tp(daemon: Daemon, start: Starter) -> Iterator[Trio]:
     """Tensor parallel 2, in bfloat16."""
     socket = Path(daemon.socket)
-    args = {"tensor_parallel_size": 2, "dtype": "bfloat16"}
+    fields: dict[str, Any] = {
+        "args": {"tensor_parallel_size": 2, "dtype": "bfloat16"},
+        "start_timeout_s": START_S,
+    }
     trio = Trio(
-        start("tp-a", socket=socket, args=args),
-        start("tp-b", socket=socket, args=args),
-        start("tp-plain", args=args),
+        start("tp-a", socket=socket, **fields),
+        start("tp-b", socket=socket, **fields),
+        start("tp-plain", **fields),
     )
     for engine in trio:
         engine.wait_ready()
@@ -85,7 +90,7 @@ def tp(daemon: Daemon, start: Starter) -> Iterator[Trio]:
 def stages(daemon: Daemon, start: Starter) -> Iterator[EngineProcess]:
     """Pipeline parallel 2."""
     args = {"pipeline_parallel_size": 2}
-    engine = start("pp", socket=Path(daemon.socket), args=args)
+    engine = start("pp", socket=Path(daemon.socket), args=args, start_timeout_s=START_S)
     yield engine.wait_ready()
     engine.kill()
 
@@ -107,6 +112,7 @@ def mla(daemon: Daemon, start: Starter) -> Iterator[Latent]:
                 folder_of=model,
                 socket=Path(daemon.socket),
                 args={"tensor_parallel_size": tp, "block_size": LATENT_BLOCK},
+                start_timeout_s=START_S,
             )
             for tp in (1, 2)
         )
