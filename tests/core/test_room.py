@@ -213,7 +213,7 @@ def test_half_a_chunk_being_written_leaves_the_other_half_to_write() -> None:
 def test_a_set_of_many_shards_leaves_room_for_others() -> None:
     """A pinned chunk of each of ten models of 32 shards, in an arena of 16 times one extent each.
 
-    With a whole extent for each shard the second model would be granted nothing.
+    With a whole extent for each shard the third model would be granted nothing.
     """
     rig = Rig(pages=1024, extent=16)
     engines = [rig.engine(f"e{i}", ranks=32, identity={"model": str(i)}) for i in range(10)]
