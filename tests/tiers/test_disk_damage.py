@@ -244,6 +244,20 @@ def test_what_was_proven_is_trusted_only_if_told_so(folder: Path, open_disk: Ope
     assert hits(tier, KEYS).count(False) == 2  # another life proves by itself
 
 
+def test_what_was_proven_of_one_record_says_nothing_of_the_next(
+    folder: Path, open_disk: OpenDisk
+) -> None:
+    tier = open_disk(4 << 20, verify_always=False)
+    fill(tier, KEYS[:2])
+    assert all(hits(tier, KEYS[:2]))
+    tier.delete(KEYS[:1])
+    fill(tier, KEYS[2:3])  # into the slot that became free
+    assert all(hits(tier, KEYS[1:2]))
+    for slot in (0, 1):
+        flip(folder / "00000001.seg", PAGE + slot * SLOT + PAGE, 1)
+    assert hits(tier, KEYS[2:3]) == [False]
+
+
 # ---------------------------------------------------------------- formats and strangers
 
 

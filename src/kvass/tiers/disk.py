@@ -366,19 +366,20 @@ class DiskTier:
     # ------------------------------------------------------------ calls
 
     def _each(self, one: Callable[[int], bool], which: Sequence[int]) -> list[bool]:
-        """``one`` of each, on as many threads as there may be. ``TierDown`` if all is in vain."""
+        """``one`` of each, by this thread and the pool's. ``TierDown`` if all is in vain."""
+        done: list[bool | OSError] = [False] * len(which)
+        todo = iter(range(len(which)))  # whoever is free takes the next
 
-        def several(part: Sequence[int]) -> list[bool | OSError]:
-            return [_attempt(one, i) for i in part]
+        def work() -> None:
+            for at in todo:
+                done[at] = _attempt(one, which[at])
 
-        width = min(self._threads, len(which))
-        if width < 2:
-            done = several(which)
-        else:
-            done = [False] * len(which)
-            parts = self._pool.map(several, [which[k::width] for k in range(width)])
-            for k, part in enumerate(parts):
-                done[k::width] = part
+        helping = min(self._threads, len(which)) - 1
+        helpers = [self._pool.submit(work) for _ in range(helping)]
+        work()
+        for helper in helpers:
+            if not helper.cancel():  # one that never came is not waited for
+                helper.result()
         errors = [answer for answer in done if isinstance(answer, OSError)]
         if errors and True not in done:
             raise TierDown(f"{self._folder}: {errors[0]}") from errors[0]
