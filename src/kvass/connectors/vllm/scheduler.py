@@ -23,7 +23,7 @@ from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import Pool
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
-from kvass.connectors.vllm.spans import Spans, States, Table
+from kvass.layout.spans import Spans, States, Table
 from kvass.messages import Grant, Granted, ReserveItem
 from kvass.types import Slots
 

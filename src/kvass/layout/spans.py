@@ -1,7 +1,7 @@
 """Which blocks of a request are the rows of its chunks, group by group.
 
 Law of this file: pure. A block table is a request's block ids by group, in token order; id 0 stands
-for a block that is not there any more (vLLM's null block). What a row keeps of a chunk and what a
+for a block that is not there any more (the null block). What a row keeps of a chunk and what a
 hit needs is ``GroupLayout``'s to say.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvass.connectors.vllm.metadata import Blocks
 from kvass.types import GroupLayout
 
+Blocks = tuple[tuple[int, ...], ...]
+"""``blocks[g]``: block ids of group ``g`` for whole rows, in token order."""
 Table = Sequence[Sequence[int]]
 States = Mapping[tuple[int, int], int]
 """``states[group, chunk]``: the block that holds a group's state at the end of a chunk."""
