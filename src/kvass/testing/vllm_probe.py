@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -224,17 +225,18 @@ def _watch(connector: Any) -> None:
         connector.wait_for_save,
         connector.get_transfer_results,
     )
-    loading: dict[str, tuple[int, ...]] = {}
+    loading: dict[str, list[Sequence[int]]] = {}
 
     def start_load_kv(*args: Any, **kwargs: Any) -> None:
         for one in connector._get_connector_metadata().loads:
-            loading[one.request] = one.blocks[0][one.skip :] if one.lease else ()
+            groups = zip(one.blocks, one.skip, strict=True)
+            loading[one.request] = [ids[less:] for ids, less in groups]
         load(*args, **kwargs)
 
     def wait_for_save() -> None:
         if _here.settings.watch:
             for one in connector._get_connector_metadata().stores:
-                _here.pages.stored.extend(_digests(connector, one.blocks[0]))
+                _here.pages.stored.extend(_digests(connector, one.blocks))
         save()
 
     def get_transfer_results(finished: set[str]) -> Any:
@@ -244,7 +246,7 @@ def _watch(connector: Any) -> None:
             if _here.settings.watch:
                 _here.pages.loaded.extend(_digests(connector, blocks))
             if _here.settings.spoil:
-                for page in _pages_of(connector, blocks):
+                for page in chain.from_iterable(_pages_of(connector, blocks)):
                     page[:] = 0
         return ended
 
@@ -261,22 +263,22 @@ def _regions(connector: Any) -> list[Any]:
     ]
 
 
-def _pages_of(connector: Any, blocks: Iterable[int]) -> list[Any]:
-    """The pages of ``blocks`` in the first layer group: block by block, layer by layer."""
-    regions, planes = _regions(connector), connector._copier._planes[0].planes
+def _pages_of(connector: Any, groups: Iterable[Sequence[int]]) -> list[list[Any]]:
+    """The pages of each block, layer by layer; ``groups`` are the block ids by layer group."""
+    regions = _regions(connector)
     return [
-        regions[plane.region][plane.base + block * plane.block_stride :][: plane.run]
+        [regions[p.region][p.base + block * p.block_stride :][: p.run] for p in planes.planes]
+        for planes, blocks in zip(connector._copier._planes, groups, strict=False)
         for block in blocks
-        for plane in planes
     ]
 
 
-def _digests(connector: Any, blocks: Iterable[int]) -> list[str]:
+def _digests(connector: Any, groups: Iterable[Sequence[int]]) -> list[str]:
     """One digest per block, over its pages in all layers."""
     found = []
-    for block in blocks:
+    for block in _pages_of(connector, groups):
         state = hashlib.sha256()
-        for page in _pages_of(connector, [block]):
+        for page in block:
             state.update(page.tobytes())
         found.append(state.hexdigest())
     return found
