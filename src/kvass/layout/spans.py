@@ -53,6 +53,22 @@ class Spans:
             mask |= there << number
         return mask
 
+    def runs(
+        self, table: Table, states: States, since: int, ready: int
+    ) -> list[tuple[int, int, int]]:
+        """What can be stored of chunks ``[since, ready)``, and of the chunks that ``states`` end:
+        ``(begin, end, mask)`` for each run of chunks of which the same groups can."""
+        masks = {c: self.storable(table, states, c) for c in range(since, ready)}
+        for group, chunk in states:  # also of chunks whose other rows were offered before
+            masks[chunk] = masks.get(chunk, 0) | 1 << group
+        runs: list[tuple[int, int, int]] = []
+        for chunk, mask in sorted(masks.items()):
+            if runs and runs[-1][1:] == (chunk, mask):
+                runs[-1] = (runs[-1][0], chunk + 1, mask)
+            elif mask:
+                runs.append((chunk, chunk + 1, mask))
+        return runs
+
     def to_store(
         self, table: Table, states: States, mask: int, which: Iterable[Sequence[int]]
     ) -> Blocks:

@@ -43,6 +43,7 @@ from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.testing.actors import Engine, Memory, Peer, Process, Tag, some
 from kvass.testing.books import BrokenLawError, Reading, Writing
 from kvass.testing.layouts import WIDTH, random_model
+from kvass.testing.reference import run_reference
 from kvass.testing.room import prove_room
 from kvass.testing.strangers import any_message
 from kvass.testing.traces import Traced, dump_trace, replay
@@ -362,6 +363,7 @@ def run_seed(
     try:
         sim = Simulation(seed, validate)
         sim.run(steps)
+        run_reference(seed)
     except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this seed
         told = "".join(traceback.format_exception(error, limit=-6))
         last = [] if sim is None else [f"{t:.4f} {e}" for t, e in sim.trace[-12:]]
