@@ -57,6 +57,7 @@ class Engine:
         self.scheduler, self._executor = core.scheduler, core.model_executor
         if "connector" in config:
             self.probe.wrap(self.scheduler.connector)
+            vllm_probe.prepare(self.scheduler.connector, config["patient"])
         self.pids: list[int] = self.ranks(vllm_probe.install)
         self.probe.count_preemptions(self.scheduler)
         self.hits: dict[str, tuple[int, int]] = {}
@@ -74,6 +75,24 @@ class Engine:
         return vllm_probe.merged(
             [self.probe.report()] + (self.ranks(vllm_probe.report) if several else [])
         )
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Its KV cache groups (``vllm_engine.Group``)."""
+        return [
+            {
+                "specs": sorted(
+                    {
+                        type(one).__name__
+                        for one in getattr(
+                            group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}
+                        ).values()
+                    }
+                ),
+                "block_tokens": group.kv_cache_spec.block_size,
+                "layers": len(group.layer_names),
+            }
+            for group in self.scheduler.kv_cache_config.kv_cache_groups
+        ]
 
     def _noting_hits(self, get_output: Callable[[], Any]) -> Callable[[], Any]:
         def noting() -> Any:
@@ -196,6 +215,8 @@ def serve(engine: Engine, commands: TextIO, answer: Callable[[object], None]) ->
             case "arm":
                 probe.armed[fields["hook"], fields["when"]] = [tuple(s) for s in fields["signals"]]
                 answer(None)
+            case "groups":
+                answer(engine.groups())
             case "ranks":
                 answer(engine.pids)
             case "disturb":

@@ -39,6 +39,7 @@ HOOKS: Final = (
     "get_transfer_results",
     "build_connector_worker_meta",
 )
+PATIENCE_S: Final = 10.0
 
 
 class Probe:
@@ -132,6 +133,19 @@ def here() -> Probe:
     return _here
 
 
+def prepare(connector: Any, patient: bool) -> None:
+    """Let the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set, and
+    wait for answers if ``patient``."""
+    planner = connector._planner
+    if planner is None:  # inert
+        return
+    hold = planner._pool.hold
+    planner._pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)
+    if patient:
+        client = planner._client
+        client._reserve_wait_s = client._step_wait_s = client._left_s = PATIENCE_S
+
+
 # ---------------------------------------------------------------- in a rank's process
 
 
@@ -142,9 +156,10 @@ def install(worker: Any) -> int:
     _make_stage_buffers(worker.model_runner)
     if has_kv_transfer_group():
         connector: Any = get_kv_transfer_group()
-        _watch(connector)
         _here.wrap(connector)
-        connector._copier._mover._clock = _here.clock
+        if connector._copier is not None:  # it is inert
+            _watch(connector)
+            connector._copier._mover._clock = _here.clock
     return os.getpid()
 
 
@@ -214,28 +229,40 @@ def _watch(connector: Any) -> None:
         connector.wait_for_save,
         connector.get_transfer_results,
     )
-    loading: dict[str, tuple[int, ...]] = {}
+    loading: dict[str, tuple[tuple[int, ...], ...]] = {}
+    late: list[tuple[int, Any]] = []
 
     def start_load_kv(*args: Any, **kwargs: Any) -> None:
         for one in connector._get_connector_metadata().loads:
-            loading[one.request] = one.blocks[0][one.skip :] if one.lease else ()
+            skips = zip(one.blocks, one.skip, strict=True)
+            loading[one.request] = tuple(ids[skip:] for ids, skip in skips)
         load(*args, **kwargs)
 
     def wait_for_save() -> None:
         if _here.settings.watch:
             for one in connector._get_connector_metadata().stores:
                 _here.pages.stored.extend(_digests(connector, one.blocks[0]))
-        save()
+        if _here.settings.late_stores:
+            late.append((_here.settings.late_stores, connector._get_connector_metadata()))
+        else:
+            save()
 
     def get_transfer_results(finished: set[str]) -> Any:
+        waiting, late[:] = late[:], []
+        for steps, work in waiting:
+            if steps:
+                late.append((steps - 1, work))
+            else:
+                connector._copier.store(work)
         ended = results(finished)
         for request in ended.finished_recving or ():
             blocks = loading.pop(request)
-            if _here.settings.watch:
-                _here.pages.loaded.extend(_digests(connector, blocks))
-            if _here.settings.spoil:
-                for page in _pages_of(connector, blocks):
-                    page[:] = 0
+            if _here.settings.watch and blocks:
+                _here.pages.loaded.extend(_digests(connector, blocks[0]))
+            for group, ids in enumerate(blocks):
+                if _here.settings.spoils(group):
+                    for page in _pages_of(connector, ids, group):
+                        page[:] = 0
         return ended
 
     connector.start_load_kv = start_load_kv
@@ -251,9 +278,9 @@ def _regions(connector: Any) -> list[Any]:
     ]
 
 
-def _pages_of(connector: Any, blocks: Iterable[int]) -> list[Any]:
-    """The pages of ``blocks`` in the first layer group: block by block, layer by layer."""
-    regions, planes = _regions(connector), connector._copier._planes[0].planes
+def _pages_of(connector: Any, blocks: Iterable[int], group: int = 0) -> list[Any]:
+    """The pages of ``blocks`` in a layer group: block by block, layer by layer."""
+    regions, planes = _regions(connector), connector._copier._planes[group].planes
     return [
         regions[plane.region][plane.base + block * plane.block_stride :][: plane.run]
         for block in blocks
