@@ -20,7 +20,7 @@ import pytest
 from kvass.testing import hybrids
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.models import Blueprint, build
-from kvass.testing.vllm_engine import Answer, EngineProcess, Group, Settings
+from kvass.testing.vllm_engine import Answer, EngineProcess, Group, Prompt, Settings
 
 ROOT: Final = Path(__file__).parent.parent.parent
 ARGS: Final[dict[str, Any]] = {
@@ -42,6 +42,10 @@ class Model:
     groups: list[tuple[str, int]]
     around: tuple[int, ...]
     args: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True
+    """Computed in float32; else vLLM's own output depends on how a prompt was split over steps."""
+    share: float = 1.0
+    """Of what every group but the last keeps of a chunk's tokens."""
     retained: int | None = None
     """Every so many tokens of a prompt are a boundary at which a hit may end; None: all chunks."""
 
@@ -65,6 +69,7 @@ GPT_OSS: Final = Model(
     256,
     [("SlidingWindowSpec", 32), ("FullAttentionSpec", 32)],
     (32, 128, 256, 384, 416, 512, 512 + 128, 768),
+    share=128 / 256,
 )
 GEMMA3: Final = Model(
     hybrids.gemma3(),
@@ -76,8 +81,9 @@ QWEN3_NEXT: Final = Model(
     hybrids.qwen3_next(),
     96,
     [("MambaSpec", 96), ("FullAttentionSpec", 96)],
-    (96, 192, 288, 480, 576, 960, 1056),
+    (96, 192, 480, 576),
     {"dtype": "bfloat16"},
+    exact=False,
     retained=96,
 )
 
@@ -93,6 +99,7 @@ class Pair:
         self.model, self.daemon, self.a, self.b = model, daemon, a, b
         self._salts = count()
         self._rng = random.Random(model.blueprint.name)
+        self._spread = 0.0
 
     def prompt(self, tokens: int) -> list[int]:
         """A prompt that nobody used."""
@@ -129,15 +136,39 @@ class Pair:
         assert (answer.local, answer.external) == (hit, 0)
         return answer
 
-    def check(self, tokens: list[int], answer: Answer) -> None:
-        """Raise ``Wrong`` unless ``answer`` is right, whatever of its prompt was cached."""
+    def check(self, tokens: list[int], answer: Answer, *, alike: bool = True) -> None:
+        """Raise ``Wrong`` unless ``answer`` is right, whatever of its prompt was cached.
+
+        ``alike``: what was loaded had been computed in steps split as those of a local hit are.
+        """
         assert answer.finish_reason == "length"
         many = len(answer.tokens)
         cold = self.cold(tokens, many)
         assert_telling(cold)
         if answer.cached:
-            _compare(answer, self.after_local_hit(tokens, answer.cached, many), LIKE_LOCAL_HIT)
-        _compare(answer, cold, LIKE_COLD)
+            local = self.after_local_hit(tokens, answer.cached, many)
+            if alike or self.model.exact:
+                _compare(answer, local, LIKE_LOCAL_HIT)
+            else:
+                _compare_first(answer, local, self.spread())
+        if self.model.exact:
+            _compare(answer, cold, LIKE_COLD)
+        else:
+            _compare_first(answer, cold, self.spread())
+
+    def spread(self) -> float:
+        """By how much two uncached runs of a prompt can differ in their first token's
+        log-probability: three times what is measured, over prompts alone and in company."""
+        if self._spread == 0.0:
+            apart = [0.01]
+            for size in (500, 700, 900, 1100, 1300, 700):
+                tokens = self.prompt(size)
+                company = (Prompt(t, 2, salt=self._salt()) for t in (self.prompt(200), tokens))
+                _, crowded = self.b.generate(*company)
+                apart.append(abs(self.cold(tokens, 2).logprobs[0] - crowded.logprobs[0]))
+            self._spread = 3 * max(apart)
+            assert self._spread < 0.5, "too much noise to prove anything"
+        return self._spread
 
     def spoil(self, group: int | None) -> None:
         """From now on ``b`` zeroes the pages of this group that it loads."""
@@ -151,6 +182,12 @@ def _compare(answer: Answer, right: Answer, within: float) -> None:
     same = answer.tokens == right.tokens
     apart = max(abs(x - y) for x, y in zip(answer.logprobs, right.logprobs, strict=True))
     if not same or not apart <= within:
+        raise Wrong(f"{answer} differs from {right} by {apart}")
+
+
+def _compare_first(answer: Answer, right: Answer, within: float) -> None:
+    apart = abs(answer.logprobs[0] - right.logprobs[0])
+    if not apart <= within:
         raise Wrong(f"{answer} differs from {right} by {apart}")
 
 
