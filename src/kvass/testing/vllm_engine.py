@@ -113,11 +113,13 @@ class Pages(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """One of vLLM's KV cache groups: the names of its layers' specs, and its own block size."""
+    """One of vLLM's KV cache groups: the names of its layers' specs, and its own block size.
+    ``pages``: of each layer the bytes of a page, and from one block's to the next's."""
 
     specs: list[str]
     block_tokens: int
     layers: int
+    pages: list[tuple[int, int]] = []
 
 
 class EngineDied(Exception):
@@ -128,8 +130,9 @@ class EngineProcess:
     """One vLLM engine. ``socket`` None runs it without kvass.
 
     ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: its
-    steps wait for the daemon's answers as long as it takes. The constructor returns at once; the
-    first call waits until the engine is up.
+    steps wait for the daemon's answers as long as it takes. ``layout_only``: it will never compute,
+    so that it starts where its kernels do not. The constructor returns at once; the first call
+    waits until the engine is up.
     """
 
     def __init__(
@@ -143,8 +146,10 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 180.0,
         patient: bool = False,
+        layout_only: bool = False,
     ) -> None:
-        config: dict[str, Any] = {"model": str(model), "args": dict(args or {}), "patient": patient}
+        config: dict[str, Any] = {"model": str(model), "args": dict(args or {})}
+        config |= {"patient": patient, "layout_only": layout_only}
         if socket is not None:
             config["connector"] = {"kvass.socket": str(socket), **(options or {})}
         self._log = log
@@ -232,6 +237,12 @@ class EngineProcess:
     def pages(self) -> list[Pages]:
         """What was watched, by rank."""
         return msgspec.convert(self.call("pages"), list[Pages])
+
+    def lay_out(self, name: str, tokens: Sequence[int]) -> tuple[int, str]:
+        """Run a request whose forward pass only writes pages that follow from its tokens: how many
+        it found cached or loaded, and which of their pages was wrong ("": none)."""
+        found, wrong = self.call("lay_out", name=name, tokens=list(tokens))
+        return int(found), str(wrong)
 
     def groups(self) -> list[Group]:
         """vLLM's KV cache groups, by id."""

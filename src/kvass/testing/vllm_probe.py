@@ -133,6 +133,14 @@ def here() -> Probe:
     return _here
 
 
+def pack_no_weights() -> None:
+    """DeepSeek-V4 packs weights with kernels that not every CPU has: let it not."""
+    from vllm.models.deepseek_v4.cpu import cpu_sparse
+
+    attention: Any = cpu_sparse.DeepseekV4CPUAttention
+    attention._wrap_wo_a_process_weights_after_loading = lambda self: None
+
+
 def prepare(connector: Any, patient: bool) -> None:
     """Let the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set, and
     wait for answers if ``patient``."""
@@ -184,7 +192,7 @@ def scrub(worker: Any) -> None:
 
     The bytes make small finite floats: attention multiplies what it masks with 0, and NaN stays.
     """
-    for region in _regions(_connector()):
+    for region in regions(connector()):
         region[:] = 0x3A + worker.rank
 
 
@@ -205,7 +213,8 @@ def merged(reports: Sequence[Hooks]) -> Hooks:
     )
 
 
-def _connector() -> Any:
+def connector() -> Any:
+    """The worker's half of the connector in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
@@ -270,7 +279,15 @@ def _watch(connector: Any) -> None:
     connector.get_transfer_results = get_transfer_results
 
 
-def _regions(connector: Any) -> list[Any]:
+def page_sizes() -> list[list[tuple[int, int]]]:
+    """``Group.pages`` of every group, as this process's connector found them; none if inert."""
+    copier = connector()._copier
+    if copier is None:
+        return []
+    return [[(p.run, p.block_stride) for p in planes.planes] for planes in copier._planes]
+
+
+def regions(connector: Any) -> list[Any]:
     """The engine's KV memory, as its planes count it."""
     return [
         np.ctypeslib.as_array((ctypes.c_uint8 * one.nbytes()).from_address(one.data_ptr()))
@@ -280,9 +297,9 @@ def _regions(connector: Any) -> list[Any]:
 
 def _pages_of(connector: Any, blocks: Iterable[int], group: int = 0) -> list[Any]:
     """The pages of ``blocks`` in a layer group: block by block, layer by layer."""
-    regions, planes = _regions(connector), connector._copier._planes[group].planes
+    memory, planes = regions(connector), connector._copier._planes[group].planes
     return [
-        regions[plane.region][plane.base + block * plane.block_stride :][: plane.run]
+        memory[plane.region][plane.base + block * plane.block_stride :][: plane.run]
         for block in blocks
         for plane in planes
     ]
