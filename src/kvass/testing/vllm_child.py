@@ -52,11 +52,14 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": config["connector"],
             }
+        if config["layout_only"]:
+            vllm_probe.pack_no_weights()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**args))
         core = self.engine.engine_core.engine_core
         self.scheduler, self._executor = core.scheduler, core.model_executor
         if "connector" in config:
             self.probe.wrap(self.scheduler.connector)
+            vllm_probe.prepare(self.scheduler.connector, config["patient"])
         self.pids: list[int] = self.ranks(vllm_probe.install)
         self.probe.count_preemptions(self.scheduler)
         self.hits: dict[str, tuple[int, int]] = {}
@@ -74,6 +77,35 @@ class Engine:
         return vllm_probe.merged(
             [self.probe.report()] + (self.ranks(vllm_probe.report) if several else [])
         )
+
+    def lay_out(self, name: str, tokens: list[int]) -> list[object]:
+        """A request without a forward pass (``vllm_layout``): the tokens it found, what was wrong
+        with them."""
+        from kvass.testing.vllm_layout import LayoutEngine
+
+        core = self.engine.engine_core.engine_core
+        world = LayoutEngine(core, vllm_probe.connector())
+        return [world.run(name, tokens), world.wrong]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Its KV cache groups (``vllm_engine.Group``)."""
+        pages = vllm_probe.page_sizes()
+        return [
+            {
+                "specs": sorted(
+                    {
+                        type(one).__name__
+                        for one in getattr(
+                            group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}
+                        ).values()
+                    }
+                ),
+                "block_tokens": group.kv_cache_spec.block_size,
+                "layers": len(group.layer_names),
+                "pages": pages[number] if pages else [],
+            }
+            for number, group in enumerate(self.scheduler.kv_cache_config.kv_cache_groups)
+        ]
 
     def _noting_hits(self, get_output: Callable[[], Any]) -> Callable[[], Any]:
         def noting() -> Any:
@@ -201,6 +233,10 @@ def serve(engine: Engine, commands: TextIO, answer: Callable[[object], None]) ->
                     vllm_probe.arm, *(fields[n] for n in ("rank", "hook", "when", "signals"))
                 )
                 answer(None)
+            case "lay_out":
+                answer(engine.lay_out(fields["name"], fields["tokens"]))
+            case "groups":
+                answer(engine.groups())
             case "ranks":
                 answer(engine.pids)
             case "disturb":

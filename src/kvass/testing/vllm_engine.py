@@ -92,8 +92,16 @@ class Settings(msgspec.Struct, frozen=True):
     """Its clock runs ahead: large enough, and every copy is late."""
     spoil: bool = False
     """Pages are zeroed when they have been loaded."""
+    spoil_group: int | None = None
+    """Those of this layer group alone."""
     watch: bool = False
     """``pages`` are noted."""
+    late_stores: int = 0
+    """Stores begin so many steps later, from blocks that nobody holds."""
+
+    def spoils(self, group: int) -> bool:
+        """Whether pages of ``group`` are zeroed."""
+        return self.spoil or self.spoil_group == group
 
 
 class Pages(msgspec.Struct, frozen=True):
@@ -104,6 +112,16 @@ class Pages(msgspec.Struct, frozen=True):
     loaded: list[str]
 
 
+class Group(msgspec.Struct, frozen=True):
+    """One of vLLM's KV cache groups: the names of its layers' specs, and its own block size.
+    ``pages``: of each layer the bytes of a page, and from one block's to the next's."""
+
+    specs: list[str]
+    block_tokens: int
+    layers: int
+    pages: list[tuple[int, int]] = []
+
+
 class EngineDied(Exception):
     """The child ended or did not answer in time; the text carries the end of its log."""
 
@@ -111,8 +129,10 @@ class EngineDied(Exception):
 class EngineProcess:
     """One vLLM engine. ``socket`` None runs it without kvass.
 
-    ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. The constructor
-    returns at once; the first call waits until the engine is up.
+    ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: its
+    steps wait for the daemon's answers as long as it takes. ``layout_only``: it will never compute,
+    so that it starts where its kernels do not. The constructor returns at once; the first call
+    waits until the engine is up.
     """
 
     def __init__(
@@ -125,8 +145,11 @@ class EngineProcess:
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 180.0,
+        patient: bool = False,
+        layout_only: bool = False,
     ) -> None:
         config: dict[str, Any] = {"model": str(model), "args": dict(args or {})}
+        config |= {"patient": patient, "layout_only": layout_only}
         if socket is not None:
             config["connector"] = {"kvass.socket": str(socket), **(options or {})}
         self._log = log
@@ -230,6 +253,16 @@ class EngineProcess:
     def pages(self) -> list[Pages]:
         """What was watched, by rank."""
         return msgspec.convert(self.call("pages"), list[Pages])
+
+    def lay_out(self, name: str, tokens: Sequence[int]) -> tuple[int, str]:
+        """Run a request whose forward pass only writes pages that follow from its tokens: how many
+        it found cached or loaded, and which of their pages was wrong ("": none)."""
+        found, wrong = self.call("lay_out", name=name, tokens=list(tokens))
+        return int(found), str(wrong)
+
+    def groups(self) -> list[Group]:
+        """vLLM's KV cache groups, by id."""
+        return msgspec.convert(self.call("groups"), list[Group])
 
     def call(self, op: str, timeout_s: float = 60.0, **fields: Any) -> Any:
         """One command and its answer. :raises EngineDied: if none comes."""

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -40,6 +39,7 @@ HOOKS: Final = (
     "get_transfer_results",
     "build_connector_worker_meta",
 )
+PATIENCE_S: Final = 10.0
 
 
 class Probe:
@@ -137,6 +137,27 @@ def here() -> Probe:
     return _here
 
 
+def pack_no_weights() -> None:
+    """DeepSeek-V4 packs weights with kernels that not every CPU has: let it not."""
+    from vllm.models.deepseek_v4.cpu import cpu_sparse
+
+    attention: Any = cpu_sparse.DeepseekV4CPUAttention
+    attention._wrap_wo_a_process_weights_after_loading = lambda self: None
+
+
+def prepare(connector: Any, patient: bool) -> None:
+    """Let the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set, and
+    wait for answers if ``patient``."""
+    planner = connector._planner
+    if planner is None:  # inert
+        return
+    hold = planner._pool.hold
+    planner._pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)
+    if patient:
+        client = planner._client
+        client._reserve_wait_s = client._step_wait_s = client._left_s = PATIENCE_S
+
+
 # ---------------------------------------------------------------- in a rank's process
 
 
@@ -147,9 +168,10 @@ def install(worker: Any) -> int:
     _make_stage_buffers(worker.model_runner)
     if has_kv_transfer_group():
         connector: Any = get_kv_transfer_group()
-        _watch(connector)
         _here.wrap(connector)
-        connector._copier._mover._clock = _here.clock
+        if connector._copier is not None:  # it is inert
+            _watch(connector)
+            connector._copier._mover._clock = _here.clock
     return os.getpid()
 
 
@@ -180,7 +202,7 @@ def scrub(worker: Any) -> None:
 
     The bytes make small finite floats: attention multiplies what it masks with 0, and NaN stays.
     """
-    for region in _regions(_connector()):
+    for region in regions(connector()):
         region[:] = 0x3A + worker.rank
 
 
@@ -201,7 +223,8 @@ def merged(reports: Sequence[Hooks]) -> Hooks:
     )
 
 
-def _connector() -> Any:
+def connector() -> Any:
+    """The worker's half of the connector in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
@@ -225,29 +248,40 @@ def _watch(connector: Any) -> None:
         connector.wait_for_save,
         connector.get_transfer_results,
     )
-    loading: dict[str, list[Sequence[int]]] = {}
+    loading: dict[str, tuple[tuple[int, ...], ...]] = {}
+    late: list[tuple[int, Any]] = []
 
     def start_load_kv(*args: Any, **kwargs: Any) -> None:
         for one in connector._get_connector_metadata().loads:
-            groups = zip(one.blocks, one.skip, strict=True)
-            loading[one.request] = [ids[less:] for ids, less in groups]
+            skips = zip(one.blocks, one.skip, strict=True)
+            loading[one.request] = tuple(ids[skip:] for ids, skip in skips)
         load(*args, **kwargs)
 
     def wait_for_save() -> None:
         if _here.settings.watch:
             for one in connector._get_connector_metadata().stores:
                 _here.pages.stored.extend(_digests(connector, one.blocks))
-        save()
+        if _here.settings.late_stores:
+            late.append((_here.settings.late_stores, connector._get_connector_metadata()))
+        else:
+            save()
 
     def get_transfer_results(finished: set[str]) -> Any:
+        waiting, late[:] = late[:], []
+        for steps, work in waiting:
+            if steps:
+                late.append((steps - 1, work))
+            else:
+                connector._copier.store(work)
         ended = results(finished)
         for request in ended.finished_recving or ():
             blocks = loading.pop(request)
             if _here.settings.watch:
                 _here.pages.loaded.extend(_digests(connector, blocks))
-            if _here.settings.spoil:
-                for page in chain.from_iterable(_pages_of(connector, blocks)):
-                    page[:] = 0
+            for group, ids in enumerate(blocks):
+                if _here.settings.spoils(group):
+                    for page in _pages_of(connector, ids, group):
+                        page[:] = 0
         return ended
 
     connector.start_load_kv = start_load_kv
@@ -255,7 +289,15 @@ def _watch(connector: Any) -> None:
     connector.get_transfer_results = get_transfer_results
 
 
-def _regions(connector: Any) -> list[Any]:
+def page_sizes() -> list[list[tuple[int, int]]]:
+    """``Group.pages`` of every group, as this process's connector found them; none if inert."""
+    copier = connector()._copier
+    if copier is None:
+        return []
+    return [[(p.run, p.block_stride) for p in planes.planes] for planes in copier._planes]
+
+
+def regions(connector: Any) -> list[Any]:
     """The engine's KV memory, as its planes count it."""
     return [
         np.ctypeslib.as_array((ctypes.c_uint8 * one.nbytes()).from_address(one.data_ptr()))
@@ -263,22 +305,23 @@ def _regions(connector: Any) -> list[Any]:
     ]
 
 
-def _pages_of(connector: Any, groups: Iterable[Sequence[int]]) -> list[list[Any]]:
-    """The pages of each block, layer by layer; ``groups`` are the block ids by layer group."""
-    regions = _regions(connector)
+def _pages_of(connector: Any, blocks: Iterable[int], group: int = 0) -> list[Any]:
+    """The pages of ``blocks`` in a layer group: block by block, layer by layer."""
+    memory, planes = regions(connector), connector._copier._planes[group].planes
     return [
-        [regions[p.region][p.base + block * p.block_stride :][: p.run] for p in planes.planes]
-        for planes, blocks in zip(connector._copier._planes, groups, strict=False)
+        memory[plane.region][plane.base + block * plane.block_stride :][: plane.run]
         for block in blocks
+        for plane in planes
     ]
 
 
 def _digests(connector: Any, groups: Iterable[Sequence[int]]) -> list[str]:
-    """One digest per block, over its pages in all layers."""
+    """One digest per block, over its pages in all layers; ``groups`` are block ids by group."""
     found = []
-    for block in _pages_of(connector, groups):
-        state = hashlib.sha256()
-        for page in block:
-            state.update(page.tobytes())
-        found.append(state.hexdigest())
+    for group, blocks in enumerate(groups):
+        for block in blocks:
+            state = hashlib.sha256()
+            for page in _pages_of(connector, [block], group):
+                state.update(page.tobytes())
+            found.append(state.hexdigest())
     return found

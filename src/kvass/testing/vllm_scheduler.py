@@ -294,6 +294,15 @@ class World:
         self._multi = config.kv_transfer_config.kv_connector == "MultiConnector"
         self._sampling: dict[int, set[str]] = {}
 
+    @classmethod
+    def over(cls, scheduler: Any, hasher: Callable[[Any], list[Any]]) -> World:
+        """The world of a scheduler that an engine made, and of its hasher of blocks."""
+        world = cls.__new__(cls)
+        world._hasher, world.scheduler = hasher, scheduler
+        world.connector, world.pool = scheduler.connector, scheduler.kv_cache_manager.block_pool
+        world.open_steps, world.tolerant, world._multi, world._sampling = [], False, False, {}
+        return world
+
     def add(
         self,
         name: str,

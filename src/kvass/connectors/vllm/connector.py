@@ -6,6 +6,7 @@ connector has neither side and answers every hook as if nothing were ever cached
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,9 +162,14 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Nothing to do: whole chunks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's stores; they end in the background, from blocks that are held."""
+        """Begin the step's stores; they end in the background, from blocks that are held.
+
+        vLLM comes here on the way out of a forward pass that raised, too, and then the blocks hold
+        anything.
+        """
         if self._copier is not None:
-            self._boundary.run(None, self._copier.store, self._get_connector_metadata())
+            computed = sys.exc_info()[0] is None
+            self._boundary.run(None, self._copier.store, self._get_connector_metadata(), computed)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that ended. Stores are reported by step (``build_connector_worker_meta``)."""

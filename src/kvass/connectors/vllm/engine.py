@@ -27,7 +27,7 @@ import vllm
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import identity
-from kvass.connectors.vllm.groups import Unsupported, read_groups
+from kvass.connectors.vllm.groups import Unsupported, has_states, read_groups
 from kvass.connectors.vllm.options import read_options
 from kvass.errors import ConfigError
 from kvass.messages import Register
@@ -153,14 +153,19 @@ def _block_tokens(parallel: Any, kv_cache_config: Any) -> tuple[int, ...]:
 
 
 def _chunk_tokens(wanted: int, blocks: tuple[int, ...], kv_cache_config: Any) -> int:
-    """The chunk size in tokens: DESIGN section 3."""
+    """The chunk size in tokens: DESIGN section 3; with states it is no larger than it must be.
+
+    A prompt leaves one state behind, at its last block boundary, unless vLLM was told to retain
+    more: a chunk of several blocks would mostly not end there.
+    """
     unit = math.lcm(*blocks, kv_cache_config.cache_hit_alignment_tokens or 1)
     if wanted % unit:
         raise ConfigError(
             f"kvass.chunk_tokens {wanted} does not fit this model: give a multiple of {unit} "
             "(its block sizes and hit alignment)"
         )
-    return wanted or unit * -(-MIN_CHUNK_TOKENS // unit)
+    least = unit if has_states(kv_cache_config) else MIN_CHUNK_TOKENS
+    return wanted or unit * -(-least // unit)
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -80,6 +80,12 @@ def _window(number: int, spec: Any) -> int:
     return 0
 
 
+def has_states(kv_cache_config: Any) -> bool:
+    """Whether some layer keeps a state rather than pages of tokens."""
+    specs = (s for group in kv_cache_config.kv_cache_groups for s in layer_specs(group).values())
+    return any(KINDS.get(type(spec).__name__) == "state" for spec in specs)
+
+
 def layer_specs(group: Any) -> dict[str, Any]:
     """Layer name -> its cache spec; one group may hold a spec per layer."""
     spec = group.kv_cache_spec

@@ -75,14 +75,14 @@ class WorkerSide:
                 self._failed.add(load.request)
                 self._boundary.run(None, self._refuse_load, load)
 
-    def store(self, work: StepWork) -> None:
-        """Begin this step's stores; the forward pass is over."""
+    def store(self, work: StepWork, computed: bool = True) -> None:
+        """Begin this step's stores; the forward pass is over, and ``computed`` what it was for."""
         if work.step == 0:
             return
         stores = work.stores if self._strategy.writes else []
         self._open[work.step] = len(stores) + 1
         for store in stores:
-            if not self._boundary.run(False, self._begin_store, store):
+            if not computed or not self._boundary.run(False, self._begin_store, store):
                 self._close_one(work.step)
                 self._boundary.run(None, self._refuse_store, store)
         self._close_one(work.step)

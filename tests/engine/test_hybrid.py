@@ -1,0 +1,179 @@
+"""Models of several KV cache groups in real engines, vLLM's hybrid manager on: what a second
+process loads instead of computing gives what it would have computed.
+
+Every case says how much must be loaded; and for every group there is one in which its loaded pages
+are zeroed, and the same check must fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvass import Client
+from kvass.testing.vllm_engine import Prompt, Settings
+from tests.engine.hybrid import GEMMA3, GPT_OSS, QWEN3_NEXT, Model, Pair, Wrong, red, running_pair
+
+pytestmark = pytest.mark.engine
+MODELS = [GPT_OSS, GEMMA3, QWEN3_NEXT]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: model.blueprint.name)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    model: Model = request.param
+    with running_pair(model, tmp_path_factory.mktemp(model.blueprint.name)) as one:
+        yield one
+
+
+def test_d1_the_hybrid_manager_is_on_and_groups_are_several(pair: Pair) -> None:
+    found = [(name, group.block_tokens) for group in pair.groups() for name in group.specs]
+    assert found == pair.model.groups
+    (namespace,) = pair.daemon.status()["namespaces"]
+    assert namespace["chunk_tokens"] == pair.model.chunk
+    assert len(namespace["groups"]) == len(found)
+
+
+def test_d8_warm_is_as_cold_around_every_boundary(pair: Pair) -> None:
+    for size in pair.model.sizes:
+        tokens = pair.prompt(size)
+        pair.store(tokens)
+        warm = pair.load(tokens)
+        assert (warm.local, warm.external) == (0, pair.model.hit(size)), size
+        pair.check(tokens, warm)
+
+
+def test_d8_hit_rate(pair: Pair) -> None:
+    """Cached tokens by all prompt tokens of a cold and a warm run, as vLLM counts them."""
+    tokens = pair.prompt(1100)
+    cold = pair.store(tokens)
+    warm = pair.load(tokens)
+    assert cold.cached == 0
+    assert (cold.cached + warm.cached) / (2 * 1100) == pair.model.hit(1100) / 2200 > 0.45
+
+
+def test_the_next_turn(pair: Pair) -> None:
+    question = pair.prompt(700)
+    answer = pair.store(question, 100)
+    turn = question + answer.tokens + pair.prompt(60)
+    warm = pair.load(turn)
+    computed = 700 if pair.model.retained else 799  # the last token's KV was never computed
+    assert warm.external == pair.model.hit(len(turn), computed)
+    pair.check(turn, warm)
+
+
+def test_branches(pair: Pair) -> None:
+    trunk = pair.prompt(600)
+    first, second = trunk + pair.prompt(400), trunk + pair.prompt(300)
+    pair.store(first)
+    branch = pair.load(second)
+    assert branch.external == (0 if pair.model.retained else 512)
+    pair.check(second, branch)
+    for tokens in (first, trunk, trunk + pair.prompt(20)):
+        pair.check(tokens, pair.load(tokens), alike=False)
+
+
+def test_a_hit_that_continues_a_local_one(pair: Pair) -> None:
+    """The engine has the beginning itself, up to the middle of a chunk."""
+    tokens = pair.prompt(1000)
+    pair.store(tokens)
+    for begin in (97, 289, 385, 545):
+        assert pair.b.reset()
+        pair.b.one(tokens[:begin], 1, skip_prefix_cache=True)
+        warm = pair.b.one(tokens, 6)
+        assert warm.local <= begin
+        assert warm.local + warm.external == pair.model.hit(1000)
+        assert warm.local > 0
+        pair.check(tokens, warm)
+
+
+def test_several_at_once(pair: Pair) -> None:
+    prompts = [pair.prompt(size) for size in (300, 700, 1300, 900, 1537)]
+    pair.a.generate(*(Prompt(tokens, 2) for tokens in prompts))
+    pair.daemon.wait_until(reservations=0)
+    assert pair.b.reset()
+    warm = pair.b.generate(*(Prompt(tokens, 6) for tokens in prompts))
+    for tokens, answer in zip(prompts, warm, strict=True):
+        assert answer.external == pair.model.hit(len(tokens))
+        pair.check(tokens, answer, alike=False)
+
+
+def test_d2_zeroed_pages_of_any_one_group_are_seen(pair: Pair) -> None:
+    """The negative control, group by group."""
+    tokens = pair.prompt(1000)
+    pair.store(tokens)
+    for group in range(len(pair.model.groups)):
+        pair.spoil(group)
+        wrong = pair.load(tokens)
+        pair.spoil(None)
+        assert wrong.external == pair.model.hit(1000)
+        red(pair, tokens, wrong)
+    pair.check(tokens, pair.load(tokens))
+
+
+@pytest.mark.parametrize("pair", MODELS[:2], indirect=True, ids=["gpt-oss", "gemma3"])
+def test_stores_that_come_late_from_blocks_nobody_holds_are_seen(pair: Pair) -> None:
+    """The negative control of the store: vLLM uses blocks that left a window in the next step. (A
+    state that it offers is one that it keeps.)"""
+    prompts = [pair.prompt(1000 + 100 * i) for i in range(3)]
+
+    def wrong_after_stores() -> int:
+        assert pair.a.reset()
+        pair.a.generate(*(Prompt(tokens, 30) for tokens in prompts))
+        pair.daemon.wait_until(reservations=0)
+        warm = [pair.load(tokens) for tokens in prompts]
+        assert all(answer.external for answer in warm)
+        wrong = 0
+        for tokens, answer in zip(prompts, warm, strict=True):
+            try:
+                pair.check(tokens, answer, alike=False)
+            except Wrong:
+                wrong += 1
+        return wrong
+
+    pair.a.disturb(Settings(late_stores=2))
+    assert wrong_after_stores() > 0
+    pair.a.disturb(Settings())
+    with Client(pair.daemon.socket) as client:
+        client.clear(everything=True)
+    assert wrong_after_stores() == 0
+
+
+@pytest.mark.parametrize("pair", [GEMMA3], indirect=True, ids=["gemma3"])
+def test_d5_two_groups_of_equal_specs_are_two(pair: Pair) -> None:
+    """Gemma's two groups of windows: each is loaded for itself, and the other makes up for none."""
+    one, other, _ = pair.groups()
+    assert one == other
+    tokens = pair.prompt(1000)
+    pair.store(tokens)
+    seen = []
+    for group in (0, 1, None):
+        pair.spoil(group)
+        seen.append(pair.load(tokens).logprobs)
+    first, second, right = seen
+    assert first != second
+    assert right not in (first, second)
+
+
+def test_windows_take_their_share_of_the_room(pair: Pair) -> None:
+    """By what ``kvass status`` says: bytes of each group per cached token."""
+    with Client(pair.daemon.socket) as client:
+        client.clear(everything=True)
+    tokens = pair.prompt(2049)
+    pair.store(tokens)
+    (namespace,) = pair.daemon.status()["namespaces"]
+    *others, full = namespace["groups"]
+    cached = full["rows"] * pair.model.chunk
+    assert cached == 2048 // pair.model.chunk * pair.model.chunk
+    each = [group.layers for group in pair.groups()]
+    for group, layers in zip(others, each[:-1], strict=True):
+        whole = full["used_bytes"] / each[-1] * layers
+        assert 0 < group["used_bytes"] <= pair.model.share * whole
+
+
+def test_nothing_is_owed_afterwards(pair: Pair) -> None:
+    assert pair.a.reset()
+    assert pair.b.reset()
+    pair.daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0, rows_loading=0)

@@ -1,0 +1,149 @@
+"""Hybrid models that no CPU computes, or that vLLM computes only in part: laid out right, or left
+alone; and a hybrid model whose hybrid manager is off.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvass.testing import hybrids
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.models import Blueprint, build
+from kvass.testing.vllm_engine import EngineDied, EngineProcess, Settings
+from tests.engine.hybrid import ARGS, GPT_OSS, ROOT, Pair, assert_telling, red
+
+pytestmark = pytest.mark.engine
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{seed} {tokens}")
+    return [rng.randrange(4, hybrids.VOCAB) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running_daemon(tmp_path_factory.mktemp("kinds"), "256MiB", lookup_budget_ms=10_000) as one:
+        yield one
+
+
+def start(daemon: Daemon, blueprint: Blueprint, name: str, **options: Any) -> EngineProcess:
+    path = build(ROOT / ".cache" / "models", blueprint)
+    socket = Path(daemon.socket)
+    args = ARGS | options.pop("args", {})
+    log = socket.parent / f"{name}.log"
+    return EngineProcess(path, log, socket=socket, args=args, patient=True, **options)
+
+
+# ---------------------------------------------------------------- DeepSeek-V4
+
+
+@pytest.fixture(scope="module")
+def deepseek(daemon: Daemon) -> Iterator[EngineProcess]:
+    """Set up by vLLM, every page of it written and verified by the test's own forward pass."""
+    args = {
+        "max_model_len": 2048,
+        "num_gpu_blocks_override": 1024,
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "block_size": 256,
+    }
+    engine = start(daemon, hybrids.deepseek_v4(), "v4", args=args, layout_only=True)
+    yield engine.wait_ready()
+    engine.kill()
+
+
+def test_d5_deepseek_v4_has_five_groups_and_pages_of_many_sizes(deepseek: EngineProcess) -> None:
+    groups = deepseek.groups()
+    assert [group.block_tokens for group in groups] == [64, 64, 256, 4, 8]
+    assert [len(group.pages) for group in groups] == [group.layers for group in groups]
+    full = {page for page, _ in groups[2].pages}
+    assert full == {37440, 8640, 1728}
+
+
+def test_d6_every_page_of_deepseek_v4_comes_back(deepseek: EngineProcess, daemon: Daemon) -> None:
+    """Padded and strided: from one block's page to the next's is more than a page."""
+    assert any(stride > page for group in deepseek.groups() for page, stride in group.pages)
+    for size in (255, 256, 257, 300, 512, 513, 700, 1500):
+        tokens = prompt(size)
+        assert deepseek.lay_out(f"cold {size}", tokens) == (0, "")
+        daemon.wait_until(reservations=0)
+        assert deepseek.reset()
+        deepseek.scrub()
+        assert deepseek.lay_out(f"warm {size}", tokens) == ((size - 1) // 256 * 256, "")
+        assert deepseek.reset()
+
+
+def test_a_zeroed_page_of_any_group_of_deepseek_v4_is_seen(
+    deepseek: EngineProcess, daemon: Daemon
+) -> None:
+    tokens = prompt(1000, seed=1)
+    deepseek.lay_out("cold", tokens)
+    daemon.wait_until(reservations=0)
+    for group in range(5):
+        assert deepseek.reset()
+        deepseek.disturb(Settings(spoil_group=group))
+        found, wrong = deepseek.lay_out(f"zeroed {group}", tokens)
+        assert (found, wrong[:7]) == (768, f"group {group}")
+    deepseek.disturb(Settings())
+
+
+# ---------------------------------------------------------------- Nemotron-H
+
+
+def test_nemotron_h_without_prefix_caching_runs_uncached(daemon: Daemon) -> None:
+    rows = daemon.status()["rows"]
+    with start(
+        daemon, hybrids.nemotron_h(), "nemotron", args={"enable_prefix_caching": False}
+    ) as engine:
+        for size in (100, 1000):
+            tokens = prompt(size, seed=2)
+            first, second = engine.one(tokens, 6), engine.one(tokens, 6)
+            assert first.cached == second.cached == 0
+            assert first.tokens == second.tokens
+            assert first.logprobs == second.logprobs
+            assert_telling(first)
+    assert daemon.status()["rows"] == rows
+
+
+def test_a_forward_pass_that_raises_stores_nothing(daemon: Daemon) -> None:
+    """With prefix caching vLLM 0.32 fails on a CPU at Nemotron-H's first whole block, which is the
+    step that would have stored it."""
+    rows = daemon.status()["rows"]
+    engine = start(daemon, hybrids.nemotron_h(), "nemotron-cached")
+    try:
+        assert engine.one(prompt(100), 6).cached == 0
+        with pytest.raises(EngineDied, match="IndexError"):
+            engine.one(prompt(200), 6)
+    finally:
+        engine.kill()
+    status = daemon.wait_until(reservations=0, leases=0)
+    assert status["messages"]["reserve"] > 0
+    assert status["rows"] == rows
+
+
+# ---------------------------------------------------------------- the hybrid manager off
+
+
+def test_gpt_oss_with_the_hybrid_manager_off(daemon: Daemon) -> None:
+    """One group, all of it stored; what the engine had itself is dropped, so all is loaded."""
+    args = {"disable_hybrid_kv_cache_manager": True}
+    with start(daemon, GPT_OSS.blueprint, "off", args=args) as engine:
+        (group,) = engine.wait_ready().groups()
+        assert group.layers == 4
+        pair = Pair(GPT_OSS, daemon, engine, engine)
+        for size in (257, 300, 511, 513, 640, 769):
+            tokens = pair.prompt(size)
+            pair.store(tokens)
+            warm = pair.load(tokens)
+            assert (warm.local, warm.external) == (0, (size - 1) // 256 * 256)
+            pair.check(tokens, warm)
+        pair.spoil(0)
+        wrong = pair.load(tokens)
+        pair.spoil(None)
+        assert wrong.external == 768
+        red(pair, tokens, wrong)
