@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 
 def program() -> str | None:
@@ -67,9 +69,10 @@ class RedisServer:
             client.execute_command("CLUSTER ADDSLOTS", *range(16384))
             self._wait(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
 
-    def client(self, **options: str) -> redis.Redis:
+    def client(self) -> redis.Redis:
         """A plain client, for the test's own questions."""
-        return redis.Redis(unix_socket_path=self.socket, **options)  # type: ignore[arg-type]
+        retry = Retry(NoBackoff(), 0)
+        return redis.Redis(unix_socket_path=self.socket, retry=retry)
 
     def pause(self, stop: bool) -> None:
         """Make it answer nothing, or go on."""

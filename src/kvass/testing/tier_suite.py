@@ -316,7 +316,7 @@ class TierSuite:
 
         def write(key: bytes) -> None:
             version = 0
-            while version < 150 or (min(hits) < 5 and version < 50_000):
+            while version < 150 or (min(hits) < 5 and not stop.is_set()):
                 begun[key] = version
                 assert tier.store([key], [versions[key][version % 4]]) == [True]
                 ended[key] = version
@@ -326,14 +326,17 @@ class TierSuite:
 
         def read(me: int) -> None:
             key = keys[me % 2]
-            while not stop.is_set():
-                first = ended[key]
-                got = fetch(tier, key, shape)
-                last = begun[key]
-                if got is not None:
-                    may = {v % 4 for v in range(max(first, 0), last + 1)}
-                    assert any(same(got, versions[key][v]) for v in may), (first, last)
-                    hits[me] += 1
+            try:
+                while not stop.is_set():
+                    first = ended[key]
+                    got = fetch(tier, key, shape)
+                    last = begun[key]
+                    if got is not None:
+                        may = {v % 4 for v in range(max(first, 0), last + 1)}
+                        assert any(same(got, versions[key][v]) for v in may), (first, last)
+                        hits[me] += 1
+            finally:
+                stop.set()  # after a failure nobody has to go on
 
         with ThreadPoolExecutor(6) as pool:
             readers = [pool.submit(read, me) for me in range(4)]
