@@ -17,8 +17,9 @@ import pytest
 from kvass.errors import ConfigError, TierDown
 from kvass.testing.tier_suite import data_of, eventually, fetch, same
 from kvass.tiers.disk import DiskTier
+from kvass.tiers.segment import SegmentFile
 from tests.tiers.conftest import OpenDisk
-from tests.tiers.records import fill, hits, keys_of
+from tests.tiers.records import SHAPE, fill, hits, keys_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -26,6 +27,7 @@ SHAPES = [(5000, 4096), (20_000,), (300,)]
 WRITER = """
 import sys
 from kvass.tiers.disk import DiskTier
+from kvass.tiers.segment import SegmentFile
 from tests.tiers.records import data_of, keys_of
 from tests.tiers.test_disk_crash import SHAPES
 tier = DiskTier(sys.argv[1], 3 << 20)
@@ -78,6 +80,58 @@ def test_kill_9_in_the_middle_of_writing(folder: Path, open_disk: OpenDisk, answ
     keys = keys_of(50, "next")
     assert all(fill(tier, keys))
     assert all(hits(tier, keys))
+
+
+@pytest.mark.parametrize("with_table", [True, False])
+@pytest.mark.parametrize("newer_is_first", [True, False])
+def test_of_two_records_of_one_key_the_newer_counts(
+    folder: Path,
+    open_disk: OpenDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    newer_is_first: bool,
+    with_table: bool,
+) -> None:
+    """As a death between writing the new one and erasing the old one leaves them."""
+    tier = open_disk(4 << 20)
+    assert all(fill(tier, [b"first slot"]))
+    assert all(fill(tier, [b"key"]))
+    if newer_is_first:
+        tier.delete([b"first slot"])
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentFile, "erase", lambda self, slot: None)
+        assert all(fill(tier, [b"key"], version=1))
+    tier.close()
+    if not with_table:
+        (folder / "00000001.idx").unlink()
+    tier = open_disk(4 << 20)
+    assert same(fetch(tier, b"key", SHAPE) or [], data_of(b"key", SHAPE, 1))
+    tier.delete([b"key"])
+    tier.close()
+    assert fetch(open_disk(4 << 20), b"key", SHAPE) is None  # the older one is gone as well
+
+
+@pytest.mark.parametrize("dies_at", ["write", "note"])
+def test_the_index_log_never_names_what_was_overwritten(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
+    """A slot changes hands, and the process dies before or after the record is written."""
+    tier = open_disk(4 << 20)
+    assert all(fill(tier, [b"old", b"other"]))
+
+    def dies(*_: Any) -> None:
+        raise OSError(errno.EIO, "died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentFile, "erase", lambda self, slot: None)
+        tier.delete([b"old"])  # its entry and its header stay, as those of one that is evicted
+        patch.setattr(SegmentFile, dies_at, dies)
+        with pytest.raises(TierDown):
+            fill(tier, [b"new"])
+    tier.close()
+    tier = open_disk(4 << 20)
+    assert tier.probe([b"old", b"other"]) == [dies_at == "write", True]
+    assert hits(tier, [b"old", b"other"]) == [dies_at == "write", True]
+    assert tier.report()["damaged"] == 0
 
 
 # ---------------------------------------------------------------- a disk that refuses
