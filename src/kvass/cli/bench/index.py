@@ -166,10 +166,8 @@ def measure_coverage() -> dict[str, float]:
     ]
     there = [np.ones(KEYS, np.bool_) for _ in groups]
     there[2][1::2] = False  # a state at every second chunk, so that the last one is no hit
-    times = []
-    for _ in range(WARM_UP + ASKS):
-        times.append(seconds(lambda: longest_hit(groups, there, CHUNK_TOKENS, 0)))
-    return _percentiles(times[WARM_UP:])
+    once = partial(longest_hit, groups, there, CHUNK_TOKENS, 0)
+    return _percentiles([seconds(once) for _ in range(WARM_UP + ASKS)][WARM_UP:])
 
 
 def measure_pings(socket: str, clients: int) -> float:
