@@ -172,6 +172,22 @@ def test_a_lost_index_log_costs_nothing(damaged: Damaged) -> None:
     assert all(damaged(lambda seg, idx: idx.unlink()))
 
 
+def test_without_the_index_log_the_deleted_stays_deleted_and_the_replaced_replaced(
+    folder: Path, open_disk: OpenDisk
+) -> None:
+    tier = open_disk(4 << 20)
+    fill(tier, KEYS)
+    tier.delete(KEYS[:4])
+    fill(tier, KEYS[4:8], version=1)
+    tier.delete(KEYS[4:6])
+    tier.close()
+    for path in folder.glob("*.idx"):
+        path.unlink()
+    tier = open_disk(4 << 20)
+    assert hits(tier, KEYS, versions=2) == [False] * 6 + [True] * 6
+    assert tier.probe(KEYS) == [False] * 6 + [True] * 6
+
+
 def test_another_segments_index_log_costs_nothing(damaged: Damaged, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     tier = DiskTier(tmp_path / "other", 4 << 20)
