@@ -47,7 +47,8 @@ class Match(msgspec.Struct, frozen=True):
     """Chunks ``[first, chunks)`` of a request, pinned from ``given_s`` until ``deadline_s``.
 
     Both are CLOCK_MONOTONIC; only a rank registered at ``given_s`` may read (``messages.Matched``).
-    ``slots[g]``: where group ``g``'s rows of those chunks lie. ``chunks > first`` always.
+    ``slots[g]``: where the rows of group ``g`` lie that the hit needs, which are those of the last
+    ``len(slots[g])`` chunks. ``chunks > first`` always.
     """
 
     lease: int
