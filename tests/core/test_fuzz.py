@@ -127,7 +127,7 @@ events: Any = st.one_of(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.lists(events, max_size=60))
 def test_no_message_raises_or_breaks_a_law(happenings: list[tuple[str, int, Any]]) -> None:
     machine, now = CacheMachine(CONFIG), 100.0

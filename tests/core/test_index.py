@@ -27,7 +27,7 @@ def as_array(keys: list[tuple[int, ...]]) -> U64Array:
     return np.array(keys, np.uint64).reshape(-1, KEY_WORDS)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(STEPS)
 def test_agrees_with_a_dictionary(steps: list[tuple[bool, list[tuple[int, ...]]]]) -> None:
     table = RowTable()

@@ -236,7 +236,5 @@ class AgainstADictionary(RuleBasedStateMachine):
         assert self.rig.gauge("leases", "pins", "reservations") == expected
 
 
-AgainstADictionary.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None
-)
+AgainstADictionary.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 TestAgainstADictionary = AgainstADictionary.TestCase

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvass.errors import Unavailable
@@ -147,11 +147,7 @@ def test_a_rank_that_contradicts_its_instance(shared: Daemon, bystander: Peer) -
             other.register("contrary", 0, ranks=2)
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=60)
 @given(st.lists(st.binary(max_size=200), max_size=5), st.booleans())
 def test_any_bytes_leave_the_daemon_well(
     shared: Daemon, pieces: list[bytes], greeted: bool

@@ -25,7 +25,8 @@ from tests.tiers.records import fill, hits, keys_of
 SLOT = 4 * PAGE
 KEYS = keys_of(12)
 PLENTY = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

@@ -116,7 +116,7 @@ def assert_equal(one: Case, other: Case) -> None:
         assert np.array_equal(a, b)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(case=cases(), kind=st.sampled_from(["store", "load"]))
 def test_like_a_loop_over_pages(case: Case, kind: Kind) -> None:
     expected = copy(case)
@@ -125,7 +125,7 @@ def test_like_a_loop_over_pages(case: Case, kind: Kind) -> None:
     assert_equal(case, expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=cases())
 def test_what_was_stored_is_loaded(case: Case) -> None:
     before = copy(case)
