@@ -46,7 +46,11 @@ class RedisServer:
         clustered = ("--cluster-enabled", "yes") if cluster else ()
         self._options = (*clustered, *options)
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()  # or nobody would end it
+            raise
 
     def start(self) -> None:
         """Start (again), empty, and wait until it answers."""
