@@ -100,6 +100,18 @@ def test_a_reported_row_is_dropped_in_every_group() -> None:
     assert rows(e) == [2, 3], "the match held no window row of chunk a"
 
 
+def test_a_reported_row_is_dropped_where_no_group_reads_all() -> None:
+    """``bad`` counts the lease's chunks, of which a window holds the last."""
+    e = engine(SHORT, LONG)
+    e.store(*"abcdef", groups=3)
+    e.release(e.lookup(*"abcdef").lease, bad=(0, 1, 2))
+    assert rows(e) == [6, 6], "the match held none of these"
+    e.release(e.lookup(*"abcdef").lease, bad=(5,))
+    assert rows(e) == [5, 5]
+    e.release(e.lookup(*"abcde").lease, bad=(3,))
+    assert rows(e) == [5, 4]
+
+
 def test_no_window_is_written_where_no_full_row_is() -> None:
     """Negative control: with the full rows there, the same is granted."""
     e = engine(FULL, SHORT, STATE)

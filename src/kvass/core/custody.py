@@ -35,7 +35,13 @@ class Custody:
     # ------------------------------------------------------------ leases
 
     def lend(
-        self, instance: str, request: str, parts: tuple[Part, ...], readers: set[int], now: float
+        self,
+        instance: str,
+        request: str,
+        chunks: int,
+        parts: tuple[Part, ...],
+        readers: set[int],
+        now: float,
     ) -> Lease:
         """Pin ``parts`` for ``readers``, each of which owes one release."""
         for part in parts:
@@ -44,6 +50,7 @@ class Custody:
             id=self.ledger.new_id(),
             instance=instance,
             request=request,
+            chunks=chunks,
             parts=parts,
             owing=readers,
             deadline=now + self._timing.lease_s,

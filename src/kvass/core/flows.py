@@ -66,7 +66,9 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched:
     if chunks == msg.first:
         return miss
     state.counters["hit_chunks"] += chunks - msg.first
-    lease = state.custody.lend(instance.id, msg.request, parts, readers, state.now)
+    lease = state.custody.lend(
+        instance.id, msg.request, chunks - msg.first, parts, readers, state.now
+    )
     return Matched(
         boot=state.config.boot,
         lease=lease.id,
@@ -126,10 +128,9 @@ def release(state: State, session: Session, msg: Release) -> None:
 
 def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
     """Rows whose bytes proved wrong never match again (law 8)."""
-    chunks = max(len(part.rows) for part in lease.parts)
     for part in lease.parts:
-        begin = chunks - len(part.rows)  # a window's rows are those of the last chunks
-        wrong = [part.rows[i - begin] for i in set(bad) if begin <= i < chunks]
+        begin = lease.chunks - len(part.rows)  # a window's rows are those of the last chunks
+        wrong = [part.rows[i - begin] for i in set(bad) if begin <= i < lease.chunks]
         rows = np.unique(np.array(wrong, np.int64))
         rows = rows[~state.l1.table.doomed[rows]]
         state.counters["bad_rows"] += len(rows)

@@ -22,11 +22,15 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct):
-    """Pins on rows, until every rank in ``owing`` released or ``deadline`` passed."""
+    """Pins on rows, until every rank in ``owing`` released or ``deadline`` passed.
+
+    ``chunks`` long; the rows of a part are of the last of them, and not all parts need be whole.
+    """
 
     id: int
     instance: str
     request: str
+    chunks: int
     parts: tuple[Part, ...]
     owing: set[int]
     deadline: float
