@@ -10,12 +10,10 @@ import pytest
 
 from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
-from kvass.testing.redis_server import RedisServer, program
+from kvass.testing.redis_server import RedisServer
 from kvass.testing.tier_suite import MakeTier
 from kvass.tiers import Tier, open_tier
 from tests.tiers.records import fill, hits, keys_of
-
-pytestmark = pytest.mark.skipif(program() is None, reason="no redis server on this machine")
 
 numbers = count()
 
