@@ -95,35 +95,46 @@ def test_a_zeroed_page_of_any_group_of_deepseek_v4_is_seen(
 # ---------------------------------------------------------------- Nemotron-H
 
 
-def test_nemotron_h_without_prefix_caching_runs_uncached(daemon: Daemon) -> None:
+@pytest.fixture(scope="module")
+def nemotrons(daemon: Daemon) -> Iterator[list[EngineProcess]]:
+    """Without and with prefix caching, started side by side."""
+    engines = [
+        start(daemon, hybrids.nemotron_h(), f"nemotron-{on}", args={"enable_prefix_caching": on})
+        for on in (False, True)
+    ]
+    yield [engine.wait_ready() for engine in engines]
+    for engine in engines:
+        engine.kill()
+
+
+def test_nemotron_h_without_prefix_caching_runs_uncached(
+    nemotrons: list[EngineProcess], daemon: Daemon
+) -> None:
+    engine, _ = nemotrons
     rows = daemon.status()["rows"]
-    with start(
-        daemon, hybrids.nemotron_h(), "nemotron", args={"enable_prefix_caching": False}
-    ) as engine:
-        for size in (100, 1000):
-            tokens = prompt(size, seed=2)
-            first, second = engine.one(tokens, 6), engine.one(tokens, 6)
-            assert first.cached == second.cached == 0
-            assert first.tokens == second.tokens
-            assert first.logprobs == second.logprobs
-            assert_telling(first)
+    for size in (100, 1000):
+        tokens = prompt(size, seed=2)
+        first, second = engine.one(tokens, 6), engine.one(tokens, 6)
+        assert first.cached == second.cached == 0
+        assert first.tokens == second.tokens
+        assert first.logprobs == second.logprobs
+        assert_telling(first)
     assert daemon.status()["rows"] == rows
 
 
-def test_a_forward_pass_that_raises_stores_nothing(daemon: Daemon) -> None:
+def test_a_forward_pass_that_raises_stores_nothing(
+    nemotrons: list[EngineProcess], daemon: Daemon
+) -> None:
     """With prefix caching vLLM 0.32 fails on a CPU at Nemotron-H's first whole block, which is the
     step that would have stored it."""
-    rows = daemon.status()["rows"]
-    engine = start(daemon, hybrids.nemotron_h(), "nemotron-cached")
-    try:
-        assert engine.one(prompt(100), 6).cached == 0
-        with pytest.raises(EngineDied, match="IndexError"):
-            engine.one(prompt(200), 6)
-    finally:
-        engine.kill()
+    _, engine = nemotrons
+    before = daemon.status()
+    assert engine.one(prompt(100), 6).cached == 0
+    with pytest.raises(EngineDied, match="IndexError"):
+        engine.one(prompt(200), 6)
     status = daemon.wait_until(reservations=0, leases=0)
-    assert status["messages"]["reserve"] > 0
-    assert status["rows"] == rows
+    assert status["messages"]["reserve"] > before["messages"].get("reserve", 0)
+    assert status["rows"] == before["rows"]
 
 
 # ---------------------------------------------------------------- the hybrid manager off
