@@ -11,7 +11,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 QUIET  := | sed -u '/^Requirement already satisfied/d'
-SEEDS  ?= 1000
+SEEDS  ?= 10000
 
 .PHONY: help setup demo test check sim bench clean
 

@@ -21,7 +21,14 @@ from kvass.cli.bench.copies import (
     measure_copies,
     wait_for,
 )
-from kvass.cli.bench.index import BATCH, KEYS, Ranks, measure_index, measure_pings
+from kvass.cli.bench.index import (
+    BATCH,
+    KEYS,
+    Ranks,
+    measure_coverage,
+    measure_index,
+    measure_pings,
+)
 from kvass.cli.bench.machine import start_daemon
 from kvass.cli.main import main
 from kvass.client.parallel import ParallelStrategy
@@ -88,6 +95,7 @@ def test_round_trips(tp: int, name: str, tmp_path: Path) -> None:
 def test_pings(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "64MiB") as daemon:
         assert measure_pings(daemon.socket, 3) > 0
+        assert measure_coverage()["p50"] > 0
 
 
 def test_negative_control_a_shard_of_another_row_is_seen(tmp_path: Path) -> None:

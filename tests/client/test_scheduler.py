@@ -131,7 +131,7 @@ class Slow:
 
     def __init__(self, daemon: ScriptedDaemon) -> None:
         self.daemon = daemon
-        self.held: list[FromDaemon] = []
+        self.held: list[FromDaemon | bytes] = []
         daemon.answers[Lookup] = self.hold(daemon.hit)
 
     def hold(self, answer: Answer) -> Answer:

@@ -5,6 +5,7 @@ Counted in bytecodes, so the answer is exact and the same on any machine.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +27,12 @@ FEW, MANY = 8, 512
 
 @contextmanager
 def bytecodes() -> Iterator[list[int]]:
-    """Counts, in its one element, the bytecodes that this thread runs inside."""
+    """Counts, in its one element, the bytecodes that this thread runs inside.
+
+    Without the collector: others' callbacks of it (hypothesis has one) are bytecodes too.
+    """
     count, before = [0], sys.gettrace()
+    gc.disable()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         frame.f_trace_opcodes = True
@@ -39,6 +44,7 @@ def bytecodes() -> Iterator[list[int]]:
         yield count
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def costs_of_releases(engine: Engine, chunks: range) -> list[int]:

@@ -179,7 +179,7 @@ def test_neighbouring_sets_go_together_for_a_larger_row() -> None:
 
 
 def test_each_shard_gets_an_extent_of_its_own() -> None:
-    rig = Rig(pages=32, extent=4)
+    rig = Rig(pages=128, extent=4)
     e = rig.engine(ranks=4)
     grant = e.store("a", "b")
     places = [grant.slots[0].offsets(s, PAGE).tolist() for s in range(4)]
@@ -208,6 +208,19 @@ def test_half_a_chunk_being_written_leaves_the_other_half_to_write() -> None:
     assert e.holds("a") == 0
     e.commit(half.reservation)
     assert e.holds("a") == 1
+
+
+def test_a_set_of_many_shards_leaves_room_for_others() -> None:
+    """A pinned chunk of each of ten models of 32 shards, in an arena of 16 times one extent each.
+
+    With a whole extent for each shard the third model would be granted nothing.
+    """
+    rig = Rig(pages=1024, extent=16)
+    engines = [rig.engine(f"e{i}", ranks=32, identity={"model": str(i)}) for i in range(10)]
+    for one in engines:
+        one.store("a")
+        assert one.lookup("a").chunks == 1
+    assert rig.gauge("rows") == (10,)
 
 
 def test_many_stores_into_a_full_arena_are_never_dropped() -> None:

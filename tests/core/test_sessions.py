@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvass import messages as m
+from kvass.core import machine
 from kvass.core.effects import Close, Faulted, HalfClose, Lost, Opened, PopulatedTo, Received, Send
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, Rig
@@ -46,6 +47,24 @@ def test_version_ranges_that_do_not_meet_end_the_session(rig: Rig, low: int, hig
     reply = rig.ask(session, hello)
     assert (reply.code, reply.fatal, reply.seq) == ("incompatible_version", True, 1)
     assert rig.ended() == ["Close"]
+
+
+@pytest.mark.parametrize(("low", "meets"), [(1, 1), (2, None)])
+def test_a8_who_names_no_range_speaks_protocol_1_whatever_the_daemon_does(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, low: int, meets: int | None
+) -> None:
+    """A range that is not said means what it meant when there was one protocol only."""
+    monkeypatch.setattr(machine, "PROTOCOL_MIN", low)
+    monkeypatch.setattr(machine, "PROTOCOL_MAX", 3)
+    reply = rig.ask(rig.open(hello=False), m.Hello(seq=1, clock_s=rig.now))
+    if meets is not None:
+        assert reply.protocol == meets
+    else:
+        assert reply.code == "incompatible_version"
+        assert f"{low}..3" in reply.text
+        assert "1..1" in reply.text
+    both = m.Hello(seq=1, clock_s=rig.now, protocol_min=1, protocol_max=9)
+    assert rig.ask(rig.open(hello=False), both).protocol == 3
 
 
 @pytest.mark.parametrize("off", [0.01, 1e6, -1000.0])

@@ -268,6 +268,20 @@ def test_b1_data_parallel_ranks_are_instances_of_their_own() -> None:
     assert first.identity == second.identity
 
 
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_cannot_reach_the_daemon_leaves_the_engine_uncached(
+    daemon: Daemon, engine: Make, absent: int
+) -> None:
+    """As one on another machine: what is stored there is nobody's, so nothing is."""
+    a, b = engine(DENSE), engine(DENSE)
+    a.generate("a", PROMPT)
+    b.ranks.all[absent].copier._client.close()
+    daemon.wait_until(sessions=3 + 2 + 1)  # a's, what is left of b's, and the one that asks
+    assert b.load("b", PROMPT)[1] == len(PROMPT)
+    b.generate("c", PROMPT[::-1])
+    assert empty(daemon)["rows"] == CHUNKS
+
+
 # ---------------------------------------------------------------- contradictions
 
 

@@ -119,6 +119,20 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         deadline_s=12407.5,
         grants=[m.Grant(reservation=301, chunks=(1, 300), slots=(_SLOTS,)), m.Grant()],
     ),
+    "granted.which": m.Granted(
+        seq=5,
+        boot=BOOT,
+        given_s=12347.5,
+        deadline_s=12407.5,
+        grants=[
+            m.Grant(
+                reservation=301,
+                chunks=(1, 2, 300),
+                slots=(_SLOTS, Slots(), _SLOTS),
+                which=((1, 300), (), (1, 2)),
+            )
+        ],
+    ),
     "commit": m.Commit(boot=BOOT, reservation=301, rank=2),
     "abort": m.Abort(boot=BOOT, reservation=301, rank=2),
     "handed_over": m.HandedOver(boot=BOOT, leases=(300, 302), reservations=(301,)),

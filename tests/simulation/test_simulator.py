@@ -1,4 +1,4 @@
-"""500 seeds of the simulated world, and that a broken one says its seed and leaves a trace."""
+"""300 seeds of the simulated world, and that a broken one says its seed and leaves a trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvass.testing import simulator
 from kvass.testing.simulator import Simulation, run_seed
 from kvass.testing.traces import replay
 
-SEEDS = 500
+SEEDS = 300
 BATCHES = 10
 
 

@@ -83,7 +83,7 @@ class L1:
             namespace=namespace,
             spec=spec,
             policy=self._policy(self.table),
-            slots_per_set=max(1, -(-self._extent_bytes // max(spec.shard_bytes))),
+            slots_per_set=self._slots_per_set(spec),
             index=KeyIndex(self.table, self._seed),
             free=np.empty(0, np.int64),
         )
@@ -91,6 +91,13 @@ class L1:
         self.classes[made.id] = made
         self._of_namespace.setdefault(namespace, []).append(made)
         return made
+
+    def _slots_per_set(self, spec: RowClassSpec) -> int:
+        """So many that an extent is as large as wished; but a set of many shards, each with an
+        extent, is no more than a sixteenth of the arena: a few in use must leave room for others
+        (law 6)."""
+        most = max(self._extent_bytes, self.extents.size // 16)
+        return min(-(-self._extent_bytes // max(spec.shard_bytes)), -(-most // spec.row_bytes))
 
     def remove_class(self, gone: RowClass) -> None:
         """Give back the extents of a class none of whose slots is in use."""

@@ -225,11 +225,9 @@ class Engine:
                 )
 
     def _rows(self, slots: tuple[Slots, ...], groups: list[int] | range) -> list[Place]:
-        """In the witness's order: chunk by chunk, within it group by group."""
-        by_group = [
-            list_places(s, self.model.shard_bytes(g)) for s, g in zip(slots, groups, strict=True)
-        ]
-        return [place for chunk in zip(*by_group, strict=True) for place in chunk]
+        """In the witness's order: group by group."""
+        by_group = zip(slots, groups, strict=True)
+        return [place for s, g in by_group for place in list_places(s, self.model.shard_bytes(g))]
 
     # ------------------------------------------------------------ the scheduler
 

@@ -5,11 +5,11 @@ Law of this file: records and arithmetic on them; who judges is ``witness``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvass import messages as m
-from kvass.types import PAGE, Limits, Slots, Timing
+from kvass.types import PAGE, GroupLayout, Limits, Slots, Timing
 
 Place = tuple[tuple[int, ...], ...]
 """The pages of one row, per shard."""
@@ -25,11 +25,34 @@ class Space:
 
     key: object
     shard_bytes: tuple[tuple[int, ...], ...]  # [group][shard]
+    layouts: tuple[GroupLayout, ...]
+    chunk_tokens: int
     epoch: int = 0
 
     @property
     def groups(self) -> int:
         return len(self.shard_bytes)
+
+    @property
+    def full(self) -> list[int]:
+        """The groups that need the whole prompt."""
+        return [g for g, one in enumerate(self.layouts) if one.kind == "full"]
+
+    def begin(self, group: int, chunks: int, first: int) -> int:
+        """The first chunk that a hit of ``chunks`` needs of a group, beyond ``first``."""
+        token = self.layouts[group].needs(chunks * self.chunk_tokens)
+        return min(chunks, max(first, token // self.chunk_tokens))
+
+    def longest(self, there: Callable[[int, bytes], bool], keys: list[bytes], first: int) -> int:
+        """By brute force: the longest hit, if ``there(group, key)`` says what can be read."""
+        for chunks in range(len(keys), first, -1):
+            if all(
+                there(g, key)
+                for g in range(self.groups)
+                for key in keys[self.begin(g, chunks, first) : chunks]
+            ):
+                return chunks
+        return first
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +113,9 @@ class Reading:
     member: Member
     deadline: float
     owing: set[int]
-    chunks: list[list[tuple[RowKey, Writing, Place]]]
+    rows: list[tuple[RowKey, Writing, Place]]
+    keys: list[bytes]
+    """Of its chunks, from the first one that was asked for."""
     handed: bool = False
 
     def live(self, now: float) -> bool:
@@ -151,8 +176,7 @@ class Books:
         """What the pages of a lease must hold: (reservation, row within it, shard)."""
         return {
             page: (writing.id, writing.keys[key], shard)
-            for chunk in self.readings[lease].chunks
-            for key, writing, place in chunk
+            for key, writing, place in self.readings[lease].rows
             for shard, run in enumerate(place)
             for page in run
         }
@@ -239,15 +263,15 @@ def contradicts(msg: m.Register, member: Member) -> bool:
 
 
 def rows_of(
-    space: Space, groups: list[int] | range, keys: list[bytes], slots: tuple[Slots, ...]
-) -> list[list[tuple[RowKey, Place]]]:
-    """Per chunk, per group: its key and where the reply says it lies."""
-    if not keys:
-        return []
-    if len(slots) != len(groups) or any(len(s) != len(keys) for s in slots):
-        raise BrokenLawError(f"{len(keys)} chunks of {len(groups)} groups, but slots {slots}")
-    places = [list_places(s, space.shard_bytes[g]) for g, s in zip(groups, slots, strict=True)]
-    return [
-        [((space, g, key), places[i][c]) for i, g in enumerate(groups)]
-        for c, key in enumerate(keys)
-    ]
+    space: Space, groups: Sequence[int], keys: Sequence[Sequence[bytes]], slots: tuple[Slots, ...]
+) -> list[tuple[RowKey, Place]]:
+    """Group by group, the keys of its rows and where the reply says they lie."""
+    if len(slots) != len(groups):
+        raise BrokenLawError(f"{len(groups)} groups, but slots {slots}")
+    rows: list[tuple[RowKey, Place]] = []
+    for g, of, s in zip(groups, keys, slots, strict=True):
+        places = list_places(s, space.shard_bytes[g])
+        if len(places) != len(of):
+            raise BrokenLawError(f"{len(of)} rows of group {g}, but slots {s}")
+        rows += [((space, g, key), place) for key, place in zip(of, places, strict=True)]
+    return rows

@@ -13,10 +13,12 @@ import msgspec
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
-from kvass.types import PAGE, SCHEDULER, GroupLayout, RankLayout
+from kvass.types import PAGE, SCHEDULER, GroupKind, GroupLayout, RankLayout
 
 WIDTH: Final = 8
 """Bytes of a chunk hash here."""
+
+CHUNK_TOKENS: Final = 16
 
 GRIDS: Final = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4))
 """``(tp, pp)`` of the worlds that engines are run on."""
@@ -33,7 +35,7 @@ class Model:
     layouts: tuple[RankLayout, ...]
     """By shard."""
     prompts: tuple[tuple[bytes, ...], ...]
-    chunk_tokens: int = 16
+    chunk_tokens: int = CHUNK_TOKENS
 
     @property
     def ranks(self) -> int:
@@ -60,19 +62,42 @@ class Model:
         return msgspec.structs.replace(said, seq=2)
 
 
-def random_layout(rng: random.Random, groups: int, stage: int = 0) -> RankLayout:
-    """Shards of one to three pages. A pipeline ``stage`` has layers of its own."""
-    return RankLayout(
-        groups=tuple(
-            GroupLayout(
-                kind="full",
-                block_tokens=8,
-                layers=(f"{stage}.a", f"{stage}.b"),
-                page_bytes=(rng.randint(1, PAGE // 2), rng.randint(1, PAGE)),
+_KINDS: Final[tuple[GroupKind, ...]] = (
+    "full", "sliding_window", "sliding_window", "chunked_local", "state",
+)  # fmt: skip
+
+Shape = tuple[GroupKind, int, int]
+"""Kind, block tokens and window tokens of a layer group, the same on every rank."""
+
+
+def random_shapes(rng: random.Random, chunk_tokens: int) -> list[Shape]:
+    """One to three groups: mostly whole prompts, else any mix; seldom none that is ``full``."""
+    shapes: list[Shape] = []
+    hybrid = rng.random() < 0.5
+    for number in range(rng.choice([1, 1, 2, 3]) + hybrid):
+        kind: GroupKind = "full"
+        if hybrid and (number or rng.random() < 0.2):
+            kind = rng.choice(
+                ["full", "sliding_window", "sliding_window", "chunked_local", "state"]
             )
-            for _ in range(groups)
-        )
-    )
+        window = 0
+        if kind in ("sliding_window", "chunked_local"):
+            window = rng.choice([1, 2, 7, 8, 16, 17, 24, 40, 64])
+        blocks = [n for n in (2, 4, 8, 16) if chunk_tokens % n == 0]
+        shapes.append((kind, rng.choice(blocks), window))
+    return shapes
+
+
+def random_layout(rng: random.Random, shapes: list[Shape], stage: int = 0) -> RankLayout:
+    """Shards of one to a few pages. A pipeline ``stage`` has layers of its own, seldom none."""
+    groups = []
+    for number, (kind, block_tokens, window) in enumerate(shapes):
+        pages = tuple(rng.randint(1, n * block_tokens // 8) for n in (PAGE // 2, PAGE))
+        if number and rng.random() < 0.1:
+            pages = ()
+        layers = tuple(f"{stage}.{i}" for i in range(len(pages)))
+        groups.append(GroupLayout(kind, block_tokens, layers, pages, window))
+    return RankLayout(tuple(groups))
 
 
 def random_world(rng: random.Random) -> ParallelStrategy:
@@ -82,15 +107,15 @@ def random_world(rng: random.Random) -> ParallelStrategy:
 
 
 def random_model(rng: random.Random, name: str, world: ParallelStrategy | None = None) -> Model:
-    """A random world unless it is given, one to three groups, a tree of prompts.
+    """A random world unless it is given, groups of any kind, a tree of prompts.
 
     The shards differ in size, within a stage too: then whoever takes one for another is noticed.
     """
     world = random_world(rng) if world is None else world
-    groups = rng.choice([1, 1, 2, 3])
+    shapes = random_shapes(rng, CHUNK_TOKENS)
     each_stage = world.world_size // world.pp
     layouts = tuple(
-        random_layout(rng, groups, shard // each_stage) for shard in range(world.world_size)
+        random_layout(rng, shapes, shard // each_stage) for shard in range(world.world_size)
     )
     prompts: list[tuple[bytes, ...]] = [()]
     for i in range(rng.randint(3, 7)):

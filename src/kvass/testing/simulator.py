@@ -43,6 +43,7 @@ from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.testing.actors import Engine, Memory, Peer, Process, Tag, some
 from kvass.testing.books import BrokenLawError, Reading, Writing
 from kvass.testing.layouts import WIDTH, random_model
+from kvass.testing.reference import run_reference
 from kvass.testing.room import prove_room
 from kvass.testing.strangers import any_message
 from kvass.testing.traces import Traced, dump_trace, replay
@@ -73,9 +74,7 @@ class Simulation:
         self.roomy = rng.random() < 0.3
         rows = 5_000 if self.roomy else rng.choice([4, 5, 8, 12, 25])
         self.arena_bytes = rows * max(model.row_bytes for model in self.models)
-        # An extent holds one shard, so a set of many shards would be most of a small arena.
-        shards = max(model.world.world_size for model in self.models)
-        parts = rng.choice([64, 32, 20]) * -(-shards // 4)
+        parts = rng.choice([64, 32, 20])
         self.extent_bytes = None if parts == 64 else self.arena_bytes // parts
         self.engines = [
             Engine(f"e{i}", self.models[i % len(self.models)], self)
@@ -364,6 +363,7 @@ def run_seed(
     try:
         sim = Simulation(seed, validate)
         sim.run(steps)
+        run_reference(seed)
     except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this seed
         told = "".join(traceback.format_exception(error, limit=-6))
         last = [] if sim is None else [f"{t:.4f} {e}" for t, e in sim.trace[-12:]]

@@ -13,11 +13,11 @@ from typing import Any, Final
 import msgspec
 
 from kvass import messages as m
-from kvass.testing.layouts import WIDTH, Model, random_layout
+from kvass.testing.layouts import CHUNK_TOKENS, WIDTH, Model, random_layout, random_shapes
 from kvass.types import RankLayout
 
 Rng = random.Random
-_LAYOUT: Final = random_layout(random.Random(1), 1)
+_LAYOUT: Final = random_layout(random.Random(1), [("full", 8, 0)])
 
 
 def _number(rng: Rng) -> int:
@@ -46,7 +46,7 @@ def _width(rng: Rng) -> int:
 def _layout(rng: Rng) -> RankLayout | None:
     if rng.random() < 0.1:
         return RankLayout(groups=())
-    return None if rng.random() < 0.3 else random_layout(rng, rng.choice([1, 1, 2]))
+    return None if rng.random() < 0.3 else random_layout(rng, random_shapes(rng, CHUNK_TOKENS))
 
 
 def _register(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:

@@ -226,7 +226,12 @@ def serve(engine: Engine, commands: TextIO, answer: Callable[[object], None]) ->
                 engine.ranks(vllm_probe.clear)
                 answer(None)
             case "arm":
-                probe.armed[fields["hook"], fields["when"]] = [tuple(s) for s in fields["signals"]]
+                probe.arm(fields["hook"], fields["when"], fields["signals"])
+                answer(None)
+            case "arm_rank":
+                engine.ranks(
+                    vllm_probe.arm, *(fields[n] for n in ("rank", "hook", "when", "signals"))
+                )
                 answer(None)
             case "lay_out":
                 answer(engine.lay_out(fields["name"], fields["tokens"]))

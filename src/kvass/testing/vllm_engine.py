@@ -155,6 +155,8 @@ class EngineProcess:
         self._log = log
         self._buffer = b""
         self._ranks: list[int] = []
+        self._workers: dict[int, str] = {}
+        """Processes that the child made, with the time each began: pids are used again."""
         self._start_timeout_s = start_timeout_s
         self._ready = False
         with log.open("wb") as stderr:
@@ -183,7 +185,7 @@ class EngineProcess:
         if not self._ready:
             self._read(self._start_timeout_s)
             self._ready = True
-            assert self.ranks
+            self._workers = _children(self.pid)
         return self
 
     def generate(self, *prompts: Prompt, timeout_s: float = 120.0) -> list[Answer]:
@@ -218,9 +220,23 @@ class EngineProcess:
         """Start measuring anew; disarm every signal, and disturb and watch nothing any more."""
         self.call("reset_hooks")
 
-    def arm(self, hook: str, when: str, signals: Sequence[tuple[int, int, float]]) -> None:
-        """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s)."""
-        self.call("arm", hook=hook, when=when, signals=[list(s) for s in signals])
+    def arm(
+        self,
+        hook: str,
+        when: str,
+        signals: Sequence[tuple[int, int, float]],
+        *,
+        rank: int | None = None,
+    ) -> None:
+        """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s).
+
+        From the scheduler's process, which is also that of a single rank, or from ``rank``'s.
+        """
+        fields: dict[str, Any] = {"hook": hook, "when": when, "signals": [list(s) for s in signals]}
+        if rank is None:
+            self.call("arm", **fields)
+        else:
+            self.call("arm_rank", rank=rank, **fields)
 
     def disturb(self, settings: Settings, *, rank: int | None = None) -> None:
         """Disturb or watch the copies of ``rank``, or of all, from now on."""
@@ -255,11 +271,16 @@ class EngineProcess:
 
     def kill(self) -> None:
         """``kill -9`` of all its processes: no goodbye to anybody. Idempotent."""
-        workers = {*self._ranks, *_children(self.pid)} - {self.pid}
+        if self._child.poll() is None:
+            self._workers |= _children(self.pid)
         self._child.send_signal(signal.SIGKILL)
         self._child.wait(10)
-        for pid in workers:
-            _kill_worker(pid)
+        for pid, began in self._workers.items():
+            if began and _began(pid) == began:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
         self._close_pipes()
 
     def close(self) -> int:
@@ -327,23 +348,24 @@ class EngineProcess:
         return EngineDied(f"engine process {self.pid} {how}; the end of its log:\n{tail}")
 
 
-def _children(pid: int) -> list[int]:
-    """The live children of ``pid``, whichever of its threads made them."""
+def _children(pid: int) -> dict[int, str]:
+    """The live children of ``pid`` and when each began; without Python's resource tracker, which
+    cleans up after the others and then ends by itself."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += map(int, file.read_text().split())
-        except OSError:  # gone meanwhile
-            pass
-    return found
+        found += map(int, _read(file).split())
+    tracker = b"resource_tracker"
+    return {one: _began(one) for one in found if tracker not in _read(Path(f"/proc/{one}/cmdline"))}
 
 
-def _kill_worker(pid: int) -> None:
-    """End ``pid`` if it is a worker that vLLM spawned: not Python's resource tracker, which cleans
-    up after it, nor whoever has the number now."""
+def _began(pid: int) -> str:
+    """The kernel's start time of ``pid`` (proc(5), stat, field 22); empty if it is gone."""
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return fields[19].decode() if fields else ""
+
+
+def _read(file: Path) -> bytes:
     try:
-        name = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"VLLM::" in name or b"spawn_main" in name:
-            os.kill(pid, signal.SIGKILL)
+        return file.read_bytes()
     except OSError:  # gone meanwhile
-        pass
+        return b""

@@ -59,6 +59,10 @@ class Probe:
         self.settings = Settings()
         self.pages = Pages([], [])
 
+    def arm(self, hook: str, when: str, signals: Iterable[Sequence[Any]]) -> None:
+        """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s)."""
+        self.armed[hook, when] = [(pid, number, after_s) for pid, number, after_s in signals]
+
     def clock(self) -> float:
         """The mover's clock, read before every row on the copy thread."""
         if threading.current_thread() is not threading.main_thread():
@@ -187,6 +191,12 @@ def disturb(worker: Any, rank: int | None, settings: dict[str, Any]) -> None:
         _here.settings = msgspec.convert(settings, Settings)
 
 
+def arm(worker: Any, rank: int, hook: str, when: str, signals: list[list[Any]]) -> None:
+    """As ``Probe.arm``, in the process of this ``rank``."""
+    if rank == worker.rank:
+        _here.arm(hook, when, signals)
+
+
 def scrub(worker: Any) -> None:
     """Fill every page with one byte, another on each rank: what is right afterwards was loaded.
 
@@ -250,7 +260,7 @@ def _watch(connector: Any) -> None:
     def wait_for_save() -> None:
         if _here.settings.watch:
             for one in connector._get_connector_metadata().stores:
-                _here.pages.stored.extend(_digests(connector, one.blocks[0]))
+                _here.pages.stored.extend(_digests(connector, one.blocks))
         if _here.settings.late_stores:
             late.append((_here.settings.late_stores, connector._get_connector_metadata()))
         else:
@@ -266,8 +276,8 @@ def _watch(connector: Any) -> None:
         ended = results(finished)
         for request in ended.finished_recving or ():
             blocks = loading.pop(request)
-            if _here.settings.watch and blocks:
-                _here.pages.loaded.extend(_digests(connector, blocks[0]))
+            if _here.settings.watch:
+                _here.pages.loaded.extend(_digests(connector, blocks))
             for group, ids in enumerate(blocks):
                 if _here.settings.spoils(group):
                     for page in _pages_of(connector, ids, group):
@@ -305,12 +315,13 @@ def _pages_of(connector: Any, blocks: Iterable[int], group: int = 0) -> list[Any
     ]
 
 
-def _digests(connector: Any, blocks: Iterable[int]) -> list[str]:
-    """One digest per block, over its pages in all layers."""
+def _digests(connector: Any, groups: Iterable[Sequence[int]]) -> list[str]:
+    """One digest per block, over its pages in all layers; ``groups`` are block ids by group."""
     found = []
-    for block in blocks:
-        state = hashlib.sha256()
-        for page in _pages_of(connector, [block]):
-            state.update(page.tobytes())
-        found.append(state.hexdigest())
+    for group, blocks in enumerate(groups):
+        for block in blocks:
+            state = hashlib.sha256()
+            for page in _pages_of(connector, [block], group):
+                state.update(page.tobytes())
+            found.append(state.hexdigest())
     return found

@@ -184,8 +184,8 @@ class Engine:
     def step(self) -> Any:
         """One step: what is scheduled is "computed", then the ranks' hooks run."""
         output, work = self.world.schedule()
-        for name in output.num_scheduled_tokens:
-            self.compute(name)
+        for name, tokens in output.num_scheduled_tokens.items():
+            self.compute(name, tokens)
         self.loads += work.loads
         self.world.finish(output, **self.ranks.run(work))
         if not output.num_scheduled_tokens:
@@ -196,13 +196,15 @@ class Engine:
         """The block ids of a live request."""
         return list(self.world.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
-    def compute(self, name: str) -> None:
-        """Write the pages of all whole blocks of a request's computed tokens, on every rank."""
-        request = self.world.scheduler.requests[name]
-        done = request.num_computed_tokens // self.block
-        for number, block in enumerate(self.table(name)[:done]):
+    def compute(self, name: str, tokens: int) -> None:
+        """Write, on every rank, the pages of the blocks that a step of so many tokens fills: what
+        was loaded is left as it is."""
+        request, table = self.world.scheduler.requests[name], self.table(name)
+        end = request.num_computed_tokens
+        for number in range((end - tokens) // self.block, end // self.block):
             for rank in self.ranks.all:
-                rank.pages[:, block] = self.page(request.all_token_ids, number, rank.shard)
+                expected = self.page(request.all_token_ids, number, rank.shard)
+                rank.pages[:, table[number]] = expected
 
     def page(self, tokens: Iterable[int], block: int, shard: int = 0) -> int:
         """The byte of which the page of a request's ``block``-th block consists, in ``shard``."""

@@ -171,7 +171,8 @@ class Witness(Books):
             tuple(layout.groups[g].shard_bytes(first.chunk_tokens) for layout in shards)
             for g in range(len(shards[0].groups))
         )
-        return self.spaces.setdefault(key, Space(key, weights))
+        made = Space(key, weights, shards[0].groups, first.chunk_tokens)
+        return self.spaces.setdefault(key, made)
 
     def _lost(self, session: int, now: float) -> None:
         self.open.discard(session)
@@ -210,32 +211,30 @@ class Witness(Books):
             raise BrokenLawError(f"a miss with a lease, or a hit without or too early: {reply}")
         if space is None:
             return
-        rows = rows_of(space, range(space.groups), keys[msg.first : reply.chunks], reply.slots)
-        chunks: list[list[tuple[RowKey, Writing, Place]]] = []
-        for row in rows:
-            chunk = []
-            for key, place in row:
-                writing, at = self.ready.get(key, (None, None))
-                if writing is None or at != place:
-                    raise BrokenLawError(f"law 4: matched {key[1:]} at {place}, published was {at}")
-                chunk.append((key, writing, place))
-            chunks.append(chunk)
-        short = reply.chunks < len(keys) and all(
-            (space, g, keys[reply.chunks]) in self.ready for g in range(space.groups)
-        )
-        if self.roomy and short and len(self.live(member)) < self.limits.leases_per_instance:
-            raise BrokenLawError(
-                f"chunk {reply.chunks} is READY and nothing was evicted, yet: {reply}"
-            )
-        if chunks:
-            self._lease(member, msg, reply, chunks, now)
+        asked = [
+            keys[space.begin(g, reply.chunks, msg.first) : reply.chunks] if hit else []
+            for g in range(space.groups)
+        ]
+        rows: list[tuple[RowKey, Writing, Place]] = []
+        for key, place in rows_of(space, range(space.groups), asked, reply.slots) if hit else ():
+            writing, at = self.ready.get(key, (None, None))
+            if writing is None or at != place:
+                raise BrokenLawError(f"law 4: matched {key[1:]} at {place}, published was {at}")
+            rows.append((key, writing, place))
+        if self.roomy and len(self.live(member)) < self.limits.leases_per_instance:
+            longest = space.longest(lambda g, k: (space, g, k) in self.ready, keys, msg.first)
+            if longest != reply.chunks:
+                raise BrokenLawError(f"nothing was evicted, {longest} chunks match, yet: {reply}")
+        if hit:
+            self._lease(member, msg, reply, rows, keys[msg.first : reply.chunks], now)
 
     def _lease(
         self,
         member: Member,
         msg: m.Lookup,
         reply: m.Matched,
-        chunks: list[list[tuple[RowKey, Writing, Place]]],
+        rows: list[tuple[RowKey, Writing, Place]],
+        keys: list[bytes],
         now: float,
     ) -> None:
         if reply.lease <= 0 or reply.lease in self.readings or reply.boot != self.boot:
@@ -244,13 +243,12 @@ class Witness(Books):
             raise BrokenLawError(f"law 5: deadline {reply.deadline_s} at {now}")
         readers = {0} if msg.readers is None else set(msg.readers)
         lease = Reading(
-            reply.lease, member, reply.deadline_s, readers & member.sessions.keys(), chunks
+            reply.lease, member, reply.deadline_s, readers & member.sessions.keys(), rows, keys
         )
         self.readings[lease.id] = lease
-        for chunk in chunks:
-            for _, _, place in chunk:
-                for page in pages(place):
-                    self.pinned.setdefault(page, []).append(lease)
+        for _, _, place in rows:
+            for page in pages(place):
+                self.pinned.setdefault(page, []).append(lease)
 
     def _on_release(self, session: int, msg: m.Release, _: None, now: float) -> None:
         member, rank = self.roles[session]
@@ -271,10 +269,10 @@ class Witness(Books):
             lease.owing.discard(rank)
 
     def _drop(self, lease: Reading, bad: tuple[int, ...]) -> None:
-        for i in bad:
-            for key, writing, _ in lease.chunks[i]:
-                if self.ready.get(key, (None,))[0] is writing:
-                    del self.ready[key]
+        wrong = {lease.keys[i] for i in bad}
+        for key, writing, _ in lease.rows:
+            if key[2] in wrong and self.ready.get(key, (None,))[0] is writing:
+                del self.ready[key]
 
     def _on_renew(self, session: int, msg: m.Renew, reply: m.Renewed, now: float) -> None:
         lease = self.readings.get(msg.lease)
@@ -317,27 +315,28 @@ class Witness(Books):
         groups = [g for g in range(space.groups) if item.groups >> g & 1]
         if any(c < item.first or c >= len(keys) for c in grant.chunks):
             raise BrokenLawError(f"granted chunks nobody asked for: {grant}")
-        rows = rows_of(space, groups, [keys[c] for c in grant.chunks], grant.slots)
-        flat = [pair for chunk in rows for pair in chunk]
+        which = grant.rows()
+        if {c for each in which for c in each} != set(grant.chunks):
+            raise BrokenLawError(f"chunks and rows that do not agree: {grant}")
+        rows = rows_of(space, groups, [[keys[c] for c in each] for each in which], grant.slots)
         named = (
             set(item.writers)
             if item.writers is not None
             else {r for r, w in member.workers.items() if w.writer}
         )
         check_writers(named, member)
-        weight = len(grant.chunks) * sum(sum(space.shard_bytes[g]) for g in groups)
+        weight = sum(sum(space.shard_bytes[key[1]]) for key, _ in rows)
         writing = Writing(
             grant.reservation, member, space, space.epoch, deadline,
-            named & member.sessions.keys(), flat, weight,
+            named & member.sessions.keys(), rows, weight,
         )  # fmt: skip
         writing.failed = named != writing.owing
-        if len(writing.keys) != len(flat):
+        if len(writing.keys) != len(rows):
             raise BrokenLawError(f"one key twice in one grant: {grant}")
-        if self.roomy and any(all(key in self.ready for key, _ in chunk) for chunk in rows):
-            raise BrokenLawError(f"all of a chunk is READY, yet it was granted again: {grant}")
-        for key, _ in flat:
-            self.ready.pop(key, None)  # half a chunk makes way for a whole one
-        for key, place in flat:
+        if self.roomy and any(key in self.ready for key, _ in rows):
+            raise BrokenLawError(f"a READY row was granted again: {grant}")
+        for key, place in rows:
+            self.ready.pop(key, None)  # it was evicted before
             self._hand_out(writing, key, place, now)
         self.writings[writing.id] = writing
 
@@ -377,12 +376,23 @@ class Witness(Books):
             return
         for item, grant in zip(msg.items, reply.grants, strict=True):
             groups = [g for g in range(space.groups) if item.groups >> g & 1]
-            row = sum(sum(space.shard_bytes[g]) for g in groups)
+            granted = dict(zip(groups, grant.rows(), strict=True)) if grant.chunks else {}
             keys = split(item.digests, msg.width)
             for c in range(item.first, len(keys)):
-                rows = [(space, g, keys[c]) for g in groups]
-                had = any(key in self.ready or key in taken for key in rows)
-                if not had and c not in grant.chunks and held + row <= self.quota:
+                lacking = [
+                    g
+                    for g in groups
+                    if (space, g, keys[c]) not in self.ready and (space, g, keys[c]) not in taken
+                ]
+                anchored = all(
+                    g in lacking or (space, g, keys[c]) in self.ready.keys() | taken
+                    for g in space.full
+                )
+                if not anchored:
+                    lacking = [g for g in lacking if g in space.full]
+                refused = [g for g in lacking if c not in granted.get(g, ())]
+                cost = sum(sum(space.shard_bytes[g]) for g in lacking)
+                if refused and held + cost <= self.quota:
                     raise BrokenLawError(f"law 6: chunk {c} of {item} was refused: why?")
 
     def _on_commit(self, session: int, msg: m.Commit, _: None, now: float) -> None:

@@ -193,6 +193,7 @@ class Book:
                     del self._maps[key % _MAPS][key]
                     return self._busy(Place(segment, slot))
             if attempt == 1 and (other := self._older_segment(one, one.list_victims())):
+                one.victims = iter(())  # to be asked again, before one of its own leaves
                 self.drop(other)
                 return other
         return None

@@ -75,6 +75,11 @@ def payload_check(shards: Iterable[Buffer]) -> int:
     return state.intdigest()
 
 
+def header_bytes(header: Header) -> int:
+    """How long ``encode_header`` makes it."""
+    return _FIXED.size + len(header.key) + 8 * len(header.lengths) + _CHECK.size
+
+
 def encode_header(header: Header) -> bytes:
     """The header's bytes; at most ``MAX_HEADER_BYTES``."""
     fixed = _FIXED.pack(

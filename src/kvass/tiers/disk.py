@@ -19,17 +19,17 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvass.errors import ConfigError, TierDown, UsageError
+from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import Shards, check_batch
 from kvass.tiers.book import Book, Place, Segment, fingerprint
 from kvass.tiers.codec import Header, decode_header, payload_check
 from kvass.tiers.folder import check_capacity, own, reopen_segments
+from kvass.tiers.gate import Gate
 from kvass.tiers.segment import UNKNOWN, SegmentFile
 from kvass.tiers.slots import arrived, incoming, outgoing, page_buffer, slot_bytes
 from kvass.types import PAGE, Size
@@ -79,9 +79,7 @@ class DiskTier:
         self._direct = direct
         self._book = Book(capacity, time.time_ns())
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._calls = 0
-        self._closing = False
+        self._gate = Gate(str(folder))
         self._growing = threading.Lock()
         self._grow_after = 0.0
         self._scratch = _Scratch()
@@ -108,20 +106,20 @@ class DiskTier:
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
         """Which are held; from memory."""
         check_batch(keys)
-        with self._call(), self._lock:
+        with self._gate.call(), self._lock:
             return [self._book.holds(fingerprint(key)) for key in keys]
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
         """See ``Tier.load``."""
         check_batch(keys, into)
-        with self._call():
+        with self._gate.call():
             return self._each(lambda i: self._load(keys[i], into[i]), range(len(keys)))
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         """See ``Tier.store``. Of a key's several records in one batch only the last is written."""
         check_batch(keys, data)
         last = {key: i for i, key in enumerate(keys)}
-        with self._call():
+        with self._gate.call():
             done = self._each(lambda i: self._store(keys[i], data[i]), list(last.values()))
         held = dict(zip(last, done, strict=True))
         return [held[key] for key in keys]
@@ -129,7 +127,7 @@ class DiskTier:
     def delete(self, keys: Sequence[bytes]) -> None:
         """See ``Tier.delete``."""
         check_batch(keys)
-        with self._call():
+        with self._gate.call():
             for key in keys:
                 with self._lock:
                     place = self._book.forget(fingerprint(key))
@@ -138,7 +136,7 @@ class DiskTier:
 
     def clear(self) -> None:
         """See ``Tier.clear``."""
-        with self._call():
+        with self._gate.call():
             with self._lock:
                 gone = list(self._book.segments.values())
                 for segment in gone:
@@ -153,10 +151,7 @@ class DiskTier:
 
     def close(self) -> None:
         """See ``Tier.close``."""
-        with self._lock:
-            first, self._closing = not self._closing, True
-            while self._calls:
-                self._idle.wait()
+        first = self._gate.shut()
         self._adopting.join()
         if not first:
             return
@@ -351,7 +346,7 @@ class DiskTier:
 
     def _adopt_segment(self, segment: Segment) -> None:
         for first, keys, sequences in segment.file.table():
-            if self._closing or segment.gone:
+            if self._gate.shutting or segment.gone:
                 return
             for i in (keys == UNKNOWN).nonzero()[0].tolist():
                 keys[i], sequences[i] = self._ask(segment, first + i)
@@ -370,33 +365,21 @@ class DiskTier:
 
     # ------------------------------------------------------------ calls
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        with self._lock:
-            if self._closing:
-                raise UsageError(f"{self._folder}: this tier is closed")
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                self._idle.notify_all()
-
     def _each(self, one: Callable[[int], bool], which: Sequence[int]) -> list[bool]:
-        """``one`` of each, on as many threads as there may be. ``TierDown`` if all is in vain."""
+        """``one`` of each, by this thread and the pool's. ``TierDown`` if all is in vain."""
+        done: list[bool | OSError] = [False] * len(which)
+        todo = iter(range(len(which)))  # whoever is free takes the next
 
-        def several(part: Sequence[int]) -> list[bool | OSError]:
-            return [_attempt(one, i) for i in part]
+        def work() -> None:
+            for at in todo:
+                done[at] = _attempt(one, which[at])
 
-        width = min(self._threads, len(which))
-        if width < 2:
-            done = several(which)
-        else:
-            done = [False] * len(which)
-            parts = self._pool.map(several, [which[k::width] for k in range(width)])
-            for k, part in enumerate(parts):
-                done[k::width] = part
+        helping = min(self._threads, len(which)) - 1
+        helpers = [self._pool.submit(work) for _ in range(helping)]
+        work()
+        for helper in helpers:
+            if not helper.cancel():  # one that never came is not waited for
+                helper.result()
         errors = [answer for answer in done if isinstance(answer, OSError)]
         if errors and True not in done:
             raise TierDown(f"{self._folder}: {errors[0]}") from errors[0]

@@ -8,8 +8,8 @@ or was torn leaves a slot that is *unknown*, never one that is believed.
 system can.
 
 ``NNNNNNNN.idx``: a page that describes it, then 24 bytes per slot (little-endian): fingerprint of
-the record's key, its sequence number (both 0: the slot is free), xxh3_64 of the two seeded with
-segment and slot. The *index log*: it says in one read what otherwise every slot's header must be
+the record's key, its sequence number (both 0: the slot is free), and a mix of the two with segment
+and slot. The *index log*: it says in one read what otherwise every slot's header must be
 read for. It is marked unknown before its slot is written and told the truth afterwards; whatever in
 it is missing, torn or stale means that the headers are asked, or that a load finds another key and
 misses. Nothing is ever right because the table said so.
@@ -22,7 +22,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import xxhash
@@ -39,8 +39,8 @@ TABLE: Final = ".idx"
 _MAGIC: Final = b"kvassseg"
 _DESCRIPTION: Final = struct.Struct("<8sHHIQQ")  # magic, version, 0, number, slot bytes, slots
 _CHECK: Final = struct.Struct("<Q")
-_PAIR: Final = struct.Struct("<QQ")
-_ENTRY_BYTES: Final = 24
+_ENTRY: Final = struct.Struct("<QQQ")
+_ENTRY_BYTES: Final = _ENTRY.size
 _NO_ENTRY: Final = bytes(_ENTRY_BYTES)
 
 # What a file system may take beside the bytes: two extents per slot (a write in the middle of
@@ -89,7 +89,10 @@ class SegmentFile:
             new._fd = os.open(new._path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
             os.posix_fallocate(new._fd, 0, PAGE + slot_bytes * slots)
             os.posix_fallocate(new._table_fd, 0, PAGE + _ENTRY_BYTES * slots)
-            _write(new._table_fd, b"".join(map(new._free_entry, range(slots))), PAGE)
+            free = np.zeros((slots, 3), np.uint64)
+            places = np.arange(slots, dtype=np.uint64) + np.uint64(new._place(0))
+            free[:, 2] = _mix(free[:, 0], free[:, 1], places)
+            _write(new._table_fd, free.astype("<u8").tobytes(), PAGE)
             page = new._described()
             _write(new._table_fd, page, 0)
             _write(new._fd, page, 0)  # last: a segment without it is none
@@ -161,7 +164,7 @@ class SegmentFile:
         """Overwrite the slot's header, so that no later boot finds a record there."""
         self.forget(slot)
         _write_page(self._fd, page_buffer(), self._at(slot))
-        _write(self._table_fd, self._free_entry(slot), self._entry_at(slot))
+        self.note(slot, 0, 0)
 
     def _at(self, slot: int) -> int:
         return PAGE + slot * self.slot_bytes
@@ -174,8 +177,8 @@ class SegmentFile:
 
     def note(self, slot: int, fingerprint: int, sequence: int) -> None:
         """Say in the table what ``slot`` holds now."""
-        entry = self._entry(slot, _PAIR.pack(fingerprint, sequence))
-        _write(self._table_fd, entry, self._entry_at(slot))
+        check = _mix(fingerprint, sequence, self._place(slot))
+        _write(self._table_fd, _ENTRY.pack(fingerprint, sequence, check), self._entry_at(slot))
 
     def table(self) -> Iterator[tuple[int, U64Array, U64Array]]:
         """What the table says, in pieces: (first slot, fingerprints, sequence numbers).
@@ -187,25 +190,13 @@ class SegmentFile:
             raw = os.pread(self._table_fd, count * _ENTRY_BYTES, self._entry_at(first))
             raw = raw.ljust(count * _ENTRY_BYTES, b"\0")
             words = np.frombuffer(raw, "<u8").reshape(count, 3)
-            checks = np.fromiter(
-                (
-                    xxhash.xxh3_64_intdigest(raw[24 * i : 24 * i + 16], self._seed(first + i))
-                    for i in range(count)
-                ),
-                np.uint64,
-                count,
-            )
-            known = words[:, 2] == checks
-            yield first, np.where(known, words[:, 0], UNKNOWN), np.where(known, words[:, 1], 0)
+            fingerprints, sequences = words[:, 0], words[:, 1]
+            places = np.arange(count, dtype=np.uint64) + np.uint64(self._place(first))
+            known = words[:, 2] == _mix(fingerprints, sequences, places)
+            yield first, np.where(known, fingerprints, UNKNOWN), np.where(known, sequences, 0)
 
-    def _seed(self, slot: int) -> int:
+    def _place(self, slot: int) -> int:
         return self.number << 32 | slot
-
-    def _entry(self, slot: int, pair: bytes) -> bytes:
-        return pair + _CHECK.pack(xxhash.xxh3_64_intdigest(pair, self._seed(slot)))
-
-    def _free_entry(self, slot: int) -> bytes:
-        return self._entry(slot, bytes(_PAIR.size))
 
     def _entry_at(self, slot: int) -> int:
         return PAGE + slot * _ENTRY_BYTES
@@ -271,6 +262,22 @@ def _describe(path: Path, page: bytes) -> tuple[int, int, int] | None:
     if version < FORMAT or slot_bytes < PAGE or slot_bytes % PAGE or slots < 1:
         return None
     return number, slot_bytes, slots
+
+
+_Words = TypeVar("_Words", int, U64Array)
+
+
+def _mix(fingerprint: _Words, sequence: _Words, place: _Words) -> _Words:
+    """The check of an entry, or of many; never 0 for a free one (places are not). Multiplication
+    with odd numbers, as Knuth's (TAOCP vol. 3, 6.4): it has to notice tearing, no malice."""
+    mixed: Any = (fingerprint * _ODD[0] ^ sequence * _ODD[1] ^ place * _ODD[2]) & _MASK
+    mixed = (mixed ^ mixed >> 29) * _ODD[0] & _MASK
+    check: _Words = mixed ^ mixed >> 32
+    return check
+
+
+_ODD: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+_MASK: Final = (1 << 64) - 1
 
 
 def _write(fd: int, data: bytes, at: int) -> None:

@@ -22,7 +22,10 @@ import msgspec
 from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
 
-OURS: Final = {"disk": "kvass.tiers.disk:open_disk"}
+OURS: Final = {
+    "disk": "kvass.tiers.disk:open_disk",
+    "redis": "kvass.tiers.redis:open_redis",  # the extra ``redis``
+}
 """Scheme -> what opens it: called with WHERE and the options."""
 
 
@@ -81,7 +84,8 @@ def _import(text: str, module: str, name: str) -> Callable[..., object]:
     try:
         found: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"tier {text!r}: {error}") from error
+        extra = "; install the extra: kvass[redis]" if error.name == "redis" else ""
+        raise ConfigError(f"tier {text!r}: {error}{extra}") from error
     if not callable(found):
         raise ConfigError(f"tier {text!r}: {module}:{name} cannot be called")
     return found

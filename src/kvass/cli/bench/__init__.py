@@ -20,6 +20,8 @@ What the names mean:
   65,536 rows of 4 KiB: found, pinned, answered. ``release_128k_us``: its release and the ping
   behind it, so until the daemon has carried it out. ``..._128k_tp8_us``: the same for eight ranks
   and rows of eight such shards; eight sessions release, and all eight pings must have come back.
+- ``coverage_3x512_us``: how far 512 chunks reach in three layer groups at once (full, a window, a
+  state), once the rows are found: the arithmetic alone, in the bench's own process.
 - ``ping_rps``: empty round trips a second by 1 client, and by 16 that each wait for their own.
 - ``daemon_rss_mib``: VmRSS - RssShmem, so without the arena. ``daemon_idle_cpu_percent`` of a core.
 """
@@ -35,7 +37,7 @@ from typing import Any
 
 from kvass._version import __version__
 from kvass.cli.bench.copies import MLA, measure_copies
-from kvass.cli.bench.index import measure_index, measure_pings
+from kvass.cli.bench.index import measure_coverage, measure_index, measure_pings
 from kvass.cli.bench.machine import first_touch_gbps, start_daemon
 from kvass.config import Parser, Size, load
 from kvass.errors import ConfigError
@@ -87,6 +89,7 @@ def measure(socket: str | None, l1_bytes: int, rounds: int) -> dict[str, Any]:
             say(f"lookups among 65,536 rows, ranks: {tp}")
             add(figures, measure_index(daemon.socket, tp=tp))
         say("pings")
+        figures["coverage_3x512_us"] = measure_coverage()
         figures["ping_rps"] = {str(n): measure_pings(daemon.socket, n) for n in (1, 16)}
         say("an idle daemon")
         figures["daemon_rss_mib"] = daemon.rss_mib()

@@ -20,6 +20,7 @@ import numpy as np
 from kvass.cli.bench.copies import PATIENCE_S, WIDTH, seconds
 from kvass.client.client import Client
 from kvass.client.parallel import ParallelStrategy
+from kvass.core.coverage import longest_hit
 from kvass.errors import ConfigError, Unavailable
 from kvass.messages import (
     Commit,
@@ -154,6 +155,19 @@ class Ranks:
     def _pages(self, slots: Slots) -> list[I64Array]:
         """Per shard, which word of the arena begins each row's page."""
         return [slots.offsets(shard, PAGE) // 8 for shard in range(self.strategy.world_size)]
+
+
+def measure_coverage() -> dict[str, float]:
+    """``coverage_3x512_us``: the daemon's arithmetic alone, in this process."""
+    groups = [
+        GroupLayout("full", 16, ("0",), (256,)),
+        GroupLayout("sliding_window", 16, ("1",), (256,), 1024),
+        GroupLayout("state", CHUNK_TOKENS, ("2",), (256,)),
+    ]
+    there = [np.ones(KEYS, np.bool_) for _ in groups]
+    there[2][1::2] = False  # a state at every second chunk, so that the last one is no hit
+    once = partial(longest_hit, groups, there, CHUNK_TOKENS, 0)
+    return _percentiles([seconds(once) for _ in range(WARM_UP + ASKS)][WARM_UP:])
 
 
 def measure_pings(socket: str, clients: int) -> float:

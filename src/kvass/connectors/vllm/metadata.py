@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvass.connectors.vllm.adapt import KVConnectorMetadata, KVConnectorWorkerMetadata
+from kvass.layout.spans import Blocks
 from kvass.types import Slots
-
-Blocks = tuple[tuple[int, ...], ...]
-"""``blocks[g]``: block ids of group ``g`` for whole rows, in token order."""
 
 
 @dataclass(frozen=True)

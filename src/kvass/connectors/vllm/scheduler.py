@@ -23,7 +23,7 @@ from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import Pool
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
-from kvass.connectors.vllm.spans import Spans, States, Table
+from kvass.layout.spans import Spans, States, Table
 from kvass.messages import Grant, Granted, ReserveItem
 from kvass.types import Slots
 
@@ -233,15 +233,7 @@ class SchedulerSide:
             for group, block, tokens in adapt.boundary_states(output, name)
             if block and tokens % chunk_tokens == 0 and 0 < tokens <= ready * chunk_tokens
         }
-        since, runs = tracked.offered, list[tuple[int, int, int]]()
-        masks = {c: self._spans.storable(table, states, c) for c in range(since, ready)}
-        for group, chunk in states:  # also of chunks whose other rows were offered before
-            masks[chunk] = masks.get(chunk, 0) | 1 << group
-        for chunk, mask in sorted(masks.items()):
-            if runs and runs[-1][1:] == (chunk, mask):
-                runs[-1] = (runs[-1][0], chunk + 1, mask)
-            elif mask:
-                runs.append((chunk, chunk + 1, mask))
+        since = tracked.offered
         hashes, width = adapt.chunk_hashes(tracked.request, max(ready, 0), self._setup)
         return [
             Offer(
@@ -252,7 +244,7 @@ class SchedulerSide:
                 table,
                 states,
             )
-            for begin, end, mask in runs
+            for begin, end, mask in self._spans.runs(table, states, since, ready)
         ], width
 
     def _offer_anew(self) -> None:

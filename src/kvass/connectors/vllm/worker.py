@@ -24,9 +24,10 @@ from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.connectors.vllm.boundary import Boundary
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.memory import read_memory
-from kvass.connectors.vllm.metadata import Blocks, Load, StepReport, StepWork, Store
+from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
+from kvass.layout.spans import Blocks
 from kvass.transfer.base import Done, Job, Mover
 from kvass.transfer.host import HostMover
 from kvass.types import Slots

@@ -1,7 +1,7 @@
 """Which blocks of a request are the rows of its chunks, group by group.
 
 Law of this file: pure. A block table is a request's block ids by group, in token order; id 0 stands
-for a block that is not there any more (vLLM's null block). What a row keeps of a chunk and what a
+for a block that is not there any more (the null block). What a row keeps of a chunk and what a
 hit needs is ``GroupLayout``'s to say.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvass.connectors.vllm.metadata import Blocks
 from kvass.types import GroupLayout
 
+Blocks = tuple[tuple[int, ...], ...]
+"""``blocks[g]``: block ids of group ``g`` for whole rows, in token order."""
 Table = Sequence[Sequence[int]]
 States = Mapping[tuple[int, int], int]
 """``states[group, chunk]``: the block that holds a group's state at the end of a chunk."""
@@ -51,6 +52,22 @@ class Spans:
                 return 0
             mask |= there << number
         return mask
+
+    def runs(
+        self, table: Table, states: States, since: int, ready: int
+    ) -> list[tuple[int, int, int]]:
+        """What can be stored of chunks ``[since, ready)``, and of the chunks that ``states`` end:
+        ``(begin, end, mask)`` for each run of chunks of which the same groups can."""
+        masks = {c: self.storable(table, states, c) for c in range(since, ready)}
+        for group, chunk in states:  # also of chunks whose other rows were offered before
+            masks[chunk] = masks.get(chunk, 0) | 1 << group
+        runs: list[tuple[int, int, int]] = []
+        for chunk, mask in sorted(masks.items()):
+            if runs and runs[-1][1:] == (chunk, mask):
+                runs[-1] = (runs[-1][0], chunk + 1, mask)
+            elif mask:
+                runs.append((chunk, chunk + 1, mask))
+        return runs
 
     def to_store(
         self, table: Table, states: States, mask: int, which: Iterable[Sequence[int]]

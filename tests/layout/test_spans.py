@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm")
-
-from kvass.connectors.vllm.spans import Spans
+from kvass.layout.spans import Spans
 from kvass.types import GroupKind, GroupLayout
 
 CHUNK = 64

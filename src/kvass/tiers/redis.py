@@ -1,0 +1,258 @@
+"""Records in Redis or Valkey, a single server or a cluster, which other machines may share.
+
+Law of this file: one record is one value, header and shards in one piece, so that replacing it is
+one command and a reader never sees half of it. The server keeps the capacity: ``maxmemory`` and an
+``allkeys-lru`` policy, and ``ttl_s`` if old records shall go by themselves.
+
+Nothing is connected at start. A server that cannot be reached, refuses the password or does not
+answer within ``timeout_s`` makes a call raise ``TierDown``; the next call tries again.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import RedisCluster
+from redis.exceptions import RedisClusterException
+from redis.retry import Retry
+
+from kvass.errors import ConfigError, TierDown
+from kvass.tiers.base import Shards, check_batch
+from kvass.tiers.codec import Header, decode_header, encode_header, header_bytes, payload_check
+from kvass.tiers.gate import Gate
+
+_MOST_BYTES: Final = 500 << 20
+"""Of one record; a server takes values of 512 MiB (proto-max-bulk-len)."""
+_GROUP_BYTES: Final = 32 << 20
+"""What goes to or comes from the server at a time, and lies in our memory meanwhile."""
+_SCAN: Final = 1000
+_TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
+
+
+class RedisTier:
+    """``Tier`` over a server. ``connect`` gives a client of redis-py; it is called when needed."""
+
+    def __init__(
+        self, name: str, connect: Callable[[], Any], *, prefix: str = "kvass:", ttl_s: int = 0
+    ) -> None:
+        self._name = name
+        self._connect = connect
+        self._prefix = prefix.encode()
+        self._expiry: tuple[str | int, ...] = ("EX", ttl_s) if ttl_s else ()
+        self._gate = Gate(name)
+        self._connecting = threading.Lock()
+        self._client: Any = None
+
+    def probe(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which are there; one round trip."""
+        check_batch(keys)
+        with self._gate.call():
+            answers = self._ask([("EXISTS", self._prefix + key) for key in keys])
+            return self._judged([answer if answer != 0 else None for answer in answers])
+
+    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
+        """See ``Tier.load``."""
+        check_batch(keys, into)
+
+        def some(which: range) -> list[object]:
+            values = self._ask([("GET", self._prefix + keys[i]) for i in which])
+            return [
+                self._take(keys[i], value, into[i]) if isinstance(value, bytes) else value
+                for i, value in zip(which, values, strict=True)
+            ]
+
+        with self._gate.call():
+            return self._in_groups(into, some)
+
+    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        """See ``Tier.store``."""
+        check_batch(keys, data)
+
+        def some(which: range) -> list[object]:
+            fit = [i for i in which if _size(data[i]) <= _MOST_BYTES]
+            commands = [
+                ("SET", self._prefix + keys[i], _value(keys[i], data[i]), *self._expiry)
+                for i in fit
+            ]
+            done = dict(zip(fit, self._ask(commands), strict=True))
+            return [done.get(i) for i in which]
+
+        with self._gate.call():
+            return self._in_groups(data, some)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """See ``Tier.delete``."""
+        check_batch(keys)
+        with self._gate.call():
+            self._judged(self._ask([("UNLINK", self._prefix + key) for key in keys]))
+
+    def clear(self) -> None:
+        """Forget all under our prefix, whoever stored it."""
+        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*"
+        with self._gate.call():
+            try:
+                found = list(self._connected().scan_iter(match=pattern, count=_SCAN))
+            except _TROUBLE as error:
+                raise self._down(error) from error
+            for i in range(0, len(found), _SCAN):
+                self._judged(self._ask([("UNLINK", key) for key in found[i : i + _SCAN]]))
+
+    def close(self) -> None:
+        """See ``Tier.close``."""
+        if self._gate.shut() and self._client is not None:
+            self._client.close()
+
+    # ------------------------------------------------------------ a record
+
+    def _take(self, key: bytes, value: bytes, into: Shards) -> bool:
+        header = decode_header(memoryview(value))
+        right = header is not None and header.key == key
+        if header is not None and right:
+            if header.lengths != tuple(map(len, into)):
+                return False
+            at = header_bytes(header)
+            right = len(value) == at + _size(into)
+            if right:
+                _scatter(memoryview(value)[at:], into)
+                right = payload_check(into) == header.payload_check
+        if not right:
+            self._ask([("UNLINK", self._prefix + key)])
+        return right
+
+    # ------------------------------------------------------------ the server
+
+    def _in_groups(
+        self, data: Sequence[Shards], some: Callable[[range], list[object]]
+    ) -> list[bool]:
+        """``some`` of ranges whose data is not too much at a time."""
+        answers: list[object] = []
+        for which in _groups(data):
+            try:
+                answers += some(which)
+            except TierDown as error:
+                answers += [error] * (len(data) - len(answers))
+                break
+        return self._judged(answers)
+
+    def _judged(self, answers: list[Any]) -> list[bool]:
+        """Which answers say yes. ``TierDown`` if none does, and one of them is trouble."""
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        done = [bool(answer) and not isinstance(answer, Exception) for answer in answers]
+        if errors and not any(done):
+            raise self._down(errors[0]) from errors[0]
+        return done
+
+    def _ask(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        """Send all and read all answers; what a single command failed with is its answer."""
+        if not commands:
+            return []
+        try:
+            pipeline = self._connected().pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
+        except _TROUBLE as error:
+            raise self._down(error) from error
+        return answers
+
+    def _connected(self) -> Any:
+        with self._connecting:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def _down(self, error: Exception) -> TierDown:
+        return error if isinstance(error, TierDown) else TierDown(f"{self._name}: {error}")
+
+
+def _size(shards: Shards) -> int:
+    return sum(map(len, shards))
+
+
+def _value(key: bytes, shards: Shards) -> bytes:
+    header = Header(key, tuple(map(len, shards)), 0, payload_check(shards))
+    return b"".join([encode_header(header), *(shard.data for shard in shards)])
+
+
+def _scatter(payload: memoryview, into: Shards) -> None:
+    at = 0
+    for shard in into:
+        shard[:] = payload[at : at + len(shard)]
+        at += len(shard)
+
+
+def _groups(data: Sequence[Shards]) -> Iterator[range]:
+    """Neighbours that are at most ``_GROUP_BYTES`` together, or alone."""
+    first = total = 0
+    for i, shards in enumerate(data):
+        if i > first and total + _size(shards) > _GROUP_BYTES:
+            yield range(first, i)
+            first, total = i, 0
+        total += _size(shards)
+    if data:
+        yield range(first, len(data))
+
+
+def open_redis(
+    where: str,
+    *,
+    db: str = "0",
+    prefix: str = "kvass:",
+    ttl_s: str = "0",
+    timeout_s: str = "5",
+    username: str = "",
+    password: str = "",
+    tls: str = "no",
+    cluster: str = "no",
+) -> RedisTier:
+    """``redis:HOST[:PORT]?...``, ``redis:/path/of/socket?...``; ``ConfigError``, connects nowhere.
+
+    ``ttl_s=0``: records stay until the server evicts them.
+    """
+    name = f"redis:{where}"
+    numbers = {"db": db, "ttl_s": ttl_s, "timeout_s": timeout_s}
+    for option, text in numbers.items():
+        if not text.isdecimal() or len(text) > 9 or (option == "timeout_s" and int(text) == 0):
+            raise ConfigError(f"{name}: {option}: {text!r} is no such number")
+    for option, text in (("tls", tls), ("cluster", cluster)):
+        if text not in ("yes", "no"):
+            raise ConfigError(f"{name}: {option}: {text!r} is neither yes nor no")
+    if not prefix:
+        raise ConfigError(f"{name}: prefix: give one, or a clear would empty what is not ours")
+    if cluster == "yes" and db != "0":
+        raise ConfigError(f"{name}: db: a cluster has none but 0")
+    options: dict[str, Any] = {
+        "username": username or None,
+        "password": password or None,
+        "socket_timeout": int(timeout_s),
+        "socket_connect_timeout": int(timeout_s),
+        "protocol": 2,  # whose refusals say what is wrong
+        "retry": Retry(NoBackoff(), 1),  # a connection that the server closed while it was idle
+        **_address(name, where, tls == "yes"),
+    }
+    if cluster == "yes" and "unix_socket_path" in options:
+        raise ConfigError(f"{name}: cluster: a cluster is reached by host and port")
+
+    def connect() -> Any:
+        return RedisCluster(**options) if cluster == "yes" else redis.Redis(db=int(db), **options)
+
+    return RedisTier(name, connect, prefix=prefix, ttl_s=int(ttl_s))
+
+
+def _address(name: str, where: str, tls: bool) -> dict[str, Any]:
+    if where.startswith("/"):
+        if tls:
+            raise ConfigError(f"{name}: tls: not over a unix socket")
+        return {"unix_socket_path": where}
+    host, _, port = where.rpartition(":")
+    if not host:
+        host, port = where, "6379"
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{name}: {port!r} is no port; write redis:HOST:PORT")
+    return {"host": host, "port": int(port)} | ({"ssl": True} if tls else {})

@@ -1,0 +1,242 @@
+"""Bad input about ranks: refused by the field's name, and nothing else happens.
+
+Nothing half-stored, nothing leaked, and the session goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvass import messages as m
+from kvass.types import PAGE, GroupLayout, RankLayout
+from tests.core.rig import RESERVE_S, WIDTH, Engine, Rig, digests, layout
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(pages=256)
+
+
+def state(rig: Rig) -> dict[str, Any]:
+    """All that can be seen, but for what was said."""
+    seen = dict(rig.status)
+    return {k: v for k, v in seen.items() if k not in ("messages", "counters")}
+
+
+def refused(rig: Rig, session: int, message: m.FromClient) -> m.Error:
+    """The refusal of ``message``, which changed nothing; the session goes on."""
+    before = state(rig)
+    reply = rig.ask(session, message)
+    assert isinstance(reply, m.Error), reply
+    assert not reply.fatal
+    assert state(rig) == before
+    assert isinstance(rig.ask(session, m.Ping(seq=99)), m.Pong)
+    return reply
+
+
+def terms(rank: int = -1, **fields: Any) -> m.Register:
+    """Of a world of two ranks, dense."""
+    good = {
+        "instance": "e",
+        "identity": {"model": "m"},
+        "chunk_tokens": 16,
+        "rank": rank,
+        "ranks": 2,
+        "world_size": 2,
+        "shard": max(rank, 0),
+        "layout": None if rank < 0 else layout(1),
+    }
+    return m.Register(seq=2, **{**good, **fields})
+
+
+WRONG_SCHEDULERS: list[tuple[dict[str, Any], str]] = [
+    ({"ranks": 4}, "ranks: 4, but its instance said 2"),
+    ({"ranks": 1, "world_size": 1}, "ranks: 1, but its instance said 2"),
+    ({"world_size": 1}, "world_size: 1, but its instance said 2"),
+    ({"identity": {"model": "n"}}, "identity[model]: 'n', but its instance said 'm'"),
+    (
+        {"identity": {"model": "m", "tp": "2"}},
+        "identity[tp]: '2', but its instance said '(absent)'",
+    ),
+    ({"chunk_tokens": 32}, "chunk_tokens: 32, but its instance said 16"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), WRONG_SCHEDULERS)
+def test_a_scheduler_whose_strategy_contradicts_its_workers(
+    rig: Rig, wrong: dict[str, Any], says: str
+) -> None:
+    workers = [rig.open(), rig.open()]
+    for rank, session in enumerate(workers):
+        rig.ask(session, terms(rank))
+    scheduler = rig.open()
+    no = refused(rig, scheduler, terms(**wrong))
+    assert (no.code, no.text) == ("contradiction", says)
+    lookup = m.Lookup(seq=3, request="r", digests=digests("a"), width=WIDTH)
+    assert rig.code(scheduler, lookup) == "not_registered"
+    assert rig.ask(scheduler, terms()).namespace, "with the right terms it is in"
+
+
+@pytest.mark.parametrize(("wrong", "says"), WRONG_SCHEDULERS)
+def test_workers_whose_strategy_contradicts_their_scheduler(
+    rig: Rig, wrong: dict[str, Any], says: str
+) -> None:
+    scheduler = rig.open()
+    assert not isinstance(rig.ask(scheduler, terms(**wrong)), m.Error)
+    field = says.partition(":")[0]
+    worker = rig.open()
+    no = refused(rig, worker, terms(0))
+    assert (no.code, no.text.partition(":")[0]) == ("contradiction", field)
+    lookup = m.Lookup(seq=3, request="r", digests=digests("a"), width=WIDTH)
+    assert rig.ask(scheduler, lookup).chunks == 0
+    rig.lose(scheduler)
+    assert not isinstance(rig.ask(worker, terms(0)), m.Error), "the wrong one is gone"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "says"),
+    [
+        ({"rank": 2}, "bad_rank", "rank: 2 is outside the world of 2"),
+        ({"rank": -2}, "bad_rank", "rank: -2 is outside"),
+        ({"rank": 0}, "rank_taken", "rank 0 of instance 'e' is alive already"),
+        ({"ranks": 129}, "bad_rank", "ranks: 129 is not in 1..128"),
+        ({"shard": 2}, "bad_value", "shard: 2 is not in 0..1"),
+        ({"shard": -1}, "bad_value", "shard: -1 is not in 0..1"),
+        ({"world_size": 3}, "bad_value", "world_size: 3 is not in 1..2"),
+        ({"shard": 0}, "contradiction", "writer: rank 0 writes shard 0 already"),
+        ({"shard": 0, "writer": False}, "contradiction", "writer: no rank writes shards [1]"),
+        ({"writer": False}, "contradiction", "writer: no rank writes shards [1]"),
+        (
+            {"shard": 0, "writer": False, "layout": layout(2)},
+            "contradiction",
+            "layout: differs from rank 0's of the same shard",
+        ),
+        ({"layout": layout(1, 1)}, "contradiction", "layout: groups "),
+        ({"layout": None}, "bad_value", "layout: every worker gives one"),
+    ],
+)
+def test_a_rank_that_cannot_be(rig: Rig, wrong: dict[str, Any], code: str, says: str) -> None:
+    scheduler, first = rig.open(), rig.open()
+    rig.ask(scheduler, terms())
+    rig.ask(first, terms(0))
+    second = rig.open()
+    no = refused(rig, second, terms(**{"rank": 1, "shard": 1, "layout": layout(1), **wrong}))
+    assert no.code == code
+    assert says in no.text
+    assert rig.ask(second, terms(1)).namespace, "with the right terms the world is complete"
+
+
+def test_replicas_must_hold_the_same_bytes(rig: Rig) -> None:
+    """MLA: equal sizes in other layers are other bytes."""
+    mla = {"world_size": 1, "shard": 0}
+    rig.ask(rig.open(), terms(0, **mla))
+    other = GroupLayout(kind="full", block_tokens=16, layers=("b",), page_bytes=(PAGE,))
+    wrong = terms(1, **mla, writer=False, layout=RankLayout(groups=(other,)))
+    session = rig.open()
+    assert refused(rig, session, wrong).text.startswith("layout: differs from rank 0's")
+    assert rig.ask(session, terms(1, **mla, writer=False)).namespace
+
+
+def test_a_rank_registers_once_a_session(rig: Rig) -> None:
+    session = rig.open()
+    rig.ask(session, terms(0))
+    no = refused(rig, session, terms(0, layout=layout(2)))
+    assert no.code == "already_registered"
+    assert rig.ask(session, terms(0)).missing == (1,), "the same words are only answered again"
+
+
+# ---------------------------------------------------------------- a rank that comes back changed
+
+
+def test_a_rank_that_comes_back_with_another_layout_makes_another_namespace(rig: Rig) -> None:
+    """Its former life is over and contradicts nobody; its bytes are others, so the namespace is."""
+    e = rig.engine(ranks=2)
+    e.store("a")
+    rig.lose(e.workers[1])
+    e.workers[1] = rig.open()
+    reply = rig.ask(e.workers[1], terms(1, layout=layout(3)))
+    assert len(reply.namespace) == 32
+    assert reply.namespace != e.namespace
+    assert e.holds("a") == 0
+    e.store("b")
+    assert e.holds("b") == 1
+
+    rig.lose(e.workers[1])
+    e.workers[1] = rig.open()
+    assert rig.ask(e.workers[1], terms(1)).namespace == e.namespace
+    assert (e.holds("a"), e.holds("b")) == (1, 0)
+
+
+def test_what_was_given_before_a_rank_came_back_changed_settles_as_it_was_given(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    e.store("a")
+    lease = e.lookup("a", readers=(0, 1)).lease
+    grant = e.reserve("b")
+    e.hand_over(leases=(lease,), reservations=(grant.reservation,))
+    rig.lose(e.workers[1])
+    e.workers[1] = rig.open()
+    rig.ask(e.workers[1], terms(1, layout=layout(3)))
+    assert e.commit(grant.reservation, 1) == e.release(lease, 1) == []
+    assert rig.gauge("leases", "reservations") == (1, 1), "rank 0 still reads and writes"
+    e.release(lease, 0)
+    e.commit(grant.reservation, 0)
+    rig.wait(RESERVE_S)
+    assert rig.gauge("leases", "pins", "reservations", "quarantined_bytes") == (0, 0, 0, 0)
+    assert rig.gauge("rows") == (1,)
+    assert e.holds("b") == 0
+
+
+def test_a_rank_that_comes_back_against_a_living_one_is_a_contradiction(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    e.store("a")
+    rig.lose(e.workers[1])
+    session = rig.open()
+    for wrong, says in (
+        ({"layout": layout(1, 1)}, "layout: groups"),
+        ({"shard": 0, "writer": False}, "writer: no rank writes shards [1]"),
+        ({"identity": {"model": "n"}}, "identity[model]"),
+    ):
+        no = refused(rig, session, terms(1, **wrong))
+        assert (no.code, no.text.startswith(says)) == ("contradiction", True)
+        assert e.lookup("a").chunks == 0, "a rank is missing"
+    e.workers[1] = session
+    assert rig.ask(session, terms(1)).namespace == e.namespace
+    assert e.holds("a") == 1
+
+
+# ---------------------------------------------------------------- ranks named in messages
+
+
+@pytest.mark.parametrize(
+    ("writers", "code", "says"),
+    [
+        ((), "bad_rank", "writers: name 1..128 ranks, not 0"),
+        ((-1, 0), "bad_rank", "writers: rank -1 is outside"),
+        ((0, 4), "bad_rank", "writers: rank 4 is outside the world of 4"),
+        (tuple(range(129)), "bad_rank", "writers: name 1..128 ranks, not 129"),
+        ((0, 2, 2), "bad_rank", "writers: name each rank once"),
+        ((0, 1), "bad_value", "writers: every shard needs exactly one"),
+        ((0,), "bad_value", "writers: every shard needs exactly one"),
+        ((0, 1, 2), "bad_value", "writers: every shard needs exactly one"),
+    ],
+)
+def test_writers_that_cannot_be(rig: Rig, writers: tuple[int, ...], code: str, says: str) -> None:
+    """Four ranks, of which 0, 1 and 2, 3 share a shard each."""
+    e = shared_pairs(rig)
+    item = m.ReserveItem(request="r", digests=digests("a"), writers=writers)
+    no = refused(rig, e.scheduler, m.Reserve(seq=3, items=[item], width=WIDTH))
+    assert no.code == code
+    assert no.text.startswith(says)
+    assert e.reserve("a", writers=(1, 2)).reservation, "any holder of a shard may write it"
+
+
+def shared_pairs(rig: Rig) -> Engine:
+    scheduler, workers = rig.open(), [rig.open() for _ in range(4)]
+    common: dict[str, Any] = {"ranks": 4, "world_size": 2}
+    rig.register(scheduler, **common)
+    for rank, session in enumerate(workers):
+        mine: dict[str, Any] = {"rank": rank, "shard": rank // 2, "writer": rank % 2 == 0}
+        reply = rig.register(session, **common, **mine)
+    return Engine(rig, scheduler, workers, reply.namespace)

@@ -1,0 +1,84 @@
+"""D7: a model of full attention alone says and stores what it did before there were other groups.
+
+``full_attention.json`` holds what this very history said to the daemon, session by session, and the
+digest of the arena it left, before the first line for windows and states was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvass.messages import Hello, Message, Ping, Register
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.vllm_rank import Engine
+from kvass.wire.channel import Channel
+
+FROZEN: Final = Path(__file__).parent / "full_attention.json"
+
+
+def said(message: Message) -> Any:
+    """A message as it is encoded, but for what differs from run to run."""
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    for name in ("seq", "boot", "instance", "identity", "clock_s"):
+        fields.pop(name, None)
+    return json.loads(json.dumps(fields, default=lambda raw: raw.hex(), sort_keys=True))
+
+
+def history(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What each session said, and a digest of the arena, over a store, a hit and two turns."""
+    sessions: dict[int, list[Any]] = defaultdict(list)
+    send = Channel.send
+
+    def recording(channel: Channel, message: Any) -> None:
+        if not isinstance(message, Hello | Ping):
+            sessions[id(channel)].append(message)
+        send(channel, message)
+
+    patch.setattr(Channel, "send", recording)
+    with running_daemon(folder) as daemon:
+        digest = _run(daemon)
+    by_rank: dict[str, list[Any]] = {}
+    for messages in sessions.values():
+        first = messages[0]
+        if isinstance(first, Register):
+            number = sum(name.startswith(f"{first.rank}.") for name in by_rank)
+            by_rank[f"{first.rank}.{number}"] = [said(message) for message in messages]
+    return {"sessions": by_rank, "arena": digest}
+
+
+def _run(daemon: Daemon) -> str:
+    """Two engines, one after the other."""
+    a = Engine(daemon.socket, daemon)
+    a.wait_connected()
+    turn = a.generate("first", range(100), max_tokens=40)
+    a.generate("short", range(50))
+    daemon.wait_until(reservations=0, leases=0)
+    b = Engine(daemon.socket, daemon)
+    b.wait_connected()
+    b.load("hit", range(100))
+    b.load("next", [*turn.all_token_ids, 1, 2, 3])
+    daemon.wait_until(reservations=0, leases=0)
+    session = b.copier._client._client.session
+    digest = hashlib.sha256(session.arena.buffer[: 1 << 20]).hexdigest()
+    for engine in (a, b):
+        engine.close()
+    return digest
+
+
+def test_d7_full_attention_says_and_stores_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, before = history(tmp_path, monkeypatch), json.loads(FROZEN.read_text())
+    assert now["sessions"].keys() == before["sessions"].keys() == {"-1.0", "-1.1", "0.0", "0.1"}
+    for name, messages in before["sessions"].items():
+        assert now["sessions"][name] == messages, name
+    assert now["arena"] == before["arena"]

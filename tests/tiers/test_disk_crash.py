@@ -1,0 +1,303 @@
+"""A process that dies at any moment, and a disk that refuses: right or a miss, and back again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvass.errors import ConfigError, TierDown
+from kvass.testing.tier_suite import data_of, eventually, fetch, same
+from kvass.tiers.disk import DiskTier
+from kvass.tiers.segment import SegmentFile
+from tests.tiers.conftest import OpenDisk
+from tests.tiers.records import SHAPE, fill, hits, keys_of
+
+ROOT = Path(__file__).parent.parent.parent
+
+SHAPES = [(5000, 4096), (20_000,), (300,)]
+WRITER = """
+import sys
+from kvass.tiers.disk import DiskTier
+from kvass.tiers.segment import SegmentFile
+from tests.tiers.records import data_of, keys_of
+from tests.tiers.test_disk_crash import SHAPES
+tier = DiskTier(sys.argv[1], 3 << 20)
+tier.wait_indexed()
+keys = keys_of(400)
+for i in range(10**9):
+    at, version = i * 7 % 400, i % 4
+    if i % 13 == 5:
+        tier.delete([keys[at]])
+        print(at, "deleted", flush=True)
+    else:
+        tier.store([keys[at]], [data_of(keys[at], SHAPES[at % 3], version)])
+        print(at, version, flush=True)
+"""
+
+
+def answers_of_a_writer_killed(folder: Path, after: int) -> dict[int, str]:
+    """Key number -> the version stored last, or "deleted"; ``after`` so many answers it dies."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    try:
+        lines = [child.stdout.readline() for _ in range(after)]
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(timeout=30)
+    with child.stdout:
+        lines += child.stdout.read().splitlines()
+    said = dict(line.split() for line in lines if line.count(" ") == 1)
+    return {int(at): answer for at, answer in said.items()}
+
+
+@pytest.mark.parametrize("answers", [1, 40, 250, 900])
+def test_kill_9_in_the_middle_of_writing(folder: Path, open_disk: OpenDisk, answers: int) -> None:
+    """What was answered last about a key is what is found, if anything is: a kill is no power loss.
+    The folder turns over several times its capacity meanwhile."""
+    said = answers_of_a_writer_killed(folder, answers)
+    tier = open_disk(3 << 20)
+    in_doubt = 0
+    for at, key in enumerate(keys_of(400)):
+        shape = SHAPES[at % 3]
+        (held,) = hits(tier, [key], shape, versions=4)
+        if held:
+            answer = said.get(at, "never")
+            found = fetch(tier, key, shape) or []
+            in_doubt += not answer.isdigit() or not same(found, data_of(key, shape, int(answer)))
+    assert in_doubt <= 1, "only the key that it was busy with may be other than was said"
+    assert tier.report()["damaged"] <= 1
+    keys = keys_of(50, "next")
+    assert all(fill(tier, keys))
+    assert all(hits(tier, keys))
+
+
+@pytest.mark.parametrize("with_table", [True, False])
+@pytest.mark.parametrize("newer_is_first", [True, False])
+def test_of_two_records_of_one_key_the_newer_counts(
+    folder: Path,
+    open_disk: OpenDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    newer_is_first: bool,
+    with_table: bool,
+) -> None:
+    """As a death between writing the new one and erasing the old one leaves them."""
+    tier = open_disk(4 << 20)
+    assert all(fill(tier, [b"first slot"]))
+    assert all(fill(tier, [b"key"]))
+    if newer_is_first:
+        tier.delete([b"first slot"])
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentFile, "erase", lambda self, slot: None)
+        assert all(fill(tier, [b"key"], version=1))
+    tier.close()
+    if not with_table:
+        (folder / "00000001.idx").unlink()
+    tier = open_disk(4 << 20)
+    assert same(fetch(tier, b"key", SHAPE) or [], data_of(b"key", SHAPE, 1))
+    tier.delete([b"key"])
+    tier.close()
+    assert fetch(open_disk(4 << 20), b"key", SHAPE) is None  # the older one is gone as well
+
+
+@pytest.mark.parametrize("dies_at", ["write", "note"])
+def test_the_index_log_never_names_what_was_overwritten(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
+    """A slot changes hands, and the process dies before or after the record is written."""
+    tier = open_disk(4 << 20)
+    assert all(fill(tier, [b"old", b"other"]))
+
+    def dies(*_: Any) -> None:
+        raise OSError(errno.EIO, "died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentFile, "erase", lambda self, slot: None)
+        tier.delete([b"old"])  # its entry and its header stay, as those of one that is evicted
+        patch.setattr(SegmentFile, dies_at, dies)
+        with pytest.raises(TierDown):
+            fill(tier, [b"new"])
+    tier.close()
+    tier = open_disk(4 << 20)
+    assert tier.probe([b"old", b"other"]) == [dies_at == "write", True]
+    assert hits(tier, [b"old", b"other"]) == [dies_at == "write", True]
+    assert tier.report()["damaged"] == 0
+
+
+# ---------------------------------------------------------------- a disk that refuses
+
+
+class Faults:
+    """Stands before the system calls and answers some of them with an error."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.error: dict[str, int] = {}
+        self.short = False
+        for name in ("pwritev", "preadv", "pwrite", "posix_fallocate"):
+            patch.setattr(os, name, self._wrap(name, getattr(os, name)))
+
+    def _wrap(self, name: str, real: Any) -> Any:
+        def call(fd: int, *args: Any) -> Any:
+            if number := self.error.get(name):
+                raise OSError(number, os.strerror(number))
+            if self.short and name == "pwritev":
+                return real(fd, [memoryview(args[0][0])], *args[1:])
+            return real(fd, *args)
+
+        return call
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch)
+
+
+def test_a_disk_without_room_for_a_segment_uses_what_it_has(
+    open_disk: OpenDisk, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("kvass.tiers.disk.time.monotonic", lambda: now[0])
+    tier = open_disk(4 << 20)
+    keys = keys_of(80)
+    faults.error["posix_fallocate"] = errno.ENOSPC
+    assert not any(fill(tier, keys[:5]))
+    assert tier.report()["full"] == 5
+    assert tier.report()["write_errors"] == 1  # and then it waited before it asked again
+    faults.error.clear()
+    now[0] += 60
+    assert all(fill(tier, keys[:15]))  # one segment of 15 slots
+    faults.error["posix_fallocate"] = errno.ENOSPC
+    assert all(fill(tier, keys[15:40]))
+    assert sum(hits(tier, keys)) == 15
+    faults.error.clear()
+    now[0] += 60
+    assert all(fill(tier, keys))
+    assert all(hits(tier, keys))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.ENOSPC])
+def test_writes_that_fail_are_said_and_forgotten(
+    folder: Path, open_disk: OpenDisk, faults: Faults, number: int
+) -> None:
+    tier = open_disk(4 << 20)
+    keys = keys_of(10)
+    assert all(fill(tier, keys[:5]))
+    faults.error["pwritev"] = faults.error["pwrite"] = number
+    with pytest.raises(TierDown, match=os.strerror(number)):
+        fill(tier, keys[3:])
+    assert all(hits(tier, keys[:5]))  # it can still be read
+    tier.delete(keys[:1])
+    assert hits(tier, keys) == [False] + [True] * 4 + [False] * 5
+    faults.error.clear()
+    assert all(fill(tier, keys))
+    assert all(hits(tier, keys))
+    tier.close()
+    assert all(hits(open_disk(4 << 20), keys))
+
+
+def test_a_short_write_is_no_record(open_disk: OpenDisk, faults: Faults) -> None:
+    tier = open_disk(4 << 20)
+    assert all(fill(tier, keys_of(3)))
+    faults.short = True
+    with pytest.raises(TierDown):
+        fill(tier, keys_of(5))
+    faults.short = False
+    assert hits(tier, keys_of(5)) == [True] * 3 + [False] * 2  # what they had, they have
+    tier.close()
+    hits(open_disk(4 << 20), keys_of(5))
+
+
+def test_reads_that_fail_are_misses_and_the_records_are_given_up(
+    open_disk: OpenDisk, faults: Faults
+) -> None:
+    tier = open_disk(4 << 20)
+    keys = keys_of(10)
+    assert all(fill(tier, keys))
+    faults.error["preadv"] = errno.EIO
+    with pytest.raises(TierDown, match="Input/output"):
+        hits(tier, keys[:4])
+    assert tier.report()["read_errors"] == 4
+    assert not any(hits(tier, keys_of(3, "absent")))  # a miss needs no disk
+    faults.error.clear()
+    assert hits(tier, keys) == [False] * 4 + [True] * 6
+    assert all(fill(tier, keys))
+    assert all(hits(tier, keys))
+
+
+def test_a_record_that_fails_does_not_take_its_batch_along(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_disk(4 << 20, threads=1)
+    keys = keys_of(6)
+    real, calls = os.pwritev, [0]
+
+    def third_fails(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 4:  # the first one was the new segment's
+            raise OSError(errno.EIO, "once")
+        return real(*args)
+
+    assert all(fill(tier, keys[:1]))
+    monkeypatch.setattr(os, "pwritev", third_fails)
+    assert fill(tier, keys).count(False) == 1
+    assert sum(hits(tier, keys)) >= 5
+
+
+# ---------------------------------------------------------------- a real small disk
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A tmpfs of 2 MiB, where this process may mount one."""
+    with tempfile.TemporaryDirectory() as made:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "kvass-test", made]
+        if subprocess.run(mount, capture_output=True, timeout=30).returncode:
+            pytest.skip("may not mount here")
+        try:
+            yield Path(made)
+        finally:
+            subprocess.run(["umount", "-l", made], check=True, timeout=30)
+
+
+def test_a_disk_filled_by_others(small_disk: Path) -> None:
+    tier = DiskTier(small_disk, 2 << 20)
+    tier.wait_indexed()
+    keys = keys_of(200)
+    assert all(fill(tier, keys[:20]))
+    (small_disk / "others").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+    assert all(fill(tier, keys))  # with the slots it has
+    assert 5 <= sum(hits(tier, keys)) <= 100
+    (small_disk / "others").unlink()
+    tier.close()
+    tier = DiskTier(small_disk, 2 << 20)
+    tier.wait_indexed()
+    assert all(fill(tier, keys))
+    assert sum(hits(tier, keys)) > 100 - 20
+    tier.close()
+
+
+def test_a_disk_that_became_read_only(small_disk: Path) -> None:
+    def remount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True, timeout=30)
+
+    tier = DiskTier(small_disk, 1 << 20)
+    assert all(fill(tier, keys_of(10)))
+    tier.close()
+    remount("ro")
+    with pytest.raises(ConfigError, match="Read-only"):
+        DiskTier(small_disk, 1 << 20)
+    remount("rw")
+    tier = DiskTier(small_disk, 1 << 20)
+    eventually(lambda: all(tier.probe(keys_of(10))), 60)
+    assert all(hits(tier, keys_of(10)))
+    tier.close()

@@ -1,0 +1,317 @@
+"""What is read back after any damage is right, or a miss, and the slot can be used again.
+
+The index log is a convenience: whatever happens to it alone, nothing is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvass.errors import ConfigError
+from kvass.tiers import codec, disk, segment
+from kvass.tiers.disk import DiskTier
+from kvass.types import PAGE
+from tests.tiers.conftest import OpenDisk
+from tests.tiers.records import fill, hits, keys_of
+
+SLOT = 4 * PAGE
+KEYS = keys_of(12)
+PLENTY = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one segment of ``KEYS``, closed; never touched again."""
+    folder = tmp_path_factory.mktemp("intact")
+    tier = DiskTier(folder, 4 << 20)
+    assert all(fill(tier, KEYS))
+    tier.close()
+    return folder
+
+
+@pytest.fixture
+def damaged(intact: Path, tmp_path: Path) -> Callable[[Callable[[Path, Path], None]], list[bool]]:
+    """Copies the intact folder, damages (segment, table), and asks for all records.
+
+    Through the page cache: the bytes are the same, and no copy has to reach the disk first.
+    """
+
+    def hits_after(damage: Callable[[Path, Path], None]) -> list[bool]:
+        folder = tmp_path / "copy"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(intact, folder)
+        damage(folder / "00000001.seg", folder / "00000001.idx")
+        for _ in "twice":  # what one boot made of it is as good for the next
+            tier = DiskTier(folder, 4 << 20, direct=False)
+            tier.wait_indexed()
+            found = hits(tier, KEYS)
+            tier.close()
+        tier = DiskTier(folder, 4 << 20, direct=False)
+        tier.wait_indexed()
+        assert hits(tier, KEYS) == found
+        assert all(fill(tier, KEYS)), "what was damaged cannot be stored again"
+        assert all(hits(tier, KEYS))
+        tier.close()
+        return found
+
+    return hits_after
+
+
+Damaged = Callable[[Callable[[Path, Path], None]], list[bool]]
+
+
+def flip(path: Path, at: int, bits: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ bits]))
+
+
+def test_undamaged_is_all_there(damaged: Damaged) -> None:
+    assert all(damaged(lambda seg, idx: None))
+
+
+@PLENTY
+@given(at=st.integers(0, PAGE + 12 * SLOT - 1), bits=st.integers(1, 255))
+def test_a_flipped_byte_costs_its_record_at_most(damaged: Damaged, at: int, bits: int) -> None:
+    found = damaged(lambda seg, idx: flip(seg, at, bits))
+    assert found.count(False) <= 1 or at < PAGE  # without its first page a segment is none
+
+
+@pytest.mark.parametrize("byte", [0, 9, 20, 31, 40, 60, PAGE, PAGE + 4999, 3 * PAGE, SLOT - 1])
+def test_a_flipped_byte_of_header_or_shard_is_a_miss(damaged: Damaged, byte: int) -> None:
+    found = damaged(lambda seg, idx: flip(seg, PAGE + 3 * SLOT + byte, 1))
+    assert found.count(False) == 1
+
+
+def test_without_checksums_a_flipped_byte_would_be_served(
+    damaged: Damaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the tests above: they see wrong bytes if the tier serves them."""
+    monkeypatch.setattr(disk, "payload_check", lambda shards: 0)
+    real = codec.decode_header
+
+    def forgiving(raw: bytes | memoryview) -> object:
+        header = real(raw)
+        return None if header is None else codec.Header(header.key, header.lengths, 1, 0)
+
+    monkeypatch.setattr(disk, "decode_header", forgiving)
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        damaged(lambda seg, idx: flip(seg, PAGE + 3 * SLOT + PAGE, 1))
+
+
+@PLENTY
+@given(size=st.integers(0, PAGE + 12 * SLOT))
+def test_a_truncated_segment_serves_what_is_left(damaged: Damaged, size: int) -> None:
+    found = damaged(lambda seg, idx: os.truncate(seg, size))
+    whole = max(0, (size - PAGE) // SLOT)
+    assert whole <= found.count(True) <= whole + 1  # the last page of one may be padding
+
+
+@pytest.mark.parametrize("with_table", [True, False])
+def test_swapped_slots_are_no_wrong_bytes(damaged: Damaged, with_table: bool) -> None:
+    def swap(seg: Path, idx: Path) -> None:
+        raw = bytearray(seg.read_bytes())
+        a, b = PAGE + 2 * SLOT, PAGE + 7 * SLOT
+        raw[a : a + SLOT], raw[b : b + SLOT] = raw[b : b + SLOT], raw[a : a + SLOT]
+        seg.write_bytes(raw)
+        if not with_table:
+            idx.unlink()
+
+    assert damaged(swap).count(False) == (2 if with_table else 0)
+
+
+def test_a_slot_of_another_folder_is_no_wrong_bytes(damaged: Damaged, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    tier = DiskTier(tmp_path / "other", 4 << 20)
+    fill(tier, keys_of(12, "strange"))
+    tier.close()
+    other = (tmp_path / "other/00000001.seg").read_bytes()
+
+    def graft(seg: Path, idx: Path) -> None:
+        with seg.open("r+b") as file:
+            file.seek(PAGE + 5 * SLOT)
+            file.write(other[PAGE + 5 * SLOT : PAGE + 6 * SLOT])
+
+    assert damaged(graft).count(False) == 1
+
+
+# ---------------------------------------------------------------- the index log
+
+
+@PLENTY
+@given(at=st.integers(0, PAGE + 12 * 24 - 1), length=st.integers(1, 600), seed=st.integers(0, 99))
+def test_a_torn_index_log_costs_nothing(damaged: Damaged, at: int, length: int, seed: int) -> None:
+    garbage = np.random.default_rng(seed).bytes(length)
+
+    def tear(seg: Path, idx: Path) -> None:
+        raw = bytearray(idx.read_bytes())
+        raw[at : at + length] = garbage if seed else bytes(length)
+        idx.write_bytes(raw)
+
+    assert all(damaged(tear))
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, PAGE + 12, PAGE + 24, PAGE + 24 * 5 + 3])
+def test_a_truncated_index_log_costs_nothing(damaged: Damaged, size: int) -> None:
+    assert all(damaged(lambda seg, idx: os.truncate(idx, size)))
+
+
+def test_a_lost_index_log_costs_nothing(damaged: Damaged) -> None:
+    assert all(damaged(lambda seg, idx: idx.unlink()))
+
+
+def test_another_segments_index_log_costs_nothing(damaged: Damaged, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    tier = DiskTier(tmp_path / "other", 4 << 20)
+    fill(tier, keys_of(200, "strange"))
+    tier.close()
+    tables = sorted((tmp_path / "other").glob("*.idx"))
+    assert len(tables) > 1
+
+    def replace(seg: Path, idx: Path) -> None:
+        shutil.copyfile(tables[1], idx)
+
+    assert all(damaged(replace))
+
+
+def test_entries_of_other_slots_cost_nothing(damaged: Damaged) -> None:
+    def swap(seg: Path, idx: Path) -> None:
+        raw = bytearray(idx.read_bytes())
+        a, b = PAGE + 2 * 24, PAGE + 7 * 24
+        raw[a : a + 24], raw[b : b + 24] = raw[b : b + 24], raw[a : a + 24]
+        idx.write_bytes(raw)
+
+    assert all(damaged(swap))
+
+
+def test_an_index_log_of_yesterday_gives_misses(folder: Path, open_disk: OpenDisk) -> None:
+    """A power loss may keep slots and lose the entries written after them."""
+    tier = open_disk(4 << 20)
+    fill(tier, KEYS)
+    tier.close()
+    old = {path: path.read_bytes() for path in folder.glob("*.idx")}
+    tier = open_disk(4 << 20)
+    tier.delete(KEYS[:6])
+    fill(tier, keys_of(6, "new"))
+    fill(tier, KEYS[6:9], version=1)
+    tier.close()
+    for path, raw in old.items():
+        path.write_bytes(raw)
+    tier = open_disk(4 << 20)
+    found = hits(tier, KEYS, versions=2)
+    assert not any(found[:6])
+    assert all(found[9:])
+    hits(tier, keys_of(6, "new"))
+    assert all(fill(tier, KEYS + keys_of(6, "new")))
+    assert all(hits(tier, KEYS + keys_of(6, "new")))
+
+
+# ---------------------------------------------------------------- damage while it is open
+
+
+def test_damage_under_a_live_tier_is_seen(folder: Path, open_disk: OpenDisk) -> None:
+    tier = open_disk(4 << 20)
+    fill(tier, KEYS)
+    assert all(hits(tier, KEYS))
+    flip(folder / "00000001.seg", PAGE + 3 * SLOT + PAGE, 1)
+    assert hits(tier, KEYS).count(False) == 1
+    assert tier.report()["damaged"] == 1
+    assert tier.probe(KEYS).count(False) == 1
+    assert all(fill(tier, KEYS))
+    assert all(hits(tier, KEYS))
+
+
+def test_what_was_proven_is_trusted_only_if_told_so(folder: Path, open_disk: OpenDisk) -> None:
+    tier = open_disk(4 << 20, verify_always=False)
+    fill(tier, KEYS)
+    assert all(hits(tier, KEYS[:6]))
+    for slot in (3, 9):
+        flip(folder / "00000001.seg", PAGE + slot * SLOT + PAGE, 1)
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        hits(tier, KEYS[:6])
+    assert hits(tier, KEYS[6:]).count(False) == 1  # not proven yet: checked
+    tier.close()
+    tier = open_disk(4 << 20, verify_always=False)
+    assert hits(tier, KEYS).count(False) == 2  # another life proves by itself
+
+
+def test_what_was_proven_of_one_record_says_nothing_of_the_next(
+    folder: Path, open_disk: OpenDisk
+) -> None:
+    tier = open_disk(4 << 20, verify_always=False)
+    fill(tier, KEYS[:2])
+    assert all(hits(tier, KEYS[:2]))
+    tier.delete(KEYS[:1])
+    fill(tier, KEYS[2:3])  # into the slot that became free
+    assert all(hits(tier, KEYS[1:2]))
+    for slot in (0, 1):
+        flip(folder / "00000001.seg", PAGE + slot * SLOT + PAGE, 1)
+    assert hits(tier, KEYS[2:3]) == [False]
+
+
+# ---------------------------------------------------------------- formats and strangers
+
+
+def test_the_formats_are_frozen(intact: Path) -> None:
+    """Folders of an earlier release open: these bytes never change."""
+    first, table = (intact / "00000001.seg").read_bytes(), (intact / "00000001.idx").read_bytes()
+    described = "6b766173737365670100000001000000" + "0040000000000000" + "0f00000000000000"
+    assert first[:40].hex() == described + "26d1db9297c3405a"
+    assert table[:PAGE] == first[:PAGE]
+    assert first[PAGE : PAGE + 10] == b"kvassrec\1\0"
+    free = [PAGE + 24 * slot for slot in (13, 14)]
+    assert [table[at : at + 24].hex() for at in free] == [
+        f"{0:032x}b51f94284c773def",
+        f"{0:032x}dcc3a1df43c7356d",
+    ]
+
+
+def test_a_newer_format_is_refused_and_left_alone(
+    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(segment, "FORMAT", segment.FORMAT + 1)
+        tier = open_disk(4 << 20)
+        fill(tier, KEYS)
+        tier.close()
+    before = {path.name: path.stat().st_size for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match="newer kvass"):
+        DiskTier(folder, 4 << 20)
+    assert {path.name: path.stat().st_size for path in folder.iterdir()} == before
+
+
+def test_an_older_format_makes_room(
+    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(segment, "FORMAT", segment.FORMAT - 1)
+        tier = open_disk(4 << 20)
+        fill(tier, KEYS)
+        tier.close()
+    tier = open_disk(4 << 20)
+    assert not any(hits(tier, KEYS))
+    assert list(folder.glob("*.seg")) == []
+
+
+def test_files_of_others_are_left_alone(folder: Path, open_disk: OpenDisk) -> None:
+    names = ["README", "00000001.txt", "zzzzzzzz.seg", "0000000a.seg.bak"]
+    for name in names:
+        (folder / name).write_text("mine")
+    tier = open_disk(4 << 20)
+    fill(tier, KEYS)
+    tier.clear()
+    tier.close()
+    open_disk(4 << 20).close()
+    assert [(folder / name).read_text() for name in names] == ["mine"] * 4

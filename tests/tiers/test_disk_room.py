@@ -1,0 +1,342 @@
+"""The cap, on the disk's own word, at every step; who leaves; what is given back; what it costs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvass.testing.tier_suite import data_of
+from kvass.tiers import book, segment
+from kvass.tiers.disk import DiskTier
+from kvass.tiers.slots import page_buffer
+from kvass.types import PAGE
+from tests.tiers.conftest import OpenDisk
+from tests.tiers.records import SHAPE, fill, hits, keys_of
+
+MIB = 1 << 20
+
+
+def on_disk(folder: Path) -> int:
+    """What the file system says that the folder takes, itself included."""
+    total = 0
+    for path in [folder, *folder.iterdir()]:
+        try:
+            total += path.stat().st_blocks * 512
+        except FileNotFoundError:  # a segment that was just removed
+            pass
+    return total
+
+
+class Watch:
+    """Looks at the disk all the time, and remembers the most it saw."""
+
+    def __init__(self, folder: Path) -> None:
+        self.most = 0
+        self._folder = folder
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.most = max(self.most, on_disk(self._folder))
+
+    def stop(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return max(self.most, on_disk(self._folder))
+
+
+@pytest.fixture
+def watch(folder: Path) -> Iterator[Watch]:
+    made = Watch(folder)
+    yield made
+    made.stop()
+
+
+# ---------------------------------------------------------------- the cap
+
+
+@pytest.mark.parametrize("capacity", [MIB, 5 * MIB + 12_345])
+def test_three_times_the_capacity_never_exceeds_it(
+    folder: Path, open_disk: OpenDisk, watch: Watch, capacity: int
+) -> None:
+    tier = open_disk(capacity)
+    shapes = [(100,), (5000, PAGE), (40_000,), (3 * PAGE, 3 * PAGE, 1)]
+    written = step = 0
+    while written < 3 * capacity:
+        shape = shapes[step // 8 % 4]
+        assert all(fill(tier, keys_of(10, f"step {step}"), shape))
+        assert on_disk(folder) <= capacity
+        written += 10 * sum(shape)
+        step += 1
+    assert all(hits(tier, keys_of(10, f"step {step - 1}"), shape))
+    tier.close()
+    tier = open_disk(capacity)
+    assert all(fill(tier, keys_of(10, "after")))
+    assert watch.stop() <= capacity
+    assert tier.report()["bytes"] <= capacity
+    used = on_disk(folder)
+    assert used >= capacity * 0.5, "so little is used that the test proves nothing"
+
+
+def test_the_watch_sees_too_much(
+    folder: Path, open_disk: OpenDisk, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: a tier that forgets a segment's own bytes passes its cap, and is seen."""
+    monkeypatch.setattr(book, "disk_bytes", lambda slot_bytes, slots: slot_bytes * slots // 2)
+    tier = open_disk(4 * MIB)
+    for step in range(40):
+        fill(tier, keys_of(10, f"step {step}"))
+    assert watch.stop() > 4 * MIB
+
+
+def test_every_slot_written_out_of_order_stays_within_its_segments_estimate(
+    folder: Path,
+) -> None:
+    """The worst for a file system's notes: every other slot of what was only allocated."""
+    slots = 20_000
+    made = segment.SegmentFile.create(folder, 1, 2 * PAGE, slots, direct=True)
+    page = page_buffer()
+    for slot in range(0, slots, 2):
+        made.write(slot, [page])
+        made.note(slot, slot + 1, 1)
+    assert on_disk(folder) <= made.bytes
+    made.close()
+
+
+def test_a_smaller_capacity_gives_back_the_oldest_at_once(
+    folder: Path, open_disk: OpenDisk
+) -> None:
+    tier = open_disk(16 * MIB)
+    for i in range(9):
+        assert all(fill(tier, keys_of(100, f"batch {i}")))
+    tier.close()
+    tier = open_disk(4 * MIB)
+    assert on_disk(folder) <= 4 * MIB
+    assert not any(hits(tier, keys_of(100, "batch 0")))
+    assert all(hits(tier, keys_of(20, "batch 8")))
+
+
+def test_deleting_and_clearing_gives_space_back(folder: Path, open_disk: OpenDisk) -> None:
+    tier = open_disk(16 * MIB)
+    empty = on_disk(folder)
+    keys = keys_of(400)
+    assert all(fill(tier, keys))
+    full = on_disk(folder)
+    tier.delete(keys[:399])
+    assert on_disk(folder) < full / 3
+    assert hits(tier, keys) == [False] * 399 + [True]
+    assert all(fill(tier, keys))
+    tier.clear()
+    assert on_disk(folder) <= empty + PAGE  # the lock says who holds it
+    assert tier.report()["bytes"] == 0
+
+
+def test_a_record_that_fits_nowhere_is_refused(open_disk: OpenDisk) -> None:
+    tier = open_disk(MIB)
+    big = np.zeros(MIB, np.uint8)
+    assert tier.store([b"big", b"small"], [[big], [big[:100]]]) == [False, True]
+    assert tier.report()["too_large"] == 1
+    assert tier.store([b"most of it"], [[big[: MIB * 3 // 4]]]) == [True]
+
+
+# ---------------------------------------------------------------- who leaves
+
+
+def test_the_least_recently_used_leave_first(open_disk: OpenDisk) -> None:
+    tier = open_disk(8 * MIB)
+    keys = keys_of(400)
+    assert all(fill(tier, keys))
+    kept = keys[100:200]
+    assert all(hits(tier, kept))
+    for i in range(6):
+        assert all(fill(tier, keys_of(40, f"more {i}")))
+        assert all(hits(tier, kept))
+    assert not any(tier.probe(keys[:50]))
+    assert tier.report()["evicted"] > 50
+
+
+def test_a_record_used_after_it_was_lined_up_to_leave_stays(open_disk: OpenDisk) -> None:
+    tier = open_disk(8 * MIB, threads=1)
+    keys = keys_of(600)
+    assert all(fill(tier, keys))  # turns over: the oldest ones are lined up by now
+    held = [key for key, there in zip(keys, tier.probe(keys), strict=True) if there]
+    assert len(held) < 600
+    used = held[:60:2]
+    assert all(hits(tier, used))
+    assert all(fill(tier, keys_of(50, "more")))
+    assert all(tier.probe(used))
+
+
+def test_a_new_size_gets_room_from_an_old_one(open_disk: OpenDisk) -> None:
+    tier = open_disk(8 * MIB)
+    old = keys_of(400, "old")
+    assert all(fill(tier, old))
+    new = keys_of(60, "new")
+    for key in new:
+        assert all(fill(tier, [key], (70_000,)))
+    assert all(hits(tier, new, (70_000,)))
+    assert 0 < sum(tier.probe(old)) < 300
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_what_is_being_read_does_not_leave(
+    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, cleared: bool
+) -> None:
+    """A reader in the middle of its record: stores of twice the capacity, a delete and a clear go
+    round it, and it gets the bytes that it came for."""
+    tier = open_disk(MIB, threads=1)
+    assert all(fill(tier, [b"read"]))
+    reading, go_on = threading.Event(), threading.Event()
+    real = segment.SegmentFile.read
+
+    def slow(self: segment.SegmentFile, slot: int, parts: list[np.ndarray]) -> bool:
+        reading.set()
+        assert go_on.wait(60)
+        return real(self, slot, parts)
+
+    found: list[list[bool]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(segment.SegmentFile, "read", slow)
+        reader = threading.Thread(target=lambda: found.append(hits(tier, [b"read"])))
+        reader.start()
+        assert reading.wait(60)
+        patch.setattr(segment.SegmentFile, "read", real)
+        assert hits(tier, [b"read"]) == [True]
+        for i in range(14):
+            assert all(fill(tier, keys_of(10, f"more {i}")))
+        tier.delete([b"read"])
+        assert tier.probe([b"read"]) == [False]
+        if cleared:
+            tier.clear()
+        assert all(fill(tier, keys_of(10, "after")))
+        go_on.set()
+        reader.join()
+    assert found == [[True]]
+    assert all(hits(tier, keys_of(10, "after")))
+    segments = tier.report()["segments"]
+    assert len(list(folder.glob("*.seg"))) == segments == len(list(folder.glob("*.idx")))
+
+
+def test_a_deleted_record_stays_until_its_last_reader_left(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_disk(MIB, threads=1)
+    assert all(fill(tier, [b"read", b"other"]))
+    here = [threading.Event() for _ in range(2)]
+    go_on = [threading.Event() for _ in range(2)]
+    turns = iter(range(2))
+    real = segment.SegmentFile.read
+
+    def slow(self: segment.SegmentFile, slot: int, parts: list[np.ndarray]) -> bool:
+        me = next(turns)
+        here[me].set()
+        assert go_on[me].wait(60)
+        return real(self, slot, parts)
+
+    monkeypatch.setattr(segment.SegmentFile, "read", slow)
+    found: list[list[bool]] = []
+    readers = [
+        threading.Thread(target=lambda: found.append(hits(tier, [b"read"]))) for _ in range(2)
+    ]
+    for i, reader in enumerate(readers):
+        reader.start()
+        assert here[i].wait(60)
+    tier.delete([b"read"])
+    go_on[0].set()
+    readers[0].join()
+    assert all(fill(tier, keys_of(30)))  # whoever gets the slot too early overwrites it
+    go_on[1].set()
+    readers[1].join()
+    assert found == [[True], [True]]
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def test_a_hundred_thousand_rows_take_little_memory_and_come_back_by_the_log(
+    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are entered into the book and the table without their bytes: what is measured is
+    both. That a start needs no header is seen by forbidding to read one."""
+    rows = 100_000
+    for number in range(1, 5):
+        made = segment.SegmentFile.create(folder, number, 2 * PAGE, rows // 4, direct=False)
+        for slot in range(made.slots):
+            made.note(slot, book.fingerprint(b"%d/%d" % (number, slot)), slot + 1)
+        made.close()
+
+    def forbidden(*_: object) -> bool:
+        raise AssertionError("a header was read")
+
+    monkeypatch.setattr(segment.SegmentFile, "read", forbidden)
+    tracemalloc.start()
+    tier = open_disk(1 << 30)
+    gc.collect()
+    used, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert tier.report()["records"] == rows
+    assert tier.probe([b"1/0", b"4/24999", b"4/25000"]) == [True, True, False]
+    assert used <= 200 * rows
+    assert most <= 200 * rows
+
+
+@pytest.mark.parametrize("clock_set_back", [False, True])
+def test_stores_and_loads_go_on_while_it_is_indexed(
+    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, clock_set_back: bool
+) -> None:
+    """What this life stores or deletes meanwhile stays so, whatever the old records say."""
+    tier = open_disk(16 * MIB)
+    keys = keys_of(60)
+    assert all(fill(tier, keys))
+    tier.close()
+    go_on = threading.Event()
+    real = segment.SegmentFile.table
+
+    def slow(self: segment.SegmentFile) -> object:
+        assert go_on.wait(60)
+        return real(self)
+
+    monkeypatch.setattr(segment.SegmentFile, "table", slow)
+    if clock_set_back:
+        monkeypatch.setattr("kvass.tiers.disk.time.time_ns", lambda: 1)
+    tier = DiskTier(folder, 16 * MIB)
+    try:
+        assert tier.indexing
+        assert not any(tier.probe(keys))
+        assert all(fill(tier, keys[:20], version=1))
+        tier.delete(keys[20:40])
+        assert all(fill(tier, keys[30:35], version=1))
+        tier.delete(keys[:5])
+        go_on.set()
+        tier.wait_indexed()
+        held = [*[False] * 5, *[True] * 15, *[False] * 10, *[True] * 5, *[False] * 5, *[True] * 20]
+        assert hits(tier, keys, versions=2) == held
+        into = [np.zeros(n, np.uint8) for n in SHAPE]
+        assert tier.load([keys[7]], [into]) == [True]
+        assert into[0].tobytes() == data_of(keys[7], SHAPE, 1)[0].tobytes()
+    finally:
+        go_on.set()
+        tier.close()
+    tier = open_disk(16 * MIB)
+    assert hits(tier, keys, versions=2) == held
+
+
+def test_closing_does_not_wait_for_the_index(
+    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_disk(16 * MIB)
+    assert all(fill(tier, keys_of(300)))
+    tier.close()
+    for path in folder.glob("*.idx"):
+        path.unlink()
+    tier = DiskTier(folder, 16 * MIB)
+    tier.close()
+    assert all(hits(open_disk(16 * MIB), keys_of(300)))

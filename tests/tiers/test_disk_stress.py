@@ -1,0 +1,105 @@
+"""Many threads, little room, several sizes: no wrong byte, and the book balances afterwards."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvass.testing.tier_suite import data_of
+from kvass.tiers.book import FREE, READY, Book
+from kvass.tiers.disk import DiskTier
+from tests.tiers.conftest import OpenDisk
+from tests.tiers.records import hits, keys_of
+
+CAPACITY = 1 << 20
+SHAPES = [(5000, 4096), (20_000,), (300,), (4096, 4096, 4096, 4096)]
+KEYS = keys_of(120)
+
+
+def balance(of: Book) -> None:
+    """What holds of a book that nobody is busy with."""
+    found = 0
+    for number, segment in of.segments.items():
+        assert segment.file.number == number
+        assert not segment.gone
+        assert segment.users == 0
+        assert not segment.pins.any()
+        assert set(segment.state.tolist()) <= {FREE, READY}
+        free = segment._free[: segment.free_slots].tolist()
+        assert sorted(free) == (segment.state == FREE).nonzero()[0].tolist()
+        assert segment.free_slots < segment.file.slots, "an empty segment was kept"
+        for slot in (segment.state == READY).nonzero()[0].tolist():
+            key = int(segment.fingerprint[slot])
+            assert of._maps[key % 256].get(key) == number << 32 | slot
+            found += 1
+        assert (segment in of._classes[segment.file.slot_bytes].spare) == bool(free)
+    assert found == len(of), "the index has records that no slot holds"
+    assert of.dead == []
+    assert of.spent == sum(segment.file.bytes for segment in of.segments.values()) <= of.capacity
+    held = [s for one in of._classes.values() for s in one.segments]
+    assert len(held) == len(of.segments)
+
+
+def torture(tier: DiskTier, seed: int, steps: int, stored: list[list[int]]) -> None:
+    rng = random.Random(seed)
+    for _ in range(steps):
+        some = rng.sample(range(len(KEYS)), rng.randint(1, 5))
+        keys = [KEYS[i] for i in some]
+        what = rng.random()
+        if what < 0.5:
+            shapes = [SHAPES[i % 4] for i in some]
+            versions = [rng.randrange(4) for _ in some]
+            data = [data_of(*each) for each in zip(keys, shapes, versions, strict=True)]
+            stored[seed].append(sum(tier.store(keys, data)))
+        elif what < 0.9:
+            for i in some:
+                hits(tier, [KEYS[i]], SHAPES[i % 4], versions=4)
+        elif what < 0.99:
+            tier.delete(keys)
+        else:
+            tier.clear()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_torture(folder: Path, open_disk: OpenDisk, seed: int) -> None:
+    tier = open_disk(CAPACITY, threads=2, verify_always=bool(seed % 2))
+    stored: list[list[int]] = [[] for _ in range(20)]
+    with ThreadPoolExecutor(5) as pool:
+        for done in [pool.submit(torture, tier, seed * 5 + i, 90, stored) for i in range(5)]:
+            done.result(timeout=120)
+    assert sum(map(sum, stored)) > 300
+    assert tier.report()["evicted"] > 0
+    assert tier.report()["damaged"] == 0
+    balance(tier._book)
+    before = [hits(tier, [key], SHAPES[i % 4], versions=4) for i, key in enumerate(KEYS)]
+    tier.close()
+    if seed:
+        for path in folder.glob("*.idx"):
+            path.unlink()
+    tier = open_disk(CAPACITY)
+    balance(tier._book)
+    after = [hits(tier, [key], SHAPES[i % 4], versions=4) for i, key in enumerate(KEYS)]
+    assert after == before
+
+
+def test_keys_of_one_fingerprint_push_each_other_out(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvass.tiers.disk.fingerprint", lambda key: key[-1] % 7 + 1)
+    tier = open_disk(CAPACITY)
+    for key in KEYS[:60]:
+        assert tier.store([key], [data_of(key, SHAPES[0])]) == [True]
+        assert hits(tier, [key]) == [True]
+    assert sum(hits(tier, KEYS[:60])) <= 7
+    balance(tier._book)
+
+
+def test_balance_notices() -> None:
+    """The control: a book that forgot to give a slot back does not balance."""
+    one = Book(CAPACITY, 0)
+    one.spent += 1
+    with pytest.raises(AssertionError):
+        balance(one)

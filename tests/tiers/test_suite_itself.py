@@ -1,0 +1,307 @@
+"""TierSuite passes the simplest right tier there is, and catches each way of being a wrong one."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvass.errors import UsageError
+from kvass.testing.tier_suite import SHAPES, MakeTier, TierSuite
+from kvass.tiers.base import Buffer, Shards, Tier, check_batch
+
+Kept = dict[bytes, list[Buffer]]
+
+
+class MemoryTier:
+    """A dict and a lock; ``kept`` outlives it."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.lock = threading.Lock()
+        self.closed = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        with self.lock:
+            if self.closed:
+                raise UsageError("closed")
+            yield
+
+    def check(self, keys: Sequence[bytes], data: Sequence[Shards] | None = None) -> None:
+        check_batch(keys, data)
+
+    def probe(self, keys: Sequence[bytes]) -> list[bool]:
+        self.check(keys)
+        with self.call():
+            return [key in self.kept for key in keys]
+
+    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
+        self.check(keys, into)
+        with self.call():
+            return [self.load_one(key, shards) for key, shards in zip(keys, into, strict=True)]
+
+    def load_one(self, key: bytes, into: Shards) -> bool:
+        held = self.kept.get(key)
+        if held is None or [len(h) for h in held] != [len(s) for s in into]:
+            return False
+        for shard, raw in zip(into, held, strict=True):
+            shard[:] = raw
+        return True
+
+    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        self.check(keys, data)
+        with self.call():
+            for key, shards in zip(keys, data, strict=True):
+                self.store_one(key, shards)
+            return [True] * len(keys)
+
+    def store_one(self, key: bytes, shards: Shards) -> None:
+        self.kept[key] = [shard.copy() for shard in shards]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self.check(keys)
+        with self.call():
+            for key in keys:
+                self.kept.pop(key, None)
+
+    def clear(self) -> None:
+        with self.call():
+            self.kept.clear()
+
+    def close(self) -> None:
+        with self.lock:
+            self.closed = True
+
+
+class TestMemory(TierSuite):
+    @pytest.fixture
+    def make_tier(self) -> MakeTier:
+        kept: Kept = {}
+        return lambda: MemoryTier(kept)
+
+
+class TestForgetful(TierSuite):
+    persistent = False
+
+    @pytest.fixture
+    def make_tier(self) -> MakeTier:
+        return lambda: MemoryTier({})
+
+
+class Hasty(TierSuite):
+    __test__ = False  # called below
+    patience_s = 0.2
+
+
+# ---------------------------------------------------------------- wrong ones
+
+
+class ServesWhatIsAbsent(MemoryTier):
+    def load_one(self, key: bytes, into: Shards) -> bool:
+        return super().load_one(key, into) or key not in self.kept
+
+
+class ServesAPart(MemoryTier):
+    def load_one(self, key: bytes, into: Shards) -> bool:
+        for shard, raw in zip(into, self.kept.get(key, []), strict=False):
+            shard[: len(raw)] = raw[: len(shard)]
+        return key in self.kept
+
+
+class ServesTheRightBytesAnywhere(MemoryTier):
+    """Lengths that fit in sum are enough for it."""
+
+    def load_one(self, key: bytes, into: Shards) -> bool:
+        all_ = np.concatenate([*self.kept.get(key, []), np.empty(0, np.uint8)])
+        if key not in self.kept or len(all_) != sum(map(len, into)):
+            return False
+        at = 0
+        for shard in into:
+            shard[:] = all_[at : at + len(shard)]
+            at += len(shard)
+        return True
+
+
+class KeepsTheFirst(MemoryTier):
+    def store_one(self, key: bytes, shards: Shards) -> None:
+        if key not in self.kept:
+            super().store_one(key, shards)
+
+
+class KeepsTheFirstOfABatch(MemoryTier):
+    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        return super().store(keys[::-1], data[::-1])
+
+
+class KeepsTheCallersMemory(MemoryTier):
+    def store_one(self, key: bytes, shards: Shards) -> None:
+        self.kept[key] = list(shards)
+
+
+class AnswersInItsOwnOrder(MemoryTier):
+    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
+        return sorted(super().load(keys, into))
+
+
+class WritesBesideTheBuffers(MemoryTier):
+    def load_one(self, key: bytes, into: Shards) -> bool:
+        found = super().load_one(key, into)
+        for shard in into:
+            if shard.base is not None and found:
+                shard.base[-1] = 0
+        return found
+
+
+class CutsKeys(MemoryTier):
+    def store_one(self, key: bytes, shards: Shards) -> None:
+        super().store_one(key.rstrip(b"\0") or key, shards)
+
+    def load_one(self, key: bytes, into: Shards) -> bool:
+        return super().load_one(key.rstrip(b"\0") or key, into)
+
+
+class NeverDeletes(MemoryTier):
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self.check(keys)
+
+
+class DeletesAll(MemoryTier):
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self.check(keys)
+        self.kept.clear()
+
+
+class NeverClears(MemoryTier):
+    def clear(self) -> None: ...
+
+
+class TakesAnything(MemoryTier):
+    def check(self, keys: Sequence[bytes], data: Sequence[Shards] | None = None) -> None: ...
+
+
+class NeverCloses(MemoryTier):
+    def close(self) -> None: ...
+
+
+class ClosesOverOthers(MemoryTier):
+    def load_one(self, key: bytes, into: Shards) -> bool:
+        time.sleep(0.02)
+        return super().load_one(key, into) and not self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class RemembersWhatItServed(MemoryTier):
+    """A cache of its own that a store does not void."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(kept)
+        self.served: Kept = {}
+
+    def load_one(self, key: bytes, into: Shards) -> bool:
+        held = self.served.setdefault(key, self.kept.get(key, []))
+        if key in self.kept and [len(h) for h in held] == [len(s) for s in into]:
+            for shard, raw in zip(into, held, strict=True):
+                shard[:] = raw
+            return True
+        return super().load_one(key, into)
+
+
+class Tears(MemoryTier):
+    """Writes in place and reads without a lock."""
+
+    def store_one(self, key: bytes, shards: Shards) -> None:
+        held = self.kept.get(key)
+        if held is None or [len(h) for h in held] != [len(s) for s in shards]:
+            super().store_one(key, shards)
+            return
+        for mine, shard in zip(held, shards, strict=True):
+            half = len(shard) // 2
+            mine[:half] = shard[:half]
+            time.sleep(0.0005)
+            mine[half:] = shard[half:]
+
+    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
+        self.check(keys, into)
+        with self.call():
+            pass
+        return [self.load_one(key, shards) for key, shards in zip(keys, into, strict=True)]
+
+
+class KeepsTheDeleted(MemoryTier):
+    """Until somebody opens it again."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(kept)
+        self.hidden: set[bytes] = set()
+
+    def probe(self, keys: Sequence[bytes]) -> list[bool]:
+        found = zip(super().probe(keys), keys, strict=True)
+        return [held and key not in self.hidden for held, key in found]
+
+    def load_one(self, key: bytes, into: Shards) -> bool:
+        return key not in self.hidden and super().load_one(key, into)
+
+    def store_one(self, key: bytes, shards: Shards) -> None:
+        self.hidden.discard(key)
+        super().store_one(key, shards)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self.check(keys)
+        with self.call():
+            self.hidden |= set(keys)
+
+
+WRONG = [
+    ServesWhatIsAbsent,
+    ServesAPart,
+    ServesTheRightBytesAnywhere,
+    KeepsTheFirst,
+    KeepsTheFirstOfABatch,
+    KeepsTheCallersMemory,
+    AnswersInItsOwnOrder,
+    WritesBesideTheBuffers,
+    CutsKeys,
+    NeverDeletes,
+    DeletesAll,
+    NeverClears,
+    TakesAnything,
+    NeverCloses,
+    ClosesOverOthers,
+    RemembersWhatItServed,
+    Tears,
+    KeepsTheDeleted,
+]
+
+
+def failures(make: Callable[[Kept], Tier]) -> list[str]:
+    """The names of the suite's tests that do not pass, until the first."""
+    suite = Hasty()
+    for name, test in inspect.getmembers(suite, inspect.ismethod):
+        wants = inspect.signature(test).parameters
+        shapes = SHAPES.values() if "shape" in wants else [None]
+        for shape in shapes if name.startswith("test_") else ():
+            kept: Kept = {}
+            given: dict[str, object] = {"tier": make(kept), "make_tier": lambda k=kept: make(k)}
+            given |= {"shape": shape, "aligned": False, "later_s": 0.02}
+            try:
+                test(**{n: given[n] for n in wants})
+            except (Exception, pytest.fail.Exception):  # noqa: BLE001  a test may fail in any way
+                return [name]
+    return []
+
+
+def test_a_right_tier_fails_nothing() -> None:
+    assert failures(MemoryTier) == []
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_tier_is_caught(wrong: Callable[[Kept], Tier]) -> None:
+    assert failures(wrong) != []
