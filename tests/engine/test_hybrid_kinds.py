@@ -15,7 +15,7 @@ from kvass.testing import hybrids
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.models import Blueprint, build
 from kvass.testing.vllm_engine import EngineDied, EngineProcess, Settings
-from tests.engine.hybrid import ARGS, GPT_OSS, ROOT, Pair, assert_telling, red
+from tests.engine.hybrid import ARGS, GPT_OSS, QWEN3_NEXT, ROOT, Pair, assert_telling, red
 
 pytestmark = pytest.mark.engine
 
@@ -158,3 +158,24 @@ def test_gpt_oss_with_the_hybrid_manager_off(daemon: Daemon) -> None:
         pair.spoil(None)
         assert wrong.external == 768
         red(pair, tokens, wrong)
+
+
+# ---------------------------------------------------------------- more states
+
+
+def test_more_states_are_found_if_vllm_retains_more(daemon: Daemon) -> None:
+    """A branch hits at the trunk's last state at which a step ended; so does a generated state."""
+    args = QWEN3_NEXT.args | {"prefix_cache_retention_interval": QWEN3_NEXT.chunk}
+    with start(daemon, QWEN3_NEXT.blueprint, "dense", args=args) as engine:
+        pair = Pair(QWEN3_NEXT, daemon, engine.wait_ready(), engine)
+        trunk = pair.prompt(600)
+        pair.store(trunk + pair.prompt(400))
+        second = trunk + pair.prompt(300)
+        branch = pair.load(second)
+        assert branch.external == 480  # steps compute at most 512 tokens
+        pair.check(second, branch, alike=False)
+        question = pair.prompt(700)
+        turn = question + pair.store(question, 200).tokens + pair.prompt(50)
+        warm = pair.load(turn)
+        assert warm.external == 864
+        pair.check(turn, warm, alike=False)
