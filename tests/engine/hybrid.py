@@ -6,8 +6,8 @@ salt that nobody else uses it can hit nothing but what itself computed under tha
 
 from __future__ import annotations
 
-import math
 import random
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,13 +75,13 @@ GEMMA3: Final = Model(
     hybrids.gemma3(),
     256,
     [("SlidingWindowSpec", 32), ("SlidingWindowSpec", 32), ("FullAttentionSpec", 32)],
-    (256, 300, 320, 512, 512 + 32, 512 + 300, 768),
+    (256, 300, 320, 512, 512 + 300),
 )
 QWEN3_NEXT: Final = Model(
     hybrids.qwen3_next(),
     96,
     [("MambaSpec", 96), ("FullAttentionSpec", 96)],
-    (96, 192, 480, 576),
+    (96, 192, 480),
     {"dtype": "bfloat16"},
     exact=False,
     retained=96,
@@ -196,9 +196,8 @@ def assert_telling(answer: Answer) -> None:
 
     A uniform choice among 1024 tokens has log-probability -6.9, a certain one 0.
     """
-    assert max(answer.logprobs) < -0.05
-    assert -5.0 < math.fsum(answer.logprobs) / len(answer.logprobs) < -0.5
-    assert len(answer.tokens) < 4 or len(set(answer.tokens)) > 1
+    assert -5.0 < statistics.median(answer.logprobs) < -0.5
+    assert max(answer.logprobs) - min(answer.logprobs) > 0.1
 
 
 @contextmanager

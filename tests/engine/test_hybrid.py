@@ -113,10 +113,10 @@ def test_d2_zeroed_pages_of_any_one_group_are_seen(pair: Pair) -> None:
     pair.check(tokens, pair.load(tokens))
 
 
-@pytest.mark.parametrize("pair", MODELS[:2], indirect=True, ids=["gpt-oss", "gemma3"])
 def test_stores_that_come_late_from_blocks_nobody_holds_are_seen(pair: Pair) -> None:
-    """The negative control of the store: vLLM uses blocks that left a window in the next step. (A
-    state that it offers is one that it keeps.)"""
+    """The negative control of the store: vLLM uses blocks that left a window in the next step."""
+    if pair.model.retained:
+        pytest.skip("a state that vLLM offers is one that it keeps")
     prompts = [pair.prompt(1000 + 100 * i) for i in range(3)]
 
     def wrong_after_stores() -> int:
@@ -141,20 +141,16 @@ def test_stores_that_come_late_from_blocks_nobody_holds_are_seen(pair: Pair) -> 
     assert wrong_after_stores() == 0
 
 
-@pytest.mark.parametrize("pair", [GEMMA3], indirect=True, ids=["gemma3"])
-def test_d5_two_groups_of_equal_specs_are_two(pair: Pair) -> None:
-    """Gemma's two groups of windows: each is loaded for itself, and the other makes up for none."""
-    one, other, _ = pair.groups()
-    assert one == other
+def test_d5_groups_of_equal_specs_are_several(pair: Pair) -> None:
+    """Each group is loaded for itself, also Gemma's two of equal windows: none makes up for another
+    one whose pages are zeroed, and each breaks the output in its own way."""
     tokens = pair.prompt(1000)
     pair.store(tokens)
     seen = []
-    for group in (0, 1, None):
+    for group in (*range(len(pair.model.groups)), None):
         pair.spoil(group)
         seen.append(pair.load(tokens).logprobs)
-    first, second, right = seen
-    assert first != second
-    assert right not in (first, second)
+    assert all(seen.count(one) == 1 for one in seen)
 
 
 def test_windows_take_their_share_of_the_room(pair: Pair) -> None:

@@ -15,7 +15,7 @@ from kvass.testing import hybrids
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.models import Blueprint, build
 from kvass.testing.vllm_engine import EngineDied, EngineProcess, Settings
-from tests.engine.hybrid import ARGS, GPT_OSS, ROOT, Pair, assert_telling, red
+from tests.engine.hybrid import ARGS, GPT_OSS, QWEN3_NEXT, ROOT, Pair, assert_telling, red
 
 pytestmark = pytest.mark.engine
 
@@ -95,35 +95,46 @@ def test_a_zeroed_page_of_any_group_of_deepseek_v4_is_seen(
 # ---------------------------------------------------------------- Nemotron-H
 
 
-def test_nemotron_h_without_prefix_caching_runs_uncached(daemon: Daemon) -> None:
+@pytest.fixture(scope="module")
+def nemotrons(daemon: Daemon) -> Iterator[list[EngineProcess]]:
+    """Without and with prefix caching, started side by side."""
+    engines = [
+        start(daemon, hybrids.nemotron_h(), f"nemotron-{on}", args={"enable_prefix_caching": on})
+        for on in (False, True)
+    ]
+    yield [engine.wait_ready() for engine in engines]
+    for engine in engines:
+        engine.kill()
+
+
+def test_nemotron_h_without_prefix_caching_runs_uncached(
+    nemotrons: list[EngineProcess], daemon: Daemon
+) -> None:
+    engine, _ = nemotrons
     rows = daemon.status()["rows"]
-    with start(
-        daemon, hybrids.nemotron_h(), "nemotron", args={"enable_prefix_caching": False}
-    ) as engine:
-        for size in (100, 1000):
-            tokens = prompt(size, seed=2)
-            first, second = engine.one(tokens, 6), engine.one(tokens, 6)
-            assert first.cached == second.cached == 0
-            assert first.tokens == second.tokens
-            assert first.logprobs == second.logprobs
-            assert_telling(first)
+    for size in (100, 1000):
+        tokens = prompt(size, seed=2)
+        first, second = engine.one(tokens, 6), engine.one(tokens, 6)
+        assert first.cached == second.cached == 0
+        assert first.tokens == second.tokens
+        assert first.logprobs == second.logprobs
+        assert_telling(first)
     assert daemon.status()["rows"] == rows
 
 
-def test_a_forward_pass_that_raises_stores_nothing(daemon: Daemon) -> None:
+def test_a_forward_pass_that_raises_stores_nothing(
+    nemotrons: list[EngineProcess], daemon: Daemon
+) -> None:
     """With prefix caching vLLM 0.32 fails on a CPU at Nemotron-H's first whole block, which is the
     step that would have stored it."""
-    rows = daemon.status()["rows"]
-    engine = start(daemon, hybrids.nemotron_h(), "nemotron-cached")
-    try:
-        assert engine.one(prompt(100), 6).cached == 0
-        with pytest.raises(EngineDied, match="IndexError"):
-            engine.one(prompt(200), 6)
-    finally:
-        engine.kill()
+    _, engine = nemotrons
+    before = daemon.status()
+    assert engine.one(prompt(100), 6).cached == 0
+    with pytest.raises(EngineDied, match="IndexError"):
+        engine.one(prompt(200), 6)
     status = daemon.wait_until(reservations=0, leases=0)
-    assert status["messages"]["reserve"] > 0
-    assert status["rows"] == rows
+    assert status["messages"]["reserve"] > before["messages"].get("reserve", 0)
+    assert status["rows"] == before["rows"]
 
 
 # ---------------------------------------------------------------- the hybrid manager off
@@ -147,3 +158,24 @@ def test_gpt_oss_with_the_hybrid_manager_off(daemon: Daemon) -> None:
         pair.spoil(None)
         assert wrong.external == 768
         red(pair, tokens, wrong)
+
+
+# ---------------------------------------------------------------- more states
+
+
+def test_more_states_are_found_if_vllm_retains_more(daemon: Daemon) -> None:
+    """A branch hits at the trunk's last state at which a step ended; so does a generated state."""
+    args = QWEN3_NEXT.args | {"prefix_cache_retention_interval": QWEN3_NEXT.chunk}
+    with start(daemon, QWEN3_NEXT.blueprint, "dense", args=args) as engine:
+        pair = Pair(QWEN3_NEXT, daemon, engine.wait_ready(), engine)
+        trunk = pair.prompt(600)
+        pair.store(trunk + pair.prompt(400))
+        second = trunk + pair.prompt(300)
+        branch = pair.load(second)
+        assert branch.external == 480  # steps compute at most 512 tokens
+        pair.check(second, branch, alike=False)
+        question = pair.prompt(700)
+        turn = question + pair.store(question, 200).tokens + pair.prompt(50)
+        warm = pair.load(turn)
+        assert warm.external == 864
+        pair.check(turn, warm, alike=False)
