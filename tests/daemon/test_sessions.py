@@ -237,7 +237,7 @@ def test_debts_of_a_killed_process_are_settled(daemon: Daemon) -> None:
     assert (status["leases"], status["reservations"]) == (2, 1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    daemon.wait_until(5, leases=0, reservations=0, pins=0, quarantined_bytes=0)
+    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
 
 
 def test_eof_of_the_daemon_is_seen(daemon: Daemon) -> None:

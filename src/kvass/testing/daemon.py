@@ -74,14 +74,22 @@ class Daemon:
         """SIGTERM, and wait for the end; its exit status."""
         return self._end(signal.SIGTERM)
 
+    def wait(self) -> int:
+        """Wait for the end that a signal sent by the test brings; its exit status."""
+        assert self._process is not None
+        return self._process.wait(timeout=READY_S)
+
     def restart(self) -> None:
         """SIGKILL and start again on the same path."""
         self.kill()
         self.start()
 
     def suspend(self) -> None:
-        """SIGSTOP: it answers nothing, and its sockets stay open."""
+        """SIGSTOP, and wait for the stop: it answers nothing, and its sockets stay open."""
         os.kill(self.pid, signal.SIGSTOP)
+        state = Path(f"/proc/{self.pid}/stat")
+        while state.read_text().rpartition(")")[2].split()[0] not in "TZ":
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -90,9 +98,9 @@ class Daemon:
     def status(self) -> dict[str, Any]:
         """The fields of ``kvass status``, over a connection of its own."""
         with Client(self.socket) as client:
-            return client.status()
+            return client.status(READY_S)
 
-    def wait_until(self, timeout_s: float = 10.0, **fields: Any) -> dict[str, Any]:
+    def wait_until(self, timeout_s: float = READY_S, **fields: Any) -> dict[str, Any]:
         """Wait until ``status()`` shows these values; returns it. Raises ``AssertionError``."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -111,7 +119,7 @@ class Daemon:
         if self.running:
             self._process.send_signal(number)
             self._process.send_signal(signal.SIGCONT)  # a suspended process heeds no SIGTERM
-        status = self._process.wait(timeout=READY_S)
+        status = self.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
         return status

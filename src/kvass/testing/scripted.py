@@ -86,13 +86,13 @@ class ScriptedDaemon:
 
     def kill(self) -> None:
         """What ``kill -9`` does: every socket closed, nothing said."""
-        self._listener.close()
         Path(self.path).unlink(missing_ok=True)
         for sock in (self._listener, *self._sessions):
             try:
-                sock.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)  # of the listener: who accepts on it wakes up
             except OSError:
                 pass  # ended before
+        self._listener.close()
         self._sessions.clear()
         self.reading.set()
 
