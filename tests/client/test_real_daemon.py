@@ -22,6 +22,7 @@ from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.scripted import eventually
 
 WIDTH, CHUNKS = 32, 4
+PATIENCE_S = 20.0
 BOUND_S = 0.25
 """What one call of ours may cost an engine, with a daemon in any condition."""
 
@@ -30,7 +31,9 @@ class Engine:
     """A scheduler and its one worker, as a connector holds them."""
 
     def __init__(self, socket: str, scheduler: Register, worker: Register) -> None:
-        self.scheduler = SchedulerClient(socket, scheduler, reserve_wait_s=2, step_wait_s=2)
+        self.scheduler = SchedulerClient(
+            socket, scheduler, reserve_wait_s=PATIENCE_S, step_wait_s=PATIENCE_S
+        )
         self.worker = WorkerClient(socket, worker)
         assert worker.layout is not None
         self.row_bytes = worker.layout.groups[0].shard_bytes(worker.chunk_tokens)
@@ -60,7 +63,8 @@ class Engine:
             return False
         grant = granted.grants[0]
         lease = self.timed(self.worker.arena, granted.boot)
-        if lease is None:
+        if lease is None:  # registered, it does not know yet
+            self.scheduler.abort(granted.boot, grant.reservation)
             return False
         self.timed(self.scheduler.handed_over, [], [grant.reservation], granted.boot)
         with lease as buffer:
@@ -79,6 +83,7 @@ class Engine:
         assert self.timed(self.scheduler.take, prompt) is found
         lease = self.timed(self.worker.arena, found.boot)
         if lease is None:
+            self.scheduler.release(found.boot, found.lease)
             return False
         with lease as buffer:
             for chunk, at in enumerate(found.slots[0].offsets(0, self.row_bytes).tolist()):
@@ -148,7 +153,7 @@ def test_a_suspended_daemon_is_never_in_the_way(daemon: Daemon, engine: Engine) 
     assert engine.slowest_s < BOUND_S
     assert pending_s < BOUND_S
     daemon.resume()
-    engine.scheduler._step_wait_s = 2
+    engine.scheduler._step_wait_s = PATIENCE_S
     assert eventually(lambda: engine.load("a"))
     assert engine.scheduler.counters["connects"] == 1
     quiet(daemon)
@@ -168,14 +173,14 @@ def test_killed_and_restarted(daemon: Daemon, engine: Engine) -> None:
     for life in range(3):
         prompt = f"life {life}"
         assert eventually(lambda: engine.connected)
-        assert eventually(lambda p=prompt: engine.store(p) or engine.load(p), 2)  # type: ignore[misc]
+        assert eventually(lambda p=prompt: engine.store(p) or engine.load(p))  # type: ignore[misc]
         assert eventually(lambda p=prompt: engine.load(p))  # type: ignore[misc]
         daemon.kill()
         assert not engine.load(prompt)
         assert not engine.store("meanwhile")
         daemon.start()
         assert not engine.load(prompt)
-    assert eventually(lambda: engine.store("after") or engine.load("after"), 2)
+    assert eventually(lambda: engine.store("after") or engine.load("after"))
     assert engine.scheduler.counters["connects"] >= 3
 
 
@@ -186,7 +191,9 @@ def test_killed_between_lookup_and_load(daemon: Daemon, engine: Engine) -> None:
     found = engine.scheduler.match("a", digests("a"), WIDTH, 0)
     assert isinstance(found, Match)
     daemon.restart()
-    assert eventually(lambda: engine.connected and engine.worker.arena(found.boot) is None)
+    both = (engine.scheduler.counters, engine.worker.counters)
+    assert eventually(lambda: [counters["connects"] for counters in both] == [2, 2])
+    assert engine.worker.arena(found.boot) is None
     assert engine.scheduler.take("a") is None
     engine.worker.release(found.boot, found.lease)
     engine.scheduler.release(found.boot, found.lease)
@@ -198,8 +205,11 @@ def test_ten_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engin
     assert engine.store("a")
     assert eventually(lambda: engine.load("a"))
     scheduler = engine.scheduler
+    scheduler._lookup_budget_s = PATIENCE_S
     for i in range(10_000):
-        scheduler._step_wait_s = 2 * (i % 2)  # every other one is given up before its answer
+        scheduler._step_wait_s = PATIENCE_S * (
+            i % 2
+        )  # every other one is given up before its answer
         scheduler.new_step()
         found = scheduler.match(f"r{i}", digests("a"), WIDTH, 0)
         assert found is not None
