@@ -113,7 +113,7 @@ def test_another_first_is_another_lookup(
     assert scheduler.take("r") is two
 
 
-@pytest.mark.parametrize(("left_s", "again"), [(31, False), (29, True), (-1, True)])
+@pytest.mark.parametrize(("left_s", "again"), [(40, False), (29, True), (-1, True)])
 def test_half_a_lease_is_too_old(
     daemon: ScriptedDaemon, scheduler: SchedulerClient, left_s: float, again: bool
 ) -> None:
@@ -163,11 +163,11 @@ def test_pending_has_an_end_and_the_late_match_is_released(
     daemon: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
     slow = Slow(daemon)
-    hasty(scheduler)
+    hasty(scheduler, budget_s=0.5)
     began_s = time.monotonic()
     assert match(scheduler) is PENDING
     assert eventually(lambda: match(scheduler) is None)
-    assert 0.05 < time.monotonic() - began_s < 5
+    assert 0.5 <= time.monotonic() - began_s < 5
     # Told once, it is not told to wait again, whatever it asks.
     assert match(scheduler) is None
     assert match(scheduler, first=1) is None
@@ -202,10 +202,11 @@ def test_a_lookup_given_up_is_released_when_it_answers(
 def test_a_step_has_one_budget(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
     Slow(daemon)
     hasty(scheduler, budget_s=30)
+    scheduler._left_s = 0.1
     began_s = time.monotonic()
     for i in range(200):
         assert match(scheduler, f"r{i}") is PENDING
-    assert time.monotonic() - began_s < 0.25
+    assert time.monotonic() - began_s < 5  # and not 200 times 0.1
     assert scheduler._left_s == 0 or scheduler._client.silent_s > 0
 
 
