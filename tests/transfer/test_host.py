@@ -16,6 +16,7 @@ import pytest
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import CopyPlan, RowCopy, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
+from kvass.testing.scripted import eventually
 from kvass.transfer import host
 from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.host import HostMover
@@ -224,6 +225,11 @@ def test_a_copy_that_raises_fails_its_job_only(
     assert arena[SLOT * 3] == 0
 
 
+def open_once_closing(gate: Gate, mover: HostMover) -> None:
+    assert eventually(lambda: mover._closed)
+    gate.opened.set()
+
+
 def test_close_settles_every_job_once(mover: HostMover, arena: U8Array, gate: Gate) -> None:
     ends: list[object] = []
     for blocks in ((1, 2), (3, 4), (5, 6)):
@@ -231,7 +237,7 @@ def test_close_settles_every_job_once(mover: HostMover, arena: U8Array, gate: Ga
             job("store", arena, *blocks, on_done=lambda d: ends.append((d.job.name, d.outcome)))
         )
     assert gate.entered.wait(10)
-    threading.Timer(0.1, gate.opened.set).start()
+    threading.Thread(target=open_once_closing, args=(gate, mover)).start()
     mover.close()
     mover.close()
     assert ends == [((n, n + 1), "cancelled") for n in (1, 3, 5)]
@@ -275,22 +281,28 @@ def test_an_idle_mover_keeps_no_arena_alive(mover: HostMover) -> None:
 
 
 def test_the_copy_does_not_hold_the_gil() -> None:
-    """While one row of 32 MiB is copied this thread goes on; holding the GIL it could not."""
+    """While one row of 32 MiB is copied this thread goes on; holding the GIL it never could.
+
+    A busy machine may have had no core for this thread just then: it gets more than one chance.
+    """
     planes = GroupPlanes(0, (Plane(0, 32768, 32768),), blocks=1025, chunk_blocks=1024)
     region, arena = np.ones(1025 << 15, np.uint8), np.zeros(32 << 20, np.uint8)
     ids = np.random.default_rng(0).permutation(1024)[None] + 1
     mover = HostMover([region], [planes])
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
+    during, chances = 0, 100
     try:
-        mover.submit(Job("store", (plan_copy(planes, ids, [0]),), arena))
-        during = 0
-        while not mover.drain(0):
-            during += bool(arena[(ids.size - 1) << 15] == 0 and arena[0] == 1)
+        while not during and chances:
+            chances -= 1
+            arena[:] = 0
+            mover.submit(Job("store", (plan_copy(planes, ids, [0]),), arena))
+            while not mover.drain(0):
+                during += bool(arena[(ids.size - 1) << 15] == 0 and arena[0] == 1)
+            assert mover.poll()[0].ok
     finally:
         sys.setswitchinterval(interval)
         mover.close()
-    assert mover.poll()[0].ok
     assert during > 0
 
 
