@@ -7,17 +7,17 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from kvass.arena.memory import Arena
 from kvass.client import session as session_module
 from kvass.client import worker as worker_module
+from kvass.client.parallel import ParallelStrategy
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.messages import Abort, Commit, Hello, Populated, Register, Release
 from kvass.testing.scripted import ARENA_BYTES, ScriptedDaemon, eventually
-from kvass.types import PAGE, Slots
+from kvass.types import PAGE, GroupLayout, RankLayout, Slots
 
 SLICE = 16 << 10
 
@@ -78,6 +78,13 @@ def test_debts_are_settled_by_rank(daemon: ScriptedDaemon, worker: WorkerClient)
     assert worker.counters["dropped"] == 1
 
 
+def as_rank(world: ParallelStrategy, terms: Register, layout: RankLayout | None = None) -> Register:
+    """``terms`` as a rank of ``world`` says them."""
+    return world.register(
+        terms.instance, terms.identity, terms.chunk_tokens, layout or terms.layout
+    )
+
+
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "SLICE_BYTES", SLICE)
@@ -116,9 +123,10 @@ def test_populates_below_the_watermark(daemon: ScriptedDaemon, worker: WorkerCli
 
 
 @pytest.mark.usefixtures("small_slices")
-def test_a_rank_of_eight_populates_what_its_copies_touch(
+def test_one_of_eight_shards_populates_what_its_copies_touch(
     daemon: ScriptedDaemon, worker_registration: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every shard is held by two ranks, so that no rank has the number of its shard."""
     populate, threads = Arena.populate, set[str]()
 
     def noting(arena: Arena, lo: int, hi: int) -> None:
@@ -126,10 +134,11 @@ def test_a_rank_of_eight_populates_what_its_copies_touch(
         populate(arena, lo, hi)
 
     monkeypatch.setattr(Arena, "populate", noting)
-    share, rank = ARENA_BYTES // 8, 3
+    share, shard = ARENA_BYTES // 8, 3
     shard_bytes = PAGE
-    mine = msgspec.structs.replace(worker_registration, rank=rank, ranks=8, world_size=8, shard=3)
-    worker = WorkerClient(daemon.path, mine)
+    world = ParallelStrategy(16, 1, replicas=2, rank=7)
+    assert (world.world_size, world.shard) == (8, shard)
+    worker = WorkerClient(daemon.path, as_rank(world, worker_registration))
     worker.start()
     try:
         arena_of(worker, daemon.boot).close()
@@ -139,8 +148,10 @@ def test_a_rank_of_eight_populates_what_its_copies_touch(
         assert lease is not None
         assert eventually(lambda: populated(worker) == 2 * SLICE), "slices, not rows"
         with lease as buffer:
-            buffer[: rank * share] = 0  # negative control: what is touched is counted
-            assert populated(worker) == 2 * SLICE + rank * share
+            buffer[shard * share :][: 2 * SLICE] = 0
+            assert populated(worker) == 2 * SLICE, "they are its own"
+            buffer[: shard * share] = 0  # negative control: what is touched is counted
+            assert populated(worker) == 2 * SLICE + shard * share
             del buffer
         outside = Slots(((1 << 40,) * 8, (-(1 << 40),) * 8), b"\0\0\1\0", bytes(8))
         lease = worker.arena(daemon.boot, slots=[outside])  # changes nothing
@@ -148,9 +159,30 @@ def test_a_rank_of_eight_populates_what_its_copies_touch(
         lease.close()
         lease = worker.arena(daemon.boot, slots=[slots_of(8, share // shard_bytes)])
         assert lease is not None
-        assert eventually(lambda: populated(worker) == (rank + 1) * share)
+        assert eventually(lambda: populated(worker) == (shard + 1) * share)
         lease.close()
         assert threads == {"kvass"}, "the keeper alone"
+    finally:
+        worker.close()
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_of_a_shard_of_several_slices_all_are_populated(
+    daemon: ScriptedDaemon, worker_registration: Register
+) -> None:
+    group = GroupLayout("full", 32, ("l0",), (5 * SLICE // 2 // 8,))
+    assert group.shard_bytes(256) == 5 * SLICE // 2
+    second = as_rank(ParallelStrategy(2, rank=1), worker_registration, RankLayout((group,)))
+    worker = WorkerClient(daemon.path, second)
+    worker.start()
+    try:
+        arena_of(worker, daemon.boot).close()
+        daemon.push(Populated(bytes=ARENA_BYTES))
+        for slots, slices in ((1, 3), (2, 5), (3, 8)):
+            lease = worker.arena(daemon.boot, slots=[slots_of(2, slots)])
+            assert lease is not None
+            lease.close()
+            assert eventually(lambda slices=slices: populated(worker) == slices * SLICE)  # type: ignore[misc]
     finally:
         worker.close()
 
