@@ -514,7 +514,7 @@ MUTANTS = [
         "a bad row is dropped by its place in another group",
         8,
         "flows.py",
-        "        begin = chunks - len(part.rows)",
+        "        begin = lease.chunks - len(part.rows)",
         "        begin = 0",
     ),
     one(
