@@ -11,7 +11,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.errors import FrameError
-from kvass.types import Limits, Timing
+from kvass.types import GroupKind, GroupLayout, Limits, Slots, Timing
 from kvass.wire import framing
 from tests.golden.values import FROZEN, STRUCTS, VALUES, WORDS, defaults
 
@@ -103,6 +103,30 @@ def test_structs_say_only_what_is_no_default() -> None:
 def test_no_word_was_lost() -> None:
     for name, words in FROZEN_NOW["words"].items():
         assert set(words) <= set(WORDS[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "first", "blocks", "shard_bytes"),
+    [
+        ("full", 0, 0, 16, 196608),
+        ("sliding_window", 100, 669, 7, 86016),
+        ("sliding_window", 300, 469, 16, 196608),
+        ("chunked_local", 512, 512, 16, 196608),
+        ("chunked_local", 128, 768, 0, 4096),
+        ("state", 0, 767, 1, 12288),
+    ],
+)
+def test_where_a_shard_lies_never_changes(
+    kind: GroupKind, window: int, first: int, blocks: int, shard_bytes: int
+) -> None:
+    """No message says how long a shard is or which rows a hit needs: each end computes it, and two
+    versions that disagreed would read and write each other's slots."""
+    one = GroupLayout(kind, 16, ("a", "b", "c"), (4096, 4000, 4001), window)
+    assert one.needs(768) == first
+    assert (one.row_blocks(256), one.shard_bytes(256)) == (blocks, shard_bytes)
+    slots = Slots(((0, 1 << 20), (1 << 21, 1 << 22)), b"\0\0\1\0", b"\2\0\0\0\1\0\0\0")
+    at = [(1 << 20) + 2 * shard_bytes, (1 << 22) + shard_bytes]
+    assert slots.offsets(1, shard_bytes).tolist() == at
 
 
 def test_a_frame_is_a_little_endian_length_and_a_map() -> None:
