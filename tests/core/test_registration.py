@@ -63,14 +63,15 @@ def test_whatever_changes_bytes_makes_another_namespace(rig: Rig, other: dict[st
 
 def test_which_rank_holds_or_writes_a_shard_matters(rig: Rig) -> None:
     names = set()
-    for i, (shards, writers) in enumerate([((0, 1), (0, 1)), ((1, 0), (0, 1)), ((0, 0), (0,))]):
+    worlds = [((0, 1), (0, 1)), ((1, 0), (0, 1)), ((0, 0), (0,)), ((0, 0), (1,))]
+    for i, (shards, writers) in enumerate(worlds):
         world = len(set(shards))
         for rank, shard in enumerate(shards):
             session = rig.open()
             fields = {"ranks": 2, "world_size": world, "shard": shard, "writer": rank in writers}
             reply = rig.register(session, f"e{i}", rank=rank, **fields)
         names.add(reply.namespace)
-    assert len(names) == 3
+    assert len(names) == 4
 
 
 @pytest.mark.parametrize(
