@@ -35,6 +35,7 @@ from kvass.messages import (
     StatusReply,
     Welcome,
 )
+from kvass.types import Slots
 from kvass.wire import framing
 from kvass.wire.channel import send_with_fd
 
@@ -144,9 +145,12 @@ class ScriptedDaemon:
         ]
 
     def grant(self, message: FromClient) -> list[FromDaemon]:
-        """Every item is granted its first chunk."""
+        """Every item is granted its first chunk, in a slot of each group that is nowhere."""
         assert isinstance(message, Reserve)
-        grants = [Grant(reservation=next(self._ids), chunks=(i.first,)) for i in message.items]
+        grants = [
+            Grant(next(self._ids), (i.first,), (Slots(),) * i.groups.bit_count())
+            for i in message.items
+        ]
         return [Granted(seq=message.seq, boot=self.boot, grants=grants)]
 
     def _greet(self, message: FromClient) -> list[FromDaemon]:
