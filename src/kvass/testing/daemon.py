@@ -62,6 +62,11 @@ class Daemon:
         return self._process.pid
 
     @property
+    def boot(self) -> bytes:
+        """Of the process started last."""
+        return bytes.fromhex(self.ready.rpartition("boot=")[2])
+
+    @property
     def running(self) -> bool:
         """Whether the process lives (a suspended one does)."""
         return self._process is not None and self._process.poll() is None

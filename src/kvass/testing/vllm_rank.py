@@ -176,10 +176,15 @@ class Engine:
         return self.rank.copier
 
     def wait_connected(self) -> None:
-        """Wait for the sessions of the scheduler and of all ranks."""
-        until(lambda: self.client.connected, "the scheduler's session")
-        sessions = [rank.copier._client for rank in self.ranks.all]
-        until(lambda: all(one.connected for one in sessions), "the ranks' sessions")
+        """Wait for the sessions of the scheduler and of all ranks; with ``daemon``, in the life
+        that it lives now: after a restart a session of before may not have noticed yet."""
+        clients = [self.client._client, *(rank.copier._client._client for rank in self.ranks.all)]
+
+        def here() -> bool:
+            boots = {session and session.boot for session in (c.session for c in clients)}
+            return boots == {self.daemon.boot} if self.daemon else None not in boots
+
+        until(here, "the sessions of the scheduler and the ranks")
 
     def step(self) -> Any:
         """One step: what is scheduled is "computed", then the ranks' hooks run."""
