@@ -207,9 +207,7 @@ def test_ten_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engin
     scheduler = engine.scheduler
     scheduler._lookup_budget_s = PATIENCE_S
     for i in range(10_000):
-        scheduler._step_wait_s = PATIENCE_S * (
-            i % 2
-        )  # every other one is given up before its answer
+        scheduler._step_wait_s = PATIENCE_S * (i % 2)  # every other one is given up at once
         scheduler.new_step()
         found = scheduler.match(f"r{i}", digests("a"), WIDTH, 0)
         assert found is not None
