@@ -123,21 +123,6 @@ def test_a3_every_dense_rank_reads_its_own_shard(daemon: Daemon, make: Make) -> 
     assert engine.verify() == DENSE.tp * CHUNKS * 4 * (4 + 2)
 
 
-@pytest.mark.parametrize("readers", [(), (-1,), (4,), (0, 0), tuple(range(129))], ids=len)
-def test_a4_readers_that_cannot_be_are_a_miss_and_pin_nothing(
-    daemon: Daemon, make: Make, readers: tuple[int, ...]
-) -> None:
-    engine = make(MLA)
-    assert engine.store(PROMPT) == CHUNKS
-    right, engine.scheduler._readers = engine.scheduler._readers, readers
-    assert engine.match(PROMPT) is None
-    assert engine.scheduler.counters["refused_bad_rank"] == 1
-    status = daemon.status()
-    assert (status["leases"], status["pins"]) == (0, 0)
-    engine.scheduler._readers = right
-    assert engine.load(PROMPT) == CHUNKS
-
-
 def test_a5_nothing_past_a_gap_is_pinned(daemon: Daemon, make: Make) -> None:
     engine = make(MLA)
     assert engine.store(PROMPT) == CHUNKS

@@ -1,4 +1,4 @@
-"""Several ranks over real sockets: a shard that all of them read, and terms that contradict."""
+"""Several ranks over real sockets: terms and readers that cannot be, or contradict each other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvass.client import link
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.scheduler import Match, SchedulerClient
+from kvass.client.scheduler import SchedulerClient
 from kvass.client.worker import WorkerClient
 from kvass.messages import Granted, Register, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
@@ -78,22 +77,6 @@ class Engine:
                 buffer[at : at + PAGE] = value(shard, chunk)
         self.workers[rank].commit(granted.boot, grant.reservation)
 
-    def look_up(self) -> Match:
-        self.scheduler.new_step()
-        found = self.scheduler.match("q", DIGESTS, WIDTH, 0)
-        assert isinstance(found, Match)
-        assert self.scheduler.take("q") is found
-        assert self.scheduler.handed_over([found.lease], [], found.boot)
-        return found
-
-    def read(self, found: Match, rank: int) -> None:
-        shard = self.strategy.at(rank).shard
-        lease = self.workers[rank].arena(found.boot, found.given_s)
-        assert lease is not None
-        with lease as buffer:
-            for chunk, at in enumerate(found.slots[0].offsets(shard, PAGE).tolist()):
-                assert np.unique(buffer[at : at + PAGE]).tolist() == [value(shard, chunk)]
-
     def close(self) -> None:
         for client in self.clients:
             client.close()
@@ -101,53 +84,6 @@ class Engine:
 
 def value(shard: int, chunk: int) -> int:
     return 1 + shard * CHUNKS + chunk
-
-
-@pytest.mark.parametrize("strategy", [MLA, DENSE], ids=["mla", "dense"])
-def test_a1_b5_every_rank_reads_what_the_writers_of_all_stages_stored(
-    daemon: Daemon, strategy: ParallelStrategy
-) -> None:
-    """Through sockets and the mapped arena: MLA's two tensor ranks read one shard, one after the
-    other, under one lease."""
-    one, two = (Engine(daemon.socket, strategy, name) for name in ("one", "two"))
-    granted = one.reserve()
-    for rank in strategy.writers:
-        assert daemon.status()["rows"] == 0, f"READY before rank {rank} committed"
-        one.write(granted, rank)
-    status = daemon.wait_until(rows=CHUNKS, reservations=0)
-    assert status["messages"]["commit"] == strategy.world_size
-    assert status["l1_used_bytes"] == CHUNKS * strategy.world_size * PAGE
-    found = two.look_up()
-    for rank in strategy.readers:
-        assert daemon.status()["pins"] == CHUNKS, f"rank {rank} finds its rows unpinned"
-        two.read(found, rank)
-        two.workers[rank].release(found.boot, found.lease)
-        two.workers[rank].release(found.boot, found.lease)
-        if rank != strategy.readers[-1]:  # take it in before the next rank releases
-            said = 2 * (rank + 1)
-            assert eventually(lambda said=said: daemon.status()["messages"].get("release") == said)  # type: ignore[misc]
-    daemon.wait_until(leases=0, pins=0, rows=CHUNKS)
-    one.close()
-    two.close()
-
-
-def test_a7_an_aborted_request_gives_back_what_its_lookup_took_once(daemon: Daemon) -> None:
-    engine = Engine(daemon.socket, MLA)
-    granted = engine.reserve()
-    for rank in MLA.writers:
-        engine.write(granted, rank)
-    daemon.wait_until(rows=CHUNKS)
-    scheduler = engine.scheduler
-    for name in ("stays", "goes"):
-        scheduler.new_step()
-        assert isinstance(scheduler.match(name, DIGESTS, WIDTH, 0), Match)
-    daemon.wait_until(leases=2, pins=2 * CHUNKS)
-    for _ in range(3):
-        scheduler.settle("goes")
-    daemon.wait_until(leases=1, pins=CHUNKS)
-    assert daemon.status()["messages"]["release"] == 1
-    engine.close()
-    daemon.wait_until(leases=0, pins=0)
 
 
 # ---------------------------------------------------------------- terms that cannot be
@@ -235,9 +171,8 @@ def test_two_live_workers_of_one_rank(daemon: Daemon, caplog: pytest.LogCaptureF
     second.close()
 
 
-@pytest.mark.parametrize("readers", [(), (-1,), (4,), tuple(range(129)), (0, 0)])
-def test_readers_that_cannot_be_are_misses_and_one_line(
-    daemon: Daemon, readers: tuple[int, ...], caplog: pytest.LogCaptureFixture
+def test_a4_readers_that_cannot_be_are_misses_and_one_line(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(daemon.socket, MLA)
     granted = engine.reserve()
@@ -246,20 +181,23 @@ def test_readers_that_cannot_be_are_misses_and_one_line(
     daemon.wait_until(rows=CHUNKS)
     engine.scheduler.close()
     daemon.wait_until(sessions=5)  # four ranks and who asks
-    bad = SchedulerClient(daemon.socket, terms(MLA), readers=readers, step_wait_s=PATIENCE_S)
-    bad.start()
-    assert eventually(lambda: bad.connected)
-    for request in "abc":
-        bad.new_step()
-        assert bad.match(request, DIGESTS, WIDTH, 0) is None
-        bad.settle(request)
-    assert bad.counters["refused_bad_rank"] == 3
-    assert bad.counters["connects"] == 1
-    (line,) = [line for line in warnings(caplog) if "refused" in line]
-    assert "readers: " in line
-    status = daemon.status()
-    assert (status["leases"], status["pins"], status["rows"]) == (0, 0, CHUNKS)
-    bad.close()
+    for readers in [(), (-1,), (4,), tuple(range(129)), (0, 0)]:
+        caplog.clear()
+        bad = SchedulerClient(daemon.socket, terms(MLA), readers=readers, step_wait_s=PATIENCE_S)
+        bad.start()
+        assert eventually(lambda bad=bad: bad.connected)  # type: ignore[misc]
+        for request in "abc":
+            bad.new_step()
+            assert bad.match(request, DIGESTS, WIDTH, 0) is None
+            bad.settle(request)
+        assert bad.counters["refused_bad_rank"] == 3
+        assert bad.counters["connects"] == 1
+        (line,) = [line for line in warnings(caplog) if "refused" in line]
+        assert "readers: " in line
+        status = daemon.status()
+        assert (status["leases"], status["pins"], status["rows"]) == (0, 0, CHUNKS)
+        bad.close()
+        daemon.wait_until(sessions=5)
     engine.close()
 
 
