@@ -15,7 +15,17 @@ from kvass.testing import hybrids
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.models import Blueprint, build
 from kvass.testing.vllm_engine import EngineDied, EngineProcess, Settings
-from tests.engine.hybrid import ARGS, GPT_OSS, QWEN3_NEXT, ROOT, Pair, assert_telling, red
+from tests.engine.hybrid import (
+    ARGS,
+    GEMMA3,
+    GPT_OSS,
+    QWEN3_NEXT,
+    ROOT,
+    Model,
+    Pair,
+    assert_telling,
+    red,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -140,13 +150,14 @@ def test_a_forward_pass_that_raises_stores_nothing(
 # ---------------------------------------------------------------- the hybrid manager off
 
 
-def test_gpt_oss_with_the_hybrid_manager_off(daemon: Daemon) -> None:
+@pytest.mark.parametrize("model", [GPT_OSS, GEMMA3], ids=lambda model: model.blueprint.name)
+def test_a_model_with_the_hybrid_manager_off(daemon: Daemon, model: Model) -> None:
     """One group, all of it stored; what the engine had itself is dropped, so all is loaded."""
     args = {"disable_hybrid_kv_cache_manager": True}
-    with start(daemon, GPT_OSS.blueprint, "off", args=args) as engine:
+    with start(daemon, model.blueprint, f"off-{model.blueprint.name}", args=args) as engine:
         (group,) = engine.wait_ready().groups()
-        assert group.layers == 4
-        pair = Pair(GPT_OSS, daemon, engine, engine)
+        assert set(group.specs) == {"FullAttentionSpec"}
+        pair = Pair(model, daemon, engine, engine)
         for size in (257, 300, 511, 513, 640, 769):
             tokens = pair.prompt(size)
             pair.store(tokens)
