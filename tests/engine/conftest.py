@@ -95,12 +95,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start(model: Path, folder: Path) -> Iterator[Starter]:
-    """Start an engine by name; all are killed at the end."""
+    """Start an engine by name; all are killed at the end.
+
+    Patient, but where a test is about not waiting: a busy machine leaves out no store of a test.
+    """
     engines: list[EngineProcess] = []
 
     def start_one(name: str, *, folder_of: Path | None = None, **fields: Any) -> EngineProcess:
         args = {**ARGS, **fields.pop("args", {})}
         log = folder / f"{name}.log"
+        fields = {"patient": True, **fields}
         engines.append(EngineProcess(folder_of or model, log, args=args, **fields))
         return engines[-1]
 

@@ -80,7 +80,7 @@ STORING: Final = (
 def lonely(start: Starter, folder: Path) -> EngineProcess:
     """An engine whose daemon is not there yet."""
     (folder / "later").mkdir()
-    return start("lonely", socket=folder / "later" / "kvass.sock").wait_ready()
+    return start("lonely", socket=folder / "later" / "kvass.sock", patient=False).wait_ready()
 
 
 @pytest.fixture(scope="module")
