@@ -25,7 +25,7 @@ from kvass.testing.vllm_engine import Answer, EngineDied, EngineProcess, Pages, 
 from kvass.types import Timing
 from tests.engine.conftest import ARGS, BLOCK, CHUNK, ROOT, Starter, store
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 
 Make = Callable[[int], list[int]]
 
