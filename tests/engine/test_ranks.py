@@ -375,6 +375,15 @@ def test_a_stage_killed_while_it_loads(stages: EngineProcess, daemon: Daemon, pr
     assert daemon.status()["rows"] == rows, "what it read is there for the next"
 
 
+def test_a_tensor_rank_killed_while_it_loads(mla: Latent, daemon: Daemon, prompt: Make) -> None:
+    """It shares shard and lease with the other rank, which has read its copy."""
+    kept = keep(mla.two, daemon, prompt)
+    rows = daemon.status()["rows"]
+    held = strike(mla.two, daemon, kept.tokens, "start_load_kv", 1)
+    assert (held["leases"], held["pins"]) == (1, 2)
+    assert daemon.status()["rows"] == rows
+
+
 def state(pid: int) -> str:
     """One letter, as ``ps`` says it: T is stopped; Z has let go of everything; - is gone."""
     try:
