@@ -154,7 +154,7 @@ def test_a_server_that_dies_and_comes_back(own_server: Callable[..., RedisServer
 
 def test_a_server_that_stands_still(own_server: Callable[..., RedisServer]) -> None:
     server = own_server()
-    tier = open_tier(f"redis:{server.address}?timeout_s=1")
+    tier = open_tier(f"redis:{server.address}?timeout_s=4")
     assert all(fill(tier, KEYS))
     server.pause(True)
     with pytest.raises(TierDown, match="imeout"):
