@@ -5,7 +5,7 @@ Law of this file: records and arithmetic on them; who judges is ``witness``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from kvass import messages as m
@@ -53,6 +53,27 @@ class Space:
             ):
                 return chunks
         return first
+
+    def unexplained(
+        self,
+        item: m.ReserveItem,
+        keys: list[bytes],
+        had: Set[RowKey],
+        held_then: Set[RowKey],
+        left: float,
+    ) -> bytes | None:
+        """A key of ``item`` that was refused for no reason; None: ``had`` has every row it asks
+        for, up to a chunk that is more than the ``left`` bytes, but for windows of chunks whose
+        full rows were not ``held_then``."""
+        for key in keys[item.first :]:
+            asked = [g for g in range(self.groups) if item.groups >> g & 1]
+            refused = [g for g in asked if (self, g, key) not in had]
+            if any(g not in refused and (self, g, key) not in held_then for g in self.full):
+                refused = [g for g in refused if g in self.full]
+            if refused:
+                fits = sum(sum(self.shard_bytes[g]) for g in refused) <= left
+                return key if fits else None
+        return None
 
 
 @dataclass(eq=False, slots=True)

@@ -374,26 +374,19 @@ class Witness(Books):
         }
         if len(mine) >= self.limits.reservations_per_instance:
             return
+        later = {k for g in reply.grants if g.reservation for k in self._keys_of(g)}
+        taken |= later
         for item, grant in zip(msg.items, reply.grants, strict=True):
-            groups = [g for g in range(space.groups) if item.groups >> g & 1]
-            granted = dict(zip(groups, grant.rows(), strict=True)) if grant.chunks else {}
-            keys = split(item.digests, msg.width)
-            for c in range(item.first, len(keys)):
-                lacking = [
-                    g
-                    for g in groups
-                    if (space, g, keys[c]) not in self.ready and (space, g, keys[c]) not in taken
-                ]
-                anchored = all(
-                    g in lacking or (space, g, keys[c]) in self.ready.keys() | taken
-                    for g in space.full
-                )
-                if not anchored:
-                    lacking = [g for g in lacking if g in space.full]
-                refused = [g for g in lacking if c not in granted.get(g, ())]
-                cost = sum(sum(space.shard_bytes[g]) for g in lacking)
-                if refused and held + cost <= self.quota:
-                    raise BrokenLawError(f"law 6: chunk {c} of {item} was refused: why?")
+            if grant.reservation:
+                later -= self._keys_of(grant)
+            held_then = self.ready.keys() | (taken - later)  # items are answered in order
+            had, keys = self.ready.keys() | taken, split(item.digests, msg.width)
+            refused = space.unexplained(item, keys, had, held_then, self.quota - held)
+            if refused is not None:
+                raise BrokenLawError(f"law 6: {refused!r} of {item} was refused: why?")
+
+    def _keys_of(self, grant: m.Grant) -> set[RowKey]:
+        return set(self.writings[grant.reservation].keys)
 
     def _on_commit(self, session: int, msg: m.Commit, _: None, now: float) -> None:
         member, rank = self.roles[session]
