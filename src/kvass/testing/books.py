@@ -55,20 +55,17 @@ class Space:
         return first
 
     def unexplained(
-        self,
-        item: m.ReserveItem,
-        keys: list[bytes],
-        had: Set[RowKey],
-        held_then: Set[RowKey],
-        left: float,
+        self, item: m.ReserveItem, keys: list[bytes], held: Set[RowKey], left: float
     ) -> bytes | None:
-        """A key of ``item`` that was refused for no reason; None: ``had`` has every row it asks
-        for, up to a chunk that is more than the ``left`` bytes, but for windows of chunks whose
-        full rows were not ``held_then``."""
+        """A key of ``item`` that was refused for no reason.
+
+        None: ``held`` has every row it asks for, its own grant included, up to a chunk that takes
+        more than the ``left`` bytes, but for windows of chunks whose full rows nobody held.
+        """
         for key in keys[item.first :]:
             asked = [g for g in range(self.groups) if item.groups >> g & 1]
-            refused = [g for g in asked if (self, g, key) not in had]
-            if any(g not in refused and (self, g, key) not in held_then for g in self.full):
+            refused = [g for g in asked if (self, g, key) not in held]
+            if any(g not in refused and (self, g, key) not in held for g in self.full):
                 refused = [g for g in refused if g in self.full]
             if refused:
                 fits = sum(sum(self.shard_bytes[g]) for g in refused) <= left

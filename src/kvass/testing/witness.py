@@ -379,9 +379,9 @@ class Witness(Books):
         for item, grant in zip(msg.items, reply.grants, strict=True):
             if grant.reservation:
                 later -= self._keys_of(grant)
-            held_then = self.ready.keys() | (taken - later)  # items are answered in order
-            had, keys = self.ready.keys() | taken, split(item.digests, msg.width)
-            refused = space.unexplained(item, keys, had, held_then, self.quota - held)
+            then = self.ready.keys() | (taken - later)  # items are answered in order
+            keys = split(item.digests, msg.width)
+            refused = space.unexplained(item, keys, then, self.quota - held)
             if refused is not None:
                 raise BrokenLawError(f"law 6: {refused!r} of {item} was refused: why?")
 
