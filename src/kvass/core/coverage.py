@@ -32,8 +32,8 @@ def longest_hit(
     end = len(there[0])
     for group, rows in zip(groups, there, strict=True):
         if group.kind == "full":
-            absent = ~rows[first:end]
-            end = first + int(absent.argmax()) if absent.any() else end
+            wanted = rows[first:end]
+            end = end if wanted.all() else first + int(wanted.argmin())
     windows = [(g, r) for g, r in zip(groups, there, strict=True) if g.kind != "full"]
     if not windows or end == first:
         return end

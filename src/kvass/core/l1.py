@@ -133,14 +133,13 @@ class L1:
         if not len(rows):
             return Slots()
         sets = self.table.set_of[rows]
-        used = np.flatnonzero(np.bincount(sets))
-        number = np.zeros(int(used[-1]) + 1, np.int64)
+        counts = np.bincount(sets)
+        used = counts.nonzero()[0]
+        number = np.zeros(len(counts), "<u2")
         number[used] = np.arange(len(used))
-        local = number[sets]
-        chosen = [self.extents.sets[i] for i in used.tolist()]
         return Slots(
-            extents=tuple(s.bases for s in chosen),
-            set_=local.astype("<u2").tobytes(),
+            extents=tuple([self.extents.sets[i].bases for i in used.tolist()]),
+            set_=number.take(sets).tobytes(),
             slot=self.table.slot[rows].tobytes(),
         )
 
