@@ -187,8 +187,8 @@ MUTANTS = [
         "a rank is sent to another's shard",
         3,
         "l1.py",
-        "tuple(s.bases for s in chosen)",
-        "tuple(s.bases[::-1] for s in chosen)",
+        "tuple([self.extents.sets[i].bases for i in used.tolist()])",
+        "tuple([self.extents.sets[i].bases[::-1] for i in used.tolist()])",
     ),
     one(
         "extents overlap",
