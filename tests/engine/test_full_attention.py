@@ -15,8 +15,6 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvass.messages import Hello, Message, Ping, Register
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.vllm_rank import Engine

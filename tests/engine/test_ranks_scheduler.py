@@ -12,8 +12,6 @@ from typing import Any, Final
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import engine as configuration
 from kvass.connectors.vllm.metadata import StepWork

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.vllm_rank import Engine, until
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvass.connectors.vllm import adapt
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.vllm_hybrid import GroupShape, HybridEngine

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvass.testing.vllm_scheduler import CHUNK, FakeClient, World
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvass.connectors.vllm import KvassConnector, adapt, engine, identity
 from kvass.connectors.vllm.memory import read_memory
 from kvass.errors import ConfigError, UsageError

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvass.testing.vllm_scheduler import BLOCK, CHUNK, FakeClient, World, split
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvass.client import link
 from kvass.messages import Error, FromClient, FromDaemon, Hello, Lookup, Reserve
 from kvass.testing.scripted import ScriptedDaemon, eventually
