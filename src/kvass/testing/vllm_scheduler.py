@@ -189,7 +189,19 @@ def make_configs(
     The worker's of ``strategy``, that of rank 0 for a scheduler's, as vLLM gives it. ``dcp`` is the
     decode context parallel size.
     """
-    import torch
+    config = _engine_config(options, batched, drafts, strategy, dcp, transfer)
+    config.cache_config.num_gpu_blocks = blocks
+    return config, _cache_config(blocks, strategy, dcp)
+
+
+def _engine_config(
+    options: dict[str, object] | None,
+    batched: int,
+    drafts: int,
+    strategy: ParallelStrategy,
+    dcp: int,
+    transfer: dict[str, Any],
+) -> Any:
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -200,12 +212,6 @@ def make_configs(
         SpeculativeConfig,
         VllmConfig,
     )
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-    )
 
     connector = {
         "kv_connector": "KvassConnector",
@@ -214,7 +220,7 @@ def make_configs(
         "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK, **(options or {})},
     }
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
-    config = VllmConfig(
+    return VllmConfig(
         model_config=ModelConfig(
             model=str(tiny_model()), skip_tokenizer_init=True, max_model_len=1024
         ),
@@ -236,11 +242,21 @@ def make_configs(
         kv_transfer_config=KVTransferConfig(**(connector | transfer)),
         speculative_config=SpeculativeConfig(**speculative) if drafts else None,
     )
-    config.cache_config.num_gpu_blocks = blocks
+
+
+def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     page, stage = spec.page_size_bytes, max(strategy.rank, 0) // strategy.tp
     layers = [f"layer.{2 * stage}", f"layer.{2 * stage + 1}"]
-    caches = KVCacheConfig(
+    return KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=[
             KVCacheTensor(
@@ -251,7 +267,6 @@ def make_configs(
         hash_block_size=BLOCK * dcp,
         kv_tp_replicas=strategy.replicas,
     )
-    return config, caches
 
 
 class World:
