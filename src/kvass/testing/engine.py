@@ -150,18 +150,13 @@ class FakeEngine:
 
     def store(self, prompt: Sequence[int]) -> int:
         """Compute ``prompt`` and store what of it nobody has; the chunks that are now READY."""
-        what = self.reserve(prompt)
-        if what is None:
-            return 0
-        if not self.hand_over(what):
-            self.give_back(what)
-            return 0
-        self.copy(what)
-        return self.wait(what)
+        return self._whole(self.reserve(prompt))
 
     def load(self, prompt: Sequence[int]) -> int:
         """Load what is there of ``prompt`` from its beginning; the chunks that every rank got."""
-        what = self.match(prompt)
+        return self._whole(self.match(prompt))
+
+    def _whole(self, what: Transfer | None) -> int:
         if what is None:
             return 0
         if not self.hand_over(what):
