@@ -262,7 +262,11 @@ def test_close_from_a_callback_is_misuse(mover: HostMover, arena: U8Array) -> No
 
 
 def test_close_without_a_job() -> None:
-    HostMover([], []).close()
+    mover = HostMover([], [])
+    mover.close()
+    assert mover.poll() == []
+    assert mover.drain(0)
+    mover.close()  # idempotent
 
 
 def test_an_idle_mover_keeps_no_arena_alive(mover: HostMover) -> None:
