@@ -6,10 +6,15 @@ The *result* of an effect, where it has one, is simply the next event.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvass.errors import ErrorCode
 from kvass.messages import FromClient, FromDaemon
+from kvass.types import Slots, U64Array
 
 SessionId = int
 """Chosen by the shell, never reused in one boot."""
@@ -55,7 +60,62 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed: lapse what is due."""
 
 
-Event = Opened | Received | Faulted | Lost | PopulatedTo | Tick
+class Stopping(msgspec.Struct, frozen=True):
+    """The daemon was told to stop: nothing new is begun, and what is flushed is what was promised."""
+
+
+# A tier's answers. Each ends the operation of that number, once, in whatever order.
+
+
+class Probed(msgspec.Struct, frozen=True):
+    """The end of a ``TierProbe``; ``held``: bool, one per record, all of its batches in a row."""
+
+    op: int
+    held: npt.NDArray[np.bool_]
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """The end of a ``TierLoad``: nobody writes to its slots any more.
+
+    ``which``: bool, one per record: whole and right. ``seconds``: what the tier took for it; 0: it
+    was not asked, or fell out.
+    """
+
+    op: int
+    which: npt.NDArray[np.bool_]
+    seconds: float
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """The end of a ``TierStore``: nobody reads its slots any more; ``which`` are held now."""
+
+    op: int
+    which: npt.NDArray[np.bool_]
+
+
+class EpochIs(msgspec.Struct, frozen=True):
+    """The end of a ``TierEpoch``; None: the tier could not tell, or not keep it."""
+
+    op: int
+    epoch: int | None
+
+
+class Emptied(msgspec.Struct, frozen=True):
+    """The end of a ``TierClear``."""
+
+    op: int
+    done: bool
+
+
+class TierReport(msgspec.Struct, frozen=True):
+    """How a tier is: JSON-able fields for ``kvass status``. No operation's end."""
+
+    tier: int
+    fields: dict[str, Any]
+
+
+FromTier = Probed | Loaded | Stored | EpochIs | Emptied
+Event = Opened | Received | Faulted | Lost | PopulatedTo | Tick | Stopping | TierReport | FromTier
 
 
 # ---------------------------------------------------------------- effects
@@ -84,4 +144,69 @@ class HalfClose(msgspec.Struct, frozen=True):
     session: SessionId
 
 
-Effect = Send | Close | HalfClose
+class Records(msgspec.Struct, frozen=True):
+    """Records of one row class in a tier: what ``tiers.codec.record_key`` is made of.
+
+    ``keys``: uint64, shape ``(n, 4)``: chunk hashes, filled up with zeros to 32 bytes.
+    """
+
+    namespace: bytes
+    epoch: int
+    group: int
+    keys: U64Array
+
+
+class TierProbe(msgspec.Struct, frozen=True):
+    """Ask tier number ``tier`` which of these records it holds; ``Probed`` is its end."""
+
+    tier: int
+    op: int
+    batches: tuple[Records, ...]
+
+
+class TierLoad(msgspec.Struct, frozen=True):
+    """Have the tier fill ``slots``, one per record, each of shards of ``shard_bytes``; ``Loaded``.
+
+    The slots are nobody else's until then.
+    """
+
+    tier: int
+    op: int
+    records: Records
+    slots: Slots
+    shard_bytes: tuple[int, ...]
+
+
+class TierStore(msgspec.Struct, frozen=True):
+    """Have the tier keep what is in ``slots``, which do not change until ``Stored``."""
+
+    tier: int
+    op: int
+    records: Records
+    slots: Slots
+    shard_bytes: tuple[int, ...]
+
+
+class TierEpoch(msgspec.Struct, frozen=True):
+    """Ask for the namespace's epoch in a tier; ``EpochIs`` is its end.
+
+    If the tier has no note of it, or with ``renew`` whatever it has, ``fresh`` is noted there.
+    """
+
+    tier: int
+    op: int
+    namespace: bytes
+    fresh: int
+    renew: bool = False
+
+
+class TierClear(msgspec.Struct, frozen=True):
+    """Have the tier forget every record, of all namespaces; ``Emptied`` is its end."""
+
+    tier: int
+    op: int
+
+
+ToSession = Send | Close | HalfClose
+ToTier = TierProbe | TierLoad | TierStore | TierEpoch | TierClear
+Effect = ToSession | ToTier
