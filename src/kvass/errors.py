@@ -38,6 +38,7 @@ ErrorCode = Literal[
     "not_yours",  # belongs to another instance
     "limit",  # more than Limits allow
     "too_large",  # a row of this layout does not fit the arena
+    "tier_down",  # a tier could not keep what must be kept: say it again
     "forbidden",  # this peer's uid or role may not
     "shutting_down",
 ]

@@ -29,8 +29,8 @@ from kvass.types import Limits, RankLayout, Slots, Timing
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ()
-"""Optional abilities both sides must name to use; the base protocol has none."""
+FEATURES: Final[tuple[str, ...]] = ("tiers",)
+"""Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -104,6 +104,10 @@ class Lookup(Message, tag="lookup"):
 
     Touches chunks ``[0, first)`` and pins the longest run of READY rows from ``first``. ``readers``
     are the ranks that will each send one ``Release``; missing means exactly rank 0.
+
+    What L1 lacks may be promoted from a tier: then the answer comes when that is done, or after
+    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then. What would take
+    longer than computing it at ``prefill_tokens_s`` (0: not known) is not promoted.
     """
 
     request: str
@@ -111,6 +115,26 @@ class Lookup(Message, tag="lookup"):
     width: int = 32
     first: int = 0
     readers: tuple[int, ...] | None = None
+    budget_ms: float = 0.0
+    prefill_tokens_s: float = 0.0
+
+
+class Prefetch(Message, tag="prefetch"):
+    """Promote what a later ``Lookup`` of these digests would, and hold nothing of it.
+
+    ``budget_ms`` as there (0: a minute). Needs the feature ``tiers``.
+    """
+
+    request: str
+    digests: bytes
+    width: int = 32
+    budget_ms: float = 0.0
+
+
+class Prefetched(Message, tag="prefetched"):
+    """``chunks`` of the prompt, from its beginning, are in L1 now."""
+
+    chunks: int = 0
 
 
 class Matched(Message, tag="matched"):
@@ -246,10 +270,16 @@ class Pong(Message, tag="pong"):
 
 
 class Clear(Message, tag="clear"):
-    """Forget a namespace (its digest), or this session's own (empty), or all (``everything``)."""
+    """Forget a namespace (its digest), or this session's own (empty), or all (``everything``).
+
+    With ``tiers`` (and ``everything``) the tiers are emptied too. Answered once every tier has
+    taken note, so that nothing of before matches again, by a restarted daemon neither; a tier that
+    cannot is an ``Error`` of ``tier_down``: say it again.
+    """
 
     namespace: bytes = b""
     everything: bool = False
+    tiers: bool = False
 
 
 class Cleared(Message, tag="cleared"):
@@ -285,13 +315,14 @@ class Error(Message, tag="error"):
     fatal: bool = False
 
 
-Request = Hello | Register | Lookup | Renew | Reserve | Ping | Clear | Status
+Request = Hello | Register | Lookup | Prefetch | Renew | Reserve | Ping | Clear | Status
 OneWay = Release | Commit | Abort | HandedOver
 FromClient = Request | OneWay
 FromDaemon = (
     Welcome
     | Registered
     | Matched
+    | Prefetched
     | Renewed
     | Granted
     | Pong

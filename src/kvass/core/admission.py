@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvass.core import epochs
 from kvass.core.l1 import Namespace
 from kvass.core.registry import (
     Instance,
@@ -82,6 +83,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         model=instance.terms.identity.get("model", ""),
     )
     state.by_digest[digest] = new
+    epochs.welcome(state, state.namespaces[new])
     return new
 
 

@@ -12,6 +12,7 @@ rank's abort or death, or by a clear of its namespace (laws 4, 8).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class Custody:
         self.discards: Counter[str] = Counter()
         """Reservations discarded, by reason."""
         self.lapsed_leases = 0
+        self.published: list[Part] = []
+        """What became READY and nobody has taken note of: emptied by whoever wants to know."""
         self._timing = timing
 
     # ------------------------------------------------------------ leases
@@ -140,6 +143,7 @@ class Custody:
                 self.l1.free(part.rows)
             else:
                 self.l1.publish(part.rows)
+                self.published.append(part)
 
     # ------------------------------------------------------------ time and death
 
@@ -200,8 +204,11 @@ class Custody:
 
     # ------------------------------------------------------------ laws
 
-    def validate(self, now: float) -> None:
-        """Assert that ledger and rows tell the same story (laws 2, 3, 6, 12)."""
+    def validate(self, now: float, others: Iterable[Part] = ()) -> None:
+        """Assert that ledger and rows tell the same story (laws 2, 3, 6, 12).
+
+        ``others``: what promotions and flushes have pinned.
+        """
         table, pins, written = self.l1.table, dict[int, int](), dict[int, int]()
         for lease in self.ledger.leases.values():
             assert lease.owing, "a lease that nobody owes is still held"
@@ -209,6 +216,9 @@ class Custody:
             for part in lease.parts:
                 for row in set(part.rows.tolist()):
                     pins[row] = pins.get(row, 0) + 1
+        for part in others:
+            for row in set(part.rows.tolist()):
+                pins[row] = pins.get(row, 0) + 1
         pinned = np.flatnonzero(table.pins)
         counted = dict(zip(pinned.tolist(), table.pins[pinned].tolist(), strict=True))
         assert counted == pins, f"rows count the pins {counted}, leases {pins}"

@@ -61,7 +61,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class Stopping(msgspec.Struct, frozen=True):
-    """The daemon was told to stop: nothing new is begun, and what is flushed is what was promised."""
+    """The daemon was told to stop: what was promised to tiers is flushed, and nothing new."""
 
 
 # A tier's answers. Each ends the operation of that number, once, in whatever order.

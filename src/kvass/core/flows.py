@@ -6,9 +6,12 @@ raises ``Refused`` before it changed anything.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
+from kvass.core import epochs, flush, promote
 from kvass.core.checks import (
     check_request,
     instance_of,
@@ -25,6 +28,7 @@ from kvass.core.l1 import Namespace, RowClass
 from kvass.core.leases import Lease, Part
 from kvass.core.registry import Instance, Session
 from kvass.core.state import State
+from kvass.core.tiers import Clearing, Promotion
 from kvass.errors import Refused
 from kvass.messages import (
     Abort,
@@ -36,6 +40,8 @@ from kvass.messages import (
     HandedOver,
     Lookup,
     Matched,
+    Prefetch,
+    Prefetched,
     Release,
     Renew,
     Renewed,
@@ -44,39 +50,92 @@ from kvass.messages import (
 )
 from kvass.types import SCHEDULER, I64Array, U64Array
 
+PREFETCH_S: Final = 60.0
+"""How long a prefetch may take that does not say."""
+LONGEST_S: Final = 300.0
+"""No lookup waits longer, whatever it asks."""
+
+
 # ---------------------------------------------------------------- reading
 
 
-def lookup(state: State, session: Session, msg: Lookup) -> Matched:
-    """Find and pin: the longest run of READY chunks from ``first``, under one lease."""
+def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
+    """Find and pin: the longest run of READY chunks from ``first``, under one lease.
+
+    ``None``: the tiers may have more, and the answer comes when they have given it.
+    """
     instance = scheduler_of(state, session)
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, msg.first, state.config.limits)
     readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
-    held = len(state.ledger.leases_of.get(instance.id, ()))
-    if held >= state.config.limits.leases_per_instance:
-        raise Refused("limit", f"{held} leases are open: release some")
+    _check_leases(state, instance)
     state.counters["lookups"] += 1
     state.counters["lookup_chunks"] += len(keys) - msg.first
-    miss = Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
     ns = state.namespace_of(instance)
     if ns is None:
-        return miss
+        return promote.miss(state, msg.first)
     chunks, parts = _match(state, ns, keys, msg.first)
+    if chunks < len(keys) and state.config.tiers:
+        budget_s = (msg.budget_ms or state.config.timing.lookup_budget_ms) / 1000
+        promote.begin(
+            state, _promotion(state, session, msg, ns, keys, msg.first, readers, budget_s)
+        )
+        return None
     if chunks == msg.first:
-        return miss
-    state.counters["hit_chunks"] += chunks - msg.first
-    lease = state.custody.lend(
-        instance.id, msg.request, chunks - msg.first, parts, readers, state.now
-    )
-    return Matched(
-        boot=state.config.boot,
-        lease=lease.id,
-        first=msg.first,
-        chunks=chunks,
-        given_s=state.now,
-        deadline_s=lease.deadline,
-        slots=tuple(state.l1.slots(p.rows) for p in parts),
+        return promote.miss(state, msg.first)
+    return promote.match(state, instance.id, msg.request, msg.first, chunks, parts, readers)
+
+
+def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None:
+    """Promote what a lookup would; nothing is held for the asker."""
+    instance = scheduler_of(state, session)
+    check_request(msg.request, state.config.limits)
+    keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
+    _check_leases(state, instance)
+    state.counters["prefetches"] += 1
+    ns = state.namespace_of(instance)
+    if ns is None:
+        return Prefetched()
+    chunks, _ = _match(state, ns, keys, 0)
+    if chunks == len(keys) or not state.config.tiers:
+        return Prefetched(chunks=chunks)
+    budget_s = msg.budget_ms / 1000 or PREFETCH_S
+    promote.begin(state, _promotion(state, session, msg, ns, keys, 0, set(), budget_s))
+    return None
+
+
+def _check_leases(state: State, instance: Instance) -> None:
+    held = len(state.ledger.leases_of.get(instance.id, ()))
+    held += state.promotions.of_instance[instance.id]
+    if held >= state.config.limits.leases_per_instance:
+        raise Refused("limit", f"{held} leases are open: release some")
+
+
+def _promotion(
+    state: State,
+    session: Session,
+    msg: Lookup | Prefetch,
+    ns: Namespace,
+    keys: U64Array,
+    first: int,
+    readers: set[int],
+    budget_s: float,
+) -> Promotion:
+    assert session.registered is not None, "scheduler_of() asked already"
+    return Promotion(
+        id=state.promotions.new_id(),
+        session=session.id,
+        seq=msg.seq,
+        instance=session.registered.instance,
+        request=msg.request,
+        readers=readers,
+        namespace=ns,
+        epoch=ns.epoch,
+        keys=keys,
+        first=first,
+        deadline=state.now + min(max(budget_s, 0.0), LONGEST_S),
+        prefill_tokens_s=msg.prefill_tokens_s if isinstance(msg, Lookup) else 0.0,
+        homes=[np.full(len(keys), -1, np.int64) for _ in ns.classes],
     )
 
 
@@ -156,6 +215,7 @@ def reserve(state: State, session: Session, msg: Reserve) -> Granted:
         _grant(state, instance, item, keys, writers, protect)
         for item, (keys, writers) in zip(msg.items, asked, strict=True)
     ]
+    flush.ahead(state)
     return Granted(
         boot=state.config.boot,
         given_s=state.now,
@@ -318,8 +378,26 @@ def handed_over(state: State, session: Session, msg: HandedOver) -> None:
             held.handed_over = True
 
 
-def clear(state: State, session: Session, msg: Clear) -> Cleared:
-    """Namespaces stop matching: their epoch moves on (DESIGN section 4)."""
+def clear(state: State, session: Session, msg: Clear) -> Cleared | None:
+    """Namespaces stop matching: their epoch moves on (DESIGN section 4).
+
+    ``None``: it is answered when the tiers have taken note.
+    """
+    chosen = _to_clear(state, session, msg)
+    one = Clearing(session=session.id, seq=msg.seq, rows=0)
+    for ns in chosen:
+        ns.epoch += 1
+        promote.void(state, ns)
+        one.rows += sum(state.l1.clear(c) for c in ns.classes)
+        epochs.clear(state, ns, one)
+    if msg.tiers:
+        epochs.empty(state, one)
+    return None if one.awaits else Cleared(rows=one.rows)
+
+
+def _to_clear(state: State, session: Session, msg: Clear) -> list[Namespace]:
+    if msg.tiers and not (msg.everything and state.config.tiers):
+        raise Refused("bad_value", "tiers: are emptied with everything, and there must be some")
     if session.registered is not None:
         if msg.everything or msg.namespace:
             raise Refused("forbidden", "an engine clears its own namespace only")
@@ -327,18 +405,12 @@ def clear(state: State, session: Session, msg: Clear) -> Cleared:
         own = state.namespace_of(instance)
         if own is None:
             raise Refused("not_registered", f"ranks {instance.missing} are missing: clear later")
-        chosen = [own]
-    elif msg.everything:
-        chosen = list(state.namespaces.values())
-    elif msg.namespace in state.by_digest:
-        chosen = [state.namespaces[state.by_digest[msg.namespace]]]
-    else:
-        raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
-    rows = 0
-    for ns in chosen:
-        ns.epoch += 1
-        rows += sum(state.l1.clear(one) for one in ns.classes)
-    return Cleared(rows=rows)
+        return [own]
+    if msg.everything:
+        return list(state.namespaces.values())
+    if msg.namespace in state.by_digest:
+        return [state.namespaces[state.by_digest[msg.namespace]]]
+    raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
 
 
 def _present(found: I64Array) -> I64Array:

@@ -21,7 +21,17 @@ from kvass.core.eviction import EvictionPolicy, Lru
 from kvass.core.extents import ExtentMap, ExtentSet
 from kvass.core.index import ABSENT, KeyIndex
 from kvass.core.registry import RowClassSpec
-from kvass.core.rows import FREE, NEVER, NOBODY, QUARANTINED, READY, STATE_NAMES, WRITING, RowTable
+from kvass.core.rows import (
+    FREE,
+    LOADING,
+    NEVER,
+    NOBODY,
+    QUARANTINED,
+    READY,
+    STATE_NAMES,
+    WRITING,
+    RowTable,
+)
 from kvass.types import I64Array, Slots, U64Array
 
 
@@ -38,7 +48,11 @@ class RowClass(msgspec.Struct):
 
 
 class Namespace(msgspec.Struct):
-    """``epoch`` counts clears: what was reserved under an older one is discarded at commit."""
+    """``epoch`` counts clears: what was reserved under an older one is discarded at commit.
+
+    ``tier_epochs``: what its records in each tier go by; None: not known (yet), so that the tier is
+    of no use to it. ``asked_s``: when each was last asked for (inf: the answer is awaited).
+    """
 
     id: int
     digest: bytes
@@ -46,6 +60,8 @@ class Namespace(msgspec.Struct):
     chunk_tokens: int
     model: str = ""
     epoch: int = 0
+    tier_epochs: list[int | None] = []
+    asked_s: list[float] = []
 
 
 class L1:
@@ -67,7 +83,8 @@ class L1:
         self._extent_bytes = extent_bytes
         self._policy = policy
         self._next_class = 0
-        self._doomed = 0
+        self._leaving = 0
+        """READY rows that are doomed or passing, so that most unpins need not look for any."""
         self._seed = seed
         self._newest: I64Array = np.empty(0, np.int64)
         """Per extent set: no row of it was used later."""
@@ -150,28 +167,30 @@ class L1:
         self.table.pins[rows] += 1
 
     def unpin(self, rows: I64Array) -> None:
-        """Undo one ``pin`` of the same ``rows``; doomed rows nobody reads any more are freed."""
-        pins = self.table.pins
-        pins[rows] -= 1
-        if not self._doomed:
+        """Undo one ``pin`` of the same ``rows``; those that only stayed for it are freed."""
+        table = self.table
+        table.pins[rows] -= 1
+        if not self._leaving:
             return
-        doomed = rows[self.table.doomed[rows] & (pins[rows] == 0)]
-        if len(doomed):
-            doomed = np.unique(doomed)
-            self._doomed -= len(doomed)
-            self.free(doomed)
+        leaving = (table.doomed[rows] | table.passing[rows]) & table.evictable(rows)
+        if leaving.any():
+            gone = np.unique(rows[leaving])
+            self._leaving -= len(gone)
+            self.free(gone)
 
     # ------------------------------------------------------------ writing
 
-    def allocate(self, one: RowClass, keys: U64Array, protect: int) -> I64Array:
-        """WRITING rows for the first of ``keys``, as many as room can be made for.
+    def allocate(
+        self, one: RowClass, keys: U64Array, protect: int, state: int = WRITING
+    ) -> I64Array:
+        """WRITING (or LOADING) rows for the first of ``keys``, as many as room can be made for.
 
         Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. ``keys`` are
         distinct, and none is in the index.
         """
         self._make_room(one, len(keys), protect)
         rows, one.free = np.split(one.free, [min(len(keys), len(one.free))])
-        self.table.move(rows, FREE, WRITING)
+        self.table.move(rows, FREE, state)
         self.table.key[rows] = keys[: len(rows)]
         one.index.add(rows)
         return rows
@@ -179,6 +198,18 @@ class L1:
     def publish(self, rows: I64Array) -> None:
         """Every shard of ``rows`` is written: they are readable from here on."""
         self.table.move(rows, WRITING, READY)
+
+    def promoted(self, rows: I64Array, retain: bool) -> None:
+        """A tier has filled LOADING ``rows``: they are readable from here on."""
+        self.table.move(rows, LOADING, READY)
+        self.table.kept[rows] = True
+        if not retain:
+            self.table.passing[rows] = True
+            self._leaving += len(rows)
+
+    def fail(self, rows: I64Array) -> None:
+        """LOADING ``rows`` will not be filled: nobody finds them any more."""
+        self._unindex(rows)
 
     def discard(self, rows: I64Array) -> None:
         """``rows`` will never be readable, and may still be written."""
@@ -197,15 +228,21 @@ class L1:
     def forget(self, rows: I64Array) -> None:
         """READY ``rows`` stop matching now, and are freed once nobody reads them."""
         self._unindex(rows)
-        pinned = self.table.pins[rows] > 0
-        self.table.doomed[rows[pinned]] = True
-        self._doomed += int(pinned.sum())
+        table = self.table
+        pinned = table.pins[rows] > 0
+        self._leaving -= int(table.passing[rows].sum())
+        table.passing[rows] = False
+        table.doomed[rows[pinned]] = True
+        self._leaving += int(pinned.sum())
         self.free(rows[~pinned])
 
     def clear(self, one: RowClass) -> int:
-        """Forget all READY rows of a class; WRITING ones stay for their reservation to discard."""
+        """Forget all READY rows of a class; WRITING ones stay for their reservation to discard,
+        LOADING ones for their tier to be done with."""
         rows = one.index.rows()
-        ready = rows[self.table.state[rows] == READY]
+        state = self.table.state[rows]
+        self.table.doomed[rows[state == LOADING]] = True
+        ready = rows[state == READY]
         self.forget(ready)
         one.index.clear()
         for gone in [s for s in self.extents.sets.values() if s.owner == one.id]:
@@ -244,7 +281,7 @@ class L1:
         No hit gets past a missing ``full`` row, so its chunk's windows and states go with it.
         """
         keys = self.table.keys_of(rows)
-        self.free(rows)
+        self._drop(rows)
         if one.spec.layout.kind != "full":
             return
         for other in self._of_namespace[one.namespace]:
@@ -253,7 +290,13 @@ class L1:
                 found = found[found != ABSENT]
                 orphans = found[self.table.evictable(found)]
                 self.evicted["orphaned"] += len(orphans)
-                self.free(orphans)
+                self._drop(orphans)
+
+    def _drop(self, rows: I64Array) -> None:
+        """Free READY rows that nobody reads."""
+        if self._leaving:
+            self._leaving -= int(self.table.passing[rows].sum())
+        self.free(rows)
 
     def _add_set(self, one: RowClass) -> bool:
         made = self.extents.add(one.id, one.spec.shard_bytes, one.slots_per_set)

@@ -12,18 +12,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvass.core import admission, flows, report
+from kvass.core import admission, epochs, flows, flush, promote, report
 from kvass.core.effects import (
     Close,
     Effect,
+    Emptied,
+    EpochIs,
     Event,
     Faulted,
     HalfClose,
+    Loaded,
     Lost,
     Opened,
     PopulatedTo,
+    Probed,
     Received,
     Send,
+    Stopping,
+    Stored,
+    TierReport,
 )
 from kvass.core.registry import Session
 from kvass.core.state import CoreConfig, State
@@ -43,6 +50,7 @@ from kvass.messages import (
     Ping,
     Pong,
     Populated,
+    Prefetch,
     Register,
     Release,
     Renew,
@@ -70,6 +78,7 @@ def _status(state: State, session: Session, msg: Status) -> StatusReply:
 _HANDLERS: Final[dict[type, Callable[[State, Session, Any], FromDaemon | None]]] = {
     Register: admission.register,
     Lookup: flows.lookup,
+    Prefetch: flows.prefetch,
     Release: flows.release,
     Renew: flows.renew,
     Reserve: flows.reserve,
@@ -94,10 +103,13 @@ class CacheMachine:
     def step(self, event: Event, now: float) -> list[Effect]:
         """Apply ``event`` at CLOCK_MONOTONIC ``now`` (seconds); returns what the shell must do."""
         assert now >= self.state.now, "time went back"
-        self.state.now = now
-        self.state.custody.lapse(now)
+        state = self.state
+        state.now = now
         out: list[Effect] = []
-        self._out = out
+        self._out = state.out = out
+        state.custody.lapse(now)
+        if state.promotions.all:
+            promote.lapse(state)
         if type(event) is Received:
             self._received(event)
         elif type(event) is Opened:
@@ -108,11 +120,39 @@ class CacheMachine:
             self._faulted(event)
         elif type(event) is PopulatedTo:
             self._populated(event)
+        else:
+            self._of_tier(event)
+        if state.custody.published:
+            flush.take_published(state)
         return out
+
+    def _of_tier(self, event: Event) -> None:
+        state = self.state
+        if type(event) is Probed:
+            promote.probed(state, event)
+        elif type(event) is Loaded:
+            promote.loaded(state, event)
+        elif type(event) is Stored:
+            flush.stored(state, event)
+        elif type(event) is EpochIs:
+            flush.pump(state, epochs.answered(state, event))
+        elif type(event) is Emptied:
+            epochs.emptied(state, event)
+        elif type(event) is TierReport:
+            state.tiers.reports[event.tier] = event.fields
+        elif type(event) is Stopping:
+            state.stopping = True
+            flush.all_left(state)
 
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before."""
-        return self.state.ledger.next_due
+        settle, answer = self.state.ledger.next_due, self.state.promotions.next_due
+        return answer if settle is None or (answer is not None and answer < settle) else settle
+
+    @property
+    def flushing(self) -> bool:
+        """Whether tiers have not got yet what they were promised."""
+        return self.state.flushes.busy
 
     # ------------------------------------------------------------ sessions
 
@@ -149,6 +189,7 @@ class CacheMachine:
 
     def _end(self, session: Session, code: ErrorCode, text: str, seq: int = 0) -> None:
         """Tell a session why it must go, and see it out as law 3 wants."""
+        promote.forget(self.state, session.id)
         self.state.counters[f"ended_{code}"] += 1
         self._send(session, Error(seq=seq, code=code, text=text, fatal=True))
         session.ending = True
@@ -167,6 +208,7 @@ class CacheMachine:
 
     def _lost(self, event: Lost) -> None:
         session = self.state.sessions.pop(event.session, None)
+        promote.forget(self.state, event.session)
         if session is None or session.registered is None:
             return
         who = session.registered

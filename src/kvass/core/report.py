@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvass.core.rows import FREE, NEVER, NOBODY, READY
+from kvass.core.promote import LOADING_SHARE
+from kvass.core.rows import FREE, LOADING, NEVER, NOBODY, READY
+from kvass.core.tiers import Flushing, Loading, Probing
 
 if TYPE_CHECKING:
     from kvass.core.l1 import RowClass
@@ -44,7 +46,9 @@ def status(state: State) -> dict[str, Any]:
         "l1_used_bytes": sum(g["used_bytes"] for g in groups),
         "l1_capacity_bytes": state.config.arena_bytes,
         "l1_populated_bytes": state.populated_bytes,
+        "promotions": len(state.promotions.all),
         "namespaces": namespaces,
+        "tiers": [_tier(state, number) for number in range(len(state.config.tiers))],
         "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
         "counters": {
             **counters,
@@ -52,6 +56,19 @@ def status(state: State) -> dict[str, Any]:
             **{f"discarded_{k}": n for k, n in state.custody.discards.items()},
             "lapsed_leases": state.custody.lapsed_leases,
         },
+    }
+
+
+def _tier(state: State, number: int) -> dict[str, Any]:
+    tiers, flushes = state.tiers, state.flushes
+    return {
+        "tier": state.config.tiers[number],
+        "flush_queue_rows": flushes.rows[number],
+        "storing_bytes": flushes.bytes_out[number],
+        "loading_bytes": tiers.speeds[number].loading_bytes,
+        "load_bytes_s": int(tiers.speeds[number].bytes_s),
+        **tiers.counters[number],
+        **tiers.reports[number],
     }
 
 
@@ -72,7 +89,10 @@ def _group(state: State, one: RowClass) -> dict[str, Any]:
 
 def validate(state: State) -> None:
     """Assert every law that shows in the state (DESIGN section 2: 2, 3, 4, 6, 12)."""
-    state.custody.validate(state.now)
+    others = [part for one in state.promotions.all.values() for part in one.parts]
+    others += [op.part for op in state.tiers.ops.values() if isinstance(op, Flushing)]
+    state.custody.validate(state.now, others)
+    _validate_tiers(state)
     quota = state.config.arena_bytes * state.config.limits.instance_write_share
     for owed in state.ledger.bytes_of.values():
         assert owed <= quota, "an instance reserved more than its share"
@@ -85,6 +105,31 @@ def validate(state: State) -> None:
             who = state.sessions[session].registered
             assert who is not None, "an instance counts a session that never registered"
             assert (who.instance, who.rank) == (instance.id, rank), "a session is someone else"
+
+
+def _validate_tiers(state: State) -> None:
+    """LOADING rows, and nothing else, are a tier's to write; who waits for one, it wakes."""
+    table, tiers, promotions = state.l1.table, state.tiers, state.promotions
+    loading = {n: op for n, op in tiers.ops.items() if isinstance(op, Loading)}
+    rows = {row: n for n, op in loading.items() for row in op.part.rows.tolist()}
+    assert rows == promotions.loading, "a LOADING row is filled by another operation, or none"
+    assert sorted(rows) == np.flatnonzero(table.state == LOADING).tolist(), "a stray LOADING row"
+    size = sum(op.size_bytes for op in loading.values())
+    assert size == tiers.loading_bytes, "LOADING bytes were miscounted"
+    assert size <= state.config.arena_bytes * LOADING_SHARE, "more is LOADING than may be"
+    for one in promotions.all.values():
+        assert one.deadline > state.now, "a promotion outlived its deadline"
+        awaited = {rows[r] for p in one.parts for r in p.rows.tolist() if r in rows}
+        assert awaited == one.awaits, "a promotion waits for what it does not use"
+        for n in awaited:
+            assert one.id in loading[n].waiters, "nobody would wake a promotion"
+        probing = any(isinstance(o, Probing) and o.promotion == one.id for o in tiers.ops.values())
+        assert awaited or probing, "a promotion waits for nothing"
+    for tier, out in enumerate(state.flushes.bytes_out):
+        flushing = [o for o in tiers.ops.values() if isinstance(o, Flushing) and o.tier == tier]
+        assert out == sum(o.size_bytes for o in flushing), "flushed bytes were miscounted"
+        assert (queued := state.flushes.queues[tier]) is not None
+        assert state.flushes.rows[tier] == sum(len(q.rows) for q in queued), "a queue miscounts"
 
 
 def _validate_extents(state: State) -> None:
@@ -130,5 +175,7 @@ def _validate_rows(state: State) -> None:
     )
     assert not (matches & (free | table.doomed)).any(), "a FREE or doomed row still matches"
     assert (matches | table.doomed)[ready].all(), "a READY row is lost"
+    assert (matches | table.doomed)[table.state == LOADING].all(), "a LOADING row is lost"
+    assert ready[table.passing].all(), "a row passes that is not READY"
     assert (table.pins[ready & table.doomed] > 0).all(), "a doomed row that nobody reads"
     assert (table.stamp[ready] != NEVER).all(), "a READY row that eviction cannot see"

@@ -13,7 +13,9 @@ set. States:
 - QUARANTINED: its writers failed or were too late and may still write: given to nobody.
 
 A READY row that is *doomed* stopped matching (cleared, or reported bad) while somebody reads it; it
-is freed at its last unpin.
+is freed at its last unpin. A LOADING row that is doomed (cleared) is freed when its tier is done. A
+READY row that is *passing* was promoted not to be retained: it is freed at its last unpin, and
+matches until then. *Kept*: a tier has the row, or was asked to.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ STATE_NAMES: Final = ("free", "writing", "loading", "ready", "quarantined")
 TRANSITIONS: Final = frozenset(
     {
         (FREE, WRITING),
+        (FREE, LOADING),
+        (LOADING, READY),
+        (LOADING, FREE),
         (WRITING, READY),
         (WRITING, QUARANTINED),
         (QUARANTINED, FREE),
@@ -57,9 +62,16 @@ CACHE_LINE: Final = 64
 
 _RECORD: Final = np.dtype(
     {
-        "names": ["key", "stamp", "pins", "set_of", "slot", "state", "doomed"],
-        "formats": [(np.uint64, KEY_WORDS), np.int64, *[np.int32] * 2, "<u4", np.uint8, np.bool_],
-        "offsets": [0, 32, 40, 44, 48, 52, 53],
+        "names": ["key", "stamp", "pins", "set_of", "slot", "state", "doomed", "passing", "kept"],
+        "formats": [
+            (np.uint64, KEY_WORDS),
+            np.int64,
+            *[np.int32] * 2,
+            "<u4",
+            np.uint8,
+            *[np.bool_] * 3,
+        ],
+        "offsets": [0, 32, 40, 44, 48, 52, 53, 54, 55],
         "itemsize": CACHE_LINE,
     }
 )
@@ -99,6 +111,8 @@ class RowTable:
         self.slot: npt.NDArray[np.uint32] = self._records["slot"]
         self.state: npt.NDArray[np.uint8] = self._records["state"]
         self.doomed: npt.NDArray[np.bool_] = self._records["doomed"]
+        self.passing: npt.NDArray[np.bool_] = self._records["passing"]
+        self.kept: npt.NDArray[np.bool_] = self._records["kept"]
         self.set_of[:] = NOBODY
         self.stamp[:] = NEVER
 
@@ -136,6 +150,8 @@ class RowTable:
             assert not self.pins[rows].any(), "a pinned row was freed"
             self.stamp[rows] = NEVER
             self.doomed[rows] = False
+            self.passing[rows] = False
+            self.kept[rows] = False
             self.key[rows] = 0
         self.state[rows] = after
 

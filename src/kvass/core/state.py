@@ -10,9 +10,11 @@ from collections import Counter
 import msgspec
 
 from kvass.core.custody import Custody
+from kvass.core.effects import Effect, Send
 from kvass.core.l1 import L1, Namespace
 from kvass.core.registry import Instance, Session
-from kvass.messages import FromClient
+from kvass.core.tiers import Flushes, FlushMode, Promotions, Tiers
+from kvass.messages import FromClient, FromDaemon
 from kvass.types import Limits, Timing
 
 
@@ -27,6 +29,13 @@ class CoreConfig(msgspec.Struct, frozen=True):
     version: str = ""
     seed: bytes = b""
     """Secret: what spreads the index's keys. Told to nobody, unlike ``boot``."""
+    tiers: tuple[str, ...] = ()
+    """Names of the tiers, in the order in which they are asked."""
+    flush: FlushMode = "write_through"
+    retain_promoted: bool = True
+    """Whether promoted rows stay in L1 when nobody reads them any more."""
+    weigh_loads: bool = True
+    """Whether what is cheaper to compute again is not promoted."""
 
 
 class State:
@@ -47,6 +56,16 @@ class State:
         """What sessions have said, by kind, refused or not."""
         self.populated_bytes = 0
         self.now = float("-inf")
+        self.out: list[Effect] = []
+        """What the step in progress has the shell do."""
+        self.tiers = Tiers(config.tiers, config.boot)
+        self.promotions = Promotions()
+        self.flushes = Flushes(len(config.tiers))
+        self.stopping = False
+
+    def send(self, session: int, message: FromDaemon) -> None:
+        """Have ``message`` sent: an answer that comes later than its request's step."""
+        self.out.append(Send(session, message))
 
     @property
     def quota(self) -> int:

@@ -1,0 +1,161 @@
+"""Flushing: what L1 has and a tier has not goes there, behind everybody's back.
+
+Law of this file: a row that a tier reads is pinned by its operation, so nothing writes there
+meanwhile. Each tier is given at most ``FLUSH_BYTES`` at a time, and never so much that flushing
+keeps the arena full. What left L1 before its turn came is not flushed, and counted.
+
+``write_through``: rows are queued when they become READY. ``on_evict``: when they are about to
+leave, because room is short and nobody has used them for longest. A tier that refuses a row is not
+asked again for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from kvass.core import epochs
+from kvass.core.effects import Records, Stored, TierStore
+from kvass.core.l1 import Namespace, RowClass
+from kvass.core.leases import Part
+from kvass.core.rows import READY
+from kvass.core.state import State
+from kvass.core.tiers import Flushing, Queued
+from kvass.types import I64Array
+
+FLUSH_BYTES: Final = 64 << 20
+"""What a tier is storing at a time, at most; and an eighth of L1."""
+STORE_BYTES: Final = 16 << 20
+"""What one operation stores."""
+_ROOM_SHARE: Final = 8
+"""``on_evict`` keeps the oldest part of L1, one of so many, flushed."""
+_AHEAD: Final = 256
+
+
+def take_published(state: State) -> None:
+    """Queue what became READY in this step."""
+    parts, state.custody.published = state.custody.published, []
+    if state.config.flush == "write_through" and not state.stopping:
+        for part in parts:
+            _queue(state, part, range(len(state.config.tiers)))
+
+
+def promoted(state: State, part: Part, tier: int) -> None:
+    """``tier`` gave these rows: those before it, asked sooner and faster, shall have them too."""
+    if len(part.rows) and state.config.flush == "write_through" and not state.stopping:
+        _queue(state, part, range(tier))
+
+
+def ahead(state: State) -> None:
+    """``on_evict``: have the rows that leave next flushed, if room is short."""
+    l1, size = state.l1, state.config.arena_bytes
+    if state.config.flush != "on_evict" or l1.extents.free_bytes > size // _ROOM_SHARE:
+        return
+    for one in l1.classes.values():
+        if len(one.free) * one.spec.row_bytes > size // _ROOM_SHARE:
+            continue
+        rows = one.policy.victims(_AHEAD, l1.table.clock)
+        rows = rows[~l1.table.kept[rows]]
+        if len(rows):
+            _queue(state, Part(one.id, rows), range(len(state.config.tiers)))
+
+
+def all_left(state: State) -> None:
+    """The daemon stops, and flushes on evict: everything leaves now."""
+    for one in state.l1.classes.values():
+        rows = one.index.rows()
+        rows = rows[(state.l1.table.state[rows] == READY) & ~state.l1.table.kept[rows]]
+        rows = rows[np.argsort(state.l1.table.stamp[rows])]
+        if len(rows):
+            _queue(state, Part(one.id, rows), range(len(state.config.tiers)))
+
+
+def _queue(state: State, part: Part, tiers: Iterable[int]) -> None:
+    state.l1.table.kept[part.rows] = True
+    keys = state.l1.table.keys_of(part.rows).copy()
+    for tier in tiers:
+        state.flushes.queues[tier].append(Queued(part.row_class, part.rows, keys))
+        state.flushes.rows[tier] += len(part.rows)
+        if state.flushes.rows[tier] > len(state.l1.table) + _AHEAD:
+            _drop_stale(state, tier)
+        pump(state, tier)
+
+
+def pump(state: State, tier: int) -> None:
+    """Give a tier the next rows of its queue, as many as may be on their way at a time."""
+    flushes = state.flushes
+    most = min(FLUSH_BYTES, state.config.arena_bytes // 8)
+    queue = flushes.queues[tier]
+    waiting = 0
+    while len(queue) > waiting and flushes.bytes_out[tier] < most:
+        one = state.l1.classes.get(queue[0].row_class)
+        if one is None:
+            _pop(state, tier, len(queue[0].rows))
+            continue
+        ns = state.namespaces[one.namespace]
+        if tier not in epochs.usable(state, ns):
+            queue.rotate(-1)  # others need not wait until the tier can tell its epoch
+            waiting += 1
+            continue
+        room = max(1, min(STORE_BYTES, most - flushes.bytes_out[tier]) // one.spec.row_bytes)
+        rows = _live(state, one, _pop(state, tier, room))
+        if len(rows):
+            _store(state, tier, ns, one, rows)
+
+
+def _pop(state: State, tier: int, count: int) -> Queued:
+    """The first ``count`` rows of what is first in the queue."""
+    queue = state.flushes.queues[tier]
+    head = queue.popleft()
+    if len(head.rows) > count:
+        queue.appendleft(Queued(head.row_class, head.rows[count:], head.keys[count:]))
+        head = Queued(head.row_class, head.rows[:count], head.keys[:count])
+    state.flushes.rows[tier] -= len(head.rows)
+    return head
+
+
+def _live(state: State, one: RowClass, queued: Queued) -> I64Array:
+    """Which of the rows still are what they were when they were queued."""
+    same = one.index.find(queued.keys) == queued.rows
+    rows: I64Array = queued.rows[same]
+    rows = rows[state.l1.table.state[rows] == READY]
+    state.counters["flushes_lost"] += len(queued.rows) - len(rows)
+    return rows
+
+
+def _drop_stale(state: State, tier: int) -> None:
+    """Rows come and go faster than the tier takes them: forget those that went."""
+    left = list(state.flushes.queues[tier])
+    state.flushes.queues[tier].clear()
+    state.flushes.rows[tier] = 0
+    for queued in left:
+        one = state.l1.classes.get(queued.row_class)
+        rows = _live(state, one, queued) if one is not None else queued.rows[:0]
+        if len(rows):
+            keys = state.l1.table.keys_of(rows).copy()
+            state.flushes.queues[tier].append(Queued(queued.row_class, rows, keys))
+            state.flushes.rows[tier] += len(rows)
+
+
+def _store(state: State, tier: int, ns: Namespace, one: RowClass, rows: I64Array) -> None:
+    epoch = ns.tier_epochs[tier]
+    assert epoch is not None, "a tier was asked under no epoch"
+    size = len(rows) * one.spec.row_bytes
+    state.l1.pin(rows)
+    state.flushes.bytes_out[tier] += size
+    op = state.tiers.begin(Flushing(tier, Part(one.id, rows), size))
+    records = Records(ns.digest, epoch, one.spec.group, state.l1.table.keys_of(rows).copy())
+    state.out.append(TierStore(tier, op, records, state.l1.slots(rows), one.spec.shard_bytes))
+
+
+def stored(state: State, event: Stored) -> None:
+    """A tier has read its rows."""
+    op = state.tiers.end(event.op, Flushing)
+    state.flushes.bytes_out[op.tier] -= op.size_bytes
+    state.l1.unpin(op.part.rows)
+    counters = state.tiers.counters[op.tier]
+    counters["stored_rows"] += int(event.which.sum())
+    counters["store_failures"] += int((~event.which).sum())
+    pump(state, op.tier)

@@ -1,0 +1,335 @@
+"""Promotion: what L1 lacks of a prompt comes from the tiers, if that is worth it and fits.
+
+Law of this file: a row is LOADING from the step that asks a tier for it to the step in which that
+tier is done with its slot, whoever still waits for it. What a promotion waits for it has pinned. It
+is answered once: when nothing is awaited any more, or at its deadline, with the longest hit that is
+READY then. A row that a tier could not give is a shorter match, never another's bytes.
+
+The way of one: ``begin`` asks the tiers in order what they hold; ``_plan`` chooses the longest hit
+that these and L1 make together, cuts it to what fits, and has the rest loaded; ``_aim`` pins it,
+and waits; ``_answer``. Rows that another promotion is loading already are shared.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvass.core import epochs, flush
+from kvass.core.coverage import BoolArray, first_chunk, longest_hit
+from kvass.core.effects import Loaded, Probed, Records, TierLoad, TierProbe
+from kvass.core.index import ABSENT
+from kvass.core.l1 import Namespace, RowClass
+from kvass.core.leases import Part
+from kvass.core.rows import LOADING, READY
+from kvass.core.state import State
+from kvass.core.tiers import Loading, Probing, Promotion
+from kvass.messages import Matched, Prefetched
+from kvass.types import I64Array, Slots, U64Array
+
+LOADING_SHARE: Final = 0.5
+"""LOADING rows take no more of L1 than this (law 12)."""
+LOAD_BYTES: Final = 16 << 20
+"""What one operation loads: so little that a hit can be had in part, and no less."""
+
+
+def begin(state: State, one: Promotion) -> None:
+    """Find out what the tiers hold of a prompt, and promote it; the answer comes by itself."""
+    state.promotions.add(one)
+    _ask_next(state, one)
+
+
+def _ask_next(state: State, one: Promotion) -> None:
+    """Ask the next tier for what L1 and the tiers before it have not."""
+    ns = one.namespace
+    found = [c.index.find(one.keys) for c in ns.classes]
+    wanted = []
+    for rows, home in zip(found, one.homes, strict=True):
+        lacking = (rows == ABSENT) & (home < 0)
+        lacking[: one.first] = False
+        wanted.append(np.flatnonzero(lacking))
+    for tier in epochs.usable(state, ns):
+        if tier > one.probing and any(map(len, wanted)):
+            one.probing = tier
+            op = state.tiers.begin(Probing(tier, one.id, wanted))
+            batches = tuple(
+                _records(ns, tier, c, one.keys[w]) for c, w in zip(ns.classes, wanted, strict=True)
+            )
+            state.out.append(TierProbe(tier, op, batches))
+            return
+    _plan(state, one)
+
+
+def probed(state: State, event: Probed) -> None:
+    """A tier has said what it holds."""
+    op = state.tiers.end(event.op, Probing)
+    one = state.promotions.all.get(op.promotion)
+    if one is None:
+        return  # its time was up
+    at = 0
+    for home, wanted in zip(one.homes, op.wanted, strict=True):
+        home[wanted[event.held[at : at + len(wanted)]]] = op.tier
+        at += len(wanted)
+    if one.epoch == one.namespace.epoch:
+        _ask_next(state, one)
+    else:
+        _answer(state, one)
+
+
+def _plan(state: State, one: Promotion) -> None:
+    """Have loaded what the longest hit needs beyond L1, as far as it fits."""
+    ns, groups = one.namespace, [c.spec.layout for c in one.namespace.classes]
+    protect, n, weighed = state.l1.table.clock, len(one.keys), False
+    while n > one.first:
+        keys = one.keys[:n]
+        found = [c.index.find(keys) for c in ns.classes]
+        ready, coming = _there(state, found, (READY,)), _there(state, found, (READY, LOADING))
+        lacking = [
+            (f == ABSENT) & (home[:n] >= 0) for f, home in zip(found, one.homes, strict=True)
+        ]
+        may = [a | b for a, b in zip(coming, lacking, strict=True)]
+        end = longest_hit(groups, may, ns.chunk_tokens, one.first)
+        wanted = []
+        for group, lacks in zip(groups, lacking, strict=True):
+            begin = first_chunk(group, end, ns.chunk_tokens, one.first)
+            wanted.append(begin + np.flatnonzero(lacks[begin:end]))
+        if not any(map(len, wanted)):
+            break
+        if not weighed and not _worth_it(
+            state, one, wanted, end - longest_hit(groups, ready, ns.chunk_tokens, one.first)
+        ):
+            break
+        weighed = True
+        n = min(_fitting(state, ns, wanted, end), end)
+        if n == end:
+            for c, f, group in zip(ns.classes, found, groups, strict=True):
+                begin = first_chunk(group, end, ns.chunk_tokens, one.first)
+                own = f[begin:end]
+                state.l1.touch(c, own[own != ABSENT])  # nothing of the prompt makes room for it
+            n = _load(state, one, wanted, end, protect)
+            if n == end:
+                flush.ahead(state)
+                break
+    _aim(state, one, (READY, LOADING))
+
+
+def _worth_it(state: State, one: Promotion, wanted: list[I64Array], chunks: int) -> bool:
+    """Whether loading takes less time than computing the tokens it saves, as far as is known."""
+    if not state.config.weigh_loads or one.prefill_tokens_s <= 0:
+        return True
+    sizes = np.zeros(len(state.config.tiers))
+    for c, home, w in zip(one.namespace.classes, one.homes, wanted, strict=True):
+        sizes += np.bincount(home[w], minlength=len(sizes)) * c.spec.row_bytes
+    seconds = sum(
+        state.tiers.speeds[tier].seconds(int(size)) for tier, size in enumerate(sizes) if size
+    )
+    if seconds * one.prefill_tokens_s <= chunks * one.namespace.chunk_tokens:
+        return True
+    state.counters["promotions_not_worth_it"] += 1
+    for tier in np.flatnonzero(sizes):
+        state.tiers.speeds[int(tier)].doubt()
+    return False
+
+
+def _fitting(state: State, ns: Namespace, wanted: list[I64Array], end: int) -> int:
+    """The first chunk with which what is to be loaded takes more than LOADING rows may; ``end``."""
+    sizes = np.zeros(end, np.int64)
+    for c, w in zip(ns.classes, wanted, strict=True):
+        sizes[w] += c.spec.row_bytes
+    left = int(state.config.arena_bytes * LOADING_SHARE) - state.tiers.loading_bytes
+    return int(np.searchsorted(np.cumsum(sizes), max(left, 0), side="right"))
+
+
+def _load(state: State, one: Promotion, wanted: list[I64Array], end: int, protect: int) -> int:
+    """Take slots for all of ``wanted`` and ask the tiers to fill them; ``end``. If there is no room
+    for all: nothing, and the first chunk for which there was none."""
+    ns = one.namespace
+    rows = [
+        state.l1.allocate(c, one.keys[w], protect, LOADING)
+        for c, w in zip(ns.classes, wanted, strict=True)
+    ]
+    cut = min(
+        (int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)),
+        default=end,
+    )
+    if cut < end:
+        state.counters["promotions_cut"] += 1
+        for taken in rows:
+            state.l1.free(taken)
+        return cut
+    for c, w, taken, home in zip(ns.classes, wanted, rows, one.homes, strict=True):
+        state.l1.touch(c, taken)
+        step = max(1, LOAD_BYTES // c.spec.row_bytes)
+        for tier in np.unique(home[w]).tolist():
+            of_tier = taken[home[w] == tier]
+            for at in range(0, len(of_tier), step):
+                _ask_for(state, one, c, int(tier), of_tier[at : at + step])
+    return end
+
+
+def _ask_for(state: State, one: Promotion, c: RowClass, tier: int, rows: I64Array) -> None:
+    size = len(rows) * c.spec.row_bytes
+    op = state.tiers.begin(Loading(tier, Part(c.id, rows), size, set()))
+    for row in rows.tolist():
+        state.promotions.loading[row] = op
+    state.tiers.speeds[tier].begin(size, state.now)
+    records = _records(one.namespace, tier, c, state.l1.table.keys_of(rows))
+    state.out.append(TierLoad(tier, op, records, state.l1.slots(rows), c.spec.shard_bytes))
+
+
+def _records(ns: Namespace, tier: int, c: RowClass, keys: U64Array) -> Records:
+    epoch = ns.tier_epochs[tier]
+    assert epoch is not None, "a tier was asked under no epoch"
+    return Records(ns.digest, epoch, c.spec.group, keys)
+
+
+# ---------------------------------------------------------------- waiting
+
+
+def _aim(state: State, one: Promotion, states: tuple[int, ...]) -> None:
+    """Pin the longest hit of rows in ``states``; answer, if none of them is LOADING."""
+    _let_go(state, one)
+    ns, groups = one.namespace, [c.spec.layout for c in one.namespace.classes]
+    if one.epoch != ns.epoch:
+        _answer(state, one)
+        return
+    found = [c.index.find(one.keys) for c in ns.classes]
+    there = _there(state, found, states)
+    one.chunks = longest_hit(groups, there, ns.chunk_tokens, one.first)
+    parts = []
+    for c, group, f in zip(ns.classes, groups, found, strict=True):
+        rows = f[first_chunk(group, one.chunks, ns.chunk_tokens, one.first) : one.chunks]
+        state.l1.touch(c, rows)
+        state.l1.pin(rows)
+        parts.append(Part(c.id, rows))
+        for row in rows[state.l1.table.state[rows] == LOADING].tolist():
+            one.awaits.add(state.promotions.loading[row])
+    one.parts = tuple(parts)
+    for op in one.awaits:
+        loading = state.tiers.ops[op]
+        assert isinstance(loading, Loading), "a LOADING row that nobody loads"
+        loading.waiters.add(one.id)
+    if not one.awaits:
+        _answer(state, one)
+
+
+def _there(state: State, found: list[I64Array], states: tuple[int, ...]) -> list[BoolArray]:
+    """Which rows of each class are in one of ``states``."""
+    table = state.l1.table
+    there = []
+    for rows in found:
+        held = rows != ABSENT
+        held[held] = np.isin(table.state[rows[held]], states)
+        there.append(held)
+    return there
+
+
+def _let_go(state: State, one: Promotion) -> None:
+    """Unpin what it has pinned so far."""
+    parts, one.parts, one.chunks, one.awaits = one.parts, (), one.first, set()
+    for part in parts:
+        state.l1.unpin(part.rows)
+
+
+def loaded(state: State, event: Loaded) -> None:
+    """A tier is done with some slots: they are READY, or free."""
+    op = state.tiers.end(event.op, Loading)
+    rows, table = op.part.rows, state.l1.table
+    for row in rows.tolist():
+        del state.promotions.loading[row]
+    good = event.which & ~table.doomed[rows]
+    size = op.size_bytes // len(rows)
+    state.tiers.speeds[op.tier].end(op.size_bytes, int(event.which.sum()) * size, state.now)
+    counters = state.tiers.counters[op.tier]
+    counters["loaded_rows"] += int(event.which.sum())
+    counters["load_misses"] += int((~event.which).sum())
+    state.l1.promoted(rows[good], state.config.retain_promoted)
+    flush.promoted(state, Part(op.part.row_class, rows[good]), op.tier)
+    bad = rows[~good]
+    state.l1.fail(bad)
+    for waiter in sorted(op.waiters):
+        one = state.promotions.all.get(waiter)
+        if one is None or event.op not in one.awaits:
+            continue
+        one.awaits.discard(event.op)
+        if any(np.isin(part.rows, bad).any() for part in one.parts):
+            _aim(state, one, (READY, LOADING))
+        elif not one.awaits:
+            _answer(state, one)
+    state.l1.free(bad)
+
+
+def _answer(state: State, one: Promotion) -> None:
+    """Give the asker what is pinned by now."""
+    instance = state.instances.get(one.instance)
+    there = instance is not None and state.namespace_of(instance) is one.namespace
+    if not there or one.epoch != one.namespace.epoch:
+        _let_go(state, one)
+    elif any(state.l1.table.doomed[part.rows].any() for part in one.parts):
+        _aim(state, one, (READY, LOADING))  # a reader has found one of them to be wrong
+        return
+    state.promotions.drop(one)
+    parts, chunks = one.parts, one.chunks
+    if not one.readers:
+        state.send(one.session, Prefetched(seq=one.seq, chunks=chunks))
+    elif chunks == one.first:
+        state.send(one.session, miss(state, one.first, one.seq))
+    else:
+        matched = match(state, one.instance, one.request, one.first, chunks, parts, one.readers)
+        matched.seq = one.seq
+        state.counters["promoted_chunks"] += chunks - one.first
+        state.send(one.session, matched)
+    _let_go(state, one)
+
+
+def miss(state: State, first: int, seq: int = 0) -> Matched:
+    """Nothing from ``first`` on."""
+    return Matched(seq=seq, boot=state.config.boot, first=first, chunks=first)
+
+
+def match(
+    state: State,
+    instance: str,
+    request: str,
+    first: int,
+    chunks: int,
+    parts: tuple[Part, ...],
+    readers: set[int],
+) -> Matched:
+    """Lend ``parts`` to ``readers``, and tell where they lie."""
+    state.counters["hit_chunks"] += chunks - first
+    lease = state.custody.lend(instance, request, chunks - first, parts, readers, state.now)
+    slots: tuple[Slots, ...] = tuple(state.l1.slots(p.rows) for p in parts)
+    return Matched(
+        boot=state.config.boot,
+        lease=lease.id,
+        first=first,
+        chunks=chunks,
+        given_s=state.now,
+        deadline_s=lease.deadline,
+        slots=slots,
+    )
+
+
+# ---------------------------------------------------------------- time, death, clears
+
+
+def lapse(state: State) -> None:
+    """Answer those whose time is up with what is READY by now."""
+    for one in state.promotions.due(state.now):
+        state.counters["promotions_late"] += 1
+        _aim(state, one, (READY,))
+
+
+def forget(state: State, session: int) -> None:
+    """A session is gone: nobody waits for its promotions. What is LOADING goes on loading."""
+    for one in [one for one in state.promotions.all.values() if one.session == session]:
+        state.promotions.drop(one)
+        _let_go(state, one)
+
+
+def void(state: State, ns: Namespace) -> None:
+    """``ns`` is cleared: what waits for rows of before misses."""
+    for one in [one for one in state.promotions.all.values() if one.namespace is ns]:
+        _answer(state, one)

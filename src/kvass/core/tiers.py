@@ -1,0 +1,251 @@
+"""What is known of the tiers, and what is under way with them: the nouns of ``promote``, ``flush``
+and ``epochs``.
+
+Law of this file: records. An operation (``ops``) is what a tier was asked and has not answered; it
+ends once. What a tier may still write or read is in an operation, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import Counter, deque
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from kvass.core.l1 import Namespace
+from kvass.core.leases import Part
+from kvass.types import I64Array, U64Array
+
+FlushMode = Literal["write_through", "on_evict", "none"]
+
+_SAMPLE_S: Final = 1.0
+"""A tier that is never idle is measured as often as this."""
+_FRESH: Final = 0.5
+"""The weight of a new measurement."""
+
+
+class Probing(msgspec.Struct):
+    """A ``TierProbe``: of each class the chunks that were asked for, for one promotion."""
+
+    tier: int
+    promotion: int
+    wanted: list[I64Array]
+
+
+class Loading(msgspec.Struct):
+    """A ``TierLoad`` into LOADING rows, and the promotions that wait for some of them."""
+
+    tier: int
+    part: Part
+    size_bytes: int
+    waiters: set[int]
+
+
+class Flushing(msgspec.Struct):
+    """A ``TierStore`` of rows that are pinned for it."""
+
+    tier: int
+    part: Part
+    size_bytes: int
+
+
+class Asking(msgspec.Struct):
+    """A ``TierEpoch``, with ``renew`` of a fresh one; ``clearing``: the clear that waits for it."""
+
+    tier: int
+    namespace: Namespace
+    renew: bool
+    clearing: Clearing | None
+
+
+class Emptying(msgspec.Struct):
+    """A ``TierClear``."""
+
+    tier: int
+    clearing: Clearing
+
+
+class Clearing(msgspec.Struct):
+    """A ``Clear`` that is answered when the tiers have taken note."""
+
+    session: int
+    seq: int
+    rows: int
+    awaits: int = 0
+    failed: set[int] = set()
+
+
+Op = Probing | Loading | Flushing | Asking | Emptying
+_Op = TypeVar("_Op", Probing, Loading, Flushing, Asking, Emptying)
+
+
+class Speed(msgspec.Struct):
+    """How fast a tier loads: bytes per second of the time in which it had anything to load."""
+
+    bytes_s: float = 0.0
+    """0: not known."""
+    loading_bytes: int = 0
+    since: float = 0.0
+    done_bytes: int = 0
+
+    def begin(self, size: int, now: float) -> None:
+        """A load of ``size`` bytes was asked for."""
+        if not self.loading_bytes:
+            self.since, self.done_bytes = now, 0
+        self.loading_bytes += size
+
+    def end(self, size: int, good: int, now: float) -> None:
+        """It ended, ``good`` bytes of it well."""
+        self.loading_bytes -= size
+        self.done_bytes += good
+        spent = now - self.since
+        if self.done_bytes and spent > 0 and (not self.loading_bytes or spent >= _SAMPLE_S):
+            sample = self.done_bytes / spent
+            self.bytes_s = (
+                self.bytes_s + _FRESH * (sample - self.bytes_s) if self.bytes_s else sample
+            )
+            self.since, self.done_bytes = now, 0
+
+    def seconds(self, size: int) -> float:
+        """What loading ``size`` bytes more would take; 0 if nothing is known."""
+        return (self.loading_bytes + size) / self.bytes_s if self.bytes_s else 0.0
+
+    def doubt(self) -> None:
+        """It was not asked because it is slow: believe a little less in that each time, so that a
+        tier that has become fast is found out."""
+        self.bytes_s *= 1.05
+
+
+class Tiers:
+    """All tiers, by number; the first is asked first."""
+
+    def __init__(self, names: tuple[str, ...], boot: bytes) -> None:
+        self.names = names
+        self.ops: dict[int, Op] = {}
+        self.speeds = [Speed() for _ in names]
+        self.reports: list[dict[str, Any]] = [{} for _ in names]
+        self.counters = [Counter[str]() for _ in names]
+        self.owed: set[tuple[bytes, int]] = set()
+        """(namespace digest, tier) that were cleared, and whose tier does not know yet."""
+        self._boot = boot
+        self._next = 1
+        self._epochs = 0
+
+    def begin(self, op: Op) -> int:
+        """The number of a new operation."""
+        self._next += 1
+        self.ops[self._next - 1] = op
+        return self._next - 1
+
+    def end(self, number: int, kind: type[_Op]) -> _Op:
+        """The operation of that number, which is over."""
+        op = self.ops.pop(number)
+        assert isinstance(op, kind), f"operation {number} ended as another kind"
+        return op
+
+    def fresh_epoch(self, digest: bytes) -> int:
+        """An epoch that no record of any daemon's life goes by: 64 bits of this life's boot id."""
+        self._epochs += 1
+        seed = b"".join([self._boot, digest, self._epochs.to_bytes(8, "big")])
+        return int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
+
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes of all LOADING rows (law 12)."""
+        return sum(speed.loading_bytes for speed in self.speeds)
+
+
+class Promotion(msgspec.Struct):
+    """A lookup (or, without readers, a prefetch) that waits for tiers.
+
+    ``homes``: per class and chunk the tier that holds the row, or -1. ``parts``: what it has pinned
+    so far, READY or LOADING; ``awaits``: the loads that fill the latter.
+    """
+
+    id: int
+    session: int
+    seq: int
+    instance: str
+    request: str
+    readers: set[int]
+    namespace: Namespace
+    epoch: int
+    keys: U64Array
+    first: int
+    deadline: float
+    prefill_tokens_s: float
+    homes: list[I64Array]
+    probing: int = -1
+    """The tier that was asked last."""
+    chunks: int = 0
+    parts: tuple[Part, ...] = ()
+    awaits: set[int] = set()
+
+
+class Promotions:
+    """All of them, and which is due when."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, Promotion] = {}
+        self.of_instance: Counter[str] = Counter()
+        self.loading: dict[int, int] = {}
+        """LOADING row -> the operation that fills it."""
+        self._due: list[tuple[float, int]] = []
+        self._next = 1
+
+    def new_id(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def add(self, one: Promotion) -> None:
+        self.all[one.id] = one
+        self.of_instance[one.instance] += 1
+        heapq.heappush(self._due, (one.deadline, one.id))
+
+    def drop(self, one: Promotion) -> None:
+        del self.all[one.id]
+        self.of_instance[one.instance] -= 1
+        if not self.of_instance[one.instance]:
+            del self.of_instance[one.instance]
+
+    def due(self, now: float) -> list[Promotion]:
+        """Those whose time is up."""
+        late = []
+        while self._due and self._due[0][0] <= now:
+            one = self.all.get(heapq.heappop(self._due)[1])
+            if one is not None:
+                late.append(one)
+        return late
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``due`` will have something."""
+        while self._due and self._due[0][1] not in self.all:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+
+class Queued(msgspec.Struct, frozen=True):
+    """Rows that shall be flushed if they still are what they were: ``keys`` says what."""
+
+    row_class: int
+    rows: I64Array
+    keys: U64Array
+
+
+class Flushes:
+    """What each tier is to be given, first come first served."""
+
+    def __init__(self, tiers: int) -> None:
+        self.queues: list[deque[Queued]] = [deque() for _ in range(tiers)]
+        self.rows: list[int] = [0] * tiers
+        """How many rows each queue names."""
+        self.bytes_out: list[int] = [0] * tiers
+        """What each tier is storing now."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being stored, or waits for it."""
+        return any(self.bytes_out) or any(self.queues)
