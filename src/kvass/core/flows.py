@@ -52,6 +52,8 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched:
     instance = scheduler_of(state, session)
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, msg.first, state.config.limits)
+    if msg.spare < 0:
+        raise Refused("bad_value", f"spare: {msg.spare} is negative")
     readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
     held = len(state.ledger.leases_of.get(instance.id, ()))
     if held >= state.config.limits.leases_per_instance:
@@ -62,7 +64,7 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched:
     ns = state.namespace_of(instance)
     if ns is None:
         return miss
-    chunks, parts = _match(state, ns, keys, msg.first)
+    chunks, parts = _match(state, ns, keys, msg.first, msg.spare)
     if chunks == msg.first:
         return miss
     state.counters["hit_chunks"] += chunks - msg.first
@@ -77,10 +79,13 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched:
         given_s=state.now,
         deadline_s=lease.deadline,
         slots=tuple(state.l1.slots(p.rows) for p in parts),
+        spare=msg.spare,
     )
 
 
-def _match(state: State, ns: Namespace, keys: U64Array, first: int) -> tuple[int, tuple[Part, ...]]:
+def _match(
+    state: State, ns: Namespace, keys: U64Array, first: int, spare: int
+) -> tuple[int, tuple[Part, ...]]:
     """Where the longest hit ends, and the rows it needs from ``first`` on, group by group.
 
     Touches these, and what the engine has itself of ``[0, first)``.
@@ -88,7 +93,7 @@ def _match(state: State, ns: Namespace, keys: U64Array, first: int) -> tuple[int
     found = [one.index.find(keys) for one in ns.classes]
     there = [state.l1.readable(f) for f in found]
     groups = [one.spec.layout for one in ns.classes]
-    chunks = longest_hit(groups, there, ns.chunk_tokens, first)
+    chunks = longest_hit(groups, there, ns.chunk_tokens, first, spare)
     parts = []
     for one, group, f in zip(ns.classes, groups, found, strict=True):
         begin = first_chunk(group, chunks, ns.chunk_tokens, first)
