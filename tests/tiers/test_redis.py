@@ -92,7 +92,7 @@ def test_a_damaged_value_is_a_miss_and_forgotten(server: RedisServer) -> None:
     size = 0
     for at in (0, 9, 33, 60, 100, 5000, -1):
         assert all(fill(tier, KEYS))
-        name = b"damage:" + KEYS[3]
+        name = b"damage:r:" + KEYS[3]
         value = bytearray(client.get(name) or b"")
         size = len(value)
         value[at] ^= 1
@@ -104,7 +104,7 @@ def test_a_damaged_value_is_a_miss_and_forgotten(server: RedisServer) -> None:
         value = bytearray(client.get(name) or b"").ljust(cut, b"\0")
         client.set(name, bytes(value[:cut]))
         assert hits(tier, KEYS).count(False) == 1
-    client.set(name, client.get(b"damage:" + KEYS[4]) or b"")
+    client.set(name, client.get(b"damage:r:" + KEYS[4]) or b"")
     assert hits(tier, KEYS).count(False) == 1
     client.delete(name)
     client.rpush(name, "of another type")
@@ -116,7 +116,7 @@ def test_a_damaged_value_is_a_miss_and_forgotten(server: RedisServer) -> None:
 def test_records_expire_if_told_so(server: RedisServer) -> None:
     tier = open_tier(f"redis:{server.address}?prefix=ttl:&ttl_s=1000")
     assert all(fill(tier, KEYS[:1]))
-    left = server.client().ttl(b"ttl:" + KEYS[0])
+    left = server.client().ttl(b"ttl:r:" + KEYS[0])
     assert isinstance(left, int)
     assert 0 < left <= 1000
     tier.close()

@@ -13,9 +13,11 @@ import pytest
 
 from kvass.errors import UsageError
 from kvass.testing.tier_suite import SHAPES, MakeTier, TierSuite
-from kvass.tiers.base import Buffer, Shards, Tier, check_batch
+from kvass.tiers.base import MAX_KEY_BYTES, Buffer, Shards, Tier, check_batch, check_note
 
 Kept = dict[bytes, list[Buffer]]
+_NOTE = b"note" + bytes(MAX_KEY_BYTES)
+"""Before a note's name: no record has such a key."""
 
 
 class MemoryTier:
@@ -72,7 +74,19 @@ class MemoryTier:
 
     def clear(self) -> None:
         with self.call():
-            self.kept.clear()
+            for key in [key for key in self.kept if not key.startswith(_NOTE)]:
+                del self.kept[key]
+
+    def note(self, name: str) -> bytes | None:
+        check_note(name)
+        with self.call():
+            note = self.kept.get(_NOTE + name.encode())
+            return note[0].tobytes() if note else None
+
+    def set_note(self, name: str, value: bytes) -> None:
+        check_note(name, value)
+        with self.call():
+            self.kept[_NOTE + name.encode()] = [np.frombuffer(value, np.uint8)]
 
     def close(self) -> None:
         with self.lock:
@@ -259,7 +273,33 @@ class KeepsTheDeleted(MemoryTier):
             self.hidden |= set(keys)
 
 
+class ForgetsNotes(MemoryTier):
+    def clear(self) -> None:
+        with self.call():
+            self.kept.clear()
+
+
+class KeepsNotesAsRecords(MemoryTier):
+    def note(self, name: str) -> bytes | None:
+        check_note(name)
+        held = self.kept.get(name.encode())
+        return held[0].tobytes() if held else None
+
+    def set_note(self, name: str, value: bytes) -> None:
+        check_note(name, value)
+        self.store_one(name.encode(), [np.frombuffer(value, np.uint8)])
+
+
+class KeepsTheFirstNote(MemoryTier):
+    def set_note(self, name: str, value: bytes) -> None:
+        if self.note(name) is None:
+            super().set_note(name, value)
+
+
 WRONG = [
+    ForgetsNotes,
+    KeepsNotesAsRecords,
+    KeepsTheFirstNote,
     ServesWhatIsAbsent,
     ServesAPart,
     ServesTheRightBytesAnywhere,

@@ -33,6 +33,11 @@ class Null:
 
     def clear(self) -> None: ...
 
+    def note(self, name: str) -> bytes | None:
+        return None
+
+    def set_note(self, name: str, value: bytes) -> None: ...
+
     def close(self) -> None: ...
 
 

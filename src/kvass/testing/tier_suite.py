@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from kvass.errors import UsageError
-from kvass.tiers.base import MAX_KEY_BYTES, MAX_SHARDS, Buffer, Tier
+from kvass.tiers.base import MAX_KEY_BYTES, MAX_NOTE_BYTES, MAX_SHARDS, Buffer, Tier
 from kvass.types import PAGE
 
 MakeTier = Callable[[], Tier]
@@ -237,6 +237,48 @@ class TierSuite:
                 tier.load([b"key"], data)
         assert tier.probe([b"good", b"key"]) == [True, False]
 
+    # ------------------------------------------------------------ notes
+
+    def test_a_note_says_what_it_was_given_last(self, tier: Tier) -> None:
+        assert tier.note("epoch.a") is None
+        for value in (b"1", b"", bytes(range(256)) * (MAX_NOTE_BYTES // 256)):
+            tier.set_note("epoch.a", value)
+            tier.set_note("epoch.b", value + b"b"[: MAX_NOTE_BYTES - len(value)])
+            assert tier.note("epoch.a") == value
+        assert tier.note("epoch") is None
+
+    def test_notes_are_no_records(self, tier: Tier) -> None:
+        """The same name is two things, and emptying the tier leaves its notes."""
+        tier.set_note("both", b"note")
+        assert tier.probe([b"both"]) == [False]
+        assert tier.store([b"both"], [data_of(b"both", (99,))]) == [True]
+        tier.delete([b"both"])
+        assert tier.note("both") == b"note"
+        assert tier.store([b"both"], [data_of(b"both", (99,))]) == [True]
+        tier.clear()
+        assert tier.probe([b"both"]) == [False]
+        assert tier.note("both") == b"note"
+
+    def test_notes_nobody_may_ask_for(self, tier: Tier) -> None:
+        for name in ("", "a" * 129, "../up", "a/b", "ä", ".hidden", "a b", "new\nline"):
+            with pytest.raises(UsageError):
+                tier.note(name)
+            with pytest.raises(UsageError):
+                tier.set_note(name, b"")
+        with pytest.raises(UsageError):
+            tier.set_note("long", bytes(MAX_NOTE_BYTES + 1))
+
+    def test_notes_outlive_their_user(self, make_tier: MakeTier) -> None:
+        tier = make_tier()
+        tier.set_note("kept", b"old")
+        tier.set_note("kept", b"new")
+        tier.close()
+        tier = make_tier()
+        assert tier.note("kept") in ((b"new",) if self.persistent else (b"new", None))
+        tier.close()
+
+    # ------------------------------------------------------------ closing
+
     def test_closed_is_closed(self, make_tier: MakeTier) -> None:
         tier = make_tier()
         shard = [np.zeros(8, np.uint8)]
@@ -248,6 +290,8 @@ class TierSuite:
             lambda: tier.store([b"k"], [shard]),
             lambda: tier.delete([b"k"]),
             tier.clear,
+            lambda: tier.note("n"),
+            lambda: tier.set_note("n", b""),
         ):
             with pytest.raises(UsageError):
                 ask()

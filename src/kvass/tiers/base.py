@@ -14,6 +14,10 @@ keeps them alive and leaves them alone until the call returns, and no call of th
 afterwards. Buffers that begin at a multiple of ``PAGE`` and are as long as one (slots of the arena
 are) can be read and written by devices directly; a tier has to accept all others too, if slower.
 
+**Notes** are the few small facts that have to outlive records: each namespace's epoch. Nobody
+evicts them, they do not expire, and ``clear`` leaves them. One that gets lost all the same costs
+records and makes nothing wrong: whoever finds none begins a new epoch, that no record has.
+
 **Answers.** One bool per key, in the order asked. What is wrong with one record is a value: absent,
 of other lengths than asked for, damaged, no room, an error of the device: ``False``, and the batch
 goes on. ``TierDown`` is raised only when trouble of the tier's own (not absence) left a batch
@@ -27,6 +31,7 @@ thread that can.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
@@ -38,6 +43,7 @@ from kvass.types import MAX_RANKS
 
 MAX_KEY_BYTES: Final = 256
 MAX_SHARDS: Final = MAX_RANKS
+MAX_NOTE_BYTES: Final = 4096
 
 Buffer: TypeAlias = npt.NDArray[np.uint8]
 """One shard's bytes: uint8, shape ``(n,)``, C-contiguous."""
@@ -87,7 +93,18 @@ class Tier(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget every record, and give the space back (``kvass clear --tier``)."""
+        """Forget every record, and give the space back (``kvass clear --tier``). Notes stay."""
+        ...
+
+    def note(self, name: str) -> bytes | None:
+        """The note of that name; ``None``: there is none. Raises ``TierDown`` if it cannot tell."""
+        ...
+
+    def set_note(self, name: str, value: bytes) -> None:
+        """Keep a note, instead of what it said before; the last one wins.
+
+        Returns once it is as durable as the tier can make it; ``TierDown`` says it may not be kept.
+        """
         ...
 
     def close(self) -> None:
@@ -96,6 +113,17 @@ class Tier(Protocol):
         Records stay. Any other call from here on raises ``UsageError``.
         """
         ...
+
+
+_NOTE_NAME: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+
+
+def check_note(name: str, value: bytes = b"") -> None:
+    """Raise ``UsageError`` for a note that no tier can be asked to keep."""
+    if not _NOTE_NAME.fullmatch(name):
+        raise UsageError(f"a note's name is 1 to 128 of 0-9 A-Z a-z . _ -: {name!r:.150}")
+    if len(value) > MAX_NOTE_BYTES:
+        raise UsageError(f"a note is at most {MAX_NOTE_BYTES} bytes, not {len(value)}")
 
 
 def check_batch(keys: Sequence[bytes], data: Sequence[Shards] | None = None) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvass.tiers.folder import NOTES_BYTES
 from kvass.tiers.segment import UNKNOWN as UNKNOWN_ENTRY
 from kvass.tiers.segment import SegmentFile, disk_bytes, most_slots
 from kvass.types import I64Array, U32Array, U64Array
@@ -30,8 +31,9 @@ READY: Final = 2
 DOOMED: Final = 3
 UNKNOWN: Final = 4
 
-_FOLDER_BYTES: Final = 16 << 10
-"""What the folder itself, and the lock in it, take at most (each segment brings its own share)."""
+_FOLDER_BYTES: Final = (16 << 10) + 2 * NOTES_BYTES
+"""What the folder, its lock, the notes and a newer copy of them take at most (each segment brings
+its own share)."""
 _MAPS: Final = 256
 """The index is this many dicts, so that none takes long to grow."""
 _FEWEST_VICTIMS: Final = 64

@@ -25,10 +25,16 @@ from pathlib import Path
 from typing import Final
 
 from kvass.errors import ConfigError, TierDown
-from kvass.tiers.base import Shards, check_batch
+from kvass.tiers.base import Shards, check_batch, check_note
 from kvass.tiers.book import Book, Place, Segment, fingerprint
 from kvass.tiers.codec import Header, decode_header, payload_check
-from kvass.tiers.folder import check_capacity, own, reopen_segments
+from kvass.tiers.folder import (
+    check_capacity,
+    own,
+    read_note,
+    reopen_segments,
+    write_note,
+)
 from kvass.tiers.gate import Gate
 from kvass.tiers.segment import UNKNOWN, SegmentFile
 from kvass.tiers.slots import arrived, incoming, outgoing, page_buffer, slot_bytes
@@ -81,6 +87,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._gate = Gate(str(folder))
         self._growing = threading.Lock()
+        self._noting = threading.Lock()
         self._grow_after = 0.0
         self._scratch = _Scratch()
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
@@ -148,6 +155,24 @@ class DiskTier:
                 raise TierDown(f"{self._folder}: {error}") from error
             finally:
                 self._bury()
+
+    def note(self, name: str) -> bytes | None:
+        """See ``Tier.note``. A damaged one is none."""
+        check_note(name)
+        with self._gate.call():
+            try:
+                return read_note(self._folder, name)
+            except OSError as error:
+                raise TierDown(f"{self._folder}: {error}") from error
+
+    def set_note(self, name: str, value: bytes) -> None:
+        """See ``Tier.set_note``: synced, unlike records."""
+        check_note(name, value)
+        with self._gate.call(), self._noting:
+            try:
+                write_note(self._folder, name, value)
+            except OSError as error:
+                raise TierDown(f"{self._folder}: {error}") from error
 
     def close(self) -> None:
         """See ``Tier.close``."""

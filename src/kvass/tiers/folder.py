@@ -8,14 +8,22 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import struct
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
+import msgspec
+import xxhash
+
 from kvass.errors import ConfigError
 from kvass.tiers.segment import SEGMENT, TABLE, SegmentFile
 
+NOTES_BYTES: Final = 32 << 10
+"""What the notes take at most; the ones set longest ago make room."""
 _LOCK: Final = "lock"
+_NOTES: Final = "notes"
+_CHECK: Final = struct.Struct("<Q")
 _NAME: Final = re.compile(f"([0-9a-f]{{8}})({re.escape(SEGMENT)}|{re.escape(TABLE)})")
 
 
@@ -80,6 +88,43 @@ def reopen_segments(folder: Path, capacity: int, direct: bool) -> tuple[list[Seg
     for file in opened[len(kept) :]:
         file.close()
     return kept, max(numbers, default=0)
+
+
+def read_note(folder: Path, name: str) -> bytes | None:
+    """What ``write_note`` kept last. Raises ``OSError``."""
+    return _notes(folder).get(name)
+
+
+def write_note(folder: Path, name: str, value: bytes) -> None:
+    """Keep a note, past any power loss; one caller at a time. Raises ``OSError``."""
+    notes = _notes(folder)
+    notes.pop(name, None)  # so that it becomes the last
+    notes[name] = value
+    while len(raw := msgspec.msgpack.encode(notes)) > NOTES_BYTES - _CHECK.size:
+        del notes[next(iter(notes))]
+    written = folder / (_NOTES + ".new")
+    with open(written, "wb") as file:
+        file.write(_CHECK.pack(xxhash.xxh3_64_intdigest(raw)) + raw)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(written, folder / _NOTES)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _notes(folder: Path) -> dict[str, bytes]:
+    """All notes, the one set longest ago first; none, if the file is not as it was written."""
+    try:
+        with open(folder / _NOTES, "rb") as file:
+            raw = file.read(NOTES_BYTES)
+    except FileNotFoundError:
+        return {}
+    if raw[: _CHECK.size] != _CHECK.pack(xxhash.xxh3_64_intdigest(raw[_CHECK.size :])):
+        return {}
+    return msgspec.msgpack.decode(raw[_CHECK.size :], type=dict[str, bytes])
 
 
 def _within(capacity: int, files: list[SegmentFile]) -> list[SegmentFile]:

@@ -22,7 +22,7 @@ from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
 from kvass.errors import ConfigError, TierDown
-from kvass.tiers.base import Shards, check_batch
+from kvass.tiers.base import Shards, check_batch, check_note
 from kvass.tiers.codec import Header, decode_header, encode_header, header_bytes, payload_check
 from kvass.tiers.gate import Gate
 
@@ -31,6 +31,8 @@ _MOST_BYTES: Final = 500 << 20
 _GROUP_BYTES: Final = 32 << 20
 """What goes to or comes from the server at a time, and lies in our memory meanwhile."""
 _SCAN: Final = 1000
+_RECORD: Final = b"r:"
+_NOTE: Final = b"n:"
 _TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
 
 
@@ -52,7 +54,7 @@ class RedisTier:
         """Which are there; one round trip."""
         check_batch(keys)
         with self._gate.call():
-            answers = self._ask([("EXISTS", self._prefix + key) for key in keys])
+            answers = self._ask([("EXISTS", self._record_name(key)) for key in keys])
             return self._judged([answer if answer != 0 else None for answer in answers])
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
@@ -60,7 +62,7 @@ class RedisTier:
         check_batch(keys, into)
 
         def some(which: range) -> list[object]:
-            values = self._ask([("GET", self._prefix + keys[i]) for i in which])
+            values = self._ask([("GET", self._record_name(keys[i])) for i in which])
             return [
                 self._take(keys[i], value, into[i]) if isinstance(value, bytes) else value
                 for i, value in zip(which, values, strict=True)
@@ -76,7 +78,7 @@ class RedisTier:
         def some(which: range) -> list[object]:
             fit = [i for i in which if _size(data[i]) <= _MOST_BYTES]
             commands = [
-                ("SET", self._prefix + keys[i], _value(keys[i], data[i]), *self._expiry)
+                ("SET", self._record_name(keys[i]), _value(keys[i], data[i]), *self._expiry)
                 for i in fit
             ]
             done = dict(zip(fit, self._ask(commands), strict=True))
@@ -89,11 +91,11 @@ class RedisTier:
         """See ``Tier.delete``."""
         check_batch(keys)
         with self._gate.call():
-            self._judged(self._ask([("UNLINK", self._prefix + key) for key in keys]))
+            self._judged(self._ask([("UNLINK", self._record_name(key)) for key in keys]))
 
     def clear(self) -> None:
-        """Forget all under our prefix, whoever stored it."""
-        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*"
+        """Forget all records under our prefix, whoever stored them."""
+        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._record_name(b"")) + b"*"
         with self._gate.call():
             try:
                 found = list(self._connected().scan_iter(match=pattern, count=_SCAN))
@@ -102,10 +104,31 @@ class RedisTier:
             for i in range(0, len(found), _SCAN):
                 self._judged(self._ask([("UNLINK", key) for key in found[i : i + _SCAN]]))
 
+    def note(self, name: str) -> bytes | None:
+        """See ``Tier.note``."""
+        check_note(name)
+        with self._gate.call():
+            value = self._ask([("GET", self._note_name(name))])[0]
+            if isinstance(value, Exception):
+                raise self._down(value) from value
+            return bytes(value) if value is not None else None
+
+    def set_note(self, name: str, value: bytes) -> None:
+        """See ``Tier.set_note``; without a time to live, whatever records have."""
+        check_note(name, value)
+        with self._gate.call():
+            self._judged(self._ask([("SET", self._note_name(name), value)]))
+
     def close(self) -> None:
         """See ``Tier.close``."""
         if self._gate.shut() and self._client is not None:
             self._client.close()
+
+    def _record_name(self, key: bytes) -> bytes:
+        return self._prefix + _RECORD + key
+
+    def _note_name(self, name: str) -> bytes:
+        return self._prefix + _NOTE + name.encode()
 
     # ------------------------------------------------------------ a record
 
@@ -121,7 +144,7 @@ class RedisTier:
                 _scatter(memoryview(value)[at:], into)
                 right = payload_check(into) == header.payload_check
         if not right:
-            self._ask([("UNLINK", self._prefix + key)])
+            self._ask([("UNLINK", self._record_name(key))])
         return right
 
     # ------------------------------------------------------------ the server
