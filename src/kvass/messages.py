@@ -103,7 +103,9 @@ class Lookup(Message, tag="lookup"):
     """Find and pin in one round trip.
 
     Touches chunks ``[0, first)`` and pins the longest run of READY rows from ``first``. ``readers``
-    are the ranks that will each send one ``Release``; missing means exactly rank 0.
+    are the ranks that will each send one ``Release``; missing means exactly rank 0. After the
+    match so many chunks as ``spare`` are held as well, by every ``full`` group (by every window, if
+    none is full): not given, but a proof of which tokens came next.
 
     What L1 lacks may be promoted from a tier: then the answer comes when that is done, or after
     ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then. What would take
@@ -115,6 +117,7 @@ class Lookup(Message, tag="lookup"):
     width: int = 32
     first: int = 0
     readers: tuple[int, ...] | None = None
+    spare: int = 0
     budget_ms: float = 0.0
     prefill_tokens_s: float = 0.0
 
@@ -144,6 +147,7 @@ class Matched(Message, tag="matched"):
     ``GroupLayout.needs`` names, so the last ``len(slots[g])`` of them. A read counts only if
     it finished before ``deadline_s``, and only by a rank that was registered at ``given_s`` and has
     been since: a rank's EOF settles its debts, so what it was to copy may be another's by now.
+    ``spare`` repeats that of the lookup; a daemon that does not know it leaves nothing spare.
     """
 
     boot: bytes = b""
@@ -153,6 +157,7 @@ class Matched(Message, tag="matched"):
     given_s: float = 0.0
     deadline_s: float = 0.0
     slots: tuple[Slots, ...] = ()
+    spare: int = 0
 
 
 class Release(Message, tag="release"):

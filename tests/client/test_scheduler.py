@@ -20,6 +20,7 @@ from kvass.messages import (
     Granted,
     HandedOver,
     Lookup,
+    Matched,
     Ping,
     Register,
     Release,
@@ -279,6 +280,35 @@ def test_a_match_of_what_was_not_asked_for_ends_the_connection(
     assert eventually(lambda: scheduler.connected)
     daemon.answers[Lookup] = daemon.hit
     assert isinstance(match(scheduler), Match)
+
+
+@pytest.mark.parametrize("spare", [0, 1], ids=["an older daemon", "a daemon that spares"])
+def test_a_match_without_spare_chunks_is_given_back(
+    daemon: ScriptedDaemon, registration: Register, spare: int
+) -> None:
+    """A daemon that does not know ``spare`` matches as far as it can, and does not repeat it."""
+
+    def hit(message: FromClient) -> list[FromDaemon]:
+        (found,) = daemon.hit(message)
+        assert isinstance(found, Matched)
+        return [msgspec.structs.replace(found, chunks=CHUNKS - spare, spare=spare)]
+
+    daemon.answers[Lookup] = hit
+    client = SchedulerClient(daemon.path, registration, spare=1, step_wait_s=5)
+    client.start()
+    assert eventually(lambda: client.connected)
+    client.new_step()
+    found = match(client)
+    assert [asked.spare for asked in daemon.got(Lookup)] == [1]
+    if spare:
+        assert isinstance(found, Match)
+        assert found.chunks == CHUNKS - 1
+    else:
+        assert found is None
+        assert client.take("r") is None
+        assert [gone.lease for gone in daemon.got(Release)] == [1]
+    assert (client.counters["unproven"], client.counters["lost"]) == (1 - spare, 0)
+    client.close()
 
 
 def test_a_refused_lookup_is_a_miss(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:

@@ -139,11 +139,9 @@ class Engine:
 
     # ------------------------------------------------------------ reading
 
-    def lookup(self, *names: object, first: int = 0, readers: tuple[int, ...] | None = None) -> Any:
+    def lookup(self, *names: object, **fields: Any) -> Any:
         blob = digests(*names)
-        message = m.Lookup(
-            seq=7, request="r", digests=blob, width=WIDTH, first=first, readers=readers
-        )
+        message = m.Lookup(seq=7, request="r", digests=blob, width=WIDTH, **fields)
         return self.rig.ask(self.scheduler, message)
 
     def holds(self, *names: object) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,14 +96,21 @@ def test_a_row_of_nothing_still_has_an_address() -> None:
     assert GroupLayout("full", 16, (), ()).shard_bytes(256) == PAGE
 
 
-def brute_force(groups: list[GroupLayout], there: list[list[bool]], chunk: int, first: int) -> int:
+def brute_force(
+    groups: list[GroupLayout], there: list[list[bool]], chunk: int, first: int, spare: int
+) -> int:
+    proves = {"full"} & {one.kind for one in groups} or {"sliding_window", "chunked_local"}
     best = first
-    for chunks in range(first + 1, len(there[0]) + 1):
+    for chunks in range(first + 1, len(there[0]) - spare + 1):
         if all(
             rows[token // chunk]
             for one, rows in zip(groups, there, strict=True)
             for token in attended(one, chunks * chunk)
             if token // chunk >= first
+        ) and all(
+            all(rows[chunks : chunks + spare])
+            for one, rows in zip(groups, there, strict=True)
+            if one.kind in proves
         ):
             best = chunks
     return best
@@ -116,8 +124,30 @@ def test_the_longest_hit_is_brute_forces(data: st.DataObject) -> None:
     rows = st.lists(st.sampled_from([True, True, True, False]), min_size=count, max_size=count)
     there = [data.draw(rows) for _ in some]
     first = data.draw(st.integers(0, count))
-    found = longest_hit(some, [np.array(x, np.bool_) for x in there], chunk, first)
-    assert found == brute_force(some, there, chunk, first)
+    spare = data.draw(st.sampled_from([0, 1, 1, 2, 20]))
+    found = longest_hit(some, [np.array(x, np.bool_) for x in there], chunk, first, spare)
+    assert found == brute_force(some, there, chunk, first, spare)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "there", "hit"),
+    [
+        (["full"], ["1111"], 3),
+        (["full"], ["1101"], 1),
+        (["full"], ["1"], 0),
+        (["full", "state"], ["1111", "0010"], 3),
+        (["full", "state"], ["1110", "0010"], 0),
+        (["full", "sliding_window"], ["1111", "0010"], 3),
+        (["sliding_window"], ["0111"], 3),
+        (["sliding_window"], ["0101"], 0),
+        (["state"], ["0010"], 3),
+    ],
+)
+def test_what_is_spared_proves_what_came_next(kinds: list[Any], there: list[str], hit: int) -> None:
+    """Of every full group, of windows if there is none; a state after the hit proves nothing."""
+    some = [group(kind, 64, window=10) for kind in kinds]
+    rows = [np.array(list(map(int, row)), np.bool_) for row in there]
+    assert longest_hit(some, rows, 64, 0, 1) == hit
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,31 @@ def test_a_reported_row_is_dropped_where_no_group_reads_all() -> None:
     assert rows(e) == [5, 4]
 
 
+def test_a_match_leaves_chunks_spare() -> None:
+    """What is left spare is neither given nor pinned; the windows and the state are those of the
+    shorter hit."""
+    e = engine(FULL, SHORT, LONG, STATE)
+    e.store(*"abcdef", groups=15)
+    found = e.lookup(*"abcdef", spare=1)
+    assert (fit(found), found.spare) == ((5, [5, 1, 3, 1]), 1)
+    assert e.rig.gauge("pins") == (10,)
+    assert fit(e.lookup(*"abcxyz", spare=1)) == (2, [2, 1, 2, 1])
+    assert fit(e.lookup(*"abcdef", first=4, spare=1)) == (5, [1, 1, 1, 1])
+    assert fit(e.lookup(*"abcdef", first=5, spare=1)) == (5, [])
+    assert fit(e.lookup(*"abcdef", spare=6)) == (0, [])
+    assert fit(e.lookup(*"abcdef", spare=1 << 40)) == (0, [])
+    assert fit(e.lookup(*"abcdef", spare=0)) == (6, [6, 1, 3, 1])
+
+
+def test_a_state_before_what_is_spare_is_enough() -> None:
+    """As vLLM leaves it: the last state a chunk before the last full one."""
+    e = engine(FULL, STATE)
+    e.store(*"abcdef", groups=1)
+    e.store(*"abcde", first=4, groups=2)
+    assert fit(e.lookup(*"abcdef", spare=1)) == (5, [5, 1])
+    assert fit(e.lookup(*"abcdex", spare=1)) == (0, []), "the next tokens are others"
+
+
 def test_no_window_is_written_where_no_full_row_is() -> None:
     """Negative control: with the full rows there, the same is granted."""
     e = engine(FULL, SHORT, STATE)

@@ -309,6 +309,7 @@ def test_another_boot_is_refused(rig: Rig) -> None:
         ({"digests": b"123456789"}, "bad_value"),
         ({"first": -1}, "bad_value"),
         ({"first": 2}, "bad_value"),
+        ({"spare": -1}, "bad_value"),
         ({"request": ""}, "bad_value"),
         ({"request": "x" * 513}, "bad_value"),
         ({"digests": bytes(WIDTH * 5)}, "limit"),

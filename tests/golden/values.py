@@ -91,6 +91,10 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     ),
     "registered": m.Registered(seq=2, namespace=bytes(32), missing=(1, 127)),
     "lookup": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, first=2, readers=(0, 7)),
+    "lookup.spare": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, spare=1),
+    "matched.spare": m.Matched(
+        seq=3, boot=BOOT, lease=1, chunks=3, deadline_s=12406.25, slots=(_SLOTS,), spare=1
+    ),
     "matched": m.Matched(
         seq=3,
         boot=BOOT,

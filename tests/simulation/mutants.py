@@ -476,6 +476,13 @@ MUTANTS = [
         "        needed = group.needs((chunk + 1) * chunk_tokens) // chunk_tokens + 1\n",
     ),
     one(
+        "a hit leaves nothing spare",
+        4,
+        "coverage.py",
+        "    end = max(first, end - spare)\n",
+        "    spare = 0\n",
+    ),
+    one(
         "the whole prompt is pinned in every group",
         6,
         "flows.py",

@@ -64,9 +64,9 @@ def too_little(self: Spans, *args: Any) -> Any:
     return found and (found[0], tuple(s + (len(b) > 1) for b, s in zip(*found, strict=True)))
 
 
-def any_group(groups: Any, there: Any, chunk_tokens: int, first: int) -> int:
+def any_group(groups: Any, there: Any, *where: Any) -> int:
     """A hit that looks at the first group alone."""
-    return coverage.longest_hit(groups[:1], there[:1], chunk_tokens, first)
+    return coverage.longest_hit(groups[:1], there[:1], *where)
 
 
 def stale_states(self: Spans, table: Any, states: Any, mask: int, which: Any) -> Any:

@@ -83,7 +83,8 @@ class SchedulerClient:
     """Used from the engine's scheduler thread only. No call raises for an absent daemon.
 
     ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
-    default all of the registration's. ``lookup_budget_s``: how long in all one request may be told
+    default all of the registration's. ``spare``: of every ``Lookup``; a match by a daemon that does
+    not know it is given back. ``lookup_budget_s``: how long in all one request may be told
     ``PENDING``; None takes the daemon's ``lookup_budget_ms``.
     """
 
@@ -93,6 +94,7 @@ class SchedulerClient:
         registration: Register,
         *,
         readers: Sequence[int] | None = None,
+        spare: int = 0,
         lookup_budget_s: float | None = None,
         reserve_wait_s: float = 0.001,
         step_wait_s: float = 0.002,
@@ -101,6 +103,7 @@ class SchedulerClient:
         ranks = tuple(range(registration.ranks) if readers is None else readers)
         self._readers = None if ranks == (0,) else ranks
         """None is how ``Lookup`` says "exactly rank 0"."""
+        self._spare = spare
         self._lookup_budget_s = lookup_budget_s
         self._reserve_wait_s = reserve_wait_s
         self._step_wait_s = step_wait_s
@@ -127,7 +130,7 @@ class SchedulerClient:
     @property
     def counters(self) -> Counter[str]:
         """``lookups``, ``hits``, ``misses``, ``timeouts``, ``late_replies``, ``dropped``, ``lost``,
-        ``connects``, ``refused_<code>``, ``failed_<error>``."""
+        ``unproven``, ``connects``, ``refused_<code>``, ``failed_<error>``."""
         return self._client.counters
 
     def start(self) -> None:
@@ -217,6 +220,7 @@ class SchedulerClient:
             width=width,
             first=first,
             readers=self._readers,
+            spare=self._spare,
         )
         ask.seq, ask.first, ask.session = self._submit(lookup), first, session
         ask.patience_s = ask.patience_s or time.monotonic() + budget_s
@@ -257,6 +261,10 @@ class SchedulerClient:
             self._client.fault(ask.session, "a match of what was not asked for")
             return None
         if not reply.lease:
+            return None
+        if reply.spare != self._spare:
+            self.counters["unproven"] += 1
+            self.release(reply.boot, reply.lease)
             return None
         return Match(
             lease=reply.lease,

@@ -23,17 +23,23 @@ def first_chunk(group: GroupLayout, chunks: int, chunk_tokens: int, first: int =
 
 
 def longest_hit(
-    groups: Sequence[GroupLayout], there: Sequence[BoolArray], chunk_tokens: int, first: int
+    groups: Sequence[GroupLayout],
+    there: Sequence[BoolArray],
+    chunk_tokens: int,
+    first: int,
+    spare: int = 0,
 ) -> int:
     """The most chunks of a prompt, counted from its beginning, that can be had; ``first`` if none.
 
-    ``there[g][c]``: group ``g``'s row of chunk ``c`` can be read. All are equally long.
+    ``there[g][c]``: group ``g``'s row of chunk ``c`` can be read. All are equally long. After the
+    hit there are ``spare`` more chunks in every ``full`` group (in every window, if none is full).
     """
     end = len(there[0])
     for group, rows in zip(groups, there, strict=True):
         if group.kind == "full":
             wanted = rows[first:end]
             end = end if wanted.all() else first + int(wanted.argmin())
+    end = max(first, end - spare)
     windows = [(g, r) for g, r in zip(groups, there, strict=True) if g.kind != "full"]
     if not windows or end == first:
         return end
@@ -44,5 +50,8 @@ def longest_hit(
         missing = np.maximum.accumulate(np.where(rows[first:end], -1, chunk))
         needed = group.needs((chunk + 1) * chunk_tokens) // chunk_tokens
         reachable &= missing < np.maximum(needed, first)
+        if len(windows) == len(groups) and group.kind != "state":
+            for after in range(1, spare + 1):
+                reachable &= rows[first + after : end + after]
     hits = np.flatnonzero(reachable)
     return first + int(hits[-1]) + 1 if len(hits) else first

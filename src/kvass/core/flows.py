@@ -67,6 +67,8 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
     instance = scheduler_of(state, session)
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, msg.first, state.config.limits)
+    if msg.spare < 0:
+        raise Refused("bad_value", f"spare: {msg.spare} is negative")
     readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
     _check_leases(state, instance)
     state.counters["lookups"] += 1
@@ -74,8 +76,8 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
     ns = state.namespace_of(instance)
     if ns is None:
         return promote.miss(state, msg.first)
-    chunks, parts = _match(state, ns, keys, msg.first)
-    if chunks < len(keys) and state.config.tiers:
+    chunks, parts = _match(state, ns, keys, msg.first, msg.spare)
+    if chunks < len(keys) - msg.spare and state.config.tiers:
         budget_s = (msg.budget_ms or state.config.timing.lookup_budget_ms) / 1000
         promote.begin(
             state, _promotion(state, session, msg, ns, keys, msg.first, readers, budget_s)
@@ -83,7 +85,9 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
         return None
     if chunks == msg.first:
         return promote.miss(state, msg.first)
-    return promote.match(state, instance.id, msg.request, msg.first, chunks, parts, readers)
+    return promote.match(
+        state, instance.id, msg.request, msg.first, chunks, parts, readers, msg.spare
+    )
 
 
 def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None:
@@ -135,11 +139,14 @@ def _promotion(
         first=first,
         deadline=state.now + min(max(budget_s, 0.0), LONGEST_S),
         prefill_tokens_s=msg.prefill_tokens_s if isinstance(msg, Lookup) else 0.0,
+        spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=[np.full(len(keys), -1, np.int64) for _ in ns.classes],
     )
 
 
-def _match(state: State, ns: Namespace, keys: U64Array, first: int) -> tuple[int, tuple[Part, ...]]:
+def _match(
+    state: State, ns: Namespace, keys: U64Array, first: int, spare: int
+) -> tuple[int, tuple[Part, ...]]:
     """Where the longest hit ends, and the rows it needs from ``first`` on, group by group.
 
     Touches these, and what the engine has itself of ``[0, first)``.
@@ -147,7 +154,7 @@ def _match(state: State, ns: Namespace, keys: U64Array, first: int) -> tuple[int
     found = [one.index.find(keys) for one in ns.classes]
     there = [state.l1.readable(f) for f in found]
     groups = [one.spec.layout for one in ns.classes]
-    chunks = longest_hit(groups, there, ns.chunk_tokens, first)
+    chunks = longest_hit(groups, there, ns.chunk_tokens, first, spare)
     parts = []
     for one, group, f in zip(ns.classes, groups, found, strict=True):
         begin = first_chunk(group, chunks, ns.chunk_tokens, first)

@@ -79,39 +79,57 @@ def probed(state: State, event: Probed) -> None:
 
 def _plan(state: State, one: Promotion) -> None:
     """Have loaded what the longest hit needs beyond L1, as far as it fits."""
-    ns, groups = one.namespace, [c.spec.layout for c in one.namespace.classes]
+    ns = one.namespace
     protect, n, weighed = state.l1.table.clock, len(one.keys), False
     while n > one.first:
-        keys = one.keys[:n]
-        found = [c.index.find(keys) for c in ns.classes]
-        ready, coming = _there(state, found, (READY,)), _there(state, found, (READY, LOADING))
+        found = [c.index.find(one.keys[:n]) for c in ns.classes]
         lacking = [
-            (f == ABSENT) & (home[:n] >= 0) for f, home in zip(found, one.homes, strict=True)
+            (rows == ABSENT) & (home[:n] >= 0) for rows, home in zip(found, one.homes, strict=True)
         ]
-        may = [a | b for a, b in zip(coming, lacking, strict=True)]
-        end = longest_hit(groups, may, ns.chunk_tokens, one.first)
-        wanted = []
-        for group, lacks in zip(groups, lacking, strict=True):
-            begin = first_chunk(group, end, ns.chunk_tokens, one.first)
-            wanted.append(begin + np.flatnonzero(lacks[begin:end]))
-        if not any(map(len, wanted)):
+        coming = _there(state, found, (READY, LOADING))
+        end = _longest(one, [a | b for a, b in zip(coming, lacking, strict=True)])
+        wanted = _wanted(one, lacking, end)
+        if end == one.first or not any(map(len, wanted)):
             break
-        if not weighed and not _worth_it(
-            state, one, wanted, end - longest_hit(groups, ready, ns.chunk_tokens, one.first)
-        ):
-            break
-        weighed = True
-        n = min(_fitting(state, ns, wanted, end), end)
-        if n == end:
-            for c, f, group in zip(ns.classes, found, groups, strict=True):
-                begin = first_chunk(group, end, ns.chunk_tokens, one.first)
-                own = f[begin:end]
-                state.l1.touch(c, own[own != ABSENT])  # nothing of the prompt makes room for it
-            n = _load(state, one, wanted, end, protect)
-            if n == end:
+        if not weighed:
+            weighed = True
+            gained = end - _longest(one, _there(state, found, (READY,)))
+            if not _worth_it(state, one, wanted, gained):
+                break
+        upto = end + one.spare
+        n = _fitting(state, ns, wanted, upto)
+        if n == upto:
+            _touch(state, one, found, end)  # nothing of the prompt shall make room for it
+            n = _load(state, one, wanted, upto, protect)
+            if n == upto:
                 flush.ahead(state)
                 break
     _aim(state, one, (READY, LOADING))
+
+
+def _longest(one: Promotion, there: list[BoolArray]) -> int:
+    groups = [c.spec.layout for c in one.namespace.classes]
+    return longest_hit(groups, there, one.namespace.chunk_tokens, one.first, one.spare)
+
+
+def _begin(one: Promotion, c: RowClass, end: int) -> int:
+    """The first chunk that a hit of ``end`` chunks needs of a class."""
+    return first_chunk(c.spec.layout, end, one.namespace.chunk_tokens, one.first)
+
+
+def _wanted(one: Promotion, lacking: list[BoolArray], end: int) -> list[I64Array]:
+    """The chunks of each class that a hit of ``end`` chunks, and the proof of it, lack."""
+    wanted = []
+    for c, lacks in zip(one.namespace.classes, lacking, strict=True):
+        begin = _begin(one, c, end)
+        wanted.append(begin + np.flatnonzero(lacks[begin : end + one.spare]))
+    return wanted
+
+
+def _touch(state: State, one: Promotion, found: list[I64Array], end: int) -> None:
+    for c, rows in zip(one.namespace.classes, found, strict=True):
+        own = rows[_begin(one, c, end) : end + one.spare]
+        state.l1.touch(c, own[own != ABSENT])
 
 
 def _worth_it(state: State, one: Promotion, wanted: list[I64Array], chunks: int) -> bool:
@@ -132,9 +150,9 @@ def _worth_it(state: State, one: Promotion, wanted: list[I64Array], chunks: int)
     return False
 
 
-def _fitting(state: State, ns: Namespace, wanted: list[I64Array], end: int) -> int:
-    """The first chunk with which what is to be loaded takes more than LOADING rows may; ``end``."""
-    sizes = np.zeros(end, np.int64)
+def _fitting(state: State, ns: Namespace, wanted: list[I64Array], upto: int) -> int:
+    """The first chunk with which LOADING rows would take more than they may; ``upto`` if none."""
+    sizes = np.zeros(upto, np.int64)
     for c, w in zip(ns.classes, wanted, strict=True):
         sizes[w] += c.spec.row_bytes
     left = int(state.config.arena_bytes * LOADING_SHARE) - state.tiers.loading_bytes
@@ -151,9 +169,9 @@ def _load(state: State, one: Promotion, wanted: list[I64Array], end: int, protec
     ]
     cut = min(
         (int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)),
-        default=end,
+        default=upto,
     )
-    if cut < end:
+    if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
             state.l1.free(taken)
@@ -165,7 +183,7 @@ def _load(state: State, one: Promotion, wanted: list[I64Array], end: int, protec
             of_tier = taken[home[w] == tier]
             for at in range(0, len(of_tier), step):
                 _ask_for(state, one, c, int(tier), of_tier[at : at + step])
-    return end
+    return upto
 
 
 def _ask_for(state: State, one: Promotion, c: RowClass, tier: int, rows: I64Array) -> None:
@@ -190,16 +208,15 @@ def _records(ns: Namespace, tier: int, c: RowClass, keys: U64Array) -> Records:
 def _aim(state: State, one: Promotion, states: tuple[int, ...]) -> None:
     """Pin the longest hit of rows in ``states``; answer, if none of them is LOADING."""
     _let_go(state, one)
-    ns, groups = one.namespace, [c.spec.layout for c in one.namespace.classes]
+    ns = one.namespace
     if one.epoch != ns.epoch:
         _answer(state, one)
         return
     found = [c.index.find(one.keys) for c in ns.classes]
-    there = _there(state, found, states)
-    one.chunks = longest_hit(groups, there, ns.chunk_tokens, one.first)
+    one.chunks = _longest(one, _there(state, found, states))
     parts = []
-    for c, group, f in zip(ns.classes, groups, found, strict=True):
-        rows = f[first_chunk(group, one.chunks, ns.chunk_tokens, one.first) : one.chunks]
+    for c, f in zip(ns.classes, found, strict=True):
+        rows = f[_begin(one, c, one.chunks) : one.chunks]
         state.l1.touch(c, rows)
         state.l1.pin(rows)
         parts.append(Part(c.id, rows))
@@ -276,7 +293,8 @@ def _answer(state: State, one: Promotion) -> None:
     elif chunks == one.first:
         state.send(one.session, miss(state, one.first, one.seq))
     else:
-        matched = match(state, one.instance, one.request, one.first, chunks, parts, one.readers)
+        asker = one.instance, one.request
+        matched = match(state, *asker, one.first, chunks, parts, one.readers, one.spare)
         matched.seq = one.seq
         state.counters["promoted_chunks"] += chunks - one.first
         state.send(one.session, matched)
@@ -296,6 +314,7 @@ def match(
     chunks: int,
     parts: tuple[Part, ...],
     readers: set[int],
+    spare: int,
 ) -> Matched:
     """Lend ``parts`` to ``readers``, and tell where they lie."""
     state.counters["hit_chunks"] += chunks - first
@@ -309,6 +328,7 @@ def match(
         given_s=state.now,
         deadline_s=lease.deadline,
         slots=slots,
+        spare=spare,
     )
 
 

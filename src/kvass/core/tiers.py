@@ -176,6 +176,7 @@ class Promotion(msgspec.Struct):
     first: int
     deadline: float
     prefill_tokens_s: float
+    spare: int
     homes: list[I64Array]
     probing: int = -1
     """The tier that was asked last."""

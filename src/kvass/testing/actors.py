@@ -265,7 +265,12 @@ class Engine:
         self.requests += 1
         peer.ask(
             m.Lookup(
-                request="r", digests=b"".join(prompt), width=WIDTH, first=first, readers=readers
+                request="r",
+                digests=b"".join(prompt),
+                width=WIDTH,
+                first=first,
+                readers=readers,
+                spare=int(self.requests % 4 == 0),
             )
         )
 

@@ -43,13 +43,22 @@ class Space:
         token = self.layouts[group].needs(chunks * self.chunk_tokens)
         return min(chunks, max(first, token // self.chunk_tokens))
 
-    def longest(self, there: Callable[[int, bytes], bool], keys: list[bytes], first: int) -> int:
+    def longest(
+        self,
+        there: Callable[[int, bytes], bool],
+        keys: list[bytes],
+        first: int,
+        spare: int = 0,
+    ) -> int:
         """By brute force: the longest hit, if ``there(group, key)`` says what can be read."""
-        for chunks in range(len(keys), first, -1):
+        kinds = [one.kind for one in self.layouts]
+        proof = {g for g in range(self.groups) if kinds[g] == "full"}
+        proof = proof or {g for g in range(self.groups) if kinds[g] != "state"}
+        for chunks in range(len(keys) - spare, first, -1):
             if all(
                 there(g, key)
                 for g in range(self.groups)
-                for key in keys[self.begin(g, chunks, first) : chunks]
+                for key in keys[self.begin(g, chunks, first) : chunks + spare * (g in proof)]
             ):
                 return chunks
         return first

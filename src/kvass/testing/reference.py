@@ -271,12 +271,12 @@ class Engine:
         """Look the rest of a request up and load it; the tokens that it has then, all checked."""
         world, chunk, local = self.world, self.world.chunk, request.computed
         last = len(request.prefixes) - 1
-        chunks = last // chunk if world.all_full else (last - 1) // chunk
+        chunks = last // chunk if world.all_full or world.spare else (last - 1) // chunk
         first = local // chunk
-        if chunks <= first:
+        if chunks - world.spare <= first:
             return local
         keys = b"".join(self._keys(request, chunks))
-        asked = m.Lookup("r", keys, WIDTH, first, world.strategy.readers, seq=1)
+        asked = m.Lookup("r", keys, WIDTH, first, world.strategy.readers, world.spare, seq=1)
         found = self.ask(asked)
         assert isinstance(found, m.Matched), found
         if not found.lease:
@@ -358,6 +358,7 @@ class Reference:
         self.layouts = [self._layout(shapes) for _ in range(self.strategy.world_size)]
         self.groups = self.layouts[0].groups
         self.all_full = all(one.kind == "full" for one in self.groups)
+        self.spare = int(seed % 4 == 3)
         self.spans = Spans(self.groups, self.chunk)
         row = sum(one.shard_bytes(self.chunk) for layout in self.layouts for one in layout.groups)
         self.arena = np.zeros(row * rng.choice([8, 20, 80]), np.uint8)

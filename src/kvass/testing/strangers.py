@@ -97,6 +97,7 @@ def _lookup(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClien
         width=_width(rng),
         first=rng.choice([0, 0, 0, _number(rng)]),
         readers=rng.choice([None, None, (), (0,), (0, 0, 1), (_rank(rng),)]),
+        spare=(0, 0, 0, 1, -1, 1 << 40)[seq % 6],
     )
 
 

@@ -180,6 +180,7 @@ def make_configs(
     blocks: int = 64,
     batched: int = 512,
     drafts: int = 0,
+    drafter: str = "ngram",
     strategy: ParallelStrategy = ALONE,
     dcp: int = 1,
     **transfer: Any,
@@ -187,9 +188,10 @@ def make_configs(
     """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens.
 
     The worker's of ``strategy``, that of rank 0 for a scheduler's, as vLLM gives it. ``dcp`` is the
-    decode context parallel size.
+    decode context parallel size; ``drafts`` are proposed by ``drafter``, a speculative method, if
+    there are any. An "eagle" has no layers of its own here.
     """
-    config = _engine_config(options, batched, drafts, strategy, dcp, transfer)
+    config = _engine_config(options, batched, _drafter(drafter, drafts), strategy, dcp, transfer)
     config.cache_config.num_gpu_blocks = blocks
     return config, _cache_config(blocks, strategy, dcp)
 
@@ -197,7 +199,7 @@ def make_configs(
 def _engine_config(
     options: dict[str, object] | None,
     batched: int,
-    drafts: int,
+    speculative: dict[str, Any],
     strategy: ParallelStrategy,
     dcp: int,
     transfer: dict[str, Any],
@@ -219,18 +221,19 @@ def _engine_config(
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK, **(options or {})},
     }
-    speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    model = ModelConfig(model=str(tiny_model()), skip_tokenizer_init=True, max_model_len=1024)
+    parallel = ParallelConfig(
+        tensor_parallel_size=strategy.tp,
+        pipeline_parallel_size=strategy.pp,
+        decode_context_parallel_size=dcp,
+        rank=max(strategy.rank, 0),
+    )
+    if "model" in speculative:
+        speculative |= {"target_model_config": model, "target_parallel_config": parallel}
     return VllmConfig(
-        model_config=ModelConfig(
-            model=str(tiny_model()), skip_tokenizer_init=True, max_model_len=1024
-        ),
+        model_config=model,
         device_config=DeviceConfig("cpu"),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=strategy.tp,
-            pipeline_parallel_size=strategy.pp,
-            decode_context_parallel_size=dcp,
-            rank=max(strategy.rank, 0),
-        ),
+        parallel_config=parallel,
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
@@ -240,8 +243,16 @@ def _engine_config(
             is_encoder_decoder=False,
         ),
         kv_transfer_config=KVTransferConfig(**(connector | transfer)),
-        speculative_config=SpeculativeConfig(**speculative) if drafts else None,
+        speculative_config=SpeculativeConfig(**speculative) if speculative else None,
     )
+
+
+def _drafter(method: str, drafts: int) -> dict[str, Any]:
+    """vLLM's speculative configuration; empty without drafts."""
+    if not drafts:
+        return {}
+    chosen = {"prompt_lookup_max": 2} if method == "ngram" else {"model": str(tiny_model())}
+    return {"method": method, "num_speculative_tokens": drafts, **chosen}
 
 
 def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:

@@ -222,7 +222,9 @@ class Witness(Books):
                 raise BrokenLawError(f"law 4: matched {key[1:]} at {place}, published was {at}")
             rows.append((key, writing, place))
         if self.roomy and len(self.live(member)) < self.limits.leases_per_instance:
-            longest = space.longest(lambda g, k: (space, g, k) in self.ready, keys, msg.first)
+            longest = space.longest(
+                lambda g, k: (space, g, k) in self.ready, keys, msg.first, msg.spare
+            )
             if longest != reply.chunks:
                 raise BrokenLawError(f"nothing was evicted, {longest} chunks match, yet: {reply}")
         if hit:

@@ -25,8 +25,14 @@ from kvass.tiers.base import Tier
 OURS: Final = {
     "disk": "kvass.tiers.disk:open_disk",
     "redis": "kvass.tiers.redis:open_redis",  # the extra ``redis``
+    "s3": "kvass.tiers.object_store:open_s3",  # these three: the extra ``s3``
+    "gcs": "kvass.tiers.object_store:open_gcs",
+    "azure": "kvass.tiers.object_store:open_azure",
 }
 """Scheme -> what opens it: called with WHERE and the options."""
+
+_EXTRAS: Final = {"redis": "redis", "obstore": "s3"}
+"""A package that is missing -> the extra that brings it."""
 
 
 class TierUrl(msgspec.Struct, frozen=True):
@@ -84,7 +90,8 @@ def _import(text: str, module: str, name: str) -> Callable[..., object]:
     try:
         found: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        extra = "; install the extra: kvass[redis]" if error.name == "redis" else ""
+        missing = _EXTRAS.get(error.name or "")
+        extra = f"; install the extra: kvass[{missing}]" if missing else ""
         raise ConfigError(f"tier {text!r}: {error}{extra}") from error
     if not callable(found):
         raise ConfigError(f"tier {text!r}: {module}:{name} cannot be called")

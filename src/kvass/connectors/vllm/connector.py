@@ -40,7 +40,9 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         elif plans:
             engine.recompute_failed_loads(vllm_config)
             readers = setup.strategy.readers
-            client = SchedulerClient(setup.socket, setup.register(), readers=readers)
+            client = SchedulerClient(
+                setup.socket, setup.register(), readers=readers, spare=setup.spare
+            )
             client.start()
             self._planner = SchedulerSide(setup, client)
         else:

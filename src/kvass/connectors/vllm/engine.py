@@ -65,6 +65,8 @@ class Setup:
     groups: tuple[GroupLayout, ...]
     loads: bool
     stores: bool
+    spare: int = 0
+    """Chunks that must be known to follow a hit (``messages.Lookup``)."""
 
     @property
     def hits_whole_prompts(self) -> bool:
@@ -118,6 +120,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         groups=groups,
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
+        spare=_spare_chunks(vllm_config, kv_cache_config, chunk_tokens),
     )
 
 
@@ -166,6 +169,20 @@ def _chunk_tokens(wanted: int, blocks: tuple[int, ...], kv_cache_config: Any) ->
         )
     least = unit if has_states(kv_cache_config) else MIN_CHUNK_TOKENS
     return wanted or unit * -(-least // unit)
+
+
+def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> int:
+    """How many chunks a hit must leave unused.
+
+    A drafter that reads the model's hidden states (EAGLE, MTP) computes its KV of a token with the
+    tokens after it. vLLM uses of a match all but the last block, so that it knows them to be equal.
+    """
+    speculative = vllm_config.speculative_config
+    flagged = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
+    if not flagged and (speculative is None or not speculative.use_eagle_block_drop()):
+        return 0
+    lookahead = int(vllm_config.num_prefill_lookahead_tokens)
+    return -(-max(1, lookahead) // chunk_tokens)
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -101,11 +101,11 @@ class SchedulerSide:
             return 0
         if not adapt.reads_cache(request):
             return 0
-        chunks = adapt.hashed_chunks(request, self._setup)
-        if not self._setup.hits_whole_prompts:
+        chunks, spare = adapt.hashed_chunks(request, self._setup), self._setup.spare
+        if not spare and not self._setup.hits_whole_prompts:
             chunks = min(chunks, (adapt.known_tokens(request) - 1) // self._setup.chunk_tokens)
         first = local // self._setup.chunk_tokens
-        if chunks <= first:
+        if chunks - spare <= first:
             self._client.settle(request.request_id)
             return 0
         hashes, width = adapt.chunk_hashes(request, chunks, self._setup)

@@ -1,0 +1,79 @@
+"""A record in one piece: header and shards, one after the other, as servers keep it.
+
+Law of this file: pure. Bytes that are not right never pass for a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+import xxhash
+
+from kvass.tiers.base import Shards
+from kvass.tiers.codec import Header, decode_header, encode_header, header_bytes, payload_check
+
+
+def size_of(shards: Shards) -> int:
+    """Bytes of a record's shards."""
+    return sum(map(len, shards))
+
+
+def pack(key: bytes, shards: Shards) -> bytes:
+    """The record as one piece; a copy."""
+    header = Header(key, tuple(map(len, shards)), 0, payload_check(shards))
+    return b"".join([encode_header(header), *(shard.data for shard in shards)])
+
+
+def unpack(key: bytes, size: int, chunks: Iterator[bytes], into: Shards) -> bool | None:
+    """Fill ``into`` from a piece of ``size`` bytes that comes in chunks; ``True``: it is whole.
+
+    ``False``: it is a record of this key with shards of other lengths, of which no more is read.
+    ``None``: it is not this record, or damaged. The first chunk holds the header, or it is the
+    only one.
+    """
+    first = next(chunks, b"")
+    header = decode_header(first)
+    if header is None or header.key != key:
+        return None
+    if size != header_bytes(header) + sum(header.lengths):
+        return None
+    if header.lengths != tuple(map(len, into)):
+        return False
+    rest = chain([memoryview(first)[header_bytes(header) :]], map(memoryview, chunks))
+    return True if _pour(rest, into) == header.payload_check else None
+
+
+def _pour(chunks: Iterable[memoryview], into: Shards) -> int | None:
+    """Put the chunks' bytes where they belong; their checksum, ``None`` if they are not as many."""
+    check = xxhash.xxh3_64()
+    left = _Room(into)
+    for chunk in chunks:
+        check.update(chunk)
+        if not left.put(chunk):
+            return None
+    return check.intdigest() if left.full else None
+
+
+class _Room:
+    """Shards, filled from the first byte to the last."""
+
+    def __init__(self, into: Sequence[np.ndarray]) -> None:
+        self._shards = [shard for shard in into if len(shard)]
+        self._shard = self._at = 0
+
+    @property
+    def full(self) -> bool:
+        return self._shard == len(self._shards)
+
+    def put(self, chunk: memoryview) -> bool:
+        """Whether all of it had a place."""
+        while len(chunk) and not self.full:
+            shard = self._shards[self._shard]
+            n = min(len(chunk), len(shard) - self._at)
+            shard[self._at : self._at + n] = np.frombuffer(chunk[:n], np.uint8)
+            chunk, self._at = chunk[n:], self._at + n
+            if self._at == len(shard):
+                self._shard, self._at = self._shard + 1, 0
+        return not len(chunk)

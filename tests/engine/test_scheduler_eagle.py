@@ -1,0 +1,168 @@
+"""EAGLE and MTP: a hit is as long as the one that vLLM would have found itself.
+
+vLLM's real scheduler, a real daemon, pages of known content; the drafter proposes nothing. What a
+local hit would be is asked of vLLM's own KV cache manager, in the engine that computed the prompt.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvass.connectors.vllm import engine as reading
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.vllm_hybrid import GroupShape, HybridEngine, make_hybrid_configs
+from kvass.testing.vllm_rank import until
+
+FULL: list[GroupShape] = [("full", 16, 0, 2)]
+GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
+WINDOWS: list[GroupShape] = [("sliding_window", 16, 40, 1), ("sliding_window", 16, 70, 1)]
+QWEN_NEXT: list[GroupShape] = [("state", 64, 0, 2), ("full", 64, 0, 2)]
+DEEPSEEK_V4: list[GroupShape] = [
+    ("full", 64, 0, 2),
+    ("sliding_window", 16, 32, 1),
+    ("full", 64, 0, 1),
+    ("sliding_window", 4, 8, 1),
+    ("sliding_window", 8, 32, 1),
+]
+MODELS = {
+    "llama": (FULL, 16),
+    "gpt-oss": (GPT_OSS, 16),
+    "windows": (WINDOWS, 16),
+    "qwen-next": (QWEN_NEXT, 64),
+    "deepseek-v4": (DEEPSEEK_V4, 64),
+}
+"""Groups, and the tokens to which vLLM aligns its own hits: here those of a chunk as well."""
+each_model = pytest.mark.parametrize(("shapes", "chunk"), MODELS.values(), ids=MODELS)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with running_daemon(tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Any]:
+    made: list[HybridEngine] = []
+
+    def make(shapes: Sequence[GroupShape], chunk: int, **options: Any) -> HybridEngine:
+        options = {"blocks": 400, "batched": 128, "drafts": 2, "drafter": "eagle", **options}
+        made.append(HybridEngine(daemon.socket, shapes, daemon, chunk=chunk, **options))
+        made[-1].wait_connected()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def pair(engine: Any, shapes: list[GroupShape], chunk: int) -> tuple[HybridEngine, HybridEngine]:
+    """One that has computed and stored ``prompt(1, 400)``, and one that only reads."""
+    a, b = engine(shapes, chunk), engine(shapes, chunk, kv_role="kv_consumer")
+    a.generate("a", prompt(1, 400))
+    return a, b
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(60), k=tokens)
+
+
+def local_hit(engine: HybridEngine, tokens: list[int]) -> int:
+    """What vLLM finds of ``tokens`` in its own cache."""
+    probe = engine.world.add("probe", tokens)
+    _, found, _ = engine.world.scheduler.kv_cache_manager.get_computed_blocks(probe)
+    engine.world.abort("probe")
+    return int(found)
+
+
+def external_hit(engine: HybridEngine, tokens: list[int]) -> int:
+    """What an engine that has nothing itself loads of ``tokens``; every page of it is verified."""
+    assert engine.world.scheduler.kv_cache_manager.reset_prefix_cache()
+    engine.found.clear()
+    _, found = engine.load("b", tokens)
+    until(lambda: engine.step() and not engine.world.scheduler.has_requests(), "the end")
+    return int(found)
+
+
+def cases(chunk: int) -> list[list[int]]:
+    """Prompts that begin as the stored one of 400 tokens does, and end or branch off anywhere."""
+    said = prompt(1, 400)
+    ends = [said[:n] for n in (chunk + 1, 129, 193, 211, 257, 399, 400)]
+    return ends + [[*said[:n], *prompt(2, 90)] for n in (chunk, 64, 128, 150, 192, 260)]
+
+
+@each_model
+def test_a_hit_is_what_vllms_own_would_be(
+    daemon: Daemon, engine: Any, shapes: list[GroupShape], chunk: int
+) -> None:
+    a, b = pair(engine, shapes, chunk)
+    hits = []
+    for tokens in cases(chunk):
+        local, found = local_hit(a, tokens), external_hit(b, tokens)
+        # With a single group vLLM takes a prompt's last token not even for a proof.
+        whole = len(tokens) == 400 and len(shapes) == 1
+        assert found == local + chunk * whole, (len(tokens), local)
+        hits.append(found)
+    assert len(set(hits)) > 1
+    daemon.wait_until(leases=0, reservations=0, pins=0)
+
+
+@each_model
+def test_without_anything_spare_hits_are_longer(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, shapes: list[GroupShape], chunk: int
+) -> None:
+    """Negative control."""
+    monkeypatch.setattr(reading, "_spare_chunks", lambda *_: 0)
+    a, b = pair(engine, shapes, chunk)
+    states = any(kind == "state" for kind, *_ in shapes)
+    tokens = [*prompt(1, 400)[:320], *prompt(2, 90)] if states else prompt(1, 399)
+    assert external_hit(b, tokens) > local_hit(a, tokens)
+
+
+def test_a_larger_chunk_leaves_at_least_a_block(daemon: Daemon, engine: Any) -> None:
+    """Never more than vLLM's own, and less than two chunks fewer: what follows the last whole chunk
+    is not known to the daemon."""
+    a, b = pair(engine, GPT_OSS, 64)
+    for tokens in cases(64):
+        local, found = local_hit(a, tokens), external_hit(b, tokens)
+        assert local - 128 < found <= local
+        assert found % 64 == 0
+
+
+def test_a_hit_goes_on_where_the_shortened_local_one_ends(daemon: Daemon, engine: Any) -> None:
+    _, b = pair(engine, GPT_OSS, 64)
+    tokens = prompt(1, 400)
+    b.generate("own", tokens[:150])
+    _, found = b.load("b", tokens)
+    assert found == 320
+    assert b.loads[-1].request == "b"
+
+
+@pytest.mark.parametrize(
+    ("drafts", "drafter", "flagged", "dropped", "spare"),
+    [
+        (2, "eagle", (), True, 1),
+        (2, "eagle", (), False, 0),
+        (2, "eagle", (1,), True, 1),
+        (2, "ngram", (), True, 0),
+        (0, "", (), True, 0),
+        (0, "", (1,), True, 1),
+    ],
+)
+def test_what_is_spare_is_decided_as_vllm_decides_it(
+    drafts: int, drafter: str, flagged: tuple[int, ...], dropped: bool, spare: int
+) -> None:
+    extra: dict[str, object] = {"kvass.chunk_tokens": 64}
+    config, caches = make_hybrid_configs(extra, GPT_OSS, drafts=drafts, drafter=drafter)
+    for group in flagged:
+        caches.kv_cache_groups[group].is_eagle_group = True
+    if drafts:
+        config.speculative_config.disable_eagle_block_drop = not dropped
+    setup = reading.read_setup(config, caches)
+    assert isinstance(setup, reading.Setup)
+    assert setup.spare == spare
