@@ -11,12 +11,13 @@ import argparse
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, get_origin
+from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, field
 
 from kvass.errors import ConfigError, Unavailable
+from kvass.tiers.url import parse_tier_url, shown
 from kvass.types import PAGE, Timing
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
@@ -95,8 +96,26 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     lookup_budget_ms: Annotated[
         float, Meta(ge=0, le=60_000, description="milliseconds an engine may wait for a lookup")
     ] = Timing().lookup_budget_ms
+    tier: Annotated[
+        list[str],
+        Meta(description="tier URL, like disk:/var/cache/kvass?capacity=100GiB (repeatable)"),
+    ] = []
+    flush: Annotated[
+        Literal["write_through", "on_evict", "none"],
+        Meta(description="when tiers get a row: once it is stored, once it is evicted, or never"),
+    ] = "write_through"
+    retain_promoted: Annotated[
+        bool, Meta(description="keep rows that came from a tier once their readers are done")
+    ] = True
+    weigh_loads: Annotated[
+        bool, Meta(description="do not load from a tier what is computed sooner")
+    ] = True
+    stop_s: Annotated[
+        float, Meta(ge=0, le=86_400, description="seconds for what tiers still get at SIGTERM")
+    ] = 10.0
 
 
+_BOOLS: Final = {"yes": True, "no": False}
 _FIELDS: Final = {f.name: f for f in msgspec.structs.fields(Config)}
 
 
@@ -118,7 +137,7 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
             _flag(name),
             action="append" if _is_list(name) else "store",
             default=None,
-            metavar=name.rsplit("_", 1)[-1].upper(),
+            metavar=_metavar(name),
             help=meta.description,
         )
 
@@ -145,6 +164,8 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
         raise ConfigError(
             f"l1_size {config.l1_size}: more than the {have / 2**30:.1f}GiB there are"
         )
+    for url in config.tier:
+        parse_tier_url(url)
     return config
 
 
@@ -208,12 +229,14 @@ def _known(name: object, shown: str, where: str) -> str:
 
 
 def _convert(name: str, value: Any, origin: str, textual: bool) -> Any:
+    if textual and _unwrap(name)[0] is bool:
+        value = _BOOLS.get(value, value)
     try:
         return msgspec.convert(
             value, _FIELDS[name].type, strict=not textual, dec_hook=lambda _, raw: Size.parse(raw)
         )
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {error} (got {value!r})") from error
+        raise ConfigError(f"{origin}: {error} (got {shown(repr(value))})") from error
 
 
 def _unwrap(name: str) -> tuple[Any, Meta]:
@@ -223,6 +246,15 @@ def _unwrap(name: str) -> tuple[Any, Meta]:
 
 def _is_list(name: str) -> bool:
     return get_origin(_unwrap(name)[0]) is list
+
+
+def _metavar(name: str) -> str:
+    kind = _unwrap(name)[0]
+    if kind is bool:
+        return "|".join(_BOOLS)
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    return name.rsplit("_", 1)[-1].upper()
 
 
 def _flag(name: str) -> str:

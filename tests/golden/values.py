@@ -92,6 +92,11 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "registered": m.Registered(seq=2, namespace=bytes(32), missing=(1, 127)),
     "lookup": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, first=2, readers=(0, 7)),
     "lookup.spare": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, spare=1),
+    "lookup.tiers": m.Lookup(
+        seq=3, request="r-1", digests=_DIGESTS, width=16, budget_ms=250.5, prefill_tokens_s=40000.0
+    ),
+    "prefetch": m.Prefetch(seq=3, request="r-1", digests=_DIGESTS, width=16, budget_ms=1000.0),
+    "prefetched": m.Prefetched(seq=3, chunks=4),
     "matched.spare": m.Matched(
         seq=3, boot=BOOT, lease=1, chunks=3, deadline_s=12406.25, slots=(_SLOTS,), spare=1
     ),
@@ -143,6 +148,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "ping": m.Ping(seq=6),
     "pong": m.Pong(seq=6),
     "clear": m.Clear(seq=7, namespace=bytes(32), everything=True),
+    "clear.tiers": m.Clear(seq=7, everything=True, tiers=True),
     "cleared": m.Cleared(seq=7, rows=65536),
     "status": m.Status(seq=8),
     "status_reply": m.StatusReply(seq=8, fields={"rows": 1, "share": 0.5, "groups": [{"a": "b"}]}),

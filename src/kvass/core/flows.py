@@ -100,7 +100,7 @@ def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None
     ns = state.namespace_of(instance)
     if ns is None:
         return Prefetched()
-    chunks, _ = _match(state, ns, keys, 0)
+    chunks, _ = _match(state, ns, keys, 0, 0)
     if chunks == len(keys) or not state.config.tiers:
         return Prefetched(chunks=chunks)
     budget_s = msg.budget_ms / 1000 or PREFETCH_S

@@ -159,9 +159,9 @@ def _fitting(state: State, ns: Namespace, wanted: list[I64Array], upto: int) -> 
     return int(np.searchsorted(np.cumsum(sizes), max(left, 0), side="right"))
 
 
-def _load(state: State, one: Promotion, wanted: list[I64Array], end: int, protect: int) -> int:
-    """Take slots for all of ``wanted`` and ask the tiers to fill them; ``end``. If there is no room
-    for all: nothing, and the first chunk for which there was none."""
+def _load(state: State, one: Promotion, wanted: list[I64Array], upto: int, protect: int) -> int:
+    """Take slots for all of ``wanted`` and ask the tiers to fill them; ``upto``. If there is no
+    room for all: nothing, and the first chunk for which there was none."""
     ns = one.namespace
     rows = [
         state.l1.allocate(c, one.keys[w], protect, LOADING)

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvass.arena.memory import Arena
@@ -29,12 +29,16 @@ from kvass.core.effects import (
     Received,
     Send,
     SessionId,
+    Stopping,
     Tick,
+    ToTier,
 )
 from kvass.core.machine import CacheMachine
 from kvass.daemon.connection import Connection
+from kvass.daemon.executor import Executor
 from kvass.daemon.populate import populate
 from kvass.errors import FrameError
+from kvass.tiers.base import Tier
 from kvass.wire import framing
 from kvass.wire.channel import Peer, peer_of
 
@@ -42,12 +46,15 @@ READ_BYTES: Final = 64 << 10
 """Read from one session before the next has its turn."""
 _ACCEPT_PAUSE_S: Final = 0.1
 _TICK_S: Final = 0.001
+_CLOSE_S: Final = 2.0
+"""How long calls of tiers that still run at the end are waited for."""
 
 
 class Server:
     """Serves one machine on one listening socket until it is stopped.
 
-    ``refusal(peer)`` is None for a peer that may connect, else one line of what to do.
+    ``refusal(peer)`` is None for a peer that may connect, else one line of what to do. ``tiers``
+    with their names, in the core's order; ``stop_s``: for flushing once it was told to stop.
     """
 
     def __init__(
@@ -56,6 +63,8 @@ class Server:
         arena: Arena,
         listener: socket.socket,
         refusal: Callable[[Peer], str | None],
+        tiers: Sequence[tuple[str, Tier]] = (),
+        stop_s: float = 0.0,
     ) -> None:
         self._machine = machine
         self._arena = arena
@@ -66,21 +75,34 @@ class Server:
         self._sessions = 0
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._tick: asyncio.TimerHandle | None = None
+        self._tiers = tiers
+        self._stop_s = stop_s
+        self._leaving = False
+        """Told to stop; what is left to do is flushing."""
         self._stopping = threading.Event()
 
-    def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until SIGTERM or SIGINT. Raises whatever broke an invariant of ours."""
-        with asyncio.Runner() as runner:
-            runner.run(self._serve(on_ready))
+    def run(self, on_ready: Callable[[], None]) -> bool:
+        """Serve until SIGTERM or SIGINT. Raises whatever broke an invariant of ours.
 
-    async def _serve(self, on_ready: Callable[[], None]) -> None:
+        False: a tier hangs, and may have threads that Python would wait for.
+        """
+        with asyncio.Runner() as runner:
+            return runner.run(self._serve(on_ready))
+
+    async def _serve(self, on_ready: Callable[[], None]) -> bool:
         loop = self._loop = asyncio.get_running_loop()
+        self._executor = Executor(
+            [tier for _, tier in self._tiers],
+            [name for name, _ in self._tiers],
+            self._arena.buffer,
+            self._post,
+        )
         stopped = self._stopped = loop.create_future()
         loop.set_exception_handler(self._broken)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
         self._listener.setblocking(False)
-        loop.add_reader(self._listener, self._accept)
+        self._listen()
         on_ready()
         gc.freeze()  # what exists now lives as long as we do
         gc.set_threshold(50_000, 20, 100)
@@ -91,13 +113,35 @@ class Server:
         finally:
             self._stopping.set()
             worker.join()
-            loop.remove_reader(self._listener)
+            self._shut_the_door()
             for connection in self._connections.values():
                 connection.close_now()
+            closed = self._executor.close(_CLOSE_S)
+        return closed
 
     def _stop(self) -> None:
+        """A signal: flush what was promised, within ``stop_s``; a second one: leave now."""
+        if self._leaving:
+            self._leave()
+            return
+        self._leaving = True
+        self._shut_the_door()
+        self._loop.call_later(self._stop_s, self._leave)
+        self._turn(Stopping())
+
+    def _leave(self) -> None:
         if not self._stopped.done():
             self._stopped.set_result(None)
+
+    def _listen(self) -> None:
+        if not self._leaving:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _shut_the_door(self) -> None:
+        """Who comes now is refused by the kernel; the path stays ours."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
 
     def _broken(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback raised: nothing it may have left half done can be trusted any more."""
@@ -107,9 +151,13 @@ class Server:
 
     def _grew(self, populated_bytes: int) -> None:
         """From the populating thread."""
+        self._post(PopulatedTo(populated_bytes))
+
+    def _post(self, event: Event) -> None:
+        """From any thread."""
         try:
-            self._loop.call_soon_threadsafe(self._turn, PopulatedTo(populated_bytes))
-        except RuntimeError:  # the loop closed while a slice was in the kernel
+            self._loop.call_soon_threadsafe(self._turn, event)
+        except RuntimeError:  # the loop closed while it was in the kernel, or in a tier
             pass
 
     # ------------------------------------------------------------ sockets to events
@@ -121,9 +169,7 @@ class Server:
             return
         except OSError:  # out of descriptors: let some sessions end first
             self._loop.remove_reader(self._listener)
-            self._loop.call_later(
-                _ACCEPT_PAUSE_S, self._loop.add_reader, self._listener, self._accept
-            )
+            self._loop.call_later(_ACCEPT_PAUSE_S, self._listen)
             return
         self._sessions += 1
         session = self._sessions
@@ -166,18 +212,19 @@ class Server:
             self._carry_out(effect)
 
     def _carry_out(self, effect: Effect) -> None:
-        connection = self._connections.get(effect.session)
-        if connection is None:
-            return
         if type(effect) is Send:
-            fd = self._arena.fileno() if effect.with_arena else None
-            connection.queue(framing.encode(effect.message), fd)
-            self._talked[effect.session] = connection
+            if (connection := self._connections.get(effect.session)) is not None:
+                fd = self._arena.fileno() if effect.with_arena else None
+                connection.queue(framing.encode(effect.message), fd)
+                self._talked[effect.session] = connection
         elif type(effect) is Close:
-            del self._connections[effect.session]
-            connection.close()
+            if (connection := self._connections.pop(effect.session, None)) is not None:
+                connection.close()
         elif type(effect) is HalfClose:
-            connection.half_close()
+            if (connection := self._connections.get(effect.session)) is not None:
+                connection.half_close()
+        elif isinstance(effect, ToTier):
+            self._executor.submit(effect)
 
     def _settle(self) -> None:
         """End of a turn: send what was said, and be back when the core needs it."""
@@ -193,6 +240,8 @@ class Server:
                 self._tick.cancel()
             soonest = time.monotonic() + _TICK_S
             self._tick = self._loop.call_at(max(due, soonest), self._ticked)
+        if self._leaving and not self._machine.flushing:
+            self._leave()
 
     def _ticked(self) -> None:
         self._tick = None

@@ -7,9 +7,10 @@ line, in one line; the ``ready`` line means that clients can connect.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvass._version import __version__
@@ -19,6 +20,8 @@ from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.listen import Door, listening
 from kvass.daemon.loop import Server
 from kvass.errors import ConfigError
+from kvass.tiers import Tier, open_tier
+from kvass.tiers.url import tier_name
 from kvass.types import PAGE, Timing
 
 BOOT_BYTES: Final = 16
@@ -40,14 +43,40 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
         except OSError as error:
             raise ConfigError(f"no arena of {config.l1_size}: {error.strerror}") from error
         huge = arena.advise_huge()
+        tiers = open_tiers(config.tier)
         core = core_config(config, size)
         ready = (
             f"ready socket={config.socket} l1={Size(size)} l1_bytes={size}"
-            f" pages={'huge' if huge else '4KiB'} boot={core.boot.hex()}"
+            f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
+            f" boot={core.boot.hex()}"
         )
-        server = Server(CacheMachine(core), arena, listener, door.refusal)
-        server.run(lambda: announce(ready))
+        server = Server(CacheMachine(core), arena, listener, door.refusal, tiers, config.stop_s)
+        ended = server.run(lambda: announce(ready))
         arena.close()
+    if not ended:  # a tier hangs, and Python would wait for its threads
+        logging.shutdown()
+        os._exit(0)
+
+
+def open_tiers(urls: Sequence[str]) -> list[tuple[str, Tier]]:
+    """Open all, each with its name; ``ConfigError`` if one cannot be, and then none is open."""
+    opened: list[tuple[str, Tier]] = []
+    try:
+        for url in urls:
+            tier = _open(url)
+            opened.append((tier_name(url), tier))
+    except BaseException:
+        for _, tier in opened:
+            tier.close()
+        raise
+    return opened
+
+
+def _open(url: str) -> Tier:
+    try:
+        return open_tier(url)
+    except OSError as error:
+        raise ConfigError(f"tier {tier_name(url)}: {error.strerror or error}") from error
 
 
 def core_config(config: Config, arena_bytes: int) -> CoreConfig:
@@ -64,6 +93,10 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         arena_bytes=arena_bytes,
         timing=timing,
         version=__version__,
+        tiers=tuple(tier_name(url) for url in config.tier),
+        flush=config.flush,
+        retain_promoted=config.retain_promoted,
+        weigh_loads=config.weigh_loads,
     )
 
 

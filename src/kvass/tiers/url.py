@@ -50,26 +50,45 @@ def parse_tier_url(text: str) -> TierUrl:
     head, _, query = text.partition("?")
     scheme, colon, where = head.partition(":")
     if not colon or not scheme or not where:
-        raise ConfigError(f"tier {text!r}: write SCHEME:WHERE?option=value, like {_EXAMPLE}")
+        raise ConfigError(f"tier {shown(text)!r}: write SCHEME:WHERE?option=value, like {_EXAMPLE}")
     if scheme not in OURS and not _is_plug_in(scheme, where):
         known = ", ".join(OURS)
-        raise ConfigError(f"tier {text!r}: unknown scheme {scheme!r}; known: {known}, module:Name")
+        raise ConfigError(
+            f"tier {shown(text)!r}: unknown scheme {scheme!r}; known: {known}, module:Name"
+        )
     options: dict[str, str] = {}
     for part in query.split("&") if query else ():
         name, equals, value = part.partition("=")
         if not name.isidentifier() or not equals:
-            raise ConfigError(f"tier {text!r}: option {part!r} is not of the form name=value")
+            raise ConfigError(
+                f"tier {shown(text)!r}: option {shown(part)!r} is not of the form name=value"
+            )
         if name in options:
-            raise ConfigError(f"tier {text!r}: option {name!r} is given twice")
+            raise ConfigError(f"tier {shown(text)!r}: option {name!r} is given twice")
         options[name] = unquote(value)
     return TierUrl(scheme=scheme, where=unquote(where), options=options)
 
 
+_SECRET: Final = re.compile(
+    r"((?:^|[?&\s])\w*(?:password|secret|token|key|credential)\w*=)[^&\s'\"]*", re.IGNORECASE
+)
+_LOGIN: Final = re.compile(r"((?:^|[:/])[^:/?@\s]*):[^/?@\s]*@")
 _EXAMPLE: Final = "disk:/var/cache/kvass?capacity=100GiB"
 
 
 def _is_plug_in(module: str, name: str) -> bool:
     return name.isidentifier() and bool(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module))
+
+
+def shown(text: str) -> str:
+    """A tier URL, or what is quoted of one, without its secrets."""
+    text = _SECRET.sub(r"\1***", text)
+    return _LOGIN.sub(r"\1***@", text)
+
+
+def tier_name(text: str) -> str:
+    """What to call a tier in front of people: its URL without options and secrets."""
+    return shown(text.partition("?")[0])
 
 
 def open_tier(text: str) -> Tier:
@@ -82,7 +101,9 @@ def open_tier(text: str) -> Tier:
     _check_options(text, factory, arguments, url.options)
     tier = factory(*arguments, **url.options)
     if not isinstance(tier, Tier):
-        raise ConfigError(f"tier {text!r}: {module}:{name} gives a {type(tier).__name__}, no Tier")
+        raise ConfigError(
+            f"tier {shown(text)!r}: {module}:{name} gives a {type(tier).__name__}, no Tier"
+        )
     return tier
 
 
@@ -92,9 +113,9 @@ def _import(text: str, module: str, name: str) -> Callable[..., object]:
     except (ImportError, AttributeError) as error:
         missing = _EXTRAS.get(error.name or "")
         extra = f"; install the extra: kvass[{missing}]" if missing else ""
-        raise ConfigError(f"tier {text!r}: {error}{extra}") from error
+        raise ConfigError(f"tier {shown(text)!r}: {error}{extra}") from error
     if not callable(found):
-        raise ConfigError(f"tier {text!r}: {module}:{name} cannot be called")
+        raise ConfigError(f"tier {shown(text)!r}: {module}:{name} cannot be called")
     return found
 
 
@@ -104,9 +125,9 @@ def _check_options(
     try:
         signature = inspect.signature(factory)
     except ValueError as error:
-        raise ConfigError(f"tier {text!r}: {error}") from error
+        raise ConfigError(f"tier {shown(text)!r}: {error}") from error
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
         names = ", ".join(list(signature.parameters)[len(arguments) :]) or "none"
-        raise ConfigError(f"tier {text!r}: {error}; its options: {names}") from error
+        raise ConfigError(f"tier {shown(text)!r}: {error}; its options: {names}") from error

@@ -1,0 +1,122 @@
+"""What an effect asks of a tier, and the event that ends it.
+
+Law of this file: one blocking function from effect to event, in whichever thread; it raises what
+the tier raises. The arena's bytes are handed on as views and never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.core.effects import (
+    Emptied,
+    EpochIs,
+    FromTier,
+    Loaded,
+    Probed,
+    Records,
+    Stored,
+    TierClear,
+    TierEpoch,
+    TierLoad,
+    TierProbe,
+    TierStore,
+    ToTier,
+)
+from kvass.errors import TierDown
+from kvass.tiers.base import Buffer, Shards, Tier
+from kvass.tiers.codec import record_key
+from kvass.types import Slots
+
+_EPOCH_BYTES: Final = 8
+
+
+def perform(effect: ToTier, tier: Tier, arena: Buffer, clock: Callable[[], float]) -> FromTier:
+    """Do it. Raises ``TierDown``, and whatever else a tier that breaks its promises raises."""
+    if isinstance(effect, TierProbe):
+        keys = [key for batch in effect.batches for key in _keys(batch)]
+        return Probed(effect.op, _flags(tier.probe(keys), len(keys)))
+    if isinstance(effect, TierLoad):
+        keys = _keys(effect.records)
+        into = shards(arena, effect.slots, effect.shard_bytes)
+        began = clock()
+        which = _flags(tier.load(keys, into), len(keys))
+        return Loaded(effect.op, which, clock() - began)
+    if isinstance(effect, TierStore):
+        return Stored(effect.op, _store(effect, tier, arena))
+    if isinstance(effect, TierEpoch):
+        return EpochIs(effect.op, _epoch(effect, tier))
+    tier.clear()
+    return Emptied(effect.op, True)
+
+
+def fall_out(effect: ToTier) -> FromTier:
+    """The end of one that the tier was not asked for, or failed at."""
+    if isinstance(effect, TierProbe):
+        return Probed(effect.op, _none(sum(len(batch.keys) for batch in effect.batches)))
+    if isinstance(effect, TierLoad):
+        return Loaded(effect.op, _none(len(effect.records.keys)), 0.0)
+    if isinstance(effect, TierStore):
+        return Stored(effect.op, _none(len(effect.records.keys)))
+    if isinstance(effect, TierEpoch):
+        return EpochIs(effect.op, None)
+    assert isinstance(effect, TierClear)
+    return Emptied(effect.op, False)
+
+
+def shards(arena: Buffer, slots: Slots, shard_bytes: tuple[int, ...]) -> list[Shards]:
+    """Views of each row's slot, one per shard."""
+    ranks = [slots.offsets(rank, size).tolist() for rank, size in enumerate(shard_bytes)]
+    for offsets, size in zip(ranks, shard_bytes, strict=True):
+        assert max(offsets, default=0) + size <= len(arena), "a slot outside the arena"
+    return [
+        [arena[at : at + size] for at, size in zip(row, shard_bytes, strict=True)]
+        for row in zip(*ranks, strict=True)
+    ]
+
+
+def _keys(records: Records) -> list[bytes]:
+    return [
+        record_key(records.namespace, records.epoch, records.group, chunk.tobytes())
+        for chunk in records.keys
+    ]
+
+
+def _store(effect: TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_]:
+    """What another daemon stored already needs no second write: equal keys mean equal bytes."""
+    keys = _keys(effect.records)
+    held = _flags(tier.probe(keys), len(keys))
+    missing = np.flatnonzero(~held).tolist()
+    if missing:
+        data = shards(arena, effect.slots, effect.shard_bytes)
+        done = tier.store([keys[i] for i in missing], [data[i] for i in missing])
+        held[missing] = _flags(done, len(missing))
+    return held
+
+
+def _epoch(effect: TierEpoch, tier: Tier) -> int | None:
+    name = "epoch." + effect.namespace.hex()
+    known = None if effect.renew else _noted(tier, name)
+    if known is not None:
+        return known
+    tier.set_note(name, effect.fresh.to_bytes(_EPOCH_BYTES, "big"))
+    return effect.fresh if effect.renew else _noted(tier, name)  # another may have been first
+
+
+def _noted(tier: Tier, name: str) -> int | None:
+    note = tier.note(name)
+    return int.from_bytes(note, "big") if note is not None and len(note) == _EPOCH_BYTES else None
+
+
+def _flags(answers: Sequence[bool], count: int) -> npt.NDArray[np.bool_]:
+    if len(answers) != count:
+        raise TierDown(f"it gave {len(answers)} answers about {count} records")
+    return np.array([bool(answer) for answer in answers], np.bool_)
+
+
+def _none(count: int) -> npt.NDArray[np.bool_]:
+    return np.zeros(count, np.bool_)
