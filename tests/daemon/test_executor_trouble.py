@@ -1,0 +1,332 @@
+"""One end per effect, whatever a tier does, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from kvass.core.effects import (
+    Emptied,
+    EpochIs,
+    Loaded,
+    Probed,
+    Stored,
+    TierClear,
+    TierEpoch,
+)
+from kvass.daemon.breaker import FIRST_S, MOST_S, Breaker
+from kvass.errors import TierDown
+from kvass.testing.scripted import eventually
+from tests.daemon.tier_rig import (
+    PAGE,
+    SPACE,
+    WAIT_S,
+    Gate,
+    Memory,
+    Rig,
+    Trouble,
+    key,
+    load,
+    probe,
+    rig,
+    store,
+)
+
+# ---------------------------------------------------------------- trouble
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TierDown("gone"), RuntimeError("a bug"), OSError(5, "EIO"), SystemExit(3), MemoryError()],
+    ids=lambda e: type(e).__name__,
+)
+def test_whatever_it_raises_every_operation_ends_as_failed(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    trouble = Trouble(error)
+    with rig(Memory(trouble)) as made:
+        for op in range(0, 50, 5):
+            made.submit(probe(op, 1, 2))
+            made.submit(load(op + 1, 1, 1))
+            made.submit(store(op + 2, 1, 1))
+            made.submit(TierEpoch(0, op + 3, SPACE, fresh=1))
+            made.submit(TierClear(0, op + 4))
+        ends = made.ends(50)
+        for op in range(0, 50, 5):
+            probed, loaded, stored, epoch, emptied = (ends[op + i] for i in range(5))
+            assert type(probed) is Probed
+            assert probed.held.tolist() == [False, False]
+            assert type(loaded) is Loaded
+            assert (loaded.which.tolist(), loaded.seconds) == ([False], 0.0)
+            assert type(stored) is Stored
+            assert stored.which.tolist() == [False]
+            assert (epoch, emptied) == (EpochIs(op + 3, None), Emptied(op + 4, False))
+        assert trouble.calls <= 8, "one per thread at most, then the breakers were open"
+        assert made.reported(up=False, errors=trouble.calls, refused=50 - trouble.calls)
+        downs = [r for r in caplog.records if "tier0 is down" in r.message]
+        assert len(downs) == 1
+        bugs = [r for r in caplog.records if r.levelno == logging.ERROR]
+        assert len(bugs) == (0 if isinstance(error, TierDown) else 1)
+
+
+def test_answers_of_the_wrong_number_are_trouble() -> None:
+    tier = Memory()
+    tier.probe = lambda keys: [True]  # type: ignore[method-assign]
+    with rig(tier) as made:
+        made.submit(probe(1, 1, 2))
+        assert made.end(1).held.tolist() == [False, False]
+        assert made.reported(up=False, errors=1)
+
+
+def test_a_breaker_lets_one_try_and_another_tier_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    trouble = Trouble(TierDown("the cable is out"))
+    bad, good = Memory(trouble), Memory()
+    good.records[key(1)] = []
+    with rig(bad, good) as made:
+        made.submit(probe(0, 1))
+        assert not made.end(0).held.any()
+        for op in range(1, 101):
+            made.submit(probe(op, 1))
+        made.ends(100)
+        assert trouble.calls == 1
+        made.submit(probe(101, 1, tier=1))
+        assert made.end(101).held.all()
+        made.clock.now += FIRST_S
+        made.submit(probe(102, 1))  # tries, in vain
+        made.end(102)
+        assert trouble.calls == 2
+        made.clock.now += FIRST_S  # not long enough any more
+        made.submit(probe(103, 1))
+        made.end(103)
+        assert trouble.calls == 2
+        trouble.error = None
+        made.clock.now += FIRST_S
+        made.submit(probe(104, 1))
+        made.end(104)
+        made.submit(probe(105, 1))
+        made.end(105)
+        assert trouble.calls == 4
+        assert made.reported(0, name="tier0", up=True, trouble="", errors=2, refused=101)
+        assert made.reported(1, name="tier1", up=True, errors=0, refused=0)
+    told = [r.message for r in caplog.records]
+    assert told == ["tier tier0 is down: the cable is out", "tier tier0 is back"]
+
+
+def test_what_cannot_be_written_is_still_read() -> None:
+    tier = Memory(Trouble(TierDown("read-only"), "store"))
+    tier.records[key(1)] = [b"\1" * PAGE, b"\2" * PAGE]
+    with rig(tier) as made:
+        made.submit(store(1, 2, 2))
+        assert not made.end(1).which.any()
+        made.submit(load(2, 1, 4))
+        assert made.end(2).which.all()
+        made.submit(store(3, 2, 2))
+        assert not made.end(3).which.any()
+        assert made.reported(up=False, trouble="read-only", errors=1, refused=1)
+
+
+def test_breaker_doubles_up_to_its_most_and_forgets_when_it_was_calm() -> None:
+    breaker = Breaker()
+    now, pauses = 0.0, []
+    for _ in range(10):
+        number = breaker.enter(now)
+        assert number is not None
+        assert breaker.enter(now) is None or breaker.closed, "one at a time"
+        breaker.leave(number, False, now)
+        began = now
+        while breaker.refuses(now):
+            now += 0.05
+        pauses.append(round(now - began, 1))
+    assert pauses[:4] == [0.2, 0.5, 1.0, 2.0] or pauses[:4] == [0.3, 0.5, 1.0, 2.0]
+    assert pauses[-1] == MOST_S
+    number = breaker.enter(now)
+    assert number is not None
+    assert breaker.leave(number, True, now)
+    assert breaker.closed
+    number = breaker.enter(now)
+    assert number is not None
+    breaker.leave(number, False, now)
+    assert breaker.refuses(now + MOST_S - 1), "it was not back for long"
+
+
+def test_calls_from_before_say_nothing_new_to_a_breaker() -> None:
+    breaker = Breaker()
+    first, second, third = (breaker.enter(0.0) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert breaker.leave(first, False, 0.0)
+    assert not breaker.leave(second, True, 0.1), "that it once served closes nothing"
+    assert not breaker.leave(third, False, 0.1), "that others failed too lengthens nothing"
+    assert breaker.refuses(FIRST_S - 0.01)
+    assert not breaker.refuses(FIRST_S)
+
+
+# ---------------------------------------------------------------- slow and full
+
+
+def test_bulk_loads_and_stores_delay_no_probe() -> None:
+    gate = Gate("load", "store")
+    with rig(Memory(gate)) as made:
+        for op in range(20):
+            made.submit(load(op, op, 1))
+            made.submit(store(100 + op, op, 2))
+        made.submit(probe(200, 1))
+        made.submit(TierEpoch(0, 201, SPACE, fresh=1))
+        assert set(made.ends(2)) == {200, 201}
+        for _ in range(6):
+            assert gate.entered.acquire(timeout=WAIT_S), "four loads and two stores run"
+        assert not gate.entered.acquire(timeout=0.05)
+        gate.open.set()
+        assert len(made.ends(40)) == 40
+
+
+def test_a_hanging_call_shuts_its_tier_until_it_returns(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    gate = Gate("load")
+    with rig(Memory(gate), Memory(), slow_s=10.0) as made:
+        for op in range(6):
+            made.submit(load(op, 1, op))
+        for _ in range(4):
+            assert gate.entered.acquire(timeout=WAIT_S)
+        made.clock.now += 9
+        made.submit(probe(10, 1))
+        made.end(10)
+        made.clock.now += 2
+        made.submit(probe(11, 1))
+        assert set(made.ends(3)) == {11, 4, 5}, "what did not run fell out"
+        assert made.reported(up=False, refused=3, errors=0)
+        made.submit(probe(12, 1, tier=1))
+        made.end(12)
+        gate.open.set()
+        assert set(made.ends(4)) == {0, 1, 2, 3}
+        assert made.reported(up=True, queued=0)
+        made.submit(probe(13, 1))
+        made.end(13)
+        assert made.reported(up=True, refused=3)
+    told = [r.message for r in caplog.records]
+    assert told == [
+        "tier tier0 is down: a call has been running for more than 10 s",
+        "tier tier0 is back",
+    ]
+
+
+def test_a_full_lane_refuses() -> None:
+    gate = Gate("probe")
+    with rig(Memory(gate), room=8) as made:
+        for op in range(2):
+            made.submit(probe(op, 1))
+            assert gate.entered.acquire(timeout=WAIT_S)
+        for op in range(2, 13):
+            made.submit(probe(op, 1))
+        assert set(made.ends(3)) == {10, 11, 12}
+        assert made.reported(queued=8, refused=3)
+        gate.open.set()
+        assert set(made.ends(10)) == set(range(10))
+
+
+# ---------------------------------------------------------------- registration, reports, the end
+
+
+def test_memory_is_registered_before_anything_is_asked() -> None:
+    class Registering(Memory):
+        def register_memory(self, arena: Any) -> None:
+            self.hook("register")
+            self.arena = arena
+
+    gate = Gate("register")
+    asked: list[str] = []
+    tier = Registering(gate)
+    with rig(tier, Memory()) as made:
+        made.submit(probe(0, 1))
+        made.submit(probe(1, 1, tier=1))
+        made.end(1)
+        assert made.events.empty()
+        tier.hook = lambda method: asked.append(method) or gate(method)  # type: ignore[func-returns-value]
+        gate.open.set()
+        made.end(0)
+        made.submit(load(2, 1, 1))
+        made.end(2)
+        assert tier.arena is made.arena
+        assert asked == ["probe", "load"]
+
+
+def test_a_tier_that_cannot_register_serves_all_the_same() -> None:
+    class Unable(Memory):
+        def register_memory(self, arena: Any) -> None:
+            raise RuntimeError("no such device")
+
+    with rig(Unable()) as made:
+        made.submit(probe(0, 1))
+        made.end(0)
+        assert made.reported(up=True, errors=0)
+
+
+def test_reports_carry_what_the_tier_tells_and_a_status_can_say() -> None:
+    class Telling(Memory):
+        def report(self) -> dict[Any, Any]:
+            odd = {"bad": object(), "huge": 1 << 70, "nan": float("nan"), 3: 4, "up": False}
+            return {"records": 3, "indexing": False, "text": "fine", "odd": "\ud800", **odd}
+
+    with rig(Telling()) as made:
+        assert made.reported(records=3, indexing=False, text="fine", up=True)
+        assert not {"bad", "huge", "nan", 3, "odd"} & set(made.reports[0])
+
+
+def test_close_refuses_waits_and_closes() -> None:
+    gate = Gate("load")
+    tier = Memory(gate)
+    made = Rig(tier)
+    for op in range(6):
+        made.submit(load(op, 1, op))
+    for _ in range(4):
+        assert gate.entered.acquire(timeout=WAIT_S)
+    closing = threading.Thread(target=made.close, args=(WAIT_S,))
+    closing.start()
+    assert set(made.ends(2)) == {4, 5}
+    assert not tier.closed
+    gate.open.set()
+    closing.join(WAIT_S)
+    assert eventually(lambda: tier.closed)
+    assert set(made.ends(4)) == {0, 1, 2, 3}
+    made.submit(probe(9, 1))
+    assert not made.end(9).held.any()
+
+
+def test_close_leaves_behind_what_hangs() -> None:
+    gate = Gate("load")
+    hung, well = Memory(gate), Memory()
+    made = Rig(hung, well)
+    made.submit(load(0, 1, 1))
+    assert gate.entered.acquire(timeout=WAIT_S)
+    assert not made.close(0.2)
+    assert well.closed
+    assert not hung.closed
+    gate.open.set()
+
+
+def test_a_hung_call_keeps_no_process_from_leaving() -> None:
+    script = (
+        "import numpy as np, threading\n"
+        "from kvass.daemon.executor import Executor\n"
+        "from kvass.core.effects import TierClear\n"
+        "inside = threading.Event()\n"
+        "class Hung:\n"
+        "    def clear(self):\n"
+        "        inside.set()\n"
+        "        threading.Event().wait()\n"
+        "made = Executor([Hung()], ['t'], np.zeros(8, np.uint8), lambda event: None)\n"
+        "made.submit(TierClear(0, 1))\n"
+        "inside.wait()\n"
+        "print(made.close(0.1))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout == "False\n", run

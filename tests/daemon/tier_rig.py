@@ -1,0 +1,192 @@
+"""Tiers that misbehave on purpose, and an executor over them whose events can be asked for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvass.core.effects import (
+    Event,
+    FromTier,
+    Records,
+    TierLoad,
+    TierProbe,
+    TierReport,
+    TierStore,
+)
+from kvass.daemon.executor import Executor
+from kvass.testing.scripted import eventually
+from kvass.tiers.base import Shards
+from kvass.tiers.codec import record_key
+from kvass.types import Slots
+
+SPACE = bytes(range(32))
+WAIT_S = 30.0
+PAGE = 4096
+
+
+class Memory:
+    """A tier that is right; ``hook(method)`` runs at the beginning of every call."""
+
+    def __init__(self, hook: Callable[[str], None] = lambda _: None) -> None:
+        self.hook = hook
+        self.records: dict[bytes, list[bytes]] = {}
+        self.notes: dict[str, bytes] = {}
+        self.stored: list[bytes] = []
+        self.closed = False
+
+    def probe(self, keys: Sequence[bytes]) -> list[bool]:
+        self.hook("probe")
+        return [key in self.records for key in keys]
+
+    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
+        self.hook("load")
+        for key, shards in zip(keys, into, strict=True):
+            for shard, data in zip(shards, self.records.get(key, ()), strict=False):
+                shard[:] = np.frombuffer(data, np.uint8)
+        return [key in self.records for key in keys]
+
+    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        self.hook("store")
+        self.stored += keys
+        for key, shards in zip(keys, data, strict=True):
+            self.records[key] = [shard.tobytes() for shard in shards]
+        return [True] * len(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        raise AssertionError("nobody asks for this")
+
+    def clear(self) -> None:
+        self.hook("clear")
+        self.records.clear()
+
+    def note(self, name: str) -> bytes | None:
+        self.hook("note")
+        return self.notes.get(name)
+
+    def set_note(self, name: str, value: bytes) -> None:
+        self.hook("set_note")
+        self.notes[name] = value
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig(Executor):
+    """An executor over an arena of 64 pages, and the events it posted."""
+
+    def __init__(self, *tiers: Any, **options: Any) -> None:
+        self.arena = np.zeros(64 * PAGE, np.uint8)
+        self.events: queue.SimpleQueue[FromTier] = queue.SimpleQueue()
+        self.reports: dict[int, dict[str, Any]] = {}
+        self.clock = Clock()
+        names = [f"tier{i}" for i in range(len(tiers))]
+        super().__init__(tiers, names, self.arena, self._take, clock=self.clock, **options)
+
+    def end(self, op: int) -> Any:
+        """The next event, which must be that operation's."""
+        event = self.events.get(timeout=WAIT_S)
+        assert event.op == op, event
+        return event
+
+    def ends(self, count: int) -> dict[int, FromTier]:
+        """The next so many events by operation: no operation has two of them."""
+        found = [self.events.get(timeout=WAIT_S) for _ in range(count)]
+        assert len({event.op for event in found}) == count
+        return {event.op: event for event in found}
+
+    def reported(self, tier: int = 0, **fields: Any) -> bool:
+        """Whether a tier is reported so, sooner or later."""
+        return eventually(lambda: fields.items() <= self.reports.get(tier, {}).items())
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, TierReport):
+            self.reports[event.tier] = event.fields
+        else:
+            assert isinstance(event, FromTier)
+            self.events.put(event)
+
+
+@contextmanager
+def rig(*tiers: Any, **options: Any) -> Iterator[Rig]:
+    made = Rig(*tiers, **options)
+    try:
+        yield made
+    finally:
+        made.close(WAIT_S)
+    assert made.events.empty(), "an operation ended twice"
+
+
+class Gate:
+    """A hook that holds some methods until it is opened."""
+
+    def __init__(self, *methods: str) -> None:
+        self.methods = methods
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def __call__(self, method: str) -> None:
+        if method in self.methods:
+            self.entered.release()
+            assert self.open.wait(WAIT_S)
+
+
+class Trouble:
+    """A hook that raises while ``error`` is one."""
+
+    def __init__(self, error: BaseException | None, *methods: str) -> None:
+        self.error = error
+        self.methods = methods
+        self.calls = 0
+
+    def __call__(self, method: str) -> None:
+        if not self.methods or method in self.methods:
+            self.calls += 1
+            if self.error is not None:
+                raise self.error
+
+
+def records(*numbers: int, epoch: int = 7, group: int = 1) -> Records:
+    keys = np.zeros((len(numbers), 4), np.uint64)
+    keys[:, 0] = numbers
+    return Records(SPACE, epoch, group, keys)
+
+
+def key(number: int, epoch: int = 7, group: int = 1) -> bytes:
+    return record_key(SPACE, epoch, group, number.to_bytes(8, "little") + bytes(24))
+
+
+def slots(*where: int) -> Slots:
+    """Two shards of one page each: shard 0 from page 0 on, shard 1 from page 32 on."""
+    return Slots(
+        extents=((0, 32 * PAGE),),
+        set_=np.zeros(len(where), "<u2").tobytes(),
+        slot=np.array(where, "<u4").tobytes(),
+    )
+
+
+def probe(op: int, *numbers: int, tier: int = 0) -> TierProbe:
+    return TierProbe(tier, op, (records(*numbers),))
+
+
+def load(op: int, number: int, slot: int, tier: int = 0) -> TierLoad:
+    return TierLoad(tier, op, records(number), slots(slot), (PAGE, PAGE))
+
+
+def store(op: int, number: int, slot: int, tier: int = 0) -> TierStore:
+    return TierStore(tier, op, records(number), slots(slot), (PAGE, PAGE))
