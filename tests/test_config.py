@@ -49,6 +49,8 @@ def test_defaults() -> None:
     assert got.l1_size % (1 << 20) == 0
     assert (got.lease_s, got.dma_grace_s) == (Timing().lease_s, Timing().dma_grace_s)
     assert (got.allow_uid, got.socket_group) == ([], "")
+    assert (got.tier, got.flush, got.stop_s) == ([], "write_through", 10)
+    assert (got.retain_promoted, got.weigh_loads) == (True, True)
 
 
 def test_default_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +97,11 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "reserve_s": "2",
         "dma_grace_s": "3",
         "lookup_budget_ms": "4",
+        "tier": "disk:/t?capacity=1GiB",
+        "flush": "on_evict",
+        "retain_promoted": "no",
+        "weigh_loads": "no",
+        "stop_s": "5",
     }
     assert set(values) == set(Config.__struct_fields__)
     by_env = load({}, {f"KVASS_{k.upper()}": v for k, v in values.items()})
@@ -106,6 +113,26 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
     file.write_text(to_yaml(by_env))  # what --print-config prints is a config file
     assert by_env == by_flag == load({}, {}, str(file))
     assert "l1_size: 1MiB" in file.read_text()
+    assert (by_env.tier, by_env.flush, by_env.stop_s) == ([values["tier"]], "on_evict", 5)
+    assert (by_env.retain_promoted, by_env.weigh_loads) == (False, False)
+
+
+def test_tiers_in_order(tmp_path: Path) -> None:
+    one, two = "disk:/a?capacity=1GiB", "redis:host?prefix=a%2Cb"
+    file = tmp_path / "kvass.yaml"
+    file.write_text(f"tier:\n  - {one}\n  - {two}\nretain_promoted: no\nweigh_loads: yes\n")
+    parser = Parser()
+    add_flags(parser)
+    flags = vars(parser.parse_args(["--tier", one, "--tier", two, "--retain-promoted", "yes"]))
+    for got in (
+        load({}, {}, str(file)),
+        load({}, {"KVASS_TIER": f"{one},{two}"}),
+        load(flags, {}, str(file)),
+    ):
+        assert got.tier == [one, two]
+    assert load({}, {}, str(file)).retain_promoted is False
+    assert load(flags, {}, str(file)).retain_promoted is True
+    assert load(flags, {}, str(file)).weigh_loads is True
 
 
 @pytest.mark.parametrize(
@@ -123,6 +150,11 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         ({"KVASS_ALLOW_UID": "-1"}, "KVASS_ALLOW_UID"),
         ({"KVASS_SOCKET": ""}, "socket path of 0 bytes: use 1 to 107 bytes"),
         ({"KVASS_SOCKET": "/" * 108}, "socket path of 108 bytes: use 1 to 107 bytes"),
+        ({"KVASS_TIER": "disk"}, "tier 'disk': write SCHEME:WHERE?option=value, like disk:/"),
+        ({"KVASS_TIER": "disk:/a?capacity=1GiB,floppy:/b"}, "unknown scheme 'floppy'; known: disk"),
+        ({"KVASS_FLUSH": "later"}, "KVASS_FLUSH: Invalid enum value 'later'"),
+        ({"KVASS_WEIGH_LOADS": "perhaps"}, "KVASS_WEIGH_LOADS: Expected `bool`"),
+        ({"KVASS_STOP_S": "-1"}, "KVASS_STOP_S: Expected `float` >= 0.0"),
         ({"KVASS_CONFIG": "/no/such/file"}, "cannot read config /no/such/file"),
     ],
 )
@@ -144,6 +176,8 @@ def test_bad_environment(env: dict[str, str], line: str) -> None:
         ("l1_size: [1]", "l1_size: no size"),
         ("socket: 3", "socket: Expected `str`, got `int`"),
         ("allow_uid: 3", "allow_uid: Expected `array`, got `int`"),
+        ("tier: disk:/a?capacity=1GiB", "tier: Expected `array`, got `str`"),
+        ("retain_promoted: 'yes'", "retain_promoted: Expected `bool`, got `str`"),
         ("- lease_s", "write options as `name: value` lines"),
         ("lease_s: 3\nl1_size: 1MiB\n'lease_s': 4", "lease_s stands there twice: keep one"),
         ("a: [", "is no YAML"),
@@ -158,6 +192,17 @@ def test_bad_file(tmp_path: Path, text: str, line: str) -> None:
     assert line in str(caught.value)
     assert str(file) in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("url", ["redis:h?password=hunter2&password=x", "kv:u:hunter2@h/p"])
+def test_no_message_tells_a_secret(tmp_path: Path, url: str) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text(f"tier: {url}\n")
+    for flags, source in (({"tier": [url]}, None), ({}, str(file))):
+        with pytest.raises(ConfigError) as caught:
+            load(flags, {}, source)
+        assert "hunter2" not in str(caught.value)
+        assert "***" in str(caught.value)
 
 
 def test_empty_file_changes_nothing(tmp_path: Path) -> None:

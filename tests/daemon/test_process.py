@@ -140,7 +140,7 @@ def test_socket_path_of_something_else(tmp_path: Path) -> None:
         (("--no-such-flag",), "unrecognized arguments: --no-such-flag; see kvass serve --help"),
         (("--socket-group", "nobody-has-this"), "no such group"),
         (("--allow-uid", "root"), "--allow-uid: Expected `int`"),
-        (("--tier", "disk:/x"), "--tier"),
+        (("--tier", "disk:/x"), "tier 'disk:/x': missing a required argument: 'capacity'"),
     ],
 )
 def test_bad_flags_get_one_clear_line(tmp_path: Path, flags: tuple[str, ...], line: str) -> None:

@@ -92,7 +92,7 @@ class DiskTier:
         self._scratch = _Scratch()
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         if not self._book.fits(2 * PAGE):
-            raise ConfigError(f"{folder}: a capacity of {capacity} bytes holds not one row")
+            raise ConfigError(f"{folder}: a capacity of {Size(capacity)} holds not one row")
         self._lock_fd = own(self._folder)
         try:
             check_capacity(self._folder, capacity)

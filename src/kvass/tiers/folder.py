@@ -18,6 +18,7 @@ import xxhash
 
 from kvass.errors import ConfigError
 from kvass.tiers.segment import SEGMENT, TABLE, SegmentFile
+from kvass.types import Size
 
 NOTES_BYTES: Final = 32 << 10
 """What the notes take at most; the ones set longest ago make room."""
@@ -56,7 +57,7 @@ def check_capacity(folder: Path, capacity: int) -> None:
     size = disk.f_blocks * disk.f_frsize
     if capacity > size:
         raise ConfigError(
-            f"{folder}: a capacity of {capacity} bytes, but the disk has {size}; choose less"
+            f"{folder}: a capacity of {Size(capacity)}, but the disk has {Size(size)}; choose less"
         )
 
 

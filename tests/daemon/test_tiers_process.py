@@ -1,0 +1,233 @@
+"""``kvass serve`` with tiers: what it refuses to start with, and how it stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvass.messages import Commit, Ping, Pong
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.peer import Peer, engine
+from kvass.testing.scripted import eventually
+from tests.daemon.test_process import refused, serve
+
+PLUG_IN = '''
+"""A tier in memory. Stores wait until the file ``go`` is there; then the file ``stored`` is."""
+
+import pathlib
+import threading
+import time
+
+
+class Held:
+    def __init__(self, folder):
+        self.folder = pathlib.Path(folder)
+        self.kept, self.notes = {}, {}
+
+    def probe(self, keys):
+        return [key in self.kept for key in keys]
+
+    def load(self, keys, into):
+        return [False] * len(keys)
+
+    def store(self, keys, data):
+        (self.folder / "storing").touch()
+        while not (self.folder / "go").exists():
+            time.sleep(0.01)
+        self.kept |= {key: b"".join(map(bytes, shards)) for key, shards in zip(keys, data)}
+        (self.folder / "stored").write_text(str(len(self.kept)))
+        return [True] * len(keys)
+
+    def delete(self, keys):
+        pass
+
+    def clear(self):
+        self.kept.clear()
+
+    def note(self, name):
+        return self.notes.get(name)
+
+    def set_note(self, name, value):
+        self.notes[name] = value
+
+    def close(self):
+        (self.folder / "closed").touch()
+
+
+class Stubborn(Held):
+    """One whose store no thread of Python's own can be joined on."""
+
+    def store(self, keys, data):
+        (self.folder / "storing").touch()
+        waits = threading.Thread(target=threading.Event().wait)
+        waits.start()
+        waits.join()
+'''
+
+
+def disk(folder: Path, **options: str) -> str:
+    options = {"capacity": "64MiB", **options}
+    return f"disk:{folder}?" + "&".join(f"{name}={value}" for name, value in options.items())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "tier"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a tier that keeps a store waiting; daemons find its module."""
+    (tmp_path / "plugged.py").write_text(PLUG_IN)
+    found = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
+    return f"plugged:Held?folder={folder}"
+
+
+def commit_two(scheduler: Peer, worker: Peer) -> None:
+    granted = scheduler.reserve("ab")
+    worker.channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
+    worker.ask(Ping(), Pong)
+
+
+def tier_of(daemon: Daemon, number: int = 0) -> dict[str, Any]:
+    tiers: list[dict[str, Any]] = daemon.status()["tiers"]
+    return tiers[number]
+
+
+# ---------------------------------------------------------------- start
+
+
+def test_a_disk_is_opened_told_of_and_let_go(tmp_path: Path, folder: Path) -> None:
+    with running_daemon(tmp_path, tier=[disk(folder)]) as daemon:
+        assert " tiers=1 boot=" in daemon.ready
+        assert eventually(lambda: tier_of(daemon).get("up") is True)
+        assert tier_of(daemon)["name"] == f"disk:{folder}"
+        assert tier_of(daemon)["records"] == 0
+        with engine(daemon.socket) as peers:
+            commit_two(*peers)
+            assert eventually(lambda: tier_of(daemon)["records"] == 2)
+        assert daemon.stop() == 0
+        assert daemon.log() == ""
+        daemon.start()
+        assert eventually(lambda: tier_of(daemon).get("records") == 2)
+        daemon.restart()
+        assert eventually(lambda: tier_of(daemon).get("records") == 2)
+
+
+@pytest.mark.parametrize(
+    ("url", "line"),
+    [
+        ("floppy:/x?capacity=1MiB", "unknown scheme 'floppy'; known: disk, redis"),
+        ("disk:{folder}", "missing a required argument: 'capacity'; its options: capacity, "),
+        ("disk:{folder}?capacity=1MiB&speed=9", "unexpected keyword argument 'speed'; its options"),
+        ("disk:{folder}?capacity=lots", "capacity: no size: 'lots'"),
+        ("disk:{folder}?capacity=4096", "a capacity of 4KiB holds not one row"),
+        ("disk:{folder}?capacity=900000TiB", "a capacity of 900000TiB, but the disk has "),
+        ("disk:{folder}/none?capacity=1MiB", "no such folder"),
+        ("disk:/proc?capacity=64MiB", "/proc: cannot be written"),
+        ("no.such.module:Tier", "No module named 'no'"),
+        ("kvass.tiers.disk:open_dusk", "has no attribute 'open_dusk'"),
+        ("redis:host:port", "'port' is no port"),
+        ("redis:host?password=hunter2&colour=red", "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_bad_tiers_get_one_clear_line(tmp_path: Path, folder: Path, url: str, line: str) -> None:
+    flags = ("--socket", str(tmp_path / "s"), "--l1-size", "1MiB", "--tier")
+    got = refused(serve(*flags, url.format(folder=folder)))
+    assert line in got
+    assert "hunter2" not in got
+    assert os.listdir(tmp_path) == ["tier"]
+
+
+def test_a_folder_is_one_daemons(tmp_path: Path, folder: Path) -> None:
+    flags = ("--socket", str(tmp_path / "other"), "--l1-size", "1MiB", "--tier")
+    with running_daemon(tmp_path, tier=[disk(folder)]) as daemon:
+        got = refused(serve(*flags, disk(folder)))
+        assert f"{folder}: in use by process {daemon.pid}" in got
+        taken = refused(serve("--socket", daemon.socket, "--l1-size", "1MiB", "--tier", "disk:/x"))
+        assert "live daemon" in taken, "who has no socket opens no tier"
+    assert "in use by process" in refused(serve(*flags, disk(folder), "--tier", disk(folder)))
+
+
+def test_a_bad_second_tier_closes_the_first(tmp_path: Path, folder: Path, plug_in: str) -> None:
+    flags = ("--socket", str(tmp_path / "s"), "--l1-size", "1MiB")
+    got = refused(serve(*flags, "--tier", plug_in, "--tier", "disk:/no/such?capacity=1MiB"))
+    assert "/no/such: no such folder" in got
+    assert (folder / "closed").exists()
+
+
+def test_a_server_that_is_not_there_is_a_tier_that_is_down(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, and not listening
+        where = f"redis:127.0.0.1:{nobody.getsockname()[1]}"
+        with running_daemon(tmp_path, tier=[f"{where}?password=hunter2"]) as daemon:
+            with engine(daemon.socket) as peers:
+                commit_two(*peers)
+                assert eventually(lambda: tier_of(daemon).get("up") is False)
+                assert daemon.status()["rows"] == 2
+            assert daemon.stop() == 0
+            assert f"tier {where} is down: " in daemon.log()
+            assert "hunter2" not in daemon.log() + daemon.ready
+
+
+# ---------------------------------------------------------------- stop
+
+
+def test_what_was_promised_is_flushed_before_it_stops(
+    tmp_path: Path, folder: Path, plug_in: str
+) -> None:
+    with (
+        running_daemon(tmp_path, tier=[plug_in], stop_s=60) as daemon,
+        engine(daemon.socket) as (scheduler, worker),
+    ):
+        commit_two(scheduler, worker)
+        assert eventually((folder / "storing").exists)
+        os.kill(daemon.pid, signal.SIGTERM)
+        with socket.socket(socket.AF_UNIX) as late:
+            assert eventually(lambda: late.connect_ex(daemon.socket) != 0), "nobody new comes in"
+        worker.ask(Ping(), Pong)  # who is there is served on
+        assert daemon.running
+        (folder / "go").touch()
+        assert daemon.wait() == 0
+        assert (folder / "stored").read_text() == "2"
+        assert (folder / "closed").exists()
+        assert daemon.log() == ""
+
+
+def test_a_second_signal_waits_for_nothing(tmp_path: Path, folder: Path, plug_in: str) -> None:
+    with running_daemon(tmp_path, tier=[plug_in], stop_s=3600) as daemon:
+        with engine(daemon.socket) as peers:
+            commit_two(*peers)
+            assert eventually((folder / "storing").exists)
+            os.kill(daemon.pid, signal.SIGTERM)
+            peers[1].ask(Ping(), Pong)
+            time.sleep(0.1)
+            assert daemon.running
+            os.kill(daemon.pid, signal.SIGINT)
+            assert daemon.wait() == 0
+        assert "a call is still running; it is left behind" in daemon.log()
+        assert not os.path.exists(daemon.socket)
+
+
+@pytest.mark.parametrize("tier", ["Held", "Stubborn"])
+def test_a_tier_that_hangs_holds_up_no_stop_for_long(
+    tmp_path: Path, folder: Path, plug_in: str, tier: str
+) -> None:
+    url = plug_in.replace("Held", tier)
+    with running_daemon(tmp_path, tier=[url], stop_s=0.5) as daemon:
+        with engine(daemon.socket) as peers:
+            commit_two(*peers)
+            assert eventually((folder / "storing").exists)
+            assert daemon.stop() == 0
+        assert not (folder / "closed").exists()
+        assert not os.path.exists(daemon.socket)
+        daemon.start()
