@@ -72,7 +72,7 @@ def parse_tier_url(text: str) -> TierUrl:
 _SECRET: Final = re.compile(
     r"((?:^|[?&\s])\w*(?:password|secret|token|key|credential)\w*=)[^&\s'\"]*", re.IGNORECASE
 )
-_LOGIN: Final = re.compile(r"((?:^|[:/])[^:/?@\s]*):[^/?@\s]*@")
+_LOGIN: Final = re.compile(r"((?:^|[:/])[^:/?@\s]*:)[^/?@\s]*@")
 _EXAMPLE: Final = "disk:/var/cache/kvass?capacity=100GiB"
 
 
