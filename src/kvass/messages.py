@@ -68,6 +68,8 @@ class Welcome(Message, tag="welcome"):
     populated_bytes: int = 0
     limits: Limits = Limits()
     timing: Timing = Timing()
+    tiers: int = 0
+    """How many there are: with some, a ``Lookup`` may be answered late."""
 
 
 class Register(Message, tag="register"):
@@ -125,12 +127,14 @@ class Lookup(Message, tag="lookup"):
 class Prefetch(Message, tag="prefetch"):
     """Promote what a later ``Lookup`` of these digests would, and hold nothing of it.
 
+    Of an engine's scheduler: its own namespace (empty); of a session that only looks: that digest.
     ``budget_ms`` as there (0: a minute). Needs the feature ``tiers``.
     """
 
     request: str
     digests: bytes
     width: int = 32
+    namespace: bytes = b""
     budget_ms: float = 0.0
 
 

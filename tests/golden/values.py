@@ -92,10 +92,13 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "registered": m.Registered(seq=2, namespace=bytes(32), missing=(1, 127)),
     "lookup": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, first=2, readers=(0, 7)),
     "lookup.spare": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, spare=1),
+    "welcome.tiers": m.Welcome(seq=1, boot=BOOT, arena_bytes=1 << 30, tiers=2),
     "lookup.tiers": m.Lookup(
         seq=3, request="r-1", digests=_DIGESTS, width=16, budget_ms=250.5, prefill_tokens_s=40000.0
     ),
-    "prefetch": m.Prefetch(seq=3, request="r-1", digests=_DIGESTS, width=16, budget_ms=1000.0),
+    "prefetch": m.Prefetch(
+        seq=3, request="r-1", digests=_DIGESTS, width=16, namespace=bytes(32), budget_ms=1000.0
+    ),
     "prefetched": m.Prefetched(seq=3, chunks=4),
     "matched.spare": m.Matched(
         seq=3, boot=BOOT, lease=1, chunks=3, deadline_s=12406.25, slots=(_SLOTS,), spare=1

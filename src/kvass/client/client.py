@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvass.client.link import Link
 from kvass.client.session import Session, refusal
-from kvass.errors import RemoteError, TimedOut, Unavailable
+from kvass.errors import Incompatible, RemoteError, TimedOut, Unavailable
 from kvass.messages import (
     Abort,
     Clear,
@@ -29,6 +29,8 @@ from kvass.messages import (
     OneWay,
     Ping,
     Pong,
+    Prefetch,
+    Prefetched,
     Register,
     Registered,
     Release,
@@ -49,6 +51,7 @@ _ANSWERS: Final[dict[type[Request], type[FromDaemon]]] = {
     Hello: Welcome,
     Register: Registered,
     Lookup: Matched,
+    Prefetch: Prefetched,
     Renew: Renewed,
     Reserve: Granted,
     Ping: Pong,
@@ -104,12 +107,43 @@ class Client(Link):
         return reply.fields
 
     def clear(
-        self, namespace: bytes = b"", *, everything: bool = False, timeout_s: float = 5.0
+        self,
+        namespace: bytes = b"",
+        *,
+        everything: bool = False,
+        tiers: bool = False,
+        timeout_s: float = 30.0,
     ) -> int:
-        """Forget rows; returns how many stopped matching. Raises as ``call``."""
-        reply = self.call(Clear(namespace=namespace, everything=everything), timeout_s)
+        """Forget rows, with ``tiers`` all records too; returns how many rows stopped matching.
+
+        Raises as ``call``; ``Refused`` (``tier_down``) if a tier could not take note of it.
+        """
+        message = Clear(namespace=namespace, everything=everything, tiers=tiers)
+        reply = self.call(message, timeout_s)
         assert isinstance(reply, Cleared)
         return reply.rows
+
+    def prefetch(
+        self, namespace: bytes, digests: bytes, width: int = 32, *, budget_s: float = 60.0
+    ) -> int:
+        """Have the tiers' rows of a prompt promoted, ahead of use; how many chunks of it, from its
+        beginning, are in L1 after at most ``budget_s``.
+
+        ``namespace``: its digest (``kvass status`` has it as hex); ``digests``: all chunk hashes,
+        ``width`` bytes each. Raises as ``call``; ``Incompatible`` for a daemon that knows no tiers.
+        """
+        if "tiers" not in self.connect(5.0).features:
+            raise Incompatible("this daemon knows no prefetch: install a newer kvass there")
+        message = Prefetch(
+            request="prefetch",
+            digests=digests,
+            width=width,
+            namespace=namespace,
+            budget_ms=budget_s * 1000,
+        )
+        reply = self.call(message, budget_s + 5.0)
+        assert isinstance(reply, Prefetched)
+        return reply.chunks
 
     def submit(self, message: Request) -> int:
         """Send a request without waiting: its ``seq``, or 0: no connection or no room.
@@ -119,9 +153,12 @@ class Client(Link):
         self.start()
         return self._ask(message) if len(self._asked) < MAX_UNANSWERED else 0
 
-    def wait(self, seq: int, timeout_s: float) -> FromDaemon | None:
+    def wait(self, seq: int, timeout_s: float, *, late: bool = False) -> FromDaemon | None:
         """The reply to ``seq``; None if it is not here in time (0 polls). Then wait again or
-        ``discard`` it. Raises ``Unavailable`` if its connection is gone."""
+        ``discard`` it. Raises ``Unavailable`` if its connection is gone.
+
+        ``late``: an answer of which lateness says nothing about the daemon.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._turn:
             while True:
@@ -133,7 +170,7 @@ class Client(Link):
                     raise Unavailable("the connection was lost before the answer")
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    if timeout_s > 0 and not self._silent_since:
+                    if timeout_s > 0 and not late and not self._silent_since:
                         self._silent_since = time.monotonic()
                     return None
                 if self._reading:

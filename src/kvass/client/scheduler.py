@@ -34,6 +34,8 @@ from kvass.messages import (
     HandedOver,
     Lookup,
     Matched,
+    Ping,
+    Prefetch,
     Register,
     Release,
     Request,
@@ -41,6 +43,13 @@ from kvass.messages import (
     ReserveItem,
 )
 from kvass.types import Slots
+
+GUESS_TOKENS_S: Final = 5_000.0
+"""What an engine that has measured nothing yet is taken to compute per second."""
+LONGEST_S: Final = 30.0
+"""No request waits longer for tiers, however long its prompt."""
+ANSWER_S: Final = 0.02
+"""How much sooner the daemon is to answer than we give up."""
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -77,6 +86,10 @@ class _Ask:
         self.match: Match | None = None
         self.patience_s = 0.0
         """CLOCK_MONOTONIC until which the request may be told ``PENDING``; 0: never told yet."""
+        self.ping = 0
+        """The ``seq`` of a ping behind the lookup, which shows that the daemon has taken it up."""
+        self.pinged_s = 0.0
+        self.taken_up = False
 
 
 class SchedulerClient:
@@ -85,7 +98,8 @@ class SchedulerClient:
     ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
     default all of the registration's. ``spare``: of every ``Lookup``; a match by a daemon that does
     not know it is given back. ``lookup_budget_s``: how long in all one request may be told
-    ``PENDING``; None takes the daemon's ``lookup_budget_ms``.
+    ``PENDING``; None takes the daemon's ``lookup_budget_ms``, or, if it has tiers, the time it
+    would take to compute what is asked for.
     """
 
     def __init__(
@@ -104,6 +118,7 @@ class SchedulerClient:
         self._readers = None if ranks == (0,) else ranks
         """None is how ``Lookup`` says "exactly rank 0"."""
         self._spare = spare
+        self._chunk_tokens = registration.chunk_tokens
         self._lookup_budget_s = lookup_budget_s
         self._reserve_wait_s = reserve_wait_s
         self._step_wait_s = step_wait_s
@@ -147,12 +162,20 @@ class SchedulerClient:
 
     # ------------------------------------------------------------ reading
 
-    def match(self, request: str, digests: bytes, width: int, first: int) -> Match | Pending | None:
+    def match(
+        self,
+        request: str,
+        digests: bytes,
+        width: int,
+        first: int,
+        prefill_tokens_s: float = 0.0,
+    ) -> Match | Pending | None:
         """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
         again, with the same lease, until ``take`` or ``settle``; for another ``first`` or with less
-        than half its time left, it is released and looked up again.
+        than half its time left, it is released and looked up again. ``prefill_tokens_s``: what the
+        engine computes per second, 0 if it does not know; loading has to be faster.
         """
         if self._must_clear:
             return None
@@ -162,7 +185,7 @@ class SchedulerClient:
         if ask.match is None:
             wait_s = 0.0
             if not ask.seq:
-                wait_s = self._look_up(ask, request, digests, width, first)
+                wait_s = self._look_up(ask, request, digests, width, first, prefill_tokens_s)
             if ask.seq:
                 return self._answer(ask, wait_s, len(digests) // width)
         return ask.match
@@ -201,19 +224,47 @@ class SchedulerClient:
         half_s = ask.session.welcome.timing.lease_s / 2
         return ask.match.deadline_s - time.monotonic() < half_s
 
-    def _look_up(self, ask: _Ask, request: str, digests: bytes, width: int, first: int) -> float:
+    def prefetch(self, digests: bytes, width: int, budget_s: float = 60.0) -> bool:
+        """Have the tiers' rows of a prompt promoted, ahead of use; whether the daemon was asked.
+
+        Arguments as ``match``. Never blocks, and holds nothing.
+        """
+        session = self._client.session
+        if session is None or self._must_clear or "tiers" not in session.welcome.features:
+            return False
+        most = session.welcome.limits.keys_per_message * width
+        seq = self._submit(
+            Prefetch(
+                request="prefetch", digests=digests[:most], width=width, budget_ms=budget_s * 1000
+            )
+        )
+        if seq:
+            self._client.discard(seq)
+        return bool(seq)
+
+    def _look_up(
+        self,
+        ask: _Ask,
+        request: str,
+        digests: bytes,
+        width: int,
+        first: int,
+        prefill_tokens_s: float,
+    ) -> float:
         """Send the lookup, if there is a daemon that answers; how long to wait for it."""
         session = self._client.session
         if session is None or first * width >= len(digests):
             return 0.0
-        budget_s = self._lookup_budget_s
-        if budget_s is None:
-            budget_s = session.welcome.timing.lookup_budget_ms / 1000
-        silent_s = self._client.silent_s
-        if silent_s > budget_s:  # it would only cost this request its patience
-            self.counters["timeouts"] += 1
+        timing = session.welcome.timing
+        silent_s, now_s = self._client.silent_s, time.monotonic()
+        if silent_s > self._budget_s(timing.lookup_budget_ms / 1000):
+            self.counters["timeouts"] += 1  # it would only cost this request its patience
             return 0.0
         most = session.welcome.limits.keys_per_message * width
+        chunks = min(len(digests), most) // width - first
+        if not ask.patience_s:
+            ask.patience_s = now_s + self._patience_s(session, chunks, prefill_tokens_s)
+        tiers = session.welcome.tiers
         lookup = Lookup(
             request=request,
             digests=digests[:most],
@@ -221,29 +272,61 @@ class SchedulerClient:
             first=first,
             readers=self._readers,
             spare=self._spare,
+            budget_ms=1000 * max(ask.patience_s - now_s - ANSWER_S, 0.001) if tiers else 0.0,
+            prefill_tokens_s=prefill_tokens_s if tiers else 0.0,
         )
         ask.seq, ask.first, ask.session = self._submit(lookup), first, session
-        ask.patience_s = ask.patience_s or time.monotonic() + budget_s
         self.counters["lookups"] += 1
         return 0.0 if silent_s else self._left_s
+
+    def _budget_s(self, default_s: float) -> float:
+        return default_s if self._lookup_budget_s is None else self._lookup_budget_s
+
+    def _patience_s(self, session: Session, chunks: int, prefill_tokens_s: float) -> float:
+        """How long a request may wait for ``chunks`` more: no longer than computing them takes."""
+        budget_s = session.welcome.timing.lookup_budget_ms / 1000
+        if session.welcome.tiers:
+            tokens = chunks * self._chunk_tokens
+            budget_s = max(budget_s, min(tokens / (prefill_tokens_s or GUESS_TOKENS_S), LONGEST_S))
+        return self._budget_s(budget_s)
+
+    def _taken_up(self, ask: _Ask) -> bool:
+        """Whether the daemon is at work on a lookup, as far as we can tell by now: a tier may take
+        its time, but the daemon itself answers at once."""
+        assert ask.session is not None
+        welcome, now_s = ask.session.welcome, time.monotonic()
+        if not welcome.tiers or ask.taken_up:
+            return True
+        if not ask.ping:
+            ask.ping, ask.pinged_s = self._submit(Ping()), now_s
+            return True
+        if self._client.wait(ask.ping, 0.0) is not None:
+            ask.ping, ask.taken_up = 0, True
+            return True
+        return now_s - ask.pinged_s < welcome.timing.lookup_budget_ms / 1000
 
     def _answer(self, ask: _Ask, wait_s: float, asked: int) -> Match | Pending | None:
         """What the lookup in flight has come to, after ``wait_s`` at most."""
         began_s = time.monotonic()
         try:
-            reply = self._client.wait(ask.seq, wait_s)
+            late = ask.session is not None and ask.session.welcome.tiers > 0
+            reply = self._client.wait(ask.seq, wait_s, late=late)
+            patient = reply is not None or self._taken_up(ask)
         except Unavailable:
-            ask.seq = 0
+            ask.seq = ask.ping = 0
             return None
         now_s = time.monotonic()
         self._left_s = max(self._left_s - (now_s - began_s), 0.0)
         if reply is None:
-            if now_s < ask.patience_s:
+            if patient and now_s < ask.patience_s:
                 return PENDING
             self.counters["timeouts"] += 1
             self._give_back(ask)
             return None
-        ask.seq = 0
+        ask.seq, ask.taken_up = 0, False
+        if ask.ping:
+            self._client.discard(ask.ping)
+            ask.ping = 0
         ask.match = self._matched(ask, reply, asked)
         self.counters["misses" if ask.match is None else "hits"] += 1
         return ask.match
@@ -282,7 +365,9 @@ class SchedulerClient:
                 self.release(ask.match.boot, ask.match.lease)
             elif ask.seq:
                 self._client.discard(ask.seq)
-        ask.seq, ask.match = 0, None
+            if ask.ping:
+                self._client.discard(ask.ping)
+        ask.seq, ask.ping, ask.match, ask.taken_up = 0, 0, None, False
 
     # ------------------------------------------------------------ writing
 

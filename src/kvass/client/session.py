@@ -25,6 +25,7 @@ from kvass.arena import memory
 from kvass.config import check_folder
 from kvass.errors import ErrorCode, Incompatible, KvassError, Refused, RemoteError, TimedOut
 from kvass.messages import (
+    FEATURES,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
     Error,
@@ -147,6 +148,7 @@ def _greet(channel: Channel, wants_arena: bool) -> tuple[Welcome, list[Populated
     ours = f"this client ({__version__}) speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}"
     sent_s = time.monotonic()
     hello = Hello(
+        features=FEATURES,
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
         client=f"kvass {__version__}",

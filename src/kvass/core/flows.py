@@ -70,7 +70,7 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
     if msg.spare < 0:
         raise Refused("bad_value", f"spare: {msg.spare} is negative")
     readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
-    _check_leases(state, instance)
+    _check_leases(state, instance.id)
     state.counters["lookups"] += 1
     state.counters["lookup_chunks"] += len(keys) - msg.first
     ns = state.namespace_of(instance)
@@ -92,12 +92,18 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
 
 def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None:
     """Promote what a lookup would; nothing is held for the asker."""
-    instance = scheduler_of(state, session)
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
-    _check_leases(state, instance)
+    if session.registered is not None:
+        if msg.namespace:
+            raise Refused("forbidden", "an engine prefetches for its own namespace only")
+        ns = state.namespace_of(scheduler_of(state, session))
+    elif msg.namespace in state.by_digest:
+        ns = state.namespaces[state.by_digest[msg.namespace]]
+    else:
+        raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
+    _check_leases(state, _asker(session))
     state.counters["prefetches"] += 1
-    ns = state.namespace_of(instance)
     if ns is None:
         return Prefetched()
     chunks, _ = _match(state, ns, keys, 0, 0)
@@ -108,9 +114,13 @@ def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None
     return None
 
 
-def _check_leases(state: State, instance: Instance) -> None:
-    held = len(state.ledger.leases_of.get(instance.id, ()))
-    held += state.promotions.of_instance[instance.id]
+def _asker(session: Session) -> str:
+    """Whose promotions a session's are: its instance's, or its own if it only looks."""
+    return session.registered.instance if session.registered else f"session {session.id}"
+
+
+def _check_leases(state: State, instance: str) -> None:
+    held = len(state.ledger.leases_of.get(instance, ())) + state.promotions.of_instance[instance]
     if held >= state.config.limits.leases_per_instance:
         raise Refused("limit", f"{held} leases are open: release some")
 
@@ -125,12 +135,11 @@ def _promotion(
     readers: set[int],
     budget_s: float,
 ) -> Promotion:
-    assert session.registered is not None, "scheduler_of() asked already"
     return Promotion(
         id=state.promotions.new_id(),
         session=session.id,
         seq=msg.seq,
-        instance=session.registered.instance,
+        instance=_asker(session),
         request=msg.request,
         readers=readers,
         namespace=ns,

@@ -260,6 +260,7 @@ class CacheMachine:
             populated_bytes=self.state.populated_bytes,
             limits=self.state.config.limits,
             timing=self.state.config.timing,
+            tiers=len(self.state.config.tiers),
         )
         self._send(session, welcome, with_arena=msg.wants_arena)
 

@@ -281,7 +281,7 @@ def _answer(state: State, one: Promotion) -> None:
     """Give the asker what is pinned by now."""
     instance = state.instances.get(one.instance)
     there = instance is not None and state.namespace_of(instance) is one.namespace
-    if not there or one.epoch != one.namespace.epoch:
+    if (one.readers and not there) or one.epoch != one.namespace.epoch:
         _let_go(state, one)
     elif any(state.l1.table.doomed[part.rows].any() for part in one.parts):
         _aim(state, one, (READY, LOADING))  # a reader has found one of them to be wrong
