@@ -16,6 +16,7 @@ import pytest
 from kvass.testing.daemon import Daemon
 from kvass.testing.models import TINY, build, eagle_head
 from kvass.testing.vllm_engine import EngineProcess, Settings
+from tests.engine import hybrid
 from tests.engine.conftest import BLOCK, CHUNK, LIKE_COLD, LIKE_LOCAL_HIT, ROOT, Starter
 
 pytestmark = pytest.mark.engine
@@ -93,6 +94,36 @@ def test_a_hit_leaves_a_chunk_and_changes_nothing(
     whole = undropped.one(tokens, 8)
     assert (whole.local, whole.external) == (0, hit + CHUNK)
     assert whole.tokens == cold.tokens
+
+
+def test_a_hybrid_model_with_a_drafter(tmp_path: Path) -> None:
+    """gpt-oss: windows, full attention, and the drafter's layer in a group of its own."""
+    with hybrid.running_pair(hybrid.GPT_OSS, tmp_path, **eagle()) as pair:
+        assert [(group.specs, group.layers) for group in pair.groups()] == [
+            (["SlidingWindowSpec"], 2),
+            (["FullAttentionSpec"], 2),
+            (["FullAttentionSpec"], 1),
+        ]
+        for size in (300, 513, 768, 1000):
+            tokens, salt = pair.prompt(size), f"judge {size}"
+            pair.store(tokens)
+            hit = (size // CHUNK - 1) * CHUNK
+            warm, cold = pair.load(tokens, 8), pair.cold(tokens, 8)
+            assert (warm.local, warm.external) == (0, hit)
+            assert warm.tokens == cold.tokens
+            assert warm.logprobs == pytest.approx(cold.logprobs, abs=LIKE_COLD)
+            pair.b.one(tokens[: hit + BLOCK], 1, salt=salt)
+            local = pair.b.one(tokens, 8, salt=salt)
+            assert (local.local, local.external) == (hit, 0)
+            assert warm.logprobs == pytest.approx(local.logprobs, abs=LIKE_LOCAL_HIT)
+        for group in (0, 1):
+            tokens = pair.prompt(1000)
+            pair.store(tokens)
+            pair.spoil(group)
+            spoilt = pair.load(tokens, 8)
+            pair.b.reset_hooks()
+            assert spoilt.external == 512
+            assert spoilt.logprobs != pytest.approx(pair.cold(tokens, 8).logprobs, abs=LIKE_COLD)
 
 
 def test_other_drafters_leave_nothing(daemon: Daemon, engines: list[EngineProcess]) -> None:
