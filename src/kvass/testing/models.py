@@ -296,6 +296,20 @@ def _heads(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "o_proj", (shape.hidden, queries)
 
 
+def eagle_head(target: Shape = TINY) -> Blueprint:
+    """A drafter of one layer for ``target``, as ``EagleLlamaForCausalLM`` reads it. It shares the
+    embeddings and the output of its target."""
+    tensors = [weight("fc.weight", target.hidden, 2 * target.hidden)]
+    at = "model.layers.0."
+    tensors += [
+        msgspec.structs.replace(one, name=one.name.removeprefix("model."))
+        for one in _tensors(target)
+        if one.name.startswith(at) and "input_layernorm" not in one.name
+    ]
+    config = _config(target) | {"num_hidden_layers": 1}
+    return Blueprint("eagle", target.vocab, target.max_tokens, config, tuple(tensors))
+
+
 def _latent(shape: LatentShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "q_proj", (shape.heads * (shape.nope + shape.rope), shape.hidden)
     yield "kv_a_proj_with_mqa", (shape.latent + shape.rope, shape.hidden)

@@ -1,13 +1,15 @@
 """The threads of a tier that asks a server for one record at a time.
 
 Law of this file: what all calls of a tier have in flight together is bounded, in threads and in
-bytes, and no thread works for a call that has returned. A batch that meets nothing but trouble is
-given up, so that a server that answers nobody costs the time of one request, not of a thousand.
+bytes, and no thread works for a call that has returned. A batch that meets nothing but trouble, or
+once a long silence, is given up: a server that answers nobody costs the time of one request, not of
+a thousand.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, TypeAlias
@@ -21,9 +23,13 @@ _GIVE_UP: Final = 3
 
 
 class Crew:
-    """``size`` threads that keep at most ``room`` bytes in memory, or one record that is larger."""
+    """``size`` threads that keep at most ``room`` bytes in memory, or one record that is larger.
 
-    def __init__(self, name: str, size: int, room: int) -> None:
+    Trouble that takes ``long_s`` seconds to show ends a batch.
+    """
+
+    def __init__(self, name: str, size: int, room: int, long_s: float) -> None:
+        self._long_s = long_s
         self._pool = ThreadPoolExecutor(size, thread_name_prefix=name)
         self._room = self._free = room
         self._freed = threading.Condition()
@@ -49,6 +55,7 @@ class Crew:
         self._pool.shutdown()
 
     def _one(self, batch: _Batch, work: Callable[[int], bool], i: int, need: int) -> Answer:
+        begun = time.monotonic()
         try:
             if batch.lost is not None:
                 return batch.lost
@@ -56,7 +63,7 @@ class Crew:
             batch.answered()
             return answer
         except TierDown as error:
-            batch.failed(error)
+            batch.failed(error, for_all=time.monotonic() - begun >= self._long_s)
             return error
         finally:
             self._give(need)
@@ -86,8 +93,8 @@ class _Batch:
         with self._lock:
             self._failures = 0
 
-    def failed(self, error: TierDown) -> None:
+    def failed(self, error: TierDown, *, for_all: bool) -> None:
         with self._lock:
             self._failures += 1
-            if self._failures >= _GIVE_UP:
+            if for_all or self._failures >= _GIVE_UP:
                 self.lost = error

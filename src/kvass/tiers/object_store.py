@@ -52,14 +52,21 @@ class ObjectTier:
     """``Tier`` over a store of obstore. ``bulk``: it deletes many at once, and minds no absent."""
 
     def __init__(
-        self, name: str, store: Store, *, prefix: str, connections: int = 32, bulk: bool = False
+        self,
+        name: str,
+        store: Store,
+        *,
+        prefix: str,
+        connections: int,
+        timeout_s: int,
+        bulk: bool,
     ) -> None:
         self._name = name
         self._store = store
         self._records = f"{prefix}/records"
         self._notes = f"{prefix}/notes"
         self._at_once = _BULK if bulk else 1
-        self._crew = Crew(name, connections, _ROOM_BYTES)
+        self._crew = Crew(name, connections, _ROOM_BYTES, timeout_s)
         self._gate = Gate(name)
         self._bucket_seen = False
 
@@ -295,6 +302,7 @@ class _Address(NamedTuple):
     bucket: str
     prefix: str
     connections: int
+    timeout_s: int
     client: ClientConfig
     retry: RetryConfig
 
@@ -304,7 +312,12 @@ class _Address(NamedTuple):
         except (*_TROUBLE, ValueError) as error:
             raise ConfigError(f"{self.name}: {_said(error)}") from None
         return ObjectTier(
-            self.name, store, prefix=self.prefix, connections=self.connections, bulk=bulk
+            self.name,
+            store,
+            prefix=self.prefix,
+            connections=self.connections,
+            timeout_s=self.timeout_s,
+            bulk=bulk,
         )
 
 
@@ -322,6 +335,8 @@ def _address(
     prefix = prefix.rstrip("/") if slash else "kvass"
     if not _BUCKET.fullmatch(bucket):
         raise ConfigError(f"{name}: {bucket!r} is no bucket; write {scheme}:BUCKET/PREFIX")
+    if {"records", "notes"} & set(prefix.split("/")):
+        raise ConfigError(f"{name}: records and notes are names of ours, not of a prefix")
     if not _PREFIX.fullmatch(prefix) or len(prefix) > _MOST_PREFIX:
         raise ConfigError(
             f"{name}: {prefix!r:.100} is no prefix: names of 0-9 A-Z a-z . _ - with / between "
@@ -336,10 +351,13 @@ def _address(
         raise ConfigError(f"{name}: endpoint: write https://HOST[:PORT], without user or query")
     if endpoint.startswith("http:") and allow_http == "no":
         raise ConfigError(f"{name}: endpoint: http is not encrypted; allow_http=yes allows it")
-    return _Address(name, bucket, prefix, int(connections), *_bounds(allow_http, int(timeout_s)))
+    most_s = int(timeout_s)
+    return _Address(
+        name, bucket, prefix, int(connections), most_s, *_bounds(allow_http == "yes", most_s)
+    )
 
 
-def _bounds(allow_http: str, timeout_s: int) -> tuple[ClientConfig, RetryConfig]:
+def _bounds(allow_http: bool, timeout_s: int) -> tuple[ClientConfig, RetryConfig]:
     """A server that is gone or silent is noticed in ``timeout_s``, not in the client's minutes."""
     silence = timedelta(seconds=timeout_s)
     client: ClientConfig = {
@@ -347,7 +365,7 @@ def _bounds(allow_http: str, timeout_s: int) -> tuple[ClientConfig, RetryConfig]
         "read_timeout": silence,
         "timeout": _PATIENCE * silence,
     }
-    if allow_http == "yes":  # else what the environment says
+    if allow_http:  # else what the environment says
         client["allow_http"] = True
     retry: RetryConfig = {
         "max_retries": 2,

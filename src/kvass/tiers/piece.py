@@ -5,7 +5,7 @@ Law of this file: pure. Bytes that are not right never pass for a record.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -46,30 +46,26 @@ def unpack(key: bytes, size: int, chunks: Iterator[bytes], into: Shards) -> bool
 
 
 def _pour(chunks: Iterable[memoryview], into: Shards) -> int | None:
-    """Put the chunks' bytes where they belong; their checksum, ``None`` if they are not as many."""
+    """Put the chunks' bytes where they belong; their checksum, ``None`` if they are too many."""
     check = xxhash.xxh3_64()
     left = _Room(into)
     for chunk in chunks:
         check.update(chunk)
         if not left.put(chunk):
             return None
-    return check.intdigest() if left.full else None
+    return check.intdigest()
 
 
 class _Room:
     """Shards, filled from the first byte to the last."""
 
-    def __init__(self, into: Sequence[np.ndarray]) -> None:
+    def __init__(self, into: Shards) -> None:
         self._shards = [shard for shard in into if len(shard)]
         self._shard = self._at = 0
 
-    @property
-    def full(self) -> bool:
-        return self._shard == len(self._shards)
-
     def put(self, chunk: memoryview) -> bool:
         """Whether all of it had a place."""
-        while len(chunk) and not self.full:
+        while len(chunk) and self._shard < len(self._shards):
             shard = self._shards[self._shard]
             n = min(len(chunk), len(shard) - self._at)
             shard[self._at : self._at + n] = np.frombuffer(chunk[:n], np.uint8)

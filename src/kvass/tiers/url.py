@@ -28,10 +28,11 @@ OURS: Final = {
     "s3": "kvass.tiers.object_store:open_s3",  # these three: the extra ``s3``
     "gcs": "kvass.tiers.object_store:open_gcs",
     "azure": "kvass.tiers.object_store:open_azure",
+    "mooncake": "kvass.tiers.mooncake:open_mooncake",  # the extra ``mooncake``
 }
 """Scheme -> what opens it: called with WHERE and the options."""
 
-_EXTRAS: Final = {"redis": "redis", "obstore": "s3"}
+_EXTRAS: Final = {"redis": "redis", "obstore": "s3", "mooncake": "mooncake"}
 """A package that is missing -> the extra that brings it."""
 
 

@@ -1,0 +1,53 @@
+"""Memory of a fixed size that transfers borrow pieces of.
+
+Law of this file: never more than it has. Whoever asks waits until a piece is free, in the order in
+which they asked, so that a large one is not starved by small ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvass.tiers.base import Buffer
+from kvass.tiers.slots import page_buffer
+
+
+class Bounce:
+    """``memory`` begins at a page; so does no piece of it in particular."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = page_buffer(size)
+        self._free = [(0, size)]  # in order, with gaps between
+        self._turn = threading.Lock()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def piece(self, size: int) -> Iterator[Buffer]:
+        """``size`` bytes, at most all of them."""
+        with self._turn, self._changed:
+            while (at := self._take(size)) is None:
+                self._changed.wait()
+        try:
+            yield self.memory[at : at + size]
+        finally:
+            with self._changed:
+                self._give_back(at, size)
+                self._changed.notify()
+
+    def _take(self, size: int) -> int | None:
+        for i, (at, free) in enumerate(self._free):
+            if free >= size:
+                self._free[i : i + 1] = [(at + size, free - size)] if free > size else []
+                return at
+        return None
+
+    def _give_back(self, at: int, size: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for first, length in sorted([*self._free, (at, size)]):
+            if merged and sum(merged[-1]) == first:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((first, length))
+        self._free = [part for part in merged if part[1]]

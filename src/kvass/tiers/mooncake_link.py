@@ -1,0 +1,215 @@
+"""Our client of a Mooncake Store: one per tier, set up when it is first needed.
+
+Law of this file: what is native stays behind it. The library kills the process when it is asked
+before it was set up, takes 90 s to say that no master answers, and logs to standard error as it
+likes: here it is set up only if the master's port accepts us, with limits of our own, and nobody
+gets hold of a client that is not.
+
+The library takes its limits from the environment of the process. We set them, except those that
+were set before we were loaded; of several tiers in one process the one opened last decides. All
+that it does for us ends within a few times ``timeout_s``, whoever of its peers is dead or stands
+still; the GIL is free meanwhile.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any, Final
+
+import msgspec
+
+from kvass.errors import TierDown
+from kvass.tiers.base import Buffer
+
+_SET_BEFORE: Final = frozenset(os.environ)
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it is looked at when the library is loaded
+
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: E402
+
+ABSENT: Final = frozenset({-703, -704, -710, -712})
+"""Codes that say: there is none, not yet, or not any more."""
+NO_ROOM: Final = -200
+"""Also if nobody contributes memory."""
+OTHER_SIZE: Final = frozenset({-600, -800})
+"""Said of a record that is longer or shorter than asked for, but not of those alone."""
+
+_CODES: Final = {
+    -1: "an error inside the library",
+    NO_ROOM: "no room in the memory that its clients contribute",
+    -600: "it calls our request invalid",
+    -706: "the record is leased",
+    -707: "the lease ran out during the transfer",
+    -708: "the record is being copied",
+    -800: "the transfer failed: whoever holds the record may be gone",
+    -900: "the master cannot be reached",
+    -901: "the master does not answer",
+}
+_log = logging.getLogger("kvass.tiers")
+_REST_S: Final = 1.0
+"""After a failure to set up the same answer is given for so long."""
+
+
+def meaning(code: int) -> str:
+    """What the library means by it."""
+    return _CODES.get(code, f"error {code} of the library")
+
+
+def plain() -> Any:
+    """How a record is kept: once, and evicted like any other."""
+    return ReplicateConfig()
+
+
+def lasting(copies: int) -> Any:
+    """Never evicted, and with as many owners as there are, up to ``copies``."""
+    config = ReplicateConfig()
+    config.replica_num = copies
+    config.with_hard_pin = True
+    return config
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """How we take part."""
+
+    host: str
+    """Of the master."""
+    port: int
+    metadata: str
+    protocol: str
+    devices: str
+    segment: int
+    """Bytes of our memory for everybody's records."""
+    hostname: str
+    """Under which others reach us; empty: our end of a connection to the master."""
+    timeout_s: int
+
+
+class Link:
+    """The client, the memory that it may use directly, and what is wrong with it."""
+
+    def __init__(self, name: str, settings: Settings, bounce: Buffer) -> None:
+        self._name = name
+        self._settings = settings
+        self._bounce = bounce
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._announced: list[Buffer] = []
+        self._direct: list[tuple[int, int]] = []
+        self._refusal = ""
+        self._refused_until = 0.0
+        _set_limits(settings.timeout_s)
+
+    def client(self) -> Any:
+        """Ready for every call. Raises ``TierDown``."""
+        with self._lock:
+            if self._client is None:
+                if time.monotonic() < self._refused_until:
+                    raise TierDown(self._refusal)
+                try:
+                    self._client = self._set_up()
+                except TierDown as error:
+                    self._refusal = str(error)
+                    self._refused_until = time.monotonic() + _REST_S
+                    raise
+            return self._client
+
+    def announce(self, buffer: Buffer) -> None:
+        """Let transfers go straight from and to this memory, which stays for good, if possible.
+
+        A socket takes any memory; registered with the library, a peer could write to it, unasked,
+        over a port that asks for no password. So only the library's devices get to know of it.
+        """
+        with self._lock:
+            if self._settings.protocol == "tcp":
+                self._direct.append(_range(buffer))
+            elif self._client is None:
+                self._announced.append(buffer)
+            else:
+                self._register_announced(self._client, buffer)
+
+    def direct(self, buffer: Buffer) -> bool:
+        """Whether all of it lies in memory that transfers may use."""
+        first, end = _range(buffer)
+        return any(begin <= first and end <= stop for begin, stop in self._direct)
+
+    def close(self) -> None:
+        """Nobody uses the client any more."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+
+    def _set_up(self) -> Any:
+        s = self._settings
+        try:  # the library would try for long, and say less
+            with socket.create_connection((s.host, s.port), s.timeout_s) as connection:
+                hostname = s.hostname or connection.getsockname()[0]
+        except OSError as error:
+            raise TierDown(f"{self._name}: the master: {error}") from error
+        _bind_to(hostname)
+        client = MooncakeDistributedStore()
+        code = client.setup(
+            hostname, s.metadata, s.segment, 0, s.protocol, s.devices, f"{s.host}:{s.port}"
+        )
+        if code == 0:
+            code = self._register(client, self._bounce)
+        if code != 0:
+            client.close()
+            raise TierDown(f"{self._name}: it cannot be set up: {meaning(code)}")
+        for buffer in self._announced:
+            self._register_announced(client, buffer)
+        return client
+
+    def _register(self, client: Any, buffer: Buffer) -> int:
+        code: int = client.register_buffer(buffer.ctypes.data, len(buffer))
+        return code
+
+    def _register_announced(self, client: Any, buffer: Buffer) -> None:
+        code = self._register(client, buffer)
+        if code == 0:
+            self._direct.append(_range(buffer))
+        else:
+            _log.warning(
+                "%s: %d bytes cannot be registered, everything is copied once more: %s",
+                self._name,
+                len(buffer),
+                meaning(code),
+            )
+
+
+def _range(buffer: Buffer) -> tuple[int, int]:
+    first: int = buffer.ctypes.data
+    return first, first + len(buffer)
+
+
+def _set_limits(timeout_s: int) -> None:
+    """The library's own: each is read when a client is set up, or a transfer begins."""
+    limits = {
+        "MC_RPC_TIMEOUT_MS": timeout_s * 1000,
+        "MC_RPC_CONNECT_TIMEOUT_MS": timeout_s * 1000,
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": timeout_s,
+        "MC_TCP_STATUS_TIMEOUT_SEC": timeout_s,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": timeout_s,
+        "MC_STORE_CLIENT_SETUP_RETRIES": 1,
+        "MC_STORE_CLIENT_METRIC": 0,
+    }
+    for variable, value in limits.items():
+        _set(variable, str(value))
+
+
+def _bind_to(hostname: str) -> None:
+    """Listen for peers at that address only, if it is one; by itself it listens at all."""
+    try:
+        ipaddress.ip_address(hostname)
+    except ValueError:
+        return
+    _set("MC_TCP_BIND_ADDRESS", hostname)
+
+
+def _set(variable: str, value: str) -> None:
+    if variable not in _SET_BEFORE and os.environ.get(variable) != value:
+        os.environ[variable] = value

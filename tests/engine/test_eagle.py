@@ -1,0 +1,151 @@
+"""EAGLE in real engines: a drafter whose layer shares the target's KV cache group.
+
+What is proposed cannot change what is said, so tokens and log-probabilities are compared as for any
+model; that the drafter's own pages came back, byte for byte, is asked of the copies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from kvass.testing.daemon import Daemon
+from kvass.testing.models import TINY, build, eagle_head
+from kvass.testing.vllm_engine import EngineProcess, Settings
+from tests.engine import hybrid
+from tests.engine.conftest import BLOCK, CHUNK, LIKE_COLD, LIKE_LOCAL_HIT, ROOT, Starter
+
+pytestmark = pytest.mark.engine
+
+DRAFTS: Final = 2
+
+
+def eagle(**more: Any) -> dict[str, Any]:
+    head = build(ROOT / ".cache" / "models", eagle_head(), seed=7)
+    config = {"method": "eagle", "model": str(head), "num_speculative_tokens": DRAFTS}
+    return {"speculative_config": config | more}
+
+
+NGRAM: Final = {
+    "speculative_config": {
+        "method": "ngram",
+        "prompt_lookup_max": 2,
+        "num_speculative_tokens": DRAFTS,
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def engines(daemon: Daemon, start: Starter) -> Iterator[list[EngineProcess]]:
+    """Two with a drafter, one that uses the last block of a hit all the same, one without one."""
+    socket = Path(daemon.socket)
+    args = {"a": eagle(), "b": eagle(), "undropped": eagle(disable_eagle_block_drop=True)}
+    args["ngram"] = NGRAM
+    made = [start(f"eagle-{name}", socket=socket, args=of) for name, of in args.items()]
+    yield [one.wait_ready() for one in made]
+    for one in made:
+        one.kill()
+
+
+def prompt(tokens: int) -> list[int]:
+    return random.Random(tokens).choices(range(4, TINY.vocab), k=tokens)
+
+
+def stored(engine: EngineProcess, daemon: Daemon, tokens: list[int]) -> list[str]:
+    """Compute ``tokens``, all of which is stored then; the digests of the blocks."""
+    assert engine.reset()
+    engine.reset_hooks()
+    engine.disturb(Settings(watch=True))
+    assert engine.one(tokens, 8).cached == 0
+    daemon.wait_until(reservations=0)
+    return engine.pages()[0].stored
+
+
+@pytest.mark.parametrize("size", [300, 512, 513, 767, 768, 1000])
+def test_a_hit_leaves_a_chunk_and_changes_nothing(
+    daemon: Daemon, engines: list[EngineProcess], size: int
+) -> None:
+    a, b, undropped, _ = engines
+    assert sum(group.layers for group in b.groups()) == TINY.layers + 1
+    tokens, salt = prompt(size), f"judge {size}"
+    digests = stored(a, daemon, tokens)
+    assert b.reset()
+    b.reset_hooks()
+    b.disturb(Settings(watch=True))
+    hit = (size // CHUNK - 1) * CHUNK
+    warm = b.one(tokens, 8)
+    assert (warm.local, warm.external) == (0, hit)
+    assert b.pages()[0].loaded == digests[: hit // BLOCK]
+    cold = b.one(tokens, 8, salt=salt)
+    assert warm.tokens == cold.tokens
+    assert warm.logprobs == pytest.approx(cold.logprobs, abs=LIKE_COLD)
+    if hit:
+        b.one(tokens[: hit + BLOCK + 1], 1, salt=f"{salt} local")
+        local = b.one(tokens, 8, salt=f"{salt} local")
+        assert (local.local, local.external) == (hit, 0)
+        assert warm.tokens == local.tokens
+        assert warm.logprobs == pytest.approx(local.logprobs, abs=LIKE_LOCAL_HIT)
+    # Of what the same drafter stored, an engine that drops nothing uses all.
+    assert undropped.reset()
+    whole = undropped.one(tokens, 8)
+    assert (whole.local, whole.external) == (0, hit + CHUNK)
+    assert whole.tokens == cold.tokens
+
+
+def test_a_hybrid_model_with_a_drafter(tmp_path: Path) -> None:
+    """gpt-oss: windows, full attention, and the drafter's layer in a group of its own."""
+    with hybrid.running_pair(hybrid.GPT_OSS, tmp_path, **eagle()) as pair:
+        assert [(group.specs, group.layers) for group in pair.groups()] == [
+            (["SlidingWindowSpec"], 2),
+            (["FullAttentionSpec"], 2),
+            (["FullAttentionSpec"], 1),
+        ]
+        for size in (300, 513, 768, 1000):
+            tokens, salt = pair.prompt(size), f"judge {size}"
+            pair.store(tokens)
+            hit = (size // CHUNK - 1) * CHUNK
+            warm, cold = pair.load(tokens, 8), pair.cold(tokens, 8)
+            assert (warm.local, warm.external) == (0, hit)
+            assert warm.tokens == cold.tokens
+            assert warm.logprobs == pytest.approx(cold.logprobs, abs=LIKE_COLD)
+            pair.b.one(tokens[: hit + BLOCK], 1, salt=salt)
+            local = pair.b.one(tokens, 8, salt=salt)
+            assert (local.local, local.external) == (hit, 0)
+            assert warm.logprobs == pytest.approx(local.logprobs, abs=LIKE_LOCAL_HIT)
+        for group in (0, 1):
+            tokens = pair.prompt(1000)
+            pair.store(tokens)
+            pair.spoil(group)
+            spoilt = pair.load(tokens, 8)
+            pair.b.reset_hooks()
+            assert spoilt.external == 512
+            assert spoilt.logprobs != pytest.approx(pair.cold(tokens, 8).logprobs, abs=LIKE_COLD)
+
+
+def test_other_drafters_leave_nothing(daemon: Daemon, engines: list[EngineProcess]) -> None:
+    ngram = engines[-1]
+    tokens = prompt(1001)
+    stored(ngram, daemon, tokens)
+    cold = ngram.one(tokens, 8, salt="judge")
+    assert ngram.reset()
+    warm = ngram.one(tokens, 8)
+    assert (warm.local, warm.external) == (0, 768)
+    assert warm.tokens == cold.tokens
+
+
+def test_the_check_sees_a_wrong_page(daemon: Daemon, engines: list[EngineProcess]) -> None:
+    a, b = engines[:2]
+    tokens = prompt(1002)
+    stored(a, daemon, tokens)
+    cold = b.one(tokens, 8, salt="control")
+    assert b.reset()
+    b.reset_hooks()
+    b.disturb(Settings(spoil=True))
+    spoilt = b.one(tokens, 8)
+    b.reset_hooks()
+    assert spoilt.external == 512
+    assert spoilt.tokens != cold.tokens

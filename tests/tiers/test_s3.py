@@ -1,0 +1,403 @@
+"""The object store tier against a real S3 server: shared, guarded, dead, silent, damaged."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvass.errors import ConfigError, TierDown
+from kvass.testing import TierSuite
+from kvass.testing.s3_server import BUCKET, S3Server, credentials
+from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
+from kvass.tiers import Tier, open_tier
+from tests.tiers.records import SHAPE, fill, hits, keys_of
+
+numbers = count()
+KEYS = keys_of(10)
+
+
+@pytest.fixture(autouse=True)
+def signed() -> Iterator[None]:
+    with credentials():
+        yield
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    made = S3Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own_server() -> Iterator[S3Server]:
+    """One that a test may break."""
+    made = S3Server()
+    yield made
+    made.close()
+
+
+class TestS3(TierSuite):
+    @pytest.fixture
+    def make_tier(self, server: S3Server) -> MakeTier:
+        url = server.url(f"suite/{next(numbers)}")
+        return lambda: open_tier(url)
+
+
+class TestGcs(TierSuite):
+    """Google's XML interface is near enough to S3's for the same server; deletes come singly."""
+
+    @pytest.fixture
+    def make_tier(self, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> MakeTier:
+        monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "none")
+        url = f"gcs:{BUCKET}/gcs{next(numbers)}?endpoint={server.endpoint}&allow_http=yes"
+        return lambda: open_tier(url)
+
+
+# ---------------------------------------------------------------- sharing
+
+
+def test_two_daemons_share_what_they_store(server: S3Server) -> None:
+    one, other = (open_tier(server.url("shared")) for _ in range(2))
+    assert all(fill(one, KEYS))
+    assert all(hits(other, KEYS))
+    other.delete(KEYS[:5])
+    assert hits(one, KEYS) == [False] * 5 + [True] * 5
+    one.set_note("epoch", b"3")
+    assert other.note("epoch") == b"3"
+    one.clear()
+    assert not any(other.probe(KEYS))
+    one.close()
+    other.close()
+
+
+def test_a_clear_leaves_others_alone(server: S3Server) -> None:
+    prefixes = ("iso", "iso2", "is", "iso/sub")
+    tiers = [open_tier(server.url(prefix)) for prefix in prefixes]
+    for tier, prefix in zip(tiers, prefixes, strict=True):
+        assert all(fill(tier, KEYS, version=len(prefix)))
+        tier.set_note("of", prefix.encode())
+    server.put("iso/recordsnot", b"ours")
+    tiers[0].clear()
+    assert not any(tiers[0].probe(KEYS))
+    for tier, prefix in zip(tiers, prefixes, strict=True):
+        assert tier.note("of") == prefix.encode()
+        if prefix != "iso":
+            assert all(hits(tier, KEYS, versions=9))
+        tier.close()
+    assert server.get("iso/recordsnot") == b"ours"
+
+
+def test_a_clear_of_more_than_one_listing(server: S3Server) -> None:
+    tier = open_tier(server.url("many"))
+    many = keys_of(1100)
+    assert all(fill(tier, many, (1,)))
+    assert sum(tier.probe(many)) == 1100
+    tier.clear()
+    assert not any(tier.probe(many))
+    assert server.names("many/") == []
+    tier.close()
+
+
+# ---------------------------------------------------------------- damage
+
+
+def _name(prefix: str, key: bytes) -> str:
+    return f"{prefix}/records/{key.hex()}"
+
+
+def test_a_damaged_object_is_a_miss_and_removed(server: S3Server) -> None:
+    tier = open_tier(server.url("damage"))
+    name = _name("damage", KEYS[3])
+    assert all(fill(tier, KEYS))
+    good = server.get(name)
+
+    def missed(value: bytes) -> None:
+        server.put(name, value)
+        assert hits(tier, KEYS).count(False) == 1
+        assert name not in server.names("damage/")
+        assert all(fill(tier, KEYS[3:4]))
+        assert all(hits(tier, KEYS))
+
+    for at in (0, 9, 33, 60, 70, 100, 5000, len(good) - 1):
+        value = bytearray(good)
+        value[at] ^= 1
+        missed(bytes(value))
+    for cut in (0, 1, 5, 70, 5000, len(good) - 1):
+        missed(good[:cut])
+    missed(good + b"\0")
+    missed(server.get(_name("damage", KEYS[4])))
+    tier.close()
+
+
+def test_a_large_object_that_is_damaged_late(server: S3Server) -> None:
+    """Its first part is in the buffers already when the last turns out wrong."""
+    tier = open_tier(server.url("late"))
+    shape = (3 << 20, 5, 1 << 20)
+    assert all(fill(tier, KEYS[:2], shape))
+    assert all(hits(tier, KEYS[:2], shape))
+    value = bytearray(server.get(_name("late", KEYS[0])))
+    value[-1] ^= 0x80
+    server.put(_name("late", KEYS[0]), bytes(value))
+    assert hits(tier, KEYS[:2], shape) == [False, True]
+    tier.close()
+
+
+def test_another_shape_is_a_miss_and_stays(server: S3Server) -> None:
+    tier = open_tier(server.url("shape"))
+    assert all(fill(tier, KEYS))
+    into = room_for((SHAPE[0] + 1, *SHAPE[1:]))
+    assert tier.load(KEYS[:1], [into]) == [False]
+    assert all(hits(tier, KEYS))
+    tier.close()
+
+
+# ---------------------------------------------------------------- trouble
+
+
+def down(tier: Tier) -> list[str]:
+    """What each call says while the server is not there for us."""
+    said = []
+    for ask in (
+        lambda: tier.probe(KEYS),
+        lambda: hits(tier, KEYS),
+        lambda: fill(tier, KEYS),
+        lambda: tier.delete(KEYS),
+        tier.clear,
+        lambda: tier.note("epoch"),
+        lambda: tier.set_note("epoch", b"7"),
+    ):
+        with pytest.raises(TierDown) as caught:
+            ask()
+        said.append(str(caught.value))
+        assert "\n" not in said[-1]
+        assert len(said[-1]) < 400
+    return said
+
+
+def test_a_server_that_dies_and_comes_back(own_server: S3Server) -> None:
+    tier = open_tier(own_server.url("back", "&timeout_s=4"))
+    assert all(fill(tier, KEYS))
+    own_server.kill()
+    assert all(text.startswith(f"s3:{BUCKET}/back: ") for text in down(tier))
+    assert all("Connection refused" in text for text in down(tier))
+    own_server.start()
+    assert not any(hits(tier, KEYS))
+    assert all(fill(tier, KEYS))
+    assert all(hits(tier, KEYS))
+    tier.close()
+
+
+def test_a_server_that_stands_still(own_server: S3Server) -> None:
+    """The whole batch, which is many times what is asked at once, takes one silence."""
+    tier = open_tier(own_server.url("still", "&timeout_s=2&connections=4"))
+    many = keys_of(400)
+    assert all(fill(tier, many[:50]))
+    own_server.pause(True)
+    asks: list[Callable[[], object]] = [
+        lambda: tier.probe(many),
+        lambda: hits(tier, many),
+        lambda: fill(tier, many),
+    ]
+    for ask in asks:
+        with pytest.raises(TierDown, match="Timeout"):
+            ask()
+    own_server.pause(False)
+    assert hits(tier, many[:51]) == [True] * 50 + [False]
+    tier.close()
+
+
+def test_a_server_killed_in_the_middle_of_a_load(own_server: S3Server) -> None:
+    tier = open_tier(own_server.url("middle", "&timeout_s=4&connections=2"))
+    shape = (8 << 20,)
+    keys = keys_of(12)
+    assert all(fill(tier, keys, shape))
+    into = [room_for(shape) for _ in keys]
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(tier.load, keys, into)
+        eventually(lambda: bool((into[0][0][:64] != 0xA5).any()), 60)
+        own_server.kill()
+        try:
+            which = loading.result(timeout=60)
+        except TierDown:
+            which = [False] * len(keys)
+    assert not all(which)
+    before = [shards[0].copy() for shards in into]
+    for key, shards, held in zip(keys, into, which, strict=True):
+        assert not held or same(shards, data_of(key, shape))
+    own_server.start()
+    assert hits(tier, keys, shape) == [False] * len(keys)
+    assert all(fill(tier, keys, shape))
+    assert all(hits(tier, keys, shape))
+    assert all((now[0] == then).all() for now, then in zip(into, before, strict=True)), (
+        "a load that had returned went on writing"
+    )
+    tier.close()
+
+
+def test_objects_the_store_will_not_give_out_are_no_trouble_of_others(server: S3Server) -> None:
+    tier = open_tier(server.url("frozen", "&connections=1"))
+    assert all(fill(tier, KEYS))
+    for key in KEYS[:2]:
+        name = _name("frozen", key)
+        server.put(name, server.get(name), x_amz_storage_class="GLACIER")
+    assert hits(tier, KEYS) == [False] * 2 + [True] * 8
+    with pytest.raises(TierDown, match="InvalidObjectState"):
+        hits(tier, KEYS[:2])
+    tier.close()
+
+
+def test_an_unknown_bucket_is_said_until_it_is_there(server: S3Server) -> None:
+    tier = open_tier(server.url("some", bucket="later"))
+    assert all("NoSuchBucket" in text for text in down(tier))
+    server.ask("PUT", "later")
+    assert tier.probe(KEYS) == [False] * 10
+    assert tier.note("epoch") is None
+    assert all(fill(tier, KEYS))
+    assert all(hits(tier, KEYS))
+    tier.close()
+
+
+def test_wrong_credentials_are_said_and_right_ones_work(own_server: S3Server) -> None:
+    key, secret = own_server.guard()
+    url = own_server.url("guarded", "&timeout_s=5")
+    for wrong in (("AKIAWRONG", secret), (key, "wr0ngs3cret")):
+        with credentials(*wrong):
+            tier = open_tier(url)
+        for text in down(tier):
+            assert re.search("403|InvalidAccessKeyId|SignatureDoesNotMatch", text)
+            assert not any(part in text for part in (key, secret, *wrong))
+        tier.close()
+    with credentials(key, secret):
+        tier = open_tier(url)
+    assert all(fill(tier, KEYS))
+    assert all(hits(tier, KEYS))
+    tier.close()
+
+
+def test_no_credentials_at_all(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # where a cloud has them
+    tier = open_tier(server.url("anonymous", "&timeout_s=2"))
+    assert len(down(tier)) == 7
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3:bucket?endpoint=http://127.0.0.1:1&allow_http=yes",
+        "gcs:bucket/a?endpoint=http://127.0.0.1:1&allow_http=yes",
+        "azure:bucket/a?account=me&endpoint=http://127.0.0.1:1&allow_http=yes",
+    ],
+)
+def test_nobody_there_at_the_start(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "none")
+    monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
+    tier = open_tier(url + "&timeout_s=2")
+    assert all("Connection refused" in text for text in down(tier))
+    tier.close()
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def connections_to(port: int) -> int:
+    """Of this machine's, open or being opened."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    ours = [line.split() for line in lines]
+    return sum(one[2].endswith(f":{port:04X}") and one[3] in ("01", "02") for one in ours)
+
+
+def test_connections_are_bounded(own_server: S3Server) -> None:
+    tier = open_tier(own_server.url("few", "&timeout_s=60&connections=5"))
+    many = keys_of(60)
+    assert all(fill(tier, many))
+    eventually(lambda: connections_to(own_server.port) == 0, 60)
+    own_server.pause(True)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(tier.probe, many) for _ in range(3)]
+        eventually(lambda: connections_to(own_server.port) == 5, 60)
+        for _ in range(20):
+            assert connections_to(own_server.port) <= 5
+            threading.Event().wait(0.01)
+        own_server.pause(False)
+        assert all(all(one.result(timeout=60)) for one in asked)
+    tier.close()
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """By how many bytes this process was larger at most than when ``work`` began."""
+
+    def of(field: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        found = re.search(rf"{field}:\s+(\d+) kB", text)
+        assert found
+        return int(found[1]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = of("VmRSS")
+    work()
+    return of("VmHWM") - before
+
+
+def test_memory_in_flight_is_bounded(server: S3Server) -> None:
+    """512 MiB at once, of which it may hold 64, and what the client and the allocator add."""
+    tier = open_tier(server.url("memory", "&timeout_s=60"))
+    keys = keys_of(32)
+    shard = np.arange(16 << 20, dtype=np.uint64).astype(np.uint8)
+    into = room_for((len(shard),))
+    assert peak_growth(lambda: tier.store(keys, [[shard]] * 32)) < 160 << 20
+    assert peak_growth(lambda: tier.load(keys, [into] * 32)) < 160 << 20
+    assert same(into, [shard])
+    tier.clear()
+    tier.close()
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3:/prefix", "is no bucket"),
+        ("s3:b", "is no bucket"),
+        ("s3:bucket/", "is no prefix"),
+        ("s3:bucket/a//b", "is no prefix"),
+        ("s3:bucket/a/../b", "is no prefix"),
+        ("s3:bucket/a b", "is no prefix"),
+        ("s3:bucket/" + "a" * 401, "at most 400"),
+        ("s3:bucket/a/records", "names of ours"),
+        ("s3:bucket?timeout_s=0", "timeout_s: '0'"),
+        ("s3:bucket?timeout_s=1.5", "timeout_s: '1.5'"),
+        ("s3:bucket?connections=257", "connections: '257' is not 1..256"),
+        ("s3:bucket?allow_http=maybe", "neither yes nor no"),
+        ("s3:bucket?endpoint=http://host", "allow_http=yes"),
+        ("s3:bucket?endpoint=host:80", "write https://"),
+        ("s3:bucket?endpoint=https://me:secret@host", "write https://"),
+        ("s3:bucket?secret_access_key=x", "its options: endpoint, region"),
+        ("gcs:bucket?region=x", "its options: endpoint, allow_http"),
+        ("azure:container", "ccount"),
+    ],
+)
+def test_mistakes_are_one_clear_line(url: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_tier(url)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_usual_spelling_is_understood(server: S3Server) -> None:
+    for url in (server.url("slashes"), server.url("slashes").replace("s3:", "s3://", 1)):
+        tier = open_tier(url)
+        assert all(fill(tier, KEYS[:1]))
+        tier.close()
+    assert len(server.names("slashes/")) == 1
