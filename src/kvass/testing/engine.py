@@ -32,7 +32,7 @@ import numpy as np
 
 from kvass.client.client import Client
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.scheduler import Match, SchedulerClient
+from kvass.client.scheduler import PENDING, Match, SchedulerClient
 from kvass.errors import Unavailable, UsageError
 from kvass.messages import Ping, ReserveItem
 from kvass.testing.rank import Rank, Transfer, hang_up
@@ -211,7 +211,9 @@ class FakeEngine:
         """Look ``prompt`` up, and find blocks for what is there; None: nothing."""
         keys, request = chunk_keys(prompt, self.chunk_tokens), f"{next(self._requests)}"
         self.scheduler.new_step()
-        found = self.scheduler.match(request, b"".join(keys), WIDTH, 0)
+        while (found := self.scheduler.match(request, b"".join(keys), WIDTH, 0)) is PENDING:
+            time.sleep(0.001)
+            self.scheduler.new_step()
         if not isinstance(found, Match):
             self.scheduler.settle(request)
             return None

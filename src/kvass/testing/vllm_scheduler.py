@@ -74,7 +74,9 @@ class FakeClient:
         """Whether a daemon is there, and no answer overdue."""
         return self.connected and not self._overdue
 
-    def match(self, request: str, digests: bytes, width: int, first: int) -> Match | Pending | None:
+    def match(
+        self, request: str, digests: bytes, width: int, first: int, prefill_tokens_s: float = 0.0
+    ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
         held = self.held.get(request)
         if held is not None and held.first == first:

@@ -14,6 +14,7 @@ Laws of this file:
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +24,7 @@ from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import Pool
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
+from kvass.connectors.vllm.pace import Pace
 from kvass.layout.spans import Spans, States, Table
 from kvass.messages import Grant, Granted, ReserveItem
 from kvass.types import Slots
@@ -78,6 +80,7 @@ class SchedulerSide:
         self._boot = b""
         self._held: dict[int, list[Any]] = {}
         self._reported: dict[int, int] = {}
+        self._pace = Pace()
 
     def bind(self, pool: Pool) -> None:
         """The block pool, once the engine has made it."""
@@ -109,7 +112,8 @@ class SchedulerSide:
             self._client.settle(request.request_id)
             return 0
         hashes, width = adapt.chunk_hashes(request, chunks, self._setup)
-        found = self._client.match(request.request_id, hashes, width, first)
+        speed = self._pace.tokens_s
+        found = self._client.match(request.request_id, hashes, width, first, speed)
         if isinstance(found, Pending):
             return None
         tracked.local = local
@@ -173,6 +177,7 @@ class SchedulerSide:
 
     def plan_stores(self, output: Any, work: StepWork) -> None:
         """Reserve rows for every chunk that this step completes, and add what was granted."""
+        self._pace.step(sum(n for _, n in adapt.step_tokens(output)), time.monotonic())
         if not self._setup.stores or not self._client.answering:
             return
         if self._resting > 0:

@@ -1,0 +1,236 @@
+"""Tiers behind a real daemon: what was stored outlives it; more than L1 holds is found again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvass.client.client import Client
+from kvass.client.parallel import ParallelStrategy
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.engine import WIDTH, FakeEngine, chunk_keys, spread
+from kvass.types import GroupLayout, RankLayout
+
+MODEL = RankLayout(
+    (
+        GroupLayout("full", 4, ("a", "b", "c", "d"), (48, 1200, 64, 1000)),
+        GroupLayout("full", 8, ("e", "f", "g", "h"), (96, 96, 96, 96)),
+    )
+)
+LARGE = RankLayout((GroupLayout("full", 16, ("a", "b"), (128 << 10, 128 << 10)),))
+"""A quarter of a mebibyte a chunk."""
+ONE, GRID = ParallelStrategy(tp=1, pp=1), ParallelStrategy(tp=2, pp=2)
+PROMPT = range(8 * 16)
+WAIT_S = 30.0
+
+
+@contextmanager
+def tiered(folder: Path, l1_size: str = "16MiB", **options: Any) -> Iterator[Daemon]:
+    disk = folder / "disk"
+    disk.mkdir(exist_ok=True)
+    tier = f"disk:{disk}?capacity=256MiB"
+    with running_daemon(folder, l1_size, **{"tier": [tier], "dma_grace_s": 0.2, **options}) as real:
+        yield real
+
+
+@contextmanager
+def engine(
+    daemon: Daemon, world: ParallelStrategy = ONE, model: RankLayout = MODEL, **options: Any
+) -> Iterator[FakeEngine]:
+    """All of one namespace, unless ``options`` say other."""
+    common = {"identity": {"model": "m"}, **options}
+    with FakeEngine(daemon.socket, world, spread(world, model), **common) as one:
+        yield one
+
+
+def eventually(ask: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not ask():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def tier_of(daemon: Daemon, number: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = daemon.status()["tiers"][number]
+    return found
+
+
+def flushed(daemon: Daemon, number: int = 0) -> None:
+    """Wait until a tier has got all that was queued for it."""
+
+    def idle() -> bool:
+        tier = tier_of(daemon, number)
+        return not tier["flush_queue_rows"] and not tier["storing_bytes"]
+
+    eventually(idle)
+
+
+def loaded(one: FakeEngine, prompt: range) -> int:
+    """Load ``prompt`` and check every page; how many chunks of it came."""
+    chunks = one.load(prompt)
+    one.verify()
+    return chunks
+
+
+@pytest.mark.parametrize("world", [ONE, GRID], ids=["tp1", "tp2-pp2"])
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_what_was_stored_outlives_the_daemon(
+    tmp_path: Path, world: ParallelStrategy, end: str
+) -> None:
+    with tiered(tmp_path) as daemon:
+        with engine(daemon, world) as one:
+            assert one.store(PROMPT) == 8
+            if end == "kill":
+                flushed(daemon)
+        getattr(daemon, end)()
+        daemon.start()
+        with engine(daemon, world) as one:
+            eventually(lambda: loaded(one, PROMPT) == 8)
+            assert loaded(one, range(1000, 1064)) == 0
+        assert tier_of(daemon)["loaded_rows"] >= 16
+        daemon.wait_until(leases=0, pins=0, rows_loading=0, promotions=0)
+
+
+def test_without_a_tier_it_does_not(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "16MiB") as daemon:
+        with engine(daemon) as one:
+            assert one.store(PROMPT) == 8
+        daemon.restart()
+        with engine(daemon) as one:
+            assert loaded(one, PROMPT) == 0
+
+
+def test_a_namespace_larger_than_l1(tmp_path: Path) -> None:
+    """Sixteen prompts of 2 MiB in 16 MiB of L1, over and over: each comes back whole and right."""
+    prompts = [range(1000 * i, 1000 * i + 8 * 16) for i in range(16)]
+    with tiered(tmp_path) as daemon, engine(daemon, model=LARGE) as one:
+        for prompt in prompts:
+            assert one.store(prompt) == 8
+            flushed(daemon)
+        for _ in range(2):
+            for prompt in prompts:
+                eventually(lambda prompt=prompt: loaded(one, prompt) == 8)  # type: ignore[misc]
+        assert tier_of(daemon)["loaded_rows"] > 100
+        assert daemon.status()["counters"]["evicted_capacity"] > 100
+
+
+def test_a_prompt_larger_than_l1_gets_its_beginning(tmp_path: Path) -> None:
+    """What may be LOADING is half of L1; the next lookup goes on from there, as far as L1 is."""
+    prompt = range(80 * 16)
+    with tiered(tmp_path) as daemon, engine(daemon, model=LARGE) as one:
+        for end in range(8, 81, 8):
+            one.store(prompt[: end * 16])
+            flushed(daemon)
+        daemon.restart()
+        one.wait_connected()
+        eventually(lambda: loaded(one, prompt) >= 32)
+        assert 32 <= loaded(one, prompt) <= 64
+        daemon.wait_until(leases=0, pins=0, rows_loading=0, promotions=0)
+
+
+def test_a_clear_reaches_the_tier(tmp_path: Path) -> None:
+    """Older records never match again, by a restarted daemon neither; newer ones do."""
+    with tiered(tmp_path) as daemon, engine(daemon) as one:
+        assert one.store(PROMPT) == 8
+        flushed(daemon)
+        with Client(daemon.socket) as client:
+            assert client.clear(everything=True) == 16
+        assert loaded(one, PROMPT) == 0
+        daemon.restart()
+        one.wait_connected()
+        assert loaded(one, PROMPT) == 0
+        assert one.store(PROMPT) == 8
+        flushed(daemon)
+        daemon.restart()
+        one.wait_connected()
+        eventually(lambda: loaded(one, PROMPT) == 8)
+
+
+def test_clearing_tiers_gives_the_space_back(tmp_path: Path) -> None:
+    with tiered(tmp_path) as daemon, engine(daemon, model=LARGE) as one:
+        assert one.store(PROMPT) == 8
+        flushed(daemon)
+        eventually(lambda: tier_of(daemon)["bytes"] > 1 << 20)
+        with Client(daemon.socket) as client:
+            client.clear(everything=True, tiers=True)
+        eventually(lambda: tier_of(daemon)["records"] == 0)
+        assert loaded(one, PROMPT) == 0
+        assert not list((tmp_path / "disk").glob("*.seg"))
+
+
+def test_prefetch_promotes_ahead_of_use(tmp_path: Path) -> None:
+    keys = b"".join(chunk_keys(PROMPT, 16))
+    with tiered(tmp_path) as daemon:
+        with engine(daemon) as one:
+            assert one.store(PROMPT) == 8
+            flushed(daemon)
+        daemon.restart()
+        with engine(daemon) as one, Client(daemon.socket) as client:
+            space = bytes.fromhex(daemon.status()["namespaces"][0]["namespace"])
+            eventually(lambda: client.prefetch(space, keys, WIDTH) == 8)
+            assert daemon.status()["rows"] == 16
+            assert daemon.status()["pins"] == 0
+            assert one.load(PROMPT) == 8
+            one.verify()
+            assert tier_of(daemon)["loaded_rows"] == 16
+
+
+def test_an_engines_scheduler_prefetches_without_waiting(tmp_path: Path) -> None:
+    keys = b"".join(chunk_keys(PROMPT, 16))
+    with tiered(tmp_path) as daemon:
+        with engine(daemon) as one:
+            assert one.store(PROMPT) == 8
+            flushed(daemon)
+        daemon.restart()
+        with engine(daemon) as one:
+
+            def there() -> bool:
+                one.scheduler.new_step()
+                assert one.scheduler.prefetch(keys, WIDTH)
+                return bool(daemon.status()["rows"] == 16)
+
+            eventually(there)
+
+
+def test_promoted_rows_need_not_be_retained(tmp_path: Path) -> None:
+    with tiered(tmp_path, retain_promoted="false") as daemon:
+        with engine(daemon) as one:
+            assert one.store(PROMPT) == 8
+            flushed(daemon)
+        daemon.restart()
+        with engine(daemon) as one:
+            eventually(lambda: loaded(one, PROMPT) == 8)
+            daemon.wait_until(rows=0, leases=0, pins=0)
+            assert loaded(one, PROMPT) == 8
+
+
+def test_none_flushes_nothing(tmp_path: Path) -> None:
+    with tiered(tmp_path, flush="none") as daemon:
+        with engine(daemon) as one:
+            assert one.store(PROMPT) == 8
+        daemon.stop()
+        daemon.start()
+        with engine(daemon) as one:
+            assert loaded(one, PROMPT) == 0
+        assert tier_of(daemon).get("stored_rows", 0) == 0
+
+
+def test_on_evict_flushes_what_leaves_and_what_is_left_at_the_end(tmp_path: Path) -> None:
+    prompts = [range(1000 * i, 1000 * i + 8 * 16) for i in range(16)]
+    with tiered(tmp_path, flush="on_evict") as daemon, engine(daemon, model=LARGE) as one:
+        one.store(prompts[0])
+        assert tier_of(daemon).get("stored_rows", 0) == 0
+        for prompt in prompts[1:]:
+            one.store(prompt)
+            flushed(daemon)
+        assert tier_of(daemon)["stored_rows"] > 0
+        daemon.stop()
+        daemon.start()
+        one.wait_connected()
+        for prompt in prompts:
+            eventually(lambda prompt=prompt: loaded(one, prompt) == 8)  # type: ignore[misc]
