@@ -378,6 +378,7 @@ def test_memory_in_flight_is_bounded(server: S3Server) -> None:
         ("s3:bucket/a/records", "names of ours"),
         ("s3:bucket?timeout_s=0", "timeout_s: '0'"),
         ("s3:bucket?timeout_s=1.5", "timeout_s: '1.5'"),
+        ("s3:bucket?region=eu%0Awest", "region: 'eu\\nwest'"),
         ("s3:bucket?connections=257", "connections: '257' is not 1..256"),
         ("s3:bucket?allow_http=maybe", "neither yes nor no"),
         ("s3:bucket?endpoint=http://host", "allow_http=yes"),
@@ -393,6 +394,45 @@ def test_mistakes_are_one_clear_line(url: str, says: str) -> None:
         open_tier(url)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "variable", "value", "says"),
+    [
+        ("s3:bucket", "AWS_SECRET_ACCESS_KEY", "s3cret\n", "AWS_SECRET_ACCESS_KEY has a line"),
+        ("gcs:bucket", "GOOGLE_BEARER_TOKEN", "s3cret\n", "GOOGLE_BEARER_TOKEN has a line"),
+        ("gcs:bucket", "GOOGLE_SERVICE_ACCOUNT_KEY", "s3cret", "decode"),
+        ("azure:bucket?account=me", "AZURE_STORAGE_ACCOUNT_KEY", "s3cret", "Invalid Access Key"),
+        ("azure:bucket?account=me", "AZURE_STORAGE_SAS_KEY", "s3cret", "SAS"),
+    ],
+)
+def test_credentials_that_cannot_be_any_are_refused_and_not_repeated(
+    url: str, variable: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as caught:
+        open_tier(url)
+    assert says in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_signature_in_an_address_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_SAS_KEY", "sv=2020-08-04&sig=s3cret")
+    url = "azure:bucket?account=me&endpoint=http://127.0.0.1:1&allow_http=yes&timeout_s=2"
+    tier = open_tier(url)
+    assert not any("s3cret" in text for text in down(tier))
+    tier.close()
+
+
+def test_the_urls_endpoint_goes_before_the_environments(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    tier = open_tier(server.url("mine"))
+    assert all(fill(tier, KEYS[:1]))
+    tier.close()
 
 
 def test_the_usual_spelling_is_understood(server: S3Server) -> None:
