@@ -19,7 +19,7 @@ from kvass.core.effects import (
     TierClear,
     TierEpoch,
 )
-from kvass.daemon.breaker import FIRST_S, MOST_S, Breaker
+from kvass.daemon.breaker import FIRST_S, Breaker
 from kvass.errors import TierDown
 from kvass.testing.scripted import eventually
 from tests.daemon.tier_rig import (
@@ -133,26 +133,30 @@ def test_what_cannot_be_written_is_still_read() -> None:
 
 def test_breaker_doubles_up_to_its_most_and_forgets_when_it_was_calm() -> None:
     breaker = Breaker()
-    now, pauses = 0.0, []
-    for _ in range(10):
+    now = 0.0
+    for pause in (0.25, 0.5, 1, 2, 4, 8, 16, 30, 30):
         number = breaker.enter(now)
         assert number is not None
-        assert breaker.enter(now) is None or breaker.closed, "one at a time"
-        breaker.leave(number, False, now)
-        began = now
-        while breaker.refuses(now):
-            now += 0.05
-        pauses.append(round(now - began, 1))
-    assert pauses[:4] == [0.2, 0.5, 1.0, 2.0] or pauses[:4] == [0.3, 0.5, 1.0, 2.0]
-    assert pauses[-1] == MOST_S
+        assert breaker.closed or breaker.enter(now) is None, "one at a time"
+        assert breaker.leave(number, False, now)
+        assert breaker.refuses(now + pause - 0.01)
+        now += pause
+        assert not breaker.refuses(now)
     number = breaker.enter(now)
     assert number is not None
     assert breaker.leave(number, True, now)
-    assert breaker.closed
-    number = breaker.enter(now)
-    assert number is not None
-    breaker.leave(number, False, now)
-    assert breaker.refuses(now + MOST_S - 1), "it was not back for long"
+    for back_for, pause in ((1, 30), (31, 0.25)):
+        now += back_for
+        number = breaker.enter(now)
+        assert number is not None
+        breaker.leave(number, False, now)
+        assert breaker.refuses(now + pause - 0.01)
+        now += pause
+        assert not breaker.refuses(now)
+        number = breaker.enter(now)
+        assert number is not None
+        assert breaker.leave(number, True, now)
+        assert breaker.closed
 
 
 def test_calls_from_before_say_nothing_new_to_a_breaker() -> None:
@@ -255,6 +259,23 @@ def test_memory_is_registered_before_anything_is_asked() -> None:
         made.end(2)
         assert tier.arena is made.arena
         assert asked == ["probe", "load"]
+
+
+def test_a_registration_that_hangs_is_a_slow_call() -> None:
+    class Registering(Memory):
+        def register_memory(self, arena: Any) -> None:
+            self.hook("register")
+
+    gate = Gate("register")
+    with rig(Registering(gate), slow_s=10.0) as made:
+        made.submit(probe(0, 1))
+        made.clock.now += 11
+        assert not made.end(0).held.any()
+        made.submit(probe(1, 1))
+        assert not made.end(1).held.any()
+        assert made.reported(up=False, refused=2)
+        gate.open.set()
+        assert made.reported(up=True)
 
 
 def test_a_tier_that_cannot_register_serves_all_the_same() -> None:
