@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
+from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
-from kvass.testing.mooncake_server import MooncakeServer
-from kvass.testing.tier_suite import MakeTier
-from kvass.tiers import open_tier
-from tests.tiers.records import keys_of
+from kvass.testing.mooncake_server import MooncakeServer, Owner
+from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
+from kvass.tiers import Tier, open_tier
+from kvass.tiers.mooncake import MooncakeTier
+from kvass.types import PAGE
+from tests.tiers.records import SHAPE, fill, hits, keys_of
 
 numbers = count()
 KEYS = keys_of(10)
@@ -47,3 +53,289 @@ class TestOwner(TierSuite):
     def make_tier(self, bare: MooncakeServer) -> MakeTier:
         url = f"mooncake:{bare.address}?prefix=test{next(numbers)}:&segment=512MiB"
         return lambda: open_tier(url)
+
+
+@pytest.fixture
+def own_server() -> Iterator[Callable[..., MooncakeServer]]:
+    """Servers that a test may break."""
+    made: list[MooncakeServer] = []
+
+    def start(*options: str, owners: int = 1) -> MooncakeServer:
+        made.append(MooncakeServer(*options, owners=owners))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def test_two_daemons_share_what_they_store(server: MooncakeServer) -> None:
+    one, other = (open_tier(f"mooncake:{server.address}?prefix=shared:") for _ in range(2))
+    assert all(fill(one, KEYS))
+    assert all(hits(other, KEYS))
+    assert all(fill(other, KEYS, version=1))  # although one has read them: a lease is no lock
+    assert all(hits(one, KEYS, versions=2))
+    into = room_for(SHAPE)
+    assert one.load(KEYS[:1], [into]) == [True]
+    assert same(into, data_of(KEYS[0], SHAPE, 1))
+    other.delete(KEYS[:5])
+    assert hits(one, KEYS, versions=2) == [False] * 5 + [True] * 5
+    one.set_note("epoch", b"7")
+    assert other.note("epoch") == b"7"
+    one.clear()
+    assert not any(other.probe(KEYS))
+    assert other.note("epoch") == b"7"
+    one.close()
+    other.close()
+
+
+def test_a_clear_leaves_others_alone(server: MooncakeServer) -> None:
+    tiers = [open_tier(f"mooncake:{server.address}?prefix={p}") for p in ("a.b:", "axb:", "za.b:")]
+    for tier in tiers:
+        assert all(fill(tier, KEYS))
+    tiers[0].clear()
+    assert [any(tier.probe(KEYS)) for tier in tiers] == [False, True, True]
+    for tier in tiers:
+        tier.close()
+
+
+def test_a_damaged_object_is_a_miss_and_forgotten(server: MooncakeServer) -> None:
+    tier = open_tier(f"mooncake:{server.address}?prefix=damage:")
+    [owner] = server.owners
+    name, other = (f"damage:r:{key.hex()}" for key in KEYS[3:5])
+    assert all(fill(tier, KEYS))
+    right = owner.get(name)
+    assert len(right) > sum(SHAPE)
+    for at in (0, 9, 33, 60, 100, 5000, len(right) - 1):
+        value = bytearray(right)
+        value[at] ^= 1
+        owner.put(name, bytes(value))
+        assert hits(tier, KEYS).count(False) == 1
+        assert tier.probe(KEYS).count(False) == 1
+        assert all(fill(tier, KEYS))
+        assert all(hits(tier, KEYS))
+    owner.put(name, owner.get(other))  # whole, but another's
+    assert hits(tier, KEYS).count(False) == 1
+    for cut in (1, 70, 5000, len(right) - 1, len(right) + 1):
+        owner.put(name, right[:cut].ljust(cut, b"\0"))
+        assert hits(tier, KEYS).count(False) == 1
+        assert all(fill(tier, KEYS))
+        assert owner.get(name) == right
+    tier.clear()
+    tier.close()
+
+
+def test_what_is_there_already_is_not_sent_again(server: MooncakeServer) -> None:
+    """Nor is it away for a moment: another client's copy of its place stays right."""
+    tier = open_tier(f"mooncake:{server.address}?prefix=again:")
+    [owner] = server.owners
+    name = f"again:r:{KEYS[0].hex()}"
+    assert all(fill(tier, KEYS[:1]))
+    marked = owner.get(name)[:-1] + b"?"  # its header says what a store would bring
+    owner.put(name, marked)
+    assert all(fill(tier, KEYS[:1]))
+    assert owner.get(name) == marked
+    tier.clear()
+    tier.close()
+
+
+def test_registered_memory_goes_straight(server: MooncakeServer) -> None:
+    tier = open_tier(f"mooncake:{server.address}?prefix=straight:")
+    assert isinstance(tier, MooncakeTier)
+    arena = np.zeros(64 * PAGE, np.uint8)
+    tier.register_memory(arena)
+    inside = [arena[: 3 * PAGE], arena[8 * PAGE : 9 * PAGE + 17]]
+    shape = tuple(map(len, inside))
+    want = data_of(b"key", shape)
+    for shard, source in zip(inside, want, strict=True):
+        shard[:] = source
+    assert tier.store([b"key"], [inside]) == [True]
+    arena[:] = 0
+    assert tier.load([b"key"], [inside]) == [True]
+    assert same(inside, want)
+    assert tier.bounced_bytes == 0
+    mixed = [room_for(shape[:1])[0], arena[20 * PAGE : 20 * PAGE + shape[1]]]
+    assert tier.load([b"key"], [mixed]) == [True]
+    assert same(mixed, want)
+    assert tier.bounced_bytes == shape[0]
+    assert tier.store([b"other"], [mixed[::-1]]) == [True]
+    assert tier.bounced_bytes == 2 * shape[0]
+    straddling = np.concatenate([want[0], want[1]])  # as large as the room for it, elsewhere
+    assert tier.load([b"key"], [[straddling[: shape[0]], straddling[shape[0] :]]]) == [True]
+    assert tier.bounced_bytes == 3 * shape[0] + shape[1]
+    tier.clear()
+    tier.close()
+
+
+def test_a_small_bounce_buffer_is_shared_and_refuses_what_it_cannot_hold(
+    server: MooncakeServer,
+) -> None:
+    tier = open_tier(f"mooncake:{server.address}?prefix=bounce:&bounce=1MiB")
+    many = keys_of(40)
+    shape = (300_000,)
+
+    def work(me: int) -> None:
+        own = [key + b"/%d" % me for key in many]
+        assert all(fill(tier, own, shape))
+        assert all(hits(tier, own, shape))
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, me) for me in range(4)]:
+            done.result(timeout=120)
+    assert fill(tier, KEYS[:2], (1 << 20,)) == [False, False]
+    assert hits(tier, KEYS[:2], (1 << 20,)) == [False, False]
+    assert all(fill(tier, KEYS))
+    tier.clear()
+    tier.close()
+
+
+def down(tier: Tier) -> list[str]:
+    """What each call says while the store is not there for us."""
+    said = []
+    for ask in (
+        lambda: tier.probe(KEYS),
+        lambda: hits(tier, KEYS),
+        lambda: fill(tier, KEYS),
+        lambda: tier.delete(KEYS),
+        tier.clear,
+        lambda: tier.note("name"),
+        lambda: tier.set_note("name", b"value"),
+    ):
+        with pytest.raises(TierDown) as caught:
+            ask()
+        said.append(str(caught.value))
+        assert "\n" not in said[-1]
+    return said
+
+
+def works(tier: Tier) -> bool:
+    try:
+        return all(fill(tier, KEYS)) and all(hits(tier, KEYS))
+    except TierDown:
+        return False
+
+
+@pytest.mark.parametrize("segment", ["0", "64MiB"])
+def test_a_master_that_dies_and_comes_back(
+    own_server: Callable[..., MooncakeServer], segment: str
+) -> None:
+    server = own_server()
+    tier = open_tier(f"mooncake:{server.address}?timeout_s=2&segment={segment}")
+    assert works(tier)
+    server.kill()
+    assert all("mooncake:" in text for text in down(tier))
+    server.start()
+    eventually(lambda: works(tier), 60)
+    server.kill()
+    tier.close()
+
+
+def test_a_master_that_stands_still(own_server: Callable[..., MooncakeServer]) -> None:
+    server = own_server()
+    tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
+    late = open_tier(f"mooncake:{server.address}?timeout_s=1")  # meets it first when it stands
+    assert works(tier)
+    server.pause(True)
+    assert all("does not" in text or "not be kept" in text for text in down(tier))
+    down(late)
+    server.pause(False)
+    eventually(lambda: works(tier), 60)
+    eventually(lambda: works(late), 60)
+    tier.close()
+    late.close()
+
+
+def test_an_owner_that_stands_still_or_dies(own_server: Callable[..., MooncakeServer]) -> None:
+    server = own_server()
+    tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
+    assert works(tier)
+    server.owners[0].pause(True)
+    with pytest.raises(TierDown):
+        hits(tier, KEYS)
+    server.owners[0].kill()
+    assert not works(tier)
+    server.owners.append(Owner(server.address))
+    eventually(lambda: works(tier), 60)
+    tier.close()
+
+
+def test_a_note_outlives_one_of_its_owners(own_server: Callable[..., MooncakeServer]) -> None:
+    server = own_server(owners=2)
+    tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
+    for i in range(3):
+        tier.set_note("epoch", b"%d" % i)
+    server.owners[0].kill()
+
+    def kept() -> bool:
+        try:
+            return tier.note("epoch") == b"2"
+        except TierDown:
+            return False
+
+    eventually(kept, 60)
+    tier.close()
+
+
+def test_nobody_there_at_the_start() -> None:
+    for url in ("mooncake:127.0.0.1:1", "mooncake:no.such.host.invalid:50051?timeout_s=1"):
+        tier = open_tier(url)
+        assert all("master" in text for text in down(tier))
+        tier.close()
+
+
+def test_without_any_memory_nothing_is_held(own_server: Callable[..., MooncakeServer]) -> None:
+    server = own_server(owners=0)
+    tier = open_tier(f"mooncake:{server.address}")
+    assert not any(fill(tier, KEYS))
+    assert not any(hits(tier, KEYS))
+    with pytest.raises(TierDown, match="no room"):
+        tier.set_note("name", b"value")
+    tier.close()
+
+
+LARGE = (1 << 20,)
+
+
+def full(tier: Tier, keys: list[bytes]) -> bool:
+    return all(fill(tier, keys, LARGE))
+
+
+def test_a_full_store_makes_room_and_keeps_notes(
+    own_server: Callable[..., MooncakeServer],
+) -> None:
+    server = own_server("--default_kv_lease_ttl=10", owners=0)
+    server.owners.append(Owner(server.address, segment=32 << 20))
+    tier = open_tier(f"mooncake:{server.address}")
+    tier.set_note("epoch", b"1")
+    rounds = [keys_of(10, f"round {i}") for i in range(12)]
+    for batch in rounds:
+        eventually(partial(full, tier, batch), 60)
+    assert any(hits(tier, rounds[-1], LARGE))
+    assert sum(sum(hits(tier, batch, LARGE)) for batch in rounds) <= 32
+    assert tier.note("epoch") == b"1"
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("mooncake:host:port", "no port"),
+        ("mooncake:host:0", "no port"),
+        ("mooncake::50051", "no port"),
+        ("mooncake:host?protocol=pigeon", "protocol"),
+        ("mooncake:host?metadata=", "metadata"),
+        ("mooncake:host?segment=much", "segment"),
+        ("mooncake:host?segment=1KiB", "segment: 1KiB is less than 16MiB"),
+        ("mooncake:host?bounce=0", "bounce"),
+        ("mooncake:host?prefix=", "prefix"),
+        ("mooncake:host?prefix=a*", "prefix"),
+        ("mooncake:host?timeout_s=0", "timeout_s"),
+        ("mooncake:host?timeout_s=31", "1..30"),
+        ("mooncake:host?colour=red", "its options: metadata, protocol"),
+    ],
+)
+def test_mistakes_are_one_clear_line(url: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_tier(url)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -29,6 +29,7 @@ from kvass.tiers.codec import Header, payload_check
 from kvass.tiers.gate import Gate
 from kvass.tiers.mooncake_link import (
     ABSENT,
+    LEASE_OVER,
     NO_ROOM,
     OTHER_SIZE,
     Link,
@@ -238,15 +239,15 @@ class MooncakeTier:
             codes = client.batch_get_into_multi_buffers(*_requests(asked))
             damaged = []
             for i, parcel, code in zip(left, asked, codes, strict=True):
-                found = parcel.found() if code == parcel.size else None
-                if code != parcel.size:
-                    answers[i] = self._why_not(parcel, code)
-                elif found is not None and found.lengths != parcel.header.lengths:
+                found = parcel.found() if code in (parcel.size, LEASE_OVER) else None
+                if found is not None and found.lengths != parcel.header.lengths:
                     answers[i] = None
                 elif found is not None and parcel.arrive(found):
                     answers[i] = found
-                else:
+                elif code == parcel.size:
                     damaged.append(i)
+                else:
+                    answers[i] = self._why_not(parcel, code)
             if not (left := damaged):
                 return answers
         self._remove([parcels[i].name for i in left])
@@ -292,25 +293,25 @@ class MooncakeTier:
             return [answers[name] for name in names]
 
     def _unlike(self, parcels: list[Parcel]) -> dict[str, Answer]:
-        """Of objects that exist: held, if they have our header, else removed, else trouble."""
-        if not parcels:
-            return {}
+        """Of objects that exist: held, if of our size and header, else removed, or trouble."""
+        client = self._link.client()
+        alike = [p for p in parcels if client.get_size(p.name) == p.size]
         room = self._bounce.memory
         first: int = room.ctypes.data
-        [codes] = self._link.client().get_into_ranges(
+        found = client.get_into_ranges(
             [first],
-            [[p.name for p in parcels]],
-            [[[p.addresses[0] - first] for p in parcels]],
-            [[[0] for _ in parcels]],
-            [[[p.head] for p in parcels]],
+            [[p.name for p in alike]],
+            [[[p.addresses[0] - first] for p in alike]],
+            [[[0] for _ in alike]],
+            [[[p.head] for p in alike]],
         )
-        answers: dict[str, Answer] = {}
-        others = []
-        for parcel, [code] in zip(parcels, codes, strict=True):
-            if code == parcel.head and parcel.same_head():
-                answers[parcel.name] = parcel.header
-            else:
-                others.append(parcel.name)
+        codes = [code for [code] in found[0]] if alike else []
+        answers: dict[str, Answer] = {
+            p.name: p.header
+            for p, code in zip(alike, codes, strict=True)
+            if code == p.head and p.same_head()
+        }
+        others = [p.name for p in parcels if p.name not in answers]
         removed = zip(others, self._remove(others), strict=True)
         return answers | {name: trouble for name, trouble in removed if trouble}
 

@@ -35,6 +35,8 @@ ABSENT: Final = frozenset({-703, -704, -710, -712})
 """Codes that say: there is none, not yet, or not any more."""
 NO_ROOM: Final = -200
 """Also if nobody contributes memory."""
+LEASE_OVER: Final = -707
+"""All was read, but longer ago than the master promised to keep it: right if the checksum is."""
 OTHER_SIZE: Final = frozenset({-600, -800})
 """Said of a record that is longer or shorter than asked for, but not of those alone."""
 
@@ -43,7 +45,7 @@ _CODES: Final = {
     NO_ROOM: "no room in the memory that its clients contribute",
     -600: "it calls our request invalid",
     -706: "the record is leased",
-    -707: "the lease ran out during the transfer",
+    LEASE_OVER: "the lease ran out during the transfer",
     -708: "the record is being copied",
     -800: "the transfer failed: whoever holds the record may be gone",
     -900: "the master cannot be reached",

@@ -114,6 +114,8 @@ def _import(text: str, module: str, name: str) -> Callable[..., object]:
     except (ImportError, AttributeError) as error:
         missing = _EXTRAS.get(error.name or "")
         extra = f"; install the extra: kvass[{missing}]" if missing else ""
+        if "libibverbs" in str(error):
+            extra = "; Mooncake's package needs it: install your system's libibverbs (libibverbs1)"
         raise ConfigError(f"tier {shown(text)!r}: {error}{extra}") from error
     if not callable(found):
         raise ConfigError(f"tier {shown(text)!r}: {module}:{name} cannot be called")
