@@ -37,18 +37,26 @@ def layout(*group_pages: int) -> RankLayout:
 
 
 class Rig:
-    """An arena of ``pages`` pages in extents of ``extent`` pages. Time starts at 100."""
+    """An arena of ``pages`` pages in extents of ``extent`` pages. Time starts at 100.
 
-    def __init__(self, pages: int = 64, extent: int = 4, **limits: Any) -> None:
+    ``core``: more fields of ``CoreConfig``.
+    """
+
+    def __init__(
+        self, pages: int = 64, extent: int = 4, core: dict[str, Any] | None = None, **limits: Any
+    ) -> None:
         self.now = 100.0
         self.machine = CacheMachine(
             CoreConfig(
-                boot=BOOT,
-                arena_bytes=pages * PAGE,
-                extent_bytes=extent * PAGE,
-                timing=Timing(lease_s=LEASE_S, reserve_s=RESERVE_S, dma_grace_s=GRACE_S),
-                limits=Limits(**limits),
-                version="test",
+                **{
+                    "boot": BOOT,
+                    "arena_bytes": pages * PAGE,
+                    "extent_bytes": extent * PAGE,
+                    "timing": Timing(lease_s=LEASE_S, reserve_s=RESERVE_S, dma_grace_s=GRACE_S),
+                    "limits": Limits(**limits),
+                    "version": "test",
+                    **(core or {}),
+                }
             )
         )
         self.last: list[Effect] = []

@@ -1,0 +1,521 @@
+"""Promotion: what L1 lacks comes from the tiers, once, as far as it fits, and in bounded time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvass import messages as m
+from kvass.core.effects import Loaded, TierLoad, TierProbe, TierStore
+from kvass.types import PAGE, GroupLayout, RankLayout
+from tests.core.rig import BOOT, LEASE_S, WIDTH, Engine, Rig, digests, layout
+from tests.core.tier_rig import TierRig, names
+
+BUDGET_S = 0.1
+
+
+@pytest.fixture
+def rig() -> TierRig:
+    return TierRig()
+
+
+def stored(rig: TierRig, engine: Engine, *chunks: object) -> None:
+    """``chunks`` are in the tiers and no longer in L1."""
+    engine.store(*chunks)
+    rig.settle()
+    rig.forget_l1()
+    assert rig.status["rows"] == 0
+    rig.replies(engine.scheduler)
+
+
+def quiet(rig: Rig) -> bool:
+    return rig.gauge("leases", "pins", "rows_loading", "promotions") == (0, 0, 0, 0)
+
+
+def test_what_the_tier_has_is_promoted_and_matched(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b", "c")
+    (found,) = rig.look_up(e, "a", "b", "c", "d")
+    assert (found.seq, found.first, found.chunks, len(found.slots[0])) == (7, 0, 3, 3)
+    assert found.deadline_s == rig.now + LEASE_S
+    assert rig.gauge("leases", "pins", "rows", "promotions") == (1, 3, 3, 0)
+    e.hand_over(leases=(found.lease,))
+    e.release(found.lease)
+    assert quiet(rig)
+    assert rig.look_up(e, "a", "b", "c")[0].chunks == 3
+    assert not rig.open_ops(TierLoad)
+
+
+def test_what_l1_has_is_answered_at_once(rig: TierRig) -> None:
+    e = rig.ready()
+    e.store("a", "b")
+    rig.settle()
+    rig.begin(e, "a", "b")
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [2]
+    assert not rig.asked
+
+
+def test_only_what_l1_lacks_is_asked_for_and_loaded(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b", "c")
+    e.store("a")
+    rig.settle()
+    rig.begin(e, "a", "b", "c")
+    (probe,) = rig.open_ops(TierProbe)
+    assert [len(batch.keys) for batch in probe.batches] == [2]
+    rig.answer(probe)
+    (load,) = rig.open_ops(TierLoad)
+    assert len(load.records.keys) == 2
+    rig.settle()
+    assert rig.replies(e.scheduler)[0].chunks == 3
+
+
+def test_a_gap_ends_what_is_loaded(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b", "c")
+    rig.shelves[0] = {one for one in rig.shelves[0] if not one[3].startswith(b"b")}
+    (found,) = rig.look_up(e, "a", "b", "c")
+    assert found.chunks == 1
+    assert rig.status["rows"] == 1
+
+
+def test_concurrent_lookups_share_one_load(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    for _ in range(64):
+        message = m.Lookup(seq=7, request="r", digests=digests("a", "b"), width=WIDTH)
+        rig.say(e.scheduler, message)
+    rig.settle(TierProbe)
+    assert len(rig.open_ops(TierLoad)) == 1
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [2] * 64
+    assert rig.gauge("leases", "pins") == (64, 128)
+    e.quit()
+    assert quiet(rig)
+
+
+def test_a_row_that_failed_shrinks_every_match_that_waits_for_it(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b", "c")
+    for _ in range(2):
+        message = m.Lookup(seq=7, request="r", digests=digests("a", "b", "c"), width=WIDTH)
+        rig.say(e.scheduler, message)
+    rig.settle(TierProbe)
+    (load,) = rig.open_ops(TierLoad)
+    rig.answer(load, True, False, True)
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [1, 1]
+    e.quit()
+    assert quiet(rig)
+    assert rig.status["rows"] == 2  # the third is there, and of no use yet
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_at_the_deadline_the_answer_is_what_is_there(rig: TierRig, good: bool) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    e.store("a")
+    rig.settle()
+    rig.begin(e, "a", "b")
+    rig.settle(TierProbe)
+    assert rig.machine.next_deadline() == rig.now + BUDGET_S
+    rig.wait(BUDGET_S)
+    (found,) = rig.replies(e.scheduler)
+    assert found.chunks == 1
+    assert rig.status["rows_loading"] == 1  # the tier may still write there
+    rig.answer(rig.open_ops(TierLoad)[0], good)
+    assert rig.status["rows_loading"] == 0
+    assert rig.status["rows"] == 1 + good
+    assert not rig.replies(e.scheduler)
+
+
+def test_the_asker_says_how_long_it_waits(rig: TierRig) -> None:
+    e = rig.ready()
+    rig.begin(e, "a", budget_ms=2500.0)
+    rig.wait(2.4)
+    assert not rig.replies(e.scheduler)
+    rig.wait(0.1)
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
+    rig.settle()  # the probe's answer comes too late for anybody
+    assert quiet(rig)
+
+
+def test_a_late_probe_changes_nothing(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a")
+    rig.begin(e, "a")
+    rig.wait(BUDGET_S)
+    rig.settle()
+    assert rig.status["rows"] == 0
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
+
+
+def test_who_leaves_waits_no_more_and_the_load_goes_on(rig: TierRig) -> None:
+    e, other = rig.ready(), rig.ready("other")
+    stored(rig, e, "a", "b")
+    rig.begin(e, "a", "b")
+    rig.settle(TierProbe)
+    e.quit()
+    assert rig.gauge("promotions", "pins", "rows_loading") == (0, 0, 2)
+    rig.begin(other, "a", "b")
+    rig.settle()
+    assert rig.replies(other.scheduler)[0].chunks == 2
+
+
+def test_a_rank_that_left_meanwhile_makes_it_a_miss(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a")
+    rig.begin(e, "a")
+    rig.settle(TierProbe)
+    rig.lose(e.workers[0])
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
+    assert quiet(rig)
+
+
+# ---------------------------------------------------------------- clears
+
+
+def test_a_clear_makes_what_waits_a_miss_and_what_loads_worthless(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    rig.begin(e, "a", "b")
+    rig.settle(TierProbe)
+    (load,) = rig.open_ops(TierLoad)
+    rig.say(e.scheduler, m.Clear(seq=11))
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0]  # Cleared waits for the tier
+    rig.settle()
+    assert load not in rig.asked
+    (cleared,) = rig.replies(e.scheduler)
+    assert isinstance(cleared, m.Cleared)
+    assert rig.gauge("rows", "rows_loading", "pins") == (0, 0, 0)
+    assert rig.look_up(e, "a", "b")[0].chunks == 0
+
+
+def test_a_clear_that_a_tier_does_not_note_is_refused_and_owed(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a")
+    rig.down = True
+    rig.say(e.scheduler, m.Clear(seq=11))
+    rig.settle()
+    (refused,) = rig.replies(e.scheduler)
+    assert (refused.seq, refused.code) == (11, "tier_down")
+    rig.down = False
+    assert rig.look_up(e, "a")[0].chunks == 0  # not asked again yet
+    rig.wait(1.0)
+    rig.look_up(e, "a")
+    assert rig.look_up(e, "a")[0].chunks == 0  # the tier goes by a fresh epoch now
+    e.store("a")
+    rig.settle()
+    rig.forget_l1()
+    assert rig.look_up(e, "a")[0].chunks == 1
+
+
+def test_an_epoch_outlives_the_daemon_and_a_lost_one_matches_nothing(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a")
+    again = TierRig(core={"boot": b"another boot 123"})
+    again.shelves, again.notes = rig.shelves, rig.notes
+    e = again.ready()
+    assert again.look_up(e, "a")[0].chunks == 1
+    third = TierRig(core={"boot": b"a third boot 456"})
+    third.shelves = rig.shelves
+    assert third.look_up(third.ready(), "a")[0].chunks == 0
+
+
+def test_a_tier_that_cannot_tell_its_epoch_is_not_used(rig: TierRig) -> None:
+    rig.down = True
+    e = rig.ready()
+    e.store("a")
+    assert not rig.asked
+    assert rig.look_up(e, "a", "b")[0].chunks == 1
+    rig.down = False
+    rig.wait(1.0)
+    rig.look_up(e, "a", "b")
+    rig.settle()
+    rig.forget_l1()
+    assert rig.look_up(e, "a", "b")[0].chunks == 1  # what was queued went there after all
+
+
+# ---------------------------------------------------------------- room
+
+
+def test_loading_takes_half_of_l1_at_most() -> None:
+    rig = TierRig(pages=16, extent=1)
+    e = rig.ready()
+    for start in range(0, 24, 4):
+        e.store(*range(start, start + 4))
+        rig.settle()
+    rig.forget_l1()
+    rig.begin(e, *range(24))
+    rig.settle(TierProbe)
+    assert rig.status["rows_loading"] == 8
+    rig.begin(e, *range(24))
+    rig.settle(TierProbe)
+    assert rig.status["rows_loading"] == 8
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [8, 8]
+
+
+def test_with_everything_pinned_the_answer_is_what_is_there() -> None:
+    rig = TierRig(pages=16, extent=1)
+    e = rig.ready()
+    stored(rig, e, "a", "b", "c", "d")
+    for start in range(0, 16, 4):
+        e.store(*range(start, start + 4))
+        rig.settle()
+    held = e.lookup(*range(16))
+    assert held.chunks == 16
+    assert rig.look_up(e, "a", "b")[0].chunks == 0
+    e.give_back(held.lease)
+    assert rig.look_up(e, "a", "b")[0].chunks == 2
+
+
+def test_a_promotion_does_not_evict_its_own_prefix() -> None:
+    rig = TierRig(pages=8, extent=1)
+    e = rig.ready()
+    for start in (0, 2, 4, 6, 8, 10):
+        e.store(start, start + 1)
+        rig.settle()
+    rig.forget_l1()
+    assert rig.look_up(e, 0, 1, 2)[0].chunks == 3
+    rig.wait(LEASE_S)
+    (found,) = rig.look_up(e, *range(12))
+    assert found.chunks == 7  # three were there, four may be LOADING
+    rig.wait(LEASE_S)
+    (found,) = rig.look_up(e, *range(12))
+    assert found.chunks == 8
+
+
+def test_windows_of_a_shorter_hit_are_loaded_if_all_does_not_fit() -> None:
+    """What does not fit at the end of a prompt moves the window that a hit needs."""
+    groups = RankLayout(
+        (
+            GroupLayout("full", 16, ("a",), (PAGE,)),
+            GroupLayout("sliding_window", 16, ("b",), (PAGE,), window_tokens=17),
+        )
+    )
+    rig = TierRig(pages=32, extent=1, core={"retain_promoted": True})
+    e = rig.ready(layout=groups)
+    for start in range(0, 12, 2):
+        e.store(start, start + 1, groups=3)
+        rig.settle()
+    rig.forget_l1()
+    small = TierRig(pages=16, extent=1)
+    small.shelves, small.notes = rig.shelves, rig.notes
+    e = small.ready(layout=groups)
+    (found,) = small.look_up(e, *range(12))
+    assert found.chunks == 7
+    assert [len(slots) for slots in found.slots] == [7, 1]
+
+
+# ---------------------------------------------------------------- worth
+
+
+def test_what_is_sooner_computed_is_not_loaded(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    rig.begin(e, "a")
+    rig.settle(TierProbe)
+    rig.now += 0.05  # 4 KiB in 50 ms
+    rig.settle()
+    rig.wait(LEASE_S)
+    rig.forget_l1()
+    assert rig.look_up(e, "a", "b", prefill_tokens_s=1_000_000.0)[0].chunks == 0
+    assert rig.count("promotions_not_worth_it") == 1
+    assert rig.look_up(e, "a", "b", prefill_tokens_s=100.0)[0].chunks == 2
+
+
+def test_weighing_can_be_switched_off() -> None:
+    rig = TierRig(core={"weigh_loads": False})
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    rig.begin(e, "a")
+    rig.settle(TierProbe)
+    rig.now += 0.05
+    rig.settle()
+    rig.wait(LEASE_S)
+    rig.forget_l1()
+    assert rig.look_up(e, "a", "b", prefill_tokens_s=1_000_000.0)[0].chunks == 2
+
+
+# ---------------------------------------------------------------- several tiers
+
+
+def test_tiers_are_asked_in_order_for_what_those_before_have_not() -> None:
+    rig = TierRig(tiers=2)
+    e = rig.ready()
+    stored(rig, e, "a", "b", "c")
+    rig.shelves[0] = {one for one in rig.shelves[0] if one[3].startswith(b"a")}
+    rig.begin(e, "a", "b", "c")
+    (probe,) = rig.open_ops(TierProbe)
+    assert (probe.tier, len(probe.batches[0].keys)) == (0, 3)
+    rig.answer(probe)
+    (probe,) = rig.open_ops(TierProbe)
+    assert (probe.tier, len(probe.batches[0].keys)) == (1, 2)
+    rig.answer(probe)
+    assert sorted((load.tier, len(load.records.keys)) for load in rig.open_ops(TierLoad)) == [
+        (0, 1),
+        (1, 2),
+    ]
+    rig.settle()
+    assert rig.replies(e.scheduler)[0].chunks == 3
+    assert len(rig.shelves[0]) == 3  # the first one has been given what it lacked
+
+
+def test_a_dead_tier_does_not_hide_the_next() -> None:
+    rig = TierRig(tiers=2)
+    e = rig.ready()
+    stored(rig, e, "a")
+    rig.begin(e, "a")
+    (probe,) = rig.open_ops(TierProbe)
+    rig.answer(probe, False)
+    rig.settle()
+    assert rig.replies(e.scheduler)[0].chunks == 1
+
+
+# ---------------------------------------------------------------- after the promotion
+
+
+def test_rows_that_are_not_retained_leave_at_the_last_release() -> None:
+    rig = TierRig(core={"retain_promoted": False})
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    rig.begin(e, "a", "b")
+    rig.begin(e, "a", "b")
+    rig.settle()
+    rig.begin(e, "a", "b")  # while they are read, they match
+    one, two = list(rig.machine.state.ledger.leases)[:2]
+    (three,) = rig.replies(e.scheduler)
+    for lease in (one, two):
+        e.give_back(lease)
+        assert rig.status["rows"] == 2
+    e.give_back(three.lease)
+    assert rig.gauge("rows", "pins") == (0, 0)
+
+
+def test_a_bad_promoted_row_never_matches_again_in_l1(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    (found,) = rig.look_up(e, "a", "b")
+    e.hand_over(leases=(found.lease,))
+    e.release(found.lease, bad=(0,))
+    assert rig.status["rows"] == 1
+
+
+def test_a_row_reported_bad_while_another_waits_is_not_given_to_it(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    e.store("a")
+    rig.settle()
+    held = e.lookup("a")
+    rig.begin(e, "a", "b")
+    rig.settle(TierProbe)
+    e.hand_over(leases=(held.lease,))
+    e.release(held.lease, bad=(0,))
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
+    assert quiet(rig)
+
+
+def test_an_operation_ends_once(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a")
+    rig.begin(e, "a")
+    rig.settle(TierProbe)
+    (load,) = rig.open_ops(TierLoad)
+    rig.answer(load)
+    with pytest.raises(KeyError):
+        rig.step(Loaded(load.op, np.ones(1, np.bool_), 0.0))
+
+
+# ---------------------------------------------------------------- prefetch
+
+
+def test_a_prefetch_holds_nothing(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    looker = rig.open()
+    ask = m.Prefetch(
+        seq=5, request="p", digests=digests("a", "b"), width=WIDTH, namespace=e.namespace
+    )
+    rig.replies(looker)
+    rig.say(looker, ask)
+    rig.settle()
+    assert [(r.seq, r.chunks) for r in rig.replies(looker)] == [(5, 2)]
+    assert quiet(rig)
+    rig.begin(e, "a", "b")
+    assert rig.replies(e.scheduler)[0].chunks == 2
+
+
+def test_prefetching_for_others_is_forbidden(rig: TierRig) -> None:
+    e = rig.ready()
+    wrong = m.Prefetch(seq=5, request="p", digests=digests("a"), width=WIDTH, namespace=e.namespace)
+    assert rig.code(e.scheduler, wrong) == "forbidden"
+    unknown = m.Prefetch(seq=5, request="p", digests=digests("a"), width=WIDTH, namespace=bytes(32))
+    assert rig.code(rig.open(), unknown) == "bad_value"
+    assert rig.code(e.workers[0], m.Prefetch(seq=5, request="p", digests=b"")) == "bad_rank"
+
+
+# ---------------------------------------------------------------- flushing
+
+
+def test_what_is_ready_is_flushed_while_it_is_pinned(rig: TierRig) -> None:
+    e = rig.ready()
+    e.store("a", "b")
+    (store,) = rig.open_ops(TierStore)
+    assert rig.gauge("pins") == (2,)
+    assert store.shard_bytes == (PAGE,)
+    rig.settle()
+    assert rig.gauge("pins") == (0,)
+    assert len(rig.shelves[0]) == 2
+
+
+def test_an_aborted_store_is_not_flushed(rig: TierRig) -> None:
+    e = rig.ready()
+    grant = e.reserve("a")
+    e.hand_over(reservations=(grant.reservation,))
+    e.abort(grant.reservation, 0)
+    rig.wait(100)
+    assert not rig.open_ops(TierStore)
+
+
+def test_flushing_is_bounded_and_goes_on(rig: TierRig) -> None:
+    """An eighth of L1 at a time; what was evicted before its turn is counted."""
+    e = rig.ready()
+    e.store(*range(12))
+    assert sum(len(op.records.keys) for op in rig.open_ops(TierStore)) == 8
+    assert rig.status["tiers"][0]["flush_queue_rows"] == 4
+    rig.forget_l1()
+    rig.settle()
+    assert len(rig.shelves[0]) == 8
+    assert rig.count("flushes_lost") == 4
+    assert not rig.machine.flushing
+
+
+def test_every_tier_gets_every_row() -> None:
+    rig = TierRig(tiers=2)
+    e = rig.ready()
+    e.store("a", "b")
+    rig.settle()
+    assert [len(shelf) for shelf in rig.shelves] == [2, 2]
+
+
+def test_a_row_of_several_shards_is_one_record(rig: TierRig) -> None:
+    e = rig.ready(ranks=2)
+    e.store("a")
+    (store,) = rig.open_ops(TierStore)
+    assert (len(store.records.keys), store.shard_bytes) == (1, (PAGE, PAGE))
+    assert len(store.slots.extents[0]) == 2
+
+
+def test_records_are_named_after_namespace_epoch_group_and_chunk(rig: TierRig) -> None:
+    e = rig.ready(layout=layout(1, 2))
+    e.store("a", groups=3)
+    stores = rig.open_ops(TierStore)
+    assert {one[2] for op in stores for one in names(op.records)} == {0, 1}
+    for op in stores:
+        ((space, epoch, _, key),) = names(op.records)
+        assert space == e.namespace
+        assert epoch == rig.notes[0][e.namespace]
+        assert key == b"a".ljust(32, b"\0")
+    assert BOOT not in {e.namespace}

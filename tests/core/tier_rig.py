@@ -1,0 +1,128 @@
+"""A rig with tiers: what the core asks of them waits here until a test answers it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvass import messages as m
+from kvass.core.effects import (
+    Effect,
+    Emptied,
+    EpochIs,
+    Event,
+    Loaded,
+    Probed,
+    Records,
+    Send,
+    Stored,
+    TierClear,
+    TierEpoch,
+    TierLoad,
+    TierProbe,
+    TierStore,
+    ToTier,
+)
+from tests.core.rig import WIDTH, Engine, Rig, digests
+
+Asked = TypeVar("Asked", TierProbe, TierLoad, TierStore, TierEpoch, TierClear)
+Record = tuple[bytes, int, int, bytes]
+
+
+class TierRig(Rig):
+    """``shelves[t]`` are the records of tier ``t``, ``notes[t]`` its epochs."""
+
+    def __init__(self, *args: Any, tiers: int = 1, **options: Any) -> None:
+        core = {"tiers": tuple(f"tier{t}" for t in range(tiers)), **options.pop("core", {})}
+        super().__init__(*args, core=core, **options)
+        self.shelves: list[set[Record]] = [set() for _ in range(tiers)]
+        self.notes: list[dict[bytes, int]] = [{} for _ in range(tiers)]
+        self.asked: list[ToTier] = []
+        self.said: list[tuple[int, Any]] = []
+        """All messages that were sent, with their sessions."""
+        self.down = False
+        """Every operation fails."""
+
+    def step(self, event: Event) -> list[Effect]:
+        effects = super().step(event)
+        for effect in effects:
+            if isinstance(effect, ToTier):
+                self.asked.append(effect)
+            elif isinstance(effect, Send):
+                self.said.append((effect.session, effect.message))
+        return effects
+
+    def open_ops(self, kind: type[Asked]) -> list[Asked]:
+        return [one for one in self.asked if isinstance(one, kind)]
+
+    def settle(self, *kinds: type[Any]) -> None:
+        """Answer everything (of these kinds), as a tier that works does, until nothing is asked."""
+        while todo := [one for one in self.asked if not kinds or isinstance(one, kinds)]:
+            self.answer(todo[0])
+
+    def answer(self, op: ToTier, *which: bool) -> None:
+        """As the tier would; or with ``which``."""
+        self.asked.remove(op)
+        shelf = self.shelves[op.tier]
+        if isinstance(op, TierEpoch):
+            fresh = op.renew or op.namespace not in self.notes[op.tier]
+            if fresh and not self.down:
+                self.notes[op.tier][op.namespace] = op.fresh
+            self.step(EpochIs(op.op, None if self.down else self.notes[op.tier][op.namespace]))
+        elif isinstance(op, TierClear):
+            if not self.down:
+                shelf.clear()
+            self.step(Emptied(op.op, not self.down))
+        elif isinstance(op, TierStore):
+            good = self._bools(which, names(op.records), lambda one: True)
+            shelf |= {one for one, ok in zip(names(op.records), good, strict=True) if ok}
+            self.step(Stored(op.op, good))
+        elif isinstance(op, TierLoad):
+            good = self._bools(which, names(op.records), shelf.__contains__)
+            self.step(Loaded(op.op, good, 0.01))
+        else:
+            every = [one for batch in op.batches for one in names(batch)]
+            self.step(Probed(op.op, self._bools(which, every, shelf.__contains__)))
+
+    def _bools(self, which: tuple[bool, ...], every: list[Record], right: Any) -> Any:
+        assert not which or len(which) == len(every), every
+        said = [bool(right(one)) and not self.down for one in every]
+        return np.array(which or said, np.bool_)
+
+    def replies(self, session: int) -> list[Any]:
+        """What ``session`` was sent since the last call."""
+        mine = [message for who, message in self.said if who == session]
+        self.said = [(who, message) for who, message in self.said if who != session]
+        return mine
+
+    def ready(self, instance: str = "e", **fields: Any) -> Engine:
+        """An engine whose namespace's epochs are known."""
+        engine = self.engine(instance, **fields)
+        self.settle()
+        self.replies(engine.scheduler)
+        return engine
+
+    def look_up(self, engine: Engine, *wanted: object, **fields: Any) -> list[Any]:
+        """Ask, answer the tiers, and the replies."""
+        self.begin(engine, *wanted, **fields)
+        self.settle()
+        return self.replies(engine.scheduler)
+
+    def begin(self, engine: Engine, *wanted: object, **fields: Any) -> None:
+        """Ask only."""
+        self.replies(engine.scheduler)
+        message = m.Lookup(seq=7, request="r", digests=digests(*wanted), width=WIDTH, **fields)
+        self.say(engine.scheduler, message)
+
+    def forget_l1(self) -> None:
+        """L1 loses what it holds, and the tiers do not."""
+        for one in self.machine.state.l1.classes.values():
+            self.machine.state.l1.clear(one)
+
+
+def names(records: Records) -> list[Record]:
+    """What each of ``records`` is called."""
+    return [
+        (records.namespace, records.epoch, records.group, key.tobytes()) for key in records.keys
+    ]
