@@ -201,11 +201,14 @@ def assert_telling(answer: Answer) -> None:
 
 
 @contextmanager
-def running_pair(model: Model, folder: Path, **args: Any) -> Iterator[Pair]:
-    """Two engines of ``model``, started side by side on a daemon of their own."""
+def running_pair(
+    model: Model, folder: Path, options: dict[str, Any] | None = None, **args: Any
+) -> Iterator[Pair]:
+    """Two engines of ``model``, started side by side on a daemon of their own, with ``options``."""
     path = build(ROOT / ".cache" / "models", model.blueprint)
     engines: list[EngineProcess] = []
-    with running_daemon(folder, l1_size="256MiB", lookup_budget_ms=10_000) as daemon:
+    options = {"l1_size": "256MiB", "lookup_budget_ms": 10_000, **(options or {})}
+    with running_daemon(folder, **options) as daemon:
         try:
             for name in "ab":
                 engine = EngineProcess(

@@ -1,0 +1,311 @@
+"""Tiers behind real engines: what one engine stored, another loads after the daemon was killed, or
+through a daemon of its own that shares the store.
+
+Every case asserts how much was loaded and that the tier gave it; the controls at the end want
+nothing: without a tier, and from records that are damaged.
+
+What is looked up before the daemon knows a tier's epoch is a miss at once. No case depends on how
+soon that is: ``awake`` has stored something through a tier before anything is asked of it. For the
+same reason the daemons do not weigh loading against computing, and lookups are patient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pytest
+
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.mooncake_server import MooncakeServer
+from kvass.testing.redis_server import RedisServer
+from kvass.testing.s3_server import S3Server, credentials
+from kvass.testing.vllm_engine import EngineProcess
+from kvass.tiers.codec import decode_header
+from kvass.types import PAGE
+from tests.engine import hybrid
+from tests.engine.conftest import Judge, Starter, store
+
+pytestmark = pytest.mark.engine
+
+Make = Callable[[int], list[int]]
+WAIT_S: Final = 60.0
+
+
+class Movable(NamedTuple):
+    """An engine whose socket is a link, so that it can meet one daemon after another."""
+
+    engine: EngineProcess
+    link: Path
+
+    def goes_to(self, daemon: Daemon) -> EngineProcess:
+        """From its next connection on."""
+        fresh = self.link.with_suffix(".new")
+        fresh.symlink_to(daemon.socket)
+        fresh.rename(self.link)
+        return self.engine
+
+
+@pytest.fixture(scope="module")
+def movables(start: Starter, folder: Path) -> Iterator[list[Movable]]:
+    """Two, started side by side."""
+    links = [folder / f"tiers-{name}.sock" for name in "ab"]
+    made = [Movable(start(link.stem, socket=link), link) for link in links]
+    for one in made:
+        one.engine.wait_ready()
+    yield made
+    for one in made:
+        one.engine.kill()
+
+
+class Place:
+    """Daemons in folders of their own, one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._numbers = folder, count()
+
+    def daemon(self, *tiers: str) -> AbstractContextManager[Daemon]:
+        folder = self._folder / str(next(self._numbers))
+        folder.mkdir()
+        return running_daemon(folder, tier=list(tiers), **PATIENT)
+
+
+PATIENT: Final[dict[str, Any]] = {"lookup_budget_ms": 10_000, "weigh_loads": "no"}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A folder for a disk tier."""
+    made = tmp_path / "disk"
+    made.mkdir()
+    return made
+
+
+def url(disk: Path) -> str:
+    return f"disk:{disk}?capacity=256MiB"
+
+
+def eventually(ask: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not ask():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def tier_of(daemon: Daemon) -> dict[str, Any]:
+    found: dict[str, Any] = daemon.status()["tiers"][0]
+    return found
+
+
+def flushed(daemon: Daemon) -> None:
+    """Wait until every tier has what was stored, and has found what it had."""
+    daemon.wait_until(reservations=0)
+
+    def idle() -> bool:
+        return not any(
+            tier["flush_queue_rows"] or tier["storing_bytes"] or tier.get("indexing")
+            for tier in daemon.status()["tiers"]
+        )
+
+    eventually(idle)
+
+
+def awake(engine: EngineProcess, daemon: Daemon, prompt: Make) -> None:
+    """Wait until something that ``engine`` computes now arrives in all tiers of ``daemon``."""
+    before = daemon.status()["rows"]
+
+    def stored() -> bool:
+        engine.one(prompt(300), 1)
+        daemon.wait_until(reservations=0)
+        return bool(daemon.status()["rows"] > before)
+
+    eventually(stored)
+    flushed(daemon)
+    assert engine.reset()
+
+
+def test_a_killed_daemons_disk_serves_a_new_engine_and_the_old_one(
+    place: Place, disk: Path, movables: Sequence[Movable], judge: Judge, prompt: Make
+) -> None:
+    tokens, others = prompt(1000), prompt(600)
+    with place.daemon(url(disk)) as daemon:
+        a = movables[0].goes_to(daemon)
+        awake(a, daemon, prompt)
+        for one in (tokens, others):
+            judge.check(one, store(a, one, 8))
+        flushed(daemon)
+        daemon.kill()
+        b = movables[1].goes_to(daemon)
+        daemon.start()
+        assert daemon.status()["rows"] == 0
+        awake(b, daemon, prompt)
+        warm = b.one(tokens)
+        assert (warm.local, warm.external) == (0, 768)
+        assert tier_of(daemon)["loaded_rows"] == 3
+        judge.check(tokens, warm)
+        awake(a, daemon, prompt)
+        warm = a.one(others)
+        assert (warm.local, warm.external) == (0, 512)
+        assert tier_of(daemon)["loaded_rows"] == 3 + 2
+        judge.check(others, warm)
+        assert all(one.engine.reset() for one in movables)
+        daemon.wait_until(leases=0, reservations=0, pins=0, rows_loading=0, promotions=0)
+
+
+@contextmanager
+def redis_url() -> Iterator[str]:
+    server = RedisServer()
+    try:
+        yield f"redis:{server.address}"
+    finally:
+        server.close()
+
+
+@contextmanager
+def s3_url() -> Iterator[str]:
+    server = S3Server()
+    try:
+        with credentials():
+            yield server.url("shared")
+    finally:
+        server.close()
+
+
+@contextmanager
+def mooncake_url() -> Iterator[str]:
+    server = MooncakeServer()
+    try:
+        yield f"mooncake:{server.address}"
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "shared", [redis_url, s3_url, mooncake_url], ids=["redis", "s3", "mooncake"]
+)
+def test_two_daemons_share_a_store(
+    shared: Callable[[], AbstractContextManager[str]],
+    place: Place,
+    movables: Sequence[Movable],
+    judge: Judge,
+    prompt: Make,
+) -> None:
+    tokens, others = prompt(1000), prompt(600)
+    branch = others[:400] + prompt(300)
+    with shared() as where, place.daemon(where) as one:
+        a = movables[0].goes_to(one)
+        awake(a, one, prompt)
+        judge.check(tokens, store(a, tokens, 8))
+        flushed(one)
+        with place.daemon(where) as other:
+            b = movables[1].goes_to(other)
+            awake(b, other, prompt)
+            warm = b.one(tokens)
+            assert (warm.local, warm.external) == (0, 768)
+            assert tier_of(other)["loaded_rows"] == 3
+            judge.check(tokens, warm)
+            judge.check(others, store(b, others, 8))
+            flushed(other)
+            assert a.reset()
+            warm = a.one(branch)
+            assert (warm.local, warm.external) == (0, 256)
+            assert tier_of(one)["loaded_rows"] == 1
+            judge.check(branch, warm)
+            for daemon in (one, other):
+                assert tier_of(daemon)["errors"] == 0
+                assert tier_of(daemon)["load_misses"] == 0
+
+
+def test_a_model_with_windows_from_disk(disk: Path, tmp_path: Path) -> None:
+    """gpt-oss: of each chunk a whole row and a window's, both from the tier."""
+    options = {"tier": [url(disk)], **PATIENT}
+    with hybrid.running_pair(hybrid.GPT_OSS, tmp_path, options) as pair:
+        awake(pair.a, pair.daemon, pair.prompt)
+        prompts = [pair.prompt(size) for size in (257, 513, 768, 1000)]
+        for tokens in prompts:
+            pair.store(tokens)
+        flushed(pair.daemon)
+        pair.daemon.restart()
+        awake(pair.b, pair.daemon, pair.prompt)
+        for tokens in prompts:
+            before = tier_of(pair.daemon).get("loaded_rows", 0)
+            warm = pair.load(tokens)
+            assert (warm.local, warm.external) == (0, pair.model.hit(len(tokens)))
+            full = warm.external // pair.model.chunk
+            assert tier_of(pair.daemon)["loaded_rows"] == before + full + 1
+            pair.check(tokens, warm)
+
+
+# ---------------------------------------------------------------- controls
+
+
+def test_without_a_tier_nothing_is_found(
+    place: Place, movables: Sequence[Movable], judge: Judge, prompt: Make
+) -> None:
+    tokens = prompt(1000)
+    with place.daemon() as one, place.daemon() as other:
+        a, b = movables[0].goes_to(one), movables[1].goes_to(other)
+        awake(a, one, prompt)
+        store(a, tokens)
+        awake(b, other, prompt)
+        assert b.one(tokens).cached == 0
+        one.restart()
+        awake(a, one, prompt)
+        cold = a.one(tokens)
+        assert cold.cached == 0
+        judge.check(tokens, cold)
+
+
+def damage(disk: Path) -> int:
+    """Turn over bytes of every record's payload; how many records there were."""
+    records = 0
+    for path in disk.glob("*.seg"):
+        segment = np.memmap(path, np.uint8, "r+")
+        pages = segment.reshape(-1, PAGE)
+        for at, page in enumerate(pages):
+            if decode_header(page.tobytes()) is not None:
+                pages[at + 1, :: PAGE // 8] ^= 0xFF
+                records += 1
+        segment.flush()
+    return records
+
+
+def test_damaged_records_are_misses(
+    place: Place, disk: Path, movables: Sequence[Movable], judge: Judge, prompt: Make
+) -> None:
+    tokens = prompt(1000)
+    with place.daemon(url(disk)) as daemon:
+        a = movables[0].goes_to(daemon)
+        awake(a, daemon, prompt)
+        store(a, tokens)
+        flushed(daemon)
+        daemon.kill()
+        assert damage(disk) > 3
+        b = movables[1].goes_to(daemon)
+        daemon.start()
+        awake(b, daemon, prompt)
+        cold = b.one(tokens)
+        assert cold.cached == 0
+        tier = tier_of(daemon)
+        assert (tier["loaded_rows"], tier["load_misses"]) == (0, 3)
+        eventually(lambda: tier_of(daemon)["damaged"] == 3)  # what a tier tells comes each second
+        judge.check(tokens, cold)
+        # What was computed instead is stored again, and found.
+        store(b, tokens)
+        flushed(daemon)
+        daemon.restart()
+        awake(a, daemon, prompt)
+        warm = a.one(tokens)
+        assert (warm.local, warm.external) == (0, 768)
+        assert tier_of(daemon)["loaded_rows"] == 3
+        judge.check(tokens, warm)
