@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import Loaded, TierLoad, TierProbe, TierStore
+from kvass.core.effects import Loaded, Stopping, TierLoad, TierProbe, TierStore
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, LEASE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig, names
@@ -490,6 +490,102 @@ def test_flushing_is_bounded_and_goes_on(rig: TierRig) -> None:
     assert len(rig.shelves[0]) == 8
     assert rig.count("flushes_lost") == 4
     assert not rig.machine.flushing
+
+
+def test_what_a_tier_that_is_down_could_not_take_waits_for_it(rig: TierRig) -> None:
+    """It is asked again after a second, then after two, four, ..., and gets what is still there."""
+    e = rig.ready()
+    rig.down = True
+    e.store("a", "b")
+    for seconds in (1, 2, 4):
+        rig.settle()
+        assert rig.machine.next_deadline() == rig.now + seconds
+        assert not rig.machine.flushing
+        rig.wait(seconds)
+        assert rig.open_ops(TierStore)
+    rig.down = False
+    rig.settle()
+    assert len(rig.shelves[0]) == 2
+    assert rig.machine.next_deadline() is None
+
+
+def test_a_tier_that_stays_down_is_asked_when_there_is_more(rig: TierRig) -> None:
+    e = rig.ready()
+    rig.down = True
+    e.store("a")
+    rig.settle()
+    while (due := rig.machine.next_deadline()) is not None:
+        rig.wait(due - rig.now)
+        rig.settle()
+    assert rig.now < 1000
+    rig.down = False
+    rig.wait(1000)
+    rig.settle()
+    e.store("b")
+    rig.settle()
+    assert len(rig.shelves[0]) == 2
+
+
+def test_a_row_that_a_tier_refuses_is_not_offered_again(rig: TierRig) -> None:
+    e = rig.ready()
+    e.store("a", "b")
+    (store,) = rig.open_ops(TierStore)
+    rig.answer(store, True, False)
+    assert not rig.asked
+    assert rig.machine.next_deadline() is None
+    assert rig.status["tiers"][0]["store_failures"] == 1
+
+
+def test_stopping_flushes_what_was_promised_and_nothing_new(rig: TierRig) -> None:
+    e = rig.ready()
+    e.store(*range(12))
+    rig.step(Stopping())
+    assert rig.machine.flushing
+    rig.settle()
+    assert len(rig.shelves[0]) == 12
+    assert not rig.machine.flushing
+    e.store("more")
+    assert not rig.machine.flushing
+
+
+def test_stopping_does_not_wait_for_a_tier_that_is_down(rig: TierRig) -> None:
+    e = rig.ready()
+    rig.down = True
+    e.store("a")
+    rig.step(Stopping())
+    rig.settle()
+    assert not rig.machine.flushing
+
+
+def test_on_evict_flushes_the_oldest_when_room_is_short() -> None:
+    rig = TierRig(pages=16, extent=1, core={"flush": "on_evict"})
+    e = rig.ready()
+    for start in range(0, 12, 4):
+        e.store(*range(start, start + 4))
+    assert not rig.asked
+    for start in range(12, 32, 4):
+        e.store(*range(start, start + 4))
+        rig.settle()
+    rig.forget_l1()
+    assert rig.look_up(e, *range(4))[0].chunks == 4
+
+
+def test_on_evict_flushes_what_is_left_at_the_end() -> None:
+    rig = TierRig(core={"flush": "on_evict"})
+    e = rig.ready()
+    e.store(*range(12))
+    rig.step(Stopping())
+    rig.settle()
+    assert len(rig.shelves[0]) == 12
+
+
+def test_none_flushes_nothing() -> None:
+    rig = TierRig(pages=16, extent=1, core={"flush": "none"})
+    e = rig.ready()
+    for start in range(0, 32, 4):
+        e.store(*range(start, start + 4))
+    rig.step(Stopping())
+    assert not rig.asked
 
 
 def test_every_tier_gets_every_row() -> None:

@@ -77,7 +77,7 @@ class TierRig(Rig):
         elif isinstance(op, TierStore):
             good = self._bools(which, names(op.records), lambda one: True)
             shelf |= {one for one, ok in zip(names(op.records), good, strict=True) if ok}
-            self.step(Stored(op.op, good))
+            self.step(Stored(op.op, good, down=self.down))
         elif isinstance(op, TierLoad):
             good = self._bools(which, names(op.records), shelf.__contains__)
             self.step(Loaded(op.op, good, 0.01))

@@ -87,10 +87,14 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """The end of a ``TierStore``: nobody reads its slots any more; ``which`` are held now."""
+    """The end of a ``TierStore``: nobody reads its slots any more; ``which`` are held now.
+
+    ``down``: the tier was not asked, or fell out, which says nothing of these records.
+    """
 
     op: int
     which: npt.NDArray[np.bool_]
+    down: bool = False
 
 
 class EpochIs(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ keeps the arena full. What left L1 before its turn came is not flushed, and coun
 
 ``write_through``: rows are queued when they become READY. ``on_evict``: when they are about to
 leave, because room is short and nobody has used them for longest. A tier that refuses a row is not
-asked again for it.
+asked again for it; one that is down is, after a while, for those that are still there.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def ahead(state: State) -> None:
 
 
 def all_left(state: State) -> None:
-    """The daemon stops, and flushes on evict: everything leaves now."""
+    """The daemon stops: with ``on_evict`` that is when the rest leaves."""
+    if state.config.flush != "on_evict":
+        return
     for one in state.l1.classes.values():
         rows = one.index.rows()
         rows = rows[(state.l1.table.state[rows] == READY) & ~state.l1.table.kept[rows]]
@@ -86,6 +88,8 @@ def _queue(state: State, part: Part, tiers: Iterable[int]) -> None:
 def pump(state: State, tier: int) -> None:
     """Give a tier the next rows of its queue, as many as may be on their way at a time."""
     flushes = state.flushes
+    if state.now < flushes.rests_until[tier]:
+        return
     most = min(FLUSH_BYTES, state.config.arena_bytes // 8)
     queue = flushes.queues[tier]
     waiting = 0
@@ -150,12 +154,28 @@ def _store(state: State, tier: int, ns: Namespace, one: RowClass, rows: I64Array
     state.out.append(TierStore(tier, op, records, state.l1.slots(rows), one.spec.shard_bytes))
 
 
+def wake(state: State) -> None:
+    """Ask tiers again that were down a while ago."""
+    for tier, until in enumerate(state.flushes.rests_until):
+        if until <= state.now and state.flushes.failures[tier]:
+            pump(state, tier)
+
+
 def stored(state: State, event: Stored) -> None:
     """A tier has read its rows."""
-    op = state.tiers.end(event.op, Flushing)
-    state.flushes.bytes_out[op.tier] -= op.size_bytes
+    op, flushes = state.tiers.end(event.op, Flushing), state.flushes
+    flushes.bytes_out[op.tier] -= op.size_bytes
+    keys = state.l1.table.keys_of(op.part.rows).copy()
     state.l1.unpin(op.part.rows)
     counters = state.tiers.counters[op.tier]
+    if event.down and not state.stopping:
+        counters["stores_put_off"] += len(keys)
+        flushes.queues[op.tier].appendleft(Queued(op.part.row_class, op.part.rows, keys))
+        flushes.rows[op.tier] += len(keys)
+        flushes.failed(op.tier, state.now)
+        return
+    if not event.down:
+        flushes.failures[op.tier] = 0
     counters["stored_rows"] += int(event.which.sum())
     counters["store_failures"] += int((~event.which).sum())
     pump(state, op.tier)

@@ -110,6 +110,8 @@ class CacheMachine:
         state.custody.lapse(now)
         if state.promotions.all:
             promote.lapse(state)
+        if any(state.flushes.failures):
+            flush.wake(state)
         if type(event) is Received:
             self._received(event)
         elif type(event) is Opened:
@@ -146,13 +148,16 @@ class CacheMachine:
 
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before."""
-        settle, answer = self.state.ledger.next_due, self.state.promotions.next_due
-        return answer if settle is None or (answer is not None and answer < settle) else settle
+        state = self.state
+        if not state.config.tiers:
+            return state.ledger.next_due
+        due = state.ledger.next_due, state.promotions.next_due, state.flushes.next_due
+        return min((when for when in due if when is not None), default=None)
 
     @property
     def flushing(self) -> bool:
-        """Whether tiers have not got yet what they were promised."""
-        return self.state.flushes.busy
+        """Whether tiers are taking what they were promised."""
+        return any(self.state.flushes.bytes_out)
 
     # ------------------------------------------------------------ sessions
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections import Counter, deque
 from typing import Any, Final, Literal, TypeVar
 
@@ -22,6 +23,8 @@ FlushMode = Literal["write_through", "on_evict", "none"]
 
 _SAMPLE_S: Final = 1.0
 """A tier that is never idle is measured as often as this."""
+REST_S: Final = 1.0
+_GIVE_UP: Final = 7
 _FRESH: Final = 0.5
 """The weight of a new measurement."""
 
@@ -161,7 +164,8 @@ class Promotion(msgspec.Struct):
     """A lookup (or, without readers, a prefetch) that waits for tiers.
 
     ``homes``: per class and chunk the tier that holds the row, or -1. ``parts``: what it has pinned
-    so far, READY or LOADING; ``awaits``: the loads that fill the latter.
+    so far, READY or LOADING, and ``proof``: the spare chunks after it; ``awaits``: the loads that
+    fill the latter.
     """
 
     id: int
@@ -182,7 +186,13 @@ class Promotion(msgspec.Struct):
     """The tier that was asked last."""
     chunks: int = 0
     parts: tuple[Part, ...] = ()
+    proof: tuple[Part, ...] = ()
     awaits: set[int] = set()
+
+    @property
+    def pinned(self) -> tuple[Part, ...]:
+        """All that it holds."""
+        return self.parts + self.proof
 
 
 class Promotions:
@@ -245,8 +255,25 @@ class Flushes:
         """How many rows each queue names."""
         self.bytes_out: list[int] = [0] * tiers
         """What each tier is storing now."""
+        self.failures: list[int] = [0] * tiers
+        """How often in a row each tier was down when it was asked to store."""
+        self.rests_until: list[float] = [-math.inf] * tiers
+
+    def failed(self, tier: int, now: float) -> None:
+        """A tier is down: it is left alone for a while, each time for longer."""
+        if now < self.rests_until[tier]:
+            return  # that of one operation that was on its way with others
+        self.failures[tier] = min(self.failures[tier] + 1, _GIVE_UP)
+        self.rests_until[tier] = now + REST_S * 2 ** (self.failures[tier] - 1)
 
     @property
-    def busy(self) -> bool:
-        """Whether anything is being stored, or waits for it."""
-        return any(self.bytes_out) or any(self.queues)
+    def next_due(self) -> float | None:
+        """When a tier that was down shall be asked again; in the end only when there is more."""
+        waiting = [
+            until
+            for until, queue, failures in zip(
+                self.rests_until, self.queues, self.failures, strict=True
+            )
+            if queue and 0 < failures < _GIVE_UP
+        ]
+        return min(waiting, default=None)

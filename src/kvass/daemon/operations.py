@@ -61,7 +61,7 @@ def fall_out(effect: ToTier) -> FromTier:
     if isinstance(effect, TierLoad):
         return Loaded(effect.op, _none(len(effect.records.keys)), 0.0)
     if isinstance(effect, TierStore):
-        return Stored(effect.op, _none(len(effect.records.keys)))
+        return Stored(effect.op, _none(len(effect.records.keys)), down=True)
     if isinstance(effect, TierEpoch):
         return EpochIs(effect.op, None)
     assert isinstance(effect, TierClear)
