@@ -25,11 +25,11 @@ from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.mooncake_server import MooncakeServer
 from kvass.testing.redis_server import RedisServer
 from kvass.testing.s3_server import S3Server, credentials
-from kvass.testing.vllm_engine import EngineProcess
+from kvass.testing.vllm_engine import EngineProcess, Settings
 from kvass.tiers.codec import decode_header
 from kvass.types import PAGE
 from tests.engine import hybrid
-from tests.engine.conftest import Judge, Starter, store
+from tests.engine.conftest import LIKE_COLD, Judge, Starter, store
 
 pytestmark = pytest.mark.engine
 
@@ -53,9 +53,10 @@ class Movable(NamedTuple):
 
 @pytest.fixture(scope="module")
 def movables(start: Starter, folder: Path) -> Iterator[list[Movable]]:
-    """Two, started side by side."""
+    """Two, started side by side. The second waits for nothing in a step: as long as a tier loads,
+    it is told to ask again, as in production."""
     links = [folder / f"tiers-{name}.sock" for name in "ab"]
-    made = [Movable(start(link.stem, socket=link), link) for link in links]
+    made = [Movable(start(x.stem, socket=x, patient=x is links[0]), x) for x in links]
     for one in made:
         one.engine.wait_ready()
     yield made
@@ -244,6 +245,30 @@ def test_a_model_with_windows_from_disk(disk: Path, tmp_path: Path) -> None:
             full = warm.external // pair.model.chunk
             assert tier_of(pair.daemon)["loaded_rows"] == before + full + 1
             pair.check(tokens, warm)
+
+
+def test_two_ranks_find_their_shards_again(
+    place: Place, disk: Path, start: Starter, prompt: Make
+) -> None:
+    tokens = prompt(1000)
+    with place.daemon(url(disk)) as daemon:
+        engine = start("tiers-tp", socket=Path(daemon.socket), args={"tensor_parallel_size": 2})
+        awake(engine, daemon, prompt)
+        engine.disturb(Settings(watch=True))
+        cold = engine.one(tokens)
+        assert cold.cached == 0
+        flushed(daemon)
+        stored = [rank.stored for rank in engine.pages()]
+        assert stored[0] != stored[1]
+        daemon.restart()
+        awake(engine, daemon, prompt)
+        warm = engine.one(tokens)
+        assert (warm.local, warm.external) == (0, 768)
+        assert tier_of(daemon)["loaded_rows"] == 3
+        assert [rank.loaded for rank in engine.pages()] == stored
+        assert warm.tokens == cold.tokens
+        assert warm.logprobs == pytest.approx(cold.logprobs, abs=LIKE_COLD)
+        engine.kill()
 
 
 # ---------------------------------------------------------------- controls
