@@ -192,6 +192,8 @@ class FakeEngine:
             return None
         grant = granted.grants[0]
         wanted = [keys[chunk] for chunk in grant.chunks]
+        places = {chunk: place for place, chunk in enumerate(grant.chunks)}
+        which = tuple(tuple(places[chunk] for chunk in rows) for rows in grant.rows())
         what = Transfer(
             "store",
             grant.reservation,
@@ -202,6 +204,7 @@ class FakeEngine:
             grant.slots,
             self._take_blocks(len(wanted)),
             self.world.writers,
+            which,
         )
         for rank in self.ranks:
             rank.memory.compute(wanted, what.tables)

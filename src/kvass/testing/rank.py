@@ -39,6 +39,8 @@ class Transfer:
     tables: tuple[I64Array, ...]
     ranks: tuple[int, ...]
     """Who owes a commit or a release."""
+    which: tuple[tuple[int, ...], ...] = ()
+    """By group: the places in ``keys`` that move; none given: all of every group."""
     outcomes: dict[int, str] = field(default_factory=dict)
     """By rank: how its copy ended; ``done``, or another word."""
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -48,6 +50,13 @@ class Transfer:
         with self.changed:
             self.outcomes.setdefault(rank, outcome)
             self.changed.notify_all()
+
+    @property
+    def moving(self) -> tuple[I64Array, ...]:
+        """The blocks of each group that move."""
+        if not self.which:
+            return self.tables
+        return tuple(t[list(w)] for t, w in zip(self.tables, self.which, strict=True))
 
     @property
     def whole(self) -> bool:
@@ -81,7 +90,7 @@ class Rank:
         plans = tuple(
             plan_copy(planes, table, slots.offsets(shard, planes.shard_bytes))
             for planes, table, slots in zip(
-                self.memory.planes, what.tables, what.slots, strict=True
+                self.memory.planes, what.moving, what.slots, strict=True
             )
         )
         ended = partial(self._ended, arena, what)
