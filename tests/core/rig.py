@@ -42,9 +42,8 @@ class Rig:
     ``core``: more fields of ``CoreConfig``.
     """
 
-    def __init__(
-        self, pages: int = 64, extent: int = 4, core: dict[str, Any] | None = None, **limits: Any
-    ) -> None:
+    def __init__(self, pages: int = 64, extent: int = 4, **limits: Any) -> None:
+        core = limits.pop("core", {})
         self.now = 100.0
         self.machine = CacheMachine(
             CoreConfig(
@@ -55,7 +54,7 @@ class Rig:
                     "timing": Timing(lease_s=LEASE_S, reserve_s=RESERVE_S, dma_grace_s=GRACE_S),
                     "limits": Limits(**limits),
                     "version": "test",
-                    **(core or {}),
+                    **core,
                 }
             )
         )

@@ -489,7 +489,7 @@ def test_flushing_is_bounded_and_goes_on(rig: TierRig) -> None:
     rig.settle()
     assert len(rig.shelves[0]) == 8
     assert rig.count("flushes_lost") == 4
-    assert not rig.machine.flushing
+    assert not rig.flushing()
 
 
 def test_what_a_tier_that_is_down_could_not_take_waits_for_it(rig: TierRig) -> None:
@@ -500,7 +500,7 @@ def test_what_a_tier_that_is_down_could_not_take_waits_for_it(rig: TierRig) -> N
     for seconds in (1, 2, 4):
         rig.settle()
         assert rig.machine.next_deadline() == rig.now + seconds
-        assert not rig.machine.flushing
+        assert not rig.flushing()
         rig.wait(seconds)
         assert rig.open_ops(TierStore)
     rig.down = False
@@ -540,12 +540,12 @@ def test_stopping_flushes_what_was_promised_and_nothing_new(rig: TierRig) -> Non
     e = rig.ready()
     e.store(*range(12))
     rig.step(Stopping())
-    assert rig.machine.flushing
+    assert rig.flushing()
     rig.settle()
     assert len(rig.shelves[0]) == 12
-    assert not rig.machine.flushing
+    assert not rig.flushing()
     e.store("more")
-    assert not rig.machine.flushing
+    assert not rig.flushing()
 
 
 def test_stopping_does_not_wait_for_a_tier_that_is_down(rig: TierRig) -> None:
@@ -554,7 +554,7 @@ def test_stopping_does_not_wait_for_a_tier_that_is_down(rig: TierRig) -> None:
     e.store("a")
     rig.step(Stopping())
     rig.settle()
-    assert not rig.machine.flushing
+    assert not rig.flushing()
 
 
 def test_on_evict_flushes_the_oldest_when_room_is_short() -> None:

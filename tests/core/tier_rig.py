@@ -35,7 +35,7 @@ class TierRig(Rig):
 
     def __init__(self, *args: Any, tiers: int = 1, **options: Any) -> None:
         core = {"tiers": tuple(f"tier{t}" for t in range(tiers)), **options.pop("core", {})}
-        super().__init__(*args, core=core, **options)
+        super().__init__(*args, **{**options, "core": core})
         self.shelves: list[set[Record]] = [set() for _ in range(tiers)]
         self.notes: list[dict[bytes, int]] = [{} for _ in range(tiers)]
         self.asked: list[ToTier] = []
@@ -52,6 +52,9 @@ class TierRig(Rig):
             elif isinstance(effect, Send):
                 self.said.append((effect.session, effect.message))
         return effects
+
+    def flushing(self) -> bool:
+        return self.machine.flushing
 
     def open_ops(self, kind: type[Asked]) -> list[Asked]:
         return [one for one in self.asked if isinstance(one, kind)]
