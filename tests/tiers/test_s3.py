@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -355,8 +357,9 @@ def test_memory_in_flight_is_bounded(server: S3Server) -> None:
     keys = keys_of(32)
     shard = np.arange(16 << 20, dtype=np.uint64).astype(np.uint8)
     into = room_for((len(shard),))
-    assert peak_growth(lambda: tier.store(keys, [[shard]] * 32)) < 160 << 20
-    assert peak_growth(lambda: tier.load(keys, [into] * 32)) < 160 << 20
+    for _ in range(2):  # what the first left lying about counts in the second
+        assert peak_growth(lambda: tier.store(keys, [[shard]] * 32)) < 128 << 20
+        assert peak_growth(lambda: tier.load(keys, [into] * 32)) < 128 << 20
     assert same(into, [shard])
     tier.clear()
     tier.close()
@@ -433,6 +436,22 @@ def test_the_urls_endpoint_goes_before_the_environments(
     tier = open_tier(server.url("mine"))
     assert all(fill(tier, KEYS[:1]))
     tier.close()
+
+
+def test_without_the_package_the_extra_is_named() -> None:
+    """Asked of a process whose packages are not those of this one."""
+    code = """
+import sys
+class Without:
+    def find_spec(self, name, *_):
+        if name == "obstore":
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Without())
+from kvass.tiers import open_tier
+open_tier("s3:bucket")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "install the extra: kvass[s3]" in done.stderr
 
 
 def test_the_usual_spelling_is_understood(server: S3Server) -> None:
