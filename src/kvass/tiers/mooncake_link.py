@@ -138,6 +138,37 @@ class Link:
         first, end = _range(buffer)
         return any(begin <= first and end <= stop for begin, stop in self._direct)
 
+    def sizes(self, names: list[str]) -> dict[str, int]:
+        """Of those objects that exist and lie in somebody's memory; one round trip."""
+        found: dict[str, Any] = self.client().batch_get_replica_desc(names) if names else {}
+        return {
+            name: copies[0].get_memory_descriptor().buffer_descriptor.size
+            for name, copies in found.items()
+            if copies and copies[0].is_memory_replica()
+        }
+
+    def read_beginnings(self, wanted: list[tuple[str, int, int]]) -> list[bool]:
+        """Of each object so many bytes to that address, in the bounce buffer; which were read.
+
+        Nobody else in this process may do so with the same names: the library keeps what it knows
+        of them by name meanwhile.
+        """
+        names = [name for name, _, _ in wanted]
+        if not names:
+            return []
+        client = self.client()
+        begun = [code == 0 for code in client.batch_get_session_start(names)]
+        known = [one for one, there in zip(wanted, begun, strict=True) if there]
+        codes = client.batch_get_into_multi_buffer_ranges(
+            [name for name, _, _ in known],
+            [[address] for _, address, _ in known],
+            [[size] for _, _, size in known],
+            [[0] for _ in known],
+        )
+        client.batch_get_session_end(names)
+        read = {name: code == size for (name, _, size), code in zip(known, codes, strict=True)}
+        return [read.get(name, False) for name in names]
+
     def close(self) -> None:
         """Nobody uses the client any more."""
         with self._lock:
