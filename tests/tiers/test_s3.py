@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 
@@ -265,6 +266,30 @@ def test_an_unknown_bucket_is_said_until_it_is_there(server: S3Server) -> None:
     assert all(fill(tier, KEYS))
     assert all(hits(tier, KEYS))
     tier.close()
+
+
+class NotFound(BaseHTTPRequestHandler):
+    """What any web server says of what it does not have."""
+
+    def do_any(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_error(404)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any  # noqa: N815
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gcs"])
+def test_a_server_of_another_kind(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "none")
+    with ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{other.server_port}"
+        tier = open_tier(f"{scheme}:bucket?endpoint={endpoint}&allow_http=yes")
+        assert [text for text in down(tier) if "404" not in text] == []
+        tier.close()
+        other.shutdown()
 
 
 def test_wrong_credentials_are_said_and_right_ones_work(own_server: S3Server) -> None:
