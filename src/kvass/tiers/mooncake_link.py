@@ -8,12 +8,12 @@ gets hold of a client that is not.
 The library takes its limits from the environment of the process. We set them, except those that
 were set before we were loaded; of several tiers in one process the one opened last decides. All
 that it does for us ends within a few times ``timeout_s``, whoever of its peers is dead or stands
-still; the GIL is free meanwhile.
+still; the GIL is free meanwhile. One thing cannot be helped: of a request that makes progress, but
+has not ended after a minute, it says that it failed, and may still write to the memory it was given.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import socket
@@ -183,7 +183,6 @@ class Link:
                 hostname = s.hostname or connection.getsockname()[0]
         except OSError as error:
             raise TierDown(f"{self._name}: the master: {error}") from error
-        _bind_to(hostname)
         client = MooncakeDistributedStore()
         code = client.setup(
             hostname, s.metadata, s.segment, 0, s.protocol, s.devices, f"{s.host}:{s.port}"
@@ -232,15 +231,6 @@ def _set_limits(timeout_s: int) -> None:
     }
     for variable, value in limits.items():
         _set(variable, str(value))
-
-
-def _bind_to(hostname: str) -> None:
-    """Listen for peers at that address only, if it is one; by itself it listens at all."""
-    try:
-        ipaddress.ip_address(hostname)
-    except ValueError:
-        return
-    _set("MC_TCP_BIND_ADDRESS", hostname)
 
 
 def _set(variable: str, value: str) -> None:
