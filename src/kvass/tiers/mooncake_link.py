@@ -8,8 +8,8 @@ gets hold of a client that is not.
 The library takes its limits from the environment of the process. We set them, except those that
 were set before we were loaded; of several tiers in one process the one opened last decides. All
 that it does for us ends within a few times ``timeout_s``, whoever of its peers is dead or stands
-still; the GIL is free meanwhile. One thing cannot be helped: of a request that makes progress, but
-has not ended after a minute, it says that it failed, and may still write to the memory it was given.
+still; the GIL is free meanwhile. One thing cannot be helped: a request that makes progress, but has
+not ended after a minute, is said to have failed, and may still write to the memory it was given.
 """
 
 from __future__ import annotations
