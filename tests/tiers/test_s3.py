@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 
@@ -265,6 +268,30 @@ def test_an_unknown_bucket_is_said_until_it_is_there(server: S3Server) -> None:
     tier.close()
 
 
+class NotFound(BaseHTTPRequestHandler):
+    """What any web server says of what it does not have."""
+
+    def do_any(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_error(404)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any  # noqa: N815
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gcs"])
+def test_a_server_of_another_kind(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "none")
+    with ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{other.server_port}"
+        tier = open_tier(f"{scheme}:bucket?endpoint={endpoint}&allow_http=yes")
+        assert [text for text in down(tier) if "404" not in text] == []
+        tier.close()
+        other.shutdown()
+
+
 def test_wrong_credentials_are_said_and_right_ones_work(own_server: S3Server) -> None:
     key, secret = own_server.guard()
     url = own_server.url("guarded", "&timeout_s=5")
@@ -355,8 +382,9 @@ def test_memory_in_flight_is_bounded(server: S3Server) -> None:
     keys = keys_of(32)
     shard = np.arange(16 << 20, dtype=np.uint64).astype(np.uint8)
     into = room_for((len(shard),))
-    assert peak_growth(lambda: tier.store(keys, [[shard]] * 32)) < 160 << 20
-    assert peak_growth(lambda: tier.load(keys, [into] * 32)) < 160 << 20
+    for _ in range(2):  # what the first left lying about counts in the second
+        assert peak_growth(lambda: tier.store(keys, [[shard]] * 32)) < 128 << 20
+        assert peak_growth(lambda: tier.load(keys, [into] * 32)) < 128 << 20
     assert same(into, [shard])
     tier.clear()
     tier.close()
@@ -433,6 +461,22 @@ def test_the_urls_endpoint_goes_before_the_environments(
     tier = open_tier(server.url("mine"))
     assert all(fill(tier, KEYS[:1]))
     tier.close()
+
+
+def test_without_the_package_the_extra_is_named() -> None:
+    """Asked of a process whose packages are not those of this one."""
+    code = """
+import sys
+class Without:
+    def find_spec(self, name, *_):
+        if name == "obstore":
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Without())
+from kvass.tiers import open_tier
+open_tier("s3:bucket")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "install the extra: kvass[s3]" in done.stderr
 
 
 def test_the_usual_spelling_is_understood(server: S3Server) -> None:

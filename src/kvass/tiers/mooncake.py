@@ -67,9 +67,9 @@ class MooncakeTier:
     """``Tier`` over a Mooncake Store.
 
     Beyond the protocol there is ``register_memory``, to be called once, with all of the memory that
-    most buffers will lie in: those go straight from and to it. Others, and all if it cannot be
-    registered, are copied once more, by way of ``bounce`` bytes that all calls share; a record that
-    needs more than that is refused. ``bounced_bytes`` counts what was copied so.
+    most buffers will lie in: those go straight from and to it. Others, small ones (``WORTH_IT``),
+    and all if it cannot be registered, are copied once more, by way of ``bounce`` bytes that all
+    calls share; a record that needs more is refused. ``bounced_bytes`` counts what was copied so.
     """
 
     def __init__(self, name: str, settings: Settings, *, prefix: str, bounce: int) -> None:
@@ -294,22 +294,13 @@ class MooncakeTier:
 
     def _unlike(self, parcels: list[Parcel]) -> dict[str, Answer]:
         """Of objects that exist: held, if of our size and header, else removed, or trouble."""
-        client = self._link.client()
-        alike = [p for p in parcels if client.get_size(p.name) == p.size]
-        room = self._bounce.memory
-        first: int = room.ctypes.data
-        found = client.get_into_ranges(
-            [first],
-            [[p.name for p in alike]],
-            [[[p.addresses[0] - first] for p in alike]],
-            [[[0] for _ in alike]],
-            [[[p.head] for p in alike]],
-        )
-        codes = [code for [code] in found[0]] if alike else []
+        sizes = self._link.sizes([p.name for p in parcels])
+        alike = [p for p in parcels if sizes.get(p.name) == p.size]
+        heads = [(p.name, p.addresses[0], p.head) for p in alike]
         answers: dict[str, Answer] = {
             p.name: p.header
-            for p, code in zip(alike, codes, strict=True)
-            if code == p.head and p.same_head()
+            for p, read in zip(alike, self._link.read_beginnings(heads), strict=True)
+            if read and p.same_head()
         }
         others = [p.name for p in parcels if p.name not in answers]
         removed = zip(others, self._remove(others), strict=True)

@@ -8,12 +8,12 @@ gets hold of a client that is not.
 The library takes its limits from the environment of the process. We set them, except those that
 were set before we were loaded; of several tiers in one process the one opened last decides. All
 that it does for us ends within a few times ``timeout_s``, whoever of its peers is dead or stands
-still; the GIL is free meanwhile.
+still; the GIL is free meanwhile. One thing cannot be helped: a request that makes progress, but has
+not ended after a minute, is said to have failed, and may still write to the memory it was given.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import socket
@@ -138,6 +138,37 @@ class Link:
         first, end = _range(buffer)
         return any(begin <= first and end <= stop for begin, stop in self._direct)
 
+    def sizes(self, names: list[str]) -> dict[str, int]:
+        """Of those objects that exist and lie in somebody's memory; one round trip."""
+        found: dict[str, Any] = self.client().batch_get_replica_desc(names) if names else {}
+        return {
+            name: copies[0].get_memory_descriptor().buffer_descriptor.size
+            for name, copies in found.items()
+            if copies and copies[0].is_memory_replica()
+        }
+
+    def read_beginnings(self, wanted: list[tuple[str, int, int]]) -> list[bool]:
+        """Of each object so many bytes to that address, in the bounce buffer; which were read.
+
+        Nobody else in this process may do so with the same names: the library keeps what it knows
+        of them by name meanwhile.
+        """
+        names = [name for name, _, _ in wanted]
+        if not names:
+            return []
+        client = self.client()
+        begun = [code == 0 for code in client.batch_get_session_start(names)]
+        known = [one for one, there in zip(wanted, begun, strict=True) if there]
+        codes = client.batch_get_into_multi_buffer_ranges(
+            [name for name, _, _ in known],
+            [[address] for _, address, _ in known],
+            [[size] for _, _, size in known],
+            [[0] for _ in known],
+        )
+        client.batch_get_session_end(names)
+        read = {name: code == size for (name, _, size), code in zip(known, codes, strict=True)}
+        return [read.get(name, False) for name in names]
+
     def close(self) -> None:
         """Nobody uses the client any more."""
         with self._lock:
@@ -152,7 +183,6 @@ class Link:
                 hostname = s.hostname or connection.getsockname()[0]
         except OSError as error:
             raise TierDown(f"{self._name}: the master: {error}") from error
-        _bind_to(hostname)
         client = MooncakeDistributedStore()
         code = client.setup(
             hostname, s.metadata, s.segment, 0, s.protocol, s.devices, f"{s.host}:{s.port}"
@@ -201,15 +231,6 @@ def _set_limits(timeout_s: int) -> None:
     }
     for variable, value in limits.items():
         _set(variable, str(value))
-
-
-def _bind_to(hostname: str) -> None:
-    """Listen for peers at that address only, if it is one; by itself it listens at all."""
-    try:
-        ipaddress.ip_address(hostname)
-    except ValueError:
-        return
-    _set("MC_TCP_BIND_ADDRESS", hostname)
 
 
 def _set(variable: str, value: str) -> None:

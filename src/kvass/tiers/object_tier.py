@@ -141,9 +141,10 @@ class ObjectTier:
     def _holds(self, key: bytes) -> bool:
         try:
             obstore.head(self._store, self._record(key))
+        except FileNotFoundError:
+            return False  # or no bucket, or no object store at all: see _need_bucket
         except TROUBLE as error:
-            self._need_absent(error)
-            return False
+            raise self._down(error) from None
         return True
 
     def _get(self, key: bytes, into: Shards) -> bool:
@@ -193,14 +194,15 @@ class ObjectTier:
         return done
 
     def _need_absent(self, error: Exception) -> None:
-        """Raise ``TierDown`` unless the error only says that there is no such object."""
-        absent = isinstance(error, FileNotFoundError)
+        """Raise ``TierDown`` unless an object store says that there is no such object, and no more
+        than that. Any other server at that address would say 404, too."""
+        absent = isinstance(error, FileNotFoundError) and "<Code>" in str(error)
         if not absent or any(code in str(error) for code in _NO_BUCKET):
             raise self._down(error) from None
 
     def _need_bucket(self, path: str) -> None:
         """Raise ``TierDown`` if there is no bucket: a HEAD cannot tell that from an absent object,
-        because its answer has no body. Asked until the bucket was seen once."""
+        because its answer has no body. Asked until it was told once that only the object is."""
         if not self._bucket_seen:
             try:
                 obstore.get(self._store, path)
@@ -217,6 +219,7 @@ def said(error: Exception) -> str:
     """What went wrong, in one line, and nothing of a request but its address: a query or a longer
     answer may repeat a signature."""
     text, _, debug = str(error).partition("\n\nDebug source")
+    text = text[max(text.rfind("Error performing"), 0) :]  # before it: what was asked for
     code, message = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
     if code:
         text = f"{code[1]}: {message[1]}" if message else code[1]
