@@ -362,6 +362,43 @@ def test_tiers_are_asked_in_order_for_what_those_before_have_not() -> None:
     assert len(rig.shelves[0]) == 3  # the first one has been given what it lacked
 
 
+def test_a_long_prompt_nobody_knows_costs_a_short_probe(rig: TierRig) -> None:
+    e = rig.ready()
+    rig.begin(e, *range(500))
+    (probe,) = rig.open_ops(TierProbe)
+    assert len(probe.batches[0].keys) == 16
+    rig.answer(probe)
+    assert not rig.asked
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
+
+
+def test_a_long_prompt_is_probed_in_few_steps() -> None:
+    rig = TierRig(pages=2048, tiers=2)
+    e = rig.ready()
+    stored(rig, e, *range(500))
+    rig.begin(e, *range(500))
+    sizes = []
+    while probes := rig.open_ops(TierProbe):
+        sizes.append((probes[0].tier, len(probes[0].batches[0].keys)))
+        rig.answer(probes[0])
+    assert sizes == [(0, 16), (0, 48), (0, 192), (0, 244)]
+    rig.settle()
+    assert rig.replies(e.scheduler)[0].chunks == 500
+
+
+def test_the_next_tier_goes_on_where_the_first_one_ends() -> None:
+    rig = TierRig(pages=2048, tiers=2)
+    e = rig.ready()
+    stored(rig, e, *range(100))
+    gone = {str(i).encode().ljust(32, b"\0") for i in range(20, 100)}
+    rig.shelves[0] = {one for one in rig.shelves[0] if one[3] not in gone}
+    rig.begin(e, *range(100))
+    rig.settle(TierProbe)
+    assert {load.tier for load in rig.open_ops(TierLoad)} == {0, 1}
+    rig.settle()
+    assert rig.replies(e.scheduler)[0].chunks == 100
+
+
 def test_a_dead_tier_does_not_hide_the_next() -> None:
     rig = TierRig(tiers=2)
     e = rig.ready()

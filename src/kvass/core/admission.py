@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvass.core import epochs
+from kvass.core import epochs, promote
 from kvass.core.l1 import Namespace
 from kvass.core.registry import (
     Instance,
@@ -112,6 +112,8 @@ def _drop_least_used(state: State) -> None:
 
 
 def _drop(state: State, ns: Namespace) -> None:
+    ns.epoch += 1
+    promote.void(state, ns)  # a tier may not have said yet what it holds
     for one in ns.classes:
         state.l1.remove_class(one)
     del state.namespaces[ns.id], state.by_digest[ns.digest]

@@ -56,30 +56,55 @@ def empty(state: State, clearing: Clearing) -> None:
 
 def _ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None) -> None:
     ns.asked_s[tier] = math.inf  # not again before the answer
-    renew = (ns.digest, tier) in state.tiers.owed
+    named = ns.digest, tier
+    if _open(state, named):
+        state.tiers.crossed.add(named)
+    renew = named in state.tiers.owed
     op = state.tiers.begin(Asking(tier, ns, renew, clearing))
     fresh = state.tiers.fresh_epoch(ns.digest)
     state.out.append(TierEpoch(tier, op, ns.digest, fresh, renew))
 
 
-def answered(state: State, event: EpochIs) -> int:
-    """A tier told what epoch it has noted, or could not; which tier that was."""
-    op = state.tiers.end(event.op, Asking)
-    ns, tier, owed = op.namespace, op.tier, (op.namespace.digest, op.tier)
-    last = not any(  # a clear asks even while another question is open
-        isinstance(other, Asking) and (other.namespace.digest, other.tier) == owed
-        for other in state.tiers.ops.values()
+def _open(state: State, named: tuple[bytes, int]) -> bool:
+    """Whether this tier is asked for this namespace's epoch: a clear asks in any case."""
+    return any(
+        isinstance(op, Asking) and (op.namespace.digest, op.tier) == named
+        for op in state.tiers.ops.values()
     )
+
+
+def answered(state: State, event: EpochIs) -> int:
+    """A tier told what epoch it has noted, or could not; which tier that was.
+
+    Of questions that crossed, which note has stayed is not known: then it is asked once more.
+    """
+    op = state.tiers.end(event.op, Asking)
+    tiers, tier, named = state.tiers, op.tier, (op.namespace.digest, op.tier)
     if event.epoch is None:
-        state.tiers.counters[tier]["epochs_unknown"] += 1
-    if last:
-        ns.asked_s[tier] = state.now
-        if event.epoch is not None and (op.renew or owed not in state.tiers.owed):
-            state.tiers.owed.discard(owed)
-            ns.tier_epochs[tier] = event.epoch
+        tiers.counters[tier]["epochs_unknown"] += 1
+    if not _open(state, named):
+        _last_answer(state, named, None if named in tiers.owed and not op.renew else event.epoch)
     if op.clearing is not None:
         _cleared(state, op.clearing, tier, event.epoch is not None)
     return tier
+
+
+def _last_answer(state: State, named: tuple[bytes, int], epoch: int | None) -> None:
+    """No other question about this namespace is open to this tier."""
+    digest, tier = named
+    crossed = named in state.tiers.crossed
+    state.tiers.crossed.discard(named)
+    if epoch is not None:
+        state.tiers.owed.discard(named)
+    number = state.by_digest.get(digest)
+    if number is None:
+        return  # nobody has it any more
+    ns = state.namespaces[number]
+    ns.asked_s[tier] = state.now
+    if epoch is not None and crossed:
+        _ask(state, ns, tier)
+    elif epoch is not None:
+        ns.tier_epochs[tier] = epoch
 
 
 def emptied(state: State, event: Emptied) -> None:
@@ -92,7 +117,8 @@ def _cleared(state: State, one: Clearing, tier: int, done: bool) -> None:
     one.awaits -= 1
     if not done:
         one.failed = one.failed | {tier}
-    if one.awaits or one.session not in state.sessions:
+    session = state.sessions.get(one.session)
+    if one.awaits or session is None or session.ending:
         return
     if not one.failed:
         state.send(one.session, Cleared(seq=one.seq, rows=one.rows))

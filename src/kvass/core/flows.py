@@ -23,12 +23,12 @@ from kvass.core.checks import (
     split_keys,
 )
 from kvass.core.coverage import first_chunk, longest_hit
-from kvass.core.index import ABSENT
+from kvass.core.index import ABSENT, repeated
 from kvass.core.l1 import Namespace, RowClass
 from kvass.core.leases import Lease, Part
 from kvass.core.registry import Instance, Session
 from kvass.core.state import State
-from kvass.core.tiers import Clearing, Promotion
+from kvass.core.tiers import NOWHERE, Clearing, Promotion
 from kvass.errors import Refused
 from kvass.messages import (
     Abort,
@@ -77,11 +77,9 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
     if ns is None:
         return promote.miss(state, msg.first)
     chunks, parts = _match(state, ns, keys, msg.first, msg.spare)
-    if chunks < len(keys) - msg.spare and state.config.tiers:
-        budget_s = (msg.budget_ms or state.config.timing.lookup_budget_ms) / 1000
-        promote.begin(
-            state, _promotion(state, session, msg, ns, keys, msg.first, readers, budget_s)
-        )
+    due = _due(state, (msg.budget_ms or state.config.timing.lookup_budget_ms) / 1000)
+    if chunks < len(keys) - msg.spare and state.config.tiers and due > state.now:
+        promote.begin(state, _promotion(state, session, msg, ns, keys, msg.first, readers, due))
         return None
     if chunks == msg.first:
         return promote.miss(state, msg.first)
@@ -107,16 +105,21 @@ def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None
     if ns is None:
         return Prefetched()
     chunks, _ = _match(state, ns, keys, 0, 0)
-    if chunks == len(keys) or not state.config.tiers:
+    due = _due(state, msg.budget_ms / 1000 or PREFETCH_S)
+    if chunks == len(keys) or not state.config.tiers or not due > state.now:
         return Prefetched(chunks=chunks)
-    budget_s = msg.budget_ms / 1000 or PREFETCH_S
-    promote.begin(state, _promotion(state, session, msg, ns, keys, 0, set(), budget_s))
+    promote.begin(state, _promotion(state, session, msg, ns, keys, 0, set(), due))
     return None
 
 
 def _asker(session: Session) -> str:
     """Whose promotions a session's are: its instance's, or its own if it only looks."""
     return session.registered.instance if session.registered else f"session {session.id}"
+
+
+def _due(state: State, budget_s: float) -> float:
+    """When a budget that begins now is spent; what is no time at all, NaN too, is not later."""
+    return state.now + min(budget_s, LONGEST_S)
 
 
 def _check_leases(state: State, instance: str) -> None:
@@ -133,7 +136,7 @@ def _promotion(
     keys: U64Array,
     first: int,
     readers: set[int],
-    budget_s: float,
+    due: float,
 ) -> Promotion:
     return Promotion(
         id=state.promotions.new_id(),
@@ -146,10 +149,10 @@ def _promotion(
         epoch=ns.epoch,
         keys=keys,
         first=first,
-        deadline=state.now + min(max(budget_s, 0.0), LONGEST_S),
+        deadline=due,
         prefill_tokens_s=msg.prefill_tokens_s if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
-        homes=[np.full(len(keys), -1, np.int64) for _ in ns.classes],
+        homes=[np.full(len(keys), NOWHERE, np.int64) for _ in ns.classes],
     )
 
 
@@ -328,9 +331,7 @@ def _lacking(ns: Namespace, item: ReserveItem, keys: U64Array) -> npt.NDArray[np
     lacking[:, : item.first] = False
     columns = np.flatnonzero(lacking.any(axis=0))
     if len(columns) > 1:  # a key said twice is written once
-        raw = np.ascontiguousarray(keys[columns]).view(f"V{keys.itemsize * keys.shape[1]}")
-        once = np.unique(raw.ravel(), return_index=True)[1]
-        lacking[:, np.delete(columns, once)] = False
+        lacking[:, columns[repeated(keys[columns])]] = False
     full = np.array([one.spec.layout.kind == "full" for one in ns.classes])
     if not full.all():
         lacking[~full] &= (~absent | lacking)[full].all(axis=0)

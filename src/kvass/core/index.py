@@ -158,6 +158,14 @@ class KeyIndex:
             rows, bucket, mark = rows[~fits], (bucket[~fits] + 1) & self._mask, mark[~fits]
 
 
+def repeated(keys: U64Array) -> I64Array:
+    """The places of keys that were said before."""
+    raw = np.ascontiguousarray(keys).view(f"V{keys.itemsize * keys.shape[1]}")
+    once = np.unique(raw.ravel(), return_index=True)[1]
+    again: I64Array = np.delete(np.arange(len(keys)), once)
+    return again
+
+
 def key_array(digests: bytes, width: int) -> U64Array:
     """A blob of digests of ``width`` <= 32 bytes as keys, padded with zeros."""
     count = len(digests) // width

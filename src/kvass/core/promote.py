@@ -17,48 +17,77 @@ from typing import Final
 import numpy as np
 
 from kvass.core import epochs, flush
-from kvass.core.coverage import BoolArray, first_chunk, longest_hit
+from kvass.core.coverage import BoolArray, first_chunk, longest_hit, proving
 from kvass.core.effects import Loaded, Probed, Records, TierLoad, TierProbe
-from kvass.core.index import ABSENT
+from kvass.core.index import ABSENT, repeated
 from kvass.core.l1 import Namespace, RowClass
 from kvass.core.leases import Part
 from kvass.core.rows import LOADING, READY
 from kvass.core.state import State
-from kvass.core.tiers import Loading, Probing, Promotion
+from kvass.core.tiers import NOWHERE, Loading, Probing, Promotion
 from kvass.messages import Matched, Prefetched
 from kvass.types import I64Array, Slots, U64Array
 
 LOADING_SHARE: Final = 0.5
 """LOADING rows take no more of L1 than this (law 12)."""
+PROBE_CHUNKS: Final = 16
+PROBE_GROWTH: Final = 4
 LOAD_BYTES: Final = 16 << 20
 """What one operation loads: so little that a hit can be had in part, and no less."""
+
+_NOT_AGAIN: Final = NOWHERE - 1
+"""The home of a key that a prompt says twice: one row is enough."""
 
 
 def begin(state: State, one: Promotion) -> None:
     """Find out what the tiers hold of a prompt, and promote it; the answer comes by itself."""
     state.promotions.add(one)
+    for home in one.homes:
+        home[repeated(one.keys)] = _NOT_AGAIN
     _ask_next(state, one)
 
 
 def _ask_next(state: State, one: Promotion) -> None:
-    """Ask the next tier for what L1 and the tiers before it have not."""
-    ns = one.namespace
-    found = [c.index.find(one.keys) for c in ns.classes]
-    wanted = []
-    for rows, home in zip(found, one.homes, strict=True):
-        lacking = (rows == ABSENT) & (home < 0)
-        lacking[: one.first] = False
-        wanted.append(np.flatnonzero(lacking))
-    for tier in epochs.usable(state, ns):
-        if tier > one.probing and any(map(len, wanted)):
-            one.probing = tier
-            op = state.tiers.begin(Probing(tier, one.id, wanted))
-            batches = tuple(
-                _records(ns, tier, c, one.keys[w]) for c, w in zip(ns.classes, wanted, strict=True)
-            )
-            state.out.append(TierProbe(tier, op, batches))
-            return
+    """Ask a tier for more of what L1 and the tiers before it have not; if there is no more: plan.
+
+    A few chunks first, then ever more: no hit gets past a full row that nobody has, and most
+    prompts that L1 does not know the tiers do not know either.
+    """
+    found = [c.index.find(one.keys) for c in one.namespace.classes]
+    coming = _there(state, found, (READY, LOADING))
+    for tier in epochs.usable(state, one.namespace):
+        if tier > one.probing:
+            one.probing, one.reach = tier, one.first
+        while tier == one.probing and one.reach < len(one.keys) and not _gap(one, coming):
+            begin = one.reach
+            more = max(PROBE_CHUNKS, (begin - one.first) * PROBE_GROWTH)
+            one.reach = min(one.first + more, len(one.keys))
+            wanted = [
+                begin + np.flatnonzero(((rows == ABSENT) & (home < 0))[begin : one.reach])
+                for rows, home in zip(found, one.homes, strict=True)
+            ]
+            if any(map(len, wanted)):
+                _probe(state, one, tier, wanted)
+                return
     _plan(state, one)
+
+
+def _gap(one: Promotion, coming: list[BoolArray]) -> bool:
+    """Whether some full row has been asked for in vain, so that what follows it is of no use."""
+    return any(
+        not (there | (home >= 0))[one.first : one.reach].all()
+        for c, there, home in zip(one.namespace.classes, coming, one.homes, strict=True)
+        if c.spec.layout.kind == "full"
+    )
+
+
+def _probe(state: State, one: Promotion, tier: int, wanted: list[I64Array]) -> None:
+    ns = one.namespace
+    op = state.tiers.begin(Probing(tier, one.id, wanted))
+    batches = tuple(
+        _records(ns, tier, c, one.keys[w]) for c, w in zip(ns.classes, wanted, strict=True)
+    )
+    state.out.append(TierProbe(tier, op, batches))
 
 
 def probed(state: State, event: Probed) -> None:
@@ -120,10 +149,16 @@ def _begin(one: Promotion, c: RowClass, end: int) -> int:
 def _wanted(one: Promotion, lacking: list[BoolArray], end: int) -> list[I64Array]:
     """The chunks of each class that a hit of ``end`` chunks, and the proof of it, lack."""
     wanted = []
-    for c, lacks in zip(one.namespace.classes, lacking, strict=True):
+    for c, lacks, upto in zip(one.namespace.classes, lacking, _ends(one, end), strict=True):
         begin = _begin(one, c, end)
-        wanted.append(begin + np.flatnonzero(lacks[begin : end + one.spare]))
+        wanted.append(begin + np.flatnonzero(lacks[begin:upto]))
     return wanted
+
+
+def _ends(one: Promotion, end: int) -> list[int]:
+    """Where what a hit of ``end`` chunks uses of each class ends, proof included."""
+    groups = [c.spec.layout for c in one.namespace.classes]
+    return [end + one.spare * proves for proves in proving(groups)]
 
 
 def _touch(state: State, one: Promotion, found: list[I64Array], end: int) -> None:
@@ -214,15 +249,18 @@ def _aim(state: State, one: Promotion, states: tuple[int, ...]) -> None:
         return
     found = [c.index.find(one.keys) for c in ns.classes]
     one.chunks = _longest(one, _there(state, found, states))
-    parts = []
-    for c, f in zip(ns.classes, found, strict=True):
+    parts, proof = [], []
+    for c, f, upto in zip(ns.classes, found, _ends(one, one.chunks), strict=True):
         rows = f[_begin(one, c, one.chunks) : one.chunks]
+        after = f[one.chunks : upto] if one.chunks > one.first else f[:0]
         state.l1.touch(c, rows)
-        state.l1.pin(rows)
         parts.append(Part(c.id, rows))
-        for row in rows[state.l1.table.state[rows] == LOADING].tolist():
+        proof.append(Part(c.id, after))
+    one.parts, one.proof = tuple(parts), tuple(proof)
+    for part in one.pinned:
+        state.l1.pin(part.rows)
+        for row in part.rows[state.l1.table.state[part.rows] == LOADING].tolist():
             one.awaits.add(state.promotions.loading[row])
-    one.parts = tuple(parts)
     for op in one.awaits:
         loading = state.tiers.ops[op]
         assert isinstance(loading, Loading), "a LOADING row that nobody loads"
@@ -244,8 +282,9 @@ def _there(state: State, found: list[I64Array], states: tuple[int, ...]) -> list
 
 def _let_go(state: State, one: Promotion) -> None:
     """Unpin what it has pinned so far."""
-    parts, one.parts, one.chunks, one.awaits = one.parts, (), one.first, set()
-    for part in parts:
+    pinned = one.pinned
+    one.parts, one.proof, one.chunks, one.awaits = (), (), one.first, set()
+    for part in pinned:
         state.l1.unpin(part.rows)
 
 
@@ -270,7 +309,7 @@ def loaded(state: State, event: Loaded) -> None:
         if one is None or event.op not in one.awaits:
             continue
         one.awaits.discard(event.op)
-        if any(np.isin(part.rows, bad).any() for part in one.parts):
+        if any(np.isin(part.rows, bad).any() for part in one.pinned):
             _aim(state, one, (READY, LOADING))
         elif not one.awaits:
             _answer(state, one)
@@ -283,7 +322,7 @@ def _answer(state: State, one: Promotion) -> None:
     there = instance is not None and state.namespace_of(instance) is one.namespace
     if (one.readers and not there) or one.epoch != one.namespace.epoch:
         _let_go(state, one)
-    elif any(state.l1.table.doomed[part.rows].any() for part in one.parts):
+    elif any(state.l1.table.doomed[part.rows].any() for part in one.pinned):
         _aim(state, one, (READY, LOADING))  # a reader has found one of them to be wrong
         return
     state.promotions.drop(one)

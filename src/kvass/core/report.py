@@ -89,7 +89,7 @@ def _group(state: State, one: RowClass) -> dict[str, Any]:
 
 def validate(state: State) -> None:
     """Assert every law that shows in the state (DESIGN section 2: 2, 3, 4, 6, 12)."""
-    others = [part for one in state.promotions.all.values() for part in one.parts]
+    others = [part for one in state.promotions.all.values() for part in one.pinned]
     others += [op.part for op in state.tiers.ops.values() if isinstance(op, Flushing)]
     state.custody.validate(state.now, others)
     _validate_tiers(state)
@@ -119,7 +119,7 @@ def _validate_tiers(state: State) -> None:
     assert size <= state.config.arena_bytes * LOADING_SHARE, "more is LOADING than may be"
     for one in promotions.all.values():
         assert one.deadline > state.now, "a promotion outlived its deadline"
-        awaited = {rows[r] for p in one.parts for r in p.rows.tolist() if r in rows}
+        awaited = {rows[r] for p in one.pinned for r in p.rows.tolist() if r in rows}
         assert awaited == one.awaits, "a promotion waits for what it does not use"
         for n in awaited:
             assert one.id in loading[n].waiters, "nobody would wake a promotion"

@@ -132,6 +132,8 @@ class Tiers:
         self.counters = [Counter[str]() for _ in names]
         self.owed: set[tuple[bytes, int]] = set()
         """(namespace digest, tier) that were cleared, and whose tier does not know yet."""
+        self.crossed: set[tuple[bytes, int]] = set()
+        """Of which more than one question for the epoch was open at a time."""
         self._boot = boot
         self._next = 1
         self._epochs = 0
@@ -160,12 +162,15 @@ class Tiers:
         return sum(speed.loading_bytes for speed in self.speeds)
 
 
+NOWHERE: Final = -1
+
+
 class Promotion(msgspec.Struct):
     """A lookup (or, without readers, a prefetch) that waits for tiers.
 
-    ``homes``: per class and chunk the tier that holds the row, or -1. ``parts``: what it has pinned
-    so far, READY or LOADING, and ``proof``: the spare chunks after it; ``awaits``: the loads that
-    fill the latter.
+    ``homes``: per class and chunk the tier that holds the row, or ``NOWHERE``. ``parts``: what it
+    has pinned so far, READY or LOADING, and ``proof``: the spare chunks after it; ``awaits``: the
+    loads that fill the latter.
     """
 
     id: int
@@ -183,7 +188,9 @@ class Promotion(msgspec.Struct):
     spare: int
     homes: list[I64Array]
     probing: int = -1
-    """The tier that was asked last."""
+    """The tier that was asked last, """
+    reach: int = 0
+    """and for the chunks before this one."""
     chunks: int = 0
     parts: tuple[Part, ...] = ()
     proof: tuple[Part, ...] = ()
