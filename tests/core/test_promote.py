@@ -484,6 +484,23 @@ def test_a_prefetch_holds_nothing(rig: TierRig) -> None:
     assert rig.replies(e.scheduler)[0].chunks == 2
 
 
+def test_a_namespace_that_is_forgotten_meanwhile_is_a_miss(rig: TierRig) -> None:
+    """Its last engine left; another model comes, and the tier's answer after it."""
+    e = rig.ready()
+    stored(rig, e, "a")
+    looker = rig.open()
+    ask = m.Prefetch(seq=5, request="p", digests=digests("a"), width=WIDTH, namespace=e.namespace)
+    rig.say(looker, ask)
+    (probe,) = rig.open_ops(TierProbe)
+    e.quit()
+    rig.replies(looker)
+    rig.engine("other", identity={"model": "other"})
+    assert [r.chunks for r in rig.replies(looker)] == [0]
+    rig.answer(probe)
+    rig.settle()
+    assert quiet(rig)
+
+
 def test_prefetching_for_others_is_forbidden(rig: TierRig) -> None:
     e = rig.ready()
     wrong = m.Prefetch(seq=5, request="p", digests=digests("a"), width=WIDTH, namespace=e.namespace)

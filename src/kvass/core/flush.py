@@ -26,7 +26,7 @@ from kvass.core.tiers import Flushing, Queued
 from kvass.types import I64Array
 
 FLUSH_BYTES: Final = 64 << 20
-"""What a tier is storing at a time, at most; and an eighth of L1."""
+"""What a tier is storing at a time, at most; and all together no more than an eighth of L1."""
 STORE_BYTES: Final = 16 << 20
 """What one operation stores."""
 _ROOM_SHARE: Final = 8
@@ -90,7 +90,7 @@ def pump(state: State, tier: int) -> None:
     flushes = state.flushes
     if state.now < flushes.rests_until[tier]:
         return
-    most = min(FLUSH_BYTES, state.config.arena_bytes // 8)
+    most = min(FLUSH_BYTES, state.config.arena_bytes // 8 // len(flushes.queues))
     queue = flushes.queues[tier]
     waiting = 0
     while len(queue) > waiting and flushes.bytes_out[tier] < most:
