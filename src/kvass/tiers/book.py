@@ -100,17 +100,21 @@ class _SizeClass:
         """Line up the least recently used records; returns the oldest one's stamp."""
         ready = [(s, np.flatnonzero((s.state == READY) & (s.pins == 0))) for s in self.segments]
         count = sum(len(slots) for _, slots in ready)
-        count = min(max(count // 32, _FEWEST_VICTIMS), _MOST_VICTIMS)
-        oldest: list[tuple[int, int, int]] = []
+        count = min(count, max(count // 32, _FEWEST_VICTIMS), _MOST_VICTIMS)
+        if not count:
+            self.victims = iter(())
+            return _NEVER
+        parts = []
         for i, (segment, slots) in enumerate(ready):
             stamps = segment.stamp[slots]
             if len(slots) > count:
                 slots = slots[np.argpartition(stamps, count)[:count]]
                 stamps = segment.stamp[slots]
-            oldest += zip(stamps.tolist(), [i] * len(slots), slots.tolist(), strict=True)
-        oldest.sort()
-        self.victims = iter([(ready[i][0], slot, stamp) for stamp, i, slot in oldest[:count]])
-        return oldest[0][0] if oldest else _NEVER
+            parts.append(np.stack([stamps, np.full(len(slots), i), slots]))
+        oldest = np.concatenate(parts, axis=1)  # arrays, so that few objects are left behind
+        oldest = oldest[:, np.argsort(oldest[0], kind="stable")[:count]]
+        self.victims = iter([(ready[i][0], slot, stamp) for stamp, i, slot in oldest.T.tolist()])
+        return int(oldest[0, 0])
 
 
 class Book:
