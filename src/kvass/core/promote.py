@@ -63,7 +63,7 @@ def _ask_next(state: State, one: Promotion) -> None:
             more = max(PROBE_CHUNKS, (begin - one.first) * PROBE_GROWTH)
             one.reach = min(one.first + more, len(one.keys))
             wanted = [
-                begin + np.flatnonzero(((rows == ABSENT) & (home < 0))[begin : one.reach])
+                begin + np.flatnonzero(((rows == ABSENT) & (home == NOWHERE))[begin : one.reach])
                 for rows, home in zip(found, one.homes, strict=True)
             ]
             if any(map(len, wanted)):
