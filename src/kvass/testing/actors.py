@@ -17,12 +17,9 @@ from math import inf
 from typing import Protocol, TypeVar
 
 from kvass import messages as m
-from kvass.testing.books import BrokenLawError, Place, list_places
+from kvass.testing.books import BrokenLawError, Place, Tag, list_places
 from kvass.testing.layouts import WIDTH, Model
 from kvass.types import SCHEDULER, Slots, Timing
-
-Tag = tuple[int, int, int]
-"""What a writer leaves on each page of a shard: (reservation, row within it, shard)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +27,7 @@ class Memory:
     """One boot's arena: what was last written to each page."""
 
     boot: bytes
-    pages: dict[int, Tag] = field(default_factory=dict)
+    pages: dict[int, Tag | None] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -70,15 +67,15 @@ class World(Protocol):
 
     def connect(self) -> Peer: ...
 
-    def expected(self, lease: int) -> dict[int, Tag]:
+    def expected(self, lease: int) -> dict[int, Tag | None]:
         """What the pages of a lease must hold, by the witness."""
         ...
 
-    def land(self, memory: Memory, page: int, tag: Tag) -> None:
+    def land(self, memory: Memory, page: int, tag: Tag | None) -> None:
         """A worker's bytes arrive now."""
         ...
 
-    def straggle(self, memory: Memory, left: list[tuple[int, Tag]]) -> None:
+    def straggle(self, memory: Memory, left: list[tuple[int, Tag | None]]) -> None:
         """A dead worker's bytes arrive within ``dma_grace_s``."""
         ...
 
@@ -97,7 +94,7 @@ class Held:
     ranks: tuple[int, ...]
     rows: list[Place]
     memory: Memory
-    expect: dict[int, Tag] = field(default_factory=dict)
+    expect: dict[int, Tag | None] = field(default_factory=dict)
     chunks: int = 0
 
 
@@ -106,7 +103,7 @@ class Job:
     """What one worker has to do for it: ``left`` are the pages yet to be written or looked at."""
 
     held: Held
-    left: list[tuple[int, Tag]]
+    left: list[tuple[int, Tag | None]]
     looked: bool = False
 
 
@@ -243,8 +240,10 @@ class Engine:
         elif not self.complete and what < 0.9:
             if len(peer.asked) < 2:
                 peer.ask(self.model.register(self.name, SCHEDULER))
-        elif what < 0.75:
+        elif what < 0.73:
             self._lookup(peer)
+        elif what < 0.75:
+            self._prefetch(peer)
         elif what < 0.95:
             self._reserve(peer)
         elif what < 0.96:
@@ -258,6 +257,8 @@ class Engine:
     def _lookup(self, peer: Peer) -> None:
         rng = self.world.rng
         prompt = rng.choice(self.model.prompts)
+        if rng.random() < 0.03:
+            prompt = prompt + prompt  # which no real prompt's hashes are
         first = rng.choice([0, 0, 0, rng.randint(0, len(prompt))])
         readers: tuple[int, ...] | None = self.model.world.readers
         if rng.random() < 0.3:
@@ -271,8 +272,16 @@ class Engine:
                 first=first,
                 readers=readers,
                 spare=int(self.requests % 4 == 0),
+                budget_ms=rng.choice([0.0, 0.0, 0.1, 20.0, 2000.0, 20000.0]),
+                prefill_tokens_s=rng.choice([0.0, 0.0, 10.0, 1e6]),
             )
         )
+
+    def _prefetch(self, peer: Peer) -> None:
+        rng = self.world.rng
+        prompt = rng.choice(self.model.prompts)
+        budget_ms = rng.choice([0.0, 5.0, 1000.0])
+        peer.ask(m.Prefetch("p", b"".join(prompt), WIDTH, budget_ms=budget_ms))
 
     def _reserve(self, peer: Peer) -> None:
         rng, every = self.world.rng, (1 << self.model.groups) - 1
@@ -323,9 +332,10 @@ class Engine:
         """The step's metadata reaches every rank that owes something for it."""
         for rank in held.ranks:
             shard = self.model.shard_of(rank)
+            left: list[tuple[int, Tag | None]]
             if held.writes:
                 left = [
-                    (page, (held.id, i, shard))
+                    (page, (held.memory.boot, held.id, i, shard))
                     for i, place in enumerate(held.rows)
                     for page in place[shard]
                 ]
@@ -340,6 +350,8 @@ class Engine:
         """One thing a worker does."""
         if process.peer is None:
             self.connect(process)
+        elif self.world.rng.random() < 0.002:
+            process.peer.ask(m.Clear())
         elif process.jobs:
             job = self.world.rng.choice(process.jobs)
             held = job.held

@@ -5,6 +5,7 @@ Law of this file: records and arithmetic on them; who judges is ``witness``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -13,6 +14,9 @@ from kvass.types import PAGE, GroupLayout, Limits, Slots, Timing
 
 Place = tuple[tuple[int, ...], ...]
 """The pages of one row, per shard."""
+
+Tag = tuple[bytes, int, int, int]
+"""What a writer leaves on each page of a shard: (boot, reservation, row within it, shard)."""
 
 
 class BrokenLawError(AssertionError):
@@ -28,6 +32,8 @@ class Space:
     layouts: tuple[GroupLayout, ...]
     chunk_tokens: int
     epoch: int = 0
+    floor: int = 0
+    """What was written before so many clears, of all boots, must not match."""
 
     @property
     def groups(self) -> int:
@@ -101,21 +107,28 @@ RowKey = tuple[Space, int, bytes]
 class Writing:
     """One reservation: which ranks may still write which pages."""
 
+    boot: bytes
     id: int
     member: Member
     space: Space
     epoch: int
+    clears: int
     deadline: float
     owing: set[int]
     rows: list[tuple[RowKey, Place]]
     bytes: int
     handed: bool = False
     failed: bool = False
+    published: bool = False
     free_at: float = 0.0
     keys: dict[RowKey, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = {key: i for i, (key, _) in enumerate(self.rows)}
+
+    def tag(self, key: RowKey, shard: int) -> Tag | None:
+        """What it left on the pages of a row's shard."""
+        return self.boot, self.id, self.keys[key], shard
 
     def over(self, now: float) -> bool:
         """Nobody can write to its pages any more."""
@@ -133,6 +146,36 @@ class Writing:
 
 
 @dataclass(eq=False, slots=True)
+class Fill:
+    """One row that a tier was asked for; ``tags``: what it then brought, shard by shard, if the
+    books were told."""
+
+    key: RowKey
+    place: Place
+    tags: list[Tag | None] | None = None
+    passing: bool = False
+    """It may go as soon as nobody reads it."""
+
+    def tag(self, key: RowKey, shard: int) -> Tag | None:
+        """What the tier left on the pages of its shard."""
+        return None if self.tags is None else self.tags[shard]
+
+
+Source = Writing | Fill
+"""Where a READY row's bytes are from."""
+
+
+class Archive:
+    """What outlives boots: who wrote what, and how often each namespace was cleared."""
+
+    def __init__(self) -> None:
+        self.writings: dict[tuple[bytes, int], Writing] = {}
+        self.clears = Counter[object]()
+        self.floor: dict[object, int] = {}
+        """Clears that were confirmed: the floor of boots to come."""
+
+
+@dataclass(eq=False, slots=True)
 class Reading:
     """One lease: which ranks may still read which pages."""
 
@@ -140,7 +183,7 @@ class Reading:
     member: Member
     deadline: float
     owing: set[int]
-    rows: list[tuple[RowKey, Writing, Place]]
+    rows: list[tuple[RowKey, Source, Place]]
     keys: list[bytes]
     """Of its chunks, from the first one that was asked for."""
     handed: bool = False
@@ -153,9 +196,16 @@ class Books:
     """One boot's. In a ``roomy`` arena nothing is ever evicted: then misses are laws too."""
 
     def __init__(
-        self, boot: bytes, arena_bytes: int, timing: Timing, limits: Limits, roomy: bool = False
+        self,
+        boot: bytes,
+        arena_bytes: int,
+        timing: Timing,
+        limits: Limits,
+        roomy: bool = False,
+        archive: Archive | None = None,
     ) -> None:
         self.boot = boot
+        self.archive = archive or Archive()
         self.arena_pages = arena_bytes // PAGE
         self.quota = arena_bytes * limits.instance_write_share
         self.timing = timing
@@ -172,8 +222,8 @@ class Books:
         self.readings: dict[int, Reading] = {}
         self.written: dict[int, Writing] = {}
         self.pinned: dict[int, list[Reading]] = {}
-        self.ready: dict[RowKey, tuple[Writing, Place]] = {}
-        self.on_page: dict[int, tuple[RowKey, Writing]] = {}
+        self.ready: dict[RowKey, tuple[Source, Place]] = {}
+        self.on_page: dict[int, tuple[RowKey, Source]] = {}
 
     def live(self, member: Member) -> list[Reading]:
         mine = (r for r in self.readings.values() if r.member.name == member.name)
@@ -195,28 +245,32 @@ class Books:
         """Law 7, clients gone: what is left ends within the grace, then nothing is left."""
         if due is not None and due > self.now + self.timing.dma_grace_s:
             raise BrokenLawError(f"law 7: clients gone by {self.now}, yet {due} is waited for")
-        for name in ("leases", "reservations", "pins", "rows_loading", "quarantined_bytes"):
+        for name in (
+            "leases", "reservations", "pins", "rows_loading", "quarantined_bytes", "promotions",
+        ):  # fmt: skip
             if due is None and status[name]:
                 raise BrokenLawError(f"law 7: {name} is {status[name]} after quiescence")
 
-    def expected(self, lease: int) -> dict[int, tuple[int, int, int]]:
-        """What the pages of a lease must hold: (reservation, row within it, shard)."""
+    def expected(self, lease: int) -> dict[int, Tag | None]:
+        """What the pages of a lease must hold."""
         return {
-            page: (writing.id, writing.keys[key], shard)
-            for key, writing, place in self.readings[lease].rows
+            page: source.tag(key, shard)
+            for key, source, place in self.readings[lease].rows
             for shard, run in enumerate(place)
             for page in run
         }
 
     def landing(self, reservation: int, page: int, now: float) -> None:
         """A worker's bytes arrive on ``page`` at this instant: nobody else may have it (law 3)."""
-        writing = self.written.get(page)
+        writing, whose = self.written.get(page), f"bytes of reservation {reservation}"
         if writing is None or writing.id != reservation or writing.over(now):
-            raise BrokenLawError(f"law 3: late bytes of reservation {reservation} hit page {page}")
+            raise BrokenLawError(f"law 3: late {whose} hit page {page}")
+        self.unread(page, whose, now)
+
+    def unread(self, page: int, whose: str, now: float) -> None:
+        """Nobody may be reading what ``whose`` is to overwrite."""
         if any(r.live(now) for r in self.pinned.get(page, ())):
-            raise BrokenLawError(
-                f"law 6: bytes of reservation {reservation} hit pinned page {page}"
-            )
+            raise BrokenLawError(f"law 6: {whose} hit pinned page {page}")
 
     def busy(self, now: float) -> bool:
         """Whether anybody may still read or write any slot."""

@@ -5,14 +5,16 @@ Law of this file: nothing random is in the way, so whoever is refused was starve
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
-from kvass.core.effects import Received, Send
-from kvass.testing.actors import Engine, Peer
+from kvass.core.effects import Received
+from kvass.testing.actors import Engine
 from kvass.testing.books import BrokenLawError
 from kvass.testing.layouts import WIDTH, even_model
+from kvass.testing.warm import ask, register, store
 from kvass.types import PAGE
 
 if TYPE_CHECKING:
@@ -31,12 +33,10 @@ def prove_room(sim: Simulation) -> None:
         if not step:
             continue  # not even one row may be written at a time
         engine = Engine(f"room{i}", model, sim)
-        for process in engine.processes:
-            peer = engine.connect(process)
-            while peer.sent:
-                sim.deliver(peer)
+        register(sim, engine)
         for n in range(0, (1 - i) * sim.arena_bytes // model.row_bytes + 2 * step, step):
             sim.pass_time(0.01)
+            sim.catch_up(inf)  # what tiers are doing, too
             _store(sim, engine, [b"room%04d" % (n + i) for i in range(step)])
 
 
@@ -44,25 +44,10 @@ def _store(sim: Simulation, engine: Engine, keys: list[bytes]) -> None:
     """Store a prompt and find it again."""
     peer, boot = engine.scheduler.peer, sim.memory.boot
     assert peer is not None
-    digests, every = b"".join(keys), (1 << engine.model.groups) - 1
-    item = m.ReserveItem(request="r", digests=digests, groups=every)
-    granted = _ask(sim, peer, m.Reserve(seq=9, items=[item], width=WIDTH))
-    assert isinstance(granted, m.Granted), granted
-    if len(granted.grants[0].chunks) != len(keys):
+    granted = store(sim, engine, keys)
+    if granted is None or len(granted.chunks) != len(keys):
         raise BrokenLawError(f"law 6: {engine.name} was refused room in an idle arena")
-    number = granted.grants[0].reservation
-    sim.step(Received(peer.session, m.HandedOver(boot=boot, reservations=(number,))))
-    for rank in engine.model.world.writers:
-        worker = engine.workers[rank].peer
-        assert worker is not None
-        commit = m.Commit(boot=boot, reservation=number, rank=rank)
-        sim.step(Received(worker.session, commit))
-    found = _ask(sim, peer, m.Lookup(seq=10, request="r", digests=digests, width=WIDTH))
+    found = ask(sim, peer, m.Lookup(request="r", digests=b"".join(keys), width=WIDTH))
     if not isinstance(found, m.Matched) or found.chunks != len(keys):
         raise BrokenLawError(f"stored and not found: {found}")
     sim.step(Received(peer.session, m.Release(boot=boot, lease=found.lease)))
-
-
-def _ask(sim: Simulation, peer: Peer, message: m.Request) -> m.FromDaemon:
-    effects = sim.step(Received(peer.session, message))
-    return next(e.message for e in effects if isinstance(e, Send))

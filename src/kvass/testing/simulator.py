@@ -21,9 +21,12 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
@@ -37,16 +40,21 @@ from kvass.core.effects import (
     PopulatedTo,
     Received,
     Send,
+    Stopping,
     Tick,
+    ToSession,
 )
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.testing.actors import Engine, Memory, Peer, Process, Tag, some
-from kvass.testing.books import BrokenLawError, Reading, Writing
+from kvass.core.tiers import FlushMode
+from kvass.testing.actors import Engine, Memory, Peer, Process, some
+from kvass.testing.books import Archive, BrokenLawError, Reading, Tag, Writing
 from kvass.testing.layouts import WIDTH, random_model
 from kvass.testing.reference import run_reference
 from kvass.testing.room import prove_room
+from kvass.testing.sim_tiers import SimTiers
 from kvass.testing.strangers import any_message
 from kvass.testing.traces import Traced, dump_trace, replay
+from kvass.testing.warm import warm_tiers
 from kvass.testing.witness import Witness
 from kvass.types import Limits, Timing
 
@@ -73,7 +81,8 @@ class Simulation:
         ]
         self.roomy = rng.random() < 0.3
         rows = 5_000 if self.roomy else rng.choice([4, 5, 8, 12, 25])
-        self.arena_bytes = rows * max(model.row_bytes for model in self.models)
+        chunk_bytes = max(model.row_bytes for model in self.models)
+        self.arena_bytes = rows * chunk_bytes
         parts = rng.choice([64, 32, 20])
         self.extent_bytes = None if parts == 64 else self.arena_bytes // parts
         self.engines = [
@@ -89,7 +98,20 @@ class Simulation:
         )
         self.strangers: list[Peer] = []
         self.said: list[tuple[int, m.FromClient]] = []
+        modes: list[FlushMode] = ["write_through", "write_through", "on_evict", "none"]
+        self.tiers = SimTiers(self, rng.choice([0, 1, 1, 2]), rng.random() < 0.4)
+        self.flush: FlushMode = "write_through"
+        flush, warm = rng.choice(modes), rng.random() < 0.8
+        self.retain, self.weigh = rng.random() < 0.7, rng.random() < 0.5
+        self.reboots = rng.choice([0.0, 0.002, 0.01]) if self.tiers.names else 0.0
+        self.archive = Archive()
         self.boots = 0
+        if self.tiers.names and warm:
+            self.arena_bytes = 5_000 * chunk_bytes
+            self.boot()
+            warm_tiers(self)
+            self.arena_bytes = rows * chunk_bytes
+        self.flush = flush
         self.boot()
 
     # ------------------------------------------------------------ what actors see (World)
@@ -100,19 +122,22 @@ class Simulation:
         self.step(Opened(peer.session))
         return peer
 
-    def expected(self, lease: int) -> dict[int, Tag]:
+    def expected(self, lease: int) -> dict[int, Tag | None]:
         return self.witness.expected(lease)
 
-    def land(self, memory: Memory, page: int, tag: Tag) -> None:
-        if memory is self.memory:
-            self.witness.landing(tag[0], page, self.now)
+    def land(self, memory: Memory, page: int, tag: Tag | None) -> None:
+        if memory is self.memory and tag is not None:
+            self.witness.landing(tag[1], page, self.now)
         memory.pages[page] = tag
 
-    def straggle(self, memory: Memory, left: list[tuple[int, Tag]]) -> None:
+    def straggle(self, memory: Memory, left: list[tuple[int, Tag | None]]) -> None:
         for page, tag in left:
-            self.landings += 1
             when = self.now + self.rng.random() * self.timing.dma_grace_s
-            heapq.heappush(self.late, (when, self.landings, memory, page, tag))
+            self.later(when, partial(self.land, memory, page, tag))
+
+    def later(self, when: float, action: Callable[[], None]) -> None:
+        self.laters += 1
+        heapq.heappush(self.late, (when, self.laters, action))
 
     # ------------------------------------------------------------ the daemon
 
@@ -127,13 +152,23 @@ class Simulation:
                 extent_bytes=self.extent_bytes,
                 timing=self.timing,
                 limits=self.limits,
+                tiers=self.tiers.names,
+                flush=self.flush,
+                retain_promoted=self.retain,
+                weigh_loads=self.weigh,
             )
         )
-        self.witness = Witness(boot, self.arena_bytes, self.timing, self.limits, self.roomy)
+        self.witness = Witness(
+            boot, self.arena_bytes, self.timing, self.limits, self.roomy, self.archive
+        )
+        self.witness.watch(self.tiers.names, self.retain, self.weigh)
+        if self.tiers.healthy:
+            self.witness.holds = self.tiers.holds
+        self.tiers.boot()
         self.memory = Memory(boot)
         self.peers: dict[int, Peer] = {}
-        self.sessions = self.landings = 0
-        self.late: list[tuple[float, int, Memory, int, Tag]] = []
+        self.sessions = self.laters = 0
+        self.late: list[tuple[float, int, Callable[[], None]]] = []
         self.trace: Traced = []
         self.strangers.clear()
         self.said.clear()
@@ -150,6 +185,9 @@ class Simulation:
         if len(self.trace) % 8 == 0:
             self.witness.compare(self.machine.status())
         for effect in effects:
+            if not isinstance(effect, ToSession):
+                self.tiers.take(effect)
+                continue
             peer = self.peers.get(effect.session)
             if peer is None:
                 continue
@@ -165,14 +203,18 @@ class Simulation:
     def pass_time(self, seconds: float) -> None:
         """Let time pass; late bytes land on their way, and due ticks come, or come late."""
         until = self.now + seconds
-        while self.late and self.late[0][0] <= until:
-            when, _, memory, page, tag = heapq.heappop(self.late)
-            self.now = when
-            self.land(memory, page, tag)
+        self.catch_up(until)
         self.now = until
         due = self.machine.next_deadline()
         if due is not None and due <= until and self.rng.random() < 0.7:
             self.step(Tick())
+
+    def catch_up(self, until: float) -> None:
+        """What was to happen by then happens."""
+        while self.late and self.late[0][0] <= until:
+            when, _, action = heapq.heappop(self.late)
+            self.now = max(self.now, when)
+            action()
 
     def deliver(self, peer: Peer) -> None:
         """The daemon reads the next message of a socket, or its end."""
@@ -195,6 +237,8 @@ class Simulation:
         for _ in range(steps * (1 + max(model.ranks for model in self.models) // 8)):
             stall = self.rng.random() < self.stalls
             self.pass_time(self.rng.random() * 6 if stall else self.rng.expovariate(100.0))
+            if self.rng.random() < self.reboots:
+                self.boot()
             self._something()
         self._drain()
         if not self.roomy and self.rng.random() < 0.5:
@@ -316,12 +360,17 @@ class Simulation:
             peer.sent.append(None)
         elif what < 0.2 and self.said:
             _, replayed = rng.choice(self.said)
+            peer.seq += 1
+            replayed = msgspec.structs.replace(replayed, seq=peer.seq)
             if not isinstance(replayed, m.Register):
                 peer.sent.append(replayed)
         else:
             for _ in range(rng.choice([1, 3, 6])):
                 peer.seq += 1
                 message = any_message(rng, self.memory.boot, self.models, peer.seq)
+                if getattr(message, "namespace", b"") and self.witness.by_digest:
+                    digest = rng.choice(list(self.witness.by_digest))
+                    message = msgspec.structs.replace(message, namespace=digest)
                 peer.sent.append(message)
 
     # ------------------------------------------------------------ the end
@@ -335,12 +384,13 @@ class Simulation:
             peer.closing = True
         while self.peers:
             self.deliver(self.rng.choice(list(self.peers.values())))
-        while (due := self.machine.next_deadline()) is not None:
+        if self.rng.random() < 0.5:
+            self.step(Stopping())
+        while (due := self.machine.next_deadline()) is not None or self.late:
+            if due is None or (self.late and self.late[0][0] <= due):
+                self.catch_up(self.late[0][0])
+                continue
             self.witness.quiet(due, self.machine.status())
-            while self.late and self.late[0][0] <= max(due, self.now):
-                when, _, memory, page, tag = heapq.heappop(self.late)
-                self.now = max(self.now, when)
-                self.land(memory, page, tag)
             self.now = max(self.now, due)
             self.step(Tick())
             again = self.machine.next_deadline()
@@ -349,6 +399,8 @@ class Simulation:
         self.witness.quiet(None, self.machine.status())
         if self.witness.busy(self.now + self.timing.dma_grace_s):
             raise BrokenLawError("law 7: the core has forgotten what its clients may still touch")
+        if self.tiers.healthy and self.machine.flushing:
+            raise BrokenLawError("what healthy tiers were promised is not flushed")
         self.pass_time(self.timing.dma_grace_s)
 
 

@@ -20,6 +20,13 @@ Rng = random.Random
 _LAYOUT: Final = random_layout(random.Random(1), [("full", 8, 0)])
 
 
+_TIMES: Final = (0.0, 0.0, 10.0, -1.0, 1e300, float("inf"), float("nan"))
+
+
+def _namespace(rng: Rng) -> bytes:
+    return rng.choice([b"", b"x", bytes(32)])
+
+
 def _number(rng: Rng) -> int:
     small = rng.randint(-3, 60)
     return rng.choice([0, 1, -1, small, small, 128, 1 << 40, -(1 << 62)])
@@ -98,6 +105,29 @@ def _lookup(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClien
         first=rng.choice([0, 0, 0, _number(rng)]),
         readers=rng.choice([None, None, (), (0,), (0, 0, 1), (_rank(rng),)]),
         spare=(0, 0, 0, 1, -1, 1 << 40)[seq % 6],
+        budget_ms=rng.choice(_TIMES),
+        prefill_tokens_s=rng.choice(_TIMES),
+    )
+
+
+def _prefetch(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
+    return m.Prefetch(
+        seq=seq,
+        request=rng.choice(["r", "r", "r", ""]),
+        digests=_digests(rng, models),
+        width=_width(rng),
+        namespace=_namespace(rng),
+        budget_ms=rng.choice(_TIMES),
+    )
+
+
+def _clear(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
+    everything = rng.random() < 0.05
+    return m.Clear(
+        seq=seq,
+        namespace=_namespace(rng),
+        everything=everything,
+        tiers=everything and rng.random() < 0.5,
     )
 
 
@@ -122,7 +152,8 @@ _MAKERS: list[Callable[[Rng, bytes, list[Model], int], m.FromClient]] = [
     lambda r, b, _, seq: m.Renew(seq=seq, boot=_boot(r, b), lease=_number(r)),
     lambda r, b, _, seq: m.Ping(seq=seq),
     lambda r, b, _, seq: m.Status(seq=seq),
-    lambda r, b, _, seq: m.Clear(seq=seq, namespace=r.choice([b"", b"x", bytes(32)])),
+    _clear,
+    _prefetch,
     lambda r, b, _, seq: m.Commit(boot=_boot(r, b), reservation=_number(r), rank=_rank(r)),
     lambda r, b, _, seq: m.Abort(boot=_boot(r, b), reservation=_number(r), rank=_rank(r)),
     lambda r, b, _, seq: m.Release(

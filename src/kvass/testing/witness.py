@@ -18,19 +18,22 @@ from kvass.core.effects import (
     Effect,
     Event,
     Faulted,
+    FromTier,
     HalfClose,
     Lost,
     Opened,
     Received,
     Send,
+    ToSession,
 )
 from kvass.testing.books import (
-    Books,
     BrokenLawError,
+    Fill,
     Member,
     Place,
     Reading,
     RowKey,
+    Source,
     Space,
     Writing,
     check_named,
@@ -40,10 +43,11 @@ from kvass.testing.books import (
     rows_of,
     split,
 )
+from kvass.testing.tier_witness import Pending, TierWitness
 from kvass.types import SCHEDULER, RankLayout
 
 
-class Witness(Books):
+class Witness(TierWitness):
     """Reads what passes between clients and core, and judges it."""
 
     # ------------------------------------------------------------ the one door
@@ -51,10 +55,17 @@ class Witness(Books):
     def observe(self, event: Event, effects: list[Effect], now: float) -> None:
         """Check the answers to ``event`` and write down what follows from them."""
         self.now = now
+        late = self.late_answers(effects)
+        for i, one in late.items():
+            if one.due <= now:  # before anything else happened
+                self._answered(one, effects[i], now)
+        prompt = [effect for i, effect in enumerate(effects) if i not in late]
+        if isinstance(event, FromTier):
+            self.tier_ended(event)
         if isinstance(event, Opened):
             self.open.add(event.session)
         if isinstance(event, Received) and event.session in self.open - self.deaf:
-            self._received(event, effects, now)
+            self._received(event, prompt, now)
         elif (
             isinstance(event, Faulted)
             and event.session in self.open - self.deaf
@@ -65,10 +76,38 @@ class Witness(Books):
             raise BrokenLawError("law 11: a malformed frame did not end its session")
         if isinstance(event, Lost):
             self._lost(event.session, now)
-        for effect in effects:
-            self._effect(event, effect, now)
+        clear = self._clear_of(event)
+        for i, effect in enumerate(effects):
+            if not isinstance(effect, ToSession):
+                self.tier_asked(effect, clear, now)
+            elif i not in late:
+                self._effect(event, effect, now)
+            elif late[i].due > now:
+                self._answered(late[i], effect, now)
+        self.nobody_waits_too_long(now)
 
-    def _effect(self, event: Event, effect: Effect, now: float) -> None:
+    def _clear_of(self, event: Event) -> Pending | None:
+        """The clear that is ``event``, if it waits for tiers."""
+        if isinstance(event, Received) and isinstance(event.message, m.Clear):
+            return self.pending.get((event.session, event.message.seq))
+        return None
+
+    def _answered(self, one: Pending, effect: Effect, now: float) -> None:
+        """A request of an earlier step is answered."""
+        assert isinstance(effect, Send)
+        asked, reply = one.message, effect.message
+        if self.pending.pop((one.session, asked.seq), None) is not one:
+            raise BrokenLawError(f"law 11: {asked} was answered again, or nobody waits: {reply}")
+        if isinstance(asked, m.Clear):
+            self.clear_answered(one, reply)
+        elif isinstance(asked, m.Lookup) and isinstance(reply, m.Matched):
+            self._on_lookup(one.session, asked, reply, now, one)
+        elif isinstance(asked, m.Prefetch) and isinstance(reply, m.Prefetched):
+            self._on_prefetch(one.session, asked, reply, now, one)
+        else:
+            raise BrokenLawError(f"law 11: {asked} was answered by {reply}")
+
+    def _effect(self, event: Event, effect: ToSession, now: float) -> None:
         session = effect.session
         if session not in self.open:
             raise BrokenLawError(f"{effect} to a session that is gone")
@@ -90,6 +129,7 @@ class Witness(Books):
 
     def _told_to_go(self, session: int) -> None:
         """Words of it may be lost: a scheduler may have handed over anything it was given."""
+        self.forget(session)
         member, rank = self.roles.get(session, (None, 0))
         if member is not None and rank == SCHEDULER:
             for writing in self.writings.values():
@@ -116,6 +156,11 @@ class Witness(Books):
         if isinstance(message, m.OneWay):
             if len(replies) != len(errors) or len(errors) > 1:
                 raise BrokenLawError(f"law 11: one-way {message} was answered by {replies}")
+        elif not replies and isinstance(message, m.Lookup | m.Prefetch | m.Clear):
+            self.wait(event.session, message, now)
+            if isinstance(message, m.Clear):
+                self._cleared(event.session, message)
+            return
         elif len(replies) != 1 or (replies[0].seq != message.seq and not errors):
             raise BrokenLawError(f"law 11: {message} was answered by {replies}")
         boot = getattr(message, "boot", self.boot)
@@ -172,11 +217,13 @@ class Witness(Books):
             for g in range(len(shards[0].groups))
         )
         made = Space(key, weights, shards[0].groups, first.chunk_tokens)
+        made.floor = self.archive.floor.get(key, 0)
         return self.spaces.setdefault(key, made)
 
     def _lost(self, session: int, now: float) -> None:
         self.open.discard(session)
         self.deaf.discard(session)
+        self.forget(session)
         member, rank = self.roles.pop(session, (None, 0))
         if member is None:
             return
@@ -200,7 +247,14 @@ class Witness(Books):
 
     # ------------------------------------------------------------ reading
 
-    def _on_lookup(self, session: int, msg: m.Lookup, reply: m.Matched, now: float) -> None:
+    def _on_lookup(
+        self,
+        session: int,
+        msg: m.Lookup,
+        reply: m.Matched,
+        now: float,
+        late: Pending | None = None,
+    ) -> None:
         member, _ = self.roles[session]
         if msg.readers is not None:
             check_named(set(msg.readers), member)
@@ -215,27 +269,59 @@ class Witness(Books):
             keys[space.begin(g, reply.chunks, msg.first) : reply.chunks] if hit else []
             for g in range(space.groups)
         ]
-        rows: list[tuple[RowKey, Writing, Place]] = []
+        rows: list[tuple[RowKey, Source, Place]] = []
         for key, place in rows_of(space, range(space.groups), asked, reply.slots) if hit else ():
-            writing, at = self.ready.get(key, (None, None))
-            if writing is None or at != place:
+            source, at = self.ready.get(key, (None, None))
+            if source is None or at != place:
                 raise BrokenLawError(f"law 4: matched {key[1:]} at {place}, published was {at}")
-            rows.append((key, writing, place))
-        if self.roomy and len(self.live(member)) < self.limits.leases_per_instance:
-            longest = space.longest(
-                lambda g, k: (space, g, k) in self.ready, keys, msg.first, msg.spare
-            )
-            if longest != reply.chunks:
-                raise BrokenLawError(f"nothing was evicted, {longest} chunks match, yet: {reply}")
+            self.judge(key, source)
+            rows.append((key, source, place))
+        self._length(space, keys, msg.first, msg.spare, reply.chunks, now, late)
         if hit:
             self._lease(member, msg, reply, rows, keys[msg.first : reply.chunks], now)
+
+    def _length(
+        self,
+        space: Space,
+        keys: list[bytes],
+        first: int,
+        spare: int,
+        chunks: int,
+        now: float,
+        late: Pending | None,
+    ) -> None:
+        """No longer than what is READY; where nothing is evicted, no shorter than that, and than
+        what healthy tiers have."""
+        most = space.longest(lambda g, k: (space, g, k) in self.ready, keys, first, spare)
+        if chunks > most:
+            raise BrokenLawError(f"{chunks} chunks are told, but {most} are READY")
+        if self.roomy and (late is None or late.space is space):
+            sure = self.surely_ready(space) if late is None else self.sure(late, now)
+            least = space.longest(sure, keys, first, spare)
+            if chunks < least:
+                raise BrokenLawError(f"nothing was evicted, {least} chunks match, yet: {chunks}")
+
+    def _on_prefetch(
+        self,
+        session: int,
+        msg: m.Prefetch,
+        reply: m.Prefetched,
+        now: float,
+        late: Pending | None = None,
+    ) -> None:
+        space = self.space_of(session, msg) if late is None else late.space
+        if space is not None:
+            keys = split(msg.digests, msg.width)
+            self._length(space, keys, 0, 0, reply.chunks, now, late)
+        elif reply.chunks:
+            raise BrokenLawError(f"a rank is missing, yet: {reply}")
 
     def _lease(
         self,
         member: Member,
         msg: m.Lookup,
         reply: m.Matched,
-        rows: list[tuple[RowKey, Writing, Place]],
+        rows: list[tuple[RowKey, Source, Place]],
         keys: list[bytes],
         now: float,
     ) -> None:
@@ -272,9 +358,10 @@ class Witness(Books):
 
     def _drop(self, lease: Reading, bad: tuple[int, ...]) -> None:
         wrong = {lease.keys[i] for i in bad}
-        for key, writing, _ in lease.rows:
-            if key[2] in wrong and self.ready.get(key, (None,))[0] is writing:
+        for key, source, _ in lease.rows:
+            if key[2] in wrong and self.ready.get(key, (None,))[0] is source:
                 del self.ready[key]
+                self.spoil(key)
 
     def _on_renew(self, session: int, msg: m.Renew, reply: m.Renewed, now: float) -> None:
         lease = self.readings.get(msg.lease)
@@ -328,17 +415,18 @@ class Witness(Books):
         )
         check_writers(named, member)
         weight = sum(sum(space.shard_bytes[key[1]]) for key, _ in rows)
+        clears = self.archive.clears[space.key]
         writing = Writing(
-            grant.reservation, member, space, space.epoch, deadline,
+            self.boot, grant.reservation, member, space, space.epoch, clears, deadline,
             named & member.sessions.keys(), rows, weight,
         )  # fmt: skip
+        self.archive.writings[self.boot, writing.id] = writing
         writing.failed = named != writing.owing
         if len(writing.keys) != len(rows):
             raise BrokenLawError(f"one key twice in one grant: {grant}")
-        if self.roomy and any(key in self.ready for key, _ in rows):
-            raise BrokenLawError(f"a READY row was granted again: {grant}")
         for key, place in rows:
-            self.ready.pop(key, None)  # it was evicted before
+            self.replaced(key)
+            self.spoil(key)
             self._hand_out(writing, key, place, now)
         self.writings[writing.id] = writing
 
@@ -346,23 +434,14 @@ class Witness(Books):
         for other in self.writings.values():
             if other.epoch == key[0].epoch and key in other.keys and other.holds(now):
                 raise BrokenLawError(f"{key[1:]} is being written by {other.id} already")
+        for filling in self.fillings.values():
+            if filling.epoch == key[0].epoch and any(f.key == key for f in filling.fills):
+                raise BrokenLawError(f"{key[1:]} is being loaded from a tier")
         for page in pages(place):
-            if not 0 <= page < self.arena_pages:
-                raise BrokenLawError(f"page {page} lies outside the arena")
-            before = self.written.get(page)
-            if before is writing or (before is not None and not before.over(now)):
-                raise BrokenLawError(f"law 3: page {page} may still be written by {before.id}")
-            if any(r.live(now) for r in self.pinned.pop(page, ())):
-                raise BrokenLawError(f"law 6: page {page} is pinned, yet was handed out")
-            self._evict(self.on_page.pop(page, None))
+            if self.written.get(page) is writing:
+                raise BrokenLawError(f"law 3: page {page} was granted twice")
+            self.claim(page, now)
             self.written[page] = writing
-
-    def _evict(self, row: tuple[RowKey, Writing] | None) -> None:
-        """Its page changes hands; if nobody had cleared or dropped it before, it was evicted."""
-        if row is not None and self.ready.get(row[0], (None,))[0] is row[1]:
-            if self.roomy:
-                raise BrokenLawError(f"{row[0][1:]} was evicted from an arena with room")
-            del self.ready[row[0]]
 
     def _room(self, member: Member, space: Space, msg: m.Reserve, reply: m.Granted) -> None:
         """Law 6: with nothing in the way, only the quota may refuse a key that nobody has."""
@@ -373,6 +452,12 @@ class Witness(Books):
             for w in self.writings.values()
             if w.epoch == w.space.epoch and w.holds(now)
             for key in w.keys
+        }
+        taken |= {
+            fill.key
+            for one in self.fillings.values()
+            if one.epoch == one.space.epoch
+            for fill in one.fills
         }
         if len(mine) >= self.limits.reservations_per_instance:
             return
@@ -399,6 +484,7 @@ class Witness(Books):
         w.failed = w.failed or now >= w.deadline or w.epoch != w.space.epoch
         if w.owing or w.failed:
             return
+        w.published = True
         for key, place in w.rows:
             self.ready[key] = (w, place)
             for page in pages(place):
@@ -426,6 +512,13 @@ class Witness(Books):
                     held.handed = True
 
     def _on_clear(self, session: int, msg: m.Clear, reply: m.Cleared, now: float) -> None:
+        one = Pending(session, msg)
+        self._cleared(session, msg, one)
+        self.clear_answered(one, reply)
+
+    def _cleared(self, session: int, msg: m.Clear, one: Pending | None = None) -> None:
+        """From here on nothing of before matches; in later boots once it is confirmed."""
+        one = one or self.pending[session, msg.seq]
         if msg.everything:
             spaces = list(self.spaces.values())
         elif msg.namespace:
@@ -434,9 +527,20 @@ class Witness(Books):
             own = self.roles[session][0].space
             spaces = [] if own is None else [own]
         gone = [key for key in self.ready if key[0] in spaces]
-        if reply.rows > len(gone) or (self.roomy and reply.rows != len(gone)):
-            raise BrokenLawError(f"cleared {reply.rows} rows where {len(gone)} were READY")
+        one.rows = len(gone)
+        one.sure_rows = sum(
+            not (isinstance(source, Fill) and source.passing)
+            for source in (self.ready[key][0] for key in gone)
+        )
         for space in spaces:
             space.epoch += 1
+            self.archive.clears[space.key] += 1
+            # Of everything, a daemon knows what lives.
+            if not msg.everything or any(x.space is space for x in self.members.values()):
+                space.floor = self.archive.clears[space.key]
+                one.spaces.append((space, space.floor))
+        for digest, tier in list(self.told):
+            if self.by_digest[digest] in spaces:
+                del self.told[digest, tier]
         for key in gone:
             del self.ready[key]

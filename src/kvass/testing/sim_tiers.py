@@ -1,0 +1,292 @@
+"""Tiers of a simulated world: slow, ill, forgetful, lying; what they give is what they were given.
+
+Law of this file: what a real tier may do, at any moment between an effect and its end, these do. A
+record is what its slot's pages held when the tier read them; a load that fails may have scribbled.
+They outlive the daemon; what it had under way when it ended may still come to pass.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.core.effects import (
+    Effect,
+    Emptied,
+    EpochIs,
+    Event,
+    FromTier,
+    Loaded,
+    Probed,
+    Records,
+    Stored,
+    TierClear,
+    TierEpoch,
+    TierLoad,
+    TierProbe,
+    TierReport,
+    TierStore,
+    ToTier,
+)
+from kvass.testing.actors import Memory
+from kvass.testing.books import BrokenLawError, Place, Tag, list_places
+from kvass.testing.tier_witness import digests_of
+from kvass.testing.witness import Witness
+
+RecordKey = tuple[bytes, int, int, bytes]
+"""(namespace, epoch, group, chunk hash)."""
+
+Content = list[list[Tag | None]]
+"""What the pages of a row held, by shard."""
+
+
+class World(Protocol):
+    """What tiers need of the world around them."""
+
+    rng: random.Random
+    now: float
+    memory: Memory
+    witness: Witness
+
+    def later(self, when: float, action: Callable[[], None]) -> None:
+        """Have ``action`` happen then, unless the daemon ends before."""
+        ...
+
+    def step(self, event: Event) -> list[Effect]: ...
+
+
+@dataclass(eq=False, slots=True)
+class SimTier:
+    """One tier's own memory. ``ill``: how often something goes wrong with it."""
+
+    ill: float
+    mean_s: float
+    records: dict[RecordKey, Content] = field(default_factory=dict)
+    notes: dict[bytes, int] = field(default_factory=dict)
+    down_until: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Under:
+    """One operation under way."""
+
+    effect: ToTier
+    tier: SimTier
+    began: float
+    ends: float
+    keys: list[RecordKey] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    held: list[bool] = field(default_factory=list)
+    contents: dict[int, Content | None] = field(default_factory=dict)
+    told: int | None = None
+
+
+class SimTiers:
+    """All of a world's, and what they are doing."""
+
+    def __init__(self, world: World, count: int, healthy: bool) -> None:
+        rng = world.rng
+        self.world = world
+        self.healthy = healthy
+        self.tiers = [
+            SimTier(0.0 if healthy else rng.choice([0.02, 0.1, 0.3]), rng.choice([0.002, 0.02]))
+            for _ in range(count)
+        ]
+        self.open: dict[int, Under] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"tier{i}" for i in range(len(self.tiers)))
+
+    def holds(self, digest: bytes, epoch: int, group: int, key: bytes) -> bool:
+        """Whether any tier has the record."""
+        return any((digest, epoch, group, key) in tier.records for tier in self.tiers)
+
+    # ------------------------------------------------------------ the daemon
+
+    def boot(self) -> None:
+        """The daemon is gone: of what was under way some comes to pass, and some does not."""
+        rng = self.world.rng
+        for under in self.open.values():
+            if rng.random() < 0.5:
+                self._outlives(under)
+        self.open.clear()
+
+    def _outlives(self, under: Under) -> None:
+        effect, tier = under.effect, under.tier
+        if isinstance(effect, TierStore):
+            for i, key in enumerate(under.keys):
+                content = under.contents[i]
+                if content is not None and all(
+                    len(seen) == len(run)
+                    for seen, run in zip(content, under.places[i], strict=True)
+                ):
+                    tier.records[key] = content
+        elif isinstance(effect, TierEpoch):
+            self._note(under)
+        elif isinstance(effect, TierClear):
+            tier.records.clear()
+
+    def take(self, effect: ToTier) -> None:
+        """Begin what the core asks for."""
+        world, rng = self.world, self.world.rng
+        tier = self.tiers[effect.tier]
+        if rng.random() < tier.ill / 4:
+            self._decay(tier)
+        if rng.random() < tier.ill / 4:
+            tier.down_until = world.now + rng.random() * 4
+        lasts = rng.expovariate(1 / tier.mean_s)
+        if rng.random() < tier.ill:
+            lasts = rng.random() * 9
+        under = Under(effect, tier, world.now, world.now + lasts)
+        self.open[effect.op] = under
+        if isinstance(effect, TierProbe):
+            under.keys = [key for batch in effect.batches for key in _keys(batch)]
+            self._at(under, self._look)
+        elif isinstance(effect, TierLoad | TierStore):
+            under.keys = _keys(effect.records)
+            under.places = list_places(effect.slots, effect.shard_bytes)
+            self._move(under, isinstance(effect, TierStore))
+        elif isinstance(effect, TierEpoch):
+            if not self._fails(tier):
+                self._at(under, self._note)
+        else:
+            self._at(under, self._empty)
+        world.later(under.ends, partial(self._finish, under))
+        if rng.random() < 0.02:
+            report = TierReport(effect.tier, {"mood": "so so"})
+            world.later(under.ends, partial(self._tell, report))
+
+    def _at(self, under: Under, what: Callable[[Under], None]) -> None:
+        """At some moment before it ends."""
+        when = under.began + self.world.rng.random() * (under.ends - under.began)
+        self.world.later(when, partial(what, under))
+
+    def _fails(self, tier: SimTier) -> bool:
+        return self.world.now < tier.down_until or self.world.rng.random() < tier.ill
+
+    def _decay(self, tier: SimTier) -> None:
+        """Records are evicted, or lost; notes are lost."""
+        rng = self.world.rng
+        for key in [key for key in tier.records if rng.random() < 0.3]:
+            del tier.records[key]
+        if rng.random() < 0.3:
+            tier.notes.clear()
+
+    # ------------------------------------------------------------ operations
+
+    def _look(self, under: Under) -> None:
+        if self._fails(under.tier):
+            return
+        rng, ill = self.world.rng, under.tier.ill
+        under.held = [(key in under.tier.records) != (rng.random() < ill / 4) for key in under.keys]
+
+    def _note(self, under: Under) -> None:
+        effect, notes = under.effect, under.tier.notes
+        assert isinstance(effect, TierEpoch)
+        if effect.renew:
+            notes[effect.namespace] = effect.fresh
+        under.told = notes.setdefault(effect.namespace, effect.fresh)
+
+    def _empty(self, under: Under) -> None:
+        records = under.tier.records
+        under.told = 0 if self._fails(under.tier) else 1
+        for key in [key for key in records if under.told or self.world.rng.random() < 0.5]:
+            del records[key]
+
+    def _move(self, under: Under, store: bool) -> None:
+        """Every shard of every row at a moment of its own."""
+        for i, place in enumerate(under.places):
+            if store:
+                under.contents[i] = [[] for _ in place]
+            for shard in range(len(place)):
+                move = self._read if store else self._write
+                self._at(under, partial(move, number=i, shard=shard))
+
+    def _read(self, under: Under, number: int, shard: int) -> None:
+        content = under.contents[number]
+        assert content is not None
+        due = self.world.witness.tier_reads(under.effect.op, number, shard)
+        for page in under.places[number][shard]:
+            seen = self.world.memory.pages.get(page)
+            if seen != due:
+                raise BrokenLawError(f"law 6: a tier read {seen} on page {page}, not {due}")
+            content[shard].append(seen)
+
+    def _write(self, under: Under, number: int, shard: int) -> None:
+        rng, op = self.world.rng, under.effect.op
+        content = self._found(under, number)
+        run = under.places[number][shard]
+        if content is None and rng.random() < 0.5:
+            return
+        for i, page in enumerate(run):
+            if content is not None and len(content[shard]) != len(run):
+                raise BrokenLawError(f"law 10: a record of another shape: {under.keys[number]}")
+            self.world.witness.tier_writes(op, page, self.world.now)
+            garbage = b"garbage", op, number, shard
+            self.world.memory.pages[page] = garbage if content is None else content[shard][i]
+
+    def _found(self, under: Under, number: int) -> Content | None:
+        """The record; None: it is not there, or its checksum will say that it is not whole."""
+        if number not in under.contents:
+            found = under.tier.records.get(under.keys[number])
+            under.contents[number] = None if self._fails(under.tier) else found
+        return under.contents[number]
+
+    # ------------------------------------------------------------ ends
+
+    def _finish(self, under: Under) -> None:
+        del self.open[under.effect.op]
+        self.world.step(self._end(under))
+
+    def _tell(self, report: TierReport) -> None:
+        self.world.step(report)
+
+    def _end(self, under: Under) -> FromTier:
+        effect, rng = under.effect, self.world.rng
+        if isinstance(effect, TierProbe):
+            held = under.held or [False] * len(under.keys)
+            return Probed(effect.op, np.array(held, np.bool_))
+        if isinstance(effect, TierLoad):
+            found = [self._found(under, i) for i in range(len(under.keys))]
+            for i, content in enumerate(found):
+                if content is not None:
+                    tags = [_one(shard) for shard in content]
+                    self.world.witness.brought(effect.op, i, tags)
+            which = np.array([content is not None for content in found], np.bool_)
+            return Loaded(effect.op, which, under.ends - under.began)
+        if isinstance(effect, TierStore):
+            return Stored(effect.op, self._keep(under))
+        if isinstance(effect, TierEpoch):
+            late = under.told is None or self._fails(under.tier)
+            if late and rng.random() < 0.5:  # it comes to pass when nobody expects it any more
+                self.world.later(self.world.now + rng.random() * 5, partial(self._note, under))
+            return EpochIs(effect.op, None if late else under.told)
+        return Emptied(effect.op, bool(under.told))
+
+    def _keep(self, under: Under) -> npt.NDArray[np.bool_]:
+        which = np.ones(len(under.keys), np.bool_)
+        for i, key in enumerate(under.keys):
+            which[i] = not self._fails(under.tier)
+            content = under.contents[i]
+            if content is not None and (which[i] or self.world.rng.random() < 0.3):
+                under.tier.records[key] = content
+        return which
+
+
+def _keys(records: Records) -> list[RecordKey]:
+    named = records.namespace, records.epoch, records.group
+    return [(*named, key) for key in digests_of(records.keys)]
+
+
+def _one(seen: list[Tag | None]) -> Tag | None:
+    """What all pages of a shard hold."""
+    if any(tag != seen[0] for tag in seen):
+        raise BrokenLawError(f"a record of several writers' pages: {seen}")
+    return seen[0] if seen else None

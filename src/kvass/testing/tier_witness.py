@@ -1,0 +1,447 @@
+"""What passes between the core and its tiers, and the answers that wait for it, to a witness.
+
+Law of this file: as ``witness``: events and effects only, and what the tiers themselves say they
+did to the arena. What a tier may still read or write is nobody else's; what it brought is judged
+when it is matched: by whom each page was written, for which row, and before which clear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from kvass import messages as m
+from kvass.core.effects import (
+    Effect,
+    Emptied,
+    EpochIs,
+    FromTier,
+    Loaded,
+    Probed,
+    Records,
+    Send,
+    Stored,
+    TierClear,
+    TierEpoch,
+    TierLoad,
+    TierProbe,
+    TierStore,
+    ToTier,
+)
+from kvass.testing.books import (
+    Books,
+    BrokenLawError,
+    Fill,
+    Place,
+    RowKey,
+    Source,
+    Space,
+    Tag,
+    Writing,
+    list_places,
+    pages,
+    split,
+)
+from kvass.types import U64Array
+
+LOADING_SHARE = 0.5
+
+_ENDS: dict[type[ToTier], type[FromTier]] = {
+    TierProbe: Probed,
+    TierLoad: Loaded,
+    TierStore: Stored,
+    TierEpoch: EpochIs,
+    TierClear: Emptied,
+}
+
+
+def digests_of(keys: U64Array) -> list[bytes]:
+    """The chunk hashes of records, without what fills them up (no hash here ends in a zero)."""
+    return [row.tobytes().rstrip(b"\0") for row in np.ascontiguousarray(keys)]
+
+
+@dataclass(eq=False, slots=True)
+class Filling:
+    """A ``TierLoad`` under way."""
+
+    space: Space
+    epoch: int
+    bytes: int
+    fills: list[Fill]
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A request that is answered later, and what was so when it was asked.
+
+    ``before``: the READY rows among those it asks for; ``promised``: those that a tier is sure to
+    give; neither counts once its key is ``spoiled``. ``awaits``: of a clear, what the tiers are to
+    do for it; ``spaces`` with how often they were cleared then.
+    """
+
+    session: int
+    message: m.Request
+    due: float = inf
+    space: Space | None = None
+    epoch: int = 0
+    before: dict[RowKey, Source] = field(default_factory=dict)
+    promised: set[RowKey] = field(default_factory=set)
+    spoiled: set[RowKey] = field(default_factory=set)
+    awaits: set[int] = field(default_factory=set)
+    failed: bool = False
+    rows: int = 0
+    sure_rows: int = 0
+    spaces: list[tuple[Space, int]] = field(default_factory=list)
+
+
+class TierWitness(Books):
+    """The part of the witness that watches tiers."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.watch((), True, True)
+        self.holds: Callable[[bytes, int, int, bytes], bool] | None = None
+        """Where the tiers are well: whether one has (namespace, epoch, group, chunk hash)."""
+        self.ops: dict[int, ToTier] = {}
+        self.last_op = 0
+        self.fillings: dict[int, Filling] = {}
+        self.filled: dict[int, int] = {}
+        """Page -> the load that may write to it."""
+        self.stores: dict[int, list[tuple[RowKey, Source, Place]]] = {}
+        self.stored: dict[int, set[int]] = {}
+        """Page -> the stores that may read it."""
+        self.told: dict[tuple[bytes, int], list[int]] = {}
+        """The epochs that a tier has told since the namespace was cleared last."""
+        self.asked: dict[int, int] = {}
+        """How often its namespace had been cleared when an epoch was asked for."""
+        self.held: set[tuple[int, int, RowKey]] = set()
+        """(tier, epoch, row) that a tier said it holds."""
+        self.pending: dict[tuple[int, int], Pending] = {}
+
+    def watch(self, names: tuple[str, ...], retain: bool, weigh: bool) -> None:
+        """The core has these tiers, and is to treat what they bring like this."""
+        self.names, self.retain, self.weigh = names, retain, weigh
+
+    # ------------------------------------------------------------ requests that wait
+
+    def wait(self, session: int, message: m.Request, now: float) -> None:
+        """``message`` was not answered in its step."""
+        if not self.names or (session, message.seq) in self.pending:
+            raise BrokenLawError(f"law 11: {message} was not answered")
+        one = self.pending[session, message.seq] = Pending(session, message)
+        if isinstance(message, m.Lookup | m.Prefetch):
+            default = self.timing.lookup_budget_ms if isinstance(message, m.Lookup) else 60_000.0
+            one.due = now + min((message.budget_ms or default) / 1000, 300.0)
+            if not one.due > now:
+                raise BrokenLawError(f"law 5: {message} leaves no time, yet waits")
+            one.space = self.space_of(session, message)
+            if one.space is None:
+                raise BrokenLawError(f"{message} waits for tiers, but of what namespace?")
+            one.epoch = one.space.epoch
+            self._promise(one, one.space, split(message.digests, message.width), now)
+
+    def space_of(self, session: int, message: m.Lookup | m.Prefetch) -> Space | None:
+        """Of which namespace it asks."""
+        if session in self.roles:
+            return self.roles[session][0].space
+        return self.by_digest.get(getattr(message, "namespace", b""))
+
+    def _promise(self, one: Pending, space: Space, keys: list[bytes], now: float) -> None:
+        rows = [(space, g, key) for g in range(space.groups) for key in keys]
+        for row in rows:
+            if (source := self.ready.get(row, (None,))[0]) is not None:
+                one.before[row] = source
+        weighed = self.weigh and isinstance(one.message, m.Lookup) and one.message.prefill_tokens_s
+        if self.holds is None or weighed or len(set(keys)) < len(keys):
+            return
+        digest = next(d for d, s in self.by_digest.items() if s is space)
+        epochs = [self.told.get((digest, tier)) for tier in range(len(self.names))]
+        asking = [x for x in self.ops.values() if isinstance(x, TierEpoch)]
+        if not all(epochs) or any(x.namespace == digest for x in asking):
+            return
+        being_written = {
+            row
+            for w in self.writings.values()
+            if w.space is space and w.epoch == space.epoch and w.holds(now)
+            for row in w.keys
+        }
+        for row in rows:
+            held = any(told and self.holds(digest, told[-1], *row[1:]) for told in epochs)
+            if held and row not in being_written:
+                one.promised.add(row)
+
+    def spoil(self, row: RowKey) -> None:
+        """It is being written anew, or was found to be wrong."""
+        for one in self.pending.values():
+            one.spoiled.add(row)
+
+    def sure(self, one: Pending, now: float) -> Callable[[int, bytes], bool]:
+        """Which rows the answer to ``one`` must count, where nothing is evicted."""
+        space = one.space
+        assert space is not None
+
+        def there(group: int, key: bytes) -> bool:
+            row = space, group, key
+            source = self.ready.get(row, (None,))[0]
+            if row in one.spoiled or space.epoch != one.epoch:
+                return False
+            if row in one.promised and now < one.due:
+                return True
+            passing = isinstance(source, Fill) and source.passing
+            return source is not None and source is one.before.get(row) and not passing
+
+        return there
+
+    def surely_ready(self, space: Space) -> Callable[[int, bytes], bool]:
+        """Which rows an answer at once must count, where nothing is evicted."""
+
+        def there(group: int, key: bytes) -> bool:
+            source = self.ready.get((space, group, key), (None,))[0]
+            return source is not None and not (isinstance(source, Fill) and source.passing)
+
+        return there
+
+    def forget(self, session: int) -> None:
+        """Nobody waits there any more."""
+        for at in [at for at in self.pending if at[0] == session]:
+            del self.pending[at]
+
+    def late_answers(self, effects: list[Effect]) -> dict[int, Pending]:
+        """Which of ``effects``, by place, answer what was asked in an earlier step."""
+        late = {}
+        for i, effect in enumerate(effects):
+            if isinstance(effect, Send):
+                one = self.pending.get((effect.session, effect.message.seq))
+                if one is not None:
+                    late[i] = one
+        return late
+
+    def nobody_waits_too_long(self, now: float) -> None:
+        """Law 5 of answers: by the first step at their deadline, or when the tiers are done."""
+        for one in self.pending.values():
+            clears = isinstance(one.message, m.Clear)
+            if one.due <= now or (clears and not one.awaits):
+                raise BrokenLawError(f"law 5: {one.message} is not answered at {now}")
+            if not any(member.space is one.space for member in self.members.values()):
+                one.promised.clear()  # the core may forget a namespace that nobody has
+
+    def clear_answered(self, one: Pending, reply: m.FromDaemon) -> None:
+        """Every tier has taken note, or it says so."""
+        if one.awaits:
+            raise BrokenLawError(f"law 8: {reply}, but operations {one.awaits} are open")
+        if isinstance(reply, m.Error):
+            if not one.failed or reply.code != "tier_down":
+                raise BrokenLawError(f"every tier has taken note, yet: {reply}")
+            return
+        if one.failed or not isinstance(reply, m.Cleared):
+            raise BrokenLawError(f"law 8: some tier took no note, yet: {reply}")
+        if reply.rows > one.rows or (self.roomy and reply.rows < one.sure_rows):
+            raise BrokenLawError(f"cleared {reply.rows} rows where {one.rows} were READY")
+        self.confirm(one.spaces)
+
+    def confirm(self, spaces: list[tuple[Space, int]]) -> None:
+        """What was written before so many clears matches in no boot any more."""
+        floor = self.archive.floor
+        for space, clears in spaces:
+            floor[space.key] = max(floor.get(space.key, 0), clears)
+
+    # ------------------------------------------------------------ what tiers are asked
+
+    def tier_asked(self, effect: ToTier, one: Pending | None, now: float) -> None:
+        """An operation begins; ``one``: the clear of this step."""
+        if effect.op <= self.last_op or not 0 <= effect.tier < len(self.names):
+            raise BrokenLawError(f"an operation's number, or its tier: {effect}")
+        self.last_op = effect.op
+        self.ops[effect.op] = effect
+        if isinstance(effect, TierLoad):
+            self._load(effect, now)
+        elif isinstance(effect, TierStore):
+            self._store(effect, now)
+        elif isinstance(effect, TierProbe):
+            for batch in effect.batches:
+                self._rows(effect.tier, batch)
+        elif isinstance(effect, TierEpoch):
+            self.asked[effect.op] = self.archive.clears[self.by_digest[effect.namespace].key]
+        if isinstance(effect, TierEpoch | TierClear) and one is not None:
+            one.awaits.add(effect.op)
+
+    def _rows(self, tier: int, records: Records) -> list[RowKey]:
+        space = self.by_digest.get(records.namespace)
+        if space is None or not 0 <= records.group < space.groups:
+            raise BrokenLawError(f"law 10: a tier is asked for {records}")
+        if records.epoch not in self.told.get((records.namespace, tier), ()):
+            raise BrokenLawError(f"law 8: tier {tier} never told epoch {records.epoch}")
+        return [(space, records.group, key) for key in digests_of(records.keys)]
+
+    def _placed(self, effect: TierLoad | TierStore) -> list[tuple[RowKey, Place]]:
+        rows = self._rows(effect.tier, effect.records)
+        space, group = rows[0][:2]
+        if effect.shard_bytes != space.shard_bytes[group]:
+            raise BrokenLawError(f"law 10: shards of another size: {effect}")
+        return list(zip(rows, list_places(effect.slots, effect.shard_bytes), strict=True))
+
+    def _load(self, effect: TierLoad, now: float) -> None:
+        placed = self._placed(effect)
+        space = placed[0][0][0]
+        size = len(placed) * sum(effect.shard_bytes)
+        loading = {f.key for x in self.fillings.values() if self._current(x) for f in x.fills}
+        writing = {
+            row
+            for w in self.writings.values()
+            if w.epoch == w.space.epoch and w.holds(now)
+            for row in w.keys
+        }
+        for row, place in placed:
+            if row in loading or row in writing:
+                raise BrokenLawError(f"{row[1:]} is loaded, but somebody loads or writes it")
+            loading.add(row)
+            if (effect.tier, effect.records.epoch, row) not in self.held:
+                raise BrokenLawError(f"{row[1:]} is loaded from a tier that did not say it has it")
+            self.replaced(row)
+            for page in pages(place):
+                self.claim(page, now)
+                self.filled[page] = effect.op
+        fills = [Fill(row, place, passing=not self.retain) for row, place in placed]
+        self.fillings[effect.op] = Filling(space, space.epoch, size, fills)
+        share = sum(x.bytes for x in self.fillings.values())
+        if share > self.arena_pages * 4096 * LOADING_SHARE:
+            raise BrokenLawError(f"law 12: {share} bytes are LOADING")
+
+    @staticmethod
+    def _current(one: Filling) -> bool:
+        """It is not of before a clear."""
+        return one.epoch == one.space.epoch
+
+    def replaced(self, row: RowKey) -> None:
+        """Somebody may fill or write it anew, so it was evicted before."""
+        source = self.ready.pop(row, (None,))[0]
+        passing = isinstance(source, Fill) and source.passing
+        if self.roomy and source is not None and not passing:
+            raise BrokenLawError(f"a READY row was given away: {row[1:]}")
+
+    def claim(self, page: int, now: float) -> None:
+        """``page`` changes hands: nobody may be using it (laws 3 and 6)."""
+        if not 0 <= page < self.arena_pages:
+            raise BrokenLawError(f"page {page} lies outside the arena")
+        before = self.written.get(page)
+        if before is not None and not before.over(now):
+            raise BrokenLawError(f"law 3: page {page} may still be written by {before.id}")
+        if page in self.filled:
+            raise BrokenLawError(f"law 3: a tier may still write to page {page}")
+        if any(r.live(now) for r in self.pinned.pop(page, ())):
+            raise BrokenLawError(f"law 6: page {page} is pinned, yet was handed out")
+        if self.stored.get(page):
+            raise BrokenLawError(f"law 6: a tier may still read page {page}")
+        row = self.on_page.pop(page, None)
+        if row is not None and self.ready.get(row[0], (None,))[0] is row[1]:
+            self.replaced(row[0])
+
+    def _store(self, effect: TierStore, now: float) -> None:
+        rows = self.stores[effect.op] = []
+        for row, place in self._placed(effect):
+            source, at = self.ready.get(row, (None, None))
+            if source is None or at != place:
+                raise BrokenLawError(f"law 4: a tier is given {row[1:]} at {place}, but: {at}")
+            rows.append((row, source, place))
+            for page in pages(place):
+                self.stored.setdefault(page, set()).add(effect.op)
+
+    # ------------------------------------------------------------ what tiers do and answer
+
+    def unread(self, page: int, whose: str, now: float) -> None:
+        super().unread(page, whose, now)
+        if self.stored.get(page):
+            raise BrokenLawError(f"law 6: {whose} hit page {page}, which a tier reads")
+
+    def tier_writes(self, op: int, page: int, now: float) -> None:
+        """A tier's bytes arrive on ``page``."""
+        if self.filled.get(page) != op:
+            raise BrokenLawError(f"law 3: bytes of tier operation {op} hit page {page}")
+        self.unread(page, f"bytes of tier operation {op}", now)
+
+    def tier_reads(self, op: int, number: int, shard: int) -> Tag | None:
+        """What a tier must see on the pages of a row's shard that it stores."""
+        row, source, _ = self.stores[op][number]
+        return source.tag(row, shard)
+
+    def brought(self, op: int, number: int, tags: list[Tag | None]) -> None:
+        """What a tier says it put into a row, shard by shard."""
+        self.fillings[op].fills[number].tags = tags
+
+    def tier_ended(self, event: FromTier) -> None:
+        """An operation is over."""
+        effect = self.ops.pop(event.op)
+        if not isinstance(event, _ENDS[type(effect)]):
+            raise BrokenLawError(f"{effect} ended as {event}")
+        if isinstance(event, Loaded):
+            self._loaded(event)
+        elif isinstance(event, Stored):
+            for _, _, place in self.stores.pop(event.op):
+                for page in pages(place):
+                    self.stored[page].discard(event.op)
+        elif isinstance(event, Probed) and isinstance(effect, TierProbe):
+            rows = [
+                (effect.tier, batch.epoch, row)
+                for batch in effect.batches
+                for row in self._named(batch)
+            ]
+            self.held.update(row for row, yes in zip(rows, event.held, strict=True) if yes)
+        elif isinstance(event, EpochIs) and isinstance(effect, TierEpoch):
+            clears = self.archive.clears[self.by_digest[effect.namespace].key]
+            if event.epoch is not None and self.asked.pop(event.op) == clears:
+                told = self.told.setdefault((effect.namespace, effect.tier), [])
+                told.append(event.epoch)
+        failed = isinstance(event, EpochIs) and event.epoch is None
+        failed = failed or (isinstance(event, Emptied) and not event.done)
+        for one in self.pending.values():
+            if event.op in one.awaits:
+                one.awaits.discard(event.op)
+                one.failed = one.failed or failed
+
+    def _named(self, records: Records) -> list[RowKey]:
+        space = self.by_digest[records.namespace]
+        return [(space, records.group, key) for key in digests_of(records.keys)]
+
+    def _loaded(self, event: Loaded) -> None:
+        filling = self.fillings.pop(event.op)
+        for fill, good in zip(filling.fills, event.which, strict=True):
+            for page in pages(fill.place):
+                del self.filled[page]
+            if good and self._current(filling):
+                self.ready[fill.key] = fill, fill.place
+                for page in pages(fill.place):
+                    self.on_page[page] = fill.key, fill
+
+    def judge(self, row: RowKey, source: Source) -> None:
+        """What is matched was written for this very row, whole, and not before a clear."""
+        space, group, key = row
+        if isinstance(source, Writing) or source.tags is None:
+            return
+        for shard, tag in enumerate(source.tags):
+            if tag is None:
+                continue  # a shard without pages
+            writing = self.archive.writings.get(tag[:2])
+            if writing is None or not writing.published or tag[3] != shard:
+                raise BrokenLawError(f"law 4: matched {row[1:]}, but shard {shard} holds {tag}")
+            whose, of, what = writing.rows[tag[2]][0]
+            if (whose.key, of, what) != (space.key, group, key):
+                raise BrokenLawError(f"law 4: matched {row[1:]}, but it holds {(of, what)}")
+            if writing.clears < space.floor:
+                raise BrokenLawError(f"law 8: matched {row[1:]}, which was cleared: {tag}")
+
+    # ------------------------------------------------------------ the end
+
+    def busy(self, now: float) -> bool:
+        return bool(self.fillings or self.stores) or super().busy(now)
+
+    def compare(self, status: dict[str, object]) -> None:
+        super().compare(status)
+        waiting = sum(not isinstance(one.message, m.Clear) for one in self.pending.values())
+        loading = sum(len(x.fills) for x in self.fillings.values())
+        if (status["promotions"], status["rows_loading"]) != (waiting, loading):
+            told = f"{status['promotions']} promotions, {status['rows_loading']} rows LOADING"
+            raise BrokenLawError(f"law 2: {told}, but {waiting} and {loading} are open")
