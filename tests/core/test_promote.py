@@ -602,6 +602,19 @@ def test_stopping_flushes_what_was_promised_and_nothing_new(rig: TierRig) -> Non
     assert not rig.flushing()
 
 
+@pytest.mark.parametrize("down", [False, True])
+def test_stopping_waits_for_an_epoch_that_is_asked_for(rig: TierRig, down: bool) -> None:
+    e = rig.engine()
+    e.store(*range(12))
+    assert not rig.open_ops(TierStore)
+    rig.step(Stopping())
+    assert rig.flushing()
+    rig.down = down
+    rig.settle()
+    assert len(rig.shelves[0]) == (0 if down else 12)
+    assert not rig.flushing()
+
+
 def test_stopping_does_not_wait_for_a_tier_that_is_down(rig: TierRig) -> None:
     e = rig.ready()
     rig.down = True

@@ -34,6 +34,7 @@ from kvass.core.effects import (
 )
 from kvass.core.registry import Session
 from kvass.core.state import CoreConfig, State
+from kvass.core.tiers import Asking
 from kvass.errors import ErrorCode, Refused
 from kvass.messages import (
     FEATURES,
@@ -156,8 +157,11 @@ class CacheMachine:
 
     @property
     def flushing(self) -> bool:
-        """Whether tiers are taking what they were promised."""
-        return any(self.state.flushes.bytes_out)
+        """Whether tiers take what they were promised, or will once they have told an epoch."""
+        flushes, ops = self.state.flushes, self.state.tiers.ops.values()
+        return any(flushes.bytes_out) or any(
+            isinstance(op, Asking) and flushes.queues[op.tier] for op in ops
+        )
 
     # ------------------------------------------------------------ sessions
 
