@@ -33,7 +33,7 @@ def balance(of: Book) -> None:
         assert segment.free_slots < segment.file.slots, "an empty segment was kept"
         for slot in (segment.state == READY).nonzero()[0].tolist():
             key = int(segment.fingerprint[slot])
-            assert of._maps[key % 256].get(key) == number << 32 | slot
+            assert of._directory.get(key) == number << 32 | slot
             found += 1
         assert (segment in of._classes[segment.file.slot_bytes].spare) == bool(free)
     assert found == len(of), "the index has records that no slot holds"

@@ -1,7 +1,7 @@
 """What lies in which slot of the disk tier, and which record leaves when room is needed.
 
 Law of this file: pure bookkeeping. No I/O, no lock (its owner holds one around every call), no
-object per record: columns per segment, and one int per record in a dict.
+object per record: columns per segment, and a directory of where each record lies.
 
 A slot is FREE; BUSY, being written or erased by the one who took it; READY, readable while pinned;
 DOOMED, READY once and forgotten while somebody reads it; or UNKNOWN, of an earlier life and not
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvass.tiers.directory import Directory
 from kvass.tiers.folder import NOTES_BYTES
 from kvass.tiers.segment import UNKNOWN as UNKNOWN_ENTRY
 from kvass.tiers.segment import SegmentFile, disk_bytes, most_slots
@@ -34,15 +35,13 @@ UNKNOWN: Final = 4
 _FOLDER_BYTES: Final = (16 << 10) + 2 * NOTES_BYTES
 """What the folder, its lock, the notes and a newer copy of them take at most (each segment brings
 its own share)."""
-_MAPS: Final = 256
-"""The index is this many dicts, so that none takes long to grow."""
 _FEWEST_VICTIMS: Final = 64
 _MOST_VICTIMS: Final = 4096
 _NEVER: Final = 1 << 62
 
 
 def fingerprint(key: bytes) -> int:
-    """60 bits, because a Python int of more takes half as much memory again; never 0."""
+    """60 bits of a hash, so neither 0 nor ``UNKNOWN``: what index logs go by."""
     return xxhash.xxh3_64_intdigest(key) >> 4 or 1
 
 
@@ -129,12 +128,12 @@ class Book:
         """Gone and used by nobody: to be removed and closed, then ``buried``."""
         self._target = max(min(1 << 30, self.capacity // 16), self.capacity // 1024)
         self._classes: dict[int, _SizeClass] = {}
-        self._maps: list[dict[int, int]] = [{} for _ in range(_MAPS)]
+        self._directory = Directory()
         self._clock = clock
         self._early: set[int] | None = None
 
     def __len__(self) -> int:
-        return sum(map(len, self._maps))
+        return len(self._directory)
 
     def tick(self) -> int:
         """A stamp, and a sequence number, above all before."""
@@ -144,7 +143,7 @@ class Book:
     # ------------------------------------------------------------ records
 
     def holds(self, key: int) -> bool:
-        return key in self._maps[key % _MAPS]
+        return key in self._directory
 
     def pin(self, key: int) -> Place | None:
         """Where the record is; it stays there until ``unpin``."""
@@ -173,7 +172,7 @@ class Book:
             self._early.add(key)
         if place is None or at not in (None, place):
             return None
-        del self._maps[key % _MAPS][key]
+        del self._directory[key]
         return self._retire(place)
 
     def take(self, slot_bytes: int) -> Place | None:
@@ -196,7 +195,7 @@ class Book:
                 unused = segment.state[slot] == READY and not segment.pins[slot]
                 if unused and segment.stamp[slot] == stamp and not segment.gone:
                     key = int(segment.fingerprint[slot])
-                    del self._maps[key % _MAPS][key]
+                    del self._directory[key]
                     return self._busy(Place(segment, slot))
             if attempt == 1 and (other := self._older_segment(one, one.list_victims())):
                 one.victims = iter(())  # to be asked again, before one of its own leaves
@@ -213,7 +212,7 @@ class Book:
         if self._early is not None:
             self._early.add(key)
         old = self._find(key)
-        self._maps[key % _MAPS][key] = segment.file.number << 32 | slot
+        self._directory[key] = segment.file.number << 32 | slot
         segment.fingerprint[slot], segment.stamp[slot] = key, stamp
         segment.state[slot], segment.proven[slot] = READY, False
         segment.users -= 1
@@ -235,7 +234,7 @@ class Book:
         segment.push(slots)
 
     def _find(self, key: int) -> Place | None:
-        at = self._maps[key % _MAPS].get(key)
+        at = self._directory.get(key)
         return None if at is None else Place(self.segments[at >> 32], at & 0xFFFF_FFFF)
 
     def _busy(self, place: Place) -> Place:
@@ -292,7 +291,7 @@ class Book:
         assert not segment.gone, "a segment went twice"
         segment.gone = True
         for key in segment.fingerprint[segment.state == READY].tolist():
-            del self._maps[key % _MAPS][key]
+            del self._directory[key]
         del self.segments[segment.file.number]
         one = self._class_of(segment.file.slot_bytes)
         one.segments.remove(segment)
@@ -340,7 +339,7 @@ class Book:
         base = segment.file.number << 32
         slots = (np.flatnonzero(live) + first).tolist()
         for key, slot in zip(keys[live].tolist(), slots, strict=True):
-            at = self._maps[key % _MAPS].setdefault(key, base | slot)
+            at = self._directory.setdefault(key, base | slot)
             if at != base | slot or key in self._early:
                 losers.append(self._drop_older(key, Place(segment, slot)))
         return [place for place in losers if place is not None]
@@ -352,9 +351,9 @@ class Book:
         assert other is not None
         replaced = key in self._early
         if other == found:  # deleted in this life
-            del self._maps[key % _MAPS][key]
+            del self._directory[key]
         elif not replaced and found.segment.stamp[found.slot] > other.segment.stamp[other.slot]:
-            self._maps[key % _MAPS][key] = found.segment.file.number << 32 | found.slot
+            self._directory[key] = found.segment.file.number << 32 | found.slot
             found = other
         return self._retire(found)
 
