@@ -22,7 +22,7 @@ from kvass.core.l1 import Namespace, RowClass
 from kvass.core.leases import Part
 from kvass.core.rows import READY
 from kvass.core.state import State
-from kvass.core.tiers import Flushing, Queued
+from kvass.core.tiers import REST_S, Flushing, Queued
 from kvass.types import I64Array
 
 FLUSH_BYTES: Final = 64 << 20
@@ -159,6 +159,8 @@ def wake(state: State) -> None:
     for tier, until in enumerate(state.flushes.rests_until):
         if until <= state.now and state.flushes.failures[tier]:
             pump(state, tier)
+            if not state.flushes.bytes_out[tier]:  # it has not told its epochs either
+                state.flushes.rests_until[tier] = state.now + REST_S
 
 
 def stored(state: State, event: Stored) -> None:

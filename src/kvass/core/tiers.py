@@ -278,9 +278,9 @@ class Flushes:
         """When a tier that was down shall be asked again; in the end only when there is more."""
         waiting = [
             until
-            for until, queue, failures in zip(
-                self.rests_until, self.queues, self.failures, strict=True
+            for until, queue, failures, out in zip(
+                self.rests_until, self.queues, self.failures, self.bytes_out, strict=True
             )
-            if queue and 0 < failures < _GIVE_UP
+            if queue and 0 < failures < _GIVE_UP and not out
         ]
         return min(waiting, default=None)
