@@ -243,7 +243,8 @@ class Books:
 
     def quiet(self, due: float | None, status: dict[str, object]) -> None:
         """Law 7, clients gone: what is left ends within the grace, then nothing is left."""
-        if due is not None and due > self.now + self.timing.dma_grace_s:
+        held = status["leases"] or status["reservations"] or status["promotions"]
+        if due is not None and held and due > self.now + self.timing.dma_grace_s:
             raise BrokenLawError(f"law 7: clients gone by {self.now}, yet {due} is waited for")
         for name in (
             "leases", "reservations", "pins", "rows_loading", "quarantined_bytes", "promotions",

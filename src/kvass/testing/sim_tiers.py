@@ -104,9 +104,9 @@ class SimTiers:
     def names(self) -> tuple[str, ...]:
         return tuple(f"tier{i}" for i in range(len(self.tiers)))
 
-    def holds(self, digest: bytes, epoch: int, group: int, key: bytes) -> bool:
-        """Whether any tier has the record."""
-        return any((digest, epoch, group, key) in tier.records for tier in self.tiers)
+    def holds(self, digest: bytes, epoch: int, group: int, key: bytes, tier: int) -> bool:
+        """Whether a tier has the record."""
+        return (digest, epoch, group, key) in self.tiers[tier].records
 
     # ------------------------------------------------------------ the daemon
 
@@ -262,6 +262,8 @@ class SimTiers:
             which = np.array([content is not None for content in found], np.bool_)
             return Loaded(effect.op, which, under.ends - under.began)
         if isinstance(effect, TierStore):
+            if self.world.now < under.tier.down_until:
+                return Stored(effect.op, np.zeros(len(under.keys), np.bool_), down=True)
             return Stored(effect.op, self._keep(under))
         if isinstance(effect, TierEpoch):
             late = under.told is None or self._fails(under.tier)

@@ -104,8 +104,8 @@ class TierWitness(Books):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.watch((), True, True)
-        self.holds: Callable[[bytes, int, int, bytes], bool] | None = None
-        """Where the tiers are well: whether one has (namespace, epoch, group, chunk hash)."""
+        self.holds: Callable[[bytes, int, int, bytes, int], bool] | None = None
+        """Where tiers are well: whether (namespace, epoch, group, chunk hash) is in that one."""
         self.ops: dict[int, ToTier] = {}
         self.last_op = 0
         self.fillings: dict[int, Filling] = {}
@@ -121,6 +121,8 @@ class TierWitness(Books):
         self.held: set[tuple[int, int, RowKey]] = set()
         """(tier, epoch, row) that a tier said it holds."""
         self.pending: dict[tuple[int, int], Pending] = {}
+        self.emptied = False
+        """A tier was to forget everything, at whatever moment."""
 
     def watch(self, names: tuple[str, ...], retain: bool, weigh: bool) -> None:
         """The core has these tiers, and is to treat what they bring like this."""
@@ -159,9 +161,11 @@ class TierWitness(Books):
         if self.holds is None or weighed or len(set(keys)) < len(keys):
             return
         digest = next(d for d, s in self.by_digest.items() if s is space)
-        epochs = [self.told.get((digest, tier)) for tier in range(len(self.names))]
-        asking = [x for x in self.ops.values() if isinstance(x, TierEpoch)]
-        if not all(epochs) or any(x.namespace == digest for x in asking):
+        epochs = self._told(digest)
+        if not all(epochs) or any(
+            isinstance(x, TierClear) or (isinstance(x, TierEpoch) and x.namespace == digest)
+            for x in self.ops.values()
+        ):
             return
         being_written = {
             row
@@ -170,9 +174,14 @@ class TierWitness(Books):
             for row in w.keys
         }
         for row in rows:
-            held = any(told and self.holds(digest, told[-1], *row[1:]) for told in epochs)
+            held = any(
+                self.holds(digest, told[-1], *row[1:], tier) for tier, told in enumerate(epochs)
+            )
             if held and row not in being_written:
                 one.promised.add(row)
+
+    def _told(self, digest: bytes) -> list[list[int]]:
+        return [self.told.get((digest, tier), []) for tier in range(len(self.names))]
 
     def spoil(self, row: RowKey) -> None:
         """It is being written anew, or was found to be wrong."""
@@ -264,6 +273,8 @@ class TierWitness(Books):
         elif isinstance(effect, TierProbe):
             for batch in effect.batches:
                 self._rows(effect.tier, batch)
+        elif isinstance(effect, TierClear):
+            self.emptied = True
         elif isinstance(effect, TierEpoch):
             self.asked[effect.op] = self.archive.clears[self.by_digest[effect.namespace].key]
         if isinstance(effect, TierEpoch | TierClear) and one is not None:
@@ -434,6 +445,19 @@ class TierWitness(Books):
                 raise BrokenLawError(f"law 8: matched {row[1:]}, which was cleared: {tag}")
 
     # ------------------------------------------------------------ the end
+
+    def flushed(self) -> None:
+        """Tiers that are well have all that is READY, where it is written through and stays."""
+        if self.holds is None or not self.roomy or self.emptied:
+            return
+        for (space, group, key), (source, _) in self.ready.items():
+            digest = next(d for d, s in self.by_digest.items() if s is space)
+            held = [
+                any(self.holds(digest, epoch, group, key, tier) for epoch in told[-1:])
+                for tier, told in enumerate(self._told(digest))
+            ]
+            if not (all(held) if isinstance(source, Writing) else any(held)):
+                raise BrokenLawError(f"READY, yet not flushed: {(group, key)}, tiers: {held}")
 
     def busy(self, now: float) -> bool:
         return bool(self.fillings or self.stores) or super().busy(now)
