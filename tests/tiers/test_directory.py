@@ -30,7 +30,8 @@ def test_it_does_what_a_dict_does(seed: int, crowd: int) -> None:
         elif what < 0.5:
             assert ours.setdefault(key, value) == real.setdefault(key, value)
         elif what < 0.9 and key in real:
-            del real[key], ours[key]
+            del real[key]
+            del ours[key]
         assert ours.get(key) == real.get(key)
         assert (key in ours) == (key in real)
         assert len(ours) == len(real)
