@@ -48,7 +48,9 @@ _GROUP_BYTES: Final = 32 << 20
 """What is asked for at a time; the library gives up on a request after a minute."""
 _HELPERS: Final = 4
 """Threads of ours, of all calls together."""
-_GROUP_RECORDS: Final = 256
+_GROUP_RECORDS: Final = 16
+"""Four go to an owner at a time, and one that stands still keeps each for ``timeout_s``: together
+they must be over within that minute."""
 _ROOM_TRIES: Final = 5
 _ROOM_S: Final = 0.02
 """The master evicts some time after it refused."""
@@ -380,7 +382,7 @@ def open_mooncake(
     bounce: str = "64MiB",
     hostname: str = "",
     prefix: str = "kvass:",
-    timeout_s: str = "5",
+    timeout_s: str = "3",
 ) -> MooncakeTier:
     """``mooncake:HOST[:PORT]?...``, the master's; ``ConfigError``, connects nowhere.
 
