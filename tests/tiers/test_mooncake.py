@@ -23,6 +23,7 @@ from tests.tiers.records import SHAPE, fill, hits, keys_of
 
 numbers = count()
 KEYS = keys_of(10)
+LARGE = (1 << 20,)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +252,10 @@ def test_a_master_that_stands_still(own_server: Callable[..., MooncakeServer]) -
 def test_an_owner_that_stands_still_or_dies(own_server: Callable[..., MooncakeServer]) -> None:
     server = own_server()
     tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
+    many = keys_of(80, "several groups")
     assert works(tier)
+    assert all(fill(tier, many, LARGE))
+    assert all(hits(tier, many, LARGE))
     server.owners[0].pause(True)
     with pytest.raises(TierDown):
         hits(tier, KEYS)
@@ -294,9 +298,6 @@ def test_without_any_memory_nothing_is_held(own_server: Callable[..., MooncakeSe
     with pytest.raises(TierDown, match="no room"):
         tier.set_note("name", b"value")
     tier.close()
-
-
-LARGE = (1 << 20,)
 
 
 def full(tier: Tier, keys: list[bytes]) -> bool:

@@ -71,7 +71,7 @@ class MooncakeServer:
     def pause(self, stop: bool) -> None:
         """Make the master answer nothing, or go on."""
         assert self._master is not None
-        self._master.send_signal(signal.SIGSTOP if stop else signal.SIGCONT)
+        _pause(self._master, stop)
 
     def kill(self) -> None:
         """End the master, and all it knew."""
@@ -111,7 +111,8 @@ class Owner:
         assert self._ask("put", name, value.hex()) == 0
 
     def pause(self, stop: bool) -> None:
-        self._process.send_signal(signal.SIGSTOP if stop else signal.SIGCONT)
+        """Make it answer nothing, or go on."""
+        _pause(self._process, stop)
 
     def kill(self) -> None:
         """End it, and what it held."""
@@ -130,6 +131,12 @@ class Owner:
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
+
+
+def _pause(process: subprocess.Popen[Any], stop: bool) -> None:
+    process.send_signal(signal.SIGSTOP if stop else signal.SIGCONT)
+    if stop:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # its threads run until then
 
 
 def _own(address: str, segment: int) -> None:

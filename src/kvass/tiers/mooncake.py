@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
@@ -25,7 +26,7 @@ import numpy as np
 from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Buffer, Shards, check_batch, check_note
 from kvass.tiers.bounce import Bounce
-from kvass.tiers.codec import Header, payload_check
+from kvass.tiers.codec import Header
 from kvass.tiers.gate import Gate
 from kvass.tiers.mooncake_link import (
     ABSENT,
@@ -43,9 +44,13 @@ from kvass.types import Size
 
 _log = logging.getLogger("kvass.tiers")
 
-_GROUP_BYTES: Final = 64 << 20
+_GROUP_BYTES: Final = 32 << 20
 """What is asked for at a time; the library gives up on a request after a minute."""
-_GROUP_RECORDS: Final = 256
+_HELPERS: Final = 4
+"""Threads of ours, of all calls together."""
+_GROUP_RECORDS: Final = 16
+"""Four go to an owner at a time, and one that stands still keeps each for ``timeout_s``: together
+they must be over within that minute."""
 _ROOM_TRIES: Final = 5
 _ROOM_S: Final = 0.02
 """The master evicts some time after it refused."""
@@ -81,6 +86,8 @@ class MooncakeTier:
         self._storing: set[str] = set()
         self._stored = threading.Condition()
         self._noting = threading.Lock()
+        self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="kvass-mooncake")
+        self._counting = threading.Lock()
         self._said: set[str] = set()
         self.bounced_bytes = 0
 
@@ -151,6 +158,7 @@ class MooncakeTier:
     def close(self) -> None:
         """See ``Tier.close``. With it goes the memory that we contributed, and what lay in it."""
         if self._gate.shut():
+            self._helpers.shutdown()
             self._link.close()
 
     # ------------------------------------------------------------ names
@@ -179,31 +187,53 @@ class MooncakeTier:
     # ------------------------------------------------------------ in groups
 
     def _parcel(self, name: str, key: bytes, shards: Shards, sequence: int = 0) -> Parcel:
-        """``sequence``: 0 of what is to be loaded."""
-        check = payload_check(shards) if sequence else 0
-        header = Header(key, tuple(map(len, shards)), sequence, check)
+        header = Header(key, tuple(map(len, shards)), sequence, 0)
         return Parcel(name, header, shards, self._link.direct)
 
     def _in_groups(
         self, parcels: list[Parcel], move: Callable[[list[Parcel]], list[Answer]]
     ) -> list[Answer]:
-        """``move`` of neighbours that are not too much at a time, with room to lie in."""
-        answers: list[Answer] = []
-        for group in self._groups(parcels):
-            if group[0].head + group[0].bounced > len(self._bounce.memory):
-                self._say_once("a record needs more than the bounce buffer: give bounce=SIZE")
-                answers.append(None)
-                continue
-            with self._bounce.piece(sum(parcel.head + parcel.bounced for parcel in group)) as room:
-                at = 0
-                for parcel in group:
-                    parcel.lie(room[at : at + parcel.head + parcel.bounced])
-                    at += parcel.head + parcel.bounced
-                    self.bounced_bytes += parcel.bounced
-                moved = move(group)
-            answers += moved
-            if all(isinstance(answer, str) for answer in moved):  # no use to wait for more
-                return answers + [moved[-1]] * (len(parcels) - len(answers))
+        """``move`` of neighbours that are not too much at a time.
+
+        Two groups at a time: while one is on the wire the checksums of the other are made.
+        """
+        groups = list(self._groups(parcels))
+        left = iter(enumerate(groups))
+        answers: list[list[Answer]] = [[]] * len(groups)
+        lost: list[Answer] = []
+
+        def work() -> None:
+            for i, group in left:
+                answers[i] = lost[:1] * len(group) if lost else self._moved(group, move)
+                if all(isinstance(answer, str) for answer in answers[i]):
+                    lost.append(answers[i][0])  # no use to wait for more of it
+
+        helper = self._helpers.submit(work) if len(groups) > 1 else None
+        try:
+            work()
+        finally:
+            if helper is not None and not helper.cancel():
+                wait([helper])
+        if helper is not None and not helper.cancelled():
+            helper.result()
+        return [answer for group in answers for answer in group]
+
+    def _moved(
+        self, group: list[Parcel], move: Callable[[list[Parcel]], list[Answer]]
+    ) -> list[Answer]:
+        """``move`` with room to lie in."""
+        need = sum(parcel.head + parcel.bounced for parcel in group)
+        if need > len(self._bounce.memory):  # then it is one
+            self._say_once("a record needs more than the bounce buffer: give bounce=SIZE")
+            return [None]
+        with self._bounce.piece(need) as room:
+            at = 0
+            for parcel in group:
+                parcel.lie(room[at : at + parcel.head + parcel.bounced])
+                at += parcel.head + parcel.bounced
+            answers = move(group)
+        with self._counting:
+            self.bounced_bytes += sum(parcel.bounced for parcel in group)
         return answers
 
     def _groups(self, parcels: list[Parcel]) -> Iterator[list[Parcel]]:
@@ -269,6 +299,8 @@ class MooncakeTier:
     def _replace(self, parcels: list[Parcel], how: Any) -> list[Answer]:
         """Put those that are not there already; what another thread puts just now is waited for."""
         client = self._link.client()
+        for parcel in parcels:
+            parcel.sign()
         names = [parcel.name for parcel in parcels]
         with self._alone(names):
             there = client.batch_is_exist(names)
@@ -350,7 +382,7 @@ def open_mooncake(
     bounce: str = "64MiB",
     hostname: str = "",
     prefix: str = "kvass:",
-    timeout_s: str = "5",
+    timeout_s: str = "3",
 ) -> MooncakeTier:
     """``mooncake:HOST[:PORT]?...``, the master's; ``ConfigError``, connects nowhere.
 

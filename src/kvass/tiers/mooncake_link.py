@@ -6,10 +6,11 @@ likes: here it is set up only if the master's port accepts us, with limits of ou
 gets hold of a client that is not.
 
 The library takes its limits from the environment of the process. We set them, except those that
-were set before we were loaded; of several tiers in one process the one opened last decides. All
-that it does for us ends within a few times ``timeout_s``, whoever of its peers is dead or stands
-still; the GIL is free meanwhile. One thing cannot be helped: a request that makes progress, but has
-not ended after a minute, is said to have failed, and may still write to the memory it was given.
+were set before we were loaded; of several tiers in one process the one opened last decides. A dead
+master, a dead owner and a master that stands still cost one to two times ``timeout_s``, an owner
+that stands still up to ten times that; the GIL is free meanwhile. One thing cannot be helped: a
+request that makes progress, but has not ended after a minute, is said to have failed, and may still
+write to the memory it was given.
 """
 
 from __future__ import annotations

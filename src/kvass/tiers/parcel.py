@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.codec import Header, decode_header, encode_header, header_bytes, payload_check
 
@@ -54,6 +56,11 @@ class Parcel:
                 self.copies.append((part, shard))
                 end += len(shard)
             in_room = not straight
+
+    def sign(self) -> None:
+        """Before a store: let the header cover the shards."""
+        check = payload_check(self.shards)
+        self.header = msgspec.structs.replace(self.header, payload_check=check)
 
     def depart(self) -> None:
         """Fill the room for a store."""
