@@ -70,20 +70,27 @@ class Space:
         return first
 
     def unexplained(
-        self, item: m.ReserveItem, keys: list[bytes], held: Set[RowKey], left: float
+        self,
+        item: m.ReserveItem,
+        keys: list[bytes],
+        held: Set[RowKey],
+        sure: Set[RowKey],
+        left: float,
     ) -> bytes | None:
         """A key of ``item`` that was refused for no reason.
 
-        None: ``held`` has every row it asks for, its own grant included, up to a chunk that takes
-        more than the ``left`` bytes, but for windows of chunks whose full rows nobody held.
+        None: ``held`` has every row it asks for, its own grant included, up to a chunk that may
+        take more than the ``left`` bytes, but for windows of chunks whose full rows nobody holds.
+        What is not ``sure`` may have been evicted.
         """
         for key in keys[item.first :]:
             asked = [g for g in range(self.groups) if item.groups >> g & 1]
             refused = [g for g in asked if (self, g, key) not in held]
-            if any(g not in refused and (self, g, key) not in held for g in self.full):
+            if any(g not in refused and (self, g, key) not in sure for g in self.full):
                 refused = [g for g in refused if g in self.full]
             if refused:
-                fits = sum(sum(self.shard_bytes[g]) for g in refused) <= left
+                unsure = [g for g in asked if (self, g, key) not in sure]
+                fits = sum(sum(self.shard_bytes[g]) for g in unsure) <= left
                 return key if fits else None
         return None
 

@@ -195,24 +195,19 @@ class TierWitness(Books):
 
         def there(group: int, key: bytes) -> bool:
             row = space, group, key
-            source = self.ready.get(row, (None,))[0]
             if row in one.spoiled or space.epoch != one.epoch:
                 return False
             if row in one.promised and now < one.due:
                 return True
-            passing = isinstance(source, Fill) and source.passing
-            return source is not None and source is one.before.get(row) and not passing
+            known = one.before.get(row)
+            return self.surely_ready(row) and self.ready[row][0] is known
 
         return there
 
-    def surely_ready(self, space: Space) -> Callable[[int, bytes], bool]:
-        """Which rows an answer at once must count, where nothing is evicted."""
-
-        def there(group: int, key: bytes) -> bool:
-            source = self.ready.get((space, group, key), (None,))[0]
-            return source is not None and not (isinstance(source, Fill) and source.passing)
-
-        return there
+    def surely_ready(self, row: RowKey) -> bool:
+        """It was not given up behind our back, if nothing was evicted."""
+        source = self.ready.get(row, (None,))[0]
+        return source is not None and not (isinstance(source, Fill) and source.passing)
 
     def forget(self, session: int) -> None:
         """Nobody waits there any more."""

@@ -10,7 +10,7 @@ The laws by number are those of DESIGN section 2: 2 (ownership), 3 (writable slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvass import messages as m
 from kvass.core.effects import (
@@ -28,7 +28,6 @@ from kvass.core.effects import (
 )
 from kvass.testing.books import (
     BrokenLawError,
-    Fill,
     Member,
     Place,
     Reading,
@@ -296,10 +295,13 @@ class Witness(TierWitness):
         if chunks > most:
             raise BrokenLawError(f"{chunks} chunks are told, but {most} are READY")
         if self.roomy and (late is None or late.space is space):
-            sure = self.surely_ready(space) if late is None else self.sure(late, now)
+            sure = self.sure(late, now) if late is not None else self._sure_of(space)
             least = space.longest(sure, keys, first, spare)
             if chunks < least:
                 raise BrokenLawError(f"nothing was evicted, {least} chunks match, yet: {chunks}")
+
+    def _sure_of(self, space: Space) -> Callable[[int, bytes], bool]:
+        return lambda group, key: self.surely_ready((space, group, key))
 
     def _on_prefetch(
         self,
@@ -466,9 +468,10 @@ class Witness(TierWitness):
         for item, grant in zip(msg.items, reply.grants, strict=True):
             if grant.reservation:
                 later -= self._keys_of(grant)
-            then = self.ready.keys() | (taken - later)  # items are answered in order
-            keys = split(item.digests, msg.width)
-            refused = space.unexplained(item, keys, then, self.quota - held)
+            then = taken - later  # items are answered in order
+            sure = then | {row for row in self.ready if self.roomy and self.surely_ready(row)}
+            keys, left = split(item.digests, msg.width), self.quota - held
+            refused = space.unexplained(item, keys, self.ready.keys() | then, sure, left)
             if refused is not None:
                 raise BrokenLawError(f"law 6: {refused!r} of {item} was refused: why?")
 
@@ -528,10 +531,7 @@ class Witness(TierWitness):
             spaces = [] if own is None else [own]
         gone = [key for key in self.ready if key[0] in spaces]
         one.rows = len(gone)
-        one.sure_rows = sum(
-            not (isinstance(source, Fill) and source.passing)
-            for source in (self.ready[key][0] for key in gone)
-        )
+        one.sure_rows = sum(map(self.surely_ready, gone))
         for space in spaces:
             space.epoch += 1
             self.archive.clears[space.key] += 1
