@@ -3,7 +3,8 @@
 Law of this file: nothing is assumed. Bytes are compared after every load and every 16th lookup
 (exit status 1 if they differ), hits are counted, and every ratio comes from rounds in which both
 sides alternate. Without ``--socket`` it measures a daemon of its own; with it, a namespace of its
-own in that daemon (which may evict others' rows to make room).
+own in that daemon (which may evict others' rows to make room). ``--tier`` measures something else:
+see ``tiers``.
 
 What the names mean:
 
@@ -31,14 +32,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from kvass._version import __version__
 from kvass.cli.bench.copies import MLA, measure_copies
 from kvass.cli.bench.index import measure_coverage, measure_index, measure_pings
-from kvass.cli.bench.machine import first_touch_gbps, start_daemon
+from kvass.cli.bench.machine import first_touch_gbps, say, start_daemon
 from kvass.config import Parser, Size, load
 from kvass.errors import ConfigError
 
@@ -48,12 +48,15 @@ MIN_ROUNDS = 7
 def run(argv: Sequence[str]) -> int:
     """Measure and print; the exit status is 1 if loaded bytes differed from stored ones."""
     args = parser().parse_args(argv)
-    socket = None
-    if args.socket or "KVASS_SOCKET" in os.environ:
-        socket = load({"socket": args.socket}, os.environ).socket
     if args.rounds < MIN_ROUNDS:
         raise ConfigError(f"--rounds {args.rounds}: use {MIN_ROUNDS} or more, or medians are noise")
-    figures = measure(socket, args.l1_size, args.rounds)
+    if args.tier is not None:
+        figures = _measure_tier(args)
+    else:
+        socket = None
+        if args.socket or "KVASS_SOCKET" in os.environ:
+            socket = load({"socket": args.socket}, os.environ).socket
+        figures = measure(socket, args.l1_size, args.rounds)
     print(json.dumps(figures) if args.json else table(figures))
     return 0 if figures["bytes_equal"] else 1
 
@@ -63,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     flags = Parser(prog="kvass bench", description="measure this machine, against memcpy")
     flags.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_argument("--socket", metavar="PATH", help="measure this daemon, not one of our own")
+    flags.add_argument("--tier", metavar="URL", help="measure this tier, with a daemon of our own")
     flags.add_argument(
         "--l1-size", default="3GiB", type=_size, metavar="SIZE", help="of our own daemon (3GiB)"
     )
@@ -70,6 +74,14 @@ def parser() -> argparse.ArgumentParser:
         "--rounds", default=9, type=int, metavar="N", help=f"at least {MIN_ROUNDS} (9)"
     )
     return flags
+
+
+def _measure_tier(args: argparse.Namespace) -> dict[str, Any]:
+    if args.socket:
+        raise ConfigError("--tier is measured with a daemon of its own: leave out --socket")
+    from kvass.cli.bench.tiers import measure_tier
+
+    return measure_tier(args.tier, args.l1_size, args.rounds)
 
 
 def measure(socket: str | None, l1_bytes: int, rounds: int) -> dict[str, Any]:
@@ -124,11 +136,6 @@ def shown(value: bool | str | float | None) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     return str(value)
-
-
-def say(what: str) -> None:
-    """Progress, for whoever waits."""
-    print(f"measuring {what} ...", file=sys.stderr, flush=True)
 
 
 def _size(text: str) -> int:

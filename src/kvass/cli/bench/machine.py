@@ -30,6 +30,11 @@ SETTLE_S: Final = 0.5
 IDLE_S: Final = 4.0
 
 
+def say(what: str) -> None:
+    """Progress, for whoever waits."""
+    print(f"measuring {what} ...", file=sys.stderr, flush=True)
+
+
 class DaemonUnderTest:
     """A daemon that serves at ``socket``; ``ready_s`` from its start to its ready line, if ours."""
 
@@ -68,8 +73,11 @@ class DaemonUnderTest:
 
 
 @contextmanager
-def start_daemon(socket: str | None, l1_bytes: int) -> Iterator[DaemonUnderTest]:
-    """The daemon at ``socket``; or a new process with a socket of its own, ended afterwards."""
+def start_daemon(socket: str | None, l1_bytes: int, *flags: str) -> Iterator[DaemonUnderTest]:
+    """The daemon at ``socket``; or a new process with a socket of its own, ended afterwards.
+
+    ``flags``: what a new one is told besides.
+    """
     if socket is not None:
         yield DaemonUnderTest(socket, None)
         return
@@ -79,7 +87,7 @@ def start_daemon(socket: str | None, l1_bytes: int) -> Iterator[DaemonUnderTest]
         began_s = time.monotonic()
         with log.open("w") as errors:
             process = subprocess.Popen(
-                [*command, "--l1-size", str(l1_bytes)],
+                [*command, "--l1-size", str(l1_bytes), *flags],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
