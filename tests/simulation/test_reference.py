@@ -19,6 +19,7 @@ def test_every_loaded_page_is_of_its_tokens_group_layer_and_shard() -> None:
     worlds = [run_reference(seed) for seed in range(1_000_000, 1_000_200)]
     assert sum(world.loaded for world in worlds if world.all_full) > 100
     assert sum(world.loaded for world in worlds if not world.all_full) > 300
+    assert sum(world.promoted for world in worlds) > 300
 
 
 def noticed() -> bool:

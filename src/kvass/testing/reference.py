@@ -24,15 +24,15 @@ import numpy as np
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
-from kvass.core.effects import Opened, Received, Send
+from kvass.core.effects import Effect, Event, Opened, Received, Send, ToSession
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, describe_group
 from kvass.layout.spans import Spans
+from kvass.testing.reference_tier import ReferenceTier
 from kvass.transfer.base import U8Array
 from kvass.types import SCHEDULER, GroupKind, GroupLayout, Limits, RankLayout, Slots
 
-BOOT: Final = b"reference engine"
 WIDTH: Final = 16
 MAX_TOKENS: Final = 120
 BLOCKS: Final = 400
@@ -151,9 +151,12 @@ class Engine:
             Memory(world.rng, layout, shard, world.chunk)
             for shard, layout in enumerate(world.layouts)
         ]
-        self.sessions = {
-            rank: world.open(name, rank) for rank in (SCHEDULER, *world.strategy.readers)
-        }
+        self.sessions = self.connect()
+
+    def connect(self) -> dict[int, int]:
+        """A session for every process."""
+        ranks = SCHEDULER, *self.world.strategy.readers
+        return {rank: self.world.open(self.name, rank) for rank in ranks}
 
     # ------------------------------------------------------------ blocks
 
@@ -265,7 +268,9 @@ class Engine:
                 slots = [next(where) if yes else Slots() for yes in asked]
                 self._copy("store", world.strategy.writers, blocks, slots, [0] * len(slots))
                 for rank in world.strategy.writers:
-                    self.say(rank, m.Commit(boot=BOOT, reservation=grant.reservation, rank=rank))
+                    self.say(
+                        rank, m.Commit(boot=world.boot, reservation=grant.reservation, rank=rank)
+                    )
 
     def load(self, request: Request) -> int:
         """Look the rest of a request up and load it; the tokens that it has then, all checked."""
@@ -290,7 +295,7 @@ class Engine:
         assert loads is not None, f"{found} is not what a hit of {tokens} tokens needs"
         self._copy("load", world.strategy.readers, *loads[:1], found.slots, loads[1])
         for rank in world.strategy.readers:
-            self.say(rank, m.Release(boot=BOOT, lease=found.lease, rank=rank))
+            self.say(rank, m.Release(boot=world.boot, lease=found.lease, rank=rank))
         request.tables, request.owned = fresh.tables, fresh.owned
         request.computed, request.offered = tokens, found.chunks if not first else 0
         self.verify(request)
@@ -362,10 +367,11 @@ class Reference:
         self.spans = Spans(self.groups, self.chunk)
         row = sum(one.shard_bytes(self.chunk) for layout in self.layouts for one in layout.groups)
         self.arena = np.zeros(row * rng.choice([8, 20, 80]), np.uint8)
-        limits = Limits(instance_write_share=1.0)
-        config = CoreConfig(boot=BOOT, arena_bytes=len(self.arena), limits=limits)
-        self.machine = CacheMachine(config)
-        self._sessions = count(1)
+        self.tier = ReferenceTier(rng, self.arena, rng.choice([0.0, 0.1])) if seed % 3 else None
+        self.retain = rng.random() < 0.5
+        self._sessions, self._boots = count(1), count(1)
+        self.promoted = 0
+        self.boot = self._start()
         self.engines = [Engine(self, name) for name in ("a", "b")]
         self.loaded = 0
 
@@ -387,10 +393,39 @@ class Reference:
 
     # ------------------------------------------------------------ the core
 
+    def _start(self) -> bytes:
+        """A daemon's life, its arena full of what was there before; its boot id."""
+        boot = b"reference %06d" % next(self._boots)
+        config = CoreConfig(
+            boot=boot,
+            arena_bytes=len(self.arena),
+            limits=Limits(instance_write_share=1.0),
+            tiers=() if self.tier is None else ("tier",),
+            retain_promoted=self.retain,
+        )
+        self.machine = CacheMachine(config)
+        return boot
+
+    def restart(self) -> None:
+        """The daemon is killed, and comes back with an empty L1."""
+        self.arena[:] = self.rng.randrange(256)
+        self.boot = self._start()
+        for engine in self.engines:
+            engine.sessions = engine.connect()
+
+    def _step(self, event: Event) -> list[Effect]:
+        """What the core has done, its tier's answers included."""
+        effects = self.machine.step(event, 100.0)
+        self.machine.validate()
+        for effect in list(effects):
+            if not isinstance(effect, ToSession):
+                assert self.tier is not None
+                effects += self._step(self.tier.perform(effect))
+        return effects
+
     def step(self, session: int, message: Any) -> list[Any]:
         """What the core answers."""
-        effects = self.machine.step(Received(session, message), 100.0)
-        self.machine.validate()
+        effects = self._step(Received(session, message))
         return [e.message for e in effects if isinstance(e, Send) and e.session == session]
 
     def ask(self, session: int, message: Any) -> Any:
@@ -401,7 +436,7 @@ class Reference:
     def open(self, name: str, rank: int) -> int:
         """A session, greeted and registered."""
         session = next(self._sessions)
-        self.machine.step(Opened(session), 100.0)
+        self._step(Opened(session))
         self.ask(session, m.Hello(seq=1, clock_s=100.0))
         mine = self.strategy.at(rank)
         layout = None if rank == SCHEDULER else self.layouts[mine.shard]
@@ -418,21 +453,25 @@ class Reference:
         rng = self.rng
         trunks = [[rng.randrange(9) for _ in range(MAX_TOKENS)] for _ in range(2)]
         for _ in range(requests):
+            if self.tier is not None and rng.random() < 0.2:
+                self.restart()
             engine = rng.choice(self.engines)
             tokens = list(rng.choice(trunks)[: rng.randint(1, MAX_TOKENS)])
             tokens += [rng.randrange(9) for _ in range(rng.choice([0, 1, 30]))]
             unit = math.lcm(*(one.block_tokens for one in self.groups))
             local = rng.choice([0, 0, rng.randint(0, len(tokens) - 1) // unit * unit])
             request = engine.begin(tokens, local)
+            before = self.machine.status()["counters"].get("promoted_chunks", 0)
             self.loaded += engine.load(request) > local
+            self.promoted += self.machine.status()["counters"].get("promoted_chunks", 0) - before
             while request.computed < len(tokens):
                 left = len(tokens) - request.computed
-                engine.step(request, min(left, self._step(request)))
+                engine.step(request, min(left, self._tokens(request)))
             engine.end(request)
         status = self.machine.status()
         assert [status[name] for name in ("pins", "leases", "reservations")] == [0, 0, 0]
 
-    def _step(self, request: Request) -> int:
+    def _tokens(self, request: Request) -> int:
         """Tokens of a step; with states a long one ends where a block does, as vLLM's do."""
         tokens = self.rng.choice([1, 3, 17, 40, 200])
         sizes = [one.block_tokens for one in self.groups if one.kind == "state"]
