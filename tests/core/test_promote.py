@@ -222,6 +222,31 @@ def test_an_epoch_outlives_the_daemon_and_a_lost_one_matches_nothing(rig: TierRi
     assert third.look_up(third.ready(), "a")[0].chunks == 0
 
 
+def test_a_lookup_waits_for_the_tiers_first_word(rig: TierRig) -> None:
+    """Right after a restart: the epoch is being asked for when the first lookup comes."""
+    e = rig.ready()
+    stored(rig, e, "a")
+    again = TierRig(core={"boot": b"another boot 123"})
+    again.shelves, again.notes = rig.shelves, rig.notes
+    e = again.engine()
+    again.begin(e, "a")
+    assert not again.replies(e.scheduler)
+    again.settle()
+    assert [r.chunks for r in again.replies(e.scheduler)] == [1]
+
+
+def test_a_first_word_that_does_not_come_is_a_miss_in_time(rig: TierRig) -> None:
+    e = rig.engine()
+    rig.begin(e, "a")
+    rig.wait(BUDGET_S)
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
+    rig.down = True
+    rig.begin(e, "b")
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
+    assert quiet(rig)
+
+
 def test_a_tier_that_cannot_tell_its_epoch_is_not_used(rig: TierRig) -> None:
     rig.down = True
     e = rig.ready()

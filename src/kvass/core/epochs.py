@@ -37,6 +37,11 @@ def usable(state: State, ns: Namespace) -> list[int]:
     return [tier for tier, epoch in enumerate(ns.tier_epochs) if epoch is not None]
 
 
+def awaited(ns: Namespace) -> bool:
+    """Whether no tier is usable, and one may be soon: it has been asked."""
+    return math.inf in ns.asked_s and all(epoch is None for epoch in ns.tier_epochs)
+
+
 def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
     """Have every tier begin a new epoch of ``ns``; ``clearing`` waits for it."""
     for tier in range(len(ns.tier_epochs)):

@@ -139,6 +139,7 @@ class CacheMachine:
             flush.stored(state, event)
         elif type(event) is EpochIs:
             flush.pump(state, epochs.answered(state, event))
+            promote.resume(state)
         elif type(event) is Emptied:
             epochs.emptied(state, event)
         elif type(event) is TierReport:

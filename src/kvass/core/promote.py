@@ -53,9 +53,13 @@ def _ask_next(state: State, one: Promotion) -> None:
     A few chunks first, then ever more: no hit gets past a full row that nobody has, and most
     prompts that L1 does not know the tiers do not know either.
     """
+    tiers = epochs.usable(state, one.namespace)
+    one.early = epochs.awaited(one.namespace)
+    if one.early:
+        return
     found = [c.index.find(one.keys) for c in one.namespace.classes]
     coming = _there(state, found, (READY, LOADING))
-    for tier in epochs.usable(state, one.namespace):
+    for tier in tiers:
         if tier > one.probing:
             one.probing, one.reach = tier, one.first
         while tier == one.probing and one.reach < len(one.keys) and not _gap(one, coming):
@@ -70,6 +74,12 @@ def _ask_next(state: State, one: Promotion) -> None:
                 _probe(state, one, tier, wanted)
                 return
     _plan(state, one)
+
+
+def resume(state: State) -> None:
+    """A tier has told an epoch, or that it cannot: go on with those who came before that."""
+    for one in [one for one in state.promotions.all.values() if one.early]:
+        _ask_next(state, one)
 
 
 def _gap(one: Promotion, coming: list[BoolArray]) -> bool:

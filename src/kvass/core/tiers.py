@@ -187,6 +187,8 @@ class Promotion(msgspec.Struct):
     prefill_tokens_s: float
     spare: int
     homes: list[I64Array]
+    early: bool = False
+    """Nothing was asked yet, because no tier has told its epoch."""
     probing: int = -1
     """The tier that was asked last, """
     reach: int = 0

@@ -6,6 +6,7 @@ the tier raises. The arena's bytes are handed on as views and never looked at.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -33,6 +34,8 @@ from kvass.tiers.codec import record_key
 from kvass.types import Slots
 
 _EPOCH_BYTES: Final = 8
+_MEET_S: Final = 0.2
+"""Daemons that meet over an empty store within this time agree about its epoch."""
 
 
 def perform(effect: ToTier, tier: Tier, arena: Buffer, clock: Callable[[], float]) -> FromTier:
@@ -104,7 +107,10 @@ def _epoch(effect: TierEpoch, tier: Tier) -> int | None:
     if known is not None:
         return known
     tier.set_note(name, effect.fresh.to_bytes(_EPOCH_BYTES, "big"))
-    return effect.fresh if effect.renew else _noted(tier, name)  # another may have been first
+    if effect.renew:
+        return effect.fresh
+    time.sleep(_MEET_S)
+    return _noted(tier, name)  # another daemon may have found none either: the last one counts
 
 
 def _noted(tier: Tier, name: str) -> int | None:
