@@ -2,7 +2,7 @@
 
 Law of this file: nothing of ours is in these paths. No header, no checksum, no index, and no more
 threads than the tier has. For a disk that is a file of its own in the same folder; for a server the
-client library's own calls, through the tier's own client, so that both differ in nothing else.
+client library's own calls, in the same process, to the same server.
 """
 
 from __future__ import annotations
@@ -156,6 +156,7 @@ class RedisLoop:
     def close(self) -> None:
         for name in list(self._client.scan_iter(match=f"{self._prefix}*", count=1000)):
             self._client.unlink(name)
+        self._client.close()
 
 
 class ObjectLoop:
@@ -233,6 +234,17 @@ class MooncakeLoop:
         return f"{self._prefix}raw{i}"
 
 
+def _as_it_comes(client: Any) -> Any:
+    """A client of the same server, with nothing that the tier has changed about its connections."""
+    redis = import_module("redis")
+    pool = getattr(client, "connection_pool", None)
+    if pool is None:  # a cluster's
+        return client
+    options = {k: v for k, v in pool.connection_kwargs.items() if k != "command_packer"}
+    plain = redis.ConnectionPool(connection_class=pool.connection_class, **options)
+    return redis.Redis(connection_pool=plain)
+
+
 @contextmanager
 def library_trouble(scheme: str) -> Iterator[None]:
     """What the library of a server raises is a ``TierDown`` here."""
@@ -255,7 +267,7 @@ def of(url: TierUrl, tier: Tier, memory: U8Array, size: int, count: int) -> Coun
             threads = int(url.options.get("threads", "4"))
             return RawFile(Path(url.where).parent, size, count, threads)
         if url.scheme == "redis":
-            return RedisLoop(mine._connected(), url.options["prefix"])
+            return RedisLoop(_as_it_comes(mine._connected()), url.options["prefix"])
         if url.scheme == "mooncake":
             return MooncakeLoop(mine._link.client(), url.options["prefix"], memory)
         if url.scheme in ("s3", "gcs", "azure"):

@@ -12,9 +12,8 @@ there is a server), and with ``_small`` for rows of 1 MiB.
 - ``redis_put_vs_client``, ``redis_get_vs_client``: against ``set`` and ``get`` of redis-py, one
   value after the other; ``s3_...`` (``gcs_``, ``azure_``): against obstore's ``put`` and ``get``,
   from as many threads as the tier has connections; ``mooncake_put_vs_own``,
-  ``mooncake_get_vs_own``: against ``put_from`` and ``get_into``, one object after the other. All
-  through the tier's own client. A ``get`` of redis and S3 ends with bytes of the library's own,
-  ours where they belong, proven.
+  ``mooncake_get_vs_own``: against ``put_from`` and ``get_into``, one object after the other.
+  Theirs of redis and S3 end with bytes of the library's own, ours where they belong, proven.
 - ``promote_16_rows_vs_raw_read``: from a lookup of 16 rows to its match, by a daemon that was
   restarted and has none of them in L1, against reading as much raw into the same memory. Servers
   have the rate only.
