@@ -1,0 +1,148 @@
+"""A daemon with tiers may answer late: how long it is waited for, and how a hung one is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from kvass.client.scheduler import LONGEST_S, PENDING, Match, SchedulerClient
+from kvass.errors import Incompatible
+from kvass.messages import Lookup, Matched, Ping, Pong, Prefetch, Register, Release, Reserve
+from kvass.testing.scripted import ScriptedDaemon, eventually
+from kvass.types import Timing
+from tests.client.test_scheduler import CHUNKS, DIGESTS, ITEMS, WIDTH, match, sync
+
+CHUNK_TOKENS = 256
+WHOLE_S = CHUNKS * CHUNK_TOKENS / 5_000
+"""What computing all of it is taken to take."""
+
+
+@pytest.fixture
+def tiers(daemon: ScriptedDaemon) -> ScriptedDaemon:
+    """Its lookups are answered when a test says so."""
+    timing = Timing(lookup_budget_ms=100.0)
+    daemon.welcome = lambda w: msgspec.structs.replace(
+        w, tiers=1, features=("tiers",), timing=timing
+    )
+    daemon.answers[Lookup] = lambda _: []
+    return daemon
+
+
+@pytest.fixture
+def scheduler(tiers: ScriptedDaemon, registration: Register) -> Iterator[SchedulerClient]:
+    client = SchedulerClient(tiers.path, registration, reserve_wait_s=5)
+    client.start()
+    assert eventually(lambda: client.connected)
+    yield client
+    client.close()
+
+
+def later(daemon: ScriptedDaemon, lookup: Lookup) -> Matched:
+    """The answer to ``lookup``, at last."""
+    (reply,) = daemon.hit(lookup)
+    assert isinstance(reply, Matched)
+    daemon.push(reply)
+    return reply
+
+
+def test_what_takes_its_time_is_asked_for_again(
+    tiers: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    assert match(scheduler) is PENDING
+    (lookup,) = tiers.got(Lookup)
+    reply = later(tiers, lookup)
+
+    def found() -> bool:
+        scheduler.new_step()
+        one = match(scheduler)
+        assert one is PENDING or isinstance(one, Match)
+        return isinstance(one, Match) and one.lease == reply.lease
+
+    assert eventually(found, 1.0)
+    assert len(tiers.got(Lookup)) == 1
+
+
+def test_the_daemon_is_told_how_long(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    """As long as computing it would take; a little less, so that its answer comes in time."""
+    scheduler.match("guess", DIGESTS, WIDTH, 0)
+    scheduler.match("fast", DIGESTS, WIDTH, 0, 100_000.0)
+    scheduler.match("slow", DIGESTS, WIDTH, 0, 1.0)
+    scheduler.match("rest", DIGESTS, WIDTH, CHUNKS - 1, 100.0)
+    budgets = [(m.budget_ms / 1000, m.prefill_tokens_s) for m in tiers.got(Lookup, 4)]
+    for (budget, speed), (most, told) in zip(
+        budgets, [(WHOLE_S, 0), (0.1, 100_000), (LONGEST_S, 1), (2.56, 100)], strict=True
+    ):
+        assert most - 0.05 < budget < most
+        assert speed == told
+
+
+def test_a_daemon_without_tiers_is_told_nothing_new(
+    daemon: ScriptedDaemon, registration: Register
+) -> None:
+    client = SchedulerClient(daemon.path, registration)
+    client.start()
+    assert eventually(lambda: client.connected)
+    client.match("r", DIGESTS, WIDTH, 0, 100_000.0)
+    (lookup,) = daemon.got(Lookup)
+    assert (lookup.budget_ms, lookup.prefill_tokens_s) == (0, 0)
+    assert not client.prefetch(DIGESTS, WIDTH)
+    with pytest.raises(Incompatible):
+        client._client.prefetch(b"n" * 32, DIGESTS, WIDTH)
+    client.close()
+
+
+def test_a_daemon_that_hangs_is_not_waited_for(
+    tiers: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    """Its tiers may take seconds, but a ping it answers at once."""
+    tiers.answers[Ping] = lambda _: []
+    began = time.monotonic()
+    while match(scheduler) is PENDING:
+        scheduler.new_step()
+        assert time.monotonic() - began < 30
+    assert time.monotonic() - began < WHOLE_S
+    assert scheduler.counters["timeouts"] == 1
+    late = later(tiers, tiers.got(Lookup)[0])
+    scheduler.new_step()
+    assert eventually(lambda: any(m.lease == late.lease for m in tiers.got(Release, 0)))
+
+
+def test_stores_go_on_while_a_lookup_waits(
+    tiers: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    assert match(scheduler) is PENDING
+    assert scheduler.answering
+    assert scheduler.reserve(ITEMS, WIDTH) is not None
+    assert len(tiers.got(Reserve)) == 1
+    assert match(scheduler) is PENDING
+
+
+def test_a_pong_is_asked_for_once(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    for _ in range(20):
+        scheduler.new_step()
+        assert match(scheduler) is PENDING
+        time.sleep(0.001)
+    assert len(tiers.got(Ping)) == 1
+
+
+def test_who_is_settled_while_waiting_leaves_nothing(
+    tiers: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    assert match(scheduler) is PENDING
+    scheduler.settle("r")
+    late = later(tiers, tiers.got(Lookup)[0])
+    sync(scheduler, tiers)
+    assert eventually(lambda: [m.lease for m in tiers.got(Release, 0)] == [late.lease])
+
+
+def test_a_prefetch_waits_for_nothing(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    began = time.monotonic()
+    assert scheduler.prefetch(DIGESTS, WIDTH, 12.0)
+    assert time.monotonic() - began < 1
+    (asked,) = tiers.got(Prefetch)
+    assert (asked.digests, asked.width, asked.budget_ms) == (DIGESTS, WIDTH, 12_000)
+    tiers.push(Pong(seq=1))  # of nobody's: the session ends, and nothing else
+    assert eventually(lambda: scheduler.counters["lost"] > 0)
