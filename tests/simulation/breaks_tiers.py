@@ -178,7 +178,7 @@ BREAKS = [
         7,
         "flush.py",
         "for part in parts:\n            _queue(state, part, range(len(state.config.tiers)))",
-        "for part in parts:\n            _queue(state, part, range(1))",
+        "for part in parts:\n            _queue(state, part, range(len(state.config.tiers))[:1])",
     ),
     one(
         "a tier that has read what it may is not given more",

@@ -161,7 +161,8 @@ class Fill:
     place: Place
     tags: list[Tag | None] | None = None
     passing: bool = False
-    """It may go as soon as nobody reads it."""
+    """It goes as soon as nobody reads it any more."""
+    lent: bool = False
 
     def tag(self, key: RowKey, shard: int) -> Tag | None:
         """What the tier left on the pages of its shard."""

@@ -104,6 +104,7 @@ class Simulation:
         flush, warm = rng.choice(modes), rng.random() < 0.8
         self.retain, self.weigh = rng.random() < 0.7, rng.random() < 0.5
         self.reboots = rng.choice([0.0, 0.002, 0.01]) if self.tiers.names else 0.0
+        self.clears = rng.choice([0.0, 0.0, 0.03]) if self.tiers.names else 0.0
         self.archive = Archive()
         self.boots = 0
         if self.tiers.names and warm:
@@ -258,6 +259,8 @@ class Simulation:
         """Mischief, a message on its way in, one on its way out, a copy, or a scheduler's idea."""
         rng, engine = self.rng, self.rng.choice(self.engines)
         what = rng.random()
+        if self.clears and rng.random() < self.clears and engine.scheduler.peer is not None:
+            engine.scheduler.peer.ask(m.Clear())
         if what < self.mischief:
             self._mischief()
             return
@@ -401,8 +404,7 @@ class Simulation:
             raise BrokenLawError("law 7: the core has forgotten what its clients may still touch")
         if self.machine.flushing:
             raise BrokenLawError("law 7: no tier has anything to do, yet the core awaits it")
-        if self.flush == "write_through":
-            self.witness.flushed()
+        self.witness.settled(self.machine.status(), self.flush == "write_through")
         self.pass_time(self.timing.dma_grace_s)
 
 

@@ -46,7 +46,7 @@ from kvass.testing.books import (
     pages,
     split,
 )
-from kvass.types import U64Array
+from kvass.types import PAGE, U64Array
 
 LOADING_SHARE = 0.5
 
@@ -179,6 +179,9 @@ class TierWitness(Books):
             )
             if held and row not in being_written:
                 one.promised.add(row)
+
+    def _has(self, *record: Any) -> bool:
+        return self.holds is not None and self.holds(*record)
 
     def _told(self, digest: bytes) -> list[list[int]]:
         return [self.told.get((digest, tier), []) for tier in range(len(self.names))]
@@ -314,7 +317,7 @@ class TierWitness(Books):
         fills = [Fill(row, place, passing=not self.retain) for row, place in placed]
         self.fillings[effect.op] = Filling(space, space.epoch, size, fills)
         share = sum(x.bytes for x in self.fillings.values())
-        if share > self.arena_pages * 4096 * LOADING_SHARE:
+        if share > self.arena_pages * PAGE * LOADING_SHARE:
             raise BrokenLawError(f"law 12: {share} bytes are LOADING")
 
     @staticmethod
@@ -441,14 +444,26 @@ class TierWitness(Books):
 
     # ------------------------------------------------------------ the end
 
-    def flushed(self) -> None:
-        """Tiers that are well have all that is READY, where it is written through and stays."""
-        if self.holds is None or not self.roomy or self.emptied:
+    def settled(self, status: dict[str, Any], write_through: bool) -> None:
+        """Clients and tiers have ended all they did: what was to stay is there, and no more."""
+        sources = [source for source, _ in self.ready.values()]
+        stay = sum(not (isinstance(s, Fill) and s.passing and s.lent) for s in sources)
+        least = sum(map(self.surely_ready, self.ready)) if self.roomy else 0
+        if not least <= status["rows"] <= stay:
+            raise BrokenLawError(f"{status['rows']} rows are READY, not {least} to {stay}")
+        if self.holds is None:
             return
+        if any(tier["flush_queue_rows"] for tier in status["tiers"]):
+            raise BrokenLawError(f"rows are queued for tiers that are idle: {status['tiers']}")
+        if self.roomy and write_through and not self.emptied:
+            self._flushed()
+
+    def _flushed(self) -> None:
+        """Tiers that are well have all that is READY, where it is written through and stays."""
         for (space, group, key), (source, _) in self.ready.items():
             digest = next(d for d, s in self.by_digest.items() if s is space)
             held = [
-                any(self.holds(digest, epoch, group, key, tier) for epoch in told[-1:])
+                any(self._has(digest, epoch, group, key, tier) for epoch in told[-1:])
                 for tier, told in enumerate(self._told(digest))
             ]
             if not (all(held) if isinstance(source, Writing) else any(held)):

@@ -28,6 +28,7 @@ from kvass.core.effects import (
 )
 from kvass.testing.books import (
     BrokenLawError,
+    Fill,
     Member,
     Place,
     Reading,
@@ -43,7 +44,7 @@ from kvass.testing.books import (
     split,
 )
 from kvass.testing.tier_witness import Pending, TierWitness
-from kvass.types import SCHEDULER, RankLayout
+from kvass.types import PAGE, SCHEDULER, RankLayout
 
 
 class Witness(TierWitness):
@@ -336,7 +337,9 @@ class Witness(TierWitness):
             reply.lease, member, reply.deadline_s, readers & member.sessions.keys(), rows, keys
         )
         self.readings[lease.id] = lease
-        for _, _, place in rows:
+        for _, source, place in rows:
+            if isinstance(source, Fill):
+                source.lent = True
             for page in pages(place):
                 self.pinned.setdefault(page, []).append(lease)
 
@@ -463,6 +466,10 @@ class Witness(TierWitness):
         }
         if len(mine) >= self.limits.reservations_per_instance:
             return
+        chunk_bytes = sum(map(sum, space.shard_bytes))
+        named = sum(len(item.digests) // msg.width for item in msg.items)
+        if named * chunk_bytes > self.arena_pages * PAGE // 2:
+            return  # of a prompt as large as L1 the beginning stays
         later = {k for g in reply.grants if g.reservation for k in self._keys_of(g)}
         taken |= later
         for item, grant in zip(msg.items, reply.grants, strict=True):
