@@ -156,9 +156,15 @@ class Engine:
             peer.closing = True
             process.peer = None
 
-    def daemon_gone(self) -> None:
-        """Every socket broke; copies go on in the old mapping."""
+    def daemon_gone(self, memory: Memory | None) -> None:
+        """Every socket broke; copies go on in the old mapping, but for those that were void."""
         for process in self.processes:
+            since = inf if process.peer is None else process.peer.since
+            process.jobs = [
+                job
+                for job in process.jobs
+                if job.held.memory is not memory or job.held.issued >= since
+            ]
             process.peer = None
         self.held.clear()
         self.complete = False

@@ -166,6 +166,7 @@ class Simulation:
         if self.tiers.healthy:
             self.witness.holds = self.tiers.holds
         self.tiers.boot()
+        gone: Memory | None = getattr(self, "memory", None)
         self.memory = Memory(boot)
         self.peers: dict[int, Peer] = {}
         self.sessions = self.laters = 0
@@ -174,7 +175,7 @@ class Simulation:
         self.strangers.clear()
         self.said.clear()
         for engine in self.engines:
-            engine.daemon_gone()
+            engine.daemon_gone(gone)
 
     def step(self, event: Event) -> list[Effect]:
         """One event into the core; its effects travel; every law is checked."""
