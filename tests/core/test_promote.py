@@ -455,6 +455,22 @@ def test_rows_that_are_not_retained_leave_at_the_last_release() -> None:
     assert rig.gauge("rows", "pins") == (0, 0)
 
 
+def test_what_was_prefetched_stays_for_its_first_reader() -> None:
+    rig = TierRig(core={"retain_promoted": False})
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    looker = rig.open()
+    ask = m.Prefetch(
+        seq=5, request="p", digests=digests("a", "b"), width=WIDTH, namespace=e.namespace
+    )
+    rig.say(looker, ask)
+    rig.settle()
+    assert rig.gauge("rows", "pins") == (2, 0)
+    (found,) = rig.look_up(e, "a", "b")
+    e.give_back(found.lease)
+    assert rig.gauge("rows", "pins") == (0, 0)
+
+
 def test_a_bad_promoted_row_never_matches_again_in_l1(rig: TierRig) -> None:
     e = rig.ready()
     stored(rig, e, "a", "b")

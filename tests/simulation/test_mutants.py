@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation.mutant import Mutant
 from tests.simulation.mutants import (
     MUTANTS,
     UNBROKEN,
-    Mutant,
     StaleMutantError,
     broken_copy,
     notice,

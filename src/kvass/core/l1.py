@@ -166,13 +166,17 @@ class L1:
         """One more lease holds ``rows``; a row named twice in it counts once."""
         self.table.pins[rows] += 1
 
-    def unpin(self, rows: I64Array) -> None:
-        """Undo one ``pin`` of the same ``rows``; those that only stayed for it are freed."""
+    def unpin(self, rows: I64Array, ahead: bool = False) -> None:
+        """Undo one ``pin`` of the same ``rows``; those that only stayed for it are freed.
+
+        ``ahead``: whoever they are for is still to come, so passing ones stay.
+        """
         table = self.table
         table.pins[rows] -= 1
         if not self._leaving:
             return
-        leaving = (table.doomed[rows] | table.passing[rows]) & table.evictable(rows)
+        over = table.doomed[rows] if ahead else table.doomed[rows] | table.passing[rows]
+        leaving = over & table.evictable(rows)
         if leaving.any():
             gone = np.unique(rows[leaving])
             self._leaving -= len(gone)

@@ -295,7 +295,7 @@ def _let_go(state: State, one: Promotion) -> None:
     pinned = one.pinned
     one.parts, one.proof, one.chunks, one.awaits = (), (), one.first, set()
     for part in pinned:
-        state.l1.unpin(part.rows)
+        state.l1.unpin(part.rows, ahead=not one.readers)
 
 
 def loaded(state: State, event: Loaded) -> None:

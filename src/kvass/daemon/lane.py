@@ -7,6 +7,7 @@ nobody from leaving.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -15,7 +16,10 @@ from kvass.core.effects import ToTier
 
 
 class Lane:
-    """``work(effect)`` of each one put here, by ``threads`` threads; at most ``room`` wait."""
+    """``work(effect)`` of each one put here, by ``threads`` threads; at most ``room`` wait.
+
+    ``nice``: by how much the threads give way to the one that answers engines (and to engines).
+    """
 
     def __init__(
         self,
@@ -24,7 +28,9 @@ class Lane:
         room: int,
         work: Callable[[ToTier], None],
         clock: Callable[[], float],
+        nice: int = 0,
     ) -> None:
+        self._nice = nice
         self._room = room
         self._work = work
         self._clock = clock
@@ -85,6 +91,8 @@ class Lane:
 
     def _serve(self) -> None:
         me = threading.get_ident()
+        if self._nice:  # on Linux a thread has its own, and hands it on to those it starts
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while (effect := self._queue.get()) is not None:
             self._running[me] = self._clock()
             try:

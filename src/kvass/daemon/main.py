@@ -13,6 +13,8 @@ import resource
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a request
+
 from kvass._version import __version__
 from kvass.arena import memory
 from kvass.config import Config, Size
