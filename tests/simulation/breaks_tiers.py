@@ -133,8 +133,8 @@ BREAKS = [
         "a row that passes is freed while somebody reads it",
         6,
         "l1.py",
-        "(table.doomed[rows] | table.passing[rows]) & table.evictable(rows)",
-        "(table.doomed[rows] & table.evictable(rows)) | table.passing[rows]",
+        "leaving = over & table.evictable(rows)",
+        "leaving = over & table.evictable(rows) | table.passing[rows]",
     ),
     one(
         "what passes stays",
