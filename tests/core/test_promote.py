@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import Loaded, Stopping, TierLoad, TierProbe, TierStore
+from kvass.core.effects import Faulted, Loaded, Stopping, TierLoad, TierProbe, TierStore
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, LEASE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig, names
@@ -189,6 +189,43 @@ def test_a_clear_makes_what_waits_a_miss_and_what_loads_worthless(rig: TierRig) 
     assert isinstance(cleared, m.Cleared)
     assert rig.gauge("rows", "rows_loading", "pins") == (0, 0, 0)
     assert rig.look_up(e, "a", "b")[0].chunks == 0
+
+
+def test_a_cleared_tier_is_not_used_until_it_has_noted_it(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a")
+    rig.say(e.scheduler, m.Clear(seq=11))
+    rig.begin(e, "a")
+    e.store("b")
+    assert not rig.open_ops(TierProbe)
+    assert not rig.open_ops(TierStore)
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler) if isinstance(r, m.Matched)] == [0]
+    assert len({one[1] for one in rig.shelves[0]}) == 2  # the new row's epoch is another
+
+
+def test_a_clear_of_one_that_went_is_confirmed_to_nobody(rig: TierRig) -> None:
+    """A client that broke the protocol is told so, and nothing after it."""
+    e = rig.ready()
+    rig.say(e.scheduler, m.Clear(seq=11))
+    held = e.reserve("a")
+    e.hand_over(reservations=(held.reservation,))
+    rig.step(Faulted(e.scheduler, "bad_frame", "garbage"))
+    rig.replies(e.scheduler)
+    rig.settle()
+    assert rig.replies(e.scheduler) == []
+
+
+def test_a_worker_that_must_go_hears_no_more_of_its_clear(rig: TierRig) -> None:
+    """It owes a commit, so its session lives on, half-closed."""
+    e = rig.ready()
+    held = e.reserve("a")
+    e.hand_over(reservations=(held.reservation,))
+    rig.say(e.workers[0], m.Clear(seq=11))
+    rig.step(Faulted(e.workers[0], "bad_frame", "garbage"))
+    rig.replies(e.workers[0])
+    rig.settle()
+    assert rig.replies(e.workers[0]) == []
 
 
 def test_a_clear_that_a_tier_does_not_note_is_refused_and_owed(rig: TierRig) -> None:
