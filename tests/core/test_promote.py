@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import Faulted, Loaded, Stopping, TierLoad, TierProbe, TierStore
+from kvass.core.effects import (
+    EpochIs,
+    Faulted,
+    Loaded,
+    Stopping,
+    TierEpoch,
+    TierLoad,
+    TierProbe,
+    TierStore,
+)
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, LEASE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig, names
@@ -202,6 +211,39 @@ def test_a_cleared_tier_is_not_used_until_it_has_noted_it(rig: TierRig) -> None:
     rig.settle()
     assert [r.chunks for r in rig.replies(e.scheduler) if isinstance(r, m.Matched)] == [0]
     assert len({one[1] for one in rig.shelves[0]}) == 2  # the new row's epoch is another
+
+
+def test_an_epoch_that_was_asked_for_before_a_clear_is_not_used_after_it(rig: TierRig) -> None:
+    """The clear's own question fails, and the older one is answered after that."""
+    e = rig.ready()
+    stored(rig, e, "a")
+    again = TierRig(core={"boot": b"another boot 123"})
+    again.shelves, again.notes = rig.shelves, rig.notes
+    e = again.engine()
+    again.say(e.scheduler, m.Clear(seq=11))
+    first, renewal = again.open_ops(TierEpoch)
+    again.down = True
+    again.answer(renewal)
+    again.down = False
+    again.answer(first)
+    for _ in range(3):
+        assert [r.chunks for r in again.look_up(e, "a") if isinstance(r, m.Matched)] == [0]
+        again.wait(1.0)
+    assert again.notes[0][e.namespace] != first.fresh
+
+
+def test_of_questions_that_crossed_the_tiers_note_counts(rig: TierRig) -> None:
+    e = rig.engine()
+    rig.say(e.scheduler, m.Clear(seq=11))
+    first, renewal = rig.open_ops(TierEpoch)
+    rig.asked.clear()
+    rig.notes[0][e.namespace] = first.fresh  # it found no note, and was slow to make one
+    rig.step(EpochIs(first.op, first.fresh))
+    rig.step(EpochIs(renewal.op, renewal.fresh))
+    rig.settle()
+    e.store("a")
+    rig.settle()
+    assert {one[1] for one in rig.shelves[0]} == {first.fresh}
 
 
 def test_a_clear_of_one_that_went_is_confirmed_to_nobody(rig: TierRig) -> None:
@@ -731,6 +773,16 @@ def test_none_flushes_nothing() -> None:
         e.store(*range(start, start + 4))
     rig.step(Stopping())
     assert not rig.asked
+
+
+def test_a_slot_that_has_changed_hands_is_not_flushed_for_its_former_row(rig: TierRig) -> None:
+    e = rig.ready()
+    e.store(*range(12))
+    rig.forget_l1()
+    e.store(*range(100, 104))
+    rig.settle()
+    assert rig.count("flushes_lost") == 4
+    assert len(rig.shelves[0]) == 12
 
 
 def test_every_tier_gets_every_row() -> None:
