@@ -8,9 +8,22 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from kvass.client.client import MAX_UNANSWERED
 from kvass.client.scheduler import LONGEST_S, PENDING, Match, SchedulerClient
 from kvass.errors import Incompatible
-from kvass.messages import Lookup, Matched, Ping, Pong, Prefetch, Register, Release, Reserve
+from kvass.messages import (
+    Clear,
+    Cleared,
+    Error,
+    Lookup,
+    Matched,
+    Ping,
+    Pong,
+    Prefetch,
+    Register,
+    Release,
+    Reserve,
+)
 from kvass.testing.scripted import ScriptedDaemon, eventually
 from kvass.types import Timing
 from tests.client.test_scheduler import CHUNKS, DIGESTS, ITEMS, WIDTH, match, sync
@@ -118,6 +131,35 @@ def test_stores_go_on_while_a_lookup_waits(
     assert scheduler.reserve(ITEMS, WIDTH) is not None
     assert len(tiers.got(Reserve)) == 1
     assert match(scheduler) is PENDING
+
+
+def test_any_number_of_waiting_lookups_keeps_no_other_request_back(
+    tiers: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    for i in range(2 * MAX_UNANSWERED):
+        assert match(scheduler, f"r{i}") is PENDING
+        scheduler.new_step()
+    assert scheduler.reserve(ITEMS, WIDTH) is not None
+    assert len(tiers.got(Lookup, 2 * MAX_UNANSWERED)) == 2 * MAX_UNANSWERED
+
+
+def test_a_clear_that_a_tier_could_not_note_is_not_said_in_every_step(
+    tiers: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    tiers.answers[Clear] = lambda m: [Error(seq=m.seq, code="tier_down", text="disk: no")]
+    assert not scheduler.clear(5.0)
+    for _ in range(20):
+        scheduler.new_step()
+        assert match(scheduler) is None
+    assert len(tiers.got(Clear)) == 1
+    tiers.answers[Clear] = lambda m: [Cleared(seq=m.seq)]
+
+    def confirmed() -> bool:
+        scheduler.new_step()
+        return match(scheduler) is PENDING
+
+    assert eventually(confirmed)
+    assert len(tiers.got(Clear)) == 2
 
 
 def test_a_pong_is_asked_for_once(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvass import messages as m
+from kvass.core import epochs
 from kvass.core.effects import (
     EpochIs,
     Faulted,
@@ -550,6 +553,56 @@ def test_what_was_prefetched_stays_for_its_first_reader() -> None:
     assert rig.gauge("rows", "pins") == (0, 0)
 
 
+@pytest.mark.parametrize("end", ["late", "failed"])
+def test_what_is_not_retained_is_there_for_a_shorter_match_too(end: str) -> None:
+    rig = TierRig(core={"retain_promoted": False})
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    rig.begin(e, "a", "b")
+    rig.settle(TierProbe)
+    rig.begin(e, "a", "b", "c")
+    rig.settle(TierProbe)
+    (load,) = rig.open_ops(TierLoad)
+    if end == "failed":
+        rig.answer(load, True, False)
+        assert [r.chunks for r in rig.replies(e.scheduler)] == [1, 1]
+    else:
+        rig.answer(load)
+        assert [r.chunks for r in rig.replies(e.scheduler)] == [2, 2]
+    e.quit()
+    assert rig.gauge("rows", "pins") == (0, 0)
+
+
+def test_the_rest_of_a_prompt_is_waited_for_as_long_as_computing_the_rest_takes() -> None:
+    rig = TierRig(pages=256)
+    e = rig.ready()
+    for start in range(0, 100, 10):
+        e.store(*range(start, start + 10))
+        rig.settle()
+    rig.begin(e, *range(101), budget_ms=20_000.0, prefill_tokens_s=100.0)
+    assert rig.machine.state.promotions.next_due == pytest.approx(rig.now + 0.16)
+    rig.wait(0.2)
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [100]
+    rig.begin(e, *range(200, 300), budget_ms=20_000.0, prefill_tokens_s=100.0)
+    assert rig.machine.state.promotions.next_due == pytest.approx(rig.now + 20)
+
+
+@pytest.mark.parametrize("speed", [float("inf"), float("nan"), -1.0, 1e300])
+def test_no_speed_that_an_engine_tells_breaks_anything(rig: TierRig, speed: float) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    rig.begin(e, "a")
+    rig.settle(TierProbe)
+    rig.now += 0.05
+    rig.settle()
+    rig.wait(LEASE_S)
+    rig.forget_l1()
+    for _ in range(1000):
+        rig.look_up(e, "a", "b", prefill_tokens_s=speed)
+        rig.wait(LEASE_S)
+    assert rig.status["tiers"][0]["load_bytes_s"] <= 1e15
+
+
 def test_a_bad_promoted_row_never_matches_again_in_l1(rig: TierRig) -> None:
     e = rig.ready()
     stored(rig, e, "a", "b")
@@ -733,6 +786,40 @@ def test_stopping_waits_for_an_epoch_that_is_asked_for(rig: TierRig, down: bool)
     rig.settle()
     assert len(rig.shelves[0]) == (0 if down else 12)
     assert not rig.flushing()
+
+
+def test_stopping_asks_a_tier_that_was_left_alone_once_more(rig: TierRig) -> None:
+    e = rig.ready()
+    rig.down = True
+    e.store("a")
+    rig.settle()
+    rig.down = False
+    rig.step(Stopping())
+    assert rig.flushing()
+    rig.settle()
+    assert len(rig.shelves[0]) == 1
+
+
+def test_what_waits_for_a_dead_tiers_epoch_costs_little(rig: TierRig) -> None:
+    """However much is queued, a step looks at a little; all of it goes once the tier tells."""
+    big = TierRig(pages=4096)
+    e = big.engine()
+    for i in range(1000):
+        e.store(i)
+    looked = 0
+    usable = epochs.usable
+
+    def counted(*args: Any) -> list[int]:
+        nonlocal looked
+        looked += 1
+        return usable(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(epochs, "usable", counted)
+        e.store("one more")
+    assert looked < 50
+    big.settle()
+    assert len(big.shelves[0]) == 1001
 
 
 def test_stopping_does_not_wait_for_a_tier_that_is_down(rig: TierRig) -> None:

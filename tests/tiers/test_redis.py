@@ -214,10 +214,13 @@ def test_nobody_there_at_the_start() -> None:
         ("redis:/socket?cluster=yes", "host and port"),
         ("redis:host?cluster=yes&db=1", "db"),
         ("redis:host?colour=red", "its options: db, prefix"),
+        ("redis://user:hunter2@host:6379", "instead of a URL"),
+        ("redis:user:hunter2@host:6379", "instead of a URL"),
     ],
 )
 def test_mistakes_are_one_clear_line(url: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_tier(url)
     assert says in str(caught.value)
+    assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)

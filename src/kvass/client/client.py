@@ -46,6 +46,8 @@ from kvass.wire.framing import one_line
 
 MAX_UNANSWERED: Final = 256
 """Requests sent without waiting; a daemon that answers none gets no more of them."""
+MAX_LATE: Final = 4096
+"""The same, of requests whose answer may take its time."""
 
 _ANSWERS: Final[dict[type[Request], type[FromDaemon]]] = {
     Hello: Welcome,
@@ -72,6 +74,8 @@ class Client(Link):
         self._asked: dict[int, type[FromDaemon]] = {}
         self._replies: dict[int, FromDaemon] = {}
         self._late: set[int] = set()
+        self._slow: set[int] = set()
+        """Of what was asked, that whose answer may take its time."""
         self._silent_since = 0.0
 
     @property
@@ -145,13 +149,16 @@ class Client(Link):
         assert isinstance(reply, Prefetched)
         return reply.chunks
 
-    def submit(self, message: Request) -> int:
+    def submit(self, message: Request, *, late: bool = False) -> int:
         """Send a request without waiting: its ``seq``, or 0: no connection or no room.
 
-        Raises ``UsageError`` for a message above the daemon's frame limit.
+        ``late``: its answer may take its time, and many of them keep no other request back. Raises
+        ``UsageError`` for a message above the daemon's frame limit.
         """
         self.start()
-        return self._ask(message) if len(self._asked) < MAX_UNANSWERED else 0
+        open_ = len(self._slow) if late else len(self._asked) - len(self._slow)
+        room = open_ < (MAX_LATE if late else MAX_UNANSWERED)
+        return self._ask(message, late) if room else 0
 
     def wait(self, seq: int, timeout_s: float, *, late: bool = False) -> FromDaemon | None:
         """The reply to ``seq``; None if it is not here in time (0 polls). Then wait again or
@@ -186,6 +193,11 @@ class Client(Link):
                 self._stir()
             elif (reply := self._replies.pop(seq, None)) is not None:
                 self._settle_late(reply)
+
+    def overdue(self) -> None:
+        """An answer is missing that should have come: count the daemon as silent from now on."""
+        with self._turn:
+            self._silent_since = self._silent_since or time.monotonic()
 
     def poll(self) -> None:
         """Take in what has arrived, without waiting."""
@@ -222,7 +234,7 @@ class Client(Link):
 
     # ------------------------------------------------------------ inside
 
-    def _ask(self, message: Request) -> int:
+    def _ask(self, message: Request, late: bool = False) -> int:
         with self._turn:
             session = self._session
             if session is None:
@@ -231,11 +243,14 @@ class Client(Link):
             if not self._send(session, message):
                 return 0
             self._asked[message.seq] = _ANSWERS[type(message)]
+            if late:
+                self._slow.add(message.seq)
             return message.seq
 
     def _take_in(self, message: FromDaemon) -> None:
         self._silent_since = 0.0
         expected = self._asked.pop(message.seq, None)
+        self._slow.discard(message.seq)
         if expected is None and isinstance(message, Error):
             self.refused(message)  # of a one-way message
         elif expected is None or not isinstance(message, (expected, Error)):

@@ -48,6 +48,8 @@ GUESS_TOKENS_S: Final = 5_000.0
 """What an engine that has measured nothing yet is taken to compute per second."""
 LONGEST_S: Final = 30.0
 """No request waits longer for tiers, however long its prompt."""
+CLEAR_AGAIN_S: Final = 1.0
+"""A Clear that a tier could not note costs others of the namespace what L1 has, each time."""
 ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
 
@@ -127,6 +129,7 @@ class SchedulerClient:
         self._giver: Session | None = None
         """The connection through which came the first of what was taken since ``handed_over``."""
         self._must_clear = False
+        self._clear_after_s = 0.0
         self._clearing = 0
         """The ``seq`` of the owed Clear while it is in flight."""
 
@@ -236,7 +239,8 @@ class SchedulerClient:
         seq = self._submit(
             Prefetch(
                 request="prefetch", digests=digests[:most], width=width, budget_ms=budget_s * 1000
-            )
+            ),
+            late=True,
         )
         if seq:
             self._client.discard(seq)
@@ -275,7 +279,7 @@ class SchedulerClient:
             budget_ms=1000 * max(ask.patience_s - now_s - ANSWER_S, 0.001) if tiers else 0.0,
             prefill_tokens_s=prefill_tokens_s if tiers else 0.0,
         )
-        ask.seq, ask.first, ask.session = self._submit(lookup), first, session
+        ask.seq, ask.first, ask.session = self._submit(lookup, late=tiers > 0), first, session
         self.counters["lookups"] += 1
         return 0.0 if silent_s else self._left_s
 
@@ -303,7 +307,10 @@ class SchedulerClient:
         if self._client.wait(ask.ping, 0.0) is not None:
             ask.ping, ask.taken_up = 0, True
             return True
-        return now_s - ask.pinged_s < welcome.timing.lookup_budget_ms / 1000
+        if now_s - ask.pinged_s < welcome.timing.lookup_budget_ms / 1000:
+            return True
+        self._client.overdue()
+        return False
 
     def _answer(self, ask: _Ask, wait_s: float, asked: int) -> Match | Pending | None:
         """What the lookup in flight has come to, after ``wait_s`` at most."""
@@ -425,7 +432,7 @@ class SchedulerClient:
         for request in list(self._asks):
             self.settle(request)
         self._drop_clear()  # one in flight is of an earlier call, and may be too early for this one
-        self._must_clear = True
+        self._must_clear, self._clear_after_s = True, 0.0
         deadline_s = time.monotonic() + timeout_s
         try:
             self._client.connect(timeout_s)
@@ -438,7 +445,7 @@ class SchedulerClient:
 
         A daemon refuses it while ranks are missing, since it does not know their namespace then.
         """
-        if self._must_clear and not self._clearing:
+        if self._must_clear and not self._clearing and time.monotonic() >= self._clear_after_s:
             self._clearing = self._submit(Clear())
         if self._clearing:
             try:
@@ -449,6 +456,8 @@ class SchedulerClient:
             if reply is not None:
                 self._clearing = 0
                 self._must_clear = not isinstance(reply, Cleared)
+                if isinstance(reply, Error) and reply.code == "tier_down":
+                    self._clear_after_s = time.monotonic() + CLEAR_AGAIN_S
         return not self._must_clear
 
     def _drop_clear(self) -> None:
@@ -461,9 +470,9 @@ class SchedulerClient:
         """End the session; the daemon cancels what was not handed over."""
         self._client.close()
 
-    def _submit(self, message: Request) -> int:
+    def _submit(self, message: Request, *, late: bool = False) -> int:
         try:
-            return self._client.submit(message)
+            return self._client.submit(message, late=late)
         except UsageError:  # above the frame limit this daemon was started with
             self.counters["too_large"] += 1
             return 0

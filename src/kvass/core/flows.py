@@ -6,6 +6,7 @@ raises ``Refused`` before it changed anything.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -52,6 +53,8 @@ from kvass.types import SCHEDULER, I64Array, U64Array
 
 PREFETCH_S: Final = 60.0
 """How long a prefetch may take that does not say."""
+GUESS_TOKENS_S: Final = 5_000.0
+"""What an engine computes per second that does not know it yet."""
 LONGEST_S: Final = 300.0
 """No lookup waits longer, whatever it asks."""
 
@@ -77,7 +80,11 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
     if ns is None:
         return promote.miss(state, msg.first)
     chunks, parts = _match(state, ns, keys, msg.first, msg.spare)
-    due = _due(state, (msg.budget_ms or state.config.timing.lookup_budget_ms) / 1000)
+    least_s = state.config.timing.lookup_budget_ms / 1000
+    due = _due(state, msg.budget_ms / 1000 or least_s)
+    if chunks > msg.first:  # for the rest of a prompt, no longer than computing the rest takes
+        left_s = (len(keys) - chunks) * ns.chunk_tokens / (_speed(msg) or GUESS_TOKENS_S)
+        due = min(due, state.now + max(left_s, least_s))
     if chunks < len(keys) - msg.spare and state.config.tiers and due > state.now:
         promote.begin(state, _promotion(state, session, msg, ns, keys, msg.first, readers, due))
         return None
@@ -122,6 +129,11 @@ def _due(state: State, budget_s: float) -> float:
     return state.now + min(budget_s, LONGEST_S)
 
 
+def _speed(msg: Lookup) -> float:
+    """What the engine computes per second; what is no speed is not known."""
+    return msg.prefill_tokens_s if 0 < msg.prefill_tokens_s < math.inf else 0.0
+
+
 def _check_leases(state: State, instance: str) -> None:
     held = len(state.ledger.leases_of.get(instance, ())) + state.promotions.of_instance[instance]
     if held >= state.config.limits.leases_per_instance:
@@ -150,7 +162,7 @@ def _promotion(
         keys=keys,
         first=first,
         deadline=due,
-        prefill_tokens_s=msg.prefill_tokens_s if isinstance(msg, Lookup) else 0.0,
+        prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=[np.full(len(keys), NOWHERE, np.int64) for _ in ns.classes],
     )
@@ -205,7 +217,7 @@ def release(state: State, session: Session, msg: Release) -> None:
 
 
 def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
-    """Rows whose bytes proved wrong never match again (law 8)."""
+    """Rows whose bytes proved wrong never match again (law 8); a tier's record is checked anew."""
     for part in lease.parts:
         begin = lease.chunks - len(part.rows)  # a window's rows are those of the last chunks
         wrong = [part.rows[i - begin] for i in set(bad) if begin <= i < lease.chunks]

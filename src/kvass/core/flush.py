@@ -11,6 +11,7 @@ asked again for it; one that is down is, after a while, for those that are still
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -32,6 +33,8 @@ STORE_BYTES: Final = 16 << 20
 _ROOM_SHARE: Final = 8
 """``on_evict`` keeps the oldest part of L1, one of so many, flushed."""
 _AHEAD: Final = 256
+_LOOK: Final = 16
+"""How much of a queue is looked at for rows whose epoch is known: a dead tier's may be long."""
 
 
 def take_published(state: State) -> None:
@@ -74,6 +77,13 @@ def all_left(state: State) -> None:
             _queue(state, Part(one.id, rows), range(len(state.config.tiers)))
 
 
+def hurry(state: State) -> None:
+    """The daemon stops: tiers that were left alone are asked once more."""
+    for tier in range(len(state.flushes.queues)):
+        state.flushes.rests_until[tier] = -math.inf
+        pump(state, tier)
+
+
 def _queue(state: State, part: Part, tiers: Iterable[int]) -> None:
     state.l1.table.kept[part.rows] = True
     keys = state.l1.table.keys_of(part.rows).copy()
@@ -85,7 +95,7 @@ def _queue(state: State, part: Part, tiers: Iterable[int]) -> None:
         pump(state, tier)
 
 
-def pump(state: State, tier: int) -> None:
+def pump(state: State, tier: int, look: int = _LOOK) -> None:
     """Give a tier the next rows of its queue, as many as may be on their way at a time."""
     flushes = state.flushes
     if state.now < flushes.rests_until[tier]:
@@ -93,7 +103,8 @@ def pump(state: State, tier: int) -> None:
     most = min(FLUSH_BYTES, state.config.arena_bytes // 8 // len(flushes.queues))
     queue = flushes.queues[tier]
     waiting = 0
-    while len(queue) > waiting and flushes.bytes_out[tier] < most:
+    look = len(queue) if state.stopping else look
+    while len(queue) > waiting and waiting < look and flushes.bytes_out[tier] < most:
         one = state.l1.classes.get(queue[0].row_class)
         if one is None:
             _pop(state, tier, len(queue[0].rows))
@@ -131,15 +142,18 @@ def _live(state: State, one: RowClass, queued: Queued) -> I64Array:
 
 def _drop_stale(state: State, tier: int) -> None:
     """Rows come and go faster than the tier takes them: forget those that went."""
-    left = list(state.flushes.queues[tier])
-    state.flushes.queues[tier].clear()
+    queue = state.flushes.queues[tier]
+    of: dict[int, list[Queued]] = {}
+    for queued in queue:
+        of.setdefault(queued.row_class, []).append(queued)
+    queue.clear()
     state.flushes.rows[tier] = 0
-    for queued in left:
-        one = state.l1.classes.get(queued.row_class)
-        rows = _live(state, one, queued) if one is not None else queued.rows[:0]
-        if len(rows):
-            keys = state.l1.table.keys_of(rows).copy()
-            state.flushes.queues[tier].append(Queued(queued.row_class, rows, keys))
+    for number, some in of.items():
+        one = state.l1.classes.get(number)
+        if one is not None:
+            keys = np.concatenate([queued.keys for queued in some])
+            rows = _live(state, one, Queued(number, np.concatenate([q.rows for q in some]), keys))
+            queue.append(Queued(number, rows, state.l1.table.keys_of(rows).copy()))
             state.flushes.rows[tier] += len(rows)
 
 

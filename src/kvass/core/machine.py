@@ -138,7 +138,9 @@ class CacheMachine:
         elif type(event) is Stored:
             flush.stored(state, event)
         elif type(event) is EpochIs:
-            flush.pump(state, epochs.answered(state, event))
+            tier = epochs.answered(state, event)
+            if event.epoch is not None:
+                flush.pump(state, tier, len(state.flushes.queues[tier]))
             promote.resume(state)
         elif type(event) is Emptied:
             epochs.emptied(state, event)
@@ -146,6 +148,7 @@ class CacheMachine:
             state.tiers.reports[event.tier] = event.fields
         elif type(event) is Stopping:
             state.stopping = True
+            flush.hurry(state)
             flush.all_left(state)
 
     def next_deadline(self) -> float | None:

@@ -252,11 +252,11 @@ def _records(ns: Namespace, tier: int, c: RowClass, keys: U64Array) -> Records:
 
 def _aim(state: State, one: Promotion, states: tuple[int, ...]) -> None:
     """Pin the longest hit of rows in ``states``; answer, if none of them is LOADING."""
-    _let_go(state, one)
-    ns = one.namespace
+    before, ns = one.pinned, one.namespace
     if one.epoch != ns.epoch:
         _answer(state, one)
         return
+    one.awaits = set()
     found = [c.index.find(one.keys) for c in ns.classes]
     one.chunks = _longest(one, _there(state, found, states))
     parts, proof = [], []
@@ -271,6 +271,8 @@ def _aim(state: State, one: Promotion, states: tuple[int, ...]) -> None:
         state.l1.pin(part.rows)
         for row in part.rows[state.l1.table.state[part.rows] == LOADING].tolist():
             one.awaits.add(state.promotions.loading[row])
+    for part in before:  # only now: what is not retained stays for those who wait
+        state.l1.unpin(part.rows, ahead=not one.readers)
     for op in one.awaits:
         loading = state.tiers.ops[op]
         assert isinstance(loading, Loading), "a LOADING row that nobody loads"

@@ -24,7 +24,9 @@ FlushMode = Literal["write_through", "on_evict", "none"]
 _SAMPLE_S: Final = 1.0
 """A tier that is never idle is measured as often as this."""
 REST_S: Final = 1.0
+_FASTEST: Final = 1e15
 _GIVE_UP: Final = 7
+_DUE: Final = 1024
 _FRESH: Final = 0.5
 """The weight of a new measurement."""
 
@@ -118,7 +120,7 @@ class Speed(msgspec.Struct):
     def doubt(self) -> None:
         """It was not asked because it is slow: believe a little less in that each time, so that a
         tier that has become fast is found out."""
-        self.bytes_s *= 1.05
+        self.bytes_s = min(self.bytes_s * 1.05, _FASTEST)
 
 
 class Tiers:
@@ -221,6 +223,9 @@ class Promotions:
 
     def add(self, one: Promotion) -> None:
         self.all[one.id] = one
+        if len(self._due) > 2 * len(self.all) + _DUE:  # most were answered long before their time
+            self._due = [due for due in self._due if due[1] in self.all]
+            heapq.heapify(self._due)
         self.of_instance[one.instance] += 1
         heapq.heappush(self._due, (one.deadline, one.id))
 

@@ -33,6 +33,7 @@ from kvass.daemon.lane import Lane
 from kvass.daemon.operations import fall_out, perform
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Tier
+from kvass.tiers.url import shown
 
 ASK, LOAD, STORE = "ask", "load", "store"
 _THREADS: Final = {ASK: 2, LOAD: 4, STORE: 2}
@@ -308,7 +309,11 @@ def _kind(effect: ToTier) -> str:
 
 def _words(error: BaseException) -> str:
     """One line of what an error says, that any encoding can take."""
-    line = " ".join(str(error).split()) or type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - anybody's exception, too
+        text = ""
+    line = shown(" ".join(text.split())) or type(error).__name__
     return line.encode("ascii", "replace").decode()[:_WORDS]
 
 

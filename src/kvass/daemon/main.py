@@ -53,7 +53,14 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
             f" boot={core.boot.hex()}"
         )
         server = Server(CacheMachine(core), arena, listener, door.refusal, tiers, config.stop_s)
-        ended = server.run(lambda: announce(ready))
+        try:
+            ended = server.run(lambda: announce(ready))
+        except Exception:
+            if not tiers:
+                raise
+            logging.exception("a defect of kvass: the daemon ends")
+            logging.shutdown()
+            os._exit(1)
         arena.close()
     if not ended:  # a tier hangs, and Python would wait for its threads
         logging.shutdown()

@@ -43,6 +43,9 @@ WIDTH: Final = 16
 PATIENCE_S: Final = 30.0
 """How long to wait for what must come; generous, for loaded machines."""
 
+SLOW_TOKENS_S: Final = 0.01
+"""What it says to compute per second, so that it is given all the time it asks for."""
+
 _names = itertools.count()
 
 
@@ -214,7 +217,8 @@ class FakeEngine:
         """Look ``prompt`` up, and find blocks for what is there; None: nothing."""
         keys, request = chunk_keys(prompt, self.chunk_tokens), f"{next(self._requests)}"
         self.scheduler.new_step()
-        while (found := self.scheduler.match(request, b"".join(keys), WIDTH, 0)) is PENDING:
+        asked = request, b"".join(keys), WIDTH, 0, SLOW_TOKENS_S
+        while (found := self.scheduler.match(*asked)) is PENDING:
             time.sleep(0.001)
             self.scheduler.new_step()
         if not isinstance(found, Match):

@@ -32,6 +32,7 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
+from kvass.core.flows import GUESS_TOKENS_S
 from kvass.testing.books import (
     Books,
     BrokenLawError,
@@ -86,6 +87,7 @@ class Pending:
     session: int
     message: m.Request
     due: float = inf
+    sure_until: float = inf
     space: Space | None = None
     epoch: int = 0
     before: dict[RowKey, Source] = field(default_factory=dict)
@@ -144,7 +146,26 @@ class TierWitness(Books):
             if one.space is None:
                 raise BrokenLawError(f"{message} waits for tiers, but of what namespace?")
             one.epoch = one.space.epoch
+            one.sure_until = self._sure_until(one, one.space, message, now)
             self._promise(one, one.space, split(message.digests, message.width), now)
+
+    def _sure_until(
+        self, one: Pending, space: Space, message: m.Lookup | m.Prefetch, now: float
+    ) -> float:
+        """Before this it does not give up: for the rest of what L1 has, it waits no longer than
+        computing that takes, which we know from below only (what was evicted we may not know)."""
+        if isinstance(message, m.Prefetch):
+            return one.due
+        keys = split(message.digests, message.width)
+        ready = space.longest(
+            lambda g, k: (space, g, k) in self.ready, keys, message.first, message.spare
+        )
+        if ready == message.first:
+            return one.due
+        speed = message.prefill_tokens_s
+        speed = speed if 0 < speed < float("inf") else GUESS_TOKENS_S
+        left_s = (len(keys) - ready) * space.chunk_tokens / speed
+        return min(one.due, now + max(left_s, self.timing.lookup_budget_ms / 1000))
 
     def space_of(self, session: int, message: m.Lookup | m.Prefetch) -> Space | None:
         """Of which namespace it asks."""
@@ -200,7 +221,7 @@ class TierWitness(Books):
             row = space, group, key
             if row in one.spoiled or space.epoch != one.epoch:
                 return False
-            if row in one.promised and now < one.due:
+            if row in one.promised and now < one.sure_until:
                 return True
             known = one.before.get(row)
             return self.surely_ready(row) and self.ready[row][0] is known

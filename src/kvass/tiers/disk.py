@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
@@ -401,9 +401,12 @@ class DiskTier:
 
         helping = min(self._threads, len(which)) - 1
         helpers = [self._pool.submit(work) for _ in range(helping)]
-        work()
+        try:
+            work()
+        finally:  # whatever it raises, nobody touches the buffers after we return
+            wait([helper for helper in helpers if not helper.cancel()])  # the others never came
         for helper in helpers:
-            if not helper.cancel():  # one that never came is not waited for
+            if not helper.cancelled():
                 helper.result()
         errors = [answer for answer in done if isinstance(answer, OSError)]
         if errors and True not in done:

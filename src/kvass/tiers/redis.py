@@ -26,6 +26,7 @@ from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import Shards, check_batch, check_note
 from kvass.tiers.codec import Header, decode_header, encode_header, header_bytes, payload_check
 from kvass.tiers.gate import Gate
+from kvass.tiers.url import shown
 
 _MOST_BYTES: Final = 500 << 20
 """Of one record; a server takes values of 512 MiB (proto-max-bulk-len)."""
@@ -242,6 +243,10 @@ def open_redis(
     ``ttl_s=0``: records stay until the server evicts them.
     """
     name = f"redis:{where}"
+    if "@" in where or where.startswith("//"):
+        raise ConfigError(
+            f"{shown(name)}: write redis:HOST:PORT?username=...&password=... instead of a URL"
+        )
     numbers = {"db": db, "ttl_s": ttl_s, "timeout_s": timeout_s}
     for option, text in numbers.items():
         if not text.isdecimal() or len(text) > 9 or (option == "timeout_s" and int(text) == 0):

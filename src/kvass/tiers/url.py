@@ -114,6 +114,8 @@ def _import(text: str, module: str, name: str) -> Callable[..., object]:
     except (ImportError, AttributeError) as error:
         missing = _EXTRAS.get(error.name or "")
         extra = f"; install the extra: kvass[{missing}]" if missing else ""
+        if error.name == module.partition(".")[0] and "." not in module:
+            extra = f"; unknown scheme? ours are {', '.join(OURS)}"
         if "libibverbs" in str(error):
             extra = "; Mooncake's package needs it: install your system's libibverbs (libibverbs1)"
         raise ConfigError(f"tier {shown(text)!r}: {error}{extra}") from error
@@ -132,5 +134,8 @@ def _check_options(
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
-        names = ", ".join(list(signature.parameters)[len(arguments) :]) or "none"
-        raise ConfigError(f"tier {shown(text)!r}: {error}; its options: {names}") from error
+        known = list(signature.parameters)[len(arguments) :]
+        names = ", ".join(known) or "none"
+        unknown = [name for name in options if name not in known]
+        wrong = f"unknown option {unknown[0]!r}" if unknown else str(error)
+        raise ConfigError(f"tier {shown(text)!r}: {wrong}; its options: {names}") from error
