@@ -158,6 +158,8 @@ class WorkerSide:
         load = done.job.name
         assert isinstance(load, Load)
         assert self._client is not None
+        if done.outcome == "lost":
+            return  # the copy may be reading still: only this process's end settles it
         self._client.release(load.boot, load.lease)
         arena.close()
 
@@ -165,6 +167,8 @@ class WorkerSide:
         store = done.job.name
         assert isinstance(store, Store)
         assert self._client is not None
+        if done.outcome == "lost":
+            return  # and here it may be writing
         if done.ok:
             self._client.commit(store.boot, store.reservation)
         else:
