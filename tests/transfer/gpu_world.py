@@ -64,9 +64,14 @@ class Row:
 
 
 class World:
-    """One seed. ``run`` raises WrongError, or all was well."""
+    """One seed. ``run`` raises WrongError, or all was well.
 
-    def __init__(self, seed: int) -> None:
+    ``careless`` engines break the caller's duties: "store" submits before the drafter's kernel is
+    queued, "load" before the blocks' zeroing is. Such a world must go wrong.
+    """
+
+    def __init__(self, seed: int, careless: str = "") -> None:
+        self.careless = careless
         self.rng = random.Random(seed)
         self.fake = FakeCuda(seed, eager=self.rng.choice([1, 2, 10]))
         self.clock = Clock()
@@ -172,13 +177,24 @@ class World:
             return
         blocks = self._allocate(chunk)
         self.write(blocks, self.rng.randbytes)
-        self.write(blocks[-1:], self.rng.randbytes)  # the drafter
+        drafted = self.rng.randbytes(64)
+        if self.careless != "store":
+            self._draft(blocks, drafted)
         if self.boot.free and self.rng.random() < 0.8:
             slot = self.boot.free.pop(self.rng.randrange(len(self.boot.free)))
             pages = [self.model[page].tobytes() for page in self._pages(blocks)]
+            if self.careless == "store":  # what a chunk must hold all the same
+                last = -len(self.planes.planes)
+                pages[last:] = [_repeat(drafted, len(page)) for page in pages[last:]]
             self._submit("store", slot, blocks, pages)
         else:
             self.used.append(blocks)
+        if self.careless == "store":
+            self._draft(blocks, drafted)
+
+    def _draft(self, blocks: list[int], salt: bytes) -> None:
+        """The drafter writes the last block anew, after the target's forward pass."""
+        self.write(blocks[-1:], lambda n: _repeat(salt, n))
 
     def load(self) -> None:
         """A request waits for a row in new blocks, which queued work may read or zero still."""
@@ -186,11 +202,14 @@ class World:
         if len(self.free) < chunk or not self.boot.ready:
             return
         slot = self.boot.ready.pop(self.rng.randrange(len(self.boot.ready)))
-        self._submit("load", slot, self._allocate(chunk), [])
+        blocks = self._allocate(chunk, zeroed=self.careless != "load")
+        self._submit("load", slot, blocks, [])
+        if self.careless == "load":
+            self.write(blocks, bytes)
 
-    def _allocate(self, count: int) -> list[int]:
+    def _allocate(self, count: int, zeroed: bool = True) -> list[int]:
         picked = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(count)]
-        if self.rng.random() < 0.7:
+        if zeroed and self.rng.random() < 0.7:
             self.write(picked, bytes)  # zeroed
         return picked
 
@@ -377,10 +396,14 @@ class World:
             raise WrongError(fake.violations[0])
 
 
-def run_seed(seed: int) -> str:
+def _repeat(salt: bytes, count: int) -> bytes:
+    return (salt * (count // len(salt) + 1))[:count]
+
+
+def run_seed(seed: int, careless: str = "") -> str:
     """What is wrong with a seed; empty if nothing is."""
     try:
-        World(seed).run()
+        World(seed, careless).run()
     except WrongError as wrong:
         return f"seed {seed}: {wrong}"
     return ""
