@@ -21,14 +21,16 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from kvass.transfer.base import U8Array
+from kvass.layout.describe import GroupPlanes
+from kvass.transfer.base import Mover, U8Array
+from kvass.transfer.cuda import CudaMover
 from kvass.transfer.runtime import (
     MAX_DESCRIPTORS,
     Batch,
@@ -103,9 +105,11 @@ class Plans:
 
 
 class FakeCuda(Runtime):
-    """See above. ``eager``: ``done`` also lets the device do up to so many pieces of work."""
+    """See above. ``eager``: ``done`` also lets the device do up to so many pieces of work. Unless
+    ``watched``, host memory may be any, and its unmapping goes unnoticed."""
 
-    def __init__(self, seed: int, eager: int = 4) -> None:
+    def __init__(self, seed: int, eager: int = 4, watched: bool = True) -> None:
+        self._watched = watched
         self.rng = random.Random(seed)
         self.plans = Plans()
         self.violations: list[str] = []
@@ -130,9 +134,13 @@ class FakeCuda(Runtime):
     def allocate(self, count: int) -> tuple[Region, U8Array]:
         """Device memory, and how to look at it."""
         memory = np.zeros(count, np.uint8)
+        return self.adopt(memory), memory
+
+    def adopt(self, memory: U8Array) -> Region:
+        """Memory that is the device's from now on."""
         self._keep.append(memory)
-        self._device.append((memory.ctypes.data, count))
-        return Region(memory.ctypes.data, count), memory
+        self._device.append((memory.ctypes.data, memory.nbytes))
+        return Region(memory.ctypes.data, memory.nbytes)
 
     def map(self, count: int) -> U8Array:
         """An arena: its unmapping is noticed."""
@@ -390,6 +398,27 @@ class FakeCuda(Runtime):
     def _copy_thread(self, name: str) -> None:
         if self._on_engine:
             self.violations.append(f"{name} on the engine's thread")
+
+
+class FakeGpus:
+    """Makes movers as ``testing.rank.Rank`` wants them, each with a fake GPU of its own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.made: list[FakeCuda] = []
+        self._seed = seed
+
+    def __call__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> Mover:
+        fake = FakeCuda(self._seed + len(self.made), eager=40, watched=False)
+        self.made.append(fake)
+        there = [fake.adopt(region) for region in regions]
+        return CudaMover(fake, there, planes, window=1 << 20, batch_bytes=20_000)
+
+    def check(self) -> None:
+        """The movers are closed: nothing went wrong, and nothing is left."""
+        for fake in self.made:
+            assert fake.violations == []
+            assert not fake.registered
+            assert not fake.live_events
 
 
 class _Mapping(mmap.mmap):
