@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import engine, worker
+from kvass.connectors.vllm.boundary import Boundary
 from kvass.connectors.vllm.memory import Memory, _Regions
+from kvass.connectors.vllm.metadata import Load, Store
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.testing.fake_cuda import FakeCuda
-from kvass.transfer.base import Job
+from kvass.transfer.base import Done, Job, Outcome
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_runtime import MissingError
 from kvass.transfer.host import HostMover
@@ -79,6 +82,37 @@ def test_mixed_devices_are_refused() -> None:
     here = np.zeros(4096, np.uint8)
     with pytest.raises(UsageError, match="on a GPU and on the CPU"):
         memory(tensor(1 << 30, 4096, "cuda", 0), tensor(here.ctypes.data, 4096, "cpu"))
+
+
+def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
+    """Not even that it failed: it may be reading or writing still (law 3)."""
+    told: list[str] = []
+
+    class Client:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: told.append(name)
+
+    class Arena:
+        def close(self) -> None:
+            told.append("left the arena")
+
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
+    side = worker.WorkerSide(setup, 0, Boundary())
+    client: Any = Client()
+    arena: Any = Arena()
+    side._client = client
+    store = Store(1, b"boot", 1, 0.0, 1.0, (), ())
+    memory = np.zeros(1, np.uint8)
+    ends: dict[Outcome, list[str]] = {"lost": [], "failed": ["abort", "left the arena"]}
+    for outcome, expected in ends.items():
+        side._stored(arena, Done(Job("store", (), memory, name=store), outcome))
+        assert told == expected
+    told.clear()
+    load = Load("r", b"boot", 1)
+    ends["failed"][0] = "release"
+    for outcome, expected in ends.items():
+        side._loaded(arena, Done(Job("load", (), memory, name=load), outcome))
+        assert told == expected
 
 
 def test_the_switch_is_off() -> None:
