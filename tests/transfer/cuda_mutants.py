@@ -201,14 +201,14 @@ MUTANTS = [
     Mutant(
         "what could not be registered goes the fast way",
         "descriptors.py",
-        '    return np.where(pinned, way, WAYS.index("pageable"))\n',
-        "    return way\n",
+        "    if pinned is not None:\n",
+        "    if False:\n",
     ),
     Mutant(
         "kernels get the host's address",
         "cuda.py",
-        "                    host = host + pinned.shifts(part.host // self._pins.window)\n",
-        "                    pass\n",
+        "                host += pinned.shifts(some.host // window)\n",
+        "                pass\n",
     ),
     Mutant(
         "neighbours on one side are taken for one run",

@@ -77,7 +77,7 @@ def test_torch_without_a_device_is_one_line() -> None:
 def test_a_batch_is_given_as_it_is(kind: Any, order: int) -> None:
     driver = Driver()
     a, b, n = (np.array(x, np.uint64) for x in ([1, 2], [3, 4], [5, 6]))
-    assert runtime(driver).copy(Stream(9), Batch(kind, "dma", a, b, n)) is None
+    assert runtime(driver).copy(Stream(9), Batch(kind, "dma", a, b, n, 11)) is None
     (args,) = driver.batches
     assert args[:4] == (a.ctypes.data, b.ctypes.data, n.ctypes.data, 2)
     assert args[6] == 1
@@ -90,7 +90,7 @@ def test_a_batch_is_given_as_it_is(kind: Any, order: int) -> None:
 def test_errors_are_values_and_some_are_the_end(result: int, dead: bool) -> None:
     driver = Driver(cuMemcpyBatchAsync=result, cuEventQuery=result)
     one = np.ones(1, np.uint64)
-    fault = runtime(driver).copy(Stream(9), Batch("store", "dma", one, one, one))
+    fault = runtime(driver).copy(Stream(9), Batch("store", "dma", one, one, one, 1))
     assert isinstance(fault, Fault)
     assert fault.dead is dead
     assert f"CUDA error {result}" in fault.text
@@ -111,14 +111,14 @@ def test_what_cannot_be_mapped_is_not_left_registered() -> None:
 def test_slow_copies_are_a_call_per_run_until_one_fails() -> None:
     driver, three = Driver(cuMemcpyDtoHAsync_v2=1), np.ones(3, np.uint64)
     one = runtime(driver)
-    assert one.copy(Stream(9), Batch("load", "pageable", three, three, three)) is None
+    assert one.copy(Stream(9), Batch("load", "pageable", three, three, three, 3)) is None
     assert driver.calls.count("cuMemcpyHtoDAsync_v2") == 3
-    assert one.copy(Stream(9), Batch("store", "pageable", three, three, three)) is not None
+    assert one.copy(Stream(9), Batch("store", "pageable", three, three, three, 3)) is not None
     assert driver.calls.count("cuMemcpyDtoHAsync_v2") == 1
 
 
 def test_a_batch_keeps_what_its_kernel_reads() -> None:
     one = np.ones(1, np.uint64)
-    batch = Batch("load", "kernel", one, one, one)
+    batch = Batch("load", "kernel", one, one, one, 1)
     assert runtime(Driver()).copy(Stream(9), batch) is None
     assert batch.keep == ["kept"]

@@ -33,7 +33,7 @@ from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, Mover, Outcome, U8Array
 from kvass.transfer.checks import check_job
-from kvass.transfer.descriptors import KERNEL_BELOW, WAYS, Runs, batches, choose, plan_runs
+from kvass.transfer.descriptors import KERNEL_BELOW, batches, choose, plan_runs
 from kvass.transfer.pins import WINDOW_BYTES, Pins
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream
 
@@ -116,7 +116,7 @@ class CudaMover(Mover):
         self._runtime, self._regions, self._clock = runtime, regions, clock
         self._pins = Pins(runtime, window)
         self._batch_bytes, self._flying_bytes = batch_bytes, flying_bytes
-        self._kernel_below = kernel_below
+        self._below = kernel_below
         self._threaded = threaded
         self._thread: Thread | None = None
         self._changed = Condition()
@@ -260,17 +260,20 @@ class CudaMover(Mover):
 
     def _batches(self, job: Job) -> Iterator[Batch]:
         """The job's batches; what they need of its arena is registered first."""
-        pinned = self._pins.of(job.arena)
-        runs = plan_runs(job.plans, self._regions, self._pins.window)
-        window = runs.host // self._pins.window
-        pinned.want(np.unique(window).tolist())
-        ways = choose(runs, job.kind, pinned.are(window), self._kernel_below)
-        for number, way in enumerate(WAYS):
-            for part in batches(runs[np.flatnonzero(ways == number)], self._batch_bytes):
-                host = part.host + pinned.address
-                if way == "kernel":
-                    host = host + pinned.shifts(part.host // self._pins.window)
-                yield _batch(job.kind, number, part, host)
+        pinned, window = self._pins.of(job.arena), self._pins.window
+        pinned.want(_windows(job, window))
+        runs = plan_runs(job.plans, self._regions, window)
+        for way, some in choose(runs, job.kind, pinned.are(runs.host // window), self._below):
+            host = some.host + pinned.address
+            if way == "kernel":
+                host += pinned.shifts(some.host // window)
+            ends = host.view(np.uint64), some.device.view(np.uint64)
+            target, source = ends if job.kind == "store" else ends[::-1]
+            for part in batches(some.count, self._batch_bytes):
+                count = some.count[part]
+                yield Batch(
+                    job.kind, way, target[part], source[part], count.view(np.uint64), count.sum()
+                )
 
     def _give(self, lane: _Lane, task: _Task) -> bool:
         """Give the task's next batch; False if it must wait."""
@@ -369,7 +372,11 @@ class CudaMover(Mover):
                 lane.stream = None
 
 
-def _batch(kind: Kind, way: int, part: Runs, host: np.ndarray) -> Batch:
-    ends = host.astype(np.uint64), part.device.astype(np.uint64)
-    target, source = ends if kind == "store" else ends[::-1]
-    return Batch(kind, WAYS[way], target, source, part.count.astype(np.uint64))
+def _windows(job: Job, window: int) -> list[int]:
+    """The windows of the arena in which the job's rows lie."""
+    found = set[int]()
+    for plan in job.plans:
+        for row in plan.rows:
+            last = row.slot + plan.planes.shard_bytes - 1
+            found.update(range(row.slot // window, last // window + 1))
+    return sorted(found)

@@ -60,14 +60,23 @@ def _plan_runs(plan: CopyPlan, regions: Sequence[Region]) -> tuple[I64Array, I64
     stride = np.array([p.block_stride for p in planes], np.int64)
     run = np.array([p.run for p in planes], np.int64)
     inside = np.array(plan.planes.slot_offsets(), np.int64)
+    head, rest = plan.rows[:1], plan.rows[1:]  # only the first may have fewer blocks
     columns = []
-    for row in plan.rows:
-        place = row.first + np.arange(len(row.blocks), dtype=np.int64)
-        device = base[:, None] + stride[:, None] * row.blocks
-        host = row.slot + inside[:, None] + run[:, None] * place
-        columns.append((device.ravel(), host.ravel(), np.repeat(run, len(row.blocks))))
+    for rows in (head, rest):
+        if rows:
+            blocks = np.stack([row.blocks for row in rows])[:, None, :]
+            slot = np.array([row.slot for row in rows], np.int64)[:, None, None]
+            place = rows[0].first + np.arange(blocks.shape[2], dtype=np.int64)
+            device = base[:, None] + stride[:, None] * blocks
+            host = slot + (inside[:, None] + run[:, None] * place)
+            columns.append((device.ravel(), host.ravel(), _spread(run, device.shape)))
     device, host, count = (np.concatenate(column) for column in zip(*columns, strict=True))
     return device, host, count
+
+
+def _spread(run: I64Array, shape: tuple[int, ...]) -> I64Array:
+    """``run`` of each plane, for each page of shape ``(rows, planes, blocks)``."""
+    return np.broadcast_to(run[:, None], shape).reshape(-1)
 
 
 def _merge(runs: Runs) -> Runs:
@@ -96,23 +105,27 @@ def _cut(runs: Runs, window: int) -> Runs:
     return Runs(runs.device[of] + begin - runs.host[of], begin, end - begin)
 
 
-def choose(runs: Runs, kind: Kind, pinned: np.ndarray, below: Mapping[Kind, int]) -> np.ndarray:
-    """The way of each run, as an index into ``WAYS``; ``pinned[i]``: its window is registered."""
-    words = (runs.device | runs.host | runs.count) % KERNEL_UNIT == 0
-    way = np.where((runs.count < below[kind]) & words, WAYS.index("kernel"), WAYS.index("dma"))
-    return np.where(pinned, way, WAYS.index("pageable"))
+def choose(
+    runs: Runs, kind: Kind, pinned: np.ndarray | None, below: Mapping[Kind, int]
+) -> list[tuple[Way, Runs]]:
+    """The runs by the way they go; ``pinned[i]``: its window is registered (None: all are)."""
+    if pinned is not None:
+        slow, fast = runs[np.flatnonzero(~pinned)], runs[np.flatnonzero(pinned)]
+        return [*choose(fast, kind, None, below), ("pageable", slow)]
+    short = runs.count < below[kind]
+    if not short.any():
+        return [("dma", runs)]
+    short &= (runs.device | runs.host | runs.count) % KERNEL_UNIT == 0
+    return [("dma", runs[np.flatnonzero(~short)]), ("kernel", runs[np.flatnonzero(short)])]
 
 
-WAYS: Final[tuple[Way, ...]] = ("dma", "kernel", "pageable")
-
-
-def batches(runs: Runs, limit: int) -> Iterator[Runs]:
-    """Slices of at most ``MAX_DESCRIPTORS`` runs, that end with the run that reaches ``limit``
-    bytes."""
-    ends, at = np.cumsum(runs.count), 0
-    while at < len(runs):
+def batches(count: I64Array, limit: int) -> Iterator[slice]:
+    """Slices of at most ``MAX_DESCRIPTORS`` runs of ``count[i]`` bytes, that end with the run that
+    reaches ``limit`` bytes."""
+    ends, at = np.cumsum(count), 0
+    while at < len(count):
         before = int(ends[at - 1]) if at else 0
         to = int(np.searchsorted(ends, before + limit)) + 1
-        to = min(to, at + MAX_DESCRIPTORS, len(runs))
-        yield runs[at:to]
+        to = min(to, at + MAX_DESCRIPTORS, len(count))
+        yield slice(at, to)
         at = to

@@ -54,8 +54,10 @@ class Pinned:
             else:
                 self.shift[one] = got - begin
 
-    def are(self, windows: I64Array) -> np.ndarray:
-        """Of each window, whether it is registered."""
+    def are(self, windows: I64Array) -> np.ndarray | None:
+        """Of each window, whether it is registered; None: all are, as far as anybody asked."""
+        if not self._refused:
+            return None
         return np.isin(windows, np.fromiter(self.shift, np.int64, len(self.shift)))
 
     def shifts(self, windows: I64Array) -> I64Array:

@@ -55,8 +55,8 @@ class Region:
 class Batch:
     """Copies of ``bytes[i]`` bytes from ``source[i]`` to ``target[i]``, in any order.
 
-    ``keep`` holds what the device reads while it carries them out; whoever submitted the batch lets
-    go of it when the batch is over.
+    ``total`` bytes in all. ``keep`` holds what the device reads while it carries them out; whoever
+    submitted the batch lets go of it when the batch is over.
     """
 
     kind: Kind
@@ -64,12 +64,8 @@ class Batch:
     target: U64Array
     source: U64Array
     bytes: U64Array
+    total: int
     keep: list[object] = field(default_factory=list)
-
-    @property
-    def total(self) -> int:
-        """Bytes that move."""
-        return int(self.bytes.sum())
 
 
 class Runtime(Protocol):
