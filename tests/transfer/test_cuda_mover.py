@@ -262,6 +262,20 @@ def test_regions_on_two_devices_are_refused() -> None:
         CudaMover(FakeCuda(1), [Region(0, 1 << 20, 0), Region(1 << 30, 1 << 20, 1)], [PLANES])
 
 
+def test_a_job_that_comes_while_the_mover_closes_is_refused_not_forgotten(rig: Rig) -> None:
+    order = rig.fake.order
+
+    def closing() -> Any:
+        rig.mover.close()
+        return order()
+
+    rig.fake.order = closing  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="closed"):
+        rig.submit("store", 1)
+    assert rig.mover.drain(0)
+    assert rig.fake.live_events == 0
+
+
 def test_what_does_not_fit_is_refused(rig: Rig) -> None:
     cut: U8Array = rig.arena[:SLOT]
     with pytest.raises(UsageError, match="another boot"):

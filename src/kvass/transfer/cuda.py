@@ -133,12 +133,14 @@ class CudaMover(Mover):
 
     def submit(self, job: Job) -> None:
         check_job(job, self._planes)
-        if self._closed:
-            raise UsageError("this mover is closed; submit before close()")
         order = Fault(self._dead) if self._dead else self._runtime.order()
         task = _Task(job, self._clock(), order)
         lane = self._lanes[job.kind]
         with self._changed:
+            if self._closed:
+                if not isinstance(order, Fault):
+                    self._runtime.forget(order)
+                raise UsageError("this mover is closed; submit before close()")
             place = lane.moved_bytes + job.bytes  # see HostMover.submit
             heapq.heappush(lane.queue, (place, next(self._arrivals), task))
             self._unsettled += 1
