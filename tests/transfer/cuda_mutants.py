@@ -175,9 +175,9 @@ MUTANTS = [
     Mutant(
         "a job does not keep its arena",
         "cuda.py",
-        "            task.batches = deque(self._batches(task.job))\n",
-        "            task.batches = deque(self._batches(task.job))\n"
-        "            object.__setattr__(task.job, 'arena', task.job.arena.copy())\n",
+        "                    task.more = None\n",
+        "                    task.more = None\n"
+        "                    object.__setattr__(task.job, 'arena', task.job.arena.copy())\n",
     ),
     Mutant(
         "an arena is known by its address",
@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "runs may cross windows",
         "descriptors.py",
-        "    return _cut(_merge(Runs(device, host, count)), window)\n",
-        "    return _merge(Runs(device, host, count))\n",
+        "            yield _cut(_merge(Runs(*columns)), window)\n",
+        "            yield _merge(Runs(*columns))\n",
     ),
     Mutant(
         "what could not be registered goes the fast way",
@@ -207,8 +207,8 @@ MUTANTS = [
     Mutant(
         "kernels get the host's address",
         "cuda.py",
-        "                host += pinned.shifts(some.host // window)\n",
-        "                pass\n",
+        "                    host += pinned.shifts(some.host // window)\n",
+        "                    pass\n",
     ),
     Mutant(
         "neighbours on one side are taken for one run",

@@ -22,7 +22,7 @@ import heapq
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 from threading import Condition, Thread, current_thread
 from time import monotonic
 from typing import Final
@@ -33,9 +33,10 @@ from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, Mover, Outcome, U8Array
 from kvass.transfer.checks import check_job
-from kvass.transfer.descriptors import KERNEL_BELOW, batches, choose, plan_runs
+from kvass.transfer.descriptors import KERNEL_BELOW, Runs, batches, choose, plan_runs
 from kvass.transfer.pins import WINDOW_BYTES, Pins
-from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream
+from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream, Way
+from kvass.types import I64Array
 
 BATCH_BYTES: Final = 16 << 20
 FLYING_BYTES: Final = 256 << 20
@@ -57,7 +58,10 @@ class _Task:
         self.since = since
         self.order = order
         self.ordered = False
-        self.batches: deque[Batch] | None = None
+        self.batches = deque[Batch]()
+        self.more: Iterator[Batch] | None = None
+        """Makes the batches after those, once it was begun."""
+        self.begun = False
         self.flying = 0
         self.outcome: Outcome | None = None
         self.error = ""
@@ -67,12 +71,13 @@ class _Task:
         """Nothing more of it will be given to the device; the first reason counts."""
         if self.outcome is None:
             self.outcome, self.error = outcome, error
-        self.batches = deque()
+        self.batches.clear()
+        self.begun, self.more = True, None
 
     @property
     def given(self) -> bool:
         """Whether all of it was given to the device, or never will be."""
-        return self.batches is not None and not self.batches
+        return self.begun and not self.batches and self.more is None
 
 
 class _Lane:
@@ -221,10 +226,10 @@ class CudaMover(Mover):
         changed = False
         while (task := self._first(lane)) is not None:
             self._end_if_useless(task)
-            if task.batches is None:
-                self._prepare(task)
+            self._make(task)
             if task.batches and not self._give(lane, task):
                 return changed
+            self._make(task)
             changed = True
             if task.given:
                 self._drop(lane, task)
@@ -254,9 +259,15 @@ class CudaMover(Mover):
 
     # ------------------------------------------------------------ giving
 
-    def _prepare(self, task: _Task) -> None:
+    def _make(self, task: _Task) -> None:
+        """Have the task's next batch at hand, if there is one more."""
         try:
-            task.batches = deque(self._batches(task.job))
+            if not task.begun:
+                task.begun, task.more = True, self._batches(task.job)
+            if not task.batches and task.more is not None:
+                task.batches.extend(islice(task.more, 1))
+                if not task.batches:
+                    task.more = None
         except Exception as e:  # noqa: BLE001 - an executor: one job's error must not end the others
             task.end("failed", f"{type(e).__name__}: {e}")
 
@@ -264,18 +275,19 @@ class CudaMover(Mover):
         """The job's batches; what they need of its arena is registered first."""
         pinned, window = self._pins.of(job.arena), self._pins.window
         pinned.want(_windows(job, window))
-        runs = plan_runs(job.plans, self._regions, window)
-        for way, some in choose(runs, job.kind, pinned.are(runs.host // window), self._below):
-            host = some.host + pinned.address
-            if way == "kernel":
-                host += pinned.shifts(some.host // window)
-            ends = host.view(np.uint64), some.device.view(np.uint64)
-            target, source = ends if job.kind == "store" else ends[::-1]
-            for part in batches(some.count, self._batch_bytes):
-                count = some.count[part]
-                yield Batch(
-                    job.kind, way, target[part], source[part], count.view(np.uint64), count.sum()
-                )
+        for runs in plan_runs(job.plans, self._regions, window):
+            for way, some in choose(runs, job.kind, pinned.are(runs.host // window), self._below):
+                host = some.host + pinned.address
+                if way == "kernel":
+                    host += pinned.shifts(some.host // window)
+                yield from self._cut(job.kind, way, some, host)
+
+    def _cut(self, kind: Kind, way: Way, runs: Runs, host: I64Array) -> Iterator[Batch]:
+        ends = host.view(np.uint64), runs.device.view(np.uint64)
+        target, source = ends if kind == "store" else ends[::-1]
+        for part in batches(runs.count, self._batch_bytes):
+            count = runs.count[part].view(np.uint64)
+            yield Batch(kind, way, target[part], source[part], count, int(count.sum()))
 
     def _give(self, lane: _Lane, task: _Task) -> bool:
         """Give the task's next batch; False if it must wait."""

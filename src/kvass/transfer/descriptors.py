@@ -12,7 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from kvass.layout.copy_plan import CopyPlan
+from kvass.layout.copy_plan import CopyPlan, RowCopy
+from kvass.layout.describe import GroupPlanes
 from kvass.transfer.runtime import MAX_DESCRIPTORS, Kind, Region, Way
 from kvass.types import I64Array
 
@@ -43,30 +44,32 @@ class Runs:
         return int(self.count.sum())
 
 
-def plan_runs(plans: Sequence[CopyPlan], regions: Sequence[Region], window: int) -> Runs:
-    """All runs of ``plans``, cut where they cross a multiple of ``window`` in the arena."""
-    parts = [_plan_runs(plan, regions) for plan in plans if plan.rows and plan.planes.planes]
-    if not parts:
-        none = np.empty(0, np.int64)
-        return Runs(none, none, none)
-    device, host, count = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return _cut(_merge(Runs(device, host, count)), window)
+def plan_runs(plans: Sequence[CopyPlan], regions: Sequence[Region], window: int) -> Iterator[Runs]:
+    """All runs of ``plans``, cut where they cross a multiple of ``window`` in the arena; some rows
+    at a time, so that the first can be on their way while the others are made."""
+    for plan in plans:
+        pages = plan.planes.chunk_blocks * len(plan.planes.planes)
+        step = max(1, MAX_DESCRIPTORS // max(1, pages))
+        for at in range(0, len(plan.rows) if pages else 0, step):
+            columns = _pages(plan.planes, plan.rows[at : at + step], regions)
+            yield _cut(_merge(Runs(*columns)), window)
 
 
-def _plan_runs(plan: CopyPlan, regions: Sequence[Region]) -> tuple[I64Array, I64Array, I64Array]:
+def _pages(
+    group: GroupPlanes, rows: Sequence[RowCopy], regions: Sequence[Region]
+) -> tuple[I64Array, I64Array, I64Array]:
     """Device addresses, arena offsets and lengths of single pages, row by row, plane by plane."""
-    planes = plan.planes.planes
+    planes = group.planes
     base = np.array([regions[p.region].address + p.base for p in planes], np.int64)
     stride = np.array([p.block_stride for p in planes], np.int64)
     run = np.array([p.run for p in planes], np.int64)
-    inside = np.array(plan.planes.slot_offsets(), np.int64)
-    head, rest = plan.rows[:1], plan.rows[1:]  # only the first may have fewer blocks
+    inside = np.array(group.slot_offsets(), np.int64)
     columns = []
-    for rows in (head, rest):
-        if rows:
-            blocks = np.stack([row.blocks for row in rows])[:, None, :]
-            slot = np.array([row.slot for row in rows], np.int64)[:, None, None]
-            place = rows[0].first + np.arange(blocks.shape[2], dtype=np.int64)
+    for some in (rows[:1], rows[1:]):  # only a job's first row may have fewer blocks
+        if some:
+            blocks = np.stack([row.blocks for row in some])[:, None, :]
+            slot = np.array([row.slot for row in some], np.int64)[:, None, None]
+            place = some[0].first + np.arange(blocks.shape[2], dtype=np.int64)
             device = base[:, None] + stride[:, None] * blocks
             host = slot + (inside[:, None] + run[:, None] * place)
             columns.append((device.ravel(), host.ravel(), _spread(run, device.shape)))
