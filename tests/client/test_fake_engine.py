@@ -14,7 +14,10 @@ from kvass.errors import UsageError
 from kvass.messages import Reserve, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.engine import WIDTH, FakeEngine, chunk_keys, spread
+from kvass.testing.fake_cuda import FakeGpus
 from kvass.testing.pages import WrongPageError
+from kvass.testing.rank import MakeMover
+from kvass.transfer.host import HostMover
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
 
 MODEL = RankLayout(
@@ -39,18 +42,25 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield real
 
 
-@pytest.fixture
-def make(daemon: Daemon) -> Iterator[Make]:
-    """Makes engines, and closes them; then nothing may be held."""
+@pytest.fixture(params=["host", "cuda"])
+def make(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Makes engines, and closes them; then nothing may be held. Their pages are in memory of the
+    host, or of a fake GPU that copies late and in parts."""
     made: list[FakeEngine] = []
+    gpus = FakeGpus()
 
     def make(world: ParallelStrategy, **options: Any) -> FakeEngine:
-        made.append(FakeEngine(daemon.socket, world, spread(world, MODEL), **options))
+        mover: MakeMover = gpus if request.param == "cuda" else HostMover
+        if "identity" in options:  # the daemon outlives the test
+            options["identity"] = {**options["identity"], "mover": request.param}
+        layouts = spread(world, MODEL)
+        made.append(FakeEngine(daemon.socket, world, layouts, mover=mover, **options))
         return made[-1]
 
     yield make
     for engine in made:
         engine.close()
+    gpus.check()
     quiet(daemon)
 
 

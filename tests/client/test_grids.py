@@ -15,8 +15,10 @@ import pytest
 from kvass.client.parallel import ParallelStrategy
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.engine import FakeEngine, chunk_keys, spread
+from kvass.testing.fake_cuda import FakeGpus
 from kvass.testing.layouts import GRIDS
-from kvass.testing.rank import Transfer
+from kvass.testing.rank import MakeMover, Transfer
+from kvass.transfer.host import HostMover
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
 
 MODEL = RankLayout(
@@ -110,7 +112,21 @@ class Life:
 def test_a6_b5_ranks_die_at_random_and_nothing_is_wrong_or_left(
     daemon: Daemon, world: ParallelStrategy
 ) -> None:
-    with FakeEngine(daemon.socket, world, spread(world, MODEL), seed=world.ranks) as engine:
+    live(daemon, world, HostMover)
+
+
+@pytest.mark.parametrize(
+    "world", [ParallelStrategy(2, 2), ParallelStrategy(4, 1, replicas=4)], ids=["dense", "mla"]
+)
+def test_the_same_with_pages_on_fake_gpus(daemon: Daemon, world: ParallelStrategy) -> None:
+    gpus = FakeGpus(seed=world.ranks)
+    live(daemon, world, gpus)
+    gpus.check()
+
+
+def live(daemon: Daemon, world: ParallelStrategy, mover: MakeMover) -> None:
+    layouts = spread(world, MODEL)
+    with FakeEngine(daemon.socket, world, layouts, seed=world.ranks, mover=mover) as engine:
         life = Life(engine, seed=1000 * world.tp + 10 * world.pp + world.replicas)
         life.live(REQUESTS)
         daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)

@@ -14,8 +14,10 @@ import pytest
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import engine as configuration
+from kvass.connectors.vllm import worker
 from kvass.connectors.vllm.metadata import StepWork
 from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.fake_cuda import FakeGpus
 from kvass.testing.vllm_rank import Engine, Gate, Rank, until
 from kvass.testing.vllm_scheduler import CHUNK, make_configs
 
@@ -46,9 +48,17 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield one
 
 
-@pytest.fixture
-def engine(daemon: Daemon) -> Iterator[Make]:
+@pytest.fixture(params=["host", "cuda"])
+def engine(
+    daemon: Daemon, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
+    """Makes engines, whose pages are in memory of the host or of a fake GPU."""
     made: list[Engine] = []
+    gpus = FakeGpus()
+    if request.param == "cuda":
+        monkeypatch.setattr(
+            worker, "open_mover", lambda memory: gpus(memory.regions, memory.planes)
+        )
 
     def make(strategy: ParallelStrategy, **options: Any) -> Engine:
         made.append(Engine(daemon.socket, daemon, strategy=strategy, **options))
@@ -58,6 +68,8 @@ def engine(daemon: Daemon) -> Iterator[Make]:
     yield make
     for one in made:
         one.close()
+    gpus.check()
+    assert bool(gpus.made) == (request.param == "cuda" and bool(made))
 
 
 def empty(daemon: Daemon) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""HostMover moves the right bytes and no others, in any layout.
+"""Both movers move the right bytes and no others, in any layout; the GPU is a fake.
 
 The model is a loop over single pages. All of engine memory and all of the arena are compared, so
 every byte outside the planes, the blocks and the slots of a job is a guard byte.
@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 
 from kvass.layout.copy_plan import CopyPlan, RowCopy, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
+from kvass.testing.fake_cuda import FakeCuda
 from kvass.transfer import host
 from kvass.transfer.base import Job, U8Array
+from kvass.transfer.cuda import CudaMover
 from kvass.transfer.host import HostMover
 
 Kind = Literal["store", "load"]
+Where = Literal["host", "cuda"]
 
 
 @dataclass
@@ -101,7 +104,10 @@ def copy(case: Case) -> Case:
     return Case(case.planes, [r.copy() for r in case.regions], case.arena.copy(), case.plan)
 
 
-def move(case: Case, kind: Kind) -> None:
+def move(case: Case, kind: Kind, where: Where = "host") -> None:
+    if where == "cuda":
+        move_on_gpu(case, kind)
+        return
     mover = HostMover(case.regions, [case.planes])
     mover.submit(Job(kind, (case.plan,), case.arena))
     assert mover.drain(10)
@@ -110,29 +116,55 @@ def move(case: Case, kind: Kind) -> None:
     assert done.ok, done.error
 
 
+def move_on_gpu(case: Case, kind: Kind) -> None:
+    """The same with copies of all in the fake device's memory and in an arena that can be pinned;
+    by DMA what the kernel does not take, in windows that rows straddle."""
+    fake = FakeCuda(case.plan.bytes)
+    made = [fake.allocate(len(region)) for region in case.regions]
+    arena = fake.map(len(case.arena))
+    arena[:] = case.arena
+    for (_, memory), region in zip(made, case.regions, strict=True):
+        memory[:] = region
+    mover = CudaMover(
+        fake, [region for region, _ in made], [case.planes], window=8192, threaded=False
+    )
+    mover.submit(Job(kind, (case.plan,), arena))
+    while not mover.drain(0):
+        mover.turn()
+    mover.close()
+    (done,) = mover.poll()
+    assert done.ok, done.error
+    assert fake.violations == []
+    case.arena[:] = arena
+    for (_, memory), region in zip(made, case.regions, strict=True):
+        region[:] = memory
+
+
 def assert_equal(one: Case, other: Case) -> None:
     assert np.array_equal(one.arena, other.arena)
     for a, b in zip(one.regions, other.regions, strict=True):
         assert np.array_equal(a, b)
 
 
+@pytest.mark.parametrize("where", ["host", "cuda"])
 @settings(max_examples=300)
 @given(case=cases(), kind=st.sampled_from(["store", "load"]))
-def test_like_a_loop_over_pages(case: Case, kind: Kind) -> None:
+def test_like_a_loop_over_pages(where: Where, case: Case, kind: Kind) -> None:
     expected = copy(case)
     model(expected, kind)
-    move(case, kind)
+    move(case, kind, where)
     assert_equal(case, expected)
 
 
+@pytest.mark.parametrize("where", ["host", "cuda"])
 @settings(max_examples=100)
 @given(case=cases())
-def test_what_was_stored_is_loaded(case: Case) -> None:
+def test_what_was_stored_is_loaded(where: Where, case: Case) -> None:
     before = copy(case)
-    move(case, "store")
+    move(case, "store", where)
     for page, _ in pages(case):
         page[:] = 0
-    move(case, "load")
+    move(case, "load", where)
     for a, b in zip(case.regions, before.regions, strict=True):
         assert np.array_equal(a, b)
 

@@ -35,7 +35,8 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import PENDING, Match, SchedulerClient
 from kvass.errors import Unavailable, UsageError
 from kvass.messages import Ping, ReserveItem
-from kvass.testing.rank import Rank, Transfer, hang_up
+from kvass.testing.rank import MakeMover, Rank, Transfer, hang_up
+from kvass.transfer.host import HostMover
 from kvass.types import SCHEDULER, I64Array, RankLayout
 
 WIDTH: Final = 16
@@ -100,6 +101,7 @@ class FakeEngine:
         identity: Mapping[str, str] | None = None,
         blocks: int = 512,
         seed: int = 0,
+        mover: MakeMover = HostMover,
     ) -> None:
         if len(layouts) != world.world_size:
             raise UsageError(f"{len(layouts)} layouts: give one for each of {world.world_size}")
@@ -110,6 +112,7 @@ class FakeEngine:
         self.instance = instance or f"fake-{os.getpid()}-{next(_names)}"
         self.identity = {"model": self.instance} if identity is None else dict(identity)
         self.blocks = blocks
+        self._mover = mover
         order = np.random.default_rng(seed)
         self._free = [1 + order.permutation(blocks - 1) for _ in layouts[0].groups]
         self._requests = itertools.count()
@@ -122,7 +125,7 @@ class FakeEngine:
         here = self.world.at(rank)
         layout = self.layouts[here.shard]
         terms = here.register(self.instance, self.identity, self.chunk_tokens, layout)
-        return Rank(self.socket, terms, self.blocks)
+        return Rank(self.socket, terms, self.blocks, self._mover)
 
     def _new_scheduler(self) -> SchedulerClient:
         terms = self.world.register(self.instance, self.identity, self.chunk_tokens)

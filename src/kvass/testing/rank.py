@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket as sockets
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -15,11 +16,14 @@ from typing import Literal
 from kvass.client.client import Client
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.layout.copy_plan import plan_copy
+from kvass.layout.describe import GroupPlanes
 from kvass.messages import Register
 from kvass.testing.pages import RankMemory
-from kvass.transfer.base import Done, Job
+from kvass.transfer.base import Done, Job, Mover, U8Array
 from kvass.transfer.host import HostMover
 from kvass.types import I64Array, Slots
+
+MakeMover = Callable[[Sequence[U8Array], Sequence[GroupPlanes]], Mover]
 
 
 @dataclass(eq=False, slots=True)
@@ -65,14 +69,19 @@ class Transfer:
 
 
 class Rank:
-    """One worker process: ``blocks`` blocks of KV memory, its copies, its session."""
+    """One worker process: ``blocks`` blocks of KV memory, its copies, its session.
 
-    def __init__(self, socket: str, terms: Register, blocks: int) -> None:
+    ``mover`` makes what copies: from memory of the host, or of a fake GPU.
+    """
+
+    def __init__(
+        self, socket: str, terms: Register, blocks: int, mover: MakeMover = HostMover
+    ) -> None:
         assert terms.layout is not None, "a rank registers with its layout"
         self.rank = terms.rank
         self.alive = True
         self.memory = RankMemory(terms.layout, terms.shard, terms.chunk_tokens, blocks)
-        self.mover = HostMover(self.memory.regions, self.memory.planes)
+        self.mover = mover(self.memory.regions, self.memory.planes)
         self.client = WorkerClient(socket, terms)
         self.client.start()
 

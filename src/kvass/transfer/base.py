@@ -43,9 +43,11 @@ from kvass.layout.copy_plan import CopyPlan
 
 U8Array = npt.NDArray[np.uint8]
 
-Outcome = Literal["done", "late", "failed", "cancelled"]
+Outcome = Literal["done", "late", "failed", "cancelled", "lost"]
 """``late``: past its deadline (law 5; what it wrote into blocks must not be used); ``failed``: the
-copy raised; ``cancelled``: the mover closed before it was complete."""
+copy raised; ``cancelled``: the mover closed before it was complete. Of all these, nothing reads or
+writes any more. ``lost``: the device died or hangs, and nobody can say that: tell the daemon
+nothing, it waits for this process's end (law 3)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

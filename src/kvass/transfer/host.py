@@ -57,9 +57,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.errors import UsageError
-from kvass.layout.copy_plan import CopyPlan, RowCopy
+from kvass.layout.copy_plan import RowCopy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Done, Job, Mover, Outcome, U8Array
+from kvass.transfer.checks import check_bytes, check_job
 from kvass.types import I64Array
 
 Pages = npt.NDArray[np.void]
@@ -178,7 +179,7 @@ class HostMover(Mover):
         clock: Callable[[], float] = monotonic,
     ) -> None:
         for number, region in enumerate(regions):
-            _check_bytes(region, f"region {number}")
+            check_bytes(region, f"region {number}")
         self._bundles: dict[int, tuple[_Bundle, ...]] = {}
         self._planes: dict[int, GroupPlanes] = {}
         for planes in groups:
@@ -199,7 +200,7 @@ class HostMover(Mover):
     # ------------------------------------------------------------ the caller's side
 
     def submit(self, job: Job) -> None:
-        self._check(job)
+        check_job(job, self._planes)
         task = _Task(job, self._clock())
         with self._changed:
             if self._closed:
@@ -233,22 +234,6 @@ class HostMover(Mover):
             raise UsageError("close() was called from on_done; call it from another thread")
         if self._thread is not None:
             self._thread.join()
-
-    def _check(self, job: Job) -> None:
-        _check_bytes(job.arena, "the arena")
-        for plan in job.plans:
-            self._check_plan(job, plan)
-
-    def _check_plan(self, job: Job, plan: CopyPlan) -> None:
-        if self._planes.get(plan.planes.group) != plan.planes:
-            raise UsageError(f"group {plan.planes.group}: planned for planes this mover has not")
-        if plan.end > job.arena.nbytes:
-            raise UsageError(
-                f"group {plan.planes.group}: a slot ends at byte {plan.end} of an arena of "
-                f"{job.arena.nbytes} bytes; is the plan of another boot?"
-            )
-        if job.kind == "load" and not plan.distinct:
-            raise UsageError(f"group {plan.planes.group}: two pages would be loaded into one block")
 
     # ------------------------------------------------------------ the copy thread
 
@@ -311,10 +296,3 @@ class HostMover(Mover):
             self._settled.append(done)
             self._unsettled -= 1
             self._changed.notify_all()
-
-
-def _check_bytes(memory: U8Array, what: str) -> None:
-    if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
-        raise UsageError(f"{what} is {memory.dtype} {memory.shape}; give a flat uint8 array")
-    if not memory.flags.writeable:
-        raise UsageError(f"{what} is read-only; give a writable array")

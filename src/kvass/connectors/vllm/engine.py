@@ -36,6 +36,7 @@ from kvass.types import MAX_RANKS, GroupLayout, RankLayout
 TESTED: Final = frozenset({"0.32.0"})
 MIN_CHUNK_TOKENS: Final = 256
 DEVICES: Final = frozenset({"cpu"})
+"""The switch: with "cuda" here the GPU path is on (docs/gpu.md says what must be shown first)."""
 CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
 """Settings of the model that choose the code which computes it."""
 ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already

@@ -20,17 +20,22 @@ from kvass.connectors.vllm.groups import read_groups
 from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes, describe_group
 from kvass.transfer.base import U8Array
+from kvass.transfer.runtime import Region
 from kvass.types import GroupLayout, RankLayout
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The engine's KV pages as bytes. ``owners`` keep the memory of ``regions`` alive."""
+    """The engine's KV pages as bytes. ``owners`` keep the memory of ``regions`` alive.
+
+    Memory of a GPU is in ``gpu`` instead of ``regions``: nothing here may look into it.
+    """
 
     layout: RankLayout
     planes: tuple[GroupPlanes, ...]
     regions: tuple[U8Array, ...]
     owners: tuple[object, ...]
+    gpu: tuple[Region, ...] = ()
 
 
 def read_memory(
@@ -62,7 +67,8 @@ def read_memory(
             where.append(regions.add(name, kv_caches[name], bases[-1]))
         blocks = kv_cache_config.num_blocks
         planes.append(describe_group(number, layout, chunk_tokens, blocks, bases, strides, where))
-    return Memory(RankLayout(layouts), tuple(planes), tuple(regions.arrays), tuple(regions.owners))
+    arrays, owners, gpu = regions.arrays, regions.owners, regions.gpu
+    return Memory(RankLayout(layouts), tuple(planes), tuple(arrays), tuple(owners), tuple(gpu))
 
 
 class _Regions:
@@ -70,6 +76,7 @@ class _Regions:
 
     def __init__(self) -> None:
         self.arrays: list[U8Array] = []
+        self.gpu: list[Region] = []
         self.owners: list[object] = []
         self._known: dict[int, int] = {}
 
@@ -84,8 +91,13 @@ class _Regions:
                 f"the KV cache config says {base}"
             )
         if start not in self._known:
-            self._known[start] = len(self.arrays)
-            memory = (ctypes.c_uint8 * size).from_address(start)
-            self.arrays.append(np.ctypeslib.as_array(memory))
+            self._known[start] = len(self.owners)
+            if tensor.device.type == "cuda":
+                self.gpu.append(Region(start, size, tensor.device.index))
+            else:
+                memory = (ctypes.c_uint8 * size).from_address(start)
+                self.arrays.append(np.ctypeslib.as_array(memory))
             self.owners.append(storage)
+            if self.gpu and self.arrays:
+                raise UsageError(f"layer {layer}: KV caches on a GPU and on the CPU in one worker")
         return self._known[start]

@@ -21,16 +21,25 @@ from typing import Any, Literal
 import numpy as np
 
 from kvass.client.worker import ArenaLease, WorkerClient
-from kvass.connectors.vllm.boundary import Boundary
+from kvass.connectors.vllm.boundary import Boundary, log
 from kvass.connectors.vllm.engine import Setup
-from kvass.connectors.vllm.memory import read_memory
+from kvass.connectors.vllm.memory import Memory, read_memory
 from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
 from kvass.layout.spans import Blocks
 from kvass.transfer.base import Done, Job, Mover
+from kvass.transfer.cuda import CudaMover
+from kvass.transfer.cuda_runtime import MissingError, open_runtime
 from kvass.transfer.host import HostMover
 from kvass.types import Slots
+
+
+def open_mover(memory: Memory) -> Mover:
+    """What copies these pages. Raises MissingError if a GPU cannot be used, with the reason."""
+    if not memory.gpu:
+        return HostMover(memory.regions, memory.planes)
+    return CudaMover(open_runtime(memory.gpu[0].device), memory.gpu, memory.planes)
 
 
 class WorkerSide:
@@ -61,7 +70,12 @@ class WorkerSide:
         memory = read_memory(kv_cache_config, kv_caches, setup.chunk_tokens, setup.groups)
         registration = setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
-        self._mover = HostMover(memory.regions, memory.planes)
+        try:
+            self._mover = open_mover(memory)
+        except MissingError as reason:  # unregistered, this rank makes every lookup a miss
+            log.error("kvass is off, the engine runs uncached: %s", reason)
+            self._mover = self._client = None
+            return
         self._client = WorkerClient(setup.socket, registration)
         self._client.start()
 
@@ -158,6 +172,8 @@ class WorkerSide:
         load = done.job.name
         assert isinstance(load, Load)
         assert self._client is not None
+        if done.outcome == "lost":
+            return  # the copy may be reading still: only this process's end settles it
         self._client.release(load.boot, load.lease)
         arena.close()
 
@@ -165,6 +181,8 @@ class WorkerSide:
         store = done.job.name
         assert isinstance(store, Store)
         assert self._client is not None
+        if done.outcome == "lost":
+            return  # and here it may be writing
         if done.ok:
             self._client.commit(store.boot, store.reservation)
         else:

@@ -1,0 +1,433 @@
+"""A GPU that is as unkind as CUDA allows: a ``Runtime`` on memory of the CPU.
+
+Laws of this file:
+
+- Nothing happens when it is asked for. Streams are queues; each ``step`` does one piece of one of
+  them, chosen by a seeded generator, so that any order CUDA allows occurs. A copy tears: its runs
+  are cut and done in any order. The source of a load may be read the moment it is submitted.
+- What CUDA forbids is refused (a :class:`Fault`) or, where CUDA would say nothing and move wrong
+  bytes, noted in ``violations``.
+
+"Device memory" is made by ``allocate``, host memory whose unmapping is watched by ``map``. Kernels
+see registered host memory ``ALIAS`` bytes further up, so that an address of the wrong kind is
+noticed. ``kill`` makes the context dead; what was queued goes on happening for a while, or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from kvass.layout.describe import GroupPlanes
+from kvass.transfer.base import Mover, U8Array
+from kvass.transfer.cuda import CudaMover
+from kvass.transfer.runtime import (
+    MAX_DESCRIPTORS,
+    Batch,
+    Event,
+    Fault,
+    Kind,
+    Region,
+    Runtime,
+    Stream,
+)
+
+ALIAS = 1 << 60
+COMPUTE = Stream(7)
+"""The engine's stream."""
+DEAD = Fault("unspecified launch failure", dead=True)
+PIECES = 3
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A part of a copy. ``read``: the bytes, if the source was read already."""
+
+    target: int
+    source: int
+    count: int
+    load: bool
+    pinned: bool
+    read: bytes | None = None
+
+    @property
+    def host(self) -> int:
+        return self.source if self.load else self.target
+
+    def touches(self, lo: int, hi: int) -> bool:
+        return any(at < hi and lo < at + self.count for at in (self.target, self.source))
+
+
+@dataclass(eq=False)
+class _Copy:
+    pieces: list[_Piece]
+
+
+@dataclass(eq=False)
+class _Mark:
+    event: Event
+
+
+@dataclass(eq=False)
+class _Wait:
+    event: Event
+
+
+@dataclass(eq=False)
+class _Kernel:
+    work: Callable[[], None]
+
+
+_Op = _Copy | _Mark | _Wait | _Kernel
+
+
+@dataclass(eq=False)
+class Plans:
+    """What goes wrong: the n-th call (from 0) that is to fail, by its name."""
+
+    fail: dict[str, set[int]] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def fails(self, name: str) -> bool:
+        n = self.calls.get(name, 0)
+        self.calls[name] = n + 1
+        return n in self.fail.get(name, ())
+
+
+class FakeCuda(Runtime):
+    """See above. ``eager``: ``done`` also lets the device do up to so many pieces of work. Unless
+    ``watched``, host memory may be any, and its unmapping goes unnoticed."""
+
+    def __init__(self, seed: int, eager: int = 4, watched: bool = True) -> None:
+        self._watched = watched
+        self.rng = random.Random(seed)
+        self.plans = Plans()
+        self.violations: list[str] = []
+        self.copied: list[Batch] = []
+        self.registered: dict[int, int] = {}
+        self.streams: dict[Stream, deque[_Op]] = {COMPUTE: deque()}
+        self.stopped = False
+        """Nothing happens by itself: a device that hangs."""
+        self.dead = False
+        self._eager = eager
+        self._events: dict[Event, bool] = {}
+        self._forgotten = set[Event]()
+        self._numbers = iter(range(100, 1 << 60))
+        self._mapped: dict[int, int] = {}
+        self._device: list[tuple[int, int]] = []
+        self._keep: list[object] = []
+        self._lock = threading.RLock()
+        self._engine = threading.local()
+
+    # ------------------------------------------------------------ memory
+
+    def allocate(self, count: int) -> tuple[Region, U8Array]:
+        """Device memory, and how to look at it."""
+        memory = np.zeros(count, np.uint8)
+        return self.adopt(memory), memory
+
+    def adopt(self, memory: U8Array) -> Region:
+        """Memory that is the device's from now on."""
+        self._keep.append(memory)
+        self._device.append((memory.ctypes.data, memory.nbytes))
+        return Region(memory.ctypes.data, memory.nbytes)
+
+    def map(self, count: int) -> U8Array:
+        """An arena: its unmapping is noticed."""
+        backing = _Mapping(-1, count)
+        array = np.frombuffer(backing, np.uint8)
+        address = array.ctypes.data
+        self._mapped[address] = count
+        weakref.finalize(backing, self._unmapped, address, count)
+        return array
+
+    def _unmapped(self, address: int, count: int) -> None:
+        with self._lock:
+            self._mapped.pop(address, None)
+            pinned = any(_meet(at, n, address, count) for at, n in self.registered.items())
+            if pinned and not self.dead:
+                self.violations.append("an arena was unmapped while registered")
+            if self.busy(address, count):
+                self.violations.append("an arena was unmapped under a copy")
+                for ops in self.streams.values():
+                    ops.clear()
+
+    # ------------------------------------------------------------ the device
+
+    def queue(self, work: Callable[[], None]) -> None:
+        """Give the engine's stream a kernel."""
+        with self._lock:
+            self.streams[COMPUTE].append(_Kernel(work))
+
+    def busy(self, address: int, count: int) -> bool:
+        """Whether a copy may still touch these bytes."""
+        with self._lock:
+            return any(
+                piece.touches(address, address + count)
+                for ops in self.streams.values()
+                for op in ops
+                if isinstance(op, _Copy)
+                for piece in op.pieces
+            )
+
+    def step(self) -> bool:
+        """Do one piece of work; False if there is none that can be done."""
+        with self._lock:
+            while True:
+                ready = [s for s, ops in self.streams.items() if ops and self._ready(ops[0])]
+                if not ready:
+                    return False
+                ops = self.streams[self.rng.choice(ready)]
+                if self._do(ops[0]):
+                    ops.popleft()
+                return True
+
+    def run(self) -> None:
+        """Do all the work that can be done."""
+        while self.step():
+            pass
+
+    def _ready(self, op: _Op) -> bool:
+        return not isinstance(op, _Wait) or self._events.get(op.event, True)
+
+    def _do(self, op: _Op) -> bool:
+        """A piece of ``op``; whether it is over."""
+        if isinstance(op, _Mark):
+            self._events[op.event] = True
+        elif isinstance(op, _Kernel):
+            op.work()
+        elif isinstance(op, _Copy):
+            if op.pieces:
+                self._move(op.pieces.pop(self.rng.randrange(len(op.pieces))))
+            return not op.pieces
+        return True
+
+    def _move(self, piece: _Piece) -> None:
+        if piece.pinned and self._window(piece.host, piece.count) is None:
+            self.violations.append("host memory was unregistered under a copy")
+            return
+        got = piece.read or ctypes.string_at(piece.source, piece.count)
+        ctypes.memmove(piece.target, got, piece.count)
+
+    def kill(self, steps: int = 0) -> None:
+        """The context dies after ``steps`` more pieces of work."""
+        for _ in range(steps):
+            self.step()
+        self.dead = True
+
+    # ------------------------------------------------------------ Runtime
+
+    @contextmanager
+    def engine_thread(self) -> Iterator[None]:
+        """What is asked within is asked on the engine's thread."""
+        self._engine.here = True
+        try:
+            yield
+        finally:
+            self._engine.here = False
+
+    @property
+    def _on_engine(self) -> bool:
+        return getattr(self._engine, "here", False)
+
+    def order(self) -> Event | Fault:
+        event = self._mark(COMPUTE, "order")
+        if not isinstance(event, Fault) and not self._on_engine:
+            with self._lock:  # any other thread's stream is another one, and has no work
+                self.streams[COMPUTE].pop()
+                self._events[event] = True
+        return event
+
+    def mark(self, stream: Stream) -> Event | Fault:
+        self._copy_thread("mark")
+        return self._mark(stream, "mark")
+
+    def open_stream(self, kind: Kind) -> Stream | Fault:
+        self._copy_thread("open_stream")
+        if fault := self._fault("open_stream"):
+            return fault
+        stream = Stream(next(self._numbers))
+        self.streams[stream] = deque()
+        return stream
+
+    def close_stream(self, stream: Stream) -> None:
+        self._copy_thread("close_stream")
+        if self.streams.pop(stream):
+            self.violations.append("a stream was closed with work in it")
+
+    def wait(self, stream: Stream, event: Event) -> Fault | None:
+        self._copy_thread("wait")
+        self._known(event)
+        if fault := self._fault("wait"):
+            return fault
+        with self._lock:
+            self.streams[stream].append(_Wait(event))
+        return None
+
+    def done(self, event: Event) -> bool | Fault:
+        self._copy_thread("done")
+        self._known(event)
+        if fault := self._fault("done"):
+            return fault
+        with self._lock:
+            for _ in range(0 if self.stopped else self.rng.randint(0, self._eager)):
+                self.step()
+            return self._events[event]
+
+    def forget(self, event: Event) -> None:
+        self._known(event)
+        self._forgotten.add(event)
+
+    @property
+    def live_events(self) -> int:
+        """Events that nobody has forgotten."""
+        return len(self._events) - len(self._forgotten)
+
+    def register(self, address: int, count: int) -> int | Fault:
+        self._copy_thread("register")
+        if fault := self._fault("register"):
+            return fault
+        with self._lock:
+            if any(_meet(at, n, address, count) for at, n in self.registered.items()):
+                return Fault("part of the memory is registered already")
+            if not any(
+                at <= address and address + count <= at + n for at, n in self._mapped.items()
+            ):
+                return Fault("no such memory")
+            self.registered[address] = count
+            return address + ALIAS
+
+    def unregister(self, address: int) -> Fault | None:
+        with self._lock:
+            if address not in self.registered:
+                return Fault("not registered")
+            if self.busy(address, self.registered[address]):
+                self.violations.append("host memory was unregistered under a copy")
+            del self.registered[address]
+        return None
+
+    def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+        self._copy_thread("copy")
+        if fault := self._refusal(stream, batch):
+            return fault
+        pieces = [piece for run in self._runs(batch) for piece in self._cut(*run, batch)]
+        fault = self._fault("copy")
+        if fault is not None and self.rng.random() < 0.7:  # a part was given all the same
+            pieces = pieces[: self.rng.randint(0, len(pieces))]
+        elif fault is not None:
+            pieces = []
+        with self._lock:
+            self.streams[stream].append(_Copy(pieces))
+            self.copied.append(batch)
+        return fault
+
+    # ------------------------------------------------------------ inner
+
+    def _refusal(self, stream: Stream, batch: Batch) -> Fault | None:
+        if stream not in self.streams or stream == COMPUTE:
+            return Fault("not a stream of yours")
+        if not 0 < len(batch.bytes) <= MAX_DESCRIPTORS:
+            return Fault(f"{len(batch.bytes)} descriptors")
+        if not batch.bytes.all():
+            return Fault("an empty run")
+        for target, source, count in self._runs(batch):
+            host, device = (source, target) if batch.kind == "load" else (target, source)
+            if not any(_holds(at, n, device, count) for at, n in self._device):
+                return Fault("not an address of this device")
+            if batch.way != "pageable" and self._window(host, count) is None:
+                return Fault("host memory that is not registered, or in two pieces")
+            if batch.way == "kernel" and (target | source | count) % 8:
+                return Fault("misaligned address")
+        return None
+
+    def _runs(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
+        """``(target, source, bytes)``, a kernel's host addresses turned into the CPU's."""
+        for target, source, count in zip(
+            batch.target.tolist(), batch.source.tolist(), batch.bytes.tolist(), strict=True
+        ):
+            alias = ALIAS if batch.way == "kernel" else 0
+            if batch.kind == "load":
+                yield target, source - alias, count
+            else:
+                yield target - alias, source, count
+
+    def _cut(self, target: int, source: int, count: int, batch: Batch) -> Iterator[_Piece]:
+        cuts = sorted({0, count, *(self.rng.randrange(count) for _ in range(PIECES - 1))})
+        load = batch.kind == "load"
+        for lo, hi in pairwise(cuts):
+            piece = _Piece(target + lo, source + lo, hi - lo, load, batch.way != "pageable")
+            if load and self.rng.random() < 0.3:
+                piece.read = ctypes.string_at(piece.source, piece.count)
+            yield piece
+
+    def _window(self, address: int, count: int) -> int | None:
+        """The registration in which these bytes lie, all of them."""
+        for at, n in self.registered.items():
+            if _holds(at, n, address, count):
+                return at
+        return None
+
+    def _mark(self, stream: Stream, name: str) -> Event | Fault:
+        if fault := self._fault(name):
+            return fault
+        event = Event(next(self._numbers))
+        with self._lock:
+            self._events[event] = False
+            self.streams[stream].append(_Mark(event))
+        return event
+
+    def _known(self, event: Event) -> None:
+        if event not in self._events or event in self._forgotten:
+            self.violations.append(f"event {event} is not, or not any more")
+
+    def _fault(self, name: str) -> Fault | None:
+        if self.dead:
+            return DEAD
+        return Fault(f"{name} failed, as planned") if self.plans.fails(name) else None
+
+    def _copy_thread(self, name: str) -> None:
+        if self._on_engine:
+            self.violations.append(f"{name} on the engine's thread")
+
+
+class FakeGpus:
+    """Makes movers as ``testing.rank.Rank`` wants them, each with a fake GPU of its own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.made: list[FakeCuda] = []
+        self._seed = seed
+
+    def __call__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> Mover:
+        fake = FakeCuda(self._seed + len(self.made), eager=40, watched=False)
+        self.made.append(fake)
+        there = [fake.adopt(region) for region in regions]
+        return CudaMover(fake, there, planes, window=1 << 20, batch_bytes=20_000)
+
+    def check(self) -> None:
+        """The movers are closed: nothing went wrong, and nothing is left."""
+        for fake in self.made:
+            assert fake.violations == []
+            assert not fake.registered
+            assert not fake.live_events
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that can be watched."""
+
+
+def _meet(at: int, n: int, other: int, m: int) -> bool:
+    return at < other + m and other < at + n
+
+
+def _holds(at: int, n: int, other: int, m: int) -> bool:
+    return at <= other and other + m <= at + n

@@ -1,0 +1,396 @@
+"""The mover for KV pages in a GPU's memory: batches of asynchronous copies, and events.
+
+Laws of this file:
+
+- A copy touches engine memory only after everything that the engine's stream was given before
+  ``submit``: a store so reads what the forward pass (and a drafter) wrote, and a load does not
+  write into blocks that queued work still reads or zeroes. The device waits for it, no thread.
+- A job is settled when nothing of it runs any more: not before its last event, whatever failed,
+  was late or was cancelled meanwhile. Of what cannot be known to have stopped, we say so (``lost``)
+  and keep the memory mapped for good.
+- Being in time is judged by the clock after the last event was seen (law 5).
+- On the engine's thread one event is recorded, and nothing else is asked of the device.
+
+Loads and stores have a stream each and do not compete; what ``base.py`` says of their order holds
+for each kind alone, and the unit is a batch. Nothing here knows torch or CUDA: ``runtime.py`` is
+the seam, ``cuda_runtime.py`` the real thing, ``kvass.testing.fake_cuda`` a hostile one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, islice
+from threading import Condition, Thread, current_thread
+from time import monotonic
+from typing import Final
+
+import numpy as np
+
+from kvass.errors import UsageError
+from kvass.layout.describe import GroupPlanes
+from kvass.transfer.base import Done, Job, Mover, Outcome, U8Array
+from kvass.transfer.checks import check_job
+from kvass.transfer.descriptors import KERNEL_BELOW, Runs, batches, choose, plan_runs
+from kvass.transfer.pins import WINDOW_BYTES, Pins
+from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream, Way
+from kvass.types import I64Array
+
+BATCH_BYTES: Final = 16 << 20
+FLYING_BYTES: Final = 256 << 20
+"""Given to a stream and not over: enough for the 5 ms that another thread may hold the GIL."""
+POLL_S: Final = 100e-6
+PATIENCE_S: Final = 30.0
+"""How long ``close`` waits for a device that finishes nothing."""
+
+_log = logging.getLogger(__name__)
+_lost: Final[list[U8Array]] = []
+"""Arenas that a dead device may still use: never unmapped."""
+
+
+class _Task:
+    """A job on its way. ``flying`` counts its batches on the device."""
+
+    def __init__(self, job: Job, since: float, order: Event | Fault) -> None:
+        self.job = job
+        self.since = since
+        self.order = order
+        self.ordered = False
+        self.batches = deque[Batch]()
+        self.more: Iterator[Batch] | None = None
+        """Makes the batches after those, once it was begun."""
+        self.begun = False
+        self.flying = 0
+        self.outcome: Outcome | None = None
+        self.error = ""
+        self.settled = False
+
+    def end(self, outcome: Outcome, error: str = "") -> None:
+        """Nothing more of it will be given to the device; the first reason counts."""
+        if self.outcome is None:
+            self.outcome, self.error = outcome, error
+        self.batches.clear()
+        self.begun, self.more = True, None
+
+    @property
+    def given(self) -> bool:
+        """Whether all of it was given to the device, or never will be."""
+        return self.begun and not self.batches and self.more is None
+
+
+class _Lane:
+    """Copies of one kind: a stream, the jobs that wait, the batches that fly (oldest first)."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind: Kind = kind
+        self.stream: Stream | None = None
+        self.queue: list[tuple[int, int, _Task]] = []
+        self.flying: deque[tuple[Event, _Task, Batch]] = deque()
+        self.flying_bytes = 0
+        self.moved_bytes = 0
+
+
+class CudaMover(Mover):
+    """Copies between ``regions`` of one device's memory and arena slots.
+
+    ``groups`` describe the planes inside the regions. Raises UsageError if a plane leaves its
+    region, or if the regions are on several devices. The thread starts with the first job; with
+    ``threaded`` False somebody else calls ``turn``, for tests that must repeat themselves.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        regions: Sequence[Region],
+        groups: Sequence[GroupPlanes],
+        *,
+        clock: Callable[[], float] = monotonic,
+        window: int = WINDOW_BYTES,
+        batch_bytes: int = BATCH_BYTES,
+        flying_bytes: int = FLYING_BYTES,
+        kernel_below: Mapping[Kind, int] = KERNEL_BELOW,
+        threaded: bool = True,
+    ) -> None:
+        if len({region.device for region in regions}) > 1:
+            raise UsageError("KV memory on several devices in one worker")
+        for planes in groups:
+            planes.check([region.bytes for region in regions])
+        self._planes = {planes.group: planes for planes in groups}
+        self._runtime, self._regions, self._clock = runtime, regions, clock
+        self._pins = Pins(runtime, window)
+        self._batch_bytes, self._flying_bytes = batch_bytes, flying_bytes
+        self._below = kernel_below
+        self._threaded = threaded
+        self._thread: Thread | None = None
+        self._changed = Condition()
+        # Guarded by _changed: the lanes' queues, and what follows. All else is the copy thread's.
+        self._lanes: dict[Kind, _Lane] = {"load": _Lane("load"), "store": _Lane("store")}
+        self._arrivals = count()
+        self._unsettled = 0
+        self._settled: deque[Done] = deque()
+        self._closed = False
+        self._give_up_s = 0.0
+        self._dead = ""
+
+    # ------------------------------------------------------------ the caller's side
+
+    def submit(self, job: Job) -> None:
+        check_job(job, self._planes)
+        order = Fault(self._dead) if self._dead else self._runtime.order()
+        task = _Task(job, self._clock(), order)
+        lane = self._lanes[job.kind]
+        with self._changed:
+            if self._closed:
+                if not isinstance(order, Fault):
+                    self._runtime.forget(order)
+                raise UsageError("this mover is closed; submit before close()")
+            place = lane.moved_bytes + job.bytes  # see HostMover.submit
+            heapq.heappush(lane.queue, (place, next(self._arrivals), task))
+            self._unsettled += 1
+            if self._thread is None and self._threaded:
+                self._thread = Thread(target=self._run, name="kvass-copy", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def poll(self) -> list[Done]:
+        with self._changed:
+            done = list(self._settled)
+            self._settled.clear()
+            return done
+
+    def drain(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._unsettled == 0, timeout_s)
+
+    def close(self) -> None:
+        """As ``Mover.close``; then what was registered is not any more."""
+        with self._changed:
+            if not self._closed:
+                self._give_up_s = self._clock() + PATIENCE_S
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is current_thread():
+            raise UsageError("close() was called from on_done; call it from another thread")
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            while self._unsettled:
+                self.turn()
+            self._release()
+
+    # ------------------------------------------------------------ the copy thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsettled or self._closed)
+                if not self._unsettled:
+                    break
+            if not self.turn():
+                with self._changed:
+                    self._changed.wait(POLL_S)
+        self._release()
+
+    def turn(self) -> bool:
+        """See what is over, give the device what it may have; whether anything changed."""
+        changed = False
+        for lane in self._lanes.values():
+            changed = self._reap(lane) or changed
+            changed = self._feed(lane) or changed
+        if self._closed and self._unsettled and self._clock() > self._give_up_s:
+            self._die(Fault(f"the device finished nothing for {PATIENCE_S:g} s", dead=True))
+        return changed
+
+    def _reap(self, lane: _Lane) -> bool:
+        """Take back the batches that are over. A stream ends them in order."""
+        before = len(lane.flying)
+        while lane.flying:
+            event, task, batch = lane.flying[0]
+            over = self._runtime.done(event)
+            if isinstance(over, Fault):
+                self._die(over)
+                return True
+            if not over:
+                break
+            lane.flying.popleft()
+            lane.flying_bytes -= batch.total
+            self._runtime.forget(event)
+            task.flying -= 1
+            self._settle_if_over(task)
+        return len(lane.flying) < before
+
+    def _feed(self, lane: _Lane) -> bool:
+        """Give the lane's stream batches of whoever is first, as many as may fly."""
+        changed = False
+        while (task := self._first(lane)) is not None:
+            self._end_if_useless(task)
+            self._make(task)
+            if task.batches and not self._give(lane, task):
+                return changed
+            self._make(task)
+            changed = True
+            if task.given:
+                self._drop(lane, task)
+                self._settle_if_over(task)
+        return changed
+
+    def _first(self, lane: _Lane) -> _Task | None:
+        """Whoever is first; nobody while enough is flying, unless all is to end now."""
+        with self._changed:
+            full = lane.flying_bytes >= self._flying_bytes and not self._closed
+            return lane.queue[0][-1] if lane.queue and not full else None
+
+    def _drop(self, lane: _Lane, task: _Task) -> None:
+        with self._changed:
+            lane.queue = [entry for entry in lane.queue if entry[-1] is not task]
+            heapq.heapify(lane.queue)
+
+    def _end_if_useless(self, task: _Task) -> None:
+        if isinstance(task.order, Fault):
+            task.end("failed", task.order.text)
+        elif self._dead:
+            task.end("failed", self._dead)
+        elif self._closed:
+            task.end("cancelled")
+        elif self._clock() >= task.job.deadline_s:
+            task.end("late")
+
+    # ------------------------------------------------------------ giving
+
+    def _make(self, task: _Task) -> None:
+        """Have the task's next batch at hand, if there is one more."""
+        try:
+            if not task.begun:
+                task.begun, task.more = True, self._batches(task.job)
+            if not task.batches and task.more is not None:
+                task.batches.extend(islice(task.more, 1))
+                if not task.batches:
+                    task.more = None
+        except Exception as e:  # noqa: BLE001 - an executor: one job's error must not end the others
+            task.end("failed", f"{type(e).__name__}: {e}")
+
+    def _batches(self, job: Job) -> Iterator[Batch]:
+        """The job's batches; what they need of its arena is registered first."""
+        pinned, window = self._pins.of(job.arena), self._pins.window
+        pinned.want(_windows(job, window))
+        for runs in plan_runs(job.plans, self._regions, window):
+            for way, some in choose(runs, job.kind, pinned.are(runs.host // window), self._below):
+                host = some.host + pinned.address
+                if way == "kernel":
+                    host += pinned.shifts(some.host // window)
+                yield from self._cut(job.kind, way, some, host)
+
+    def _cut(self, kind: Kind, way: Way, runs: Runs, host: I64Array) -> Iterator[Batch]:
+        ends = host.view(np.uint64), runs.device.view(np.uint64)
+        target, source = ends if kind == "store" else ends[::-1]
+        for part in batches(runs.count, self._batch_bytes):
+            count = runs.count[part].view(np.uint64)
+            yield Batch(kind, way, target[part], source[part], count, int(count.sum()))
+
+    def _give(self, lane: _Lane, task: _Task) -> bool:
+        """Give the task's next batch; False if it must wait."""
+        assert task.batches
+        assert not isinstance(task.order, Fault)
+        if lane.stream is None:
+            opened = self._runtime.open_stream(lane.kind)
+            if isinstance(opened, Fault):
+                return self._failed(task, opened)
+            lane.stream = opened
+        if task.batches[0].way == "pageable":  # this call may block, with the driver's locks
+            ready = self._runtime.done(task.order)
+            if isinstance(ready, Fault):
+                return self._failed(task, ready)
+            if not ready:
+                return False
+        if not task.ordered:
+            fault = self._runtime.wait(lane.stream, task.order)
+            if fault is not None:
+                return self._failed(task, fault)
+            task.ordered = True
+        batch = task.batches.popleft()
+        fault = self._runtime.copy(lane.stream, batch)
+        return self._fly(lane, lane.stream, task, batch, fault)
+
+    def _fly(
+        self, lane: _Lane, stream: Stream, task: _Task, batch: Batch, fault: Fault | None
+    ) -> bool:
+        """Mark the end of a batch that was given, if perhaps in part only."""
+        event = self._runtime.mark(stream)
+        task.flying += 1
+        if isinstance(event, Fault):
+            lane.flying.append((Event(0), task, batch))
+            self._die(Fault(event.text, dead=True))
+            return True
+        lane.flying.append((event, task, batch))
+        lane.flying_bytes += batch.total
+        with self._changed:
+            lane.moved_bytes += batch.total
+        return True if fault is None else self._failed(task, fault)
+
+    def _failed(self, task: _Task, fault: Fault) -> bool:
+        task.end("failed", fault.text)
+        if fault.dead:
+            self._die(fault)
+        return True
+
+    # ------------------------------------------------------------ ends
+
+    def _settle_if_over(self, task: _Task) -> None:
+        if task.flying or not task.given or task.settled:
+            return
+        task.settled = True
+        if task.outcome is None:
+            task.outcome = "done" if self._clock() < task.job.deadline_s else "late"
+        if not isinstance(task.order, Fault):
+            self._runtime.forget(task.order)
+        done = Done(task.job, task.outcome, self._clock() - task.since, task.error)
+        if done.job.on_done is not None:
+            try:
+                done.job.on_done(done)
+            except Exception:  # noqa: BLE001 - the caller's bug must not cost other jobs their end
+                _log.exception("on_done of job %r raised", done.job.name)
+        with self._changed:
+            self._settled.append(done)
+            self._unsettled -= 1
+            self._changed.notify_all()
+
+    def _die(self, fault: Fault) -> None:
+        """The context is of no use any more: nothing that flies is known ever to stop."""
+        if self._dead:
+            return
+        self._dead = fault.text
+        _log.error("the GPU failed kvass, the engine runs uncached: %s", fault.text)
+        self._pins.abandon()
+        for lane in self._lanes.values():
+            flown = [task for _, task, _ in lane.flying]
+            lane.flying.clear()
+            for task in flown:
+                task.flying -= 1
+                if task.flying == 0:
+                    _lost.append(task.job.arena)
+                    task.outcome = None
+                    task.end("lost", fault.text)
+                    self._drop(lane, task)
+                    self._settle_if_over(task)
+
+    def _release(self) -> None:
+        """Nothing runs any more: unregister, and close the streams."""
+        if self._dead:
+            return
+        self._pins.let_go()
+        for lane in self._lanes.values():
+            if lane.stream is not None:
+                self._runtime.close_stream(lane.stream)
+                lane.stream = None
+
+
+def _windows(job: Job, window: int) -> list[int]:
+    """The windows of the arena in which the job's rows lie."""
+    found = set[int]()
+    for plan in job.plans:
+        for row in plan.rows:
+            last = row.slot + plan.planes.shard_bytes - 1
+            found.update(range(row.slot // window, last // window + 1))
+    return sorted(found)

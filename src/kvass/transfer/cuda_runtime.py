@@ -1,0 +1,268 @@
+"""The real ``Runtime``: CUDA's driver, by ctypes. **Never run on a GPU yet** (docs/gpu.md).
+
+Laws of this file:
+
+- Only the driver's interface: its errors are results, never left behind for the engine to find in
+  the CUDA runtime's "last error".
+- No compiled code of ours, and no array copied: the driver reads numpy's memory.
+- Whatever is missing is one line for the operator (``open_runtime``), before anything is promised.
+
+torch says which stream the engine computes on; Triton launches the one kernel. Each thread that
+calls in gets the device's primary context, which torch uses too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, Final
+
+import numpy as np
+
+from kvass.errors import KvassError
+from kvass.transfer.runtime import Batch, Event, Fault, Kind, Runtime, Stream
+
+LEAST_CUDA: Final = 12080
+"""CUDA 12.8: ``cuMemcpyBatchAsync``, in the form with nine arguments. It is asked for by this
+version, since CUDA 13 gives the same name another form."""
+NOT_READY: Final = 600
+HARMLESS: Final = frozenset({701, 704, 705, 708, 711, 712, 713})
+FATAL: Final = frozenset({4, 46, 201, 214, 220, 226, 709, 999, *range(700, 721)}) - HARMLESS
+"""After these the context is of no use: kernels that failed, memory errors, a driver that ends."""
+_STREAM_ORDER, _ANY_ORDER = 1, 3
+_NON_BLOCKING, _NO_TIMING = 1, 2
+_PORTABLE, _MAPPED = 1, 2
+_DIRECT_HOST_POINTER = 91
+"""Attribute: registered host memory can be used by the host's own addresses."""
+
+
+class MissingError(KvassError):
+    """This machine cannot do it; the text says why."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """How a batch reads its sources; the hints concern managed memory only."""
+
+    _fields_ = (
+        ("order", c_int),
+        ("source", _Location),
+        ("target", _Location),
+        ("flags", c_uint),
+    )
+
+
+_BatchCopy: Final = ctypes.CFUNCTYPE(
+    c_int,
+    c_void_p,  # targets
+    c_void_p,  # sources
+    c_void_p,  # bytes
+    c_size_t,
+    c_void_p,  # attributes
+    c_void_p,  # first copy of each
+    c_size_t,
+    c_void_p,  # index of the one that failed
+    c_void_p,  # stream
+)
+
+
+class DriverRuntime(Runtime):
+    """``driver`` is libcuda. ``compute``: the handle of the calling thread's torch stream;
+    ``launch``: runs the kernel for a batch on a stream of ours, and says what it must keep."""
+
+    def __init__(
+        self,
+        driver: Any,
+        device: int,
+        compute: Callable[[], int],
+        launch: Callable[[int, Batch], object],
+    ) -> None:
+        """Raises MissingError."""
+        self._driver, self._compute, self._launch = driver, compute, launch
+        self._threads = threading.local()
+        self._handle = c_int()
+        self._context = c_void_p()
+        self._must("no CUDA driver that works", driver.cuInit(0))
+        self._must(f"no device {device}", driver.cuDeviceGet(byref(self._handle), device))
+        version = c_int()
+        self._must("the driver's version", driver.cuDriverGetVersion(byref(version)))
+        if version.value < LEAST_CUDA:
+            found = f"{version.value // 1000}.{version.value % 1000 // 10}"
+            raise MissingError(f"the NVIDIA driver speaks CUDA {found}; kvass needs 12.8 or later")
+        direct = c_int()
+        asked = driver.cuDeviceGetAttribute(byref(direct), _DIRECT_HOST_POINTER, self._handle)
+        self._must("a device attribute", asked)
+        if not direct.value:
+            raise MissingError("this device cannot use pinned memory by its own address (WSL2?)")
+        self._batch_copy = self._find(b"cuMemcpyBatchAsync")
+        got = driver.cuDevicePrimaryCtxRetain(byref(self._context), self._handle)
+        self._must("the device's context", got)
+
+    def _find(self, name: bytes) -> Any:
+        found = c_void_p()
+        result = self._driver.cuGetProcAddress_v2(name, byref(found), LEAST_CUDA, c_uint64(0), None)
+        if result or not found.value:
+            raise MissingError(f"the NVIDIA driver has no {name.decode()}")
+        return _BatchCopy(found.value)
+
+    def _must(self, what: str, result: int) -> None:
+        if result:
+            raise MissingError(f"{what}: {self._text(result)}")
+
+    def _text(self, result: int) -> str:
+        text = ctypes.c_char_p()
+        if self._driver.cuGetErrorString(result, byref(text)) or not text.value:
+            return f"CUDA error {result}"
+        return f"CUDA error {result}: {text.value.decode(errors='replace')}"
+
+    def _fault(self, what: str, result: int) -> Fault | None:
+        if not result:
+            return None
+        return Fault(f"{what}: {self._text(result)}", dead=result in FATAL)
+
+    def _enter(self) -> None:
+        """Give this thread the device's context."""
+        if not getattr(self._threads, "entered", False):
+            self._driver.cuCtxSetCurrent(self._context)
+            self._threads.entered = True
+
+    # ------------------------------------------------------------ streams and events
+
+    def order(self) -> Event | Fault:
+        return self._mark(self._compute())
+
+    def mark(self, stream: Stream) -> Event | Fault:
+        return self._mark(stream)
+
+    def _mark(self, stream: int) -> Event | Fault:
+        self._enter()
+        event = c_void_p()
+        if fault := self._fault("event", self._driver.cuEventCreate(byref(event), _NO_TIMING)):
+            return fault
+        if fault := self._fault("event", self._driver.cuEventRecord(event, c_void_p(stream))):
+            self._driver.cuEventDestroy_v2(event)
+            return fault
+        return Event(event.value or 0)
+
+    def open_stream(self, kind: Kind) -> Stream | Fault:
+        self._enter()
+        low, high, stream = c_int(), c_int(), c_void_p()
+        self._driver.cuCtxGetStreamPriorityRange(byref(low), byref(high))
+        priority = low if kind == "store" else high
+        made = self._driver.cuStreamCreateWithPriority(byref(stream), _NON_BLOCKING, priority)
+        return self._fault("stream", made) or Stream(stream.value or 0)
+
+    def close_stream(self, stream: Stream) -> None:
+        self._enter()
+        self._driver.cuStreamDestroy_v2(c_void_p(stream))
+
+    def wait(self, stream: Stream, event: Event) -> Fault | None:
+        self._enter()
+        waited = self._driver.cuStreamWaitEvent(c_void_p(stream), c_void_p(event), 0)
+        return self._fault("wait", waited)
+
+    def done(self, event: Event) -> bool | Fault:
+        self._enter()
+        result = self._driver.cuEventQuery(c_void_p(event))
+        if result == NOT_READY:
+            return False
+        return self._fault("copy", result) or True
+
+    def forget(self, event: Event) -> None:
+        self._enter()
+        self._driver.cuEventDestroy_v2(c_void_p(event))
+
+    # ------------------------------------------------------------ host memory
+
+    def register(self, address: int, count: int) -> int | Fault:
+        self._enter()
+        flags = _PORTABLE | _MAPPED
+        pinned = self._driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(count), flags)
+        if fault := self._fault("pinning", pinned):
+            return fault
+        there = c_uint64()
+        got = self._driver.cuMemHostGetDevicePointer_v2(byref(there), c_void_p(address), 0)
+        if fault := self._fault("pinning", got):
+            self._driver.cuMemHostUnregister(c_void_p(address))
+            return fault
+        return there.value
+
+    def unregister(self, address: int) -> Fault | None:
+        self._enter()
+        return self._fault("unpinning", self._driver.cuMemHostUnregister(c_void_p(address)))
+
+    # ------------------------------------------------------------ copies
+
+    def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+        self._enter()
+        if batch.way == "dma":
+            return self._dma(stream, batch)
+        if batch.way == "pageable":
+            return self._pageable(stream, batch)
+        try:
+            batch.keep.append(self._launch(stream, batch))
+        except RuntimeError as error:  # torch's and Triton's; what was launched before stays so
+            return Fault(f"kernel: {error}")
+        return None
+
+    def _dma(self, stream: Stream, batch: Batch) -> Fault | None:
+        attributes, first, failed = _Attributes(), c_size_t(0), c_size_t(0)
+        attributes.order = _ANY_ORDER if batch.kind == "load" else _STREAM_ORDER
+        result = self._batch_copy(
+            batch.target.ctypes.data,
+            batch.source.ctypes.data,
+            batch.bytes.ctypes.data,
+            len(batch.bytes),
+            ctypes.addressof(attributes),
+            ctypes.addressof(first),
+            1,
+            ctypes.addressof(failed),
+            stream,
+        )
+        return self._fault("batch copy", result)
+
+    def _pageable(self, stream: Stream, batch: Batch) -> Fault | None:
+        """The slow way, a call per run."""
+        runs = zip(batch.target.tolist(), batch.source.tolist(), batch.bytes.tolist(), strict=True)
+        down, up = self._driver.cuMemcpyDtoHAsync_v2, self._driver.cuMemcpyHtoDAsync_v2
+        for target, source, count in runs:
+            size, handle = c_size_t(count), c_void_p(stream)
+            if batch.kind == "store":
+                result = down(c_void_p(target), c_uint64(source), size, handle)
+            else:
+                result = up(c_uint64(target), c_void_p(source), size, handle)
+            if result:
+                return self._fault("copy", result)
+        return None
+
+
+def open_runtime(device: int) -> DriverRuntime:
+    """The runtime of CUDA device ``device``. Raises MissingError: one line that says why not."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingError("torch finds no CUDA device")
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MissingError(f"no NVIDIA driver: {error}") from None
+
+    def compute() -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def launch(stream: int, batch: Batch) -> object:
+        from kvass.transfer.cuda_kernels import copy_runs
+
+        rows = np.stack((batch.target, batch.source, batch.bytes)).astype(np.int64)
+        table = torch.from_numpy(rows).pin_memory()
+        ours = torch.cuda.ExternalStream(stream, device=device)
+        with torch.cuda.device(device), torch.cuda.stream(ours):
+            copy_runs(table)
+        return table
+
+    return DriverRuntime(driver, device, compute, launch)

@@ -1,0 +1,121 @@
+"""Which windows of which arenas are registered with the device.
+
+Laws of this file:
+
+- A mapping is registered before a copy uses it, and unregistered before it goes away: copies hold
+  the arena's array, and its end, whoever brings it about, unregisters first (numpy tells those who
+  watch an array before it lets go of the memory under it).
+- An arena is not kept alive for being registered: a daemon that ended gets its memory back.
+- A registration that fails is not tried again, and costs speed only.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from kvass.transfer.base import U8Array
+from kvass.transfer.runtime import Fault, Runtime
+from kvass.types import I64Array
+
+WINDOW_BYTES: Final = 1 << 30
+
+_log = logging.getLogger(__name__)
+
+
+class Pinned:
+    """One mapping: ``shift[i]`` leads from an address in window ``i`` to the kernels' address.
+
+    Holds no array, and is used by the copy thread; ``let_go`` comes from any.
+    """
+
+    def __init__(self, runtime: Runtime, arena: U8Array, window: int) -> None:
+        self.address = arena.ctypes.data
+        self.shift: dict[int, int] = {}
+        self._runtime = runtime
+        self._window = window
+        self._bytes = arena.nbytes
+        self._refused: set[int] = set()
+
+    def want(self, windows: Iterable[int]) -> None:
+        """Register those of ``windows`` that are not, and were not refused. Takes its time."""
+        for one in windows:
+            if one in self.shift or one in self._refused:
+                continue
+            begin = self.address + one * self._window
+            count = min(self._window, self._bytes - one * self._window)
+            got = self._runtime.register(begin, count)
+            if isinstance(got, Fault):
+                self._refuse(one, count, got)
+            else:
+                self.shift[one] = got - begin
+
+    def are(self, windows: I64Array) -> np.ndarray | None:
+        """Of each window, whether it is registered; None: all are, as far as anybody asked."""
+        if not self._refused:
+            return None
+        return np.isin(windows, np.fromiter(self.shift, np.int64, len(self.shift)))
+
+    def shifts(self, windows: I64Array) -> I64Array:
+        """``shift`` of each window; all are registered."""
+        unique, where = np.unique(windows, return_inverse=True)
+        return np.array([self.shift[w] for w in unique.tolist()], np.int64)[where]
+
+    def let_go(self) -> None:
+        """Unregister everything. Nothing copies to or from this mapping any more."""
+        while self.shift:
+            one, _ = self.shift.popitem()
+            fault = self._runtime.unregister(self.address + one * self._window)
+            if fault is not None:
+                _log.warning("kvass could not unpin a part of the arena: %s", fault.text)
+
+    def _refuse(self, one: int, count: int, fault: Fault) -> None:
+        if not self._refused:
+            _log.warning(
+                "kvass could not pin %d MiB of the arena (%s): copies to and from there are right "
+                "but several times slower; raise the limit of locked memory (ulimit -l) or use a "
+                "smaller arena",
+                count >> 20,
+                fault.text,
+            )
+        self._refused.add(one)
+
+
+class Pins:
+    """The arenas that jobs named so far, and are still mapped."""
+
+    def __init__(self, runtime: Runtime, window: int = WINDOW_BYTES) -> None:
+        self.window = window
+        self._runtime = runtime
+        self._known: dict[int, tuple[Pinned, weakref.finalize[..., U8Array]]] = {}
+
+    def of(self, arena: U8Array) -> Pinned:
+        """What is registered of the mapping under ``arena``."""
+        root = arena
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        for key in [k for k, (_, end) in self._known.items() if not end.alive]:
+            del self._known[key]
+        known = self._known.get(id(root))
+        if known is None:
+            pinned = Pinned(self._runtime, root, self.window)
+            end = weakref.finalize(root, pinned.let_go)
+            end.atexit = False
+            known = self._known[id(root)] = (pinned, end)
+        return known[0]
+
+    def let_go(self) -> None:
+        """Unregister all. No copy runs."""
+        for _, end in self._known.values():
+            end()
+        self._known.clear()
+
+    def abandon(self) -> None:
+        """Unregister nothing, ever: the device is dead."""
+        for _, end in self._known.values():
+            end.detach()
+        self._known.clear()

@@ -1,0 +1,117 @@
+"""What the GPU mover needs of a GPU: a seam, so that it can be proven against a hostile fake.
+
+Laws of this file:
+
+- Handles and addresses are integers, and errors are values: a call gives a :class:`Fault` instead
+  of raising, and has drained it, so that the engine's next call does not find our error.
+- No call waits for work on the device, except ``pageable`` copies. What ``Runtime`` may be asked on
+  the engine's thread is ``order`` alone.
+
+The order of things is CUDA's: work on one stream happens one after the other, streams among
+themselves in any order, copies of one batch in any order and in parts. An event marks a place in a
+stream; ``done`` of an event that was never recorded is true, and waiting for it waits for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal, NewType, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Stream = NewType("Stream", int)
+Event = NewType("Event", int)
+U64Array = npt.NDArray[np.uint64]
+Kind = Literal["store", "load"]
+
+Way = Literal["dma", "kernel", "pageable"]
+"""``dma``: copy engines, host memory registered. ``kernel``: a kernel reads or writes registered
+host memory, by its device address. ``pageable``: host memory that is not registered; may block."""
+
+MAX_DESCRIPTORS: Final = 4096
+"""Of one batch: beyond, the driver's own cost per descriptor rises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error. ``dead``: so is the context; nothing asked of it from now on is known to happen,
+    and what was asked before may or may not have."""
+
+    text: str
+    dead: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """A byte range of device memory, and the device it is on."""
+
+    address: int
+    bytes: int
+    device: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Copies of ``bytes[i]`` bytes from ``source[i]`` to ``target[i]``, in any order.
+
+    ``total`` bytes in all. ``keep`` holds what the device reads while it carries them out; whoever
+    submitted the batch lets go of it when the batch is over.
+    """
+
+    kind: Kind
+    way: Way
+    target: U64Array
+    source: U64Array
+    bytes: U64Array
+    total: int
+    keep: list[object] = field(default_factory=list)
+
+
+class Runtime(Protocol):
+    """One device, from one process. Used by any thread."""
+
+    def order(self) -> Event | Fault:
+        """A new event after all that the calling thread's compute stream was given so far."""
+        ...
+
+    def open_stream(self, kind: Kind) -> Stream | Fault:
+        """A stream of our own for copies of ``kind``, never the legacy one; stores yield."""
+        ...
+
+    def close_stream(self, stream: Stream) -> None:
+        """Give the stream back; nothing runs on it."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> Fault | None:
+        """What is given to ``stream`` from now on happens after ``event``."""
+        ...
+
+    def mark(self, stream: Stream) -> Event | Fault:
+        """A new event after all that ``stream`` was given so far."""
+        ...
+
+    def done(self, event: Event) -> bool | Fault:
+        """Whether ``event`` was reached: what lies before it has happened, for all to see."""
+        ...
+
+    def forget(self, event: Event) -> None:
+        """The event's end. Waits that were asked for keep their meaning."""
+        ...
+
+    def register(self, address: int, count: int) -> int | Fault:
+        """Pin ``count`` bytes of host memory; their address for kernels."""
+        ...
+
+    def unregister(self, address: int) -> Fault | None:
+        """Undo ``register``. No copy may be using the memory."""
+        ...
+
+    def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+        """Give ``stream`` a batch of at most ``MAX_DESCRIPTORS``.
+
+        Each descriptor lies in one registration (but for ``pageable``). For ``load`` the source may
+        be read from now on, whatever the stream waits for. After a fault any part of the batch may
+        have been given.
+        """
+        ...

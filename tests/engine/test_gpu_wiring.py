@@ -1,0 +1,120 @@
+"""KV caches on a GPU go to the GPU's mover, or to nobody: no GPU is needed to see that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvass.client.parallel import ParallelStrategy
+from kvass.connectors.vllm import engine, worker
+from kvass.connectors.vllm.boundary import Boundary
+from kvass.connectors.vllm.memory import Memory, _Regions
+from kvass.connectors.vllm.metadata import Load, Store
+from kvass.errors import UsageError
+from kvass.layout.copy_plan import plan_copy
+from kvass.layout.describe import GroupPlanes, Plane
+from kvass.testing.fake_cuda import FakeCuda
+from kvass.transfer.base import Done, Job, Outcome
+from kvass.transfer.cuda import CudaMover
+from kvass.transfer.cuda_runtime import MissingError
+from kvass.transfer.host import HostMover
+from kvass.types import RankLayout
+
+PLANES = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=4, chunk_blocks=1)
+
+
+def tensor(address: int, size: int, device: str, index: int | None = None) -> Any:
+    storage = SimpleNamespace(data_ptr=lambda: address, nbytes=lambda: size)
+    return SimpleNamespace(
+        untyped_storage=lambda: storage,
+        data_ptr=lambda: address,
+        device=SimpleNamespace(type=device, index=index),
+    )
+
+
+def memory(*tensors: Any) -> Memory:
+    regions = _Regions()
+    for number, one in enumerate(tensors):
+        regions.add(f"layer{number}", one, 0)
+    return Memory(
+        RankLayout(()), (PLANES,), tuple(regions.arrays), tuple(regions.owners), tuple(regions.gpu)
+    )
+
+
+def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(1)
+    region, there = fake.allocate(4 * 4096)
+    there[4096:8192] = 7
+    devices: list[int] = []
+
+    def open_runtime(device: int) -> FakeCuda:
+        devices.append(device)
+        return fake
+
+    monkeypatch.setattr(worker, "open_runtime", open_runtime)
+    mover = worker.open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)))
+    assert isinstance(mover, CudaMover)
+    arena = fake.map(4096)
+    mover.submit(Job("store", (plan_copy(PLANES, [[1]], [0]),), arena))
+    assert mover.drain(10)
+    mover.close()
+    assert mover.poll()[0].ok
+    assert (arena == 7).all()
+    assert devices == [0]
+    assert fake.violations == []
+
+
+def test_pages_on_the_cpu_are_not() -> None:
+    here = np.zeros(4 * 4096, np.uint8)
+    mover = worker.open_mover(memory(tensor(here.ctypes.data, len(here), "cpu")))
+    assert isinstance(mover, HostMover)
+
+
+def test_a_gpu_that_cannot_be_used_is_one_line() -> None:
+    with pytest.raises(MissingError, match="no CUDA device"):
+        worker.open_mover(memory(tensor(1 << 30, 4 * 4096, "cuda", 0)))
+
+
+def test_mixed_devices_are_refused() -> None:
+    here = np.zeros(4096, np.uint8)
+    with pytest.raises(UsageError, match="on a GPU and on the CPU"):
+        memory(tensor(1 << 30, 4096, "cuda", 0), tensor(here.ctypes.data, 4096, "cpu"))
+
+
+def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
+    """Not even that it failed: it may be reading or writing still (law 3)."""
+    told: list[str] = []
+
+    class Client:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: told.append(name)
+
+    class Arena:
+        def close(self) -> None:
+            told.append("left the arena")
+
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
+    side = worker.WorkerSide(setup, 0, Boundary())
+    client: Any = Client()
+    arena: Any = Arena()
+    side._client = client
+    store = Store(1, b"boot", 1, 0.0, 1.0, (), ())
+    memory = np.zeros(1, np.uint8)
+    ends: dict[Outcome, list[str]] = {"lost": [], "failed": ["abort", "left the arena"]}
+    for outcome, expected in ends.items():
+        side._stored(arena, Done(Job("store", (), memory, name=store), outcome))
+        assert told == expected
+    told.clear()
+    load = Load("r", b"boot", 1)
+    ends["failed"][0] = "release"
+    for outcome, expected in ends.items():
+        side._loaded(arena, Done(Job("load", (), memory, name=load), outcome))
+        assert told == expected
+
+
+def test_the_switch_is_off() -> None:
+    """Until the path has run on a GPU: ``docs/gpu.md``."""
+    assert {"cpu"} == engine.DEVICES

@@ -1,0 +1,285 @@
+"""CudaMover over the hostile fake: seeded histories, planted breaks, and its threads and errors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from kvass.errors import UsageError
+from kvass.layout.copy_plan import CopyPlan, plan_copy
+from kvass.layout.describe import GroupPlanes, Plane
+from kvass.testing.fake_cuda import FakeCuda
+from kvass.testing.scripted import eventually
+from kvass.transfer import cuda
+from kvass.transfer.base import Done, Job, U8Array
+from kvass.transfer.cuda import CudaMover
+from kvass.transfer.runtime import Region
+from tests.transfer.cuda_mutants import (
+    MUTANTS,
+    UNBROKEN,
+    Mutant,
+    StaleMutantError,
+    broken_copy,
+    notice,
+)
+from tests.transfer.gpu_world import run_seed
+
+PLANES = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=64, chunk_blocks=1)
+SLOT = PLANES.shard_bytes
+
+
+@pytest.mark.parametrize("first", range(0, 600, 100))
+def test_seeded_histories(first: int) -> None:
+    assert [told for seed in range(first, first + 100) if (told := run_seed(seed))] == []
+
+
+@pytest.mark.parametrize("careless", ["store", "load"])
+def test_hooks_in_the_wrong_order_are_noticed(careless: str) -> None:
+    """The copies' place is where ``submit`` is called: before the drafter, or before vLLM zeroes
+    new blocks, is too early. vLLM 0.32 calls ``wait_for_save`` after its drafter in both runners,
+    and ``start_load_kv`` after zeroing."""
+    wrong = [told for seed in range(40) if (told := run_seed(seed, careless))]
+    assert len(wrong) > 10
+    assert any(f"a {careless} is done, and the bytes are wrong" in told for told in wrong)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
+def test_every_break_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
+    assert notice(broken_copy(mutant, tmp_path)), f"nothing notices: {mutant.name}"
+
+
+def test_an_unbroken_copy_is_not_blamed(tmp_path: Path) -> None:
+    assert notice(broken_copy(UNBROKEN, tmp_path), 50) == ""
+
+
+def test_a_break_that_does_not_apply_any_more_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StaleMutantError, match="found 0 times"):
+        broken_copy(Mutant("stale", "cuda.py", "no such text", ""), tmp_path)
+
+
+# ------------------------------------------------------------ with its thread
+
+
+class Rig:
+    """A mover with a thread, and a device that works when it is asked whether it has."""
+
+    def __init__(self, **more: Any) -> None:
+        self.fake = FakeCuda(1)
+        region, self.memory = self.fake.allocate(64 * 4096)
+        self.memory[:] = np.repeat(np.arange(64, dtype=np.uint8), 4096)
+        self.arena = self.fake.map(64 * SLOT)
+        self.now = 100.0
+        self.mover = CudaMover(self.fake, [region], [PLANES], clock=lambda: self.now, **more)
+
+    def submit(self, kind: Literal["store", "load"], *blocks: int, **more: Any) -> None:
+        self.mover.submit(Job(kind, (plan(*blocks),), self.arena, name=blocks, **more))
+
+    def ends(self) -> dict[object, str]:
+        return {done.job.name: done.outcome for done in self.mover.poll()}
+
+
+def plan(*blocks: int) -> CopyPlan:
+    return plan_copy(PLANES, [[b] for b in blocks], [SLOT * b for b in blocks])
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.fake.stopped = False
+    rig.mover.close()
+    assert rig.fake.violations == []
+    assert rig.fake.dead or not rig.fake.registered
+
+
+def test_submit_does_not_wait_for_the_engines_stream(rig: Rig) -> None:
+    ran = threading.Event()
+
+    def forward() -> None:
+        rig.memory[4096:8192] = 77
+        ran.set()
+
+    rig.fake.stopped = True
+    rig.fake.queue(forward)
+    with rig.fake.engine_thread():
+        rig.submit("store", 1)
+    assert not rig.mover.drain(0.05)
+    assert not ran.is_set()
+    rig.fake.stopped = False
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "done"}
+    assert rig.arena[SLOT] == 77
+
+
+def test_both_directions_and_many_jobs(rig: Rig) -> None:
+    rig.arena[SLOT * 40 :] = 9
+    for block in range(1, 30):
+        rig.submit("store", block)
+        rig.submit("load", block + 32)
+    assert rig.mover.drain(10)
+    assert set(rig.ends().values()) == {"done"}
+    assert [rig.arena[SLOT * b] for b in range(1, 30)] == list(range(1, 30))
+    assert rig.memory[45 * 4096] == 9
+
+
+def test_a_load_that_ends_late_is_late(rig: Rig) -> None:
+    rig.fake.stopped = True
+    rig.submit("load", 1, deadline_s=rig.now + 1)
+    assert eventually(lambda: bool(rig.fake.copied))
+    rig.now += 1
+    assert not rig.mover.drain(0.02), "its copy may still write"
+    rig.fake.stopped = False
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "late"}
+
+
+def test_past_its_deadline_a_job_touches_nothing(rig: Rig) -> None:
+    rig.submit("store", 1, deadline_s=rig.now)
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "late"}
+    assert rig.fake.copied == []
+
+
+def test_registration_refused_is_one_warning_and_right(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.fake.plans.fail["register"] = {0, 1, 2}
+    with caplog.at_level(logging.WARNING):
+        rig.submit("store", 1, 2)
+        rig.submit("store", 3)
+        assert rig.mover.drain(10)
+    assert set(rig.ends().values()) == {"done"}
+    assert [batch.way for batch in rig.fake.copied] == ["pageable"] * len(rig.fake.copied)
+    assert rig.arena[SLOT * 3] == 3
+    assert len([r for r in caplog.records if "could not pin" in r.message]) == 1
+
+
+def test_a_failed_copy_fails_its_job_only(rig: Rig) -> None:
+    rig.fake.plans.fail["copy"] = {0}
+    rig.submit("store", 1)
+    assert rig.mover.drain(10)
+    rig.submit("store", 2)
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "failed", (2,): "done"}
+
+
+def test_a_dead_device_loses_what_ran_and_fails_the_rest(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.fake.stopped = True
+    rig.submit("store", 1)
+    assert eventually(lambda: bool(rig.fake.copied))
+    rig.fake.kill()
+    assert rig.mover.drain(10)
+    rig.submit("store", 2)
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "lost", (2,): "failed"}
+    assert any(arena is rig.arena for arena in cuda._lost)
+    assert caplog.text.count("the GPU failed kvass") == 1
+
+
+def test_close_gives_up_on_a_device_that_hangs(rig: Rig) -> None:
+    rig.fake.stopped = True
+    rig.submit("store", 1)
+    assert eventually(lambda: bool(rig.fake.copied))
+    closing = threading.Thread(target=rig.mover.close)
+    closing.start()
+    assert eventually(lambda: rig.mover._closed)
+    time.sleep(0.01)
+    assert closing.is_alive()
+    rig.now += cuda.PATIENCE_S + 1
+    closing.join(10)
+    assert not closing.is_alive()
+    assert rig.ends() == {(1,): "lost"}
+    rig.fake.dead = True  # nothing is asked of it any more
+
+
+def test_close_from_a_callback_is_misuse(rig: Rig) -> None:
+    said: list[str] = []
+
+    def on_done(done: Done) -> None:
+        try:
+            rig.mover.close()
+        except UsageError as e:
+            said.append(str(e))
+
+    rig.submit("store", 1, on_done=on_done)
+    assert rig.mover.drain(10)
+    assert said == ["close() was called from on_done; call it from another thread"]
+
+
+def test_a_raising_callback_costs_nobody_an_end(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def on_done(done: Done) -> None:
+        raise ValueError("mine")
+
+    rig.submit("store", 1, on_done=on_done)
+    rig.submit("store", 2)
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "done", (2,): "done"}
+    assert "on_done of job (1,)" in caplog.text
+
+
+def test_a_job_without_rows_is_done(rig: Rig) -> None:
+    rig.mover.submit(Job("load", (), rig.arena))
+    assert rig.mover.drain(10)
+    assert rig.ends() == {None: "done"}
+
+
+def test_a_short_job_does_not_wait_for_a_long_one() -> None:
+    rig = Rig(batch_bytes=1, flying_bytes=1)
+    rig.fake.stopped = True
+    rig.submit("load", *range(1, 40, 2))  # runs of their own
+    assert eventually(lambda: bool(rig.fake.copied))
+    rig.submit("load", 50)
+    rig.fake.stopped = False
+    assert rig.mover.drain(10)
+    assert next(done.job.name for done in rig.mover.poll()) == (50,)
+    rig.mover.close()
+    assert rig.fake.violations == []
+
+
+def test_a_row_moves_in_as_few_descriptors_as_it_has_runs() -> None:
+    planes = GroupPlanes(0, (Plane(0, 64, 64), Plane(4096, 64, 64)), blocks=40, chunk_blocks=16)
+    fake = FakeCuda(1)
+    region, _ = fake.allocate(8192)
+    mover = CudaMover(fake, [region], [planes])
+    one = plan_copy(planes, [[*range(1, 9), *range(20, 28)]], [0])
+    mover.submit(Job("store", (one,), fake.map(4096)))
+    assert mover.drain(10)
+    mover.close()
+    assert [len(batch.bytes) for batch in fake.copied] == [4]
+
+
+def test_regions_on_two_devices_are_refused() -> None:
+    with pytest.raises(UsageError, match="several devices"):
+        CudaMover(FakeCuda(1), [Region(0, 1 << 20, 0), Region(1 << 30, 1 << 20, 1)], [PLANES])
+
+
+def test_a_job_that_comes_while_the_mover_closes_is_refused_not_forgotten(rig: Rig) -> None:
+    order = rig.fake.order
+
+    def closing() -> Any:
+        rig.mover.close()
+        return order()
+
+    rig.fake.order = closing  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="closed"):
+        rig.submit("store", 1)
+    assert rig.mover.drain(0)
+    assert rig.fake.live_events == 0
+
+
+def test_what_does_not_fit_is_refused(rig: Rig) -> None:
+    cut: U8Array = rig.arena[:SLOT]
+    with pytest.raises(UsageError, match="another boot"):
+        rig.mover.submit(Job("store", (plan(1),), cut))
+    rig.mover.close()
+    with pytest.raises(UsageError, match="closed"):
+        rig.submit("store", 1)

@@ -1,0 +1,124 @@
+"""The driver's runtime without a driver: what it says of machines that cannot, and of errors.
+
+What a real driver makes of these calls only a GPU can show (docs/gpu.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvass.transfer import cuda_runtime
+from kvass.transfer.cuda_runtime import DriverRuntime, MissingError
+from kvass.transfer.runtime import Batch, Event, Fault, Stream
+
+
+class Driver:
+    """Answers every call with ``results[name]``, or success; notes what was asked."""
+
+    def __init__(self, version: int = 13000, direct: int = 1, **results: int) -> None:
+        self.version, self.direct, self.results = version, direct, results
+        self.calls: list[str] = []
+        self.batches: list[tuple[Any, ...]] = []
+        self.orders: list[int] = []
+        self.batch = cuda_runtime._BatchCopy(self._batch)
+
+    def _batch(self, *args: Any) -> int:
+        self.batches.append(args)
+        self.orders.append(cuda_runtime._Attributes.from_address(args[4]).order)
+        return self.results.get("cuMemcpyBatchAsync", 0)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            self.calls.append(name)
+            if name == "cuDriverGetVersion":
+                args[0]._obj.value = self.version
+            elif name == "cuDeviceGetAttribute":
+                args[0]._obj.value = self.direct
+            elif name == "cuGetProcAddress_v2":
+                args[1]._obj.value = ctypes.cast(self.batch, ctypes.c_void_p).value
+            elif name in ("cuEventCreate", "cuStreamCreateWithPriority"):
+                args[0]._obj.value = 4096 + len(self.calls)
+            elif name == "cuMemHostGetDevicePointer_v2":
+                args[0]._obj.value = args[1].value
+            return self.results.get(name, 0)
+
+        return call
+
+
+def runtime(driver: Driver) -> DriverRuntime:
+    return DriverRuntime(driver, 0, lambda: 55, lambda stream, batch: "kept")
+
+
+@pytest.mark.parametrize(
+    ("driver", "says"),
+    [
+        (Driver(version=12070), "speaks CUDA 12.7; kvass needs 12.8"),
+        (Driver(direct=0), "WSL2"),
+        (Driver(cuInit=100), "no CUDA driver that works: CUDA error 100"),
+        (Driver(cuGetProcAddress_v2=500), "has no cuMemcpyBatchAsync"),
+        (Driver(cuDeviceGet=101), "no device 0"),
+    ],
+)
+def test_a_machine_that_cannot_is_one_line(driver: Driver, says: str) -> None:
+    with pytest.raises(MissingError, match=says):
+        runtime(driver)
+
+
+def test_torch_without_a_device_is_one_line() -> None:
+    with pytest.raises(MissingError, match="no CUDA device"):
+        cuda_runtime.open_runtime(0)
+
+
+@pytest.mark.parametrize(("kind", "order"), [("store", 1), ("load", 3)])
+def test_a_batch_is_given_as_it_is(kind: Any, order: int) -> None:
+    driver = Driver()
+    a, b, n = (np.array(x, np.uint64) for x in ([1, 2], [3, 4], [5, 6]))
+    assert runtime(driver).copy(Stream(9), Batch(kind, "dma", a, b, n, 11)) is None
+    (args,) = driver.batches
+    assert args[:4] == (a.ctypes.data, b.ctypes.data, n.ctypes.data, 2)
+    assert args[6] == 1
+    assert args[8] == 9
+    assert ctypes.sizeof(cuda_runtime._Attributes) == 24
+    assert driver.orders == [order]
+
+
+@pytest.mark.parametrize(("result", "dead"), [(719, True), (700, True), (712, False), (1, False)])
+def test_errors_are_values_and_some_are_the_end(result: int, dead: bool) -> None:
+    driver = Driver(cuMemcpyBatchAsync=result, cuEventQuery=result)
+    one = np.ones(1, np.uint64)
+    fault = runtime(driver).copy(Stream(9), Batch("store", "dma", one, one, one, 1))
+    assert isinstance(fault, Fault)
+    assert fault.dead is dead
+    assert f"CUDA error {result}" in fault.text
+    assert runtime(driver).done(Event(1)) == Fault(fault.text.replace("batch copy", "copy"), dead)
+
+
+def test_an_event_that_is_not_reached_is_no_error() -> None:
+    assert runtime(Driver(cuEventQuery=600)).done(Event(1)) is False
+    assert runtime(Driver()).done(Event(1)) is True
+
+
+def test_what_cannot_be_mapped_is_not_left_registered() -> None:
+    driver = Driver(cuMemHostGetDevicePointer_v2=1)
+    assert isinstance(runtime(driver).register(4096, 4096), Fault)
+    assert driver.calls.index("cuMemHostRegister_v2") < driver.calls.index("cuMemHostUnregister")
+
+
+def test_slow_copies_are_a_call_per_run_until_one_fails() -> None:
+    driver, three = Driver(cuMemcpyDtoHAsync_v2=1), np.ones(3, np.uint64)
+    one = runtime(driver)
+    assert one.copy(Stream(9), Batch("load", "pageable", three, three, three, 3)) is None
+    assert driver.calls.count("cuMemcpyHtoDAsync_v2") == 3
+    assert one.copy(Stream(9), Batch("store", "pageable", three, three, three, 3)) is not None
+    assert driver.calls.count("cuMemcpyDtoHAsync_v2") == 1
+
+
+def test_a_batch_keeps_what_its_kernel_reads() -> None:
+    one = np.ones(1, np.uint64)
+    batch = Batch("load", "kernel", one, one, one, 1)
+    assert runtime(Driver()).copy(Stream(9), batch) is None
+    assert batch.keep == ["kept"]
