@@ -276,9 +276,10 @@ class SchedulerClient:
             first=first,
             readers=self._readers,
             spare=self._spare,
-            budget_ms=1000 * max(ask.patience_s - now_s - ANSWER_S, 0.001) if tiers else 0.0,
-            prefill_tokens_s=prefill_tokens_s if tiers else 0.0,
         )
+        if tiers:
+            lookup.budget_ms = 1000 * max(ask.patience_s - now_s - ANSWER_S, 0.001)
+            lookup.prefill_tokens_s = prefill_tokens_s
         ask.seq, ask.first, ask.session = self._submit(lookup, late=tiers > 0), first, session
         self.counters["lookups"] += 1
         return 0.0 if silent_s else self._left_s

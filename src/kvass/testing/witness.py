@@ -10,6 +10,7 @@ The laws by number are those of DESIGN section 2: 2 (ownership), 3 (writable slo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvass import messages as m
@@ -362,9 +363,11 @@ class Witness(TierWitness):
             lease.owing.discard(rank)
 
     def _drop(self, lease: Reading, bad: tuple[int, ...]) -> None:
-        wrong = {lease.keys[i] for i in bad}
+        left = Counter(key[1] for key, _, _ in lease.rows)
         for key, source, _ in lease.rows:
-            if key[2] in wrong and self.ready.get(key, (None,))[0] is source:
+            at = len(lease.keys) - left[key[1]]  # a group's rows are those of the last chunks
+            left[key[1]] -= 1
+            if at in bad and self.ready.get(key, (None,))[0] is source:
                 del self.ready[key]
                 self.spoil(key)
 
