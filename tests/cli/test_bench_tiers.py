@@ -213,7 +213,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         (["--tier", "my.module:Tier"], "bench knows disk, redis", 2),
         (["--tier", "disk:/nowhere/at/all"], "/nowhere/at/all: No such file", 2),
         (["--tier", "disk:/proc"], "/proc: ", 2),
-        (["--tier", "disk:{tmp}?speed=11"], "unexpected keyword argument 'speed'", 2),
+        (["--tier", "disk:{tmp}?speed=11"], "unknown option 'speed'", 2),
         (["--tier", "disk:{tmp}?threads=many"], "threads: 'many'", 2),
         (["--tier", "redis:127.0.0.1:1"], "redis:127.0.0.1:1: ", 1),
         (["--tier", "disk:{tmp}", "--socket", "/s"], "leave out --socket", 2),
