@@ -55,7 +55,7 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
         server = Server(CacheMachine(core), arena, listener, door.refusal, tiers, config.stop_s)
         try:
             ended = server.run(lambda: announce(ready))
-        except Exception:
+        except Exception:  # an invariant broke; Python would wait for threads of tiers that hang
             if not tiers:
                 raise
             logging.exception("a defect of kvass: the daemon ends")
