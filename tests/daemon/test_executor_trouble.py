@@ -342,7 +342,7 @@ def test_a_hung_call_keeps_no_process_from_leaving() -> None:
         "    def clear(self):\n"
         "        inside.set()\n"
         "        threading.Event().wait()\n"
-        "made = Executor([Hung()], ['t'], np.zeros(8, np.uint8), lambda event: None)\n"
+        "made = Executor(0, Hung(), 't', np.zeros(8, np.uint8), lambda event: None)\n"
         "made.submit(TierClear(0, 1))\n"
         "inside.wait()\n"
         "print(made.close(0.1))\n"

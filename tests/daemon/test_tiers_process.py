@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -156,7 +157,10 @@ def test_a_folder_is_one_daemons(tmp_path: Path, folder: Path) -> None:
     flags = ("--socket", str(tmp_path / "other"), "--l1-size", "1MiB", "--tier")
     with running_daemon(tmp_path, tier=[disk(folder)]) as daemon:
         got = refused(serve(*flags, disk(folder)))
-        assert f"{folder}: in use by process {daemon.pid}" in got
+        owner = re.search(f"{folder}: in use by process (\\d+)", got)
+        assert owner, got
+        status = Path(f"/proc/{owner[1]}/status").read_text()
+        assert f"PPid:\t{daemon.pid}\n" in status, "the tier's process is the daemon's"
         taken = refused(serve("--socket", daemon.socket, "--l1-size", "1MiB", "--tier", "disk:/x"))
         assert "live daemon" in taken, "who has no socket opens no tier"
     assert "in use by process" in refused(serve(*flags, disk(folder), "--tier", disk(folder)))

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from kvass.core.effects import (
-    Event,
     FromTier,
     Records,
     TierLoad,
     TierProbe,
     TierReport,
     TierStore,
+    ToTier,
 )
 from kvass.daemon.executor import Executor
 from kvass.testing.scripted import eventually
@@ -87,16 +87,25 @@ class Clock:
         return self.now
 
 
-class Rig(Executor):
-    """An executor over an arena of 64 pages, and the events it posted."""
+class Rig:
+    """Executors over an arena of 64 pages, one per tier, and the events they posted."""
 
     def __init__(self, *tiers: Any, **options: Any) -> None:
         self.arena = np.zeros(64 * PAGE, np.uint8)
         self.events: queue.SimpleQueue[FromTier] = queue.SimpleQueue()
         self.reports: dict[int, dict[str, Any]] = {}
         self.clock = Clock()
-        names = [f"tier{i}" for i in range(len(tiers))]
-        super().__init__(tiers, names, self.arena, self._take, clock=self.clock, **options)
+        self.executors = [
+            Executor(i, tier, f"tier{i}", self.arena, self._take, clock=self.clock, **options)
+            for i, tier in enumerate(tiers)
+        ]
+
+    def submit(self, effect: ToTier) -> None:
+        self.executors[effect.tier].submit(effect)
+
+    def close(self, timeout_s: float) -> bool:
+        closed = [executor.close(timeout_s) for executor in self.executors]
+        return all(closed)
 
     def end(self, op: int) -> Any:
         """The next event, which must be that operation's."""
@@ -114,7 +123,7 @@ class Rig(Executor):
         """Whether a tier is reported so, sooner or later."""
         return eventually(lambda: fields.items() <= self.reports.get(tier, {}).items())
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: FromTier | TierReport) -> None:
         if isinstance(event, TierReport):
             self.reports[event.tier] = event.fields
         else:

@@ -1,7 +1,8 @@
 """What goes into ``CacheMachine.step`` and what comes out of it.
 
 Law of this file: plain values. An event says what happened; an effect says what the shell must do.
-The *result* of an effect, where it has one, is simply the next event.
+The *result* of an effect, where it has one, is simply the next event. What goes to a
+tier and comes from it is tagged, since it goes to another process (``daemon.tier_frames``).
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ class Stopping(msgspec.Struct, frozen=True):
 # A tier's answers. Each ends the operation of that number, once, in whatever order.
 
 
-class Probed(msgspec.Struct, frozen=True):
+class Probed(msgspec.Struct, frozen=True, tag=True):
     """The end of a ``TierProbe``; ``held``: bool, one per record, all of its batches in a row."""
 
     op: int
     held: npt.NDArray[np.bool_]
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The end of a ``TierLoad``: nobody writes to its slots any more.
 
     ``which``: bool, one per record: whole and right. ``seconds``: what the tier took for it; 0: it
@@ -86,7 +87,7 @@ class Loaded(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Stored(msgspec.Struct, frozen=True):
+class Stored(msgspec.Struct, frozen=True, tag=True):
     """The end of a ``TierStore``: nobody reads its slots any more; ``which`` are held now.
 
     ``down``: the tier was not asked, or fell out, which says nothing of these records.
@@ -97,21 +98,21 @@ class Stored(msgspec.Struct, frozen=True):
     down: bool = False
 
 
-class EpochIs(msgspec.Struct, frozen=True):
+class EpochIs(msgspec.Struct, frozen=True, tag=True):
     """The end of a ``TierEpoch``; None: the tier could not tell, or not keep it."""
 
     op: int
     epoch: int | None
 
 
-class Emptied(msgspec.Struct, frozen=True):
+class Emptied(msgspec.Struct, frozen=True, tag=True):
     """The end of a ``TierClear``."""
 
     op: int
     done: bool
 
 
-class TierReport(msgspec.Struct, frozen=True):
+class TierReport(msgspec.Struct, frozen=True, tag=True):
     """How a tier is: JSON-able fields for ``kvass status``. No operation's end."""
 
     tier: int
@@ -160,7 +161,7 @@ class Records(msgspec.Struct, frozen=True):
     keys: U64Array
 
 
-class TierProbe(msgspec.Struct, frozen=True):
+class TierProbe(msgspec.Struct, frozen=True, tag=True):
     """Ask tier number ``tier`` which of these records it holds; ``Probed`` is its end."""
 
     tier: int
@@ -168,7 +169,7 @@ class TierProbe(msgspec.Struct, frozen=True):
     batches: tuple[Records, ...]
 
 
-class TierLoad(msgspec.Struct, frozen=True):
+class TierLoad(msgspec.Struct, frozen=True, tag=True):
     """Have the tier fill ``slots``, one per record, each of shards of ``shard_bytes``; ``Loaded``.
 
     The slots are nobody else's until then.
@@ -181,7 +182,7 @@ class TierLoad(msgspec.Struct, frozen=True):
     shard_bytes: tuple[int, ...]
 
 
-class TierStore(msgspec.Struct, frozen=True):
+class TierStore(msgspec.Struct, frozen=True, tag=True):
     """Have the tier keep what is in ``slots``, which do not change until ``Stored``."""
 
     tier: int
@@ -191,7 +192,7 @@ class TierStore(msgspec.Struct, frozen=True):
     shard_bytes: tuple[int, ...]
 
 
-class TierEpoch(msgspec.Struct, frozen=True):
+class TierEpoch(msgspec.Struct, frozen=True, tag=True):
     """Ask for the namespace's epoch in a tier; ``EpochIs`` is its end.
 
     If the tier has no note of it, or with ``renew`` whatever it has, ``fresh`` is noted there.
@@ -204,7 +205,7 @@ class TierEpoch(msgspec.Struct, frozen=True):
     renew: bool = False
 
 
-class TierClear(msgspec.Struct, frozen=True):
+class TierClear(msgspec.Struct, frozen=True, tag=True):
     """Have the tier forget every record, of all namespaces; ``Emptied`` is its end."""
 
     tier: int

@@ -1,4 +1,4 @@
-"""What the core asks of its tiers, done by threads of each tier's own.
+"""What the core asks of a tier, done by threads, in a process of the tier's own (``tier_host``).
 
 Law of this file: ``submit`` never blocks and never raises for a tier's trouble, and every effect
 is ended by exactly one event. A tier that is dead, slow or broken costs itself alone: its records
@@ -17,11 +17,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 from kvass.core.effects import (
-    Event,
+    FromTier,
     TierEpoch,
     TierLoad,
     TierProbe,
@@ -38,8 +38,7 @@ from kvass.tiers.url import shown
 ASK, LOAD, STORE = "ask", "load", "store"
 _THREADS: Final = {ASK: 2, LOAD: 4, STORE: 2}
 _NICE: Final = {ASK: 0, LOAD: 5, STORE: 10}
-"""Checksums over megabytes would keep the loop's thread from its turn (measured, on two cores: the
-99th percentile of a lookup under load 3 ms, and 1 to 2 with it)."""
+"""Bulk work gives way to what answers engines, and to engines."""
 ROOM: Final = 1024
 """Effects that may wait in a lane."""
 SLOW_S: Final = 10.0
@@ -48,58 +47,14 @@ _POLL_S: Final = 0.005
 _WORDS: Final = 200
 _log = logging.getLogger("kvass.tiers")
 
-Post = Callable[[Event], None]
+Post = Callable[[FromTier | TierReport], None]
 Clock = Callable[[], float]
 
 
 class Executor:
-    """Carries out ``ToTier`` effects; ``post`` is called with their ends, from any thread.
-
-    ``names`` are for people. ``arena`` is the whole of it.
+    """Carries out ``ToTier`` effects on one tier; ``post`` is called with their ends, from any
+    thread. ``number`` is the tier's in the core, ``name`` for people; ``arena`` the whole of it.
     """
-
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        names: Sequence[str],
-        arena: Buffer,
-        post: Post,
-        *,
-        slow_s: float = SLOW_S,
-        room: int = ROOM,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._served = [
-            _Served(number, tier, name, arena, post, slow_s, room, clock)
-            for number, (tier, name) in enumerate(zip(tiers, names, strict=True))
-        ]
-
-    def submit(self, effect: ToTier) -> None:
-        """Have it done, or refused; its end is posted."""
-        self._served[effect.tier].submit(effect)
-
-    def close(self, timeout_s: float) -> bool:
-        """Refuse what is queued and all that comes, wait for what runs, and close the tiers.
-
-        False: some did not make it in time; their threads still run, and their tiers may hold
-        threads of their own that Python would wait for.
-        """
-        deadline = time.monotonic() + timeout_s
-        for served in self._served:
-            served.shut()
-        closers = [
-            threading.Thread(target=served.finish, args=(deadline,), daemon=True)
-            for served in self._served
-        ]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join(max(0.0, deadline - time.monotonic()))
-        return all(served.finished for served in self._served)
-
-
-class _Served:
-    """One tier, its lanes, and what is known of how it does."""
 
     def __init__(
         self,
@@ -108,11 +63,11 @@ class _Served:
         name: str,
         arena: Buffer,
         post: Post,
-        slow_s: float,
-        room: int,
-        clock: Clock,
+        *,
+        slow_s: float = SLOW_S,
+        room: int = ROOM,
+        clock: Clock = time.monotonic,
     ) -> None:
-        self.finished = False
         self._number, self._tier, self._name = number, tier, name
         self._arena, self._post, self._slow_s, self._clock = arena, post, slow_s, clock
         label = f"kvass-tier{number}"
@@ -141,6 +96,7 @@ class _Served:
         threading.Thread(target=self._watch, name=f"{label}-watch", daemon=True).start()
 
     def submit(self, effect: ToTier) -> None:
+        """Have it done, or refused; its end is posted."""
         kind = _kind(effect)
         lane, now = self._lanes[kind], self._clock()
         with self._lock:
@@ -277,7 +233,13 @@ class _Served:
 
     # ------------------------------------------------------------ the end
 
-    def shut(self) -> None:
+    def close(self, timeout_s: float) -> bool:
+        """Refuse what is queued and all that comes, wait for what runs, and close the tier.
+
+        False: it did not make it in time; its threads still run, and the tier may hold threads of
+        its own that Python would wait for.
+        """
+        deadline = time.monotonic() + timeout_s
         with self._lock:
             self._shut = True
         for lane in self._lanes.values():
@@ -286,19 +248,21 @@ class _Served:
             lane.stop()
         self._stirred.set()
         self._turned.set()
-
-    def finish(self, deadline: float) -> None:
-        """Close the tier once nothing runs any more; not at all if something still does then."""
         while self._busy:
             if time.monotonic() > deadline:
                 _log.warning("tier %s: a call is still running; it is left behind", self._name)
-                return
+                return False
             time.sleep(_POLL_S)
+        closer = threading.Thread(target=self._close_tier, daemon=True)
+        closer.start()
+        closer.join(max(0.0, deadline - time.monotonic()))
+        return not closer.is_alive()
+
+    def _close_tier(self) -> None:
         try:
             self._tier.close()
         except BaseException as error:  # noqa: BLE001 - as above
             _log.warning("tier %s: it did not close: %s", self._name, _words(error))
-        self.finished = True
 
 
 def _kind(effect: ToTier) -> str:

@@ -35,10 +35,9 @@ from kvass.core.effects import (
 )
 from kvass.core.machine import CacheMachine
 from kvass.daemon.connection import Connection
-from kvass.daemon.executor import Executor
 from kvass.daemon.populate import populate
+from kvass.daemon.tier_process import TierProcess, close_all
 from kvass.errors import FrameError
-from kvass.tiers.base import Tier
 from kvass.wire import framing
 from kvass.wire.channel import Peer, peer_of
 
@@ -46,15 +45,13 @@ READ_BYTES: Final = 64 << 10
 """Read from one session before the next has its turn."""
 _ACCEPT_PAUSE_S: Final = 0.1
 _TICK_S: Final = 0.001
-_CLOSE_S: Final = 2.0
-"""How long calls of tiers that still run at the end are waited for."""
 
 
 class Server:
     """Serves one machine on one listening socket until it is stopped.
 
-    ``refusal(peer)`` is None for a peer that may connect, else one line of what to do. ``tiers``
-    with their names, in the core's order; ``stop_s``: for flushing once it was told to stop.
+    ``refusal(peer)`` is None for a peer that may connect, else one line of what to do. ``tiers``:
+    open, in the core's order, closed at the end; ``stop_s``: for flushing once told to stop.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class Server:
         arena: Arena,
         listener: socket.socket,
         refusal: Callable[[Peer], str | None],
-        tiers: Sequence[tuple[str, Tier]] = (),
+        tiers: Sequence[TierProcess] = (),
         stop_s: float = 0.0,
     ) -> None:
         self._machine = machine
@@ -81,28 +78,21 @@ class Server:
         """Told to stop; what is left to do is flushing."""
         self._stopping = threading.Event()
 
-    def run(self, on_ready: Callable[[], None]) -> bool:
-        """Serve until SIGTERM or SIGINT. Raises whatever broke an invariant of ours.
-
-        False: a tier hangs, and may have threads that Python would wait for.
-        """
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Serve until SIGTERM or SIGINT. Raises whatever broke an invariant of ours."""
         with asyncio.Runner() as runner:
-            return runner.run(self._serve(on_ready))
+            runner.run(self._serve(on_ready))
 
-    async def _serve(self, on_ready: Callable[[], None]) -> bool:
+    async def _serve(self, on_ready: Callable[[], None]) -> None:
         loop = self._loop = asyncio.get_running_loop()
-        self._executor = Executor(
-            [tier for _, tier in self._tiers],
-            [name for name, _ in self._tiers],
-            self._arena.buffer,
-            self._post,
-        )
         stopped = self._stopped = loop.create_future()
         loop.set_exception_handler(self._broken)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
         self._listener.setblocking(False)
         self._listen()
+        for tier in self._tiers:
+            tier.serve(loop, self._turn)
         on_ready()
         gc.freeze()  # what exists now lives as long as we do
         gc.set_threshold(50_000, 20, 100)
@@ -116,8 +106,7 @@ class Server:
             self._shut_the_door()
             for connection in self._connections.values():
                 connection.close_now()
-            closed = self._executor.close(_CLOSE_S)
-        return closed
+            close_all(self._tiers)
 
     def _stop(self) -> None:
         """A signal: flush what was promised, within ``stop_s``; a second one: leave now."""
@@ -151,13 +140,9 @@ class Server:
 
     def _grew(self, populated_bytes: int) -> None:
         """From the populating thread."""
-        self._post(PopulatedTo(populated_bytes))
-
-    def _post(self, event: Event) -> None:
-        """From any thread."""
         try:
-            self._loop.call_soon_threadsafe(self._turn, event)
-        except RuntimeError:  # the loop closed while it was in the kernel, or in a tier
+            self._loop.call_soon_threadsafe(self._turn, PopulatedTo(populated_bytes))
+        except RuntimeError:  # the loop closed while it was in the kernel
             pass
 
     # ------------------------------------------------------------ sockets to events
@@ -224,7 +209,7 @@ class Server:
             if (connection := self._connections.get(effect.session)) is not None:
                 connection.half_close()
         elif isinstance(effect, ToTier):
-            self._executor.submit(effect)
+            self._tiers[effect.tier].submit(effect)
 
     def _settle(self) -> None:
         """End of a turn: send what was said, and be back when the core needs it."""

@@ -7,7 +7,6 @@ line, in one line; the ``ready`` line means that clients can connect.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import resource
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ from kvass.config import Config, Size
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.listen import Door, listening
 from kvass.daemon.loop import Server
+from kvass.daemon.tier_process import TierProcess, close_all
 from kvass.errors import ConfigError
-from kvass.tiers import Tier, open_tier
 from kvass.tiers.url import tier_name
 from kvass.types import PAGE, Timing
 
@@ -45,47 +44,29 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
         except OSError as error:
             raise ConfigError(f"no arena of {config.l1_size}: {error.strerror}") from error
         huge = arena.advise_huge()
-        tiers = open_tiers(config.tier)
         core = core_config(config, size)
+        tiers = open_tiers(config.tier, arena)
         ready = (
             f"ready socket={config.socket} l1={Size(size)} l1_bytes={size}"
             f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
             f" boot={core.boot.hex()}"
         )
         server = Server(CacheMachine(core), arena, listener, door.refusal, tiers, config.stop_s)
-        try:
-            ended = server.run(lambda: announce(ready))
-        except Exception:  # an invariant broke; Python would wait for threads of tiers that hang
-            if not tiers:
-                raise
-            logging.exception("a defect of kvass: the daemon ends")
-            logging.shutdown()
-            os._exit(1)
+        server.run(lambda: announce(ready))
         arena.close()
-    if not ended:  # a tier hangs, and Python would wait for its threads
-        logging.shutdown()
-        os._exit(0)
 
 
-def open_tiers(urls: Sequence[str]) -> list[tuple[str, Tier]]:
-    """Open all, each with its name; ``ConfigError`` if one cannot be, and then none is open."""
-    opened: list[tuple[str, Tier]] = []
+def open_tiers(urls: Sequence[str], arena: memory.Arena) -> list[TierProcess]:
+    """Open all, each in a process; ``ConfigError`` if one cannot be, and then none is left."""
+    where = arena.fileno(), arena.size
+    opened = [TierProcess(i, url, tier_name(url), *where) for i, url in enumerate(urls)]
     try:
-        for url in urls:
-            tier = _open(url)
-            opened.append((tier_name(url), tier))
+        for tier in opened:
+            tier.wait_open()
     except BaseException:
-        for _, tier in opened:
-            tier.close()
+        close_all(opened)
         raise
     return opened
-
-
-def _open(url: str) -> Tier:
-    try:
-        return open_tier(url)
-    except OSError as error:
-        raise ConfigError(f"tier {tier_name(url)}: {error.strerror or error}") from error
 
 
 def core_config(config: Config, arena_bytes: int) -> CoreConfig:

@@ -9,6 +9,7 @@ import fcntl
 import os
 import re
 import struct
+import time
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,8 @@ NOTES_BYTES: Final = 32 << 10
 """What the notes take at most; the ones set longest ago make room."""
 _LOCK: Final = "lock"
 _NOTES: Final = "notes"
+_PATIENCE_S: Final = 2.0
+_LOOK_S: Final = 0.02
 _CHECK: Final = struct.Struct("<Q")
 _NAME: Final = re.compile(f"([0-9a-f]{{8}})({re.escape(SEGMENT)}|{re.escape(TABLE)})")
 
@@ -37,7 +40,7 @@ def own(folder: Path) -> int:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(fd)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
     except OSError as error:
@@ -49,6 +52,19 @@ def own(folder: Path) -> int:
             ) from error
         raise ConfigError(f"{folder}: cannot be locked and written: {error.strerror}") from error
     return fd
+
+
+def _lock(fd: int) -> None:
+    """Lock it; for who had it last may have been killed a moment ago, and be in the kernel yet."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def check_capacity(folder: Path, capacity: int) -> None:

@@ -23,12 +23,16 @@ HEADER: Final = Struct("<I")
 _encoder: Final = msgspec.msgpack.Encoder()
 _TEXT_CHARS: Final = 200
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M")
 
 
 def encode(message: Message) -> bytes:
     """The frame of ``message``."""
-    payload = _encoder.encode(message)
+    return frame(_encoder.encode(message))
+
+
+def frame(payload: bytes) -> bytes:
+    """``payload`` behind its length."""
     return HEADER.pack(len(payload)) + payload
 
 

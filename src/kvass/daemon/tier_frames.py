@@ -1,0 +1,83 @@
+"""What the daemon and the process of one of its tiers say to each other, as frames.
+
+Law of this file: both ends are the same kvass, so there are no versions here; but nothing is
+pickled, and what cannot be decoded is a ``FrameError``. An array is its shape and its bytes, in the
+machine's own order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, get_args
+
+import msgspec
+import numpy as np
+
+from kvass.core.effects import FromTier, TierReport, ToTier
+from kvass.wire.framing import Decoder, frame
+
+LIMIT: Final = 256 << 20
+"""Bytes of a frame; a probe of the longest prompt in 64 groups is half of it."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first word to a tier's process: what to open, and how it is called."""
+
+    number: int
+    url: str
+    name: str
+    arena_bytes: int
+
+
+class Knock(msgspec.Struct, frozen=True, tag=True):
+    """Is anybody there? Answered with ``Here``."""
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """The tier is open."""
+
+
+class NotOpened(msgspec.Struct, frozen=True, tag=True):
+    """It cannot be opened as asked, and this is why; the process ends."""
+
+    why: str
+
+
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a ``Knock``."""
+
+
+Down = Start | Knock | ToTier
+Up = Opened | NotOpened | Here | FromTier | TierReport
+
+
+def encode(said: Down | Up) -> bytes:
+    """The frame of ``said``."""
+    return frame(_encoder.encode(said))
+
+
+def from_daemon() -> Decoder[Down]:
+    """What a tier's process reads."""
+    return Decoder(_down, LIMIT)
+
+
+def from_tier() -> Decoder[Up]:
+    """What the daemon reads."""
+    return Decoder(_up, LIMIT)
+
+
+def _pack(array: object) -> object:
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError(f"a {type(array).__name__} in a frame")
+    return array.shape, array.tobytes()
+
+
+def _unpack(kind: Any, packed: Any) -> object:
+    """``kind``: ``npt.NDArray[one dtype]``, of which the second argument is ``np.dtype[...]``."""
+    (scalar,) = get_args(get_args(kind)[1])
+    shape, raw = packed
+    return np.frombuffer(raw, scalar).reshape(shape)
+
+
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_pack)
+_down: Final = msgspec.msgpack.Decoder[Down](Down, dec_hook=_unpack)
+_up: Final = msgspec.msgpack.Decoder[Up](Up, dec_hook=_unpack)
