@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from kvass.core.effects import FromTier, TierReport, ToTier
@@ -39,6 +40,7 @@ _LONGEST_PAUSE_S: Final = 60.0
 _GRACE_S: Final = 1.0
 """At the end, beyond the time that the process takes itself."""
 _READ_BYTES: Final = 256 << 10
+_WORDS: Final = 200
 _log = logging.getLogger("kvass.tiers")
 
 Post = Callable[[FromTier | TierReport], None]
@@ -60,8 +62,7 @@ class TierProcess:
         self._owed: dict[int, ToTier] = {}
         """What was asked and not answered, by operation."""
         self._out = bytearray()
-        self._writing = False
-        self._open = False
+        self._listening = self._writing = self._open = False
         self._unanswered = 0
         self._pause_s = _PAUSE_S
         self._restarts = 0
@@ -78,20 +79,15 @@ class TierProcess:
         where = [os.path.abspath(path) for path in sys.path]
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "kvass.daemon.tier_host",
-                    *map(str, (*fds, os.getpid())),
-                ],
+                [*program, *map(str, (*fds, os.getpid()))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=fds,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(where)},
             )
-        ours.sendall(encode(self._start))
         self._sock, self._decoder = ours, from_tier()
+        with suppress(OSError):  # it is gone already: reading will tell
+            ours.sendall(encode(self._start))
 
     # ------------------------------------------------------------ before there is a loop
 
@@ -138,7 +134,7 @@ class TierProcess:
                 del self._out[: self._sock.send(self._out)]
         except BlockingIOError:
             pass
-        except OSError:  # it is going; reading will see its end
+        except OSError:  # it is going, or gone; reading tells
             self._out.clear()
         if self._out and not self._writing:
             self._loop.add_writer(self._sock, self._flush)
@@ -151,6 +147,7 @@ class TierProcess:
     def _listen(self) -> None:
         self._sock.setblocking(False)
         self._loop.add_reader(self._sock, self._readable)
+        self._listening = True
 
     def _readable(self) -> None:
         try:
@@ -201,23 +198,30 @@ class TierProcess:
             self._later("reap", _REAP_S, self._reaped)
             return
         owed, self._owed = self._owed, {}
-        self._trouble = self._trouble or f"its process {_ended(status)}"
-        _log.warning(
-            "tier %s: %s; %d operations fell out, and another process starts in %g s",
-            *(self._start.name, self._trouble, len(owed), self._pause_s),
-        )
-        fields = {**self._fields, "up": False, "trouble": self._trouble}
-        self._post(TierReport(self._start.number, fields))
+        self._down(self._trouble or f"its process {_ended(status)}", len(owed))
         for effect in owed.values():
             self._post(fall_out(effect))
+
+    def _down(self, trouble: str, fell_out: int) -> None:
+        """Tell of it, and try again after a pause."""
+        _log.warning(
+            "tier %s: %s; %d operations fell out, and another process starts in %g s",
+            *(self._start.name, trouble, fell_out, self._pause_s),
+        )
+        fields = {**self._fields, "up": False, "trouble": trouble[:_WORDS]}
+        self._post(TierReport(self._start.number, fields))
         self._later("restart", self._pause_s, self._restart)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _restart(self) -> None:
         self._restarts += 1
         self._trouble, self._unanswered = "", 0
-        self._spawn()
-        self._listen()
+        try:
+            self._spawn()
+        except OSError as error:
+            self._down(f"no process: {error.strerror}", 0)
+        else:
+            self._listen()
 
     def _calm(self) -> None:
         self._pause_s = _PAUSE_S
@@ -229,12 +233,12 @@ class TierProcess:
 
     def _hang_up(self) -> None:
         self._open = False
-        if hasattr(self, "_loop") and self._sock.fileno() >= 0:
+        if self._listening:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
         if "calm" in self._timers:
             self._timers["calm"].cancel()
-        self._writing = False
+        self._listening = self._writing = False
         self._out.clear()
         self._sock.close()
 

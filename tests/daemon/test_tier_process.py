@@ -1,0 +1,419 @@
+"""Tiers in processes of their own: what the daemon and they say, and how such a process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvass.arena import memory
+from kvass.core.effects import (
+    Emptied,
+    EpochIs,
+    FromTier,
+    Loaded,
+    Probed,
+    Stored,
+    TierClear,
+    TierEpoch,
+    TierReport,
+    ToTier,
+)
+from kvass.daemon import tier_frames, tier_process
+from kvass.daemon.tier_process import TierProcess, close_all
+from kvass.errors import ConfigError, FrameError
+from kvass.testing.daemon import running_daemon
+from kvass.testing.peer import engine
+from kvass.testing.scripted import eventually
+from tests.daemon.test_tiers_process import commit_two, disk, tier_of
+from tests.daemon.tier_rig import PAGE, load, probe, store
+
+WAIT_S = 30.0
+
+PLUG_IN = '''
+"""A tier in memory that does harm when a file says so."""
+
+import ctypes
+import os
+import pathlib
+import threading
+import time
+
+import numpy as np
+
+
+class Harmful:
+    def __init__(self, folder):
+        self.folder = pathlib.Path(folder)
+        self.kept, self.notes = {}, {}
+        if (self.folder / "shut").exists():
+            raise PermissionError(13, "shut")
+
+    def _harm(self, where):
+        (self.folder / f"in-{where}").touch()
+        while (self.folder / f"hold-{where}").exists():
+            time.sleep(0.005)
+        if (self.folder / f"crash-{where}").exists():
+            (self.folder / f"crash-{where}").unlink()
+            ctypes.string_at(0)
+
+    def probe(self, keys):
+        return [key in self.kept for key in keys]
+
+    def load(self, keys, into):
+        self._harm("load")
+        for key, shards in zip(keys, into):
+            for shard, data in zip(shards, self.kept.get(key, ())):
+                shard[:] = np.frombuffer(data, np.uint8)
+        return [key in self.kept for key in keys]
+
+    def store(self, keys, data):
+        self._harm("store")
+        self.kept |= {key: [s.tobytes() for s in shards] for key, shards in zip(keys, data)}
+        return [True] * len(keys)
+
+    def delete(self, keys):
+        pass
+
+    def clear(self):
+        self.kept.clear()
+
+    def note(self, name):
+        return self.notes.get(name)
+
+    def set_note(self, name, value):
+        self.notes[name] = value
+
+    def close(self):
+        (self.folder / "closed").touch()
+
+    def report(self):
+        return {"pid": os.getpid(), "kept": len(self.kept)}
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What tells the tier ``URL`` what to do; its module is found by us and by our processes."""
+    made = tmp_path / "tier"
+    made.mkdir()
+    (tmp_path / "harmful.py").write_text(PLUG_IN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
+    return made
+
+
+def url(folder: Path) -> str:
+    return f"harmful:Harmful?folder={folder}"
+
+
+class Shell:
+    """A loop and one tier's process, and what it posted."""
+
+    def __init__(self, url: str, **timing: Any) -> None:
+        self.arena = memory.create(64 * PAGE)
+        self.ends: list[FromTier] = []
+        self.report: dict[str, Any] = {}
+        self.loop = asyncio.new_event_loop()
+        self.tier = TierProcess(0, url, "one", self.arena.fileno(), self.arena.size)
+        try:
+            self.tier.wait_open()
+        except ConfigError:
+            self.close()
+            raise
+        self.tier.serve(self.loop, self._take)
+
+    def _take(self, event: FromTier | TierReport) -> None:
+        if isinstance(event, TierReport):
+            self.report = event.fields
+        else:
+            self.ends.append(event)
+
+    def submit(self, *effects: ToTier) -> None:
+        for effect in effects:
+            self.tier.submit(effect)
+
+    def until(self, what: Any) -> bool:
+        """Let the loop run until ``what()``; False: it took too long."""
+        deadline = time.monotonic() + WAIT_S
+        while not what():
+            if time.monotonic() > deadline:
+                return False
+            self.loop.run_until_complete(asyncio.sleep(0.005))
+        return True
+
+    def end(self, *effects: ToTier) -> Any:
+        """Ask, and the one answer to the last."""
+        self.submit(*effects)
+        op = effects[-1].op
+        assert self.until(lambda: any(end.op == op for end in self.ends)), self.report
+        (found,) = [end for end in self.ends if end.op == op]
+        return found
+
+    @property
+    def pid(self) -> int:
+        assert self.until(lambda: "pid" in self.report and self.report["up"])
+        return int(self.report["pid"])
+
+    def close(self) -> None:
+        close_all([self.tier])
+        self.loop.close()
+        self.arena.close()
+
+
+@contextmanager
+def shell(url: str) -> Iterator[Shell]:
+    made = Shell(url)
+    try:
+        yield made
+    finally:
+        made.close()
+    assert len({end.op for end in made.ends}) == len(made.ends), "an operation ended twice"
+
+
+# ---------------------------------------------------------------- frames
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        tier_frames.Start(3, "disk:/x?capacity=1GiB", "disk:/x", 1 << 40),
+        tier_frames.Knock(),
+        probe(5, 1, 2, 3),
+        load(6, 1, 1),
+        store(2**60, 1, 1),
+        TierEpoch(0, 7, bytes(32), 2**64 - 1, renew=True),
+        TierClear(1, 8),
+    ],
+)
+def test_what_the_daemon_says_arrives(said: Any) -> None:
+    (got,) = tier_frames.from_daemon().feed(tier_frames.encode(said))
+    assert repr(got) == repr(said)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        tier_frames.Opened(),
+        tier_frames.NotOpened("no such folder"),
+        tier_frames.Here(),
+        Probed(1, np.array([True, False])),
+        Loaded(2, np.array([True]), 0.5),
+        Stored(3, np.zeros(0, np.bool_), down=True),
+        EpochIs(4, None),
+        EpochIs(4, 2**64 - 1),
+        Emptied(5, True),
+        TierReport(1, {"up": True, "records": 5, "trouble": "", "rate": 0.5}),
+    ],
+)
+def test_what_a_tier_says_arrives(said: Any) -> None:
+    (got,) = tier_frames.from_tier().feed(tier_frames.encode(said))
+    assert repr(got) == repr(said)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        tier_frames.encode(tier_frames.Knock()),  # the other direction's
+        b"\x03\0\0\0abc",
+        b"\xff\xff\xff\xff",
+        tier_frames.encode(Probed(1, np.array([True]))).replace(
+            b"\x01\xc4\x01\x01", b"\x02\xc4\x01\x01"
+        ),
+    ],
+)
+def test_what_is_no_word_is_a_frame_error(raw: bytes) -> None:
+    with pytest.raises(FrameError):
+        list(tier_frames.from_tier().feed(raw))
+
+
+# ---------------------------------------------------------------- a process that serves
+
+
+def test_bytes_go_through_the_arena(folder: Path) -> None:
+    with shell(url(folder)) as one:
+        one.arena.buffer[PAGE : 2 * PAGE] = 1
+        one.arena.buffer[33 * PAGE : 34 * PAGE] = 2
+        assert one.end(store(1, 9, 1)).which.all()
+        assert one.end(load(2, 9, 5)).which.all()
+        assert (one.arena.buffer[5 * PAGE : 6 * PAGE] == 1).all()
+        assert (one.arena.buffer[37 * PAGE : 38 * PAGE] == 2).all()
+        assert one.end(probe(3, 9, 10)).held.tolist() == [True, False]
+        assert one.pid != os.getpid()
+    assert (folder / "closed").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(one.pid, 0)
+
+
+def test_ten_thousand_questions_at_once(folder: Path) -> None:
+    """More than a socket holds, in both directions; what is over the bound falls out."""
+    with shell(url(folder)) as one:
+        one.end(store(0, 5, 1))
+        one.submit(*(probe(op, *range(20)) for op in range(1, 10_001)))
+        assert one.until(lambda: len(one.ends) == 10_001)
+        asked = [end.held.any() for end in one.ends if isinstance(end, Probed)]
+        assert 0 < sum(asked) <= tier_process.ROOM
+        assert one.end(probe(20_000, 5)).held.all()
+
+
+def test_signals_meant_for_the_daemon_are_the_daemons(folder: Path) -> None:
+    with shell(url(folder)) as one:
+        os.kill(one.pid, signal.SIGTERM)
+        os.kill(one.pid, signal.SIGINT)
+        assert one.end(store(1, 9, 1)).which.all()
+        assert one.report["restarts"] == 0
+
+
+def test_what_cannot_be_opened_is_said_in_one_line(folder: Path) -> None:
+    (folder / "shut").touch()
+    with pytest.raises(ConfigError, match=r"^tier one: shut$"):
+        Shell(url(folder))
+    with pytest.raises(ConfigError, match="unknown scheme"):
+        Shell("floppy:/x")
+
+
+# ---------------------------------------------------------------- a process that ends
+
+
+@pytest.mark.parametrize("how", ["crash", "kill"])
+def test_what_it_was_at_falls_out_and_another_serves(
+    folder: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shell(url(folder)) as one:
+        first = one.pid
+        (folder / "hold-load").touch()
+        one.submit(load(1, 9, 1), load(2, 9, 2))
+        assert one.until((folder / "in-load").exists)
+        if how == "crash":
+            (folder / "crash-load").touch()
+            (folder / "hold-load").unlink()
+        else:
+            os.kill(first, signal.SIGKILL)
+        assert one.until(lambda: len(one.ends) == 2)
+        assert [end.which.any() for end in one.ends if isinstance(end, Loaded)] == [False] * 2
+        (folder / "hold-load").unlink(missing_ok=True)
+        assert not one.end(probe(3, 9)).held.any(), "nobody serves: a miss at once"
+        assert one.until(lambda: one.report.get("pid") != first and one.report["up"])
+        assert one.report["restarts"] == 1
+        assert one.end(store(4, 9, 1)).which.all()
+        assert one.end(load(5, 9, 5)).which.all()
+    name = {"crash": "SIGSEGV", "kill": "SIGKILL"}[how]
+    assert f"its process was ended by {name}; 2 operations fell out" in caplog.text
+    assert "it has a process again" in caplog.text
+
+
+def test_nothing_ends_before_the_process_is_dead(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write to its slots until then (law 3), though it hung up."""
+    with shell(url(folder)) as one:
+        (folder / "hold-load").touch()
+        one.submit(load(1, 9, 1))
+        assert one.until((folder / "in-load").exists)
+        dead = False
+        really = one.tier._process.poll
+        monkeypatch.setattr(one.tier._process, "poll", lambda: really() if dead else None)
+        os.kill(one.pid, signal.SIGKILL)
+        assert one.until(lambda: not one.tier._open)
+        one.loop.run_until_complete(asyncio.sleep(0.2))
+        assert not one.ends
+        dead = True
+        assert one.until(lambda: bool(one.ends))
+
+
+def test_one_of_which_no_thread_runs_is_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_process, "KNOCK_S", 0.02)
+    with shell(url(folder)) as one:
+        first = one.pid
+        one.loop.run_until_complete(asyncio.sleep(0.02 * tier_process.UNANSWERED * 2))
+        assert one.report["restarts"] == 0, "one that answers is left alone"
+        os.kill(first, signal.SIGSTOP)
+        assert not one.end(load(1, 9, 1)).which.any()
+        assert one.until(lambda: one.report.get("restarts") == 1)
+        monkeypatch.setattr(tier_process, "KNOCK_S", 5.0)
+        assert one.pid != first
+
+
+def test_one_that_cannot_be_opened_again_is_tried_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_process, "_LONGEST_PAUSE_S", 0.05)
+    with shell(url(folder)) as one:
+        (folder / "shut").touch()
+        os.kill(one.pid, signal.SIGKILL)
+        assert one.until(lambda: one.report.get("trouble") == "tier one: shut")
+        assert not one.report["up"]
+        assert one.end(store(1, 9, 1)).down
+        (folder / "shut").unlink()
+        assert one.until(lambda: one.report["up"])
+        assert one.end(store(2, 9, 1)).which.all()
+
+
+# ---------------------------------------------------------------- under a daemon
+
+
+def ended(pid: int) -> bool:
+    """Whether it is dead, reaped (here by whoever reaps orphans) or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> None:
+    with running_daemon(tmp_path, tier=[url(folder)]) as daemon, engine(daemon.socket) as peers:
+        commit_two(*peers)
+        assert eventually(lambda: tier_of(daemon).get("kept") == 2)
+        (folder / "crash-store").touch()
+        pid = tier_of(daemon)["pid"]
+        os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: tier_of(daemon).get("restarts") == 1)
+        assert daemon.running
+        assert daemon.status()["rows"] == 2
+        assert daemon.stop() == 0
+
+
+def test_no_tier_outlives_its_daemon(tmp_path: Path, folder: Path) -> None:
+    """Its folder can be had again at once, however busy it was."""
+    (tmp_path / "disk").mkdir()
+    tiers = [disk(tmp_path / "disk"), url(folder)]
+    with running_daemon(tmp_path, tier=tiers) as daemon, engine(daemon.socket) as peers:
+        (folder / "hold-store").touch()
+        commit_two(*peers)
+        assert eventually((folder / "in-store").exists)
+        assert eventually(lambda: tier_of(daemon).get("records") == 2)
+        pid = tier_of(daemon, 1)["pid"]
+        daemon.restart()
+        assert ended(pid)
+        assert eventually(lambda: tier_of(daemon).get("records") == 2)
+        (folder / "hold-store").unlink()
+
+
+def test_a_tiers_process_holds_no_session_open(tmp_path: Path, folder: Path) -> None:
+    """It has inherited no descriptor but its own: EOF is the proof of death (law 3)."""
+    with running_daemon(tmp_path, tier=[url(folder), url(folder)]) as daemon:
+        assert eventually(lambda: "pid" in tier_of(daemon, 1))
+        fds = Path(f"/proc/{tier_of(daemon, 1)['pid']}/fd")
+        links = [os.readlink(fd) for fd in fds.iterdir()]
+        assert sum(link.startswith("socket:") for link in links) == 1, links
+        assert not any("kvass.sock" in link for link in links)
+
+
+def test_what_a_tiers_process_logs_is_in_the_daemons_log(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        where = f"redis:127.0.0.1:{nobody.getsockname()[1]}"
+        with running_daemon(tmp_path, tier=[where]) as daemon, engine(daemon.socket):
+            assert eventually(lambda: f"WARNING tier {where} is down" in daemon.log())
