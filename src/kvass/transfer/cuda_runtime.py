@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.errors import KvassError
+from kvass.errors import KvassError, UsageError
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Runtime, Stream
 
 LEAST_CUDA: Final = 12080
@@ -206,7 +206,7 @@ class DriverRuntime(Runtime):
             return self._pageable(stream, batch)
         try:
             batch.keep.append(self._launch(stream, batch))
-        except RuntimeError as error:  # torch's and Triton's; what was launched before stays so
+        except (RuntimeError, UsageError) as error:  # what was launched before stays so
             return Fault(f"kernel: {error}")
         return None
 
