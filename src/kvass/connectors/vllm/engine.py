@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 import vllm
 
+from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import identity
@@ -31,12 +32,11 @@ from kvass.connectors.vllm.groups import Unsupported, has_states, read_groups
 from kvass.connectors.vllm.options import read_options
 from kvass.errors import ConfigError
 from kvass.messages import Register
+from kvass.transfer import DEVICES
 from kvass.types import MAX_RANKS, GroupLayout, RankLayout
 
-TESTED: Final = frozenset({"0.32.0"})
+TESTED: Final = TESTED_VLLM
 MIN_CHUNK_TOKENS: Final = 256
-DEVICES: Final = frozenset({"cpu"})
-"""The switch: with "cuda" here the GPU path is on (docs/gpu.md says what must be shown first)."""
 CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
 """Settings of the model that choose the code which computes it."""
 ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
