@@ -53,7 +53,7 @@ class Head(msgspec.Struct, frozen=True):
 
 def decode_head(value: bytes) -> Head | None:
     """The head that ``value`` is; ``None``: it is a whole record, or nothing that we know."""
-    header = decode_header(value)
+    header = decode_header(value) if len(value) <= MAX_HEAD_BYTES else None
     if header is None:
         return None
     at = header_bytes(header)

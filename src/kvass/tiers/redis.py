@@ -28,7 +28,7 @@ from redis.retry import Retry
 
 from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import Shards, check_batch, check_note
-from kvass.tiers.codec import Header, encode_header, header_bytes, payload_check
+from kvass.tiers.codec import Header, decode_header, encode_header, header_bytes, payload_check
 from kvass.tiers.cut import MAX_HEAD_BYTES, NONCE_BYTES, Head, cut, decode_head
 from kvass.tiers.gate import Gate
 from kvass.tiers.piece import size_of, unpack
@@ -94,7 +94,12 @@ class RedisTier:
         def some(which: range) -> list[object]:
             if size_of(data[which[0]]) > _GROUP_BYTES:  # then it is alone
                 return [self._put_cut(keys[which[0]], data[which[0]])]
-            return self._replace([(keys[i], _value(keys[i], data[i])) for i in which])
+            return self._ask(
+                [
+                    ("SET", self._record_name(keys[i]), _value(keys[i], data[i]), *self._expiry)
+                    for i in which
+                ]
+            )
 
         with self._gate.call():
             return self._in_groups(data, some)
@@ -155,7 +160,7 @@ class RedisTier:
             head = decode_head(value)
             try:
                 if head is None:
-                    whole = unpack(key, len(value), iter([value]), into)
+                    whole = _scatter(key, value, into)
                 else:
                     whole = unpack(key, head.size, self._chunks(value, head), into)
                 if whole is not None:
@@ -187,9 +192,7 @@ class RedisTier:
         try:
             for name, piece in zip(names, cut(shards, _GROUP_BYTES), strict=True):
                 self._ask_one("SET", name, piece, *expiry)
-            [done] = self._replace([(key, head.encode())])
-            if isinstance(done, Exception):
-                raise done
+            self._replace(key, head)
             if all(answer == 1 for answer in self._ask([(stay, name) for name in names])):
                 return True
         except _TROUBLE as error:  # no room, as a rule
@@ -198,20 +201,15 @@ class RedisTier:
         self._forget([key])  # a server that is smaller than the record let go of some already
         return False
 
-    def _replace(self, records: list[tuple[bytes, bytes]]) -> list[object]:
-        """Give keys new values, and let go of the pieces that the old ones named."""
-        answers = self._ask_after_heads(
-            [("SET", self._record_name(key), value, *self._expiry) for key, value in records]
-        )
-        self._ask(
-            [
-                ("UNLINK", name)
-                for old, done in answers
-                if not isinstance(done, Exception)
-                for name in self._piece_names(old)
-            ]
-        )
-        return [done for _, done in answers]
+    def _replace(self, key: bytes, head: Head) -> None:
+        """Let a new head stand under the record's name, and let go of the old one's pieces. Not
+        asked for by whole records, for whose sake a small one would take twice as long: nobody
+        stores equal keys in other sizes, and what such a one leaves, eviction takes."""
+        set_ = ("SET", self._record_name(key), head.encode(), *self._expiry)
+        [(old, done)] = self._ask_after_heads([set_])
+        if isinstance(done, Exception):
+            raise done
+        self._ask([("UNLINK", name) for name in self._piece_names(old)])
 
     def _forget(self, keys: Sequence[bytes]) -> list[object]:
         """The records' names first, then their pieces."""
@@ -286,6 +284,23 @@ class RedisTier:
 def _value(key: bytes, shards: Shards) -> bytes:
     header = Header(key, tuple(map(len, shards)), 0, payload_check(shards))
     return b"".join([encode_header(header), *(shard.data for shard in shards)])
+
+
+def _scatter(key: bytes, value: bytes, into: Shards) -> bool | None:
+    """``unpack`` of a record in a single value, which is faster checked where it was put."""
+    header = decode_header(value)
+    if header is None or header.key != key:
+        return None
+    at = header_bytes(header)
+    if len(value) != at + sum(header.lengths):
+        return None
+    if header.lengths != tuple(map(len, into)):
+        return False
+    payload = memoryview(value)
+    for shard in into:
+        shard[:] = payload[at : at + len(shard)]
+        at += len(shard)
+    return True if payload_check(into) == header.payload_check else None
 
 
 def _groups(data: Sequence[Shards]) -> Iterator[range]:
