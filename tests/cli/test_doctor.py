@@ -230,7 +230,7 @@ def test_the_tightest_group_counts(tmp_path: Path) -> None:
     free = {
         "proc/self/cgroup": "5:memory:/../../other\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "other/memory.limit_in_bytes": "1\n",
+        "sys/fs/other/memory.limit_in_bytes": "1\n",
     }
     assert cgroup_memory(write(tmp_path / "free", free)) == (True, None, None)
 
@@ -254,7 +254,8 @@ def test_what_an_arena_got_is_read_of_its_own_mapping() -> None:
     smaps = (
         "7f00-7f80 rw-s 00000000 00:01 9 /memfd:other (deleted)\nShmemPmdMapped:     2048 kB\n"
         "7f80-8000 rw-s 00000000 00:01 10 /memfd:kvass-arena (deleted)\nRss:  8192 kB\n"
-        "ShmemPmdMapped:     6144 kB\n"
+        "ShmemPmdMapped:     6144 kB\n8000-8100 rw-p 00000000 00:00 0\nRss: 4 kB\n"
+        "8100-8200 rw-s 00000000 00:01 11 /memfd:third (deleted)\nShmemPmdMapped: 4096 kB\n"
     )
     assert machine.mapped_huge(smaps, 0x7F80) == 6 << 20
     assert machine.mapped_huge(smaps, 0x7F00) == 2 << 20
