@@ -63,7 +63,7 @@ class Mounted:
         yield None
 
     def remount(self, how: str) -> None:
-        assert self._does(f"mount -o remount,{how} '{self._point}'")
+        assert self._does(f"mount -o remount,bind,{how} '{self._point}'")
 
     def _does(self, command: str) -> bool:
         assert self._shell.stdin is not None
