@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.connectors.vllm import engine, worker
+from kvass.connectors.vllm import worker
 from kvass.connectors.vllm.boundary import Boundary
 from kvass.connectors.vllm.memory import Memory, _Regions
 from kvass.connectors.vllm.metadata import Load, Store
@@ -17,6 +17,7 @@ from kvass.errors import UsageError
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.testing.fake_cuda import FakeCuda
+from kvass.transfer import DEVICES
 from kvass.transfer.base import Done, Job, Outcome
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_runtime import MissingError
@@ -117,4 +118,4 @@ def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
 
 def test_the_switch_is_off() -> None:
     """Until the path has run on a GPU: ``docs/gpu.md``."""
-    assert {"cpu"} == engine.DEVICES
+    assert {"cpu"} == DEVICES

@@ -31,7 +31,10 @@ def setup(**changes: Any) -> engine.Setup:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kvass.chunk": 256}, "use one of kvass.chunk_tokens, kvass.socket, kvass.tag"),
+        (
+            {"kvass.chunk": 256},
+            "use one of kvass.chunk_tokens, kvass.kv_layout, kvass.socket, kvass.tag",
+        ),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
         ({"kvass.chunk_tokens": "256"}, "Expected `int`, got `str`"),
         ({"kvass.chunk_tokens": True}, "Expected `int`, got `bool`"),
@@ -41,6 +44,10 @@ def setup(**changes: Any) -> engine.Setup:
         ({"kvass.chunk_tokens": 40}, "give a multiple of 16"),
         ({"kvass.socket": 7}, "Expected `str`, got `int`"),
         ({"kvass.tag": None}, "Expected `str`, got `null`"),
+        ({"kvass.kv_layout": "LBHNC"}, "'LBHNC': give one of blocks, BLNHC, BLHNC, or leave"),
+        ({"kvass.kv_layout": "BHLNC"}, "give one of blocks, BLNHC, BLHNC"),
+        ({"kvass.kv_layout": ""}, "give one of blocks, BLNHC, BLHNC"),
+        ({"kvass.kv_layout": ["BLNHC"]}, "Expected `str`, got `array`"),
     ],
 )
 def test_a_wrong_option_stops_the_start(options: dict[str, object], says: str) -> None:
@@ -285,6 +292,50 @@ def test_what_changes_the_bytes_changes_the_identity(change: Any) -> None:
     assert isinstance(plain, engine.Setup)
     assert isinstance(other, engine.Setup)
     assert plain.identity != other.identity
+
+
+class Gpu:
+    """A platform of vLLM: a GPU of some compute capability."""
+
+    device_type = "cuda"
+
+    def __init__(self, capability: tuple[int, int] | None, device_name: str = "cuda") -> None:
+        self.capability, self.device_name = capability, device_name
+
+    def get_device_capability(self) -> Any:
+        from vllm.platforms.interface import DeviceCapability
+
+        return None if self.capability is None else DeviceCapability(*self.capability)
+
+
+def test_each_generation_of_gpu_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention kernels and KV formats are chosen by compute capability. The CPU beside it does
+    not matter: a tier may be shared by machines of different ones."""
+    config, caches = make_configs()
+    plain = engine.read_setup(config, caches)
+    assert isinstance(plain, engine.Setup)
+    monkeypatch.setattr(engine, "DEVICES", frozenset({"cpu", "cuda"}))
+    found = set()
+    for gpu in (Gpu((9, 0)), Gpu((10, 0)), Gpu((10, 3)), Gpu((9, 0), "rocm"), Gpu((9, 0))):
+        monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+        one = engine.read_setup(config, caches)
+        assert isinstance(one, engine.Setup)
+        assert {k for k in one.identity if one.identity[k] != plain.identity[k]} == {"device"}
+        found.add(one.identity["device"])
+    assert found == {'["cuda",9,0]', '["cuda",10,0]', '["cuda",10,3]', '["rocm",9,0]'}
+    monkeypatch.setattr("platform.machine", lambda: "another")
+    one = engine.read_setup(config, caches)
+    assert isinstance(one, engine.Setup)
+    assert one.identity["device"] == '["cuda",9,0]'
+
+
+def test_a_gpu_of_no_known_generation_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, caches = make_configs()
+    monkeypatch.setattr(engine, "DEVICES", frozenset({"cuda"}))
+    monkeypatch.setattr("vllm.platforms.current_platform", Gpu(None))
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Inert)
+    assert "compute capability" in found.reason
 
 
 def test_where_a_configuration_lay_is_no_part_of_it() -> None:

@@ -1,245 +1,233 @@
-"""What only a GPU can show: torch, triton and kvass, no vLLM. **Never run yet** (docs/gpu.md).
+"""Bytes, order and reuse: one mover, one arena. On a fake, and on a GPU (never run: docs/gpu.md).
 
-Law of this file: bytes say where they belong, HostMover on a copy in host memory says what is
-right, and each test of an order has a control without it that must go wrong.
+Law of this file: each test of an order has a control without it that must go wrong.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
+import logging
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvass.arena import memory
-from kvass.layout.copy_plan import CopyPlan, plan_copy
+from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.transfer.base import Done, Job, U8Array
+from kvass.transfer.base import Job
 from kvass.transfer.cuda import CudaMover
-from kvass.transfer.cuda_runtime import DriverRuntime, open_runtime
-from kvass.transfer.descriptors import KERNEL_BELOW
-from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Event, Fault, Region
+from kvass.transfer.runtime import Kind
+from tests.gpu.device import Counting, Device, Hasty, Refusing
+from tests.gpu.kv import NAMES, keys_of
+from tests.gpu.rig import ALWAYS_KERNEL, NEVER_KERNEL, rigged
+
+MANY = [name for name in NAMES if not name.endswith("_blocks")]
+"""A geometry of each model."""
 
 
-def _gpu() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not _gpu(), reason="needs an NVIDIA GPU and torch with CUDA"),
-]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Pages of ``page`` bytes, ``layers`` of them a block; ``outer``: which index is outermost."""
-
-    name: str
-    layers: int
-    page: int
-    outer: str = "layers"
-    pad: int = 0
-    blocks: int = 130
-    chunk: int = 16
-
-    @property
-    def planes(self) -> GroupPlanes:
-        stride = self.page + self.pad
-        if self.outer == "blocks":
-            planes = [
-                Plane(n * stride, self.layers * stride, self.page) for n in range(self.layers)
-            ]
-        else:
-            planes = [
-                Plane(n * self.blocks * stride, stride, self.page) for n in range(self.layers)
-            ]
-        return GroupPlanes(0, tuple(planes), self.blocks, self.chunk)
-
-    @property
-    def bytes(self) -> int:
-        return self.layers * self.blocks * (self.page + self.pad)
-
-
-GEOMETRIES = [
-    Geometry("llama-8b", 32, 64 << 10),
-    Geometry("llama-8b, blocks outermost", 32, 64 << 10, "blocks"),
-    Geometry("70b-tp8", 80, 8 << 10, "blocks"),
-    Geometry("deepseek-v3 mla", 61, 18 << 10),
-    Geometry("gpt-oss", 12, 32 << 10),
-    Geometry("qwen3-next, padded", 4, 1088 << 10, "blocks", 4096, 20, 1),
-    Geometry("deepseek-v4, odd pages", 8, 37440, "blocks", 8),
-    Geometry("odd", 3, 1001, "layers", 7),
-]
-
-
-class Rig:
-    """KV pages on the device, an arena, a mover; ``oracle``: the same pages on the host."""
-
-    def __init__(self, geometry: Geometry, runtime: DriverRuntime, **more: Any) -> None:
-        import torch
-
-        self.planes = planes = geometry.planes
-        rng = np.random.default_rng(5)
-        self.before: U8Array = rng.integers(0, 256, geometry.bytes, np.uint8)
-        self.pages: Any = torch.from_numpy(self.before.copy()).cuda()
-        region = Region(self.pages.data_ptr(), geometry.bytes)
-        ids = rng.permutation(np.arange(1, geometry.blocks))
-        rows = len(ids) // geometry.chunk
-        table = ids[: rows * geometry.chunk].reshape(rows, geometry.chunk)
-        slots = np.arange(rows) * planes.shard_bytes
-        self.plan: CopyPlan = plan_copy(planes, table, slots)
-        self.shared = memory.create(rows * planes.shard_bytes)
-        self.mover = CudaMover(runtime, [region], [planes], **more)
-
-    def submit(self, kind: Any) -> None:
-        self.mover.submit(Job(kind, (self.plan,), self.shared.buffer))
-
-    def move(self, kind: Any) -> Done:
-        self.submit(kind)
-        return self.end()
-
-    def end(self) -> Done:
-        assert self.mover.drain(60)
-        (done,) = self.mover.poll()
-        return done
-
-    def right(self, pages: U8Array) -> U8Array:
-        """The arena after a store of ``pages``."""
-        arena = np.zeros(self.shared.size, np.uint8)
-        oracle = HostMover([pages.copy()], [self.planes])
-        oracle.submit(Job("store", (self.plan,), arena))
-        assert oracle.drain(60)
-        oracle.close()
-        return arena
-
-    def close(self) -> None:
-        self.mover.close()
-        self.shared.close()
-
-
-@pytest.fixture(scope="module")
-def runtime() -> DriverRuntime:
-    return open_runtime(0)
-
-
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: g.name)
 @pytest.mark.parametrize("way", ["dma", "kernel", "pageable"])
-def test_every_byte_there_and_back(geometry: Geometry, way: str, runtime: DriverRuntime) -> None:
-    import torch
-
-    below = {"store": 1 << 40, "load": 1 << 40} if way == "kernel" else {"store": 0, "load": 0}
-    chosen: Any = Refusing(runtime) if way == "pageable" else runtime
-    rig = Rig(geometry, chosen, kernel_below=below)
-    try:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_byte_there_and_back(device: Device, name: str, way: str) -> None:
+    """And no block of anybody else's is touched."""
+    runtime: Any = Counting(Refusing(device.runtime) if way == "pageable" else device.runtime)
+    more: dict[str, Any] = {"kernel_below": ALWAYS_KERNEL} if way == "kernel" else {}
+    with rigged(device, name, runtime=runtime, **more) as rig:
+        rig.compute()
         assert rig.move("store").ok
-        assert np.array_equal(rig.shared.buffer, rig.right(rig.before))
-        rig.pages.zero_()
+        assert rig.stored()
+        rig.fill(0)
+        rig.fill(0x5A, table=1)
+        before = rig.kv.digest(rig.tables[1])
         assert rig.move("load").ok
-        torch.cuda.synchronize()
-        assert np.array_equal(rig.right(rig.pages.cpu().numpy()), rig.shared.buffer)
-    finally:
-        rig.close()
+        assert rig.loaded()
+        assert rig.kv.digest(rig.tables[1]) == before
+        sizes = {page % 8 for group in rig.geometry.groups for page in group.page_bytes}
+        assert way != "kernel" or (way in runtime.ways) == (0 in sizes), "words of 8 bytes"
+        assert runtime.ways <= {way, "dma"}
 
 
-class Refusing:
-    """A runtime that cannot pin."""
-
-    def __init__(self, runtime: DriverRuntime) -> None:
-        self._runtime = runtime
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
-
-    def register(self, address: int, count: int) -> Fault:
-        return Fault("refused by the test")
-
-
-class Hasty(Refusing):
-    """The control: a runtime whose copies wait for nothing."""
-
-    def register(self, address: int, count: int) -> Any:
-        return self._runtime.register(address, count)
-
-    def order(self) -> Event | Fault:
-        import torch
-
-        with torch.cuda.stream(torch.cuda.Stream()):
-            return self._runtime.order()
-
-
-def keep_busy() -> None:
-    """Give the engine's stream a second of work."""
-    import torch
-
-    torch.cuda._sleep(2_000_000_000)
+# ------------------------------------------------------------ order, each with its control
 
 
 @pytest.mark.parametrize("hasty", [False, True])
-def test_a_store_waits_for_the_forward_pass(hasty: bool, runtime: DriverRuntime) -> None:
-    chosen: Any = Hasty(runtime) if hasty else runtime
-    rig = Rig(GEOMETRIES[0], chosen)
-    try:
-        assert rig.move("store").ok  # pins
-        keep_busy()
-        rig.pages.fill_(77)
-        assert rig.move("store").ok
-        right = np.array_equal(rig.shared.buffer, rig.right(np.full_like(rig.before, 77)))
-        assert right is not hasty
-    finally:
-        rig.close()
-
-
-@pytest.mark.parametrize("hasty", [False, True])
-def test_a_load_waits_for_blocks_that_are_zeroed(hasty: bool, runtime: DriverRuntime) -> None:
-    import torch
-
-    chosen: Any = Hasty(runtime) if hasty else runtime
-    rig = Rig(GEOMETRIES[0], chosen)
-    try:
-        assert rig.move("store").ok
-        keep_busy()
-        rig.pages.zero_()
-        assert rig.move("load").ok
-        torch.cuda.synchronize()
-        right = np.array_equal(rig.right(rig.pages.cpu().numpy()), rig.shared.buffer)
-        assert right is not hasty
-    finally:
-        rig.close()
-
-
-def test_submit_does_not_wait_for_the_device(runtime: DriverRuntime) -> None:
-    import torch
-
-    rig = Rig(GEOMETRIES[0], runtime)
-    try:
-        assert rig.move("store").ok
-        keep_busy()
-        end = torch.cuda.Event()
-        end.record()
+@pytest.mark.parametrize("name", MANY)
+def test_a_store_waits_for_the_forward_pass(device: Device, name: str, hasty: bool) -> None:
+    runtime: Any = Hasty(device.runtime) if hasty else device.runtime
+    with rigged(device, name, runtime=runtime) as rig:
+        rig.compute(keys=keys_of("before", rig.rows))
+        assert rig.move("store").ok  # pins, too
+        kernels = rig.kv.writes(rig.keys, rig.tables[0])
+        device.hold()
+        for kernel in kernels:
+            device.queue(kernel)
         rig.submit("store")
-        assert not end.query(), "submit took as long as the work before it"
+        rig.given_time()
         assert rig.end().ok
-    finally:
-        rig.close()
+        assert rig.stored() is not hasty
 
 
-def test_the_worker_keeps_little_memory_of_the_device(runtime: DriverRuntime) -> None:
-    import torch
-
-    rig = Rig(GEOMETRIES[2], runtime, kernel_below=KERNEL_BELOW)
-    try:
+@pytest.mark.parametrize("hasty", [False, True])
+@pytest.mark.parametrize("name", MANY)
+def test_a_load_waits_for_blocks_that_are_zeroed(device: Device, name: str, hasty: bool) -> None:
+    runtime: Any = Hasty(device.runtime) if hasty else device.runtime
+    with rigged(device, name, runtime=runtime) as rig:
+        rig.compute()
         assert rig.move("store").ok
-        before = torch.cuda.mem_get_info()[0]
-        for kind in ("load", "store", "load"):
-            assert rig.move(kind).ok
-        assert before - torch.cuda.mem_get_info()[0] <= 16 << 20
-    finally:
-        rig.close()
+        kernels = rig.kv.fills(rig.tables[1], 0)
+        device.hold()
+        for kernel in kernels:
+            device.queue(kernel)
+        rig.submit("load", table=1)
+        rig.given_time()
+        assert rig.end().ok
+        assert rig.loaded(table=1) is not hasty
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("why", ["finish", "preemption", "window"])
+@pytest.mark.parametrize("name", ["llama_8b", "gpt_oss", "deepseek_v4"])
+def test_blocks_are_reused_when_poll_said_so(
+    device: Device, name: str, why: str, early: bool
+) -> None:
+    """The blocks of a store in flight are freed and another request's kernels come: when a request
+    finishes all of them, when it is preempted too (and it loads again into others), when a window
+    slides the first half. Control: they are reused as soon as freed."""
+    with rigged(device, name, rows=4) as rig:
+        rig.compute()
+        freed = [t if why != "window" else t[: len(t) // 2] for t in rig.tables[0]]
+        other = rig.kv.fills(freed, 0x77)
+        rig.submit("store")
+        if not early:
+            assert rig.end().ok
+        for kernel in other:
+            device.queue(kernel)
+        if early:
+            assert rig.end().ok
+        right = rig.stored()
+        if why == "preemption":
+            rig.fill(0, table=1)
+            assert rig.move("load", table=1).ok
+            right = right and rig.loaded(table=1)
+        assert right is not early
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_blocks_of_a_load_are_reused_when_poll_said_so(device: Device, early: bool) -> None:
+    """A request is aborted while it loads: another's kernels write its blocks."""
+    with rigged(device, "llama_8b", rows=4) as rig:
+        rig.compute()
+        assert rig.move("store").ok
+        theirs = keys_of("other", rig.rows)
+        kernels = rig.kv.writes(theirs, rig.tables[1])
+        rig.submit("load", table=1)
+        if not early:
+            assert rig.end().ok
+        for kernel in kernels:
+            device.queue(kernel)
+        if early:
+            rig.kv.digest(rig.tables[1])  # they ran
+            assert rig.end().ok
+        assert rig.loaded(table=1, keys=theirs) is not early
+
+
+def test_both_directions_while_the_engine_rewrites_other_blocks(device: Device) -> None:
+    with rigged(device, "llama_70b_tp8", rows=4) as rig, rigged(device, "deepseek_v3") as two:
+        rig.compute()
+        two.compute()
+        assert two.move("store").ok
+        two.fill(0)
+        kinds: list[Kind] = ["store", "load"]
+        for _ in range(3):
+            for one, kind in zip((rig, two), kinds, strict=True):
+                one.submit(kind)
+            for n in range(20):
+                rig.fill(n, table=1)
+                two.fill(n, table=1)
+            assert rig.end().ok
+            assert two.end().ok
+            assert rig.stored()
+            assert two.loaded()
+            two.fill(0)
+
+
+# ------------------------------------------------------------ numbers of descriptors
+
+
+@pytest.mark.parametrize("count", [1, 2, 4095, 4096, 4097, 20_000, 100_000])
+def test_any_number_of_descriptors(device: Device, count: int) -> None:
+    """Pages of 64 bytes in blocks that are no neighbours: as many runs as pages."""
+    size = 64
+    group = GroupPlanes(0, (Plane(0, 2 * size, size),), blocks=count + 1, chunk_blocks=count)
+    codes = np.random.default_rng(count).integers(0, 256, (count + 1, 2, size), np.uint8)
+    storage = torch.zeros(codes.size, dtype=torch.uint8, device=device.where)
+    arena = memory.create(group.shard_bytes)
+    counting: Any = Counting(device.runtime)
+    mover = CudaMover(counting, [device.region(storage)], [group], kernel_below=NEVER_KERNEL)
+    plan = plan_copy(group, np.arange(1, count + 1)[None, :], [0])
+    there = device.up(codes.reshape(-1))
+
+    def move(kind: Kind) -> None:
+        with device.engine():
+            mover.submit(Job(kind, (plan,), arena.buffer))
+        assert mover.drain(300)
+        assert mover.poll()[0].ok
+
+    device.queue(lambda: storage.copy_(there))
+    move("store")
+    assert np.array_equal(arena.buffer[: count * size], codes[1:, 0].reshape(-1))
+    assert counting.descriptors.sum() == count
+    assert counting.descriptors.max() <= 4096
+    device.queue(lambda: storage.zero_())
+    move("load")
+    codes[:, 1] = codes[0] = 0
+    assert np.array_equal(device.read(lambda: storage), codes.reshape(-1))
+    mover.close()
+    arena.close()
+
+
+# ------------------------------------------------------------ pinning
+
+
+@pytest.mark.parametrize("nth", [0, 1, 2])
+def test_a_window_that_cannot_be_pinned_goes_slowly(
+    device: Device, nth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, all bytes right, and the other windows go the fast way."""
+    refusing = Refusing(device.runtime, nth)
+    runtime: Any = Counting(refusing)
+    with rigged(device, "llama_8b", rows=3) as plain:
+        window = plain.arena.size // 4 // 4096 * 4096
+    with (
+        caplog.at_level(logging.WARNING),
+        rigged(device, "llama_8b", rows=3, runtime=runtime, window=window) as rig,
+    ):
+        rig.compute()
+        assert rig.move("store").ok
+        assert rig.stored()
+        rig.fill(0)
+        assert rig.move("load").ok
+        assert rig.loaded()
+    assert refusing.asked >= 4
+    assert runtime.ways == {"dma", "pageable"}
+    assert len([r for r in caplog.records if "could not pin" in r.message]) == 1
+
+
+# ------------------------------------------------------------ what it costs the engine
+
+
+def test_submit_waits_for_nothing(device: Device) -> None:
+    """Neither for the engine's stream nor for copies that wait for it."""
+    with rigged(device, "llama_8b") as rig:
+        rig.compute()
+        assert rig.move("store").ok
+        device.hold()
+        rig.fill(1, table=1)
+        for _ in range(50):
+            rig.submit("store")
+        assert not device.idle(), "submit took as long as the work before it"
+        device.let_go()
+        assert rig.mover.drain(120)
+        ends = rig.mover.poll()
+        assert len(ends) == 50
+        assert all(done.ok for done in ends)

@@ -5,6 +5,9 @@ The world's dead are drawn from all processes alike, so in a wide world nearly a
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
@@ -19,10 +22,11 @@ WORLDS = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"tp{w.tp}-pp{w.pp}-x{w.replicas}")
-def test_b5_ranks_of_every_grid_die_at_random(world: ParallelStrategy) -> None:
-    """Some 500 requests each; every page that a rank reads in time is what its shard's writer left
-    there, and nothing matches that a rank did not finish."""
+Lives = dict[ParallelStrategy, Future[tuple[int, int, int]]]
+
+
+def live(world: ParallelStrategy) -> tuple[int, int, int]:
+    """How many requests, deaths and reads in time there were: enough of each, or all there were."""
     requests = deaths = reads = 0
     for seed in range(8):  # in some seeds the daemon has too few sessions for anybody to get far
         sim = Simulation(1000 * world.tp + 100 * world.pp + 10 * world.replicas + seed, world=world)
@@ -32,6 +36,23 @@ def test_b5_ranks_of_every_grid_die_at_random(world: ParallelStrategy) -> None:
             requests += engine.requests
             deaths += engine.deaths - len(engine.processes)  # but for the end of all
             reads += engine.reads - engine.late_reads
-        if requests > 200 and deaths > 5 and reads >= 4 * world.ranks:
-            return
-    raise AssertionError(f"{requests} requests, {deaths} deaths, {reads} reads")
+        if enough(world, requests, deaths, reads):
+            break
+    return requests, deaths, reads
+
+
+def enough(world: ParallelStrategy, requests: int, deaths: int, reads: int) -> bool:
+    return requests > 200 and deaths > 5 and reads >= 4 * world.ranks
+
+
+@pytest.fixture(scope="module")
+def lives(cores: ProcessPoolExecutor, selected: dict[str, list[Any]]) -> Lives:
+    return {world: cores.submit(live, world) for world in selected["world"]}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"tp{w.tp}-pp{w.pp}-x{w.replicas}")
+def test_b5_ranks_of_every_grid_die_at_random(world: ParallelStrategy, lives: Lives) -> None:
+    """Some 500 requests each; every page that a rank reads in time is what its shard's writer left
+    there, and nothing matches that a rank did not finish."""
+    requests, deaths, reads = lives[world].result()
+    assert enough(world, requests, deaths, reads)

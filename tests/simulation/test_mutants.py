@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,18 +16,30 @@ from tests.simulation.mutants import (
     UNBROKEN,
     StaleMutantError,
     broken_copy,
+    laws,
     notice,
     simulate,
 )
 
 
+@pytest.fixture(scope="module")
+def noticed(selected: dict[str, list[Any]]) -> Iterator[dict[str, Future[str]]]:
+    """What notices each break. A thread for each core, since each check is a process."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {one.name: pool.submit(notice, one) for one in selected["mutant"]}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
-def test_every_break_is_noticed(mutant: Mutant) -> None:
-    assert notice(mutant), f"nothing notices: {mutant.name}"
+def test_every_break_is_noticed(mutant: Mutant, noticed: dict[str, Future[str]]) -> None:
+    assert noticed[mutant.name].result(), f"nothing notices: {mutant.name}"
 
 
 def test_an_unbroken_copy_is_not_blamed(tmp_path: Path) -> None:
-    assert simulate(broken_copy(UNBROKEN, tmp_path), 20) == ""
+    copy = broken_copy(UNBROKEN, tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        by_seeds, by_laws = pool.submit(simulate, copy, range(20)), pool.submit(laws, copy)
+        assert (by_seeds.result(), by_laws.result()) == ("", "")
 
 
 def test_a_break_that_does_not_apply_any_more_is_an_error(tmp_path: Path) -> None:

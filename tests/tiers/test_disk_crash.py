@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from kvass.tiers.disk import DiskTier
 from kvass.tiers.segment import SegmentFile
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import SHAPE, fill, hits, keys_of
+from tests.tiers.small_disk import KINDS, SIZE, SmallDisk, small_disk
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -256,48 +256,39 @@ def test_a_record_that_fails_does_not_take_its_batch_along(
 # ---------------------------------------------------------------- a real small disk
 
 
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
-    """A tmpfs of 2 MiB, where this process may mount one."""
-    with tempfile.TemporaryDirectory() as made:
-        mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "kvass-test", made]
-        if subprocess.run(mount, capture_output=True, timeout=30).returncode:
-            pytest.skip("may not mount here")
-        try:
-            yield Path(made)
-        finally:
-            subprocess.run(["umount", "-l", made], check=True, timeout=30)
+@pytest.fixture(params=KINDS)
+def disk(request: pytest.FixtureRequest, folder: Path) -> Iterator[SmallDisk]:
+    with small_disk(request.param, folder) as made:
+        yield made
 
 
-def test_a_disk_filled_by_others(small_disk: Path) -> None:
-    tier = DiskTier(small_disk, 2 << 20)
+def test_a_disk_filled_by_others(disk: SmallDisk) -> None:
+    tier = DiskTier(disk.folder, SIZE)
     tier.wait_indexed()
     keys = keys_of(200)
     assert all(fill(tier, keys[:20]))
-    (small_disk / "others").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+    (disk.folder / "others").write_bytes(bytes(os.statvfs(disk.folder).f_bavail * 4096))
     assert all(fill(tier, keys))  # with the slots it has
+    assert tier.report()["write_errors"] > 0
     assert 5 <= sum(hits(tier, keys)) <= 100
-    (small_disk / "others").unlink()
+    (disk.folder / "others").unlink()
     tier.close()
-    tier = DiskTier(small_disk, 2 << 20)
+    tier = DiskTier(disk.folder, SIZE)
     tier.wait_indexed()
     assert all(fill(tier, keys))
     assert sum(hits(tier, keys)) > 100 - 20
     tier.close()
 
 
-def test_a_disk_that_became_read_only(small_disk: Path) -> None:
-    def remount(how: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True, timeout=30)
-
-    tier = DiskTier(small_disk, 1 << 20)
+def test_a_disk_that_became_read_only(disk: SmallDisk) -> None:
+    tier = DiskTier(disk.folder, 1 << 20)
     assert all(fill(tier, keys_of(10)))
     tier.close()
-    remount("ro")
+    disk.remount("ro")
     with pytest.raises(ConfigError, match="Read-only"):
-        DiskTier(small_disk, 1 << 20)
-    remount("rw")
-    tier = DiskTier(small_disk, 1 << 20)
+        DiskTier(disk.folder, 1 << 20)
+    disk.remount("rw")
+    tier = DiskTier(disk.folder, 1 << 20)
     eventually(lambda: all(tier.probe(keys_of(10))), 60)
     assert all(hits(tier, keys_of(10)))
     tier.close()

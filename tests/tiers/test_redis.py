@@ -10,7 +10,7 @@ import pytest
 
 from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
-from kvass.testing.redis_server import RedisServer
+from kvass.testing.redis_server import RedisCluster, RedisServer
 from kvass.testing.tier_suite import MakeTier
 from kvass.tiers import Tier, open_tier
 from tests.tiers.records import fill, hits, keys_of
@@ -48,13 +48,13 @@ class TestRedis(TierSuite):
 
 class TestCluster(TierSuite):
     @pytest.fixture(scope="class")
-    def cluster(self) -> Iterator[RedisServer]:
-        made = RedisServer(cluster=True)
+    def cluster(self) -> Iterator[RedisCluster]:
+        made = RedisCluster()
         yield made
         made.close()
 
     @pytest.fixture
-    def make_tier(self, cluster: RedisServer) -> MakeTier:
+    def make_tier(self, cluster: RedisCluster) -> MakeTier:
         url = f"redis:{cluster.address}?cluster=yes&prefix=test{next(numbers)}:"
         return lambda: open_tier(url)
 

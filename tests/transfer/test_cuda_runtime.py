@@ -122,3 +122,14 @@ def test_a_batch_keeps_what_its_kernel_reads() -> None:
     batch = Batch("load", "kernel", one, one, one, 1)
     assert runtime(Driver()).copy(Stream(9), batch) is None
     assert batch.keep == ["kept"]
+
+
+def test_without_triton_a_job_fails_not_the_thread() -> None:
+    def launch(stream: int, batch: Batch) -> object:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    one = np.ones(1, np.uint64)
+    fault = DriverRuntime(Driver(), 0, lambda: 55, launch).copy(
+        Stream(9), Batch("load", "kernel", one, one, one, 1)
+    )
+    assert fault == Fault("kernel: No module named 'triton'")

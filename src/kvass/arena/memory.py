@@ -83,7 +83,10 @@ class Arena:
 
     def advise_huge(self) -> bool:
         """Ask for huge pages; whether this machine gives them to shared memory."""
-        setting = _SHMEM_HUGE.read_text() if _SHMEM_HUGE.exists() else ""
+        try:
+            setting = _SHMEM_HUGE.read_text()
+        except OSError:  # a kernel without them, or a sandbox that hides it
+            return False
         if "[never]" in setting or "[deny]" in setting or not setting:
             return False
         return bool(_madvise(self._address, self.size, mmap.MADV_HUGEPAGE) == 0)

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "status": "show what a daemon holds",
     "clear": "make a daemon forget all rows",
     "bench": "measure this machine, against memcpy",
+    "doctor": "say what is found on this machine, and used",
 }
 
 

@@ -12,11 +12,16 @@ other, each as ``chunk_blocks`` pages back to back, in the order of the chunk's 
 to ``PAGE`` is padding that nobody reads or writes::
 
     slot:  | layer 0: page page .. page | layer 1: page page .. page | ... | padding |
+
+Layers that lie back to back within each block, as they do where blocks are outermost, count as one
+layer (``join_layers``): so a block is one piece in the engine's memory and in a slot. The daemon is
+told of that one layer, and so it is in the namespace: who has the layers apart never reads the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -100,6 +105,39 @@ class GroupPlanes(msgspec.Struct, frozen=True):
                     f"group {self.group}, plane {number}: block {self.blocks - 1} ends at byte "
                     f"{plane.end(self.blocks)} of a region of {region_bytes[plane.region]} bytes"
                 )
+
+
+class Part(NamedTuple):
+    """What is one piece of ``run`` bytes in every block: a layer, several, or a part of one."""
+
+    name: str
+    base: int
+    block_stride: int
+    run: int
+    region: int
+
+
+def join_layers(
+    layout: GroupLayout, parts: Iterable[Part]
+) -> tuple[GroupLayout, list[int], list[int], list[int]]:
+    """``layout`` with ``parts`` for layers, in the order of memory, neighbours within each block
+    joined; and their bases, block strides and regions, as ``describe_group`` takes them."""
+    joined: list[Part] = []
+    for part in sorted(parts, key=lambda p: (p.region, p.base)):
+        last = joined[-1] if joined else part
+        run = last.run + part.run
+        end = (last.region, last.block_stride, last.base + last.run)
+        if joined and (part.region, part.block_stride, part.base) == end and run <= end[1]:
+            joined[-1] = last._replace(name=f"{last.name}+{part.name}", run=run)
+        else:
+            joined.append(part)
+    names, runs = tuple(p.name for p in joined), tuple(p.run for p in joined)
+    return (
+        msgspec.structs.replace(layout, layers=names, page_bytes=runs),
+        [p.base for p in joined],
+        [p.block_stride for p in joined],
+        [p.region for p in joined],
+    )
 
 
 def describe_group(

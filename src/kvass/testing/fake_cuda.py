@@ -300,8 +300,8 @@ class FakeCuda(Runtime):
         with self._lock:
             if any(_meet(at, n, address, count) for at, n in self.registered.items()):
                 return Fault("part of the memory is registered already")
-            if not any(
-                at <= address and address + count <= at + n for at, n in self._mapped.items()
+            if self._watched and not any(
+                _holds(at, n, address, count) for at, n in self._mapped.items()
             ):
                 return Fault("no such memory")
             self.registered[address] = count

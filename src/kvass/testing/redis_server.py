@@ -15,7 +15,6 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,18 @@ def program() -> str | None:
 
 
 class RedisServer:
-    """Memory only. ``address`` is what stands behind ``redis:`` in a tier URL."""
+    """Memory only. ``address`` is what stands behind ``redis:`` in a tier URL.
 
-    def __init__(self, *options: str, cluster: bool = False) -> None:
+    ``slots``: those that it serves as a node of a cluster.
+    """
+
+    def __init__(self, *options: str, slots: range | None = None) -> None:
         self._folder = tempfile.mkdtemp(prefix="kvass-redis-")  # short: it is a socket's path
+        cluster = slots is not None
         self.port = _free_port() if cluster else 0
         self.socket = os.path.join(self._folder, "s")
         self.address = f"127.0.0.1:{self.port}" if cluster else self.socket
-        self._cluster = cluster
+        self._slots = slots
         clustered = ("--cluster-enabled", "yes") if cluster else ()
         self._options = (*clustered, *options)
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,11 +70,10 @@ class RedisServer:
         self._process = subprocess.Popen(
             [server, *flags, "--save", "", *self._options], stdout=subprocess.DEVNULL
         )
-        self._wait(self._answers)
-        if self._cluster:
+        self._wait_until_it_answers()
+        if self._slots:
             client: Any = self.client()
-            client.execute_command("CLUSTER ADDSLOTS", *range(16384))
-            self._wait(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+            client.execute_command("CLUSTER ADDSLOTS", *self._slots)
 
     def client(self) -> redis.Redis:
         """A plain client, for the test's own questions."""
@@ -94,6 +96,12 @@ class RedisServer:
         self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def in_cluster_of(self, nodes: int) -> bool:
+        """Whether it knows so many, and that they serve all slots together."""
+        client: Any = self.client()
+        said = client.execute_command("CLUSTER INFO")
+        return said["cluster_state"] == "ok" and int(said["cluster_known_nodes"]) == nodes
+
     def _answers(self) -> bool:
         try:
             self.client().ping()
@@ -103,13 +111,39 @@ class RedisServer:
             return False
         return True
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
+    def _wait_until_it_answers(self) -> None:
         end = time.monotonic() + 60
-        while not ready():
+        while not self._answers():
             assert self._process is not None
             assert self._process.poll() is None, "the server ended"
             assert time.monotonic() < end, "the server never came up"
             time.sleep(0.02)
+
+
+class RedisCluster:
+    """Several servers that share the slots; ``address`` is the first one's."""
+
+    def __init__(self, nodes: int = 3) -> None:
+        self.nodes: list[RedisServer] = []
+        try:
+            for i in range(nodes):
+                slots = range(16384 * i // nodes, 16384 * (i + 1) // nodes)
+                self.nodes.append(RedisServer(slots=slots))
+            first: Any = self.nodes[0].client()
+            for node in self.nodes[1:]:
+                first.execute_command("CLUSTER MEET", "127.0.0.1", node.port)
+            end = time.monotonic() + 60
+            while not all(node.in_cluster_of(nodes) for node in self.nodes):
+                assert time.monotonic() < end, "the nodes never met"
+                time.sleep(0.02)
+        except BaseException:
+            self.close()
+            raise
+        self.address = self.nodes[0].address
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
 
 
 def _free_port() -> int:

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
 import triton
 import triton.language as tl
+
+from kvass.errors import UsageError
+from kvass.transfer.descriptors import KERNEL_UNIT
 
 PROGRAMS: Final = 12
 """Enough to fill the bus, few enough to leave the engine its processors (published, not ours)."""
@@ -31,7 +35,12 @@ def _copy_runs(table: Any, runs: Any, lanes: tl.constexpr) -> None:
             tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
 
 
-def copy_runs(table: Any) -> None:
-    """Launch on the current stream. ``table``: int64 tensor of shape ``(3, runs)``, addresses and
-    bytes as the device sees them, itself readable by the device until the kernel is over."""
-    _copy_runs[(PROGRAMS,)](table, table.shape[1], lanes=LANES)
+def copy_runs(table: Any, programs: int = PROGRAMS) -> None:
+    """Launch on the current stream. ``table``: int64 tensor of shape ``(3, runs)`` in host memory,
+    addresses and bytes as the device sees them, itself readable by the device until the kernel is
+    over. Raises UsageError, before a byte moved, if any of them is no multiple of ``KERNEL_UNIT``:
+    the kernel would round."""
+    if np.bitwise_or.reduce(table.numpy(), axis=None) % KERNEL_UNIT:
+        raise UsageError(f"the kernel moves words of {KERNEL_UNIT} bytes; send other runs by DMA")
+    if table.shape[1]:
+        _copy_runs[(programs,)](table, table.shape[1], lanes=LANES)

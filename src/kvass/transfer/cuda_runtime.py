@@ -21,12 +21,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.errors import KvassError
+from kvass.errors import UsageError
+from kvass.transfer import cuda_driver
+from kvass.transfer.cuda_driver import MissingError as MissingError
+from kvass.transfer.cuda_driver import error_text, must
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Runtime, Stream
 
-LEAST_CUDA: Final = 12080
-"""CUDA 12.8: ``cuMemcpyBatchAsync``, in the form with nine arguments. It is asked for by this
-version, since CUDA 13 gives the same name another form."""
 NOT_READY: Final = 600
 HARMLESS: Final = frozenset({701, 704, 705, 708, 711, 712, 713})
 FATAL: Final = frozenset({4, 46, 201, 214, 220, 226, 709, 999, *range(700, 721)}) - HARMLESS
@@ -34,12 +34,6 @@ FATAL: Final = frozenset({4, 46, 201, 214, 220, 226, 709, 999, *range(700, 721)}
 _STREAM_ORDER, _ANY_ORDER = 1, 3
 _NON_BLOCKING, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2
-_DIRECT_HOST_POINTER = 91
-"""Attribute: registered host memory can be used by the host's own addresses."""
-
-
-class MissingError(KvassError):
-    """This machine cannot do it; the text says why."""
 
 
 class _Location(ctypes.Structure):
@@ -85,45 +79,22 @@ class DriverRuntime(Runtime):
         """Raises MissingError."""
         self._driver, self._compute, self._launch = driver, compute, launch
         self._threads = threading.local()
-        self._handle = c_int()
         self._context = c_void_p()
-        self._must("no CUDA driver that works", driver.cuInit(0))
-        self._must(f"no device {device}", driver.cuDeviceGet(byref(self._handle), device))
-        version = c_int()
-        self._must("the driver's version", driver.cuDriverGetVersion(byref(version)))
-        if version.value < LEAST_CUDA:
-            found = f"{version.value // 1000}.{version.value % 1000 // 10}"
-            raise MissingError(f"the NVIDIA driver speaks CUDA {found}; kvass needs 12.8 or later")
-        direct = c_int()
-        asked = driver.cuDeviceGetAttribute(byref(direct), _DIRECT_HOST_POINTER, self._handle)
-        self._must("a device attribute", asked)
-        if not direct.value:
-            raise MissingError("this device cannot use pinned memory by its own address (WSL2?)")
-        self._batch_copy = self._find(b"cuMemcpyBatchAsync")
-        got = driver.cuDevicePrimaryCtxRetain(byref(self._context), self._handle)
-        self._must("the device's context", got)
-
-    def _find(self, name: bytes) -> Any:
-        found = c_void_p()
-        result = self._driver.cuGetProcAddress_v2(name, byref(found), LEAST_CUDA, c_uint64(0), None)
-        if result or not found.value:
-            raise MissingError(f"the NVIDIA driver has no {name.decode()}")
-        return _BatchCopy(found.value)
-
-    def _must(self, what: str, result: int) -> None:
-        if result:
-            raise MissingError(f"{what}: {self._text(result)}")
-
-    def _text(self, result: int) -> str:
-        text = ctypes.c_char_p()
-        if self._driver.cuGetErrorString(result, byref(text)) or not text.value:
-            return f"CUDA error {result}"
-        return f"CUDA error {result}: {text.value.decode(errors='replace')}"
+        must(driver, "no CUDA driver that works", driver.cuInit(0))
+        handle = cuda_driver.get_device(driver, device)
+        cuda = cuda_driver.cuda_version(driver)
+        found = cuda_driver.find_batch_copy(driver) if cuda >= cuda_driver.LEAST_CUDA else None
+        direct = cuda_driver.is_direct(driver, handle)
+        if reason := cuda_driver.obstacle(cuda, direct, found is not None):
+            raise MissingError(reason)
+        self._batch_copy = _BatchCopy(found or 0)
+        got = driver.cuDevicePrimaryCtxRetain(byref(self._context), handle)
+        must(driver, "the device's context", got)
 
     def _fault(self, what: str, result: int) -> Fault | None:
         if not result:
             return None
-        return Fault(f"{what}: {self._text(result)}", dead=result in FATAL)
+        return Fault(f"{what}: {error_text(self._driver, result)}", dead=result in FATAL)
 
     def _enter(self) -> None:
         """Give this thread the device's context."""
@@ -206,7 +177,8 @@ class DriverRuntime(Runtime):
             return self._pageable(stream, batch)
         try:
             batch.keep.append(self._launch(stream, batch))
-        except RuntimeError as error:  # torch's and Triton's; what was launched before stays so
+        except (RuntimeError, UsageError, ImportError) as error:  # the last: no Triton
+            # What was launched before stays so.
             return Fault(f"kernel: {error}")
         return None
 
@@ -247,10 +219,7 @@ def open_runtime(device: int) -> DriverRuntime:
 
     if not torch.cuda.is_available():
         raise MissingError("torch finds no CUDA device")
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise MissingError(f"no NVIDIA driver: {error}") from None
+    driver = cuda_driver.load_driver()
 
     def compute() -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)

@@ -3,8 +3,8 @@
 Law of this file: nothing is assumed. Bytes are compared after every load and every 16th lookup
 (exit status 1 if they differ), hits are counted, and every ratio comes from rounds in which both
 sides alternate. Without ``--socket`` it measures a daemon of its own; with it, a namespace of its
-own in that daemon (which may evict others' rows to make room). ``--tier`` measures something else:
-see ``tiers``.
+own in that daemon (which may evict others' rows to make room). ``--tier`` and ``--gpu`` measure
+something else: see ``tiers`` and ``gpu``.
 
 What the names mean:
 
@@ -50,6 +50,8 @@ def run(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if args.rounds < MIN_ROUNDS:
         raise ConfigError(f"--rounds {args.rounds}: use {MIN_ROUNDS} or more, or medians are noise")
+    if args.gpu:
+        return _run_gpu(args)
     if args.tier is not None:
         figures = _measure_tier(args)
     else:
@@ -67,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_argument("--socket", metavar="PATH", help="measure this daemon, not one of our own")
     flags.add_argument("--tier", metavar="URL", help="measure this tier, with a daemon of our own")
+    flags.add_argument("--gpu", action="store_true", help="measure copies to and from this GPU")
     flags.add_argument(
         "--l1-size", default="3GiB", type=_size, metavar="SIZE", help="of our own daemon (3GiB)"
     )
@@ -74,6 +77,17 @@ def parser() -> argparse.ArgumentParser:
         "--rounds", default=9, type=int, metavar="N", help=f"at least {MIN_ROUNDS} (9)"
     )
     return flags
+
+
+def _run_gpu(args: argparse.Namespace) -> int:
+    if args.tier is not None or args.socket:
+        raise ConfigError("--gpu measures a GPU alone: leave out --tier and --socket")
+    from kvass.cli.bench.gpu import gpu_table, measure_gpu
+    from kvass.cli.bench.gpu_torch import open_device
+
+    figures = measure_gpu(open_device(), args.l1_size, args.rounds)
+    print(json.dumps(figures) if args.json else gpu_table(figures))
+    return 0 if figures["bytes_equal"] else 1
 
 
 def _measure_tier(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Final, Literal
 import numpy as np
 
 from kvass.layout.copy_plan import CopyPlan, plan_copy
-from kvass.layout.describe import GroupPlanes, describe_group
+from kvass.layout.describe import GroupPlanes, Part, describe_group, join_layers
 from kvass.types import GroupKind, GroupLayout, I64Array
 
 KIB: Final = 1 << 10
@@ -39,11 +39,6 @@ class Geometry:
         """What one block takes in all layers of the largest group."""
         return max(sum(group.page_bytes) for group in self.groups)
 
-    @property
-    def longest_page(self) -> int:
-        """Bytes of the longest page: of a run, where block ids are scattered."""
-        return max(page for group in self.groups for page in group.page_bytes)
-
     def rows(self, tokens: int) -> int:
         """Whole chunks in ``tokens``: rows of every group."""
         return tokens // self.chunk_tokens
@@ -63,7 +58,8 @@ class Geometry:
         return self.rows(tokens) * sum(shards)
 
     def planes(self, blocks: int) -> tuple[GroupPlanes, ...]:
-        """The planes of all groups, in one region of ``region_bytes(blocks)``."""
+        """The planes of all groups, in one region of ``region_bytes(blocks)``: as a worker makes
+        them, so what lies in one piece in every block is one."""
         return tuple(self._planes(n, group, blocks) for n, group in enumerate(self.groups))
 
     def _planes(self, number: int, group: GroupLayout, blocks: int) -> GroupPlanes:
@@ -74,7 +70,12 @@ class Geometry:
             strides = list(pages)
         else:
             bases, strides = inside, [self.block_bytes] * len(pages)
-        return describe_group(number, group, self.chunk_tokens, blocks, bases, strides)
+        parts = [
+            Part(name, base, stride, page, 0)
+            for name, base, stride, page in zip(group.layers, bases, strides, pages, strict=True)
+        ]
+        joined, *where = join_layers(group, parts)
+        return describe_group(number, joined, self.chunk_tokens, blocks, *where)
 
     def tables(self, tokens: int, count: int, rng: np.random.Generator) -> list[list[I64Array]]:
         """``count`` disjoint block tables: per group the ids of each row, of shape ``(rows,
@@ -164,7 +165,7 @@ GEOMETRIES: Final[tuple[Geometry, ...]] = (
     *_both("qwen3_next", *_QWEN3_NEXT, chunk_tokens=544),
     Geometry("deepseek_v4", _DEEPSEEK_V4, 256, "blocks"),
 )
-"""4,096 tokens of them are 144 to 512 MiB; pages 1.7 to 1,088 KiB."""
+"""4,096 tokens of them are 144 to 512 MiB, in runs of 8 KiB to 12.75 MiB."""
 
 
 def geometry(name: str) -> Geometry:

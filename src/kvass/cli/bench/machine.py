@@ -41,7 +41,8 @@ class DaemonUnderTest:
     def __init__(self, socket: str, ready_s: float | None) -> None:
         self.socket = socket
         self.ready_s = ready_s
-        self._proc = Path("/proc") / str(_pid_behind(socket))
+        self.pid = _pid_behind(socket)
+        self._proc = Path("/proc") / str(self.pid)
 
     def wait_populated(self) -> int:
         """Wait until the arena is faulted in; its bytes. Raises ``Unavailable`` if it never is."""

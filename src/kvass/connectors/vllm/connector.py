@@ -60,6 +60,11 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def _copies(self, setup: engine.Setup, vllm_config: Any) -> WorkerSide:
         return WorkerSide(setup, engine.worker_rank(vllm_config), self._boundary)
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The layout of the KV cache that the options ask for; vLLM warns if it cannot have it."""
+        return engine.wanted_layout(vllm_config)
+
     # ------------------------------------------------------------ scheduler side
 
     @property

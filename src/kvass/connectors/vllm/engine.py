@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 import vllm
 
+from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import identity
@@ -31,12 +32,11 @@ from kvass.connectors.vllm.groups import Unsupported, has_states, read_groups
 from kvass.connectors.vllm.options import read_options
 from kvass.errors import ConfigError
 from kvass.messages import Register
+from kvass.transfer import DEVICES
 from kvass.types import MAX_RANKS, GroupLayout, RankLayout
 
-TESTED: Final = frozenset({"0.32.0"})
+TESTED: Final = TESTED_VLLM
 MIN_CHUNK_TOKENS: Final = 256
-DEVICES: Final = frozenset({"cpu"})
-"""The switch: with "cuda" here the GPU path is on (docs/gpu.md says what must be shown first)."""
 CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
 """Settings of the model that choose the code which computes it."""
 ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
@@ -125,6 +125,22 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
     )
 
 
+def wanted_layout(vllm_config: Any) -> str | None:
+    """vLLM's name of the KV cache layout that the options ask for: blocks outermost, in which a
+    block of all layers is one piece. None: they ask for none, or this vLLM was never tested.
+
+    A preference only: ``VLLM_KV_CACHE_LAYOUT`` goes before it, and where the model's attention
+    cannot have it vLLM warns and takes its own. Raises :class:`ConfigError`.
+    """
+    wanted = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_layout
+    if not wanted or vllm.__version__.partition("+")[0] not in TESTED:
+        return None
+    if wanted != "blocks":
+        return wanted
+    capability = _capability()  # Blackwell's kernels want a block's heads before its tokens
+    return "BLHNC" if capability is not None and capability[0] >= 10 else "BLNHC"
+
+
 def recompute_failed_loads(vllm_config: Any) -> None:
     """Law 8: a load that fails is recomputed. The scheduler reads this setting after making us.
 
@@ -203,6 +219,25 @@ def device_kind() -> str:
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
+
+
+def _device_name() -> str:
+    """vLLM's name of the kind of device; unlike ``device_kind`` it tells ROCm from CUDA."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_name)
+
+
+def _capability() -> tuple[int, int] | None:
+    """The compute capability of the first device that this process may use; None on a CPU.
+
+    The scheduler and every rank ask, and a process that does not use the GPU must not begin to:
+    vLLM reads it without a CUDA context.
+    """
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability()
+    return None if found is None else (int(found.major), int(found.minor))
 
 
 # ---------------------------------------------------------------- parallelism
@@ -318,7 +353,18 @@ def _hash_identity(algorithm: str) -> str:
 
 
 def _device_identity() -> str:
-    """Device kind and, on a CPU, the instruction sets by which vLLM packs its pages."""
+    """Device kind, and what chooses the kernels and with them what pages hold: a GPU's compute
+    capability, a CPU's instruction sets. Raises ``identity.Indescribable``.
+
+    Between generations of GPUs vLLM changes attention backends, how quantized pages keep their
+    scales (in equal layouts and sizes) and how exact they are. Cards of one capability share, as
+    they do within one engine.
+    """
+    if device_kind() != "cpu":
+        capability = _capability()
+        if capability is None:
+            raise identity.Indescribable("the device's compute capability cannot be read")
+        return identity.canonical([_device_name(), *capability])
     sets = (torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported())
     capability = torch.backends.cpu.get_cpu_capability()
     return identity.canonical([device_kind(), platform.machine(), capability, sets])

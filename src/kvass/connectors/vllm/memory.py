@@ -2,9 +2,13 @@
 
 Law of this file: pages are found from the configuration, and the tensors must agree.
 
-Facts relied on (0.32): the page of layer ``t.layers[l]``, block b, is at
-``t.offset + l*t.layer_stride + b*t.block_stride`` in the layer's storage, ``page_size_bytes`` long.
-A worker's ``KVCacheConfig`` names its own layers only: those of its pipeline stage.
+Facts relied on (0.32): the page of layer ``t.layers[l]``, block b, begins at
+``t.offset + l*t.layer_stride + b*t.block_stride`` in the layer's storage and is ``page_size_bytes``
+long, in one piece but for two of vLLM's six layouts: with heads outside of blocks (LHBNC) a page
+has a piece per head, a block stride long and evenly spaced in the layer's stretch; with layers
+inside of heads (BHLNC) only a block of all of a tensor's layers is in one piece. A tensor's layers
+have equal pages and one group. A worker's ``KVCacheConfig`` names its own layers only: those of its
+pipeline stage.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import numpy as np
 
 from kvass.connectors.vllm.groups import read_groups
 from kvass.errors import UsageError
-from kvass.layout.describe import GroupPlanes, describe_group
+from kvass.layout.describe import GroupPlanes, Part, describe_group, join_layers
 from kvass.transfer.base import U8Array
 from kvass.transfer.runtime import Region
 from kvass.types import GroupLayout, RankLayout
@@ -49,26 +53,56 @@ def read_memory(
     ``groups`` as in ``engine.Setup``: their layers are not this rank's, all else is.
     Raises :class:`UsageError` if config and tensors contradict each other, and ``Unsupported``.
     """
-    placed = {
-        name: (tensor, index)
-        for tensor in kv_cache_config.kv_cache_tensors
-        for index, name in enumerate(tensor.layers)
-    }
+    placed = {name: t for t in kv_cache_config.kv_cache_tensors for name in t.layers}
     regions = _Regions()
     blocks_of = tuple(group.block_tokens for group in groups)
-    layouts = read_groups(kv_cache_config, blocks_of, set(placed))
-    planes = []
-    for number, layout in enumerate(layouts):
-        bases, strides, where = [], [], []
-        for name in layout.layers:
-            tensor, index = placed[name]
-            bases.append(tensor.offset + index * tensor.layer_stride)
-            strides.append(tensor.block_stride)
-            where.append(regions.add(name, kv_caches[name], bases[-1]))
+    layouts, planes = [], []
+    for number, group in enumerate(read_groups(kv_cache_config, blocks_of, set(placed))):
+        each = dict(zip(group.layers, group.page_bytes, strict=True))
+        tensors = {id(placed[name]): placed[name] for name in each}
+        parts = [part for t in tensors.values() for part in _parts(t, each, kv_caches, regions)]
+        layout, *where = join_layers(group, parts)
         blocks = kv_cache_config.num_blocks
-        planes.append(describe_group(number, layout, chunk_tokens, blocks, bases, strides, where))
+        planes.append(describe_group(number, layout, chunk_tokens, blocks, *where))
+        layouts.append(layout)
     arrays, owners, gpu = regions.arrays, regions.owners, regions.gpu
-    return Memory(RankLayout(layouts), tuple(planes), tuple(arrays), tuple(owners), tuple(gpu))
+    return Memory(
+        RankLayout(tuple(layouts)), tuple(planes), tuple(arrays), tuple(owners), tuple(gpu)
+    )
+
+
+def _parts(
+    tensor: Any, page_bytes: Mapping[str, int], kv_caches: Mapping[str, Any], regions: _Regions
+) -> list[Part]:
+    """The layers of ``tensor`` as what lies in one piece in every block. Raises UsageError."""
+    layers, stride, step = tensor.layers, tensor.block_stride, tensor.layer_stride
+    where = [
+        regions.add(name, kv_caches[name], tensor.offset + index * step)
+        for index, name in enumerate(layers)
+    ]
+    pages = {page_bytes.get(name, 0) for name in layers}
+    page = max(pages)
+    inside = len(layers) > 1 and 0 < step < page  # heads outside of layers, inside of blocks
+    pieces = -(-page // stride)
+    wrong = page % step or stride < page * len(layers) if inside else page % pieces or step % pieces
+    if len(pages) > 1 or wrong:
+        raise UsageError(
+            f"layers {', '.join(layers)}: pages of {sorted(pages)} bytes do not fit into blocks "
+            f"{stride} bytes apart, layers {step}"
+        )
+    if inside:
+        return [Part("+".join(layers), tensor.offset, stride, page * len(layers), where[0])]
+    return [
+        Part(
+            name if pieces == 1 else f"{name}#{piece}",
+            tensor.offset + index * step + piece * (step // pieces),
+            stride,
+            page // pieces,
+            where[index],
+        )
+        for index, name in enumerate(layers)
+        for piece in range(pieces)
+    ]
 
 
 class _Regions:

@@ -7,10 +7,14 @@ line. Keys of other prefixes are not ours and are left alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
 from kvass.errors import ConfigError
+
+KV_LAYOUTS: Final = ("blocks", "BLNHC", "BLHNC")
+"""``blocks``: whichever of the others suits the device's kernels."""
 
 
 class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
@@ -19,6 +23,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     socket: str = ""
     chunk_tokens: int = 0
     tag: str = ""
+    kv_layout: str = ""
 
 
 def read_options(extra: Mapping[str, object]) -> Options:
@@ -36,4 +41,9 @@ def read_options(extra: Mapping[str, object]) -> Options:
         raise ConfigError(f"a kvass option of kv_connector_extra_config: {error}") from None
     if options.chunk_tokens < 0 or (options.chunk_tokens == 0 and "kvass.chunk_tokens" in ours):
         raise ConfigError(f"kvass.chunk_tokens is {options.chunk_tokens}: give a positive number")
+    if options.kv_layout not in KV_LAYOUTS and "kvass.kv_layout" in ours:
+        raise ConfigError(
+            f"kvass.kv_layout is {options.kv_layout!r}: give one of {', '.join(KV_LAYOUTS)}, or "
+            "leave it out"
+        )
     return options

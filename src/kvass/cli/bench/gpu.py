@@ -1,0 +1,222 @@
+"""``kvass bench --gpu``: KV pages between a GPU and the arena, against plain copies as large.
+
+Law of this file: every ratio comes from rounds in which both sides alternate, every byte is
+compared after every load (on the device, page against page), and each round has other bytes.
+
+What the names mean. Where a figure has a value per geometry (``geometries``: page sizes, groups and
+strides of real models; ``_blocks``: blocks outermost), the whole chunks of 4,096 tokens, in
+scattered blocks, move in one job, through ``CudaMover``, between device memory and shared memory as
+the daemon's: from ``submit`` until the mover says that it is over. Loads are of all that was
+stored, also of what a window's hit would not need. Ratios are medians of per-round ratios.
+
+- ``gpu_store_vs_pinned``, ``gpu_load_vs_pinned``: against *one contiguous* cudaMemcpyAsync of as
+  many bytes between device memory and pinned memory of torch's own, and the wait for it.
+- ``gpu_both_vs_one``: how much more is moved in a second when a store and a load run at once, than
+  by one of them alone (2: as much again). ``gpu_pinned_both_vs_one``: the same of plain copies.
+- ``gpu_store_gbps``, ``gpu_load_gbps``, ``gpu_pinned_store_gbps``, ``gpu_pinned_load_gbps``;
+  ``gpu_run_kib``: the longest run that scattered blocks leave.
+- ``gpu_submit_us``: ``submit`` of one chunk (a job of all groups) on the engine's thread, one a
+  millisecond, over all geometries; ``gpu_plan_us``: making its plan before.
+- ``gpu_gemm_slowdown``: how much longer products of bf16 matrices of 8,192 x 8,192 take beside
+  stores without a pause (0.05: five percent); ``gpu_gemm_stores_vs_alone``: how fast those were.
+- ``gpu_worker_mib``: device memory that a worker's mover takes, its kernel included, from before
+  its first copy; ``gpu_daemon_mib``: held by a daemon, as nvidia-smi says (- if its list cannot
+  name our processes); ``gpu_daemon_opens_device``: whether the daemon has a device open at all.
+- ``pin_s_per_gib``: registering 1 GiB of shared memory that is faulted in.
+- ``gpu_sweep``: GB/s of 64 MiB in runs of 4 KiB to 16 MiB by direction: each *torch* copy by itself
+  in a loop, a *batch* by the driver's call, or the *kernel*; ``gpu_kernel_below``: the length from
+  which on batches win. ``transfer.descriptors.KERNEL_BELOW`` is to be chosen from these.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvass._version import __version__
+from kvass.cli.bench import table
+from kvass.cli.bench.copies import TOKENS, seconds
+from kvass.cli.bench.geometries import GEOMETRIES, Geometry, geometry
+from kvass.cli.bench.gpu_costs import (
+    PIN_BYTES,
+    PRODUCTS,
+    measure_daemon,
+    measure_gemm,
+    measure_pinning,
+    measure_worker,
+)
+from kvass.cli.bench.gpu_device import Device, Plain
+from kvass.cli.bench.gpu_rig import Rig
+from kvass.cli.bench.gpu_sweep import BYTES, SIZES, measure_sweep, sweep_table
+from kvass.cli.bench.machine import say
+
+SUBMIT_EVERY_S: Final = 1e-3
+SWEEP_ROUNDS: Final = 5
+NEED_BYTES: Final = 4 << 30
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """How much of it."""
+
+    geometries: tuple[Geometry, ...] = GEOMETRIES
+    tokens: int = TOKENS
+    first: Geometry = geometry("llama_70b_tp8")
+    """Measured for memory: its loads go by the kernel."""
+    gemm: Geometry = geometry("llama_8b")
+    products: int = PRODUCTS
+    pin_bytes: int = PIN_BYTES
+    sweep: Sequence[int] = SIZES
+    sweep_bytes: int = BYTES
+    need_bytes: int = NEED_BYTES
+
+
+def measure_gpu(
+    device: Device, l1_bytes: int, rounds: int, sizes: Sizes | None = None
+) -> dict[str, Any]:
+    """All figures, by the names in this module's docstring. Raises ``KvassError``."""
+    sizes = sizes or Sizes()
+    device.need(sizes.need_bytes)
+    figures: dict[str, Any] = {"version": __version__, "rounds": rounds} | device.facts()
+    figures["bytes_equal"] = True
+    say("device memory of a worker's mover")
+    _add(figures, measure_worker(device, sizes.first, sizes.tokens))
+    say("pinning")
+    figures |= measure_pinning(device, sizes.pin_bytes)
+    submits = _Submits()
+    for one in sizes.geometries:
+        say(f"{one.name}, {rounds} rounds of {sizes.tokens} tokens")
+        _measure_geometry(figures, device, one, sizes.tokens, rounds, submits)
+    figures |= submits.figures()
+    say(f"matrix products beside stores, {rounds} rounds")
+    figures |= measure_gemm(device, sizes.gemm, sizes.tokens, rounds, sizes.products)
+    say("runs of every length, each way")
+    sweep_rounds = min(rounds, SWEEP_ROUNDS)
+    _add(figures, measure_sweep(device, sweep_rounds, sizes.sweep, sizes.sweep_bytes))
+    say("a daemon")
+    return figures | measure_daemon(l1_bytes)
+
+
+def gpu_table(figures: dict[str, Any]) -> str:
+    """The figures as lines for a person, the sweep as a table of its own."""
+    plain = {name: value for name, value in figures.items() if name != "gpu_sweep"}
+    return f"{table(plain)}\n\ngpu_sweep\n{sweep_table(figures['gpu_sweep'])}"
+
+
+def _add(figures: dict[str, Any], more: dict[str, Any]) -> None:
+    same = figures["bytes_equal"] and more["bytes_equal"]
+    figures |= more | {"bytes_equal": same}
+
+
+# ---------------------------------------------------------------- a geometry
+
+
+def _measure_geometry(
+    figures: dict[str, Any],
+    device: Device,
+    one: Geometry,
+    tokens: int,
+    rounds: int,
+    submits: _Submits,
+) -> None:
+    rig = Rig(device, one, tokens)
+    try:
+        plain = device.plain(rig.bytes)
+        times, same = _rounds(rig, plain, rounds)
+        submits.measure(rig)
+    finally:
+        rig.close()
+    runs = [plane.run for group in rig.planes for plane in group.planes]
+    more = _figures(times, rig.bytes) | {"gpu_run_kib": max(runs) / 1024}
+    for name, value in more.items():
+        figures.setdefault(name, {})[one.name] = value
+    figures["bytes_equal"] = figures["bytes_equal"] and same
+
+
+def _rounds(rig: Rig, plain: Plain, rounds: int) -> tuple[dict[str, list[float]], bool]:
+    """Seconds of each step in each round, and whether all that was loaded is what was stored."""
+    (store, other_store), (load, other_load) = rig.stores, rig.loads
+    steps: dict[str, tuple[Callable[[], None], bool]] = {  # whether it loads, into spoilt pages
+        "plain store": (lambda: plain.move("store"), False),
+        "store": (lambda: rig.move(("store", store)), False),
+        "plain load": (lambda: plain.move("load"), False),
+        "load": (lambda: rig.move(("load", load)), True),
+        "plain both": (lambda: plain.move("store", "load"), False),
+        "both": (lambda: rig.move(("store", other_store), ("load", load)), True),
+        "other": (lambda: rig.move(("load", other_load)), True),  # what "both" stored
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    same = True
+    for number in range(rounds + 1):  # the first warms up, and pins
+        rig.fill(number)
+        for name, (step, loads) in steps.items():
+            if loads:
+                rig.spoil()
+            took_s = seconds(step)
+            if number:
+                times[name].append(took_s)
+            if loads:
+                same = rig.same() and same
+    return times, same
+
+
+def _figures(times: dict[str, list[float]], size: int) -> dict[str, float]:
+    def ratio(ours: str, theirs: str) -> float:
+        pairs = zip(times[ours], times[theirs], strict=True)
+        return median(theirs_s / ours_s for ours_s, theirs_s in pairs)
+
+    def gain(both: str, *alone: str) -> float:
+        one = np.sum([times[name] for name in alone], axis=0)
+        return float(np.median(one / np.array(times[both])))
+
+    def gbps(name: str) -> float:
+        return size / median(times[name]) / 1e9
+
+    return {
+        "gpu_store_vs_pinned": ratio("store", "plain store"),
+        "gpu_load_vs_pinned": ratio("load", "plain load"),
+        "gpu_both_vs_one": gain("both", "store", "load"),
+        "gpu_pinned_both_vs_one": gain("plain both", "plain store", "plain load"),
+        "gpu_store_gbps": gbps("store"),
+        "gpu_load_gbps": gbps("load"),
+        "gpu_pinned_store_gbps": gbps("plain store"),
+        "gpu_pinned_load_gbps": gbps("plain load"),
+    }
+
+
+class _Submits:
+    """What storing a chunk costs the engine's thread, over all geometries."""
+
+    def __init__(self) -> None:
+        self._submit: list[float] = []
+        self._plan: list[float] = []
+
+    def measure(self, rig: Rig) -> None:
+        """Every chunk by itself, one a millisecond, while those before it are on their way."""
+        gc.collect()
+        for row in range(rig.rows):
+            began_s = time.perf_counter()
+            plans = rig.chunk(row)
+            planned_s = time.perf_counter()
+            self._submit.append(seconds(partial(rig.submit, "store", plans)))
+            self._plan.append(planned_s - began_s)
+            time.sleep(SUBMIT_EVERY_S)
+        rig.end()
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Microseconds."""
+        return {
+            "gpu_submit_us": _percentiles(self._submit),
+            "gpu_plan_us": _percentiles(self._plan),
+        }
+
+
+def _percentiles(times: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(np.array(times) * 1e6, [50, 99])
+    return {"p50": float(p50), "p99": float(p99)}

@@ -1,0 +1,84 @@
+"""What measuring needs of a GPU: a seam, so that all of it but the device runs in any test.
+
+Law of this file: nothing imports torch. ``gpu_torch`` is the real thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvass.layout.describe import GroupPlanes
+from kvass.transfer.base import U8Array
+from kvass.transfer.runtime import Batch, Kind, Region, Runtime, Stream
+from kvass.types import I64Array
+
+Table = Sequence[I64Array]
+"""Of each group, in the order of its planes: block ids of shape ``(rows, chunk_blocks)``."""
+
+
+class Plain(Protocol):
+    """What a mover is measured against: pinned memory of the device library's own, and a piece of
+    device memory as long."""
+
+    def move(self, *kinds: Kind) -> None:
+        """One contiguous copy of all bytes for each of ``kinds``, at once; over on return."""
+        ...
+
+
+class Device(Protocol):
+    """One GPU. Where nothing else is said, what was asked is over on return."""
+
+    runtime: Runtime
+
+    def facts(self) -> dict[str, str]:
+        """What it is, by the figures' names."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Device memory in use by whomever."""
+        ...
+
+    def need(self, count: int) -> None:
+        """Raise ConfigError unless so many bytes are free."""
+        ...
+
+    def allocate(self, count: int) -> Region:
+        """Device memory."""
+        ...
+
+    def free(self, region: Region) -> None:
+        """The end of what ``allocate`` gave."""
+        ...
+
+    def fill(self, region: Region, seed: int) -> None:
+        """Random bytes, others for another ``seed``."""
+        ...
+
+    def read(self, region: Region) -> U8Array:
+        """A copy of it in host memory."""
+        ...
+
+    def clear(self, region: Region, planes: Sequence[GroupPlanes], table: Table) -> None:
+        """Zero the pages of a block table."""
+        ...
+
+    def same(
+        self, region: Region, planes: Sequence[GroupPlanes], left: Table, right: Table
+    ) -> bool:
+        """Whether the pages of two block tables are equal, byte for byte."""
+        ...
+
+    def plain(self, count: int) -> Plain:
+        """The counterpart for ``count`` bytes."""
+        ...
+
+    def one_by_one(self, batch: Batch, region: Region, host: U8Array) -> Callable[[Stream], object]:
+        """Gives a stream the copies of ``batch``, between ``region`` and ``host``, a call each, as
+        somebody would who knows no better way; what it asks of Python is done before."""
+        ...
+
+    def compute(self, products: int) -> float:
+        """Multiply large bf16 matrices so many times, on a stream that nothing else is on; how many
+        seconds the device took."""
+        ...

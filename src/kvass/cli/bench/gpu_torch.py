@@ -1,0 +1,199 @@
+"""The real ``Device``, by torch. **Never run on a GPU yet** (docs/gpu.md).
+
+Law of this file: whatever this machine lacks is one line for the operator (``open_device``), before
+anything is measured. No figure is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, Final
+
+import numpy as np
+
+from kvass.cli.bench.gpu_device import Device, Plain, Table
+from kvass.errors import ConfigError
+from kvass.layout.describe import GroupPlanes
+from kvass.transfer.base import U8Array
+from kvass.transfer.cuda_driver import MissingError
+from kvass.transfer.cuda_runtime import open_runtime
+from kvass.transfer.runtime import Batch, Kind, Region, Runtime, Stream
+
+WIDTH: Final = 8192
+"""Of the matrices: large enough to keep every processor of the device busy."""
+
+
+def open_device(index: int = 0) -> Device:
+    """CUDA device ``index``. Raises ConfigError: one line that says what is missing."""
+    for name in ("torch", "triton"):
+        if find_spec(name) is None:
+            raise ConfigError(f"--gpu needs {name}, and it is not installed here")
+    try:
+        return TorchDevice(open_runtime(index), f"cuda:{index}")
+    except MissingError as error:
+        raise ConfigError(f"--gpu: {error}") from error
+
+
+class TorchMemory:
+    """Memory of ``where``: what it holds. Works for "cpu" too, and so is tested without a GPU."""
+
+    def __init__(self, where: str) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._where = where
+        self._tensors: dict[int, Any] = {}
+
+    def allocate(self, count: int) -> Region:
+        """Device memory, which is never given to anybody else before ``free``."""
+        tensor = self._torch.empty(count, dtype=self._torch.uint8, device=self._where)
+        self._tensors[tensor.data_ptr()] = tensor
+        return Region(tensor.data_ptr(), count)
+
+    def free(self, region: Region) -> None:
+        del self._tensors[region.address]
+
+    def fill(self, region: Region, seed: int) -> None:
+        generator = self._torch.Generator(device=self._where).manual_seed(seed)
+        self._tensors[region.address].random_(0, 256, generator=generator)
+        self._over()
+
+    def read(self, region: Region) -> U8Array:
+        copy: U8Array = self._tensors[region.address].to("cpu", copy=True).numpy()
+        return copy
+
+    def clear(self, region: Region, planes: Sequence[GroupPlanes], table: Table) -> None:
+        for group, ids in zip(planes, table, strict=True):
+            chosen = self._ids(ids)
+            for pages in self._pages(region, group):
+                pages.index_fill_(0, chosen, 0)
+        self._over()
+
+    def same(
+        self, region: Region, planes: Sequence[GroupPlanes], left: Table, right: Table
+    ) -> bool:
+        torch = self._torch
+        for group, one, other in zip(planes, left, right, strict=True):
+            a, b = self._ids(one), self._ids(other)
+            for pages in self._pages(region, group):
+                if not torch.equal(pages.index_select(0, a), pages.index_select(0, b)):
+                    return False
+        return True
+
+    def _ids(self, ids: Any) -> Any:
+        return self._torch.from_numpy(np.ascontiguousarray(ids).reshape(-1)).to(self._where)
+
+    def _pages(self, region: Region, group: GroupPlanes) -> list[Any]:
+        """Of each plane: its pages, of shape ``(blocks, run)``."""
+        flat = self._tensors[region.address]
+        return [
+            flat.as_strided((group.blocks, p.run), (p.block_stride, 1), p.base)
+            for p in group.planes
+        ]
+
+    def _over(self) -> None:
+        """Wait for what was asked of the device."""
+        if self._where != "cpu":
+            self._torch.cuda.synchronize(self._where)
+
+
+class TorchDevice(TorchMemory, Device):
+    """A CUDA device."""
+
+    def __init__(self, runtime: Runtime, where: str) -> None:
+        super().__init__(where)
+        self.runtime = runtime
+        torch = self._torch
+        self._side = torch.cuda.Stream(device=where)
+        a, b = (torch.randn(WIDTH, WIDTH, device=where, dtype=torch.bfloat16) for _ in range(2))
+        self._factors = a, b, torch.empty_like(a)
+        self._over()
+
+    def facts(self) -> dict[str, str]:
+        import triton
+
+        torch = self._torch
+        return {
+            "gpu": torch.cuda.get_device_name(self._where),
+            "cuda": str(torch.version.cuda),
+            "torch": str(torch.__version__),
+            "triton": str(triton.__version__),
+        }
+
+    def used_bytes(self) -> int:
+        self._over()
+        free, total = self._torch.cuda.mem_get_info(self._where)
+        return int(total - free)
+
+    def need(self, count: int) -> None:
+        free = int(self._torch.cuda.mem_get_info(self._where)[0])
+        if free < count:
+            raise ConfigError(
+                f"--gpu needs {count / 2**30:.1f}GiB of device memory, and {free / 2**30:.1f}GiB "
+                "are free"
+            )
+
+    def free(self, region: Region) -> None:
+        super().free(region)
+        self._torch.cuda.empty_cache()
+
+    def plain(self, count: int) -> Plain:
+        return _Plain(count, self._where)
+
+    def one_by_one(self, batch: Batch, region: Region, host: U8Array) -> Callable[[Stream], object]:
+        torch, device = self._torch, self._tensors[region.address]
+        memory, at = torch.from_numpy(host), host.ctypes.data
+        there, here = (batch.target, batch.source)[:: 1 if batch.kind == "load" else -1]
+        pairs = []
+        for a, b, n in zip(there.tolist(), here.tolist(), batch.bytes.tolist(), strict=True):
+            page = device[a - region.address : a - region.address + n]
+            kept = memory[b - at : b - at + n]
+            pairs.append((page, kept) if batch.kind == "load" else (kept, page))
+
+        def give(stream: Stream) -> None:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._where)):
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+
+        return give
+
+    def compute(self, products: int) -> float:
+        torch = self._torch
+        a, b, out = self._factors
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._side):
+            begin.record()
+            for _ in range(products):
+                torch.mm(a, b, out=out)
+            end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+class _Plain(Plain):
+    """cudaMemcpyAsync, as torch gives it to a stream of its own for each kind."""
+
+    def __init__(self, count: int, where: str) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._ends: dict[Kind, tuple[Any, Any]] = {}
+        self._streams: dict[Kind, Any] = {}
+        kinds: tuple[Kind, Kind] = ("store", "load")
+        for kind in kinds:
+            host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+            there = torch.empty(count, dtype=torch.uint8, device=where)
+            host.fill_(1)
+            there.fill_(1)
+            self._ends[kind] = (host, there) if kind == "store" else (there, host)
+            self._streams[kind] = torch.cuda.Stream(device=where)
+        torch.cuda.synchronize(where)
+
+    def move(self, *kinds: Kind) -> None:
+        for kind in kinds:
+            target, source = self._ends[kind]
+            with self._torch.cuda.stream(self._streams[kind]):
+                target.copy_(source, non_blocking=True)
+        for kind in kinds:
+            self._streams[kind].synchronize()

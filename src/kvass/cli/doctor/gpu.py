@@ -1,0 +1,137 @@
+"""What the facts mean for KV caches on a GPU. Law of this file: that of ``findings``.
+
+The daemon needs no GPU, so nothing here is an error.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import Final
+
+from kvass.cli.doctor.findings import Finding, limit_shown, shown
+from kvass.cli.doctor.machine import Machine
+from kvass.transfer.cuda_driver import Device, Survey, obstacle, spelled
+from kvass.transfer.descriptors import KERNEL_BELOW
+
+OFF: Final = "GPUs are switched off in this version of kvass"
+UNCACHED: Final = "an engine whose KV cache is on a GPU runs uncached"
+PIN_S_PER_GIB: Final = 0.1
+"""Published, of memory that is mapped already; not measured by us."""
+
+
+def is_on(m: Machine) -> bool:
+    """Whether this version moves KV caches on a GPU."""
+    return "cuda" in m.switch
+
+
+def usable(m: Machine) -> bool:
+    """Whether it will do so here."""
+    found = m.driver
+    return is_on(m) and found is not None and any(not _obstacle(found, d) for d in found.devices)
+
+
+def _obstacle(found: Survey, device: Device) -> str:
+    return obstacle(found.cuda, device.direct, found.batches)
+
+
+def gpu(m: Machine) -> Finding:
+    name = "GPU"
+    if m.driver is None or not m.driver.devices:
+        return _without(m)
+    cuda = f"the driver speaks CUDA {spelled(m.driver.cuda)}"
+    devices = ", ".join(f"{d.name} ({shown(d.bytes)})" for d in m.driver.devices)
+    obstacles = {reason: None for d in m.driver.devices if (reason := _obstacle(m.driver, d))}
+    found = "; ".join([f"{devices}; {cuda}", *obstacles])
+    if not usable(m):
+        off = "" if is_on(m) else OFF
+        do = _remedy(m) if obstacles else "wait for a version that uses GPUs"
+        return Finding(name, "warning", found, "no GPU" + (off and f": {off}"), UNCACHED, do)
+    used = "copies by DMA (cuMemcpyBatchAsync) straight between KV pages and the arena"
+    cost = f"the arena is pinned where it is used: some {PIN_S_PER_GIB:g} s per GiB, once"
+    if obstacles:
+        return Finding(name, "warning", found, f"{used}; not on all devices", cost, _remedy(m))
+    return Finding(name, "ok", found, used, cost)
+
+
+def _without(m: Machine) -> Finding:
+    """No device was found."""
+    name = "GPU"
+    used = "engines whose KV cache is on the CPU" + ("" if is_on(m) else f"; {OFF}")
+    library = "" if m.driver is None else f"the driver speaks CUDA {spelled(m.driver.cuda)}; "
+    if m.driver is not None and m.driver.trouble:
+        found, do = library + m.driver.trouble, "see that nvidia-smi works here"
+        return Finding(name, "warning", found, used, UNCACHED, do)
+    if m.driver_error:
+        do = "give the container the driver (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+        return Finding(name, "warning", m.driver_error, used, UNCACHED, do)
+    if m.driver is not None:
+        do = "if there are any: give them to this container (--gpus, a device plugin)"
+        return Finding(name, "note", f"{library}no device here", used, do=do)
+    return Finding(name, "ok", "no NVIDIA driver, and none is needed", used)
+
+
+def _remedy(m: Machine) -> str:
+    assert m.driver is not None
+    if any(not device.direct for device in m.driver.devices):
+        return "use native Linux instead of WSL2, and a driver for CUDA 12.8 or later (R570)"
+    return "install a driver for CUDA 12.8 or later (R570)"
+
+
+def pinning(m: Machine) -> Finding:
+    name, soft = "locked memory", m.locked[0]
+    found = f"ulimit -l {limit_shown(soft, size=True)}"
+    users = "`mooncake:` with protocol=rdma"
+    if m.may_lock is None:
+        found += "; whether it binds this process is unknown"
+    if m.may_lock:
+        found += ", which does not bind this process (CAP_IPC_LOCK)"
+    if m.may_lock or soft == resource.RLIM_INFINITY or soft >= m.l1_bytes:
+        used = f"as much as GPUs or {users} pin" if usable(m) else f"only by {users}"
+        return Finding(name, "ok", found, used)
+    do = f"ulimit -l unlimited (LimitMEMLOCK=infinity, --ulimit memlock=-1) for {{}} and {users}"
+    if not usable(m):
+        used = f"only by {users}, which needs the arena's {shown(m.l1_bytes)}"
+        return Finding(name, "note", f"{found}, less than the arena", used, do=do.format("GPUs"))
+    return Finding(
+        name,
+        "warning",
+        f"{found}, less than the arena's {shown(m.l1_bytes)}",
+        "what the driver lets be pinned; some do not count it against this limit",
+        "copies of the rest are right, and several times slower",
+        do.format("engines"),
+    )
+
+
+def expandable_segments(m: Machine) -> Finding:
+    name = "expandable segments"
+    if not is_expandable(m.allocator):
+        return Finding(name, "ok", "off in this environment (the engine's own is what counts)")
+    found, cost = f"on: {m.allocator}", "never tried: copies may be refused, and are misses then"
+    do = "leave expandable_segments out of the engine's environment"
+    if usable(m):
+        return Finding(name, "warning", found, "KV caches as they are", cost, do)
+    off = "no GPU can be used" if is_on(m) else OFF
+    return Finding(name, "note", found, f"nothing: {off}", f"with GPUs: {cost}", do)
+
+
+def is_expandable(allocator: str) -> bool:
+    """Whether these settings ask for them."""
+    return "expandable_segments:true" in allocator.replace(" ", "").lower()
+
+
+def triton(m: Machine) -> Finding:
+    name, there = "triton", m.packages.get("triton")
+    needed = f"loads of runs shorter than {shown(KERNEL_BELOW['load'])}"
+    if there:
+        used = f"for {needed}" if usable(m) else "nothing, without a GPU that is used"
+        return Finding(name, "ok", f"triton {there}", used)
+    if not usable(m):
+        return Finding(name, "ok", "not installed", "nothing, without a GPU that is used")
+    do = "install it beside torch, in the engine's environment"
+    return Finding(name, "warning", "not installed", "nothing", f"{needed} are misses", do)
+
+
+GPUS: Final[tuple[Callable[[Machine], Finding], ...]] = (
+    *(gpu, pinning, expandable_segments, triton),
+)

@@ -1,0 +1,138 @@
+"""What this machine's CUDA driver is and can do: asked of libcuda, by ctypes.
+
+Laws of this file:
+
+- No context, no memory of a device, no torch: versions and attributes only, so that anybody may
+  ask, beside whatever engine runs.
+- ``obstacle`` alone says whether a device can be used: who asks before and who opens it agree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvass.errors import KvassError
+
+LEAST_CUDA: Final = 12080
+"""CUDA 12.8: ``cuMemcpyBatchAsync``, in the form with nine arguments. It is asked for by this
+version, since CUDA 13 gives the same name another form."""
+_BATCH_COPY: Final = b"cuMemcpyBatchAsync"
+_DIRECT_HOST_POINTER: Final = 91
+"""Attribute: registered host memory can be used by the host's own addresses."""
+
+
+class MissingError(KvassError):
+    """This machine cannot do it; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device. ``direct``: it can use pinned memory by its own address."""
+
+    name: str
+    bytes: int
+    direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A driver and its devices. ``cuda`` is 1000 * major + 10 * minor; ``trouble`` says why the
+    devices could not be asked."""
+
+    cuda: int
+    devices: tuple[Device, ...] = ()
+    batches: bool = False
+    trouble: str = ""
+
+
+def load_driver() -> Any:
+    """libcuda. Raises MissingError."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MissingError(f"no NVIDIA driver: {error}") from None
+
+
+def survey(driver: Any) -> Survey:
+    """Ask ``driver`` for everything. Raises MissingError if it does not even tell its version."""
+    cuda = cuda_version(driver)
+    try:
+        must(driver, "no CUDA driver that works", driver.cuInit(0))
+        count = c_int()
+        must(driver, "no count of devices", driver.cuDeviceGetCount(byref(count)))
+        devices = tuple(_device(driver, number) for number in range(count.value))
+    except MissingError as reason:
+        return Survey(cuda, trouble=str(reason))
+    return Survey(cuda, devices, cuda >= LEAST_CUDA and find_batch_copy(driver) is not None)
+
+
+def obstacle(cuda: int, direct: bool, batches: bool) -> str:
+    """Why a device of such a driver cannot be used; empty if it can."""
+    if cuda < LEAST_CUDA:
+        return f"the NVIDIA driver speaks CUDA {spelled(cuda)}; kvass needs 12.8 or later"
+    if not direct:
+        return "this device cannot use pinned memory by its own address (WSL2?)"
+    if not batches:
+        return f"the NVIDIA driver has no {_BATCH_COPY.decode()}"
+    return ""
+
+
+def spelled(cuda: int) -> str:
+    """A version of CUDA as people write it."""
+    return f"{cuda // 1000}.{cuda % 1000 // 10}"
+
+
+# ---------------------------------------------------------------- single questions
+
+
+def cuda_version(driver: Any) -> int:
+    """The CUDA that the driver speaks. Raises MissingError."""
+    version = c_int()
+    must(driver, "the driver's version", driver.cuDriverGetVersion(byref(version)))
+    return version.value
+
+
+def get_device(driver: Any, number: int) -> c_int:
+    """The handle of a device. Raises MissingError."""
+    handle = c_int()
+    must(driver, f"no device {number}", driver.cuDeviceGet(byref(handle), number))
+    return handle
+
+
+def is_direct(driver: Any, handle: c_int) -> bool:
+    """Whether the device can use pinned memory by its own address. Raises MissingError."""
+    direct = c_int()
+    asked = driver.cuDeviceGetAttribute(byref(direct), _DIRECT_HOST_POINTER, handle)
+    must(driver, "a device attribute", asked)
+    return bool(direct.value)
+
+
+def find_batch_copy(driver: Any) -> int | None:
+    """The address of ``cuMemcpyBatchAsync`` in the form of CUDA 12.8; None if there is none."""
+    found = c_void_p()
+    result = driver.cuGetProcAddress_v2(_BATCH_COPY, byref(found), LEAST_CUDA, c_uint64(0), None)
+    return None if result else found.value
+
+
+def must(driver: Any, what: str, result: int) -> None:
+    """Raises MissingError unless ``result`` is success."""
+    if result:
+        raise MissingError(f"{what}: {error_text(driver, result)}")
+
+
+def error_text(driver: Any, result: int) -> str:
+    """An error by its number and, if the driver knows it, in words."""
+    text = ctypes.c_char_p()
+    if driver.cuGetErrorString(result, byref(text)) or not text.value:
+        return f"CUDA error {result}"
+    return f"CUDA error {result}: {text.value.decode(errors='replace')}"
+
+
+def _device(driver: Any, number: int) -> Device:
+    handle, name, size = get_device(driver, number), ctypes.create_string_buffer(256), c_size_t()
+    must(driver, "a device's name", driver.cuDeviceGetName(name, len(name), handle))
+    must(driver, "a device's memory", driver.cuDeviceTotalMem_v2(byref(size), handle))
+    return Device(name.value.decode(errors="replace"), size.value, is_direct(driver, handle))

@@ -1,0 +1,98 @@
+"""A GPU to be measured that is none: a fake of CUDA copies, torch's CPU tensors are the memory."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvass.cli.bench.gpu_device import Device, Plain
+from kvass.cli.bench.gpu_torch import TorchMemory
+from kvass.testing.fake_cuda import FakeCuda, _Piece
+from kvass.transfer.base import U8Array
+from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Stream
+
+COMPUTE_S = 0.02
+
+
+class Spoiling(FakeCuda):
+    """Flips a bit of the ``wrong``-th piece of ``kind`` that it copies; -1: of none."""
+
+    def __init__(self, kind: Kind = "load", wrong: int = -1) -> None:
+        super().__init__(0, eager=400, watched=False)
+        self._kind, self._wrong = kind, wrong
+
+    def order(self) -> Event | Fault:
+        with self.engine_thread():
+            return super().order()
+
+    def _move(self, piece: _Piece) -> None:
+        super()._move(piece)
+        if piece.load == (self._kind == "load"):
+            if self._wrong == 0:
+                ctypes.c_uint8.from_address(piece.target).value ^= 1
+            self._wrong -= 1
+
+
+class FakeDevice(TorchMemory, Device):
+    """See above. ``freed``: regions that were given back."""
+
+    def __init__(self, fake: FakeCuda | None = None) -> None:
+        super().__init__("cpu")
+        self.fake = self.runtime = fake or Spoiling()
+        self.freed: list[Region] = []
+        self.made: list[Region] = []
+
+    def facts(self) -> dict[str, str]:
+        return {"gpu": "none"}
+
+    def used_bytes(self) -> int:
+        return 1 << 20
+
+    def need(self, count: int) -> None:
+        assert count > 0
+
+    def allocate(self, count: int) -> Region:
+        region = super().allocate(count)
+        self.fake.adopt(self._tensors[region.address].numpy())
+        self.made.append(region)
+        return region
+
+    def free(self, region: Region) -> None:
+        super().free(region)
+        self.freed.append(region)
+
+    def plain(self, count: int) -> Plain:
+        return _Plain(count)
+
+    def one_by_one(self, batch: Batch, region: Region, host: U8Array) -> Callable[[Stream], object]:
+        lo, hi = host.ctypes.data, host.ctypes.data + host.nbytes
+        ends = batch.source if batch.kind == "load" else batch.target
+        assert lo <= ends.min()
+        assert ends.max() < hi
+        return lambda stream: self.fake.copy(stream, batch)
+
+    def compute(self, products: int) -> float:
+        time.sleep(COMPUTE_S)
+        return COMPUTE_S * products
+
+    def check(self) -> None:
+        """All is given back, and nothing was asked that CUDA forbids."""
+        assert self.fake.violations == []
+        assert not self.fake.registered
+        assert not self.fake.live_events
+        assert self.freed == self.made
+        assert not self._tensors
+
+
+class _Plain(Plain):
+    """Host memory both ways."""
+
+    def __init__(self, count: int) -> None:
+        self._memory = np.zeros((2, count), np.uint8)
+
+    def move(self, *kinds: Kind) -> None:
+        for _ in kinds:
+            self._memory[0] = self._memory[1]

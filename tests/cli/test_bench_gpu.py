@@ -1,0 +1,360 @@
+"""``kvass bench --gpu`` measures what it says, and sees wrong bytes: on a fake of CUDA, so that all
+runs here but torch's own calls to a device. No figure means anything."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvass.cli import bench
+from kvass.cli.bench import gpu, gpu_costs, gpu_torch
+from kvass.cli.bench.geometries import GEOMETRIES, Geometry, geometry
+from kvass.cli.bench.gpu import Sizes, measure_gpu
+from kvass.cli.bench.gpu_costs import (
+    measure_gemm,
+    measure_pinning,
+    measure_worker,
+    memory_of,
+    nvidia_smi,
+    opens_device,
+)
+from kvass.cli.bench.gpu_rig import Rig
+from kvass.cli.bench.gpu_sweep import DIRECTIONS, WAYS, _below, measure_sweep
+from kvass.cli.main import main
+from kvass.errors import Unavailable
+from kvass.transfer.cuda_driver import MissingError
+from kvass.transfer.runtime import Kind
+from tests.cli.fake_gpu import FakeDevice, Spoiling
+
+TINY = tuple(replace(geometry(name), chunk_tokens=32) for name in ("gpt_oss", "gpt_oss_blocks"))
+TOKENS = 128
+SWEEP = (4096, 65536, 1 << 20)
+SIZES = Sizes(
+    geometries=(*TINY, geometry("deepseek_v4")),
+    tokens=256,
+    first=TINY[0],
+    gemm=TINY[0],
+    pin_bytes=1 << 20,
+    sweep=SWEEP,
+    sweep_bytes=1 << 20,
+)
+PER_GEOMETRY = {
+    "gpu_store_vs_pinned",
+    "gpu_load_vs_pinned",
+    "gpu_both_vs_one",
+    "gpu_pinned_both_vs_one",
+    "gpu_store_gbps",
+    "gpu_load_gbps",
+    "gpu_pinned_store_gbps",
+    "gpu_pinned_load_gbps",
+    "gpu_run_kib",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of torch's that wait for each other on a busy machine take minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_figure_is_there() -> None:
+    device = FakeDevice()
+    figures = measure_gpu(device, 16 << 20, 1, SIZES)
+    device.check()
+    assert figures["bytes_equal"] is True
+    for name in PER_GEOMETRY:
+        assert set(figures[name]) == {one.name for one in SIZES.geometries}
+        assert all(value > 0 for value in figures[name].values())
+    for name in ("gpu_submit_us", "gpu_plan_us"):
+        assert 0 < figures[name]["p50"] <= figures[name]["p99"]
+    assert figures["gpu_worker_mib"] == 0
+    assert figures["gpu_daemon_mib"] is None
+    assert figures["gpu_daemon_opens_device"] is False
+    assert figures["gpu_gemm_slowdown"] == pytest.approx(0)
+    assert figures["gpu_gemm_stores_vs_alone"] > 0
+    assert figures["pin_s_per_gib"] > 0
+    assert set(figures["gpu_kernel_below"]) == {"store", "load"}
+    sweep = figures["gpu_sweep"]
+    assert set(sweep) == set(DIRECTIONS)
+    for name in sweep:
+        assert set(sweep[name]) == set(WAYS)
+        assert all(list(one) == ["4KiB", "64KiB", "1MiB"] for one in sweep[name].values())
+
+
+def test_both_ways_of_a_copy_are_used() -> None:
+    """Short runs are loaded by the kernel, long ones by batches; and nothing the slow way."""
+    device = FakeDevice()
+    for name in ("deepseek_v3", "deepseek_v3_blocks"):
+        assert measure_worker(device, geometry(name), 256)["bytes_equal"]
+    device.check()
+    assert {(batch.kind, batch.way) for batch in device.fake.copied} == {
+        ("store", "dma"),
+        ("load", "dma"),
+        ("load", "kernel"),
+    }
+
+
+@pytest.mark.parametrize("one", GEOMETRIES, ids=lambda one: one.name)
+def test_every_geometry_comes_back(one: Geometry) -> None:
+    device = FakeDevice()
+    rig = Rig(device, one, one.chunk_tokens)
+    rig.fill(1)
+    assert not rig.same()
+    rig.move(("store", rig.stores[1]))
+    rig.move(("load", rig.loads[1]))
+    assert rig.same()
+    rig.spoil()
+    assert not rig.same()
+    rig.close()
+    device.check()
+
+
+# ---------------------------------------------------------------- wrong bytes
+
+
+def _worker(device: FakeDevice) -> bool:
+    return bool(measure_worker(device, TINY[0], TOKENS)["bytes_equal"])
+
+
+def _rounds(device: FakeDevice) -> bool:
+    rig = Rig(device, TINY[0], TOKENS)
+    same = gpu._rounds(rig, device.plain(rig.bytes), 1)[1]
+    rig.close()
+    return same
+
+
+def _sweep(device: FakeDevice) -> bool:
+    return bool(measure_sweep(device, 1, SWEEP, 1 << 20)["bytes_equal"])
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("wrong", [0, 700])
+@pytest.mark.parametrize("measured", [_worker, _rounds, _sweep])
+def test_negative_control_a_changed_byte_is_seen(
+    measured: Callable[[FakeDevice], bool], wrong: int, kind: Kind
+) -> None:
+    """Whichever copy it is, also of the rounds that warm up."""
+    fake = Spoiling(kind, wrong)
+    assert not measured(FakeDevice(fake))
+    assert fake._wrong < 0
+
+
+@pytest.mark.parametrize("measured", [_worker, _rounds, _sweep])
+def test_all_right_is_seen_too(measured: Callable[[FakeDevice], bool]) -> None:
+    device = FakeDevice()
+    assert measured(device)
+    device.check()
+
+
+def test_a_difference_anywhere_is_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = [FakeDevice(), FakeDevice(Spoiling("load", 9))]
+    sizes = msgspec.structs.replace(SIZES, geometries=TINY[:1])
+    monkeypatch.setattr(gpu_torch, "open_device", lambda: devices.pop(0))
+    monkeypatch.setattr(gpu, "Sizes", lambda: sizes)
+    monkeypatch.setattr(bench, "MIN_ROUNDS", 1)
+    flags = ["bench", "--gpu", "--rounds", "1", "--l1-size", "16MiB"]
+    assert main(flags) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["bytes_equal", "yes"] in lines
+    assert ["gpu_run_kib", "gpt_oss", "32"] in lines
+    at = lines.index(["gpu_sweep"])
+    assert [line[0] for line in lines[at + 2 :]] == ["4KiB", "64KiB", "1MiB"]
+    assert all(len(line) == 1 + len(DIRECTIONS) * len(WAYS) for line in lines[at + 2 :])
+    assert main([*flags, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["bytes_equal"] is False
+
+
+# ---------------------------------------------------------------- what goes wrong otherwise
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tier", "disk:/tmp/x"], "leave out --tier and --socket"),
+        (["--socket", "/run/x"], "leave out --tier and --socket"),
+        (["--rounds", "2"], "use 7 or more"),
+        ([], "torch finds no CUDA device"),
+    ],
+)
+def test_bad_input_is_one_line(
+    flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_torch, "find_spec", lambda name: object())
+    assert main(["bench", "--gpu", *flags]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["torch", "triton"])
+def test_a_library_that_is_not_there_is_one_line(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"torch", "triton"} - {missing}
+    monkeypatch.setattr(gpu_torch, "find_spec", lambda name: name if name in found else None)
+    assert main(["bench", "--gpu"]) == 2
+    error = capsys.readouterr().err
+    assert f"needs {missing}, and it is not installed" in error
+    assert error.count("\n") == 1
+
+
+def test_a_driver_too_old_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(index: int) -> None:
+        raise MissingError("the NVIDIA driver speaks CUDA 12.7; kvass needs 12.8 or later")
+
+    monkeypatch.setattr(gpu_torch, "find_spec", lambda name: object())
+    monkeypatch.setattr(gpu_torch, "open_runtime", refuse)
+    assert main(["bench", "--gpu"]) == 2
+    error = capsys.readouterr().err
+    assert "--gpu: the NVIDIA driver speaks CUDA 12.7" in error
+    assert error.count("\n") == 1
+
+
+def test_pinning_refused_is_no_figure() -> None:
+    device = FakeDevice()
+    device.fake.plans.fail["register"] = {1}
+    with pytest.raises(Unavailable, match="pinning"):
+        measure_pinning(device, 1 << 20)
+    device.check()
+
+
+def test_a_copy_that_fails_is_no_figure() -> None:
+    device = FakeDevice()
+    device.fake.plans.fail["copy"] = {2}
+    with pytest.raises(Unavailable, match="copy failed, as planned"):
+        measure_gemm(device, TINY[0], TOKENS, 1)
+    device.check()
+
+
+def test_a_copy_of_the_sweep_that_fails_is_no_figure() -> None:
+    device = FakeDevice()
+    device.fake.plans.fail["copy"] = {2}
+    with pytest.raises(Unavailable, match="copy failed, as planned"):
+        measure_sweep(device, 1, SWEEP, 1 << 20)
+
+
+# ---------------------------------------------------------------- what is asked of the machine
+
+
+def _tool(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(gpu_costs, "NVIDIA_SMI", str(path))
+
+
+def test_memory_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    me, other = os.getpid(), os.getppid()
+    _tool(tmp_path, monkeypatch, f"echo '{me}, 500'; echo '77, 8'; echo '77, 2'")
+    assert nvidia_smi() == {me: 500.0, 77: 10.0}
+    assert memory_of(77, nvidia_smi()) == 10
+    assert memory_of(other, nvidia_smi()) == 0
+    _tool(tmp_path, monkeypatch, "echo '77, 8'")
+    assert memory_of(other, nvidia_smi()) is None, "another namespace's processes"
+    _tool(tmp_path, monkeypatch, f"echo '{me}, [N/A]'")
+    assert nvidia_smi() is None
+    _tool(tmp_path, monkeypatch, "exit 9")
+    assert nvidia_smi() is None
+    monkeypatch.setattr(gpu_costs, "NVIDIA_SMI", str(tmp_path / "none"))
+    assert memory_of(me, nvidia_smi()) is None
+
+
+def test_who_has_a_device_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not opens_device(os.getpid())
+    monkeypatch.setattr(os, "readlink", lambda entry: "/dev/nvidia0")
+    assert opens_device(os.getpid())
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("batch", "kernel", "below"),
+    [
+        ([5, 6, 7], [1, 2, 3], 0),
+        ([1, 2, 7], [5, 2, 3], 65536),
+        ([5, 1, 7], [1, 2, 3], 1 << 20),
+        ([1, 1, 1], [2, 2, 2], 2 << 20),
+    ],
+)
+def test_from_which_length_on_batches_win(
+    batch: list[float], kernel: list[float], below: int
+) -> None:
+    names = ["4KiB", "64KiB", "1MiB"]
+    ways = {"batch": dict(zip(names, batch, strict=True))}
+    ways["kernel"] = dict(zip(names, kernel, strict=True))
+    assert _below({"store": ways, "load": ways}, SWEEP) == {"store": below, "load": below}
+
+
+def test_figures_are_medians_of_ratios() -> None:
+    one = {"store": [2.0, 4.0, 8.0], "load": [2.0, 4.0, 8.0], "both": [2.0, 5.0, 16.0]}
+    plain = {f"plain {name}": [1.0, 1.0, 8.0] for name in one}
+    figures: dict[str, Any] = gpu._figures(one | plain, 4_000_000_000)
+    assert figures["gpu_store_vs_pinned"] == 0.5
+    assert figures["gpu_load_vs_pinned"] == 0.5
+    assert figures["gpu_both_vs_one"] == 1.6
+    assert figures["gpu_pinned_both_vs_one"] == 2
+    assert figures["gpu_store_gbps"] == 1
+    assert figures["gpu_pinned_load_gbps"] == 4
+
+
+# ---------------------------------------------------------------- geometries
+
+
+@pytest.mark.parametrize("one", GEOMETRIES, ids=lambda one: one.name)
+def test_pages_of_a_geometry_lie_apart(one: Geometry) -> None:
+    """Within a group; groups share memory, since a block belongs to one at a time."""
+    blocks = 5
+    for planes, group in zip(one.planes(blocks), one.groups, strict=True):
+        planes.check([one.region_bytes(blocks)])
+        assert len(planes.planes) == (1 if one.outermost == "blocks" else len(group.layers))
+        assert planes.row_bytes == planes.chunk_blocks * sum(group.page_bytes)
+        pages = sorted(
+            (p.base + block * p.block_stride, p.run)
+            for p in planes.planes
+            for block in range(blocks)
+        )
+        assert all(at + run <= after for (at, run), (after, _) in pairwise(pages))
+        assert sum(run for _, run in pages) <= one.region_bytes(blocks)
+
+
+@pytest.mark.parametrize("one", GEOMETRIES, ids=lambda one: one.name)
+def test_block_tables_are_apart_and_slots_too(one: Geometry) -> None:
+    tables = one.tables(2048, 2, np.random.default_rng(0))
+    ids = np.concatenate([group.ravel() for table in tables for group in table])
+    assert sorted(ids.tolist()) == list(range(1, one.blocks(2048, 2)))
+    plans = one.plans(one.planes(one.blocks(2048, 2)), tables[0], 4096)
+    slots = sorted((row.slot, p.planes.shard_bytes) for p in plans for row in p.rows)
+    assert slots[0][0] == 4096
+    assert all(at + size == after for (at, size), (after, _) in pairwise(slots))
+    assert sum(size for _, size in slots) == one.arena_bytes(2048)
+
+
+def test_the_geometries_are_what_they_are_called() -> None:
+    """Whole blocks and pages as published, DeepSeek-V4's groups as vLLM 0.32 makes them."""
+    assert geometry("llama_8b").block_bytes == 2 << 20
+    assert geometry("llama_70b_tp8_blocks").block_bytes == 640 << 10
+    assert geometry("deepseek_v3").block_bytes == 61 * 18 << 10
+    assert geometry("gpt_oss").block_bytes == 384 << 10
+    assert geometry("qwen3_next").block_bytes == int(12.75 * 2**20)
+    v4 = geometry("deepseek_v4")
+    assert [g.block_tokens for g in v4.groups] == [64, 64, 256, 4, 8]
+    assert {page for g in v4.groups for page in g.page_bytes} == {37440, 8640, 1728, 32832}
+    assert v4.block_bytes == 10 * 93888

@@ -1,0 +1,42 @@
+"""The program that fills a tier of full size, on a small one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvass.testing import cap
+from kvass.tiers import book
+
+
+def test_it_says_what_it_saw(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvass.testing.cap", "--rows=3000", f"--in={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    told = json.loads(done.stdout)
+    assert told["stored"] == 9000
+    assert told["records"] >= 3000
+    assert told["records_found"] == told["records"]
+    assert told["bytes_over"] == told["wrong"] == told["missed"] == 0
+    assert told["looks"] > 9
+    assert told["bytes_most"] > 0.9 * told["capacity_bytes"]
+    assert (done.returncode == 0) == (done.stderr == "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_sees_a_cap_that_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "disk_bytes", lambda slot_bytes, slots: slot_bytes * slots // 2)
+    told = cap.measure(tmp_path, 1000, without_log=False)
+    assert told["bytes_over"] > 0
+    assert any("bytes_over" in line for line in cap.worse(told))
+
+
+def test_it_sees_rows_that_are_not_what_was_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cap, "_key", lambda number: b"row %d" % (number // 2 * 2))
+    told = cap.measure(tmp_path, 1000, without_log=False)
+    assert told["wrong"] > 0
