@@ -120,10 +120,13 @@ class Gpu:
 
     @contextmanager
     def capture(self) -> Iterator[Kernel]:
-        self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            yield lambda: self.queue(graph.replay)
+        with self.engine():  # torch.cuda.graph would wait for our copies first
+            graph.capture_begin(capture_error_mode="global")
+            try:
+                yield lambda: self.queue(graph.replay)
+            finally:
+                graph.capture_end()
 
     def check(self) -> None:
         torch.cuda.synchronize()
