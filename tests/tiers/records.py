@@ -1,7 +1,11 @@
-"""Records that a test stores, and the only question it asks of them later: right, or a miss?"""
+"""Records that a test stores, and what it asks of their tier later: right, or a miss? Or is it
+down, and says so?"""
 
 from __future__ import annotations
 
+import pytest
+
+from kvass.errors import TierDown
 from kvass.testing.tier_suite import data_of, room_for, same
 from kvass.tiers.base import Buffer, Tier
 
@@ -11,6 +15,9 @@ SHAPE = (5000, 4096)
 
 def keys_of(count: int, name: str = "key") -> list[bytes]:
     return [b"%s %d" % (name.encode(), i) for i in range(count)]
+
+
+KEYS = keys_of(10)
 
 
 def fill(
@@ -29,3 +36,31 @@ def hits(
         wanted = (data_of(key, shape, v) for v in range(versions))
         assert not held or any(same(got, want) for want in wanted), f"wrong bytes: {key!r}"
     return which
+
+
+def down(tier: Tier) -> list[str]:
+    """What each call says while the server is not there for us, each in a short line."""
+    said = []
+    for ask in (
+        lambda: tier.probe(KEYS),
+        lambda: hits(tier, KEYS),
+        lambda: fill(tier, KEYS),
+        lambda: tier.delete(KEYS),
+        tier.clear,
+        lambda: tier.note("epoch"),
+        lambda: tier.set_note("epoch", b"7"),
+    ):
+        with pytest.raises(TierDown) as caught:
+            ask()
+        said.append(str(caught.value))
+        assert "\n" not in said[-1]
+        assert len(said[-1]) < 400
+    return said
+
+
+def works(tier: Tier) -> bool:
+    """Whether it takes all and gives all back."""
+    try:
+        return all(fill(tier, KEYS)) and all(hits(tier, KEYS))
+    except TierDown:
+        return False

@@ -19,10 +19,9 @@ from kvass.tiers import Tier, open_tier
 from kvass.tiers.mooncake import MooncakeTier
 from kvass.tiers.parcel import WORTH_IT
 from kvass.types import PAGE
-from tests.tiers.records import SHAPE, fill, hits, keys_of
+from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of, works
 
 numbers = count()
-KEYS = keys_of(10)
 LARGE = (1 << 20,)
 
 
@@ -191,32 +190,6 @@ def test_a_small_bounce_buffer_is_shared_and_refuses_what_it_cannot_hold(
     assert all(fill(tier, KEYS))
     tier.clear()
     tier.close()
-
-
-def down(tier: Tier) -> list[str]:
-    """What each call says while the store is not there for us."""
-    said = []
-    for ask in (
-        lambda: tier.probe(KEYS),
-        lambda: hits(tier, KEYS),
-        lambda: fill(tier, KEYS),
-        lambda: tier.delete(KEYS),
-        tier.clear,
-        lambda: tier.note("name"),
-        lambda: tier.set_note("name", b"value"),
-    ):
-        with pytest.raises(TierDown) as caught:
-            ask()
-        said.append(str(caught.value))
-        assert "\n" not in said[-1]
-    return said
-
-
-def works(tier: Tier) -> bool:
-    try:
-        return all(fill(tier, KEYS)) and all(hits(tier, KEYS))
-    except TierDown:
-        return False
 
 
 @pytest.mark.parametrize("segment", ["0", "64MiB"])

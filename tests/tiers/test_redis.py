@@ -12,8 +12,8 @@ from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
 from kvass.testing.redis_server import RedisCluster, RedisServer
 from kvass.testing.tier_suite import MakeTier
-from kvass.tiers import Tier, open_tier
-from tests.tiers.records import fill, hits, keys_of
+from kvass.tiers import open_tier
+from tests.tiers.records import KEYS, down, fill, hits, keys_of, works
 
 numbers = count()
 
@@ -57,9 +57,6 @@ class TestCluster(TierSuite):
     def make_tier(self, cluster: RedisCluster) -> MakeTier:
         url = f"redis:{cluster.address}?cluster=yes&prefix=test{next(numbers)}:"
         return lambda: open_tier(url)
-
-
-KEYS = keys_of(10)
 
 
 def test_two_daemons_share_what_they_store(server: RedisServer) -> None:
@@ -122,23 +119,6 @@ def test_records_expire_if_told_so(server: RedisServer) -> None:
     tier.close()
 
 
-def down(tier: Tier) -> list[str]:
-    """What each call says while the server is not there for us."""
-    said = []
-    for ask in (
-        lambda: tier.probe(KEYS),
-        lambda: hits(tier, KEYS),
-        lambda: fill(tier, KEYS),
-        lambda: tier.delete(KEYS),
-        tier.clear,
-    ):
-        with pytest.raises(TierDown) as caught:
-            ask()
-        said.append(str(caught.value))
-        assert "\n" not in said[-1]
-    return said
-
-
 def test_a_server_that_dies_and_comes_back(own_server: Callable[..., RedisServer]) -> None:
     server = own_server()
     tier = open_tier(f"redis:{server.address}?timeout_s=2")
@@ -147,8 +127,7 @@ def test_a_server_that_dies_and_comes_back(own_server: Callable[..., RedisServer
     assert all("redis:" in text for text in down(tier))
     server.start()
     assert not any(hits(tier, KEYS))
-    assert all(fill(tier, KEYS))
-    assert all(hits(tier, KEYS))
+    assert works(tier)
     tier.close()
 
 
@@ -173,8 +152,7 @@ def test_wrong_credentials_are_said_and_right_ones_work(
         assert all("uthentication" in text or "password" in text for text in down(tier))
         tier.close()
     tier = open_tier(f"redis:{server.address}?password=s3cr%26t")
-    assert all(fill(tier, KEYS))
-    assert all(hits(tier, KEYS))
+    assert works(tier)
     tier.close()
 
 
@@ -196,7 +174,7 @@ def test_a_full_server_refuses_and_serves(own_server: Callable[..., RedisServer]
 def test_nobody_there_at_the_start() -> None:
     for url in ("redis:/no/such/socket", "redis:127.0.0.1:1?cluster=yes&timeout_s=1"):
         tier = open_tier(url)
-        assert len(down(tier)) == 5
+        assert len(down(tier)) == 7
         tier.close()
 
 

@@ -19,11 +19,10 @@ from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
 from kvass.testing.s3_server import BUCKET, S3Server, credentials
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
-from kvass.tiers import Tier, open_tier
-from tests.tiers.records import SHAPE, fill, hits, keys_of
+from kvass.tiers import open_tier
+from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of
 
 numbers = count()
-KEYS = keys_of(10)
 
 
 @pytest.fixture(autouse=True)
@@ -163,26 +162,6 @@ def test_another_shape_is_a_miss_and_stays(server: S3Server) -> None:
 
 
 # ---------------------------------------------------------------- trouble
-
-
-def down(tier: Tier) -> list[str]:
-    """What each call says while the server is not there for us."""
-    said = []
-    for ask in (
-        lambda: tier.probe(KEYS),
-        lambda: hits(tier, KEYS),
-        lambda: fill(tier, KEYS),
-        lambda: tier.delete(KEYS),
-        tier.clear,
-        lambda: tier.note("epoch"),
-        lambda: tier.set_note("epoch", b"7"),
-    ):
-        with pytest.raises(TierDown) as caught:
-            ask()
-        said.append(str(caught.value))
-        assert "\n" not in said[-1]
-        assert len(said[-1]) < 400
-    return said
 
 
 def test_a_server_that_dies_and_comes_back(own_server: S3Server) -> None:

@@ -1,7 +1,7 @@
 """A real Mooncake Store of a test's own: a master, and processes that contribute memory.
 
-Law of this file: processes on ports of their own, ended by their pids. The master is the one that
-the package of the extra ``mooncake`` brings.
+Law of this file: processes on ports of their own. The master is the one that the package of the
+extra ``mooncake`` brings.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from kvass.testing.server import Server, free_port, pause
 
 SEGMENT = 512 << 20
 """What an owner contributes."""
@@ -30,24 +29,23 @@ def program() -> Path:
     return Path(spec.origin).parent / "mooncake_master"
 
 
-class MooncakeServer:
+class MooncakeServer(Server):
     """``address`` is what stands behind ``mooncake:`` in a tier URL."""
 
     def __init__(self, *options: str, owners: int = 1) -> None:
         self.port = _free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._options = options
-        self._master: subprocess.Popen[bytes] | None = None
         self.owners: list[Owner] = []
+        super().__init__()
         try:
-            self.start()
-            self.owners = [Owner(self.address) for _ in range(owners)]
+            self.owners += [Owner(self.address) for _ in range(owners)]
         except BaseException:
             self.close()  # or nobody would end them
             raise
 
-    def start(self) -> None:
-        """Start the master (again), which knows nothing then, and wait until it answers."""
+    def command(self) -> list[str | Path]:
+        """The master's; started again, it knows nothing."""
         flags = {
             "rpc_address": "127.0.0.1",
             "rpc_port": self.port,
@@ -56,34 +54,17 @@ class MooncakeServer:
             "enable_metric_reporting": "false",
             "minloglevel": 2,
         }
-        arguments = [f"--{name}={value}" for name, value in flags.items()]
         program().chmod(0o755)  # not every installer keeps it executable
-        self._master = subprocess.Popen([program(), *arguments, *self._options])
-        end = time.monotonic() + 60
-        while True:
-            assert self._master.poll() is None, "the master ended"
-            assert time.monotonic() < end, "the master never came up"
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.02)
+        return [program(), *(f"--{name}={value}" for name, value in flags.items()), *self._options]
 
-    def pause(self, stop: bool) -> None:
-        """Make the master answer nothing, or go on."""
-        assert self._master is not None
-        _pause(self._master, stop)
-
-    def kill(self) -> None:
-        """End the master, and all it knew."""
-        if self._master is not None:
-            self._master.kill()
-            self._master.wait(timeout=30)
-            self._master = None
+    def answers(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def close(self) -> None:
         for owner in self.owners:
             owner.kill()
-        self.kill()
+        super().close()
 
 
 class Owner:
@@ -112,7 +93,7 @@ class Owner:
 
     def pause(self, stop: bool) -> None:
         """Make it answer nothing, or go on."""
-        _pause(self._process, stop)
+        pause(self._process, stop)
 
     def kill(self) -> None:
         """End it, and what it held."""
@@ -131,12 +112,6 @@ class Owner:
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
-
-
-def _pause(process: subprocess.Popen[Any], stop: bool) -> None:
-    process.send_signal(signal.SIGSTOP if stop else signal.SIGCONT)
-    if stop:
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # its threads run until then
 
 
 def _own(address: str, segment: int) -> None:
@@ -159,15 +134,8 @@ def _own(address: str, segment: int) -> None:
 
 
 def _free_port() -> int:
-    """Below what the system hands out by itself, and what the library takes (12300 to 17000)."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as one:
-            try:
-                one.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
+    """Not of those that the library takes, 12300 to 17000."""
+    return free_port(20_000, 32_000)
 
 
 if __name__ == "__main__":

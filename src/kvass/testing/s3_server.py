@@ -1,20 +1,16 @@
 """A real S3 server of a test's own.
 
-Law of this file: a process on a port of its own, ended by its pid; the program is moto's server,
-which keeps everything in memory. Tests look into it over plain HTTP, not through the client that
+Law of this file: a process on a port of its own; the program is moto's server, which keeps
+everything in memory. Tests look into it over plain HTTP, not through the client that
 they test.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import re
-import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -22,56 +18,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from kvass.testing.server import Server, free_port
+
 _DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 BUCKET: Final = "bucket"
 USER: Final = "tester"
 
 
-class S3Server:
+class S3Server(Server):
     """One bucket, ``BUCKET``; ``endpoint`` is what stands behind ``endpoint=`` in a tier URL."""
 
     def __init__(self) -> None:
-        self.port = _free_port()
+        self.port = free_port(22_000, 32_000)
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
-        try:
-            self.start()
-        except BaseException:
-            self.close()  # or nobody would end it
-            raise
+        super().__init__()
 
     def url(self, prefix: str, options: str = "", *, bucket: str = BUCKET) -> str:
         """A tier URL."""
         return f"s3:{bucket}/{prefix}?endpoint={self.endpoint}&allow_http=yes{options}"
 
-    def start(self) -> None:
-        """Start (again), with an empty bucket, and wait until it answers."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        end = time.monotonic() + 60
-        while not self._answers():
-            assert self._process.poll() is None, "the server ended"
-            assert time.monotonic() < end, "the server never came up"
-            time.sleep(0.02)
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
 
-    def pause(self, stop: bool) -> None:
-        """Make it answer nothing, or go on."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP if stop else signal.SIGCONT)
+    def complaints(self) -> int:
+        return subprocess.DEVNULL  # every request
 
-    def kill(self) -> None:
-        """End it, and all it had."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(timeout=30)
-            self._process = None
-
-    def close(self) -> None:
-        self.kill()
+    def answers(self) -> bool:
+        """With an empty bucket."""
+        try:
+            self.ask("PUT", BUCKET)
+        except OSError:
+            return False
+        return True
 
     # ------------------------------------------------------------ a look inside
 
@@ -115,13 +94,6 @@ class S3Server:
         signed = _SIGNED.format("iam")
         return self.ask("POST", "", body, authorization=signed, content_type=kind).decode()
 
-    def _answers(self) -> bool:
-        try:
-            self.ask("PUT", BUCKET)
-        except OSError:
-            return False
-        return True
-
 
 _SIGNED: Final = (
     "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/{}/aws4_request, "
@@ -146,15 +118,3 @@ def credentials(key: str = "test", secret: str = "s3cr&t") -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _free_port() -> int:
-    """Below what the system hands out by itself."""
-    while True:
-        port = random.randrange(22_000, 32_000)
-        with socket.socket() as one:
-            try:
-                one.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
