@@ -86,6 +86,7 @@ def test_every_figure_is_there() -> None:
     assert figures["gpu_gemm_slowdown"] == pytest.approx(0)
     assert figures["gpu_gemm_stores_vs_alone"] > 0
     assert figures["pin_s_per_gib"] > 0
+    assert figures["gpu_pin_mib_per_gib"] == 0
     assert set(figures["gpu_kernel_below"]) == {"store", "load"}
     sweep = figures["gpu_sweep"]
     assert set(sweep) == set(DIRECTIONS)

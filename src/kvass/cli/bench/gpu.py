@@ -22,7 +22,8 @@ stored, also of what a window's hit would not need. Ratios are medians of per-ro
 - ``gpu_worker_mib``: device memory that a worker's mover takes, its kernel included, from before
   its first copy; ``gpu_daemon_mib``: held by a daemon, as nvidia-smi says (- if its list cannot
   name our processes); ``gpu_daemon_opens_device``: whether the daemon has a device open at all.
-- ``pin_s_per_gib``: registering 1 GiB of shared memory that is faulted in.
+- ``pin_s_per_gib``: registering 1 GiB of shared memory that is faulted in; ``gpu_pin_mib_per_gib``:
+  the device memory that takes.
 - ``gpu_sweep``: GB/s of 64 MiB in runs of 4 KiB to 16 MiB by direction: each *torch* copy by itself
   in a loop, a *batch* by the driver's call, or the *kernel*; ``gpu_kernel_below``: the length from
   which on batches win. ``transfer.descriptors.KERNEL_BELOW`` is to be chosen from these.

@@ -55,21 +55,28 @@ def measure_worker(device: Device, geometry: Geometry, tokens: int) -> dict[str,
 def measure_pinning(
     device: Device, count: int = PIN_BYTES, rounds: int = PIN_ROUNDS
 ) -> dict[str, Any]:
-    """``pin_s_per_gib``: of memory that is faulted in already. Raises ``Unavailable``."""
+    """``pin_s_per_gib`` and ``gpu_pin_mib_per_gib``: of memory that is faulted in already. Raises
+    ``Unavailable``."""
     arena = shared_memory(count)
     address = int(arena.buffer.ctypes.data)
-    times = []
+    times, taken = [], []
     try:
         for _ in range(rounds):
+            before = device.used_bytes()
             began_s = time.perf_counter()
             got = device.runtime.register(address, count)
             times.append(time.perf_counter() - began_s)
+            taken.append(device.used_bytes() - before)
             fault = got if isinstance(got, Fault) else device.runtime.unregister(address)
             if fault is not None:
                 raise Unavailable(f"pinning {count / 2**30:.3g}GiB: {fault.text}")
     finally:
         arena.close()
-    return {"pin_s_per_gib": median(times) * 2**30 / count}
+    gib = count / 2**30
+    return {
+        "pin_s_per_gib": median(times) / gib,
+        "gpu_pin_mib_per_gib": max(0.0, median(taken) / _MIB / gib),
+    }
 
 
 def measure_gemm(

@@ -22,6 +22,8 @@ from kvass.transfer.runtime import Batch, Kind, Region, Runtime, Stream
 
 WIDTH: Final = 8192
 """Of the matrices: large enough to keep every processor of the device busy."""
+HELD_CYCLES: Final = 40_000_000
+"""Some 20 ms."""
 
 
 def open_device(index: int = 0) -> Device:
@@ -163,6 +165,7 @@ class TorchDevice(TorchMemory, Device):
         a, b, out = self._factors
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._side):
+            torch.cuda._sleep(HELD_CYCLES)  # until all is queued: only the device is to be measured
             begin.record()
             for _ in range(products):
                 torch.mm(a, b, out=out)
