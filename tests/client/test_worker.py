@@ -109,6 +109,22 @@ def slots_of(ranks: int, count: int) -> Slots:
     return Slots(extents=(bases,), set_=bytes(2 * count), slot=numbers.tobytes())
 
 
+def test_a_lease_says_how_much_the_daemon_has_populated(
+    daemon: ScriptedDaemon, worker: WorkerClient
+) -> None:
+    def now() -> int:
+        lease = worker.arena(daemon.boot)
+        assert lease is not None
+        lease.close()
+        return lease.populated
+
+    assert now() == ARENA_BYTES // 2
+    daemon.push(Populated(bytes=ARENA_BYTES // 2 + SLICE))
+    assert eventually(lambda: now() == ARENA_BYTES // 2 + SLICE)
+    daemon.push(Populated(bytes=1 << 50))  # a lie is no more than all of it
+    assert eventually(lambda: now() == ARENA_BYTES)
+
+
 @pytest.mark.usefixtures("small_slices")
 def test_populates_below_the_watermark(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
     assert eventually(lambda: populated(worker) == ARENA_BYTES // 2)

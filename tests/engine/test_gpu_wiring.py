@@ -116,6 +116,21 @@ def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
         assert told == expected
 
 
+def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
+    """By the time the job was made: it grows, and nothing beyond is pinned."""
+    jobs: list[Job] = []
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
+    side = worker.WorkerSide(setup, 0, Boundary())
+    lease: Any = SimpleNamespace(buffer=np.zeros(1, np.uint8), populated=123)
+    client: Any = SimpleNamespace(arena=lambda *_: lease)
+    mover: Any = SimpleNamespace(submit=jobs.append)
+    side._client, side._mover = client, mover
+    assert side._begin_store(Store(1, b"boot", 1, 0.0, 1.0, (), ()))
+    lease.populated = 456
+    assert side._begin_load(Load("r", b"boot", 1))
+    assert [(job.kind, job.populated) for job in jobs] == [("store", 123), ("load", 456)]
+
+
 def test_the_switch_is_off() -> None:
     """Until the path has run on a GPU: ``docs/gpu.md``."""
     assert {"cpu"} == DEVICES

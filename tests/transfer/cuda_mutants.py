@@ -217,6 +217,24 @@ MUTANTS = [
         "    joins = (runs.device[:-1] > 0) & (\n",
     ),
     Mutant(
+        "memory that the daemon has not populated is pinned",
+        "pins.py",
+        "        if end > populated:\n",
+        "        if begin > populated:\n",
+    ),
+    Mutant(
+        "what is not pinned yet is taken for pinned",
+        "cuda.py",
+        "            which = None if pinned_all else pinned.are(windows)\n",
+        "            which = None\n",
+    ),
+    Mutant(
+        "one window that is pinned stands for all",
+        "pins.py",
+        "            all_are = all_are and one in self.shift\n",
+        "            all_are = one in self.shift\n",
+    ),
+    Mutant(
         "events leak",
         "cuda.py",
         "            lane.flying_bytes -= batch.total\n            self._runtime.forget(event)\n",
@@ -227,7 +245,7 @@ MUTANTS = [
         "cuda.py",
         "        lane = self._lanes[job.kind]\n        with",
         "        lane = self._lanes[job.kind]\n"
-        "        self._pins.of(job.arena).want([0])\n"
+        "        self._pins.of(job.arena).want([0], job.populated)\n"
         "        with",
     ),
     Mutant(

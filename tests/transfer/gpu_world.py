@@ -45,10 +45,13 @@ class Clock:
 
 @dataclass(eq=False)
 class Boot:
-    """The slots of an arena: ``ready`` ones have rows to load, ``free`` ones can be stored to."""
+    """The slots of an arena: ``ready`` ones have rows to load, ``free`` ones can be stored to.
+    ``populated`` bytes of it have memory, and ``told`` of them the mover may know of."""
 
     free: list[int]
     ready: list[int]
+    populated: int
+    told: int = 0
 
 
 @dataclass(eq=False)
@@ -72,7 +75,7 @@ class World:
 
     def __init__(self, seed: int, careless: str = "") -> None:
         self.careless = careless
-        self.rng = random.Random(seed)
+        self.rng, self.water = random.Random(seed), random.Random(seed)
         self.fake = FakeCuda(seed, eager=self.rng.choice([1, 2, 10]))
         self.clock = Clock()
         self.trouble = self.rng.choice(TROUBLES)
@@ -127,7 +130,8 @@ class World:
             row = arena[at : at + self.planes.shard_bytes]
             row[:] = np.frombuffer(self.rng.randbytes(len(row)), np.uint8)
         self.arena = arena  # the only one who keeps it, but for jobs
-        return Boot(list(range(slots // 2, slots)), ready)
+        populated = self.water.choice([0, arena.nbytes // 2, *[arena.nbytes] * 6])
+        return Boot(list(range(slots // 2, slots)), ready, populated)
 
     def _plan_trouble(self) -> None:
         if self.trouble in ("copy", "register", "order", "open_stream", "wait"):
@@ -253,8 +257,10 @@ class World:
                     deadline,
                     number,
                     self._on_done,
+                    boot.populated,
                 )
             )
+        boot.told = max(boot.told, boot.populated)
 
     # ------------------------------------------------------------ what is settled
 
@@ -342,7 +348,7 @@ class World:
         dies = self.rng.randrange(moves) if self.trouble == "context" else -1
         weights = {
             self.forward: 4, self.load: 4, self.finish: 3, self._device: 8, self._turn: 8,
-            self._poll: 2, self._time: 2, self.restart: 0.3,
+            self._poll: 2, self._time: 2, self._populate: 1, self.restart: 0.3,
         }  # fmt: skip
         for n in range(moves):
             if n == dies:
@@ -365,6 +371,14 @@ class World:
 
     def _turn(self) -> None:
         self.mover.turn()
+        base = self.arena.ctypes.data
+        for at, count in self.fake.registered.items():
+            if base <= at < base + self.arena.nbytes and at + count > base + self.boot.told:
+                raise WrongError("memory was pinned that the daemon has not populated")
+
+    def _populate(self) -> None:
+        left = self.arena.nbytes - self.boot.populated
+        self.boot.populated += min(left, PAGE * self.water.randint(0, 6))
 
     def _poll(self) -> None:
         for done in self.mover.poll():

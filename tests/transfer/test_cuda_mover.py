@@ -45,7 +45,7 @@ def test_hooks_in_the_wrong_order_are_noticed(careless: str) -> None:
     """The copies' place is where ``submit`` is called: before the drafter, or before vLLM zeroes
     new blocks, is too early. vLLM 0.32 calls ``wait_for_save`` after its drafter in both runners,
     and ``start_load_kv`` after zeroing."""
-    wrong = [told for seed in range(40) if (told := run_seed(seed, careless))]
+    wrong = [told for seed in range(80) if (told := run_seed(seed, careless))]
     assert len(wrong) > 10
     assert any(f"a {careless} is done, and the bytes are wrong" in told for told in wrong)
 
@@ -159,6 +159,60 @@ def test_registration_refused_is_one_warning_and_right(
     assert [batch.way for batch in rig.fake.copied] == ["pageable"] * len(rig.fake.copied)
     assert rig.arena[SLOT * 3] == 3
     assert len([r for r in caplog.records if "could not pin" in r.message]) == 1
+
+
+def test_what_has_no_memory_yet_is_not_pinned(caplog: pytest.LogCaptureFixture) -> None:
+    """Pinning would fault it in: charged to the worker, and waited for. Copies are right meanwhile,
+    nothing is said of it, and it is pinned once the daemon has populated it."""
+    rig = Rig(window=8 * SLOT)
+    window = 8 * SLOT
+    with caplog.at_level(logging.WARNING):
+        for populated, ways in (
+            (0, {"pageable"}),
+            (window - 1, {"pageable"}),
+            (window, {"pageable", "dma"}),
+            (2 * window, {"dma"}),
+            (0, {"dma"}),
+        ):
+            rig.fake.copied.clear()
+            rig.submit("store", 3, 12, populated=populated)
+            assert rig.mover.drain(10)
+            assert {batch.way for batch in rig.fake.copied} == ways
+    assert set(rig.ends().values()) == {"done"}
+    assert (rig.arena[SLOT * 3], rig.arena[SLOT * 12]) == (3, 12)
+    assert caplog.records == []
+    rig.mover.close()
+    assert rig.fake.violations == []
+
+
+def test_the_arenas_last_window_may_be_shorter() -> None:
+    rig = Rig(window=48 * SLOT)
+    rig.submit("store", 60, populated=64 * SLOT)
+    assert rig.mover.drain(10)
+    assert [batch.way for batch in rig.fake.copied] == ["dma"]
+    rig.mover.close()
+
+
+def test_a_job_pins_what_its_next_copies_touch_and_not_all_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that its first copies do not wait for its last."""
+    rig = Rig(window=8 * SLOT)
+    register, seen = rig.fake.register, []
+
+    def count(address: int, size: int) -> Any:
+        seen.append(len(rig.fake.copied))
+        return register(address, size)
+
+    monkeypatch.setattr(rig.fake, "register", count)
+    many = [plan(*range(8 * n + 1, 8 * n + 5)) for n in range(8)]
+    rig.mover.submit(Job("store", tuple(many), rig.arena))
+    assert rig.mover.drain(10)
+    assert len(seen) == 8
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert seen[-1] > 0
+    rig.mover.close()
 
 
 def test_a_failed_copy_fails_its_job_only(rig: Rig) -> None:

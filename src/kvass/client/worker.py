@@ -31,6 +31,8 @@ class ArenaLease:
         self.boot = session.boot
         self.buffer: npt.NDArray[np.uint8] = session.arena.buffer
         """The whole arena: uint8, shape ``(arena_bytes,)``. Keep no view of it after leaving."""
+        self.populated = session.watermark
+        """How many bytes of it, from its beginning, the daemon had populated by now."""
         self._client = client
         self._session: Session | None = session
 

@@ -103,7 +103,10 @@ class Rank:
             )
         )
         ended = partial(self._ended, arena, what)
-        self.mover.submit(Job(what.kind, plans, arena.buffer, what.deadline_s, on_done=ended))
+        known = arena.populated
+        self.mover.submit(
+            Job(what.kind, plans, arena.buffer, what.deadline_s, on_done=ended, populated=known)
+        )
 
     def _ended(self, arena: ArenaLease, what: Transfer, done: Done) -> None:
         if self.alive:

@@ -32,6 +32,7 @@ Promises of a mover:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -56,7 +57,8 @@ class Job:
 
     ``arena`` is uint8 of shape ``(arena_bytes,)``. ``deadline_s`` is CLOCK_MONOTONIC, of the lease
     or the reservation, and the mover checks it (before each row and after the last). ``name`` is
-    the caller's, and only for him. ``on_done`` is called on the copy thread and must not block.
+    the caller's, and only for him. ``on_done`` is called on the copy thread and must not block. Of
+    the arena the first ``populated`` bytes have memory; a mover pins nothing beyond.
     """
 
     kind: Literal["store", "load"]
@@ -65,6 +67,7 @@ class Job:
     deadline_s: float = math.inf
     name: object = None
     on_done: Callable[[Done], None] | None = None
+    populated: int = sys.maxsize
 
     @property
     def bytes(self) -> int:

@@ -272,11 +272,14 @@ class CudaMover(Mover):
             task.end("failed", f"{type(e).__name__}: {e}")
 
     def _batches(self, job: Job) -> Iterator[Batch]:
-        """The job's batches; what they need of its arena is registered first."""
+        """The job's batches; what they need of its arena is registered first, as late as can be:
+        meanwhile what was given before flies."""
         pinned, window = self._pins.of(job.arena), self._pins.window
-        pinned.want(_windows(job, window))
         for runs in plan_runs(job.plans, self._regions, window):
-            for way, some in choose(runs, job.kind, pinned.are(runs.host // window), self._below):
+            windows = runs.host // window
+            pinned_all = pinned.want(np.unique(windows).tolist(), job.populated)
+            which = None if pinned_all else pinned.are(windows)
+            for way, some in choose(runs, job.kind, which, self._below):
                 host = some.host + pinned.address
                 if way == "kernel":
                     host += pinned.shifts(some.host // window)
@@ -384,13 +387,3 @@ class CudaMover(Mover):
             if lane.stream is not None:
                 self._runtime.close_stream(lane.stream)
                 lane.stream = None
-
-
-def _windows(job: Job, window: int) -> list[int]:
-    """The windows of the arena in which the job's rows lie."""
-    found = set[int]()
-    for plan in job.plans:
-        for row in plan.rows:
-            last = row.slot + plan.planes.shard_bytes - 1
-            found.update(range(row.slot // window, last // window + 1))
-    return sorted(found)

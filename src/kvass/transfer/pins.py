@@ -7,6 +7,8 @@ Laws of this file:
   watch an array before it lets go of the memory under it).
 - An arena is not kept alive for being registered: a daemon that ended gets its memory back.
 - A registration that fails is not tried again, and costs speed only.
+- What the daemon has not populated is not registered: doing that would fault it in here, so that
+  this process is charged for the daemon's memory and waits for it. Until then copies cost speed.
 """
 
 from __future__ import annotations
@@ -41,23 +43,29 @@ class Pinned:
         self._bytes = arena.nbytes
         self._refused: set[int] = set()
 
-    def want(self, windows: Iterable[int]) -> None:
-        """Register those of ``windows`` that are not, and were not refused. Takes its time."""
+    def want(self, windows: Iterable[int], populated: int) -> bool:
+        """Register those of ``windows`` that are not, were not refused and lie within the first
+        ``populated`` bytes; whether all of them are now. Takes its time."""
+        all_are = True
         for one in windows:
-            if one in self.shift or one in self._refused:
-                continue
-            begin = self.address + one * self._window
-            count = min(self._window, self._bytes - one * self._window)
-            got = self._runtime.register(begin, count)
-            if isinstance(got, Fault):
-                self._refuse(one, count, got)
-            else:
-                self.shift[one] = got - begin
+            if one not in self.shift and one not in self._refused:
+                self._register(one, populated)
+            all_are = all_are and one in self.shift
+        return all_are
 
-    def are(self, windows: I64Array) -> np.ndarray | None:
-        """Of each window, whether it is registered; None: all are, as far as anybody asked."""
-        if not self._refused:
-            return None
+    def _register(self, one: int, populated: int) -> None:
+        begin = one * self._window
+        end = min(begin + self._window, self._bytes)
+        if end > populated:
+            return
+        got = self._runtime.register(self.address + begin, end - begin)
+        if isinstance(got, Fault):
+            self._refuse(one, end - begin, got)
+        else:
+            self.shift[one] = got - (self.address + begin)
+
+    def are(self, windows: I64Array) -> np.ndarray:
+        """Of each window, whether it is registered."""
         return np.isin(windows, np.fromiter(self.shift, np.int64, len(self.shift)))
 
     def shifts(self, windows: I64Array) -> I64Array:

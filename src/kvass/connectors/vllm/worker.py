@@ -149,7 +149,9 @@ class WorkerSide:
         try:
             plans = self._plans(what.blocks, what.slots, skip)
             ended = partial(settle, arena)
-            self._mover.submit(Job(kind, plans, arena.buffer, what.deadline_s, what, ended))
+            self._mover.submit(
+                Job(kind, plans, arena.buffer, what.deadline_s, what, ended, arena.populated)
+            )
         except BaseException:
             arena.close()
             raise
