@@ -153,6 +153,16 @@ def test_negative_control_a_changed_byte_is_seen(
     assert fake._wrong < 0
 
 
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("measured", [_worker, _rounds, _sweep])
+def test_negative_control_what_an_earlier_copy_left_does_not_count(
+    measured: Callable[[FakeDevice], bool], kind: Kind
+) -> None:
+    fake = Spoiling(kind, 900, idle=100)
+    assert not measured(FakeDevice(fake))
+    assert fake._wrong < 0
+
+
 @pytest.mark.parametrize("measured", [_worker, _rounds, _sweep])
 def test_all_right_is_seen_too(measured: Callable[[FakeDevice], bool]) -> None:
     device = FakeDevice()
