@@ -34,16 +34,22 @@ Tables = Sequence[I64Array]
 
 
 def on(device: Device, geometry: Geometry) -> Geometry:
-    """The geometry that is used on ``device``: itself on a GPU, a small likeness on a fake."""
-    if device.real:
-        return geometry
-    return replace(geometry, groups=tuple(map(_small, geometry.groups)))
+    """The geometry that is used on ``device``: itself on a GPU, a small likeness on a fake. Where
+    blocks are outermost, a block's pages are one piece, as the connector takes them."""
+    groups = geometry.groups if device.real else tuple(map(_small, geometry.groups))
+    if geometry.outermost == "blocks":
+        groups = tuple(map(_joined, groups))
+    return replace(geometry, groups=groups)
 
 
 def _small(group: GroupLayout) -> GroupLayout:
     kept = max(5, len(group.layers) // FEWER)
     pages = tuple(n // SHRINK for n in group.page_bytes[:kept])
     return msgspec.structs.replace(group, layers=group.layers[:kept], page_bytes=pages)
+
+
+def _joined(group: GroupLayout) -> GroupLayout:
+    return msgspec.structs.replace(group, layers=("all",), page_bytes=(sum(group.page_bytes),))
 
 
 NAMES = [one.name for one in GEOMETRIES]
