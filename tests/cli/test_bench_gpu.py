@@ -259,6 +259,17 @@ def test_a_copy_of_the_sweep_that_fails_is_no_figure() -> None:
     device.fake.plans.fail["copy"] = {2}
     with pytest.raises(Unavailable, match="copy failed, as planned"):
         measure_sweep(device, 1, SWEEP, 1 << 20)
+    device.check()
+
+
+def test_memory_that_a_dead_device_may_use_stays() -> None:
+    device = FakeDevice()
+    device.fake.plans.fail["done"] = set(range(3, 1000))
+    with pytest.raises(Unavailable, match="done failed, as planned"):
+        measure_sweep(device, 1, SWEEP, 1 << 20)
+    assert device.fake.registered
+    assert device.freed == []
+    assert device.fake.violations == []
 
 
 # ---------------------------------------------------------------- what is asked of the machine

@@ -60,7 +60,7 @@ from kvass.cli.bench.machine import say
 
 SUBMIT_EVERY_S: Final = 1e-3
 SWEEP_ROUNDS: Final = 5
-NEED_BYTES: Final = 4 << 30
+NEED_BYTES: Final = 6 << 30
 
 
 class Sizes(msgspec.Struct, frozen=True):

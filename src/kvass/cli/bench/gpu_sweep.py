@@ -122,6 +122,11 @@ class _Lane:
         return int(self.host.ctypes.data)
 
     def close(self) -> None:
+        """If it cannot be known that nothing runs any more, all stays where it is."""
+        try:
+            self.wait()
+        except Unavailable:
+            return
         runtime = self.device.runtime
         runtime.close_stream(self.stream)
         _must(runtime.unregister(self._at))
