@@ -190,17 +190,19 @@ def test_any_number_of_descriptors(device: Device, count: int) -> None:
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2])
+@pytest.mark.parametrize("name", ["llama_8b_blocks", "deepseek_v4"])
 def test_a_window_that_cannot_be_pinned_goes_slowly(
-    device: Device, nth: int, caplog: pytest.LogCaptureFixture
+    device: Device, name: str, nth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning, all bytes right, and the other windows go the fast way."""
+    """One warning, all bytes right, also of pages that lie in two windows, and the other windows go
+    the fast way."""
     refusing = Refusing(device.runtime, nth)
     runtime: Any = Counting(refusing)
-    with rigged(device, "llama_8b", rows=3) as plain:
+    with rigged(device, name) as plain:
         window = plain.arena.size // 4 // 4096 * 4096
     with (
         caplog.at_level(logging.WARNING),
-        rigged(device, "llama_8b", rows=3, runtime=runtime, window=window) as rig,
+        rigged(device, name, runtime=runtime, window=window) as rig,
     ):
         rig.compute()
         assert rig.move("store").ok
