@@ -36,6 +36,9 @@ _CHUNK_BYTES: Final = 1 << 20
 """What a load reads at a time. The client holds the next while we copy the last."""
 _BULK: Final = 1000
 """Objects that S3 deletes in one request, or lists."""
+_ABSENT: Final = ("<Code>", "Bulk delete request failed for key")
+"""One of these is in what an object store says of an object that is not there: a word of its own
+answer, or the client's of one in a batch, which is how it deletes from Azure."""
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 
 TROUBLE: Final = (BaseError, OSError)
@@ -196,8 +199,9 @@ class ObjectTier:
     def _need_absent(self, error: Exception) -> None:
         """Raise ``TierDown`` unless an object store says that there is no such object, and no more
         than that. Any other server at that address would say 404, too."""
-        absent = isinstance(error, FileNotFoundError) and "<Code>" in str(error)
-        if not absent or any(code in str(error) for code in _NO_BUCKET):
+        text = str(error)
+        absent = isinstance(error, FileNotFoundError) and any(word in text for word in _ABSENT)
+        if not absent or any(code in text for code in _NO_BUCKET):
             raise self._down(error) from None
 
     def _need_bucket(self, path: str) -> None:

@@ -1,0 +1,88 @@
+"""The object store tier against what stands in for Azure Blob Storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from kvass.testing import TierSuite
+from kvass.testing.azure_server import AzureServer
+from kvass.testing.tier_suite import MakeTier
+from kvass.tiers import open_tier
+from tests.tiers.records import KEYS, down, fill, hits, keys_of
+
+numbers = count()
+
+
+@pytest.fixture(autouse=True)
+def signed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[AzureServer]:
+    made = AzureServer()
+    yield made
+    made.close()
+
+
+class TestAzure(TierSuite):
+    @pytest.fixture
+    def make_tier(self, server: AzureServer) -> MakeTier:
+        url = server.url(f"suite/{next(numbers)}")
+        return lambda: open_tier(url)
+
+
+def test_absent_records_can_be_deleted(server: AzureServer) -> None:
+    """The client deletes by batches, and says of what is not there that it failed."""
+    tier = open_tier(server.url("absent"))
+    tier.delete(KEYS)
+    assert all(fill(tier, KEYS[::2]))
+    tier.delete(KEYS)
+    assert not any(hits(tier, KEYS))
+    tier.close()
+
+
+def test_a_damaged_blob_is_a_miss_and_removed(server: AzureServer) -> None:
+    tier = open_tier(server.url("damage"))
+    assert all(fill(tier, KEYS))
+    blobs = server.containers["container"]
+    name = f"damage/records/{KEYS[3].hex()}"
+    blobs[name] = blobs[name][:-1] + bytes([blobs[name][-1] ^ 1])
+    assert hits(tier, KEYS) == [True] * 3 + [False] + [True] * 6
+    assert name not in blobs
+    tier.close()
+
+
+def test_a_clear_of_more_than_one_listing(server: AzureServer) -> None:
+    tier, other = open_tier(server.url("many")), open_tier(server.url("many2"))
+    many = keys_of(1500)
+    assert all(fill(tier, many, (1,)))
+    assert all(fill(other, KEYS))
+    tier.set_note("epoch", b"7")
+    tier.clear()
+    left = [name for name in server.containers["container"] if name.startswith("many/")]
+    assert left == ["many/notes/epoch"]
+    assert all(hits(other, KEYS))
+    tier.close()
+    other.close()
+
+
+def test_an_unknown_container_is_said_until_it_is_there(server: AzureServer) -> None:
+    tier = open_tier(server.url("some", container="later"))
+    assert all("ContainerNotFound" in text or "404" in text for text in down(tier))
+    server.containers["later"] = {}
+    assert tier.probe(KEYS) == [False] * 10
+    assert tier.note("epoch") is None
+    assert all(fill(tier, KEYS))
+    assert all(hits(tier, KEYS))
+    tier.close()
+
+
+def test_another_accounts_key_is_said(server: AzureServer) -> None:
+    tier = open_tier(server.url("guarded").replace("account=tester", "account=other"))
+    assert all("403" in text or "AuthenticationFailed" in text for text in down(tier))
+    tier.close()
