@@ -271,6 +271,31 @@ def test_a_server_of_another_kind(scheme: str, monkeypatch: pytest.MonkeyPatch) 
         other.shutdown()
 
 
+class Empty(NotFound):
+    """Google's word for what is not there, for a delete, too, of which S3 says nothing."""
+
+    def send_error(self, code: int, *_: object, **__: object) -> None:
+        body = b"<Error><Code>NoSuchKey</Code><Message>No such key.</Message></Error>"
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def test_absent_objects_are_no_trouble_on_gcs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "none")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Empty) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        tier = open_tier(f"gcs:bucket?endpoint=http://127.0.0.1:{other.server_port}&allow_http=yes")
+        tier.delete(KEYS)
+        assert not any(tier.probe(KEYS))
+        assert not any(hits(tier, KEYS))
+        assert tier.note("epoch") is None
+        tier.close()
+        other.shutdown()
+
+
 def test_wrong_credentials_are_said_and_right_ones_work(own_server: S3Server) -> None:
     key, secret = own_server.guard()
     url = own_server.url("guarded", "&timeout_s=5")
