@@ -6,6 +6,7 @@ What a real driver makes of these calls only a GPU can show (docs/gpu.md).
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ class Driver:
         self.calls: list[str] = []
         self.batches: list[tuple[Any, ...]] = []
         self.orders: list[int] = []
+        self.capturing = 0
+        self.modes: list[tuple[int, int]] = []
         self.batch = cuda_runtime._BatchCopy(self._batch)
 
     def _batch(self, *args: Any) -> int:
@@ -40,6 +43,10 @@ class Driver:
                 args[0]._obj.value = self.direct
             elif name == "cuGetProcAddress_v2":
                 args[1]._obj.value = ctypes.cast(self.batch, ctypes.c_void_p).value
+            elif name == "cuStreamIsCapturing":
+                args[1]._obj.value = self.capturing
+            elif name == "cuThreadExchangeStreamCaptureMode":
+                self.modes.append((threading.get_ident(), args[0]._obj.value))
             elif name in ("cuEventCreate", "cuStreamCreateWithPriority"):
                 args[0]._obj.value = 4096 + len(self.calls)
             elif name == "cuMemHostGetDevicePointer_v2":
@@ -133,3 +140,36 @@ def test_without_triton_a_job_fails_not_the_thread() -> None:
         Stream(9), Batch("load", "kernel", one, one, one, 1)
     )
     assert fault == Fault("kernel: No module named 'triton'")
+
+
+def test_of_a_stream_that_is_being_captured_there_is_no_order() -> None:
+    """An event recorded there would be part of the graph, and so would all that waits for it."""
+    driver = Driver()
+    one = runtime(driver)
+    assert not isinstance(one.order(), Fault)
+    driver.capturing = 1
+    driver.calls.clear()
+    assert one.order() == Fault("the engine's stream is being captured into a graph")
+    assert "cuEventRecord" not in driver.calls
+
+
+def test_only_a_movers_own_thread_is_made_free_of_captures() -> None:
+    """Asking an event, and pinning, spoil a capture of any other thread's otherwise."""
+    driver = Driver()
+    one = runtime(driver)
+    event = one.order()
+    assert not isinstance(event, Fault)
+    one.forget(event)
+    one.unregister(4096)
+    assert driver.modes == []
+
+    def work() -> None:
+        one.done(event)
+        one.open_stream("load")
+        one.mark(Stream(9))
+
+    for _ in range(2):
+        other = threading.Thread(target=work)
+        other.start()
+        other.join()
+    assert [mode for _, mode in driver.modes] == [2, 2], "once for each thread"

@@ -8,7 +8,9 @@ Laws of this file:
 - Whatever is missing is one line for the operator (``open_runtime``), before anything is promised.
 
 torch says which stream the engine computes on; Triton launches the one kernel. Each thread that
-calls in gets the device's primary context, which torch uses too.
+calls in gets the device's primary context, which torch uses too. A mover's thread has no part in
+what the engine captures into graphs: its calls are not forbidden meanwhile, nor do they spoil the
+capture. Of a stream that is being captured no order can be had: no event on it will happen.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ FATAL: Final = frozenset({4, 46, 201, 214, 220, 226, 709, 999, *range(700, 721)}
 _STREAM_ORDER, _ANY_ORDER = 1, 3
 _NON_BLOCKING, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2
+_RELAXED = 2
+"""Of a thread: captures that others have begun are no concern of its calls."""
 
 
 class _Location(ctypes.Structure):
@@ -102,16 +106,31 @@ class DriverRuntime(Runtime):
             self._driver.cuCtxSetCurrent(self._context)
             self._threads.entered = True
 
+    def _enter_own(self) -> None:
+        """As ``_enter``, on a thread of our own, which captures nothing itself."""
+        self._enter()
+        if not getattr(self._threads, "relaxed", False):
+            mode = c_int(_RELAXED)
+            self._driver.cuThreadExchangeStreamCaptureMode(byref(mode))
+            self._threads.relaxed = True
+
     # ------------------------------------------------------------ streams and events
 
     def order(self) -> Event | Fault:
-        return self._mark(self._compute())
+        self._enter()
+        stream, capturing = self._compute(), c_int()
+        asked = self._driver.cuStreamIsCapturing(c_void_p(stream), byref(capturing))
+        if fault := self._fault("event", asked):
+            return fault
+        if capturing.value:
+            return Fault("the engine's stream is being captured into a graph")
+        return self._mark(stream)
 
     def mark(self, stream: Stream) -> Event | Fault:
+        self._enter_own()
         return self._mark(stream)
 
     def _mark(self, stream: int) -> Event | Fault:
-        self._enter()
         event = c_void_p()
         if fault := self._fault("event", self._driver.cuEventCreate(byref(event), _NO_TIMING)):
             return fault
@@ -121,7 +140,7 @@ class DriverRuntime(Runtime):
         return Event(event.value or 0)
 
     def open_stream(self, kind: Kind) -> Stream | Fault:
-        self._enter()
+        self._enter_own()
         low, high, stream = c_int(), c_int(), c_void_p()
         self._driver.cuCtxGetStreamPriorityRange(byref(low), byref(high))
         priority = low if kind == "store" else high
@@ -129,16 +148,16 @@ class DriverRuntime(Runtime):
         return self._fault("stream", made) or Stream(stream.value or 0)
 
     def close_stream(self, stream: Stream) -> None:
-        self._enter()
+        self._enter_own()
         self._driver.cuStreamDestroy_v2(c_void_p(stream))
 
     def wait(self, stream: Stream, event: Event) -> Fault | None:
-        self._enter()
+        self._enter_own()
         waited = self._driver.cuStreamWaitEvent(c_void_p(stream), c_void_p(event), 0)
         return self._fault("wait", waited)
 
     def done(self, event: Event) -> bool | Fault:
-        self._enter()
+        self._enter_own()
         result = self._driver.cuEventQuery(c_void_p(event))
         if result == NOT_READY:
             return False
@@ -151,7 +170,7 @@ class DriverRuntime(Runtime):
     # ------------------------------------------------------------ host memory
 
     def register(self, address: int, count: int) -> int | Fault:
-        self._enter()
+        self._enter_own()
         flags = _PORTABLE | _MAPPED
         pinned = self._driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(count), flags)
         if fault := self._fault("pinning", pinned):
@@ -170,7 +189,7 @@ class DriverRuntime(Runtime):
     # ------------------------------------------------------------ copies
 
     def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-        self._enter()
+        self._enter_own()
         if batch.way == "dma":
             return self._dma(stream, batch)
         if batch.way == "pageable":
