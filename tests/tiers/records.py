@@ -3,6 +3,9 @@ down, and says so?"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from kvass.errors import TierDown
@@ -38,10 +41,12 @@ def hits(
     return which
 
 
-def down(tier: Tier) -> list[str]:
-    """What each call says while the server is not there for us, each in a short line."""
-    said = []
-    for ask in (
+def down(tier: Tier, at_once: int = 1) -> list[str]:
+    """What each call says while the server is not there for us, each in a short line.
+
+    ``at_once``: so many are asked together, where each takes long to say so.
+    """
+    asks: list[Callable[[], object]] = [
         lambda: tier.probe(KEYS),
         lambda: hits(tier, KEYS),
         lambda: fill(tier, KEYS),
@@ -49,12 +54,17 @@ def down(tier: Tier) -> list[str]:
         tier.clear,
         lambda: tier.note("epoch"),
         lambda: tier.set_note("epoch", b"7"),
-    ):
-        with pytest.raises(TierDown) as caught:
-            ask()
-        said.append(str(caught.value))
-        assert "\n" not in said[-1]
-        assert len(said[-1]) < 400
+    ]
+    with ThreadPoolExecutor(at_once) as pool:
+        return [*pool.map(_why_down, asks)]
+
+
+def _why_down(ask: Callable[[], object]) -> str:
+    with pytest.raises(TierDown) as caught:
+        ask()
+    said = str(caught.value)
+    assert "\n" not in said
+    assert len(said) < 400
     return said
 
 
