@@ -6,7 +6,11 @@ What a real driver makes of these calls only a GPU can show (docs/gpu.md).
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,6 +117,27 @@ def test_what_cannot_be_mapped_is_not_left_registered() -> None:
     driver = Driver(cuMemHostGetDevicePointer_v2=1)
     assert isinstance(runtime(driver).register(4096, 4096), Fault)
     assert driver.calls.index("cuMemHostRegister_v2") < driver.calls.index("cuMemHostUnregister")
+
+
+def test_memory_is_faulted_in_before_the_driver_pins_it() -> None:
+    """The driver would do it with its locks held."""
+    descriptor, size = os.memfd_create("arena"), 64 * mmap.PAGESIZE
+    os.ftruncate(descriptor, size)
+    arena = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+    os.close(descriptor)
+    begins, there = f"\n{arena.ctypes.data:x}-", []
+
+    class Looking(Driver):
+        def __getattr__(self, name: str) -> Any:
+            if name == "cuMemHostRegister_v2":
+                mapping = Path("/proc/self/smaps").read_text().split(begins)[1]
+                (line,) = re.findall(r"Rss: +(\d+) kB", mapping.split("VmFlags")[0])
+                there.append(int(line) << 10)
+            return super().__getattr__(name)
+
+    address = arena.ctypes.data + 16 * mmap.PAGESIZE
+    assert runtime(Looking()).register(address, size // 2) == address
+    assert there == [size // 2]
 
 
 def test_slow_copies_are_a_call_per_run_until_one_fails() -> None:

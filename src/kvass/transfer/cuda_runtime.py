@@ -36,6 +36,8 @@ FATAL: Final = frozenset({4, 46, 201, 214, 220, 226, 709, 999, *range(700, 721)}
 _STREAM_ORDER, _ANY_ORDER = 1, 3
 _NON_BLOCKING, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14."""
 _RELAXED = 2
 """Of a thread: captures that others have begun are no concern of its calls."""
 
@@ -83,6 +85,8 @@ class DriverRuntime(Runtime):
         """Raises MissingError."""
         self._driver, self._compute, self._launch = driver, compute, launch
         self._threads = threading.local()
+        self._madvise = ctypes.CDLL(None).madvise
+        self._madvise.argtypes = (c_void_p, c_size_t, c_int)
         self._context = c_void_p()
         must(driver, "no CUDA driver that works", driver.cuInit(0))
         handle = cuda_driver.get_device(driver, device)
@@ -170,7 +174,10 @@ class DriverRuntime(Runtime):
     # ------------------------------------------------------------ host memory
 
     def register(self, address: int, count: int) -> int | Fault:
+        """As ``Runtime.register``. What is not in this process's page tables is faulted in before,
+        where no lock of the driver's is held; if that fails, the driver does it."""
         self._enter_own()
+        self._madvise(address, count, _MADV_POPULATE_WRITE)
         flags = _PORTABLE | _MAPPED
         pinned = self._driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(count), flags)
         if fault := self._fault("pinning", pinned):
