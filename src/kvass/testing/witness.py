@@ -36,19 +36,18 @@ from kvass.testing.books import (
     RowKey,
     Source,
     Space,
-    Writing,
     check_named,
-    check_writers,
     contradicts,
     pages,
     rows_of,
     split,
 )
-from kvass.testing.tier_witness import Pending, TierWitness
-from kvass.types import PAGE, SCHEDULER, RankLayout
+from kvass.testing.waiting_witness import Pending
+from kvass.testing.write_witness import WriteWitness
+from kvass.types import SCHEDULER, RankLayout
 
 
-class Witness(TierWitness):
+class Witness(WriteWitness):
     """Reads what passes between clients and core, and judges it."""
 
     # ------------------------------------------------------------ the one door
@@ -379,140 +378,7 @@ class Witness(TierWitness):
             raise BrokenLawError(f"law 5: renewed to {reply.deadline_s} at {now}")
         lease.deadline = reply.deadline_s
 
-    # ------------------------------------------------------------ writing
-
-    def _on_reserve(self, session: int, msg: m.Reserve, reply: m.Granted, now: float) -> None:
-        member, _ = self.roles[session]
-        if len(reply.grants) != len(msg.items):
-            raise BrokenLawError("a grant list that is not parallel to its items")
-        easy = self.roomy or not self.busy(now)
-        for item, grant in zip(msg.items, reply.grants, strict=True):
-            if not grant.chunks:
-                continue
-            if member.space is None or grant.reservation <= 0 or grant.reservation in self.writings:
-                raise BrokenLawError(f"law 2: {grant}")
-            self._grant(member, member.space, msg.width, item, grant, reply.deadline_s, now)
-        held = sum(w.bytes for w in self.open_writings(member))
-        if held > self.quota:
-            raise BrokenLawError(f"law 12: {member.name} holds {held} of {self.quota} bytes")
-        if easy and member.space is not None:
-            self._room(member, member.space, msg, reply)
-
-    def _grant(
-        self,
-        member: Member,
-        space: Space,
-        width: int,
-        item: m.ReserveItem,
-        grant: m.Grant,
-        deadline: float,
-        now: float,
-    ) -> None:
-        keys = split(item.digests, width)
-        groups = [g for g in range(space.groups) if item.groups >> g & 1]
-        if any(c < item.first or c >= len(keys) for c in grant.chunks):
-            raise BrokenLawError(f"granted chunks nobody asked for: {grant}")
-        which = grant.rows()
-        if {c for each in which for c in each} != set(grant.chunks):
-            raise BrokenLawError(f"chunks and rows that do not agree: {grant}")
-        rows = rows_of(space, groups, [[keys[c] for c in each] for each in which], grant.slots)
-        named = (
-            set(item.writers)
-            if item.writers is not None
-            else {r for r, w in member.workers.items() if w.writer}
-        )
-        check_writers(named, member)
-        weight = sum(sum(space.shard_bytes[key[1]]) for key, _ in rows)
-        clears = self.archive.clears[space.key]
-        writing = Writing(
-            self.boot, grant.reservation, member, space, space.epoch, clears, deadline,
-            named & member.sessions.keys(), rows, weight,
-        )  # fmt: skip
-        self.archive.writings[self.boot, writing.id] = writing
-        writing.failed = named != writing.owing
-        if len(writing.keys) != len(rows):
-            raise BrokenLawError(f"one key twice in one grant: {grant}")
-        for key, place in rows:
-            self.replaced(key)
-            self.spoil(key)
-            self._hand_out(writing, key, place, now)
-        self.writings[writing.id] = writing
-
-    def _hand_out(self, writing: Writing, key: RowKey, place: Place, now: float) -> None:
-        for other in self.writings.values():
-            if other.epoch == key[0].epoch and key in other.keys and other.holds(now):
-                raise BrokenLawError(f"{key[1:]} is being written by {other.id} already")
-        for filling in self.fillings.values():
-            if filling.epoch == key[0].epoch and any(f.key == key for f in filling.fills):
-                raise BrokenLawError(f"{key[1:]} is being loaded from a tier")
-        for page in pages(place):
-            if self.written.get(page) is writing:
-                raise BrokenLawError(f"law 3: page {page} was granted twice")
-            self.claim(page, now)
-            self.written[page] = writing
-
-    def _room(self, member: Member, space: Space, msg: m.Reserve, reply: m.Granted) -> None:
-        """Law 6: with nothing in the way, only the quota may refuse a key that nobody has."""
-        now, mine = self.now, self.open_writings(member)
-        held = sum(w.bytes for w in mine)
-        taken = {
-            key
-            for w in self.writings.values()
-            if w.epoch == w.space.epoch and w.holds(now)
-            for key in w.keys
-        }
-        taken |= {
-            fill.key
-            for one in self.fillings.values()
-            if one.epoch == one.space.epoch
-            for fill in one.fills
-        }
-        if len(mine) >= self.limits.reservations_per_instance:
-            return
-        chunk_bytes = sum(map(sum, space.shard_bytes))
-        named = sum(len(item.digests) // msg.width for item in msg.items)
-        if named * chunk_bytes > self.arena_pages * PAGE // 2:
-            return  # of a prompt as large as L1 the beginning stays
-        later = {k for g in reply.grants if g.reservation for k in self._keys_of(g)}
-        taken |= later
-        for item, grant in zip(msg.items, reply.grants, strict=True):
-            if grant.reservation:
-                later -= self._keys_of(grant)
-            then = taken - later  # items are answered in order
-            sure = then | {row for row in self.ready if self.roomy and self.surely_ready(row)}
-            keys, left = split(item.digests, msg.width), self.quota - held
-            refused = space.unexplained(item, keys, self.ready.keys() | then, sure, left)
-            if refused is not None:
-                raise BrokenLawError(f"law 6: {refused!r} of {item} was refused: why?")
-
-    def _keys_of(self, grant: m.Grant) -> set[RowKey]:
-        return set(self.writings[grant.reservation].keys)
-
-    def _on_commit(self, session: int, msg: m.Commit, _: None, now: float) -> None:
-        member, rank = self.roles[session]
-        w = self.writings.get(msg.reservation)
-        if w is None or w.member is not member or rank != msg.rank or rank not in w.owing:
-            return
-        w.owing.discard(rank)
-        w.failed = w.failed or now >= w.deadline or w.epoch != w.space.epoch
-        if w.owing or w.failed:
-            return
-        w.published = True
-        for key, place in w.rows:
-            self.ready[key] = (w, place)
-            for page in pages(place):
-                self.on_page[page] = (key, w)
-
-    def _on_abort(self, session: int, msg: m.Abort, _: None, now: float) -> None:
-        member, rank = self.roles[session]
-        w = self.writings.get(msg.reservation)
-        if w is None or w.member is not member or rank != msg.rank:
-            return
-        if rank == SCHEDULER and not w.handed:
-            w.cancel(now)
-        elif rank in w.owing:
-            w.owing.discard(rank)
-            w.failed = True
+    # ------------------------------------------------------------ of both
 
     def _on_handedover(self, session: int, msg: m.HandedOver, _: None, now: float) -> None:
         member, rank = self.roles[session]
