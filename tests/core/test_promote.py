@@ -753,6 +753,21 @@ def test_a_tier_that_stays_down_is_asked_when_there_is_more(rig: TierRig) -> Non
     assert len(rig.shelves[0]) == 2
 
 
+def test_a_row_found_wrong_in_the_step_that_asks_a_tier_again_is_not_stored(rig: TierRig) -> None:
+    e = rig.ready()
+    rig.down = True
+    e.store("a", "b")
+    rig.settle()
+    rig.down = False
+    lease = e.lookup("a", "b").lease
+    due = rig.machine.next_deadline()
+    assert due is not None
+    rig.now = due
+    e.release(lease, bad=(1,))
+    (store,) = rig.open_ops(TierStore)
+    assert len(store.records.keys) == 1
+
+
 def test_a_row_that_a_tier_refuses_is_not_offered_again(rig: TierRig) -> None:
     e = rig.ready()
     e.store("a", "b")

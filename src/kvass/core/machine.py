@@ -111,8 +111,6 @@ class CacheMachine:
         state.custody.lapse(now)
         if state.promotions.all:
             promote.lapse(state)
-        if any(state.flushes.failures):
-            flush.wake(state)
         if type(event) is Received:
             self._received(event)
         elif type(event) is Opened:
@@ -127,6 +125,8 @@ class CacheMachine:
             self._of_tier(event)
         if state.custody.published:
             flush.take_published(state)
+        if any(state.flushes.failures):
+            flush.wake(state)  # after the event: it may have found a row to be wrong
         return out
 
     def _of_tier(self, event: Event) -> None:
