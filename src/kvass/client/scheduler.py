@@ -19,9 +19,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-import msgspec
-
 from kvass.client.client import Client
+from kvass.client.match import PENDING as PENDING
+from kvass.client.match import Ask
+from kvass.client.match import Match as Match
+from kvass.client.match import Pending as Pending
 from kvass.client.session import Session
 from kvass.errors import KvassError, Unavailable, UsageError
 from kvass.messages import (
@@ -42,7 +44,6 @@ from kvass.messages import (
     Reserve,
     ReserveItem,
 )
-from kvass.types import Slots
 
 GUESS_TOKENS_S: Final = 5_000.0
 """What an engine that has measured nothing yet is taken to compute per second."""
@@ -52,46 +53,6 @@ CLEAR_AGAIN_S: Final = 1.0
 """A Clear that a tier could not note costs others of the namespace what L1 has, each time."""
 ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
-
-
-class Match(msgspec.Struct, frozen=True):
-    """Chunks ``[first, chunks)`` of a request, pinned from ``given_s`` until ``deadline_s``.
-
-    Both are CLOCK_MONOTONIC; only a rank registered at ``given_s`` may read (``messages.Matched``).
-    ``slots[g]``: where the rows of group ``g`` lie that the hit needs, which are those of the last
-    ``len(slots[g])`` chunks. ``chunks > first`` always.
-    """
-
-    lease: int
-    boot: bytes
-    first: int
-    chunks: int
-    given_s: float
-    deadline_s: float
-    slots: tuple[Slots, ...]
-
-
-class Pending:
-    """The daemon has not answered yet: ask again in a later step. Test with ``is PENDING``."""
-
-
-PENDING: Final = Pending()
-
-
-class _Ask:
-    """What one request holds or has asked for: nothing, a lookup in flight, or a match."""
-
-    def __init__(self) -> None:
-        self.session: Session | None = None
-        self.first = 0
-        self.seq = 0
-        self.match: Match | None = None
-        self.patience_s = 0.0
-        """CLOCK_MONOTONIC until which the request may be told ``PENDING``; 0: never told yet."""
-        self.ping = 0
-        """The ``seq`` of a ping behind the lookup, which shows that the daemon has taken it up."""
-        self.pinged_s = 0.0
-        self.taken_up = False
 
 
 class SchedulerClient:
@@ -125,7 +86,7 @@ class SchedulerClient:
         self._reserve_wait_s = reserve_wait_s
         self._step_wait_s = step_wait_s
         self._left_s = step_wait_s
-        self._asks: dict[str, _Ask] = {}
+        self._asks: dict[str, Ask] = {}
         self._giver: Session | None = None
         """The connection through which came the first of what was taken since ``handed_over``."""
         self._must_clear = False
@@ -182,7 +143,7 @@ class SchedulerClient:
         """
         if self._must_clear:
             return None
-        ask = self._asks.setdefault(request, _Ask())
+        ask = self._asks.setdefault(request, Ask())
         if ask.first != first or self._lapsing(ask):
             self._give_back(ask)
         if ask.match is None:
@@ -218,7 +179,7 @@ class SchedulerClient:
         """Give back a taken lease that was not handed over."""
         self._client.post(Release(boot=boot, lease=lease))
 
-    def _lapsing(self, ask: _Ask) -> bool:
+    def _lapsing(self, ask: Ask) -> bool:
         """Whether what ``ask`` has is void, or its lease too old to begin a load on."""
         if ask.session is not self._client.session:
             return True
@@ -248,7 +209,7 @@ class SchedulerClient:
 
     def _look_up(
         self,
-        ask: _Ask,
+        ask: Ask,
         request: str,
         digests: bytes,
         width: int,
@@ -295,7 +256,7 @@ class SchedulerClient:
             budget_s = max(budget_s, min(tokens / (prefill_tokens_s or GUESS_TOKENS_S), LONGEST_S))
         return self._budget_s(budget_s)
 
-    def _taken_up(self, ask: _Ask) -> bool:
+    def _taken_up(self, ask: Ask) -> bool:
         """Whether the daemon is at work on a lookup, as far as we can tell by now: a tier may take
         its time, but the daemon itself answers at once."""
         assert ask.session is not None
@@ -313,7 +274,7 @@ class SchedulerClient:
         self._client.overdue()
         return False
 
-    def _answer(self, ask: _Ask, wait_s: float, asked: int) -> Match | Pending | None:
+    def _answer(self, ask: Ask, wait_s: float, asked: int) -> Match | Pending | None:
         """What the lookup in flight has come to, after ``wait_s`` at most."""
         began_s = time.monotonic()
         try:
@@ -339,7 +300,7 @@ class SchedulerClient:
         self.counters["misses" if ask.match is None else "hits"] += 1
         return ask.match
 
-    def _matched(self, ask: _Ask, reply: FromDaemon, asked: int) -> Match | None:
+    def _matched(self, ask: Ask, reply: FromDaemon, asked: int) -> Match | None:
         if not isinstance(reply, Matched):
             self._refused(reply)
             return None
@@ -367,7 +328,7 @@ class SchedulerClient:
             slots=reply.slots,
         )
 
-    def _give_back(self, ask: _Ask) -> None:
+    def _give_back(self, ask: Ask) -> None:
         if ask.session is self._client.session:  # else it went with its connection
             if ask.match is not None:
                 self.release(ask.match.boot, ask.match.lease)
