@@ -91,7 +91,7 @@ def simulate(path: Path, seeds: Iterable[int], validate: bool = True) -> str:
 def unit_tests(path: Path, *args: str) -> str:
     """The tests that fail, a line each."""
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no")
-    return _run(path, *pytest, *args)
+    return _run(path, *pytest, "--hypothesis-profile=once", *args)
 
 
 _LAWS = ["tests/core", "--ignore=tests/core/test_model.py", "--ignore=tests/core/test_fuzz.py"]
@@ -144,8 +144,8 @@ def _row(mutant: Mutant) -> tuple[bool, str]:
         path = broken_copy(mutant, Path(folder))
         sim, alone = simulate(path, range(300)), simulate(path, range(300), validate=False)
         told = laws(path).splitlines()
-        model = unit_tests(path, "--hypothesis-profile=once", "tests/core/test_model.py")
-        fuzz = unit_tests(path, "--hypothesis-profile=once", "tests/core/test_fuzz.py")
+        model = unit_tests(path, "tests/core/test_model.py")
+        fuzz = unit_tests(path, "tests/core/test_fuzz.py")
     units = f"{len(told)}: {_test(told[0])}" if told else "-"
     cells = [
         mutant.name,
