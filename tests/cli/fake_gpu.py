@@ -18,8 +18,8 @@ COMPUTE_S = 0.02
 
 
 class Spoiling(FakeCuda):
-    """Flips a bit of the ``wrong``-th piece of ``kind`` that it copies; -1: of none. ``idle``: instead
-    it does not copy so many pieces, from that one on."""
+    """Flips a bit of the ``wrong``-th piece of ``kind`` that it copies; -1: of none. ``idle``:
+    instead it does not copy so many pieces, from that one on."""
 
     def __init__(self, kind: Kind = "load", wrong: int = -1, idle: int = 0) -> None:
         super().__init__(0, eager=400, watched=False)

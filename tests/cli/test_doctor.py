@@ -46,8 +46,8 @@ ALL = {
 PLAIN = Machine(8 * GIB, "/run/kvass.sock", packages=ALL, requires=REQUIRES)
 """No GPU; everything is installed; no daemon yet."""
 GPU = replace(PLAIN, nodes=frozenset({"nvidiactl"}), driver=Survey(13000, (H200,), batches=True))
-ON = replace(GPU, switch=frozenset({"cpu", "cuda"}), locked=(-1, -1))
-"""A version of kvass that uses GPUs, and one it can use."""
+ON = replace(GPU, on_request=frozenset(), locked=(-1, -1))
+"""A version of kvass that uses GPUs unasked, and one it can use."""
 OLD = Survey(12040, (H200,), batches=False)
 WSL2 = replace(PLAIN, kernel="5.15.153.1-microsoft-standard-WSL2", nodes=frozenset({"dxg"}))
 
@@ -63,15 +63,15 @@ def named(m: Machine, name: str) -> Finding:
 
 KINDS: list[tuple[Machine, str, str, str]] = [
     # No GPU, or none of use.
-    (PLAIN, "GPU", "ok", "no NVIDIA driver; CPU; switched off in this version"),
+    (PLAIN, "GPU", "ok", "no NVIDIA driver; CPU"),
     (replace(PLAIN, driver=Survey(12080)), "GPU", "note", "CUDA 12.8; no device here; --gpus"),
     (replace(PLAIN, driver_error="no NVIDIA driver: x"), "GPU", "warning", "DRIVER_CAPABILITIES"),
     (
         replace(PLAIN, driver=Survey(13000, trouble="no CUDA driver that works: CUDA error 803")),
         *("GPU", "warning", "CUDA 13.0; error 803; uncached; nvidia-smi"),
     ),
-    (GPU, "GPU", "warning", "NVIDIA H200 (139 GiB); CUDA 13.0; no GPU; switched off; uncached"),
-    (replace(GPU, driver=OLD), "GPU", "warning", "speaks CUDA 12.4; switched off; 12.8 or later"),
+    (GPU, "GPU", "note", "NVIDIA H200 (139 GiB); CUDA 13.0; DMA; engines that set kvass.gpu"),
+    (replace(GPU, driver=OLD), "GPU", "warning", "speaks CUDA 12.4; no GPU; 12.8 or later"),
     (replace(ON, driver=OLD), "GPU", "warning", "CUDA 12.4; uncached; R570"),
     (replace(ON, driver=Survey(13000, (OVER_DXG,), True)), "GPU", "warning", "WSL2; uncached"),
     (replace(ON, driver=Survey(13000, (H200,))), "GPU", "warning", "has no cuMemcpyBatchAsync"),
@@ -97,8 +97,8 @@ KINDS: list[tuple[Machine, str, str, str]] = [
         *("expandable segments", "warning", "expandable_segments:True; never tried; leave"),
     ),
     (
-        replace(GPU, allocator="PYTORCH_CUDA_ALLOC_CONF=expandable_segments : true"),
-        *("expandable segments", "note", "switched off"),
+        replace(PLAIN, allocator="PYTORCH_CUDA_ALLOC_CONF=expandable_segments : true"),
+        *("expandable segments", "note", "no GPU can be used"),
     ),
     (
         replace(ON, allocator="PYTORCH_ALLOC_CONF=expandable_segments:False"),
@@ -161,7 +161,7 @@ KINDS: list[tuple[Machine, str, str, str]] = [
     (replace(PLAIN, mooncake_error="libibverbs.so.1: no"), "mooncake", "warning", "libibverbs1"),
     (PLAIN, "mooncake", "ok", "0.3.13.post1"),
     (replace(PLAIN, packages=without("triton")), "triton", "ok", "not installed; nothing"),
-    (replace(ON, packages=without("triton")), "triton", "warning", "28 KiB are misses"),
+    (replace(ON, packages=without("triton")), "triton", "warning", "28 KiB are slower"),
     (ON, "triton", "ok", "triton 3.6.0; for loads"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,14 @@ from kvass.errors import UsageError
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.testing.fake_cuda import FakeCuda
-from kvass.transfer import DEVICES
+from kvass.transfer import DEVICES, ON_REQUEST, cuda_runtime
 from kvass.transfer.base import Done, Job, Outcome
 from kvass.transfer.cuda import CudaMover
-from kvass.transfer.cuda_runtime import MissingError
+from kvass.transfer.cuda_runtime import MissingError, TorchScratch
+from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.host import HostMover
+from kvass.transfer.runtime import Batch, Fault, Kind, Stream
+from kvass.transfer.self_check import NO_KERNEL
 from kvass.types import RankLayout
 
 PLANES = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=4, chunk_blocks=1)
@@ -51,11 +55,11 @@ def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(monkeypatch: pytest.MonkeyPa
     there[4096:8192] = 7
     devices: list[int] = []
 
-    def open_runtime(device: int) -> FakeCuda:
+    def open_gpu(device: int) -> tuple[FakeCuda, Mapping[Kind, int]]:
         devices.append(device)
-        return fake
+        return fake, NO_KERNEL
 
-    monkeypatch.setattr(worker, "open_runtime", open_runtime)
+    monkeypatch.setattr(worker, "open_gpu", open_gpu)
     mover = worker.open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)))
     assert isinstance(mover, CudaMover)
     arena = fake.map(4096)
@@ -131,6 +135,42 @@ def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
     assert [(job.kind, job.populated) for job in jobs] == [("store", 123), ("load", 456)]
 
 
-def test_the_switch_is_off() -> None:
-    """Until the path has run on a GPU: ``docs/gpu.md``."""
+def test_a_gpu_is_used_for_who_asks_for_it() -> None:
+    """Until the path has run on one: ``docs/gpu.md``."""
     assert {"cpu"} == DEVICES
+    assert {"cuda"} == ON_REQUEST
+
+
+def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trial itself, on pages that torch has, over a fake runtime; once without a fault."""
+    monkeypatch.setattr(cuda_runtime, "TorchScratch", lambda where: TorchScratch("cpu"))
+
+    def opened(fake: FakeCuda) -> Any:
+        monkeypatch.setattr(cuda_runtime, "open_runtime", lambda device: fake)
+        return cuda_runtime.open_gpu(0)
+
+    class Adopting(FakeCuda):
+        """The scratch is of this device."""
+
+        wrong_way = ""
+
+        def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+            if batch.way == self.wrong_way:
+                batch.bytes[-1] -= np.uint64(8)
+            return super().copy(stream, batch)
+
+        def _refusal(self, stream: Stream, batch: Batch) -> Fault | None:
+            return None
+
+    assert opened(Adopting(1, eager=40, watched=False))[1] is KERNEL_BELOW
+    assert caplog.text == ""
+    short = Adopting(1, eager=40, watched=False)
+    short.wrong_way = "kernel"
+    assert opened(short)[1] is NO_KERNEL
+    assert "loads of short runs are slower" in caplog.text
+    wrong = Adopting(1, eager=40, watched=False)
+    wrong.wrong_way = "dma"
+    with pytest.raises(MissingError, match="was tried and is not right: copies: a store left"):
+        opened(wrong)

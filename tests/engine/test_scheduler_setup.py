@@ -33,7 +33,7 @@ def setup(**changes: Any) -> engine.Setup:
     [
         (
             {"kvass.chunk": 256},
-            "use one of kvass.chunk_tokens, kvass.kv_layout, kvass.socket, kvass.tag",
+            "use one of kvass.chunk_tokens, kvass.gpu, kvass.kv_layout, kvass.socket, kvass.tag",
         ),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
         ({"kvass.chunk_tokens": "256"}, "Expected `int`, got `str`"),
@@ -314,7 +314,7 @@ def test_each_generation_of_gpu_has_rows_of_its_own(monkeypatch: pytest.MonkeyPa
     config, caches = make_configs()
     plain = engine.read_setup(config, caches)
     assert isinstance(plain, engine.Setup)
-    monkeypatch.setattr(engine, "DEVICES", frozenset({"cpu", "cuda"}))
+    config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
     found = set()
     for gpu in (Gpu((9, 0)), Gpu((10, 0)), Gpu((10, 3)), Gpu((9, 0), "rocm"), Gpu((9, 0))):
         monkeypatch.setattr("vllm.platforms.current_platform", gpu)
@@ -329,9 +329,16 @@ def test_each_generation_of_gpu_has_rows_of_its_own(monkeypatch: pytest.MonkeyPa
     assert one.identity["device"] == '["cuda",9,0]'
 
 
-def test_a_gpu_of_no_known_generation_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_nobody_asked_for_or_of_no_known_generation_runs_uncached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config, caches = make_configs()
-    monkeypatch.setattr(engine, "DEVICES", frozenset({"cuda"}))
+    monkeypatch.setattr("vllm.platforms.current_platform", Gpu((9, 0)))
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Inert)
+    assert "set kvass.gpu" in found.reason
+    config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
+    assert isinstance(engine.read_setup(config, caches), engine.Setup)
     monkeypatch.setattr("vllm.platforms.current_platform", Gpu(None))
     found = engine.read_setup(config, caches)
     assert isinstance(found, engine.Inert)

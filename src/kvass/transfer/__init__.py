@@ -3,5 +3,8 @@
 from typing import Final
 
 DEVICES: Final = frozenset({"cpu"})
-"""The switch: kinds of device whose KV caches may be moved. With "cuda" here the GPU path is on
-(docs/gpu.md says what must be shown first); whatever is not here runs uncached."""
+"""Kinds of device whose KV caches are moved; engines on others run uncached."""
+
+ON_REQUEST: Final = frozenset({"cuda"})
+"""Kinds that are moved only for who asks for it (``kvass.gpu``), because nobody has seen that work
+yet; docs/gpu.md says what must be shown before they belong above."""

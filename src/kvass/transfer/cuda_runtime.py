@@ -16,8 +16,9 @@ capture. Of a stream that is being captured no order can be had: no event on it 
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, Final
 
@@ -25,9 +26,11 @@ import numpy as np
 
 from kvass.errors import UsageError
 from kvass.transfer import cuda_driver
+from kvass.transfer.base import U8Array
 from kvass.transfer.cuda_driver import MissingError as MissingError
 from kvass.transfer.cuda_driver import error_text, must
-from kvass.transfer.runtime import Batch, Event, Fault, Kind, Runtime, Stream
+from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream
+from kvass.transfer.self_check import SCRATCH_BYTES, self_check
 
 NOT_READY: Final = 600
 HARMLESS: Final = frozenset({701, 704, 705, 708, 711, 712, 713})
@@ -38,6 +41,9 @@ _NON_BLOCKING, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14."""
+_BUSY_CYCLES: Final = 20_000_000
+"""Some 10 ms."""
+_log = logging.getLogger(__name__)
 _RELAXED = 2
 """Of a thread: captures that others have begun are no concern of its calls."""
 
@@ -261,3 +267,47 @@ def open_runtime(device: int) -> DriverRuntime:
         return table
 
     return DriverRuntime(driver, device, compute, launch)
+
+
+def open_gpu(device: int) -> tuple[Runtime, Mapping[Kind, int]]:
+    """The runtime of CUDA device ``device``, and below which lengths of runs a kernel moves them.
+
+    The device was tried on pages of known bytes. Raises MissingError: one line that says why it
+    cannot be used, which is also what is said of one that moved them wrong.
+    """
+    runtime = open_runtime(device)
+    try:
+        below, wrong = self_check(runtime, TorchScratch(f"cuda:{device}"))
+    except RuntimeError as error:  # torch's, of memory that it has not, too
+        text = str(error).partition("\n")[0]
+        raise MissingError(f"device {device} could not be tried: {text}") from error
+    if below is None:
+        raise MissingError(f"device {device} was tried and is not right: {wrong}")
+    if wrong:
+        _log.warning("kvass: loads of short runs are slower than they could be: %s", wrong)
+    return runtime, below
+
+
+class TorchScratch:
+    """``self_check.Scratch`` on torch device ``where``; "cpu" too, for tests."""
+
+    def __init__(self, where: str) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._pages = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=where)
+        self.region = Region(self._pages.data_ptr(), SCRATCH_BYTES)
+
+    def write(self, data: U8Array) -> None:
+        """As ``Scratch.write``."""
+        staged = self._torch.from_numpy(data.copy()).to(self._pages.device)
+        if self._pages.is_cuda:
+            self._torch.cuda._sleep(_BUSY_CYCLES)
+        self._pages.copy_(staged)
+
+    def read(self) -> U8Array:
+        """As ``Scratch.read``."""
+        if self._pages.is_cuda:
+            self._torch.cuda.synchronize(self._pages.device)
+        found: U8Array = self._pages.cpu().numpy().copy()
+        return found

@@ -14,21 +14,16 @@ from kvass.cli.doctor.machine import Machine
 from kvass.transfer.cuda_driver import Device, Survey, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
 
-OFF: Final = "GPUs are switched off in this version of kvass"
+ASK: Final = "only for engines that set kvass.gpu: nobody has seen it work on a GPU yet"
 UNCACHED: Final = "an engine whose KV cache is on a GPU runs uncached"
 PIN_S_PER_GIB: Final = 0.1
 """Published, of memory that is mapped already; not measured by us."""
 
 
-def is_on(m: Machine) -> bool:
-    """Whether this version moves KV caches on a GPU."""
-    return "cuda" in m.switch
-
-
 def usable(m: Machine) -> bool:
-    """Whether it will do so here."""
+    """Whether KV caches on a GPU of this machine can be moved."""
     found = m.driver
-    return is_on(m) and found is not None and any(not _obstacle(found, d) for d in found.devices)
+    return found is not None and any(not _obstacle(found, d) for d in found.devices)
 
 
 def _obstacle(found: Survey, device: Device) -> str:
@@ -44,20 +39,21 @@ def gpu(m: Machine) -> Finding:
     obstacles = {reason: None for d in m.driver.devices if (reason := _obstacle(m.driver, d))}
     found = "; ".join([f"{devices}; {cuda}", *obstacles])
     if not usable(m):
-        off = "" if is_on(m) else OFF
-        do = _remedy(m) if obstacles else "wait for a version that uses GPUs"
-        return Finding(name, "warning", found, "no GPU" + (off and f": {off}"), UNCACHED, do)
+        return Finding(name, "warning", found, "no GPU", UNCACHED, _remedy(m))
     used = "copies by DMA (cuMemcpyBatchAsync) straight between KV pages and the arena"
     cost = f"the arena is pinned where it is used: some {PIN_S_PER_GIB:g} s per GiB, once"
     if obstacles:
         return Finding(name, "warning", found, f"{used}; not on all devices", cost, _remedy(m))
+    if "cuda" in m.on_request:
+        do = "to try it, set kvass.gpu to true; docs/gpu.md says what is proven, and by what"
+        return Finding(name, "note", found, f"{used}; {ASK}", cost, do)
     return Finding(name, "ok", found, used, cost)
 
 
 def _without(m: Machine) -> Finding:
     """No device was found."""
     name = "GPU"
-    used = "engines whose KV cache is on the CPU" + ("" if is_on(m) else f"; {OFF}")
+    used = "engines whose KV cache is on the CPU"
     library = "" if m.driver is None else f"the driver speaks CUDA {spelled(m.driver.cuda)}; "
     if m.driver is not None and m.driver.trouble:
         found, do = library + m.driver.trouble, "see that nvidia-smi works here"
@@ -111,8 +107,7 @@ def expandable_segments(m: Machine) -> Finding:
     do = "leave expandable_segments out of the engine's environment"
     if usable(m):
         return Finding(name, "warning", found, "KV caches as they are", cost, do)
-    off = "no GPU can be used" if is_on(m) else OFF
-    return Finding(name, "note", found, f"nothing: {off}", f"with GPUs: {cost}", do)
+    return Finding(name, "note", found, "nothing: no GPU can be used", f"with GPUs: {cost}", do)
 
 
 def is_expandable(allocator: str) -> bool:
@@ -129,7 +124,7 @@ def triton(m: Machine) -> Finding:
     if not usable(m):
         return Finding(name, "ok", "not installed", "nothing, without a GPU that is used")
     do = "install it beside torch, in the engine's environment"
-    return Finding(name, "warning", "not installed", "nothing", f"{needed} are misses", do)
+    return Finding(name, "warning", "not installed", "nothing", f"{needed} are slower", do)
 
 
 GPUS: Final[tuple[Callable[[Machine], Finding], ...]] = (

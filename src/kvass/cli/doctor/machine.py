@@ -27,7 +27,7 @@ from kvass.arena import memory
 from kvass.client.client import Client
 from kvass.config import check_folder, default_socket
 from kvass.errors import ConfigError, KvassError, Unavailable, UsageError
-from kvass.transfer import DEVICES
+from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import MissingError, Survey, cuda_version, load_driver, survey
 from kvass.types import PAGE
 from kvass.wire.framing import one_line
@@ -58,8 +58,8 @@ class Machine:
     l1_bytes: int
     socket: str
     config_error: str = ""
-    switch: frozenset[str] = DEVICES
-    """Devices whose KV caches this version moves."""
+    on_request: frozenset[str] = ON_REQUEST
+    """Devices whose KV caches are moved only for engines that ask for it."""
 
     # The system.
     kernel: str = "6.1.0"

@@ -32,7 +32,7 @@ from kvass.connectors.vllm.groups import Unsupported, has_states, read_groups
 from kvass.connectors.vllm.options import read_options
 from kvass.errors import ConfigError
 from kvass.messages import Register
-from kvass.transfer import DEVICES
+from kvass.transfer import DEVICES, ON_REQUEST
 from kvass.types import MAX_RANKS, GroupLayout, RankLayout
 
 TESTED: Final = TESTED_VLLM
@@ -102,7 +102,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
     _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
     blocks = _block_tokens(vllm_config.parallel_config, kv_cache_config)
     chunk_tokens = _chunk_tokens(options.chunk_tokens, blocks, kv_cache_config)
-    if reason := _unsupported(vllm_config, kv_cache_config):
+    if reason := _unsupported(vllm_config, kv_cache_config, options.gpu):
         return Inert(reason)
     hash_tokens = kv_cache_config.hash_block_size or blocks[0]
     try:
@@ -202,12 +202,14 @@ def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> 
     return -(-max(1, lookahead) // chunk_tokens)
 
 
-def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
+def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> str:
     """Why this engine cannot be served yet; empty if it can."""
     if reason := _unsupported_ranks(vllm_config.parallel_config):
         return reason
     device = device_kind()
-    if device not in DEVICES:
+    if device in ON_REQUEST and not gpu:
+        return f"device {device!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"
+    if device not in DEVICES | ON_REQUEST:
         return f"device {device!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
     if not kv_cache_config.kv_cache_groups:
         return "a model without KV cache has nothing to share"

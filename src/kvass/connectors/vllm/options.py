@@ -24,6 +24,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     chunk_tokens: int = 0
     tag: str = ""
     kv_layout: str = ""
+    gpu: bool = False
 
 
 def read_options(extra: Mapping[str, object]) -> Options:

@@ -30,7 +30,7 @@ from kvass.layout.describe import GroupPlanes
 from kvass.layout.spans import Blocks
 from kvass.transfer.base import Done, Job, Mover
 from kvass.transfer.cuda import CudaMover
-from kvass.transfer.cuda_runtime import MissingError, open_runtime
+from kvass.transfer.cuda_runtime import MissingError, open_gpu
 from kvass.transfer.host import HostMover
 from kvass.types import Slots
 
@@ -39,7 +39,8 @@ def open_mover(memory: Memory) -> Mover:
     """What copies these pages. Raises MissingError if a GPU cannot be used, with the reason."""
     if not memory.gpu:
         return HostMover(memory.regions, memory.planes)
-    return CudaMover(open_runtime(memory.gpu[0].device), memory.gpu, memory.planes)
+    runtime, below = open_gpu(memory.gpu[0].device)
+    return CudaMover(runtime, memory.gpu, memory.planes, kernel_below=below)
 
 
 class WorkerSide:
