@@ -274,6 +274,97 @@ def test_a_record_that_is_never_left_in_peace_is_a_miss_and_stays(
     other.close()
 
 
+# ---------------------------------------------------------------- stored by two at once
+
+
+def before_it_lets_them_stay(
+    tier: RedisTier, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
+) -> None:
+    """``act``, once the tier has put pieces and head and lets go of nothing any more."""
+    real = tier._ask
+
+    def ask(commands: list[tuple[Any, ...]]) -> list[Any]:
+        if commands and commands[0][0] in ("PERSIST", "EXISTS"):
+            monkeypatch.setattr(tier, "_ask", real)
+            act()
+        return real(commands)
+
+    monkeypatch.setattr(tier, "_ask", ask)
+
+
+@pytest.mark.parametrize("url", ["", "&ttl_s=1000"])
+def test_two_that_store_the_same_at_once_both_have_it(
+    own: Own, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """The other one's head replaces ours, and our pieces are gone: what stands there is as good."""
+    server, tier = own(url=url)
+    other = open_tier(f"redis:{server.address}?timeout_s=5{url}")
+    said: list[list[bool]] = []
+    before_it_lets_them_stay(tier, monkeypatch, lambda: said.append(fill(other, KEYS[:1], SHAPE)))
+    assert fill(tier, KEYS[:1], SHAPE) == [True]
+    assert said == [[True]]
+    for one in (tier, other):
+        assert hits(one, KEYS[:1], SHAPE) == [True]
+    assert len(names(server)) == 4, "pieces that no head tells of are left"
+    other.close()
+
+
+@pytest.mark.parametrize("how", ["in half", "other bytes", "nothing"])
+def test_what_another_put_there_is_not_taken_for_ours(
+    own: Own, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    server, tier = own()
+    client: Any = server.client()
+    other = open_tier(f"redis:{server.address}?timeout_s=5")
+
+    def replace() -> None:
+        if how == "nothing":
+            other.delete(KEYS[:1])
+            return
+        assert fill(other, KEYS[:1], SHAPE, 1 if how == "other bytes" else 0) == [True]
+        if how == "in half":
+            client.delete(names(server)[0])
+
+    before_it_lets_them_stay(tier, monkeypatch, replace)
+    assert fill(tier, KEYS[:1], SHAPE) == [False]
+    assert hits(tier, KEYS[:1], SHAPE, 2) == [how == "other bytes"]
+    other.close()
+
+
+@pytest.mark.parametrize("scripts", ["+eval", "-eval"])
+def test_what_is_damaged_is_forgotten_with_and_without_scripts(own: Own, scripts: str) -> None:
+    server, tier = own()
+    client: Any = server.client()
+    client.execute_command("ACL", "SETUSER", "default", scripts)
+    assert all(fill(tier, KEYS, SHAPE))
+    client.delete(names(server)[0])
+    assert hits(tier, KEYS, SHAPE).count(False) == 1
+    assert tier.probe(KEYS).count(False) == 1
+    assert len(names(server)) == 20
+
+
+def test_what_is_damaged_is_left_alone_once_it_was_replaced(
+    own: Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one stores it anew between our look at the damage and our forgetting it."""
+    server, tier = own()
+    other = open_tier(f"redis:{server.address}?timeout_s=5")
+    assert all(fill(tier, KEYS[:1], SHAPE))
+    server.client().delete(names(server)[0])
+    real = tier._ask
+
+    def ask(commands: list[tuple[Any, ...]]) -> list[Any]:
+        if commands and commands[0][0] in ("EVAL", "UNLINK", "GETRANGE"):
+            monkeypatch.setattr(tier, "_ask", real)
+            assert fill(other, KEYS[:1], SHAPE) == [True]
+        return real(commands)
+
+    monkeypatch.setattr(tier, "_ask", ask)
+    assert hits(tier, KEYS[:1], SHAPE) == [False]
+    assert hits(tier, KEYS[:1], SHAPE) == [True]
+    other.close()
+
+
 # ---------------------------------------------------------------- half stored
 
 

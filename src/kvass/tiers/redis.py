@@ -49,6 +49,10 @@ _SCAN: Final = 1000
 _RECORD: Final = b"r:"
 _PIECE: Final = b"p:"
 _NOTE: Final = b"n:"
+_FORGET_IF: Final = """
+if redis.call("GET", KEYS[1]) == ARGV[1] then return redis.call("UNLINK", KEYS[1]) end
+return 0
+"""
 _TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
 
 
@@ -169,7 +173,7 @@ class RedisTier:
             except _TROUBLE as error:
                 return error
             if value == before:  # it was not replaced: it is damaged
-                self._forget([key])
+                self._forget_if(key, value)
                 return False
         return False
 
@@ -198,8 +202,12 @@ class RedisTier:
         except _TROUBLE as error:  # no room, as a rule
             self._ask([("UNLINK", name) for name in names])
             return error
-        self._forget([key])  # a server that is smaller than the record let go of some already
-        return False
+        # Either a server that is smaller than the record let go of some already, or another daemon
+        # stored the same meanwhile, and let go of ours: its head is not ours to forget.
+        if self._forget_if(key, head.encode()):
+            return False
+        self._ask([("UNLINK", name) for name in names])
+        return self._stands(header)
 
     def _replace(self, key: bytes, head: Head) -> None:
         """Let a new head stand under the record's name, and let go of the old one's pieces. Not
@@ -216,6 +224,26 @@ class RedisTier:
         answers = self._ask_after_heads([("UNLINK", self._record_name(key)) for key in keys])
         names = [name for old, _ in answers for name in self._piece_names(old)]
         return [done for _, done in answers] + self._ask([("UNLINK", name) for name in names])
+
+    def _forget_if(self, key: bytes, value: bytes) -> bool:
+        """Forget the record if ``value`` stands under its name; whether it did. In one step, or
+        what another daemon puts there meanwhile would go instead."""
+        name = self._record_name(key)
+        [done] = self._ask([("EVAL", _FORGET_IF, 1, name, value)])
+        if isinstance(done, Exception):  # a user who may run no scripts; then in two steps
+            done = self._ask([("GET", name)])[0] == value and self._ask([("UNLINK", name)])[0] == 1
+        if done:
+            self._ask([("UNLINK", name) for name in self._piece_names(value)])
+        return bool(done)
+
+    def _stands(self, header: Header) -> bool:
+        """Whether the same record is there, in pieces, whole."""
+        [value] = self._ask([("GETRANGE", self._record_name(header.key), 0, MAX_HEAD_BYTES - 1)])
+        head = decode_head(value) if isinstance(value, bytes) else None
+        if head is None or head.header != header:
+            return False
+        names, sizes = zip(*head.pieces(), strict=True)
+        return self._ask([("STRLEN", self._piece_name(name)) for name in names]) == [*sizes]
 
     def _ask_after_heads(self, commands: list[tuple[Any, ...]]) -> list[tuple[object, object]]:
         """What began the value that each command's name had, and what the command said."""
