@@ -221,6 +221,23 @@ def test_a_hanging_call_shuts_its_tier_until_it_returns(caplog: pytest.LogCaptur
     ]
 
 
+def test_a_clear_may_take_as_long_as_it_takes() -> None:
+    """A million objects; meanwhile the tier answers, loads and stores."""
+    gate = Gate("clear")
+    with rig(Memory(gate), slow_s=10.0) as made:
+        made.submit(TierClear(0, 1))
+        assert gate.entered.acquire(timeout=WAIT_S)
+        made.clock.now += 3600
+        for op, effect in enumerate((store(2, 1, 1), probe(3, 1), load(4, 1, 2)), 2):
+            made.submit(effect)
+            end = made.end(op)
+            assert (end.held if op == 3 else end.which).all(), effect
+        assert made.reported(up=True, refused=0)
+        assert not made.executors[0].close(0.05), "it is still waited for"
+        gate.open.set()
+        assert made.end(1).done
+
+
 def test_a_full_lane_refuses() -> None:
     gate = Gate("probe")
     with rig(Memory(gate), room=8) as made:

@@ -6,9 +6,10 @@ are misses, at once, until it serves again.
 
 A tier has three *lanes*, each with threads and a breaker of its own, so that no probe queues behind
 bulk loads, no load behind stores, and a disk that has become read-only still serves. What the tier
-raises opens its lane's breaker. A call that runs for too long shuts all lanes until it returns:
-what is queued falls out, what runs cannot be taken back. A further thread watches for that, says
-when a tier goes down or is back, and reports; it sleeps while nothing happens.
+raises opens its lane's breaker. A call that runs for too long, unless it is a clear, shuts all
+lanes until it returns: what is queued falls out, what runs cannot be taken back. A further thread
+watches for that, says when a tier goes down or is back, and reports; it sleeps while nothing
+happens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 from kvass.core.effects import (
     FromTier,
+    TierClear,
     TierEpoch,
     TierLoad,
     TierProbe,
@@ -220,16 +222,18 @@ class Executor:
             return {}
 
     def _slow(self, now: float) -> bool:
-        return any(now - since > self._slow_s for since in self._since())
+        """Whether a call takes too long to be well. A clear says nothing: it takes as long as there
+        are records, of which a bucket may have millions, and the tier serves meanwhile."""
+        running = [one for lane in self._lanes.values() for one in lane.running]
+        begun = [since for since, effect in running if not isinstance(effect, TierClear)]
+        if (registering := self._registering_since) is not None:
+            begun.append(registering)
+        return any(now - since > self._slow_s for since in begun)
 
     @property
     def _busy(self) -> bool:
-        return bool(self._since())
-
-    def _since(self) -> list[float]:
-        """Since when calls have been running, the oldest of each lane."""
-        since = [lane.busy_since for lane in self._lanes.values()]
-        return [s for s in (*since, self._registering_since) if s is not None]
+        lanes = self._lanes.values()
+        return self._registering_since is not None or any(lane.running for lane in lanes)
 
     # ------------------------------------------------------------ the end
 

@@ -35,8 +35,8 @@ class Lane:
         self._work = work
         self._clock = clock
         self._queue: SimpleQueue[ToTier | None] = SimpleQueue()
-        self._running: dict[int, float] = {}
-        """Thread -> since when it has been at its present work."""
+        self._running: dict[int, tuple[float, ToTier]] = {}
+        """Thread -> what it is at, and since when."""
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
@@ -72,9 +72,9 @@ class Lane:
         return self._queue.qsize()
 
     @property
-    def busy_since(self) -> float | None:
-        """When the work began that has been running for longest; None: none is."""
-        return min(list(self._running.values()), default=None)  # list(): in one step
+    def running(self) -> list[tuple[float, ToTier]]:
+        """What the threads are at, and since when."""
+        return list(self._running.values())  # in one step
 
     def drain(self) -> list[ToTier]:
         """Take out all that no thread has begun."""
@@ -94,7 +94,7 @@ class Lane:
         if self._nice:  # on Linux a thread has its own, and hands it on to those it starts
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while (effect := self._queue.get()) is not None:
-            self._running[me] = self._clock()
+            self._running[me] = self._clock(), effect
             try:
                 self._work(effect)
             finally:
