@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvass.testing.daemon import Daemon
 from kvass.testing.vllm_rank import Engine, Rank, Ranks, until
 from kvass.testing.vllm_scheduler import World, make_configs
+from kvass.types import PAGE
 
 GroupShape = tuple[Literal["full", "sliding_window", "chunked_local", "state"], int, int, int]
 """Kind, block tokens, window tokens, layers."""
@@ -41,7 +42,7 @@ def make_hybrid_configs(
     for block_tokens in (block for kind, block, *_ in shapes if kind == "state"):
         config.cache_config.mamba_cache_mode = "align"
         config.cache_config.block_size = block_tokens
-    blocks, page, groups, tensors = plain.num_blocks, 4096, [], []
+    blocks, page, groups, tensors = plain.num_blocks, PAGE, [], []
     stride = page * max(layers for *_, layers in shapes)
     for number, (kind, block_tokens, window, count) in enumerate(shapes):
         spec = _spec(kind, block_tokens, window, page)
@@ -98,6 +99,8 @@ class HybridRank(Rank):
         from kvass.connectors.vllm.adapt import KVConnectorRole
 
         self.gate = None
+        self._tensors = caches.kv_cache_tensors
+        """One per group, as ``make_hybrid_configs`` has them."""
         memory = torch.zeros(caches.kv_cache_tensors[0].size, dtype=torch.uint8)
         self._bytes: npt.NDArray[np.uint8] = memory.numpy()
         self.connector = KvassConnector(config, KVConnectorRole.WORKER, caches)
@@ -111,9 +114,9 @@ class HybridRank(Rank):
 
     def page(self, group: int, layer: int, block: int) -> npt.NDArray[np.uint8]:
         """The page itself, writable."""
-        plane = self.copier._planes[group].planes[layer]
-        at = plane.base + block * plane.block_stride
-        return self._bytes[at : at + plane.run]
+        tensor = self._tensors[group]
+        at = tensor.offset + layer * tensor.layer_stride + block * tensor.block_stride
+        return self._bytes[at : at + PAGE]
 
 
 class HybridEngine(Engine):
