@@ -24,6 +24,7 @@ from kvass.wire.channel import check_path
 
 ENV_PREFIX: Final = "KVASS_"
 _FILE_ENV: Final = ENV_PREFIX + "CONFIG"
+_HIDDEN: Final = "# Secrets are hidden: put them where *** stands.\n"
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -126,7 +127,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        raise ConfigError(f"{shown(message)}; see {self.prog} --help")
 
 
 def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -170,14 +171,17 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
 
 
 def to_yaml(config: Config) -> str:
-    """``config`` as a file that ``load`` takes."""
+    """``config`` as a file that ``load`` takes, but without the tiers' secrets: what is printed
+    ends up in logs and reports."""
     import yaml
 
     values = {
         name: str(value) if isinstance(value, Size) else value
         for name, value in msgspec.structs.asdict(config).items()
     }
-    return str(yaml.safe_dump(values, sort_keys=False))
+    values["tier"] = [shown(url) for url in config.tier]
+    hidden = _HIDDEN if values["tier"] != config.tier else ""
+    return hidden + str(yaml.safe_dump(values, sort_keys=False))
 
 
 # ---------------------------------------------------------------- sources
@@ -208,7 +212,8 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        said = shown(" ".join(str(error).split()))  # it may quote the line
+        raise ConfigError(f"{path} is no YAML: {said}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: write options as `name: value` lines")
     if content:  # YAML forbids a key that stands twice; its loader silently takes the last

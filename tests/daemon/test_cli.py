@@ -10,6 +10,7 @@ import pytest
 from kvass._version import __version__
 from kvass.cli.main import COMMANDS, main
 from kvass.cli.status import table
+from kvass.config import load
 from kvass.messages import Commit, Ping, Pong
 from kvass.testing.daemon import Daemon
 from kvass.testing.peer import engine
@@ -99,6 +100,31 @@ def test_print_config(capsys: Captured) -> None:
     out = capsys.readouterr().out
     assert "l1_size: 64MiB\n" in out
     assert "- 7\n" in out
+
+
+def test_print_config_shows_no_secret_and_is_a_config(capsys: Captured, tmp_path: Path) -> None:
+    flags = ["--tier", "redis:h:6379?password=hunter2&db=1", "--tier", "disk:/d?capacity=1GiB"]
+    assert main(["serve", "--print-config", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "hunter2" not in out
+    assert "redis:h:6379?password=***&db=1\n" in out
+    assert out.startswith("# Secrets are hidden")
+    file = tmp_path / "kvass.yaml"
+    file.write_text(out.replace("***", "hunter2"))
+    assert load({}, {}, str(file)).tier == flags[1::2]
+    assert main(["serve", "--print-config", *flags[2:]]) == 0
+    assert not capsys.readouterr().out.startswith("#")
+
+
+def test_mistakes_show_no_secret(capsys: Captured, tmp_path: Path) -> None:
+    url = "redis:h?password=hunter2"
+    file = tmp_path / "kvass.yaml"
+    file.write_text(f"tier: [{url}, ]: oops\n")
+    for wrong in (["--teir", url], ["--config", str(file)], ["--stop-s", url]):
+        assert main(["serve", "--print-config", *wrong]) == 2
+        said = capsys.readouterr()
+        assert "hunter2" not in said.out + said.err
+        assert "password=***" in said.err
 
 
 def test_table_of_nested_fields() -> None:

@@ -172,6 +172,24 @@ def test_calls_from_before_say_nothing_new_to_a_breaker() -> None:
     assert not breaker.refuses(FIRST_S)
 
 
+def test_what_is_logged_of_a_tiers_bug_has_no_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise ValueError("no route to redis:h?password=hunter2&db=1")
+    except ValueError as cause:
+        error = RuntimeError("http://me:hunter2@host/ said no")
+        error.__cause__ = cause
+    with rig(Memory(Trouble(error))) as made:
+        made.submit(probe(0, 1))
+        made.end(0)
+        assert made.reported(up=False, errors=1)
+    said = caplog.records[0].getMessage()
+    assert "hunter2" not in caplog.text
+    assert "no route to redis:h?password=***&db=1" in said
+    assert "RuntimeError: http://me:***@host/ said no" in said
+    assert "Traceback" in said
+    assert "perform" in said
+
+
 # ---------------------------------------------------------------- slow and full
 
 

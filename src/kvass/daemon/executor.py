@@ -18,6 +18,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -145,7 +146,8 @@ class Executor:
             new = type(error) not in self._seen
             self._seen.add(type(error))
         if new and not isinstance(error, TierDown):
-            _log.error("tier %s: it raised what no tier may", self._name, exc_info=error)
+            where = shown("".join(traceback.format_exception(error)).rstrip())
+            _log.error("tier %s: it raised what no tier may\n%s", self._name, where)
 
     def _register(self, register: Callable[[Buffer], object]) -> None:
         """Tell the tier of the arena before it is asked for anything; meanwhile lanes only fill."""
