@@ -116,6 +116,14 @@ def test_print_config_shows_no_secret_and_is_a_config(capsys: Captured, tmp_path
     assert not capsys.readouterr().out.startswith("#")
 
 
+@pytest.mark.parametrize("tier", ["disk:/tmp/\udcff?capacity=1GiB", "no.such\udcff:Tier"])
+def test_a_tier_that_is_no_text_is_one_line(capsys: Captured, tier: str) -> None:
+    """What the shell hands on as it is: bytes that are no UTF-8."""
+    assert main(["serve", "--print-config", "--tier", tier]) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert "UTF-8" in said
+
+
 def test_mistakes_show_no_secret(capsys: Captured, tmp_path: Path) -> None:
     url = "redis:h?password=hunter2"
     file = tmp_path / "kvass.yaml"

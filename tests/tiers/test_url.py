@@ -41,6 +41,23 @@ class Null:
     def close(self) -> None: ...
 
 
+class Silent(Exception):
+    """Cannot even say what is wrong."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def broken(how: str, password: str = "") -> object:
+    if how == "silent":
+        raise Silent
+    if how == "empty":
+        raise ValueError
+    if how == "os":
+        raise PermissionError(13, "Permission denied")
+    raise ValueError(f"no route to\nredis:h?password={password}")
+
+
 def no_tier() -> object:
     return object()
 
@@ -93,6 +110,17 @@ def test_a_plug_in_opens() -> None:
         ("kvass.tiers.base:MAX_SHARDS", "cannot be called"),
         (f"{__name__}:no_tier", "no Tier"),
         (f"{__name__}:Null?colour=red", "its options: size"),
+        (f"{__name__}:broken?how=silent", "cannot be opened: Silent"),
+        (f"{__name__}:broken?how=empty", "cannot be opened: ValueError"),
+        (
+            f"{__name__}:broken?how=so&password=hunter2",
+            "cannot be opened: ValueError: no route to redis:h?password=***",
+        ),
+        ("tests.tiers.no_module:Tier", "cannot be opened: ZeroDivisionError"),
+        ("disk:FOLDER/\udcff?capacity=1GiB", "not UTF-8"),
+        ("disk:FOLDER/%ff?capacity=1GiB", "not UTF-8"),
+        ("disk:FOLDER?capacity=\udcff", "not UTF-8"),
+        ("disk:FOLDER/%00?capacity=1GiB", "NUL"),
     ],
 )
 def test_mistakes_are_one_clear_line(folder: Path, url: str, says: str) -> None:
@@ -101,6 +129,13 @@ def test_mistakes_are_one_clear_line(folder: Path, url: str, says: str) -> None:
         open_tier(url.replace("FOLDER", str(folder)))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    str(caught.value).encode()
+
+
+def test_what_the_system_refuses_is_left_to_say_so() -> None:
+    with pytest.raises(PermissionError):
+        open_tier(f"{__name__}:broken?how=os")
 
 
 def test_a_folder_of_a_live_tier_is_refused_and_free_afterwards(folder: Path) -> None:

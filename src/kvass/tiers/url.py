@@ -48,6 +48,7 @@ class TierUrl(msgspec.Struct, frozen=True):
 
 def parse_tier_url(text: str) -> TierUrl:
     """Take ``text`` apart. Raises ``ConfigError``."""
+    _check_text(text)
     head, _, query = text.partition("?")
     scheme, colon, where = head.partition(":")
     if not colon or not scheme or not where:
@@ -68,6 +69,17 @@ def parse_tier_url(text: str) -> TierUrl:
             raise ConfigError(f"tier {shown(text)!r}: option {name!r} is given twice")
         options[name] = unquote(value)
     return TierUrl(scheme=scheme, where=unquote(where), options=options)
+
+
+def _check_text(text: str) -> None:
+    """What no process could be told of."""
+    try:
+        text.encode()  # bytes of a command line that are no UTF-8 arrive as lone surrogates
+        unquote(text, errors="strict")
+    except UnicodeError as error:
+        raise ConfigError(f"tier {shown(text)!r}: it is not UTF-8") from error
+    if "\0" in unquote(text):
+        raise ConfigError(f"tier {shown(text)!r}: there is a NUL in it")
 
 
 _SECRET: Final = re.compile(
@@ -100,12 +112,27 @@ def open_tier(text: str) -> Tier:
     factory = _import(text, module, name)
     arguments = (url.where,) if ours else ()
     _check_options(text, factory, arguments, url.options)
-    tier = factory(*arguments, **url.options)
+    try:
+        tier = factory(*arguments, **url.options)
+    except (ConfigError, OSError):  # the latter says what the system has against it
+        raise
+    except Exception as error:  # anybody's code: what it raises is said to a person
+        raise _refusal(text, error) from error
     if not isinstance(tier, Tier):
         raise ConfigError(
             f"tier {shown(text)!r}: {module}:{name} gives a {type(tier).__name__}, no Tier"
         )
     return tier
+
+
+def _refusal(text: str, error: Exception) -> ConfigError:
+    """A factory raised what it may not."""
+    try:
+        said = shown(" ".join(str(error).split()))
+    except Exception:  # noqa: BLE001 - anybody's exception, too
+        said = ""
+    words = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return ConfigError(f"tier {shown(text)!r}: it cannot be opened: {words}")
 
 
 def _import(text: str, module: str, name: str) -> Callable[..., object]:
@@ -119,6 +146,8 @@ def _import(text: str, module: str, name: str) -> Callable[..., object]:
         if "libibverbs" in str(error):
             extra = "; Mooncake's package needs it: install your system's libibverbs (libibverbs1)"
         raise ConfigError(f"tier {shown(text)!r}: {error}{extra}") from error
+    except Exception as error:  # as above: a module may do anything
+        raise _refusal(text, error) from error
     if not callable(found):
         raise ConfigError(f"tier {shown(text)!r}: {module}:{name} cannot be called")
     return found
