@@ -803,6 +803,31 @@ def test_stopping_waits_for_an_epoch_that_is_asked_for(rig: TierRig, down: bool)
     assert not rig.flushing()
 
 
+def test_stopping_asks_a_tier_at_once_that_could_not_tell_its_epoch(rig: TierRig) -> None:
+    rig.down = True
+    e = rig.engine()
+    rig.settle()
+    e.store("a")
+    rig.settle()
+    rig.down = False
+    rig.step(Stopping())
+    assert rig.flushing()
+    rig.settle()
+    assert len(rig.shelves[0]) == 1
+    assert rig.machine.unflushed() == []
+
+
+def test_what_a_tier_was_promised_and_did_not_take_is_told(rig: TierRig) -> None:
+    e = rig.ready()
+    e.store("a", "b", "c")
+    assert rig.machine.unflushed() == [("tier0", 3)]
+    rig.step(Stopping())
+    rig.down = True
+    rig.settle()
+    assert not rig.flushing()
+    assert rig.machine.unflushed() == [("tier0", 3)]
+
+
 def test_stopping_asks_a_tier_that_was_left_alone_once_more(rig: TierRig) -> None:
     e = rig.ready()
     rig.down = True

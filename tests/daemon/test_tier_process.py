@@ -31,6 +31,7 @@ from kvass.core.effects import (
 from kvass.daemon import tier_frames, tier_process
 from kvass.daemon.tier_process import TierProcess, close_all
 from kvass.errors import ConfigError, FrameError
+from kvass.messages import Commit
 from kvass.testing.daemon import running_daemon
 from kvass.testing.peer import engine
 from kvass.testing.scripted import eventually
@@ -55,6 +56,8 @@ class Harmful:
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
         self.kept, self.notes = {}, {}
+        while (self.folder / "hold-open").exists():
+            time.sleep(0.005)
         if (self.folder / "shut").exists():
             raise PermissionError(13, "shut")
 
@@ -71,6 +74,14 @@ class Harmful:
 
     def load(self, keys, into):
         self._harm("load")
+        if (self.folder / "fork-load").exists() and (child := os.fork()) == 0:
+            for shards in into:
+                shards[0][:] = 0xAB
+            (self.folder / "wrote").touch()
+            os._exit(0)
+        if (self.folder / "fork-load").exists():
+            (self.folder / "forked").write_text(str(child))
+            time.sleep(60)
         for key, shards in zip(keys, into):
             for shard, data in zip(shards, self.kept.get(key, ())):
                 shard[:] = np.frombuffer(data, np.uint8)
@@ -334,16 +345,105 @@ def test_nothing_ends_before_the_process_is_dead(
 def test_one_of_which_no_thread_runs_is_killed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_process, "KNOCK_S", 0.02)
+    monkeypatch.setattr(tier_process, "KNOCK_S", 0.1)
+    monkeypatch.setattr(tier_process, "UNANSWERED", 20)
     with shell(url(folder)) as one:
         first = one.pid
-        one.loop.run_until_complete(asyncio.sleep(0.02 * tier_process.UNANSWERED * 2))
-        assert one.report["restarts"] == 0, "one that answers is left alone"
         os.kill(first, signal.SIGSTOP)
         assert not one.end(load(1, 9, 1)).which.any()
         assert one.until(lambda: one.report.get("restarts") == 1)
-        monkeypatch.setattr(tier_process, "KNOCK_S", 5.0)
+        monkeypatch.setattr(tier_process, "KNOCK_S", 1.0)
         assert one.pid != first
+
+
+def test_one_that_does_not_answer_is_asked_no_more_until_it_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions end at once; what may write to slots is waited for (law 3)."""
+    monkeypatch.setattr(tier_process, "KNOCK_S", 0.1)
+    monkeypatch.setattr(tier_process, "UNANSWERED", 100_000)
+    with shell(url(folder)) as one:
+        one.end(store(0, 9, 1))
+        os.kill(one.pid, signal.SIGSTOP)
+        one.submit(load(1, 9, 5), store(2, 8, 1))
+        assert not one.end(probe(3, 9)).held.any()
+        assert not one.report["up"]
+        assert not one.end(load(4, 9, 6)).which.any()
+        assert {end.op for end in one.ends} == {0, 3, 4}
+        os.kill(one.tier._process.pid, signal.SIGCONT)
+        assert one.until(lambda: one.report["up"])
+        assert one.until(lambda: {end.op for end in one.ends} == {0, 1, 2, 3, 4})
+        assert one.end(probe(5, 9, 8)).held.all()
+    assert one.report["restarts"] == 0
+
+
+def test_after_its_death_slots_rest_for_the_grace(folder: Path) -> None:
+    """What a device was told to write may still come."""
+    with shell(url(folder)) as one:
+        one.tier._grace_s = 1.0
+        (folder / "hold-load").touch()
+        (folder / "hold-store").touch()
+        one.submit(load(1, 9, 1), store(2, 9, 2))
+        assert one.until((folder / "in-load").exists)
+        os.kill(one.pid, signal.SIGKILL)
+        assert one.until(lambda: bool(one.ends))
+        began = time.monotonic()
+        assert [end.op for end in one.ends] == [2]
+        assert one.until(lambda: len(one.ends) == 2)
+        assert time.monotonic() - began > 0.5
+        (folder / "hold-load").unlink()
+        (folder / "hold-store").unlink()
+
+
+def test_what_it_has_forked_neither_speaks_for_it_nor_has_the_arena(folder: Path) -> None:
+    with shell(url(folder)) as one:
+        one.end(store(0, 9, 1))
+        (folder / "fork-load").touch()
+        one.submit(load(1, 9, 5))
+        assert one.until((folder / "forked").exists)
+        child = int((folder / "forked").read_text())
+        os.kill(one.pid, signal.SIGKILL)
+        assert one.until(lambda: len(one.ends) == 2)
+        assert one.until(lambda: ended(child)), "it outlives nobody"
+        time.sleep(0.2)
+        assert not one.arena.buffer[5 * PAGE : 6 * PAGE].any()
+
+
+def test_one_that_does_not_open_again_is_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_process, "_LONGEST_PAUSE_S", 0.05)
+    with shell(url(folder)) as one:
+        monkeypatch.setattr(tier_process, "OPEN_S", 3.0)
+        (folder / "hold-open").touch()
+        os.kill(one.pid, signal.SIGKILL)
+        assert one.until(lambda: one.report.get("trouble") == "it was not open after 3 s")
+        (folder / "hold-open").unlink()
+        monkeypatch.setattr(tier_process, "OPEN_S", 120.0)
+        assert one.until(lambda: one.report["up"])
+
+
+def test_one_that_does_not_open_at_first_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tier_process, "OPEN_S", 1.0)
+    monkeypatch.setattr(tier_process, "_SAY_S", 0.4)
+    monkeypatch.setattr(tier_process, "CLOSE_S", 0.1)
+    (folder / "hold-open").touch()
+    with pytest.raises(ConfigError, match="tier one: not open after 1 s"):
+        Shell(url(folder))
+    assert "tier one: still opening" in caplog.text
+
+
+def test_secrets_in_the_environment_stay_with_the_daemon(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVASS_TIER", "redis:h?password=hunter2")
+    with shell(url(folder)) as one:
+        for what in ("environ", "cmdline"):
+            said = Path(f"/proc/{one.pid}/{what}").read_bytes()
+            assert b"hunter2" not in said
+        assert b"one" in said, "ps tells which tier it is"
 
 
 def test_one_that_cannot_be_opened_again_is_tried_again(
@@ -382,7 +482,70 @@ def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> No
         assert eventually(lambda: tier_of(daemon).get("restarts") == 1)
         assert daemon.running
         assert daemon.status()["rows"] == 2
+        assert eventually(lambda: tier_of(daemon)["up"] is True)
+        granted = peers[0].reserve("cd")
+        peers[1].channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
+        assert eventually(lambda: tier_of(daemon)["kept"] == 2), "it serves again"
         assert daemon.stop() == 0
+
+
+def test_a_stopped_tier_keeps_nobody_from_the_next_one(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    tiers = [url(folder), disk(tmp_path / "disk")]
+    with running_daemon(tmp_path, tier=tiers, lookup_budget_ms=2000) as daemon:
+        with engine(daemon.socket) as peers:
+            commit_two(*peers)
+            assert eventually(lambda: tier_of(daemon, 1).get("records") == 2)
+        daemon.restart()
+        with engine(daemon.socket) as (scheduler, _):
+            assert eventually(lambda: tier_of(daemon, 1).get("records") == 2)
+            assert eventually(lambda: "pid" in tier_of(daemon))
+            os.kill(tier_of(daemon)["pid"], signal.SIGSTOP)
+            assert eventually(lambda: tier_of(daemon)["up"] is False)
+            assert eventually(lambda: scheduler.lookup("ab").chunks == 2)
+            assert tier_of(daemon)["restarts"] == 0, "not because it was killed"
+
+
+def test_what_was_promised_waits_for_the_next_process(tmp_path: Path, folder: Path) -> None:
+    """SIGTERM while a tier has none."""
+    (tmp_path / "disk").mkdir()
+    with running_daemon(tmp_path, tier=[disk(tmp_path / "disk")], stop_s=60) as daemon:
+        assert eventually(lambda: tier_of(daemon).get("up") is True)
+        pid = int(Path(tmp_path / "disk" / "lock").read_text().split()[0])
+        with engine(daemon.socket) as peers:
+            peers[0].lookup("ab")  # its epoch is known
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda: tier_of(daemon)["up"] is False)
+            commit_two(*peers)
+            assert daemon.stop() == 0
+        assert "were not flushed" not in daemon.log(), daemon.log()
+        daemon.start()
+        assert eventually(lambda: tier_of(daemon).get("records") == 2)
+
+
+def test_what_could_not_be_flushed_is_told(tmp_path: Path, folder: Path) -> None:
+    with running_daemon(tmp_path, tier=[url(folder)], stop_s=0.2) as daemon:
+        (folder / "hold-store").touch()
+        with engine(daemon.socket) as peers:
+            commit_two(*peers)
+            assert eventually((folder / "in-store").exists)
+            assert daemon.stop() == 0
+        assert "2 rows were not flushed" in daemon.log()
+        (folder / "hold-store").unlink()
+
+
+def test_a_signal_to_all_of_a_service_flushes_first(tmp_path: Path, folder: Path) -> None:
+    with running_daemon(tmp_path, tier=[url(folder)], stop_s=60) as daemon:
+        (folder / "hold-store").touch()
+        with engine(daemon.socket) as peers:
+            commit_two(*peers)
+            assert eventually((folder / "in-store").exists)
+            pid = tier_of(daemon)["pid"]
+            for one in (daemon.pid, pid):
+                os.kill(one, signal.SIGTERM)
+            (folder / "hold-store").unlink()
+            assert daemon.wait() == 0
+        assert daemon.log() == ""
 
 
 def test_no_tier_outlives_its_daemon(tmp_path: Path, folder: Path) -> None:
@@ -403,8 +566,13 @@ def test_no_tier_outlives_its_daemon(tmp_path: Path, folder: Path) -> None:
 
 def test_a_tiers_process_holds_no_session_open(tmp_path: Path, folder: Path) -> None:
     """It has inherited no descriptor but its own: EOF is the proof of death (law 3)."""
-    with running_daemon(tmp_path, tier=[url(folder), url(folder)]) as daemon:
+    with (
+        running_daemon(tmp_path, tier=[url(folder), url(folder)]) as daemon,
+        engine(daemon.socket),
+    ):
         assert eventually(lambda: "pid" in tier_of(daemon, 1))
+        os.kill(tier_of(daemon, 1)["pid"], signal.SIGKILL)  # the next starts beside sessions
+        assert eventually(lambda: tier_of(daemon, 1).get("restarts") == 1)
         fds = Path(f"/proc/{tier_of(daemon, 1)['pid']}/fd")
         links = [os.readlink(fd) for fd in fds.iterdir()]
         assert sum(link.startswith("socket:") for link in links) == 1, links

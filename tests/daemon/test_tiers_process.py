@@ -157,7 +157,9 @@ def test_a_folder_is_one_daemons(tmp_path: Path, folder: Path) -> None:
     flags = ("--socket", str(tmp_path / "other"), "--l1-size", "1MiB", "--tier")
     with running_daemon(tmp_path, tier=[disk(folder)]) as daemon:
         got = refused(serve(*flags, disk(folder)))
-        owner = re.search(f"{folder}: in use by process (\\d+)", got)
+        owner = re.search(
+            f"{folder}: in use by process (\\d+), started by process {daemon.pid}: ", got
+        )
         assert owner, got
         status = Path(f"/proc/{owner[1]}/status").read_text()
         assert f"PPid:\t{daemon.pid}\n" in status, "the tier's process is the daemon's"

@@ -91,6 +91,10 @@ class Arena:
             return False
         return bool(_madvise(self._address, self.size, mmap.MADV_HUGEPAGE) == 0)
 
+    def keep_from_forks(self) -> None:
+        """What this process forks does not have this mapping."""
+        _madvise(self._address, self.size, mmap.MADV_DONTFORK)
+
     def close(self) -> None:
         """Let go of it: unmapped once the last view of ``buffer`` is gone. Idempotent.
 

@@ -37,6 +37,12 @@ def usable(state: State, ns: Namespace) -> list[int]:
     return [tier for tier, epoch in enumerate(ns.tier_epochs) if epoch is not None]
 
 
+def rest_no_more(state: State) -> None:
+    """Tiers that failed to tell an epoch may be asked again now."""
+    for ns in state.namespaces.values():
+        ns.asked_s = [when if when == math.inf else -math.inf for when in ns.asked_s]
+
+
 def awaited(ns: Namespace) -> bool:
     """Whether no tier is usable, and one may be soon: it has been asked."""
     return math.inf in ns.asked_s and all(epoch is None for epoch in ns.tier_epochs)

@@ -79,6 +79,7 @@ def all_left(state: State) -> None:
 
 def hurry(state: State) -> None:
     """The daemon stops: tiers that were left alone are asked once more."""
+    epochs.rest_no_more(state)
     for tier in range(len(state.flushes.queues)):
         state.flushes.rests_until[tier] = -math.inf
         pump(state, tier)
@@ -177,6 +178,14 @@ def wake(state: State) -> None:
                 state.flushes.rests_until[tier] = state.now + REST_S
 
 
+def left(state: State, tier: int) -> int:
+    """Rows that a tier was promised and has not taken, of those that are still there."""
+    _drop_stale(state, tier)
+    ops = state.tiers.ops.values()
+    storing = sum(len(o.part.rows) for o in ops if isinstance(o, Flushing) and o.tier == tier)
+    return state.flushes.rows[tier] + storing + state.tiers.counters[tier]["stores_abandoned"]
+
+
 def stored(state: State, event: Stored) -> None:
     """A tier has read its rows."""
     op, flushes = state.tiers.end(event.op, Flushing), state.flushes
@@ -190,7 +199,9 @@ def stored(state: State, event: Stored) -> None:
         flushes.rows[op.tier] += len(keys)
         flushes.failed(op.tier, state.now)
         return
-    if not event.down:
+    if event.down:
+        counters["stores_abandoned"] += len(keys)
+    else:
         flushes.failures[op.tier] = 0
     counters["stored_rows"] += int(event.which.sum())
     counters["store_failures"] += int((~event.which).sum())

@@ -167,6 +167,11 @@ class CacheMachine:
             isinstance(op, Asking) and flushes.queues[op.tier] for op in ops
         )
 
+    def unflushed(self) -> list[tuple[str, int]]:
+        """Of a daemon that ends: tiers, and how many rows each was promised and has not taken."""
+        left = [(tier, flush.left(self.state, i)) for i, tier in enumerate(self.state.config.tiers)]
+        return [(tier, rows) for tier, rows in left if rows]
+
     # ------------------------------------------------------------ sessions
 
     def _opened(self, event: Opened) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 import socket
 import threading
@@ -45,6 +46,7 @@ READ_BYTES: Final = 64 << 10
 """Read from one session before the next has its turn."""
 _ACCEPT_PAUSE_S: Final = 0.1
 _TICK_S: Final = 0.001
+_log = logging.getLogger("kvass")
 
 
 class Server:
@@ -107,6 +109,8 @@ class Server:
             for connection in self._connections.values():
                 connection.close_now()
             close_all(self._tiers)
+            for name, rows in self._machine.unflushed():
+                _log.warning("tier %s: %d rows were not flushed", name, rows)
 
     def _stop(self) -> None:
         """A signal: flush what was promised, within ``stop_s``; a second one: leave now."""
@@ -116,6 +120,8 @@ class Server:
         self._leaving = True
         self._shut_the_door()
         self._loop.call_later(self._stop_s, self._leave)
+        for tier in self._tiers:
+            tier.hurry()
         self._turn(Stopping())
 
     def _leave(self) -> None:

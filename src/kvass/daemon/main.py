@@ -45,7 +45,7 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
             raise ConfigError(f"no arena of {config.l1_size}: {error.strerror}") from error
         huge = arena.advise_huge()
         core = core_config(config, size)
-        tiers = open_tiers(config.tier, arena)
+        tiers = open_tiers(config.tier, arena, config.dma_grace_s)
         ready = (
             f"ready socket={config.socket} l1={Size(size)} l1_bytes={size}"
             f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
@@ -56,13 +56,18 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
         arena.close()
 
 
-def open_tiers(urls: Sequence[str], arena: memory.Arena) -> list[TierProcess]:
+def open_tiers(urls: Sequence[str], arena: memory.Arena, grace_s: float) -> list[TierProcess]:
     """Open all, each in a process; ``ConfigError`` if one cannot be, and then none is left."""
-    where = arena.fileno(), arena.size
-    opened = [TierProcess(i, url, tier_name(url), *where) for i, url in enumerate(urls)]
+    opened: list[TierProcess] = []
     try:
+        for i, url in enumerate(urls):
+            where = arena.fileno(), arena.size, grace_s
+            opened.append(TierProcess(i, url, tier_name(url), *where))
         for tier in opened:
             tier.wait_open()
+    except OSError as error:
+        close_all(opened)
+        raise ConfigError(f"no process for a tier: {error.strerror}") from error
     except BaseException:
         close_all(opened)
         raise

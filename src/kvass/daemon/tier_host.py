@@ -1,8 +1,9 @@
-"""The process of one tier: ``python -m kvass.daemon.tier_host FD ARENA_FD PARENT``.
+"""The process of one tier: ``python -m kvass.daemon.tier_host FD ARENA_FD PARENT NAME``.
 
 Law of this file: it lives exactly as long as its daemon wants it. The end of the daemon, however it
 comes, ends it at once (``PR_SET_PDEATHSIG``), so that no orphan holds a folder or writes anywhere;
-signals that mean the daemon (a terminal's, a service manager's) are the daemon's to heed.
+signals that mean the daemon (a terminal's, a service manager's) are the daemon's to heed. What a
+tier forks has neither the arena nor a say, or its death would prove nothing (law 3).
 
 Why a process: Python runs one thread at a time. The threads of a busy tier kept the thread that
 answers engines waiting: measured on two cores with rows of 1 MiB at full speed, the 99th percentile
@@ -38,6 +39,7 @@ from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
 from kvass.tiers.url import open_tier
 
+DEAF_TO: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 CLOSE_S: Final = 2.0
 """How long calls that still run at the end are waited for."""
 _READ_BYTES: Final = 256 << 10
@@ -63,21 +65,25 @@ class Voice:
 
 def main(arguments: list[str]) -> int:
     """Serve until the daemon hangs up; the exit status."""
-    fd, arena_fd, parent = map(int, arguments)
+    fd, arena_fd, parent = map(int, arguments[:3])
     _die_with(parent)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    os.register_at_fork(after_in_child=lambda: _forked(sock))
     voice, words = Voice(sock), _words(sock)
     start = next(words)
     assert isinstance(start, Start), start
+    arena = memory.attach(arena_fd, start.arena_bytes)
+    arena.keep_from_forks()
     try:
         tier = _open(start)
     except ConfigError as error:
-        voice.say(NotOpened(str(error)))
+        voice.say(NotOpened(str(error).encode("ascii", "replace").decode()))
         return 0
-    arena = memory.attach(arena_fd, start.arena_bytes)
     voice.say(Opened())
     executor = Executor(start.number, tier, start.name, arena.buffer, voice.say)
     for said in words:
@@ -110,6 +116,12 @@ def _open(start: Start) -> Tier:
         return open_tier(start.url)
     except OSError as error:
         raise ConfigError(f"tier {start.name}: {error.strerror or error}") from error
+
+
+def _forked(sock: socket.socket) -> None:
+    """In what a tier has forked: the end of our socket is the end of *this* process."""
+    sock.close()
+    _die_with(os.getppid())
 
 
 def _die_with(parent: int) -> None:

@@ -26,6 +26,8 @@ NOTES_BYTES: Final = 32 << 10
 _LOCK: Final = "lock"
 _NOTES: Final = "notes"
 _PATIENCE_S: Final = 2.0
+_ORPHANS_S: Final = 60.0
+"""It gives back its memory first: 0.1 to 0.3 s per GiB."""
 _LOOK_S: Final = 0.02
 _CHECK: Final = struct.Struct("<Q")
 _NAME: Final = re.compile(f"([0-9a-f]{{8}})({re.escape(SEGMENT)}|{re.escape(TABLE)})")
@@ -42,29 +44,46 @@ def own(folder: Path) -> int:
     try:
         _lock(fd)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        os.pwrite(fd, b"%d %d" % (os.getpid(), os.getppid()), 0)
     except OSError as error:
-        owner = os.pread(fd, 20, 0).decode(errors="replace") or "?"
+        owner, daemon = _owner(fd)
         os.close(fd)
         if isinstance(error, BlockingIOError):
             raise ConfigError(
-                f"{folder}: in use by process {owner}: a folder is one daemon's; choose another"
+                f"{folder}: in use by process {owner}, started by process {daemon}: "
+                "a folder is one daemon's; choose another"
             ) from error
         raise ConfigError(f"{folder}: cannot be locked and written: {error.strerror}") from error
     return fd
 
 
 def _lock(fd: int) -> None:
-    """Lock it; for who had it last may have been killed a moment ago, and be in the kernel yet."""
-    deadline = time.monotonic() + _PATIENCE_S
+    """Lock it; who had it last may have been killed a moment ago, and be giving back an arena."""
+    begun = time.monotonic()
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if waited > _ORPHANS_S or (waited > _PATIENCE_S and not _is_orphan(*_owner(fd))):
                 raise
             time.sleep(_LOOK_S)
+
+
+def _owner(fd: int) -> tuple[str, str]:
+    """Who wrote the lock file last, and who had started it."""
+    words = os.pread(fd, 40, 0).decode(errors="replace").split()
+    return (words[0], words[1]) if len(words) == 2 else ("?", "?")
+
+
+def _is_orphan(owner: str, daemon: str) -> bool:
+    """Whether a process has lost the daemon that started it; so it is ending."""
+    try:
+        status = Path(f"/proc/{int(owner)}/status").read_text()
+    except (OSError, ValueError):  # of another namespace, for all we know
+        return False
+    return f"PPid:\t{daemon}\n" not in status
 
 
 def check_capacity(folder: Path, capacity: int) -> None:
