@@ -51,7 +51,7 @@ class Faulty:
 def faulty(folder: Path, *more: str, **options: Any) -> Iterator[Faulty]:
     """``more``: tiers behind it."""
     disk, orders = folder / "disk", folder / "orders"
-    disk.mkdir()
+    disk.mkdir(exist_ok=True)
     inner = quote(f"disk:{disk}?capacity=64MiB", safe="")
     url = f"kvass.testing.faulty_tier:FaultyTier?inner={inner}&orders={quote(str(orders))}"
     with running_daemon(folder, "16MiB", tier=[url, *more], dma_grace_s=0.2, **options) as daemon:
@@ -104,19 +104,25 @@ def test_a_tier_that_promises_everything_gives_nothing(tmp_path: Path) -> None:
 
 def test_a_tier_that_hangs_delays_no_other_and_no_end(tmp_path: Path) -> None:
     """The first tier's loads never come back; the second one serves, and SIGTERM ends it all."""
-    disk = tmp_path / "second"
-    disk.mkdir()
-    with faulty(tmp_path, f"disk:{disk}?capacity=64MiB", stop_s="1") as tier:
-        with engine(tier.daemon) as one:
-            assert one.store(PROMPT) == 8
-            flushed(tier.daemon, 0)
-            flushed(tier.daemon, 1)
-        tier.daemon.restart()
+    (tmp_path / "second").mkdir()
+    second = f"disk:{tmp_path / 'second'}?capacity=64MiB"
+    only_second = range(5000, 5128)
+    with faulty(tmp_path) as tier:
+        filled(tier)
+    with running_daemon(tmp_path, "16MiB", tier=[second]) as daemon, engine(daemon) as one:
+        assert one.store(only_second) == 8
+        flushed(daemon)
+    with faulty(tmp_path, second, stop_s="1") as tier:
+
+        def hanging() -> bool:
+            return bool(tier_of(tier.daemon).get("loading_bytes", 0) > 0)
+
         with engine(tier.daemon) as one:
             tier.tell("hang")
-            eventually(
-                lambda: tier_of(tier.daemon).get("loading_bytes", 0) + in_bounds(one, PROMPT) > 0
-            )
+            eventually(lambda: in_bounds(one, PROMPT) == 0 and hanging())
+            eventually(lambda: in_bounds(one, only_second) == 8)
+            assert hanging()
+            assert tier_of(tier.daemon, 1)["loaded_rows"] >= 16
             assert one.store(range(1000, 1064)) == 4
             flushed(tier.daemon, 1)
             assert tier_of(tier.daemon, 1)["stored_rows"] > 0

@@ -27,6 +27,11 @@ for a while. Misuse (wrong types, keys too long, a closed tier) raises ``UsageEr
 **Threads.** Every method may be called from several threads at once. A tier may use threads of its
 own, but bounds them. A call blocks for as long as its device does; whoever cannot wait calls from a
 thread that can.
+
+**Process.** In a daemon a tier has a process of its own, with the daemon's stderr, and stdout
+nowhere. It may be killed at any moment without ``close`` (with its daemon, or because none of its
+threads answers) and is opened anew; what it keeps in memory is lost then, notes too. It may start
+processes of its own, but what it *forks* has neither the buffers it was given nor any part in it.
 """
 
 from __future__ import annotations

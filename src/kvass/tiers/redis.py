@@ -5,7 +5,7 @@ never sees half of it: header and shards in one value, or, of a record above ``_
 head of pieces (``cut``) that lie under names of their own, each of them only ever written once. The
 pieces are there before their head is and go after it, so that one that is missing is a miss. The
 server keeps the capacity: ``maxmemory`` and an ``allkeys-lru`` policy, and ``ttl_s`` if old records
-shall go by themselves.
+shall go by themselves. It would evict notes first of all, so they are kept alive (``kept``).
 
 Nothing is connected at start. A server that cannot be reached, refuses the password or does not
 answer within ``timeout_s`` makes a call raise ``TierDown``; the next call tries again.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from kvass.tiers.base import Shards, check_batch, check_note
 from kvass.tiers.codec import Header, decode_header, encode_header, header_bytes, payload_check
 from kvass.tiers.cut import MAX_HEAD_BYTES, NONCE_BYTES, Head, cut, decode_head
 from kvass.tiers.gate import Gate
+from kvass.tiers.kept import Kept
 from kvass.tiers.piece import size_of, unpack
 from kvass.tiers.url import shown
 
@@ -41,6 +43,9 @@ shorter: 192 MiB in values of 1 to 16 MiB came back with 1.2 to 1.8 GB/s and kep
 at most 5 ms; in values of 64 MiB with 0.4 GB/s, and 37 ms; in a single one with 0.5, and 105 ms."""
 _ORPHANED_S: Final = 3600
 """How long pieces stay that no head has come to yet: a store that dies leaves nothing for ever."""
+_KEEP_S: Final = 2.0
+"""How often notes are kept alive. A server whose whole memory is replaced sooner may lose them
+between our last call and our next start."""
 _TRIES: Final = 4
 """How often a load goes after a record that is replaced meanwhile, and again."""
 _PIECE_BYTES: Final = 6000
@@ -69,6 +74,7 @@ class RedisTier:
         self._gate = Gate(name)
         self._connecting = threading.Lock()
         self._client: Any = None
+        self._kept = Kept(_KEEP_S, time.monotonic)
 
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
         """Which are there; one round trip."""
@@ -89,7 +95,9 @@ class RedisTier:
             ]
 
         with self._gate.call():
-            return self._in_groups(into, some)
+            which = self._in_groups(into, some)
+            self._keep_notes()
+            return which
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         """See ``Tier.store``."""
@@ -106,7 +114,9 @@ class RedisTier:
             )
 
         with self._gate.call():
-            return self._in_groups(data, some)
+            which = self._in_groups(data, some)
+            self._keep_notes()
+            return which
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See ``Tier.delete``."""
@@ -133,18 +143,38 @@ class RedisTier:
             value = self._ask([("GET", self._note_name(name))])[0]
             if isinstance(value, Exception):
                 raise self._down(value) from value
-            return bytes(value) if value is not None else None
+            if value is None:
+                return None
+            self._kept.remember(name, bytes(value))
+            return bytes(value)
 
     def set_note(self, name: str, value: bytes) -> None:
         """See ``Tier.set_note``; without a time to live, whatever records have."""
         check_note(name, value)
         with self._gate.call():
             self._judged(self._ask([("SET", self._note_name(name), value)]))
+            self._kept.remember(name, value)
 
     def close(self) -> None:
         """See ``Tier.close``."""
         if self._gate.shut() and self._client is not None:
             self._client.close()
+
+    def _keep_notes(self) -> None:
+        """Now and then, beside records: notes that the server let go of are set again (``NX``, for
+        another daemon may have set a newer one), and the others read, which keeps them warm."""
+        due = self._kept.due()
+        commands: list[tuple[Any, ...]] = []
+        for name, value in due:
+            where = self._note_name(name)
+            commands += [("SET", where, value, "NX"), ("GET", where)]
+        try:
+            answers = self._ask(commands)[1::2]
+        except TierDown:  # the next call's own commands will tell
+            return
+        for (name, value), answer in zip(due, answers, strict=True):
+            if isinstance(answer, bytes):
+                self._kept.found(name, value, answer)
 
     def _record_name(self, key: bytes) -> bytes:
         return self._prefix + _RECORD + key
