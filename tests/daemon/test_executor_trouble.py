@@ -18,6 +18,7 @@ from kvass.core.effects import (
     Stored,
     TierClear,
     TierEpoch,
+    ToTier,
 )
 from kvass.daemon.breaker import FIRST_S, Breaker
 from kvass.errors import TierDown
@@ -246,7 +247,8 @@ def test_a_clear_may_take_as_long_as_it_takes() -> None:
         made.submit(TierClear(0, 1))
         assert gate.entered.acquire(timeout=WAIT_S)
         made.clock.now += 3600
-        for op, effect in enumerate((store(2, 1, 1), probe(3, 1), load(4, 1, 2)), 2):
+        asked: list[ToTier] = [store(2, 1, 1), probe(3, 1), load(4, 1, 2)]
+        for op, effect in enumerate(asked, 2):
             made.submit(effect)
             end = made.end(op)
             assert (end.held if op == 3 else end.which).all(), effect
