@@ -169,7 +169,7 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
     short = Adopting(1, eager=40, watched=False)
     short.wrong_way = "kernel"
     assert opened(short)[1] is NO_KERNEL
-    assert "loads of short runs are slower" in caplog.text
+    assert "slower than they could be: the kernel" in caplog.text
     wrong = Adopting(1, eager=40, watched=False)
     wrong.wrong_way = "dma"
     with pytest.raises(MissingError, match="was tried and is not right: copies: a store left"):

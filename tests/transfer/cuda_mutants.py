@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "settled when given, not when over",
         "cuda.py",
-        "        if task.flying or not task.given or task.settled:\n",
-        "        if not task.given or task.settled:\n",
+        "        if task.flying or not task.given:\n",
+        "        if not task.given:\n",
     ),
     Mutant(
         "settled when its first batch is over",
@@ -157,13 +157,13 @@ MUTANTS = [
     Mutant(
         "of a dead device's copies it is said that they ended",
         "cuda.py",
-        '                    task.end("lost", fault.text)\n',
-        '                    task.end("failed", fault.text)\n',
+        '                task.end("lost", fault.text)\n',
+        '                task.end("failed", fault.text)\n',
     ),
     Mutant(
         "a dead device's arena is unmapped",
         "cuda.py",
-        "                    _lost.append(task.job.arena)\n",
+        "                _lost.append(task.job.arena)\n",
         "",
     ),
     Mutant(

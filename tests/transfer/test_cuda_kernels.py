@@ -1,4 +1,5 @@
 """The kernel moves what a loop would, in Triton's interpreter: odd sizes, strides and counts.
+It compiles for real GPUs, too.
 
 Triton must not be importable beside vLLM's CPU build, which behaves differently then: so ``make
 setup`` puts it into a folder of its own, and ``kernel_cases.py`` runs in a process that sees it.
@@ -18,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).with_name("kernel_cases.py")
+COMPILE = Path(__file__).with_name("kernel_compile.py")
 NAMES = [line.split('"')[1] for line in CASES.read_text().splitlines() if '": lambda: ' in line]
 
 
@@ -35,13 +37,13 @@ def triton_folder() -> str:
     )
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    """What became of each case, in one process with Triton's interpreter."""
+def run_with_triton(program: Path, **more: str) -> dict[str, str]:
+    """What ``program`` prints, in a process that can import Triton."""
     path = os.pathsep.join(p for p in (str(ROOT / "src"), triton_folder()) if p)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(CASES)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        [sys.executable, str(program)],
+        env={**env, **more, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=600,
@@ -49,6 +51,23 @@ def outcomes() -> dict[str, str]:
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """What became of each case, in one process with Triton's interpreter."""
+    return run_with_triton(CASES, TRITON_INTERPRET="1")
+
+
+def test_it_compiles_for_gpus(tmp_path: Path) -> None:
+    """The interpreter takes more than the compiler does. A cache of its own: else an old result
+    would stand for a new failure."""
+    assert run_with_triton(COMPILE, TRITON_CACHE_DIR=str(tmp_path)) == {
+        "sm_80": "compiled",
+        "sm_90": "compiled",
+        "sm_100": "compiled",
+        "one variant": "['table', 'lanes']",
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

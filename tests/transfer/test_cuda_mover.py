@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -253,6 +255,89 @@ def test_close_gives_up_on_a_device_that_hangs(rig: Rig) -> None:
     assert not closing.is_alive()
     assert rig.ends() == {(1,): "lost"}
     rig.fake.dead = True  # nothing is asked of it any more
+
+
+def test_what_a_runtime_raises_ends_every_job_not_the_thread(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun is lost: nobody knows how much of it the device was given."""
+
+    def raising(*_: object) -> Any:
+        raise ValueError("not a value")
+
+    monkeypatch.setattr(rig.fake, "copy", raising)
+    for block in (1, 2, 3):
+        rig.submit("store", block)
+    rig.submit("load", 40)
+    assert rig.mover.drain(10)
+    rig.submit("store", 4)
+    assert rig.mover.drain(10)
+    ends = rig.ends()
+    assert ends[(4,)] == "failed"
+    assert "lost" in ends.values()
+    assert set(ends.values()) == {"lost", "failed"}
+    assert len(ends) == 5
+    assert caplog.text.count("the copy thread failed") == 1
+    rig.fake.dead = True  # nothing is asked of it any more
+
+
+def test_close_ends_though_a_call_of_the_driver_never_returns(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(cuda, "JOIN_S", 0.05)
+    within, leave, copy = threading.Event(), threading.Event(), rig.fake.copy
+
+    def hanging(*args: Any) -> Any:
+        within.set()
+        leave.wait(60)
+        return copy(*args)
+
+    monkeypatch.setattr(rig.fake, "copy", hanging)
+    rig.submit("store", 1)
+    assert within.wait(10)
+    rig.submit("store", 2)
+    closing = threading.Thread(target=rig.mover.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert rig.ends() == {(1,): "lost", (2,): "failed"}
+    assert any(one is rig.mover for one in cuda._lost)
+    leave.set()  # it returns after all, and nothing is settled twice
+    assert rig.mover._thread is not None
+    rig.mover._thread.join(10)
+    assert not rig.mover._thread.is_alive()
+    assert rig.ends() == {}
+    rig.fake.dead = True
+
+
+def test_what_a_dead_device_may_still_read_is_kept(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Table:
+        pass
+
+    tables, copy = list[weakref.ref[Table]](), rig.fake.copy
+
+    def keeping(stream: Any, batch: Any) -> Any:
+        table = Table()
+        tables.append(weakref.ref(table))
+        batch.keep.append(table)
+        return copy(stream, batch)
+
+    monkeypatch.setattr(rig.fake, "copy", keeping)
+    rig.fake.stopped = True
+    rig.submit("load", 1)
+    assert eventually(lambda: bool(rig.fake.copied))
+    rig.fake.kill()
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "lost"}
+    rig.fake.copied.clear()
+    for ops in rig.fake.streams.values():
+        ops.clear()
+    gc.collect()
+    assert tables
+    assert all(table() is not None for table in tables)
 
 
 def test_close_from_a_callback_is_misuse(rig: Rig) -> None:

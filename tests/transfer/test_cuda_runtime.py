@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import re
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,26 @@ def test_without_triton_a_job_fails_not_the_thread() -> None:
         Stream(9), Batch("load", "kernel", one, one, one, 1)
     )
     assert fault == Fault("kernel: No module named 'triton'")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.CalledProcessError(1, ["gcc"]),
+        OSError("no ptxas"),
+        ValueError("Cannot access global variable"),
+        type("CompilationError", (Exception,), {})("at 1:0\nmore"),
+    ],
+)
+def test_whatever_a_launch_raises_is_a_fault(error: Exception) -> None:
+    def launch(stream: int, batch: Batch) -> object:
+        raise error
+
+    one = np.ones(1, np.uint64)
+    fault = DriverRuntime(Driver(), 0, lambda: 55, launch).copy(
+        Stream(9), Batch("load", "kernel", one, one, one, 1)
+    )
+    assert fault == Fault(f"kernel: {str(error).splitlines()[0]}")
 
 
 def test_of_a_stream_that_is_being_captured_there_is_no_order() -> None:

@@ -31,7 +31,7 @@ import numpy as np
 
 from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes
-from kvass.transfer.base import Done, Job, Mover, Outcome, U8Array
+from kvass.transfer.base import Done, Job, Mover, Outcome
 from kvass.transfer.checks import check_job
 from kvass.transfer.descriptors import KERNEL_BELOW, Runs, batches, choose, plan_runs
 from kvass.transfer.pins import WINDOW_BYTES, Pins
@@ -44,10 +44,12 @@ FLYING_BYTES: Final = 256 << 20
 POLL_S: Final = 100e-6
 PATIENCE_S: Final = 30.0
 """How long ``close`` waits for a device that finishes nothing."""
+JOIN_S: Final = 5.0
+"""How much longer it waits for the thread, which may hang in the driver."""
 
 _log = logging.getLogger(__name__)
-_lost: Final[list[U8Array]] = []
-"""Arenas that a dead device may still use: never unmapped."""
+_lost: Final[list[object]] = []
+"""Arenas, and tables of batches, that a dead device may still use: never let go of."""
 
 
 class _Task:
@@ -97,7 +99,8 @@ class CudaMover(Mover):
 
     ``groups`` describe the planes inside the regions. Raises UsageError if a plane leaves its
     region, or if the regions are on several devices. The thread starts with the first job; with
-    ``threaded`` False somebody else calls ``turn``, for tests that must repeat themselves.
+    ``threaded`` False somebody else calls ``turn``, for tests that must repeat themselves. With an
+    empty ``kernel_below`` nothing is ever pinned. ``ways``: those that copies took so far.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class CudaMover(Mover):
         flying_bytes: int = FLYING_BYTES,
         kernel_below: Mapping[Kind, int] = KERNEL_BELOW,
         threaded: bool = True,
+        quiet: bool = False,
     ) -> None:
         if len({region.device for region in regions}) > 1:
             raise UsageError("KV memory on several devices in one worker")
@@ -119,7 +123,8 @@ class CudaMover(Mover):
             planes.check([region.bytes for region in regions])
         self._planes = {planes.group: planes for planes in groups}
         self._runtime, self._regions, self._clock = runtime, regions, clock
-        self._pins = Pins(runtime, window)
+        self._pins = Pins(runtime, window, quiet)
+        self.ways = set[Way]()
         self._batch_bytes, self._flying_bytes = batch_bytes, flying_bytes
         self._below = kernel_below
         self._threaded = threaded
@@ -174,7 +179,11 @@ class CudaMover(Mover):
         if self._thread is current_thread():
             raise UsageError("close() was called from on_done; call it from another thread")
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(PATIENCE_S + JOIN_S)
+            if self._thread.is_alive():  # inside the driver, which does not come back
+                _lost.append(self)
+                self._die(Fault("a call of the driver does not return", dead=True))
+                self._settle_all()
         else:
             while self._unsettled:
                 self.turn()
@@ -188,10 +197,20 @@ class CudaMover(Mover):
                 self._changed.wait_for(lambda: self._unsettled or self._closed)
                 if not self._unsettled:
                     break
-            if not self.turn():
+            if not self._turn_or_die():
                 with self._changed:
                     self._changed.wait(POLL_S)
         self._release()
+
+    def _turn_or_die(self) -> bool:
+        """As ``turn``; whatever it raises ends the mover, not this thread: jobs must end."""
+        try:
+            return self.turn()
+        except Exception as e:  # noqa: BLE001 - the last resort of a thread: see above
+            _log.exception("kvass: the copy thread failed")
+            self._die(Fault(f"{type(e).__name__}: {e}", dead=True))
+            self._settle_all()
+            return True
 
     def turn(self) -> bool:
         """See what is over, give the device what it may have; whether anything changed."""
@@ -277,7 +296,9 @@ class CudaMover(Mover):
         pinned, window = self._pins.of(job.arena), self._pins.window
         for runs in plan_runs(job.plans, self._regions, window):
             windows = runs.host // window
-            pinned_all = pinned.want(np.unique(windows).tolist(), job.populated)
+            pinned_all = pinned.want(
+                np.unique(windows).tolist(), job.populated if self._below else 0
+            )
             which = None if pinned_all else pinned.are(windows)
             for way, some in choose(runs, job.kind, which, self._below):
                 host = some.host + pinned.address
@@ -313,6 +334,7 @@ class CudaMover(Mover):
                 return self._failed(task, fault)
             task.ordered = True
         batch = task.batches.popleft()
+        self.ways.add(batch.way)
         fault = self._runtime.copy(lane.stream, batch)
         return self._fly(lane, lane.stream, task, batch, fault)
 
@@ -341,12 +363,15 @@ class CudaMover(Mover):
     # ------------------------------------------------------------ ends
 
     def _settle_if_over(self, task: _Task) -> None:
-        if task.flying or not task.given or task.settled:
+        if task.flying or not task.given:
             return
-        task.settled = True
+        with self._changed:  # ``close`` may settle what hangs, beside the copy thread
+            if task.settled:
+                return
+            task.settled = True
         if task.outcome is None:
             task.outcome = "done" if self._clock() < task.job.deadline_s else "late"
-        if not isinstance(task.order, Fault):
+        if not isinstance(task.order, Fault) and not self._dead:
             self._runtime.forget(task.order)
         done = Done(task.job, task.outcome, self._clock() - task.since, task.error)
         if done.job.on_done is not None:
@@ -367,16 +392,26 @@ class CudaMover(Mover):
         _log.error("the GPU failed kvass, the engine runs uncached: %s", fault.text)
         self._pins.abandon()
         for lane in self._lanes.values():
-            flown = [task for _, task, _ in lane.flying]
+            _lost.extend(batch for _, _, batch in lane.flying)
+            with self._changed:  # of what was begun nobody knows how much was given
+                begun = [entry[-1] for entry in lane.queue if entry[-1].ordered]
+            flown = dict.fromkeys([*(task for _, task, _ in lane.flying), *begun])
             lane.flying.clear()
             for task in flown:
-                task.flying -= 1
-                if task.flying == 0:
-                    _lost.append(task.job.arena)
-                    task.outcome = None
-                    task.end("lost", fault.text)
-                    self._drop(lane, task)
-                    self._settle_if_over(task)
+                _lost.append(task.job.arena)
+                task.flying, task.outcome = 0, None
+                task.end("lost", fault.text)
+                self._drop(lane, task)
+                self._settle_if_over(task)
+
+    def _settle_all(self) -> None:
+        """Of a dead mover: what the device never heard of ends here, without asking it again."""
+        for lane in self._lanes.values():
+            while lane.queue:
+                task = lane.queue[0][-1]
+                task.end("failed", self._dead)
+                self._drop(lane, task)
+                self._settle_if_over(task)
 
     def _release(self) -> None:
         """Nothing runs any more: unregister, and close the streams."""

@@ -22,8 +22,10 @@ PROGRAMS: Final = 12
 LANES: Final = 1024
 
 
-@triton.jit
-def _copy_runs(table: Any, runs: Any, lanes: tl.constexpr) -> None:
+# No annotations but Triton's own: its compiler looks up every name in them, and knows no ``Any``.
+# One variant of the kernel, whatever the number of runs.
+@triton.jit(do_not_specialize=["runs"])
+def _copy_runs(table, runs, lanes: tl.constexpr):  # type: ignore[no-untyped-def]
     """Row 0 of ``table``: targets; row 1: sources; row 2: bytes. Each program takes every n-th."""
     for i in range(tl.program_id(0), runs, tl.num_programs(0)):
         target = tl.load(table + i).to(tl.pointer_type(tl.int64))

@@ -24,7 +24,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.errors import UsageError
 from kvass.transfer import cuda_driver
 from kvass.transfer.base import U8Array
 from kvass.transfer.cuda_driver import MissingError as MissingError
@@ -41,8 +40,8 @@ _NON_BLOCKING, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14."""
-_BUSY_CYCLES: Final = 20_000_000
-"""Some 10 ms."""
+_BUSY_CYCLES: Final = 200_000_000
+"""Some 100 ms."""
 _log = logging.getLogger(__name__)
 _RELAXED = 2
 """Of a thread: captures that others have begun are no concern of its calls."""
@@ -209,9 +208,10 @@ class DriverRuntime(Runtime):
             return self._pageable(stream, batch)
         try:
             batch.keep.append(self._launch(stream, batch))
-        except (RuntimeError, UsageError, ImportError) as error:  # the last: no Triton
+        except Exception as error:  # noqa: BLE001 - a boundary: Triton, gcc and ptxas fail anyhow
             # What was launched before stays so.
-            return Fault(f"kernel: {error}")
+            text = str(error).strip().partition("\n")[0]
+            return Fault(f"kernel: {text or type(error).__name__}")
         return None
 
     def _dma(self, stream: Stream, batch: Batch) -> Fault | None:
@@ -284,7 +284,7 @@ def open_gpu(device: int) -> tuple[Runtime, Mapping[Kind, int]]:
     if below is None:
         raise MissingError(f"device {device} was tried and is not right: {wrong}")
     if wrong:
-        _log.warning("kvass: loads of short runs are slower than they could be: %s", wrong)
+        _log.warning("kvass: copies on this device are slower than they could be: %s", wrong)
     return runtime, below
 
 
@@ -301,13 +301,22 @@ class TorchScratch:
     def write(self, data: U8Array) -> None:
         """As ``Scratch.write``."""
         staged = self._torch.from_numpy(data.copy()).to(self._pages.device)
-        if self._pages.is_cuda:
+        if not self._pages.is_cuda:
+            self._pages.copy_(staged)
+            return
+        with self._torch.cuda.device(self._pages.device):
             self._torch.cuda._sleep(_BUSY_CYCLES)
-        self._pages.copy_(staged)
+            self._pages.copy_(staged)
 
     def read(self) -> U8Array:
-        """As ``Scratch.read``."""
-        if self._pages.is_cuda:
-            self._torch.cuda.synchronize(self._pages.device)
+        """As ``Scratch.read``. The stream is one of its own: waiting for the device would give
+        copies that were reported too early the time that they lack."""
+        if not self._pages.is_cuda:
+            return self._bytes()
+        beside = self._torch.cuda.Stream(self._pages.device)
+        with self._torch.cuda.device(self._pages.device), self._torch.cuda.stream(beside):
+            return self._bytes()  # waits for that stream's work, and no other's
+
+    def _bytes(self) -> U8Array:
         found: U8Array = self._pages.cpu().numpy().copy()
         return found

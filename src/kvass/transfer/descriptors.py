@@ -115,7 +115,7 @@ def choose(
     if pinned is not None:
         slow, fast = runs[np.flatnonzero(~pinned)], runs[np.flatnonzero(pinned)]
         return [*choose(fast, kind, None, below), ("pageable", slow)]
-    short = runs.count < below[kind]
+    short = runs.count < below.get(kind, 0)
     if not short.any():
         return [("dma", runs)]
     short &= (runs.device | runs.host | runs.count) % KERNEL_UNIT == 0

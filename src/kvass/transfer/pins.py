@@ -35,13 +35,14 @@ class Pinned:
     Holds no array, and is used by the copy thread; ``let_go`` comes from any.
     """
 
-    def __init__(self, runtime: Runtime, arena: U8Array, window: int) -> None:
+    def __init__(self, runtime: Runtime, arena: U8Array, window: int, quiet: bool = False) -> None:
         self.address = arena.ctypes.data
         self.shift: dict[int, int] = {}
         self._runtime = runtime
         self._window = window
         self._bytes = arena.nbytes
         self._refused: set[int] = set()
+        self._quiet = quiet
 
     def want(self, windows: Iterable[int], populated: int) -> bool:
         """Register those of ``windows`` that are not, were not refused and lie within the first
@@ -82,7 +83,7 @@ class Pinned:
                 _log.warning("kvass could not unpin a part of the arena: %s", fault.text)
 
     def _refuse(self, one: int, count: int, fault: Fault) -> None:
-        if not self._refused:
+        if not self._refused and not self._quiet:
             _log.warning(
                 "kvass could not pin %d MiB of the arena (%s): copies to and from there are right "
                 "but several times slower; raise the limit of locked memory (ulimit -l) or use a "
@@ -94,9 +95,10 @@ class Pinned:
 
 
 class Pins:
-    """The arenas that jobs named so far, and are still mapped."""
+    """The arenas that jobs named so far, and are still mapped. ``quiet``: of refusals no word."""
 
-    def __init__(self, runtime: Runtime, window: int = WINDOW_BYTES) -> None:
+    def __init__(self, runtime: Runtime, window: int = WINDOW_BYTES, quiet: bool = False) -> None:
+        self._quiet = quiet
         self.window = window
         self._runtime = runtime
         self._known: dict[int, tuple[Pinned, weakref.finalize[..., U8Array]]] = {}
@@ -110,7 +112,7 @@ class Pins:
             del self._known[key]
         known = self._known.get(id(root))
         if known is None:
-            pinned = Pinned(self._runtime, root, self.window)
+            pinned = Pinned(self._runtime, root, self.window, self._quiet)
             end = weakref.finalize(root, pinned.let_go)
             end.atexit = False
             known = self._known[id(root)] = (pinned, end)

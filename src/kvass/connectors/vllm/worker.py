@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_runtime import MissingError, open_gpu
 from kvass.transfer.host import HostMover
 from kvass.types import Slots
+
+_lost: Final[list[object]] = []
+"""KV tensors that a device may still use after it failed: never let go of."""
 
 
 def open_mover(memory: Memory) -> Mover:
@@ -203,6 +206,8 @@ class WorkerSide:
         """A copy is over: note it first, so that whatever fails after is no loss to the engine."""
         what = done.job.name
         assert isinstance(what, Load | Store)
+        if done.outcome == "lost" and not any(kept is self._owners for kept in _lost):
+            _lost.append(self._owners)
         if isinstance(what, Store):
             self._close_one(what.step)
         else:
