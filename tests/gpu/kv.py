@@ -112,14 +112,19 @@ class KvMemory(RankMemory):
     def writes(
         self, keys: Sequence[bytes], tables: Tables, *, drafted: bool = False
     ) -> list[Kernel]:
-        """Kernels that write the pages of rows (``drafted``: of their last blocks alone)."""
+        """Kernels that write the pages of rows (``drafted``: of their last blocks alone).
+
+        One each for a row and a layer: behind a stream that is held, the thread that launches more
+        than a thousand waits with it.
+        """
         made: list[Kernel] = []
         for group, key, ids in _rows(keys, tables):
             there = self.device.up(ids)
             for layer, view in enumerate(self.views[group]):
                 seed = _seed(key, group, self.shard, layer)
                 first = len(ids) - 1 if drafted else 0
-                made.append(partial(_write, view, there, seed, first))
+                code = self.device.up(_code(view.shape[1], first, len(ids), seed))
+                made.append(partial(view.index_copy_, 0, there[first:], code))
         return made
 
     def fills(self, tables: Tables, value: int) -> list[Kernel]:
@@ -194,13 +199,13 @@ def _seed(key: bytes, group: int, shard: int, layer: int) -> int:
     return int.from_bytes(blake2b(key + place, digest_size=8).digest(), "little", signed=True)
 
 
-def _write(view: Any, ids: Any, seed: int, first: int) -> None:
-    """Write pages ``first ..`` of a row whose blocks are ``ids``."""
-    size = view.shape[1]
+def _code(size: int, first: int, end: int, seed: int) -> U8Array:
+    """What pages ``first .. end - 1`` of a row hold, of ``size`` bytes each."""
     words = -(-size // 8)
-    place = torch.arange(first * words, len(ids) * words, dtype=torch.int64, device=view.device)
+    place = torch.arange(first * words, end * words, dtype=torch.int64)
     code = (((place + 1) * _ODD) ^ seed).view(torch.uint8).reshape(-1, words * 8)[:, :size]
-    view.index_copy_(0, ids[first:], code)
+    found: U8Array = code.contiguous().numpy()
+    return found
 
 
 def _fill(view: Any, ids: Any, value: int) -> None:

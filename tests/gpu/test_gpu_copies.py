@@ -62,6 +62,7 @@ def test_a_store_waits_for_the_forward_pass(device: Device, name: str, hasty: bo
         for kernel in kernels:
             device.queue(kernel)
         rig.submit("store")
+        assert not device.idle(), "whoever launches too much waits for the stream"
         rig.given_time()
         assert rig.end().ok
         assert rig.stored() is not hasty
