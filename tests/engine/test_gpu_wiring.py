@@ -14,7 +14,6 @@ from kvass.connectors.vllm import worker
 from kvass.connectors.vllm.boundary import Boundary
 from kvass.connectors.vllm.memory import Memory, _Regions
 from kvass.connectors.vllm.metadata import Load, Store
-from kvass.errors import UsageError
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.testing.fake_cuda import FakeCuda
@@ -83,10 +82,40 @@ def test_a_gpu_that_cannot_be_used_is_one_line() -> None:
         worker.open_mover(memory(tensor(1 << 30, 4 * 4096, "cuda", 0)))
 
 
-def test_mixed_devices_are_refused() -> None:
-    here = np.zeros(4096, np.uint8)
-    with pytest.raises(UsageError, match="on a GPU and on the CPU"):
-        memory(tensor(1 << 30, 4096, "cuda", 0), tensor(here.ctypes.data, 4096, "cpu"))
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [(("cuda", 1), "GPU 0, GPU 1"), (("cpu", None), "GPU 0, the CPU")],
+    ids=["two GPUs", "GPU and CPU"],
+)
+def test_mixed_devices_are_one_line_before_any_is_opened(
+    second: tuple[str, int | None],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And the rank does not register: it runs uncached."""
+    here = np.zeros(4 * 4096, np.uint8)
+    found = memory(
+        tensor(1 << 30, 4 * 4096, "cuda", 0), tensor(here.ctypes.data, 4 * 4096, *second)
+    )
+    opened: list[int] = []
+    monkeypatch.setattr(worker, "open_gpu", opened.append)
+    monkeypatch.setattr(worker, "read_memory", lambda *_: found)
+    setup: Any = SimpleNamespace(
+        strategy=ParallelStrategy(), register=lambda *_: None, chunk_tokens=0, groups=()
+    )
+    boundary = Boundary()
+    side = worker.WorkerSide(setup, 0, boundary)
+    boundary.run(None, side.attach, None, {})
+    (line,) = caplog.records
+    assert line.exc_info is None
+    assert line.getMessage() == (
+        "kvass is off, the engine runs uncached: "
+        f"KV caches on several devices in one worker: {says}"
+    )
+    assert not boundary.counters
+    assert side._client is None
+    assert opened == []
 
 
 def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:

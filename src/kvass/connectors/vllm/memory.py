@@ -24,6 +24,7 @@ from kvass.connectors.vllm.groups import read_groups
 from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes, Part, describe_group, join_layers
 from kvass.transfer.base import U8Array
+from kvass.transfer.cuda_driver import MissingError
 from kvass.transfer.runtime import Region
 from kvass.types import GroupLayout, RankLayout
 
@@ -40,6 +41,15 @@ class Memory:
     regions: tuple[U8Array, ...]
     owners: tuple[object, ...]
     gpu: tuple[Region, ...] = ()
+
+    def device(self) -> int | None:
+        """The GPU that has all pages; None: the CPU has. Raises MissingError if neither: of such
+        ``regions`` and ``gpu`` no mover can be made."""
+        devices = sorted({region.device for region in self.gpu})
+        where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(self.regions)
+        if len(where) > 1:
+            raise MissingError(f"KV caches on several devices in one worker: {', '.join(where)}")
+        return devices[0] if devices else None
 
 
 def read_memory(
@@ -132,6 +142,4 @@ class _Regions:
                 memory = (ctypes.c_uint8 * size).from_address(start)
                 self.arrays.append(np.ctypeslib.as_array(memory))
             self.owners.append(storage)
-            if self.gpu and self.arrays:
-                raise UsageError(f"layer {layer}: KV caches on a GPU and on the CPU in one worker")
         return self._known[start]

@@ -40,9 +40,10 @@ _lost: Final[list[object]] = []
 
 def open_mover(memory: Memory) -> Mover:
     """What copies these pages. Raises MissingError if a GPU cannot be used, with the reason."""
-    if not memory.gpu:
+    device = memory.device()
+    if device is None:
         return HostMover(memory.regions, memory.planes)
-    runtime, below = open_gpu(memory.gpu[0].device)
+    runtime, below = open_gpu(device)
     return CudaMover(runtime, memory.gpu, memory.planes, kernel_below=below)
 
 
