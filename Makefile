@@ -1,5 +1,5 @@
 # Every target works from a clean clone and does its own set-up, once, into .venv.
-# Knobs: PYTHON (an interpreter >= 3.11), SEEDS (make sim), PYTEST_ARGS (make test).
+# Knobs: PYTHON (an interpreter >= 3.11), SEEDS (make sim), PYTEST_ARGS and WORKERS (make test).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -12,13 +12,15 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 QUIET  := | sed -u '/^Requirement already satisfied/d'
 SEEDS  ?= 10000
+# Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
+WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
 .PHONY: help setup demo test check sim bench clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
 	@echo "make demo    two vLLM processes share one KV cache: what the second one saves"
-	@echo "make test    all tests, real engines included"
+	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
 	@echo "make bench   kvass bench: ratios to memcpy, round trips, footprint"
@@ -49,7 +51,7 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check

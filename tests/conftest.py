@@ -3,19 +3,65 @@
 Hypothesis has no deadlines and draws the same examples in each run
 (``--hypothesis-profile=explore`` draws others). The collector looks at nothing that collecting the
 tests has imported: with vLLM among it, one look took 0.25 s, as long as a call may take an engine.
+Where several processes share the tests, ``side_by_side`` says how.
 """
 
 from __future__ import annotations
 
 import gc
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import side_by_side
 
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("explore"), derandomize=True, database=None)
 settings.load_profile("same")
 
+ROOM = pytest.StashKey[side_by_side.Room]()
+FOLDER = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
 
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return side_by_side.scheduler(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In the process that hands out the tests: the others meet in one folder."""
+    folder = node.config.stash.setdefault(FOLDER, tempfile.TemporaryDirectory("-kvass-tests"))
+    node.workerinput["room"] = folder.name
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.stash[ROOM] = side_by_side.Room(Path(config.workerinput["room"]))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: side_by_side.rank(item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Outside of the time that a test may take."""
+    room = item.config.stash.get(ROOM, None)
+    if room is None:
+        return (yield)
+    with room.entered(alone=item.get_closest_marker("alone") is not None):
+        return (yield)

@@ -67,6 +67,7 @@ def test_call(daemon: ScriptedDaemon) -> None:
     assert eventually(lambda: daemon.eofs == 1)
 
 
+@pytest.mark.alone
 def test_an_absent_daemon_is_said_at_once(tmp_path: Path) -> None:
     with Client(str(tmp_path / "none.sock")) as client:
         with pytest.raises(Unavailable, match="no daemon at"):
@@ -116,6 +117,7 @@ def test_a_default_folder_of_another_user_is_not_trusted(
         assert len(daemon.got(Hello)) == 1  # the first one's
 
 
+@pytest.mark.alone
 def test_a_suspended_daemon_costs_no_call_more_than_its_bound(daemon: ScriptedDaemon) -> None:
     with Client(daemon.path) as client:
         boot = client.connect(5).boot
@@ -230,6 +232,7 @@ def refuse(code: ErrorCode) -> Callable[[object], list[FromDaemon]]:
     return lambda m: [Error(seq=getattr(m, "seq", 0), code=code, text="no\nand no", fatal=True)]
 
 
+@pytest.mark.alone
 def test_another_protocol_is_refused_naming_both_ranges(
     daemon: ScriptedDaemon, registration: Register, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -132,6 +132,7 @@ def test_what_is_stored_is_read_back(daemon: Daemon, engine: Engine) -> None:
     assert not engine.load("a")
 
 
+@pytest.mark.alone
 def test_a_suspended_daemon_is_never_in_the_way(daemon: Daemon, engine: Engine) -> None:
     assert engine.store("a")
     assert eventually(lambda: engine.load("a"))

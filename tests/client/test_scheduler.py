@@ -318,6 +318,7 @@ def test_a_refused_lookup_is_a_miss(daemon: ScriptedDaemon, scheduler: Scheduler
     assert scheduler.connected
 
 
+@pytest.mark.alone
 def test_an_absent_daemon_is_a_miss_at_once(tmp_path: Path, registration: Register) -> None:
     scheduler = SchedulerClient(str(tmp_path / "none"), registration)
     began_s = time.monotonic()

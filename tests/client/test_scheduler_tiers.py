@@ -107,6 +107,7 @@ def test_a_daemon_without_tiers_is_told_nothing_new(
     client.close()
 
 
+@pytest.mark.alone
 def test_a_daemon_that_hangs_is_not_waited_for(
     tiers: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
@@ -180,6 +181,7 @@ def test_who_is_settled_while_waiting_leaves_nothing(
     assert eventually(lambda: [m.lease for m in tiers.got(Release, 0)] == [late.lease])
 
 
+@pytest.mark.alone
 def test_a_prefetch_waits_for_nothing(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:
     began = time.monotonic()
     assert scheduler.prefetch(DIGESTS, WIDTH, 12.0)

@@ -20,7 +20,7 @@ from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.vllm_engine import Answer, EngineProcess
 from tests.engine.conftest import Judge, Starter, store
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 Make = Callable[[int], list[int]]
 

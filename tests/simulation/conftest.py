@@ -1,4 +1,4 @@
-"""What these tests ask again and again, asked on all cores; each case collects its own answer.
+"""What these tests ask again and again, asked on all free cores; each case collects its own answer.
 
 Law of this file: a case's answer is its own. Which core worked it out changes nothing, what a run
 did not select is not worked out, and what was raised there is raised in the case.
@@ -6,7 +6,6 @@ did not select is not worked out, and what was raised there is raised in the cas
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +13,8 @@ from multiprocessing import get_context
 from typing import Any
 
 import pytest
+
+from tests import side_by_side
 
 
 def _as_in_pytest() -> None:
@@ -23,9 +24,9 @@ def _as_in_pytest() -> None:
 
 @pytest.fixture(scope="module")
 def cores() -> Iterator[ProcessPoolExecutor]:
-    """A process for each core, with nothing of this one's in it."""
+    """A process for each core of ours, with nothing of this one's in it."""
     with ProcessPoolExecutor(
-        os.cpu_count(), mp_context=get_context("spawn"), initializer=_as_in_pytest
+        side_by_side.cores(), mp_context=get_context("spawn"), initializer=_as_in_pytest
     ) as pool:
         yield pool
         pool.shutdown(cancel_futures=True)

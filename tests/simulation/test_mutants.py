@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.side_by_side import cores
 from tests.simulation.mutant import Mutant
 from tests.simulation.mutants import (
     MUTANTS,
@@ -24,8 +24,8 @@ from tests.simulation.mutants import (
 
 @pytest.fixture(scope="module")
 def noticed(selected: dict[str, list[Any]]) -> Iterator[dict[str, Future[str]]]:
-    """What notices each break. A thread for each core, since each check is a process."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    """What notices each break. A thread for each core of ours, since each check is a process."""
+    with ThreadPoolExecutor(cores()) as pool:
         yield {one.name: pool.submit(notice, one) for one in selected["mutant"]}
         pool.shutdown(cancel_futures=True)
 

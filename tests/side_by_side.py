@@ -1,0 +1,71 @@
+"""Tests in several processes at once (``make test`` runs two): who gets which file, and when.
+
+Law of this file: it says where and when a test runs, never which tests run or what they see. In one
+process (``-n 0``) it does nothing.
+
+A file's tests stay together, in their order: its fixtures are made once, and what its cases compute
+beforehand is computed once. Long files are begun first, so that none is left over at the end. A
+test marked ``alone`` runs while no other test does: it sees a clock, and a busy neighbour must not
+decide it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+LONGEST_FIRST: Final = (
+    "tests/engine",
+    "tests/simulation",
+    "tests/gpu",
+    "tests/tiers",
+)
+"""What begins first, in this order; the rest follows as collected."""
+
+
+def rank(path: str) -> int:
+    """When the file at ``path`` has its turn: the lower, the earlier."""
+    return next(
+        (n for n, first in enumerate(LONGEST_FIRST) if path.startswith(first)), len(LONGEST_FIRST)
+    )
+
+
+def cores() -> int:
+    """This process's share of the machine's."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def scheduler(config: Any, log: Any) -> Any:
+    """xdist's scheduler by file, which takes the files as they come."""
+    from xdist.scheduler import LoadFileScheduling  # not there where tests run without xdist
+
+    config.option.loadscopereorder = False  # by the number of tests, which says nothing of time
+    return LoadFileScheduling(config, log)
+
+
+class Room:
+    """Where tests run: together, or one alone. Who waits to be alone lets nobody else in.
+
+    By flock(2), so that a process that dies is out of it. Explicitly let go: a forked child has the
+    same locks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT
+        self._door, self._inside = (os.open(folder / x, flags) for x in ("door", "inside"))
+
+    @contextmanager
+    def entered(self, *, alone: bool) -> Iterator[None]:
+        fcntl.flock(self._door, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        finally:
+            fcntl.flock(self._door, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._inside, fcntl.LOCK_UN)
