@@ -4,9 +4,9 @@ Law of this file: it says where and when a test runs, never which tests run or w
 process (``-n 0``) it does nothing.
 
 A file's tests stay together, in their order: its fixtures are made once, and what its cases compute
-beforehand is computed once. Long files are begun first, so that none is left over at the end. A
-test marked ``alone`` runs while no other test does: it sees a clock, and a busy neighbour must not
-decide it.
+beforehand is computed once. Files that share engines stay together too. Long ones are begun first,
+so that none is left over at the end. A test marked ``alone`` runs while no other test does: it sees
+a clock, and a busy neighbour must not decide it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-LONGEST_FIRST: Final = (
-    "tests/engine",
-    "tests/simulation",
-    "tests/gpu",
-    "tests/tiers",
+SHARING: Final = tuple(
+    f"tests/engine/test_{name}.py"
+    for name in ("engines_come_and_go", "never_in_the_way", "ranks", "right", "tiers")
 )
+"""These share the engines of ``tests/engine/conftest.py``, so one process gets them all."""
+
+LONGEST_FIRST: Final = (*SHARING, "tests/engine", "tests/simulation", "tests/tiers", "tests/gpu")
 """What begins first, in this order; the rest follows as collected."""
 
 
-def rank(path: str) -> int:
-    """When the file at ``path`` has its turn: the lower, the earlier."""
-    return next(
-        (n for n, first in enumerate(LONGEST_FIRST) if path.startswith(first)), len(LONGEST_FIRST)
-    )
+def rank(nodeid: str) -> int:
+    """When a test has its turn: the lower, the earlier."""
+    turns = (n for n, first in enumerate(LONGEST_FIRST) if nodeid.startswith(first))
+    return next(turns, len(LONGEST_FIRST))
+
+
+def company(nodeid: str) -> str:
+    """Tests of one company run in one process."""
+    file = nodeid.split("::", 1)[0]
+    return "engines" if file in SHARING else file
 
 
 def cores() -> int:
@@ -40,11 +46,15 @@ def cores() -> int:
 
 
 def scheduler(config: Any, log: Any) -> Any:
-    """xdist's scheduler by file, which takes the files as they come."""
-    from xdist.scheduler import LoadFileScheduling  # not there where tests run without xdist
+    """xdist's scheduler, but that companies stay together and begin in the order of ``rank``."""
+    from xdist.scheduler import LoadScopeScheduling  # not there where tests run without xdist
+
+    class ByCompany(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return company(nodeid)
 
     config.option.loadscopereorder = False  # by the number of tests, which says nothing of time
-    return LoadFileScheduling(config, log)
+    return ByCompany(config, log)
 
 
 class Room:
