@@ -24,7 +24,7 @@ settings.register_profile("same", settings.get_profile("explore"), derandomize=T
 settings.load_profile("same")
 
 ROOM = pytest.StashKey[side_by_side.Room]()
-FOLDER = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+FOLDER = pytest.StashKey[str]()
 
 
 def pytest_collection_finish() -> None:
@@ -41,10 +41,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """In the process that hands out the tests: the others meet in one folder."""
-    folder = node.config.stash.setdefault(FOLDER, tempfile.TemporaryDirectory("-kvass-tests"))
-    node.workerinput["room"] = folder.name
+    folder = tempfile.TemporaryDirectory(prefix="kvass-tests-")
+    config.stash[FOLDER] = folder.name
+    config.add_cleanup(folder.cleanup)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["room"] = node.config.stash[FOLDER]
 
 
 def pytest_configure(config: pytest.Config) -> None:
