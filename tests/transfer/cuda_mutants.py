@@ -83,9 +83,9 @@ MUTANTS = [
     ),
     Mutant(
         "settled when its first batch is over",
-        "cuda.py",
-        "            task.flying -= 1\n            self._settle_if_over(task)\n        return len",
-        "            task.flying = 0\n            self._settle_if_over(task)\n        return len",
+        "lanes.py",
+        "        task.flying -= 1\n",
+        "        task.flying = 0\n",
     ),
     Mutant(
         "the mark of a batch lies before it",
@@ -206,9 +206,9 @@ MUTANTS = [
     ),
     Mutant(
         "kernels get the host's address",
-        "cuda.py",
-        "                    host += pinned.shifts(some.host // window)\n",
-        "                    pass\n",
+        "batching.py",
+        "                host += pinned.shifts(some.host // window)\n",
+        "                pass\n",
     ),
     Mutant(
         "neighbours on one side are taken for one run",
@@ -224,9 +224,9 @@ MUTANTS = [
     ),
     Mutant(
         "what is not pinned yet is taken for pinned",
-        "cuda.py",
-        "            which = None if pinned_all else pinned.are(windows)\n",
-        "            which = None\n",
+        "batching.py",
+        "        which = None if pinned_all else pinned.are(windows)\n",
+        "        which = None\n",
     ),
     Mutant(
         "one window that is pinned stands for all",
@@ -237,8 +237,27 @@ MUTANTS = [
     Mutant(
         "events leak",
         "cuda.py",
-        "            lane.flying_bytes -= batch.total\n            self._runtime.forget(event)\n",
-        "            lane.flying_bytes -= batch.total\n",
+        "            event, task, batch = lane.land()\n            self._runtime.forget(event)\n",
+        "            event, task, batch = lane.land()\n",
+    ),
+    Mutant(
+        "any number of descriptors flies",
+        "lanes.py",
+        "        return not self.flying or self._runs + len(batch.bytes) <= self._most_runs\n",
+        "        return True\n",
+    ),
+    Mutant(
+        "a batch above the bound never goes",
+        "lanes.py",
+        "        return not self.flying or self._runs",
+        "        return self._runs",
+    ),
+    Mutant(
+        "on a dead device's lane there is never room again",
+        "cuda.py",
+        "                _, task, batch = lane.land()\n",
+        "                _, task, batch = lane.flying.popleft()\n"
+        "                task.flying -= 1\n",
     ),
     Mutant(
         "the engine's thread registers memory",
@@ -251,8 +270,8 @@ MUTANTS = [
     Mutant(
         "the engine's thread asks whether the copy is over",
         "cuda.py",
-        "        task = _Task(job, self._clock(), order)\n",
-        "        task = _Task(job, self._clock(), order)\n"
+        "        task = Task(job, self._clock(), order)\n",
+        "        task = Task(job, self._clock(), order)\n"
         "        isinstance(order, Fault) or self._runtime.done(order)\n",
     ),
 ]

@@ -92,6 +92,7 @@ class World:
         self.old: list[weakref.ref[U8Array]] = []
         self.boot = self._new_boot()
         self._plan_trouble()
+        self.fake.most_runs = self.water.choice([1, 5, 40, 8192])
         self.mover = CudaMover(
             self.fake,
             [region],
@@ -100,6 +101,7 @@ class World:
             window=self.rng.choice([1, 2, 3]) * PAGE,
             batch_bytes=self.rng.choice([1, 200, 1 << 20]),
             flying_bytes=self.rng.choice([1, 600, 3000, 1 << 30]),
+            flying_runs=self.fake.most_runs,
             kernel_below={"store": 0, "load": self.rng.choice([0, 200, 1 << 20])},
             threaded=False,
         )
@@ -354,7 +356,7 @@ class World:
             if n == dies:
                 self.fake.kill()
             self.rng.choices(list(weights), list(weights.values()))[0]()
-        if self.rng.random() < 0.7 and not self.fake.dead:
+        if self.rng.random() < 0.7:
             for _ in range(20_000):
                 if not self.flying:
                     break
@@ -371,6 +373,8 @@ class World:
 
     def _turn(self) -> None:
         self.mover.turn()
+        if self.fake.dead:  # it keeps what nobody unregisters, of memory that is another's since
+            return
         base = self.arena.ctypes.data
         for at, count in self.fake.registered.items():
             if base <= at < base + self.arena.nbytes and at + count > base + self.boot.told:

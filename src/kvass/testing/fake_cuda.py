@@ -47,6 +47,8 @@ COMPUTE = Stream(7)
 """The engine's stream."""
 DEAD = Fault("unspecified launch failure", dead=True)
 PIECES = 3
+MOST_RUNS = 8192
+"""That a stream takes at once, without keeping whoever gives them."""
 
 
 @dataclass(eq=False)
@@ -71,6 +73,7 @@ class _Piece:
 @dataclass(eq=False)
 class _Copy:
     pieces: list[_Piece]
+    runs: int
 
 
 @dataclass(eq=False)
@@ -115,6 +118,7 @@ class FakeCuda(Runtime):
         self.violations: list[str] = []
         self.copied: list[Batch] = []
         self.registered: dict[int, int] = {}
+        self.most_runs = MOST_RUNS
         self.streams: dict[Stream, deque[_Op]] = {COMPUTE: deque()}
         self.stopped = False
         """Nothing happens by itself: a device that hangs."""
@@ -327,7 +331,8 @@ class FakeCuda(Runtime):
         elif fault is not None:
             pieces = []
         with self._lock:
-            self.streams[stream].append(_Copy(pieces))
+            self._would_keep(stream, batch)
+            self.streams[stream].append(_Copy(pieces, len(batch.bytes)))
             self.copied.append(batch)
         return fault
 
@@ -349,6 +354,17 @@ class FakeCuda(Runtime):
             if batch.way == "kernel" and (target | source | count) % 8:
                 return Fault("misaligned address")
         return None
+
+    def _would_keep(self, stream: Stream, batch: Batch) -> None:
+        """Note a batch whose giver the driver would keep, with its locks, until work before it is
+        done; one batch, of whatever size, is none."""
+        ops = self.streams[stream]
+        flying = [op.runs for op in ops if isinstance(op, _Copy)]
+        if flying and sum(flying) + len(batch.bytes) > self.most_runs:
+            self.violations.append("too many descriptors were given to a stream at once")
+        waits = any(not self._ready(op) for op in ops)
+        if waits and batch.way == "pageable":
+            self.violations.append("a call that may block was made while its stream waits")
 
     def _runs(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
         """``(target, source, bytes)``, a kernel's host addresses turned into the CPU's."""

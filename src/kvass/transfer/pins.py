@@ -39,7 +39,7 @@ class Pinned:
         self.address = arena.ctypes.data
         self.shift: dict[int, int] = {}
         self._runtime = runtime
-        self._window = window
+        self.window = window
         self._bytes = arena.nbytes
         self._refused: set[int] = set()
         self._quiet = quiet
@@ -55,8 +55,8 @@ class Pinned:
         return all_are
 
     def _register(self, one: int, populated: int) -> None:
-        begin = one * self._window
-        end = min(begin + self._window, self._bytes)
+        begin = one * self.window
+        end = min(begin + self.window, self._bytes)
         if end > populated:
             return
         got = self._runtime.register(self.address + begin, end - begin)
@@ -78,7 +78,7 @@ class Pinned:
         """Unregister everything. Nothing copies to or from this mapping any more."""
         while self.shift:
             one, _ = self.shift.popitem()
-            fault = self._runtime.unregister(self.address + one * self._window)
+            fault = self._runtime.unregister(self.address + one * self.window)
             if fault is not None:
                 _log.warning("kvass could not unpin a part of the arena: %s", fault.text)
 
