@@ -241,6 +241,25 @@ MUTANTS = [
         "            event, task, batch = lane.land()\n",
     ),
     Mutant(
+        "a kernel's table is used anew while it runs",
+        "cuda.py",
+        "        return self._fly(lane, lane.stream, task, batch, fault)\n",
+        "        batch.keep.clear()\n"
+        "        return self._fly(lane, lane.stream, task, batch, fault)\n",
+    ),
+    Mutant(
+        "a kernel's table is never let go of",
+        "cuda.py",
+        "            batch.keep.clear()\n",
+        "",
+    ),
+    Mutant(
+        "a kernel's table is one for all",
+        "kernel_tables.py",
+        "            number = self._free.popleft()\n",
+        "            number = self._free[0]\n",
+    ),
+    Mutant(
         "any number of descriptors flies",
         "lanes.py",
         "        return not self.flying or self._runs + len(batch.bytes) <= self._most_runs\n",

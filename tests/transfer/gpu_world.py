@@ -410,6 +410,8 @@ class World:
                 raise WrongError("an arena is kept alive")
             if len(fake.streams) != 1:
                 raise WrongError("a stream leaks")
+            if fake.tables.free != len(fake.tables):
+                raise WrongError("a kernel's table leaks")
         if fake.violations:
             raise WrongError(fake.violations[0])
 

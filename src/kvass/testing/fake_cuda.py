@@ -31,6 +31,7 @@ import numpy as np
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Mover, U8Array
 from kvass.transfer.cuda import CudaMover
+from kvass.transfer.kernel_tables import TABLE_WORDS, Tables
 from kvass.transfer.runtime import (
     MAX_DESCRIPTORS,
     Batch,
@@ -41,6 +42,7 @@ from kvass.transfer.runtime import (
     Runtime,
     Stream,
 )
+from kvass.types import I64Array
 
 ALIAS = 1 << 60
 COMPUTE = Stream(7)
@@ -61,6 +63,9 @@ class _Piece:
     load: bool
     pinned: bool
     read: bytes | None = None
+    run: tuple[int, int, int] = (0, 0, 0)
+    told: I64Array | None = None
+    """Where a kernel reads ``run``, when it comes to it."""
 
     @property
     def host(self) -> int:
@@ -119,6 +124,7 @@ class FakeCuda(Runtime):
         self.copied: list[Batch] = []
         self.registered: dict[int, int] = {}
         self.most_runs = MOST_RUNS
+        self.tables = Tables(np.zeros((3, TABLE_WORDS), np.int64))
         self.streams: dict[Stream, deque[_Op]] = {COMPUTE: deque()}
         self.stopped = False
         """Nothing happens by itself: a device that hangs."""
@@ -220,6 +226,8 @@ class FakeCuda(Runtime):
         if piece.pinned and self._window(piece.host, piece.count) is None:
             self.violations.append("host memory was unregistered under a copy")
             return
+        if piece.told is not None and tuple(piece.told.tolist()) != piece.run:
+            self.violations.append("a kernel's table was written anew while it ran")
         got = piece.read or ctypes.string_at(piece.source, piece.count)
         ctypes.memmove(piece.target, got, piece.count)
 
@@ -312,6 +320,7 @@ class FakeCuda(Runtime):
             return address + ALIAS
 
     def unregister(self, address: int) -> Fault | None:
+        self._copy_thread("unregister")
         with self._lock:
             if address not in self.registered:
                 return Fault("not registered")
@@ -324,7 +333,11 @@ class FakeCuda(Runtime):
         self._copy_thread("copy")
         if fault := self._refusal(stream, batch):
             return fault
-        pieces = [piece for run in self._runs(batch) for piece in self._cut(*run, batch)]
+        pieces = [
+            piece
+            for run, told in zip(self._runs(batch), self._told(batch), strict=True)
+            for piece in self._cut(*run, batch, told)
+        ]
         fault = self._fault("copy")
         if fault is not None and self.rng.random() < 0.7:  # a part was given all the same
             pieces = pieces[: self.rng.randint(0, len(pieces))]
@@ -377,11 +390,23 @@ class FakeCuda(Runtime):
             else:
                 yield target - alias, source, count
 
-    def _cut(self, target: int, source: int, count: int, batch: Batch) -> Iterator[_Piece]:
+    def _told(self, batch: Batch) -> Sequence[I64Array | None]:
+        """Where each run is read, if a kernel does, and there is a table for it."""
+        table = self.tables.take(batch) if batch.way == "kernel" else None
+        if table is None:
+            return [None] * len(batch.bytes)
+        batch.keep.append(table)
+        return list(table.rows.T)
+
+    def _cut(
+        self, target: int, source: int, count: int, batch: Batch, told: I64Array | None
+    ) -> Iterator[_Piece]:
+        run = (0, 0, 0) if told is None else (int(told[0]), int(told[1]), int(told[2]))
         cuts = sorted({0, count, *(self.rng.randrange(count) for _ in range(PIECES - 1))})
         load = batch.kind == "load"
         for lo, hi in pairwise(cuts):
-            piece = _Piece(target + lo, source + lo, hi - lo, load, batch.way != "pageable")
+            pinned = batch.way != "pageable"
+            piece = _Piece(target + lo, source + lo, hi - lo, load, pinned, None, run, told)
             if load and self.rng.random() < 0.3:
                 piece.read = ctypes.string_at(piece.source, piece.count)
             yield piece
