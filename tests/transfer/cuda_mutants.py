@@ -169,8 +169,26 @@ MUTANTS = [
     Mutant(
         "an arena ends without being unregistered",
         "pins.py",
-        "            end = weakref.finalize(root, pinned.let_go)\n",
+        "            end = weakref.finalize(root, self._end, pinned)\n",
         "            end = weakref.finalize(root, list)\n",
+    ),
+    Mutant(
+        "an arena is unregistered by whoever lets go of it",
+        "pins.py",
+        "        self._ended.append(pinned)\n",
+        "        pinned.let_go()\n",
+    ),
+    Mutant(
+        "an arena is unmapped before it is unregistered",
+        "pins.py",
+        "        self._ended.append(pinned)\n",
+        "        pinned._mapping = None\n        self._ended.append(pinned)\n",
+    ),
+    Mutant(
+        "an arena that ended stays mapped",
+        "pins.py",
+        "        self._mapping = None\n",
+        "        self._runtime.__dict__.setdefault('all', []).append(self._mapping)\n",
     ),
     Mutant(
         "a job does not keep its arena",
@@ -219,8 +237,8 @@ MUTANTS = [
     Mutant(
         "memory that the daemon has not populated is pinned",
         "pins.py",
-        "        if end > populated:\n",
-        "        if begin > populated:\n",
+        "        if end > populated or",
+        "        if begin > populated or",
     ),
     Mutant(
         "what is not pinned yet is taken for pinned",

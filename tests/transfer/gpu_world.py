@@ -355,7 +355,12 @@ class World:
         for n in range(moves):
             if n == dies:
                 self.fake.kill()
-            self.rng.choices(list(weights), list(weights.values()))[0]()
+            (move,) = self.rng.choices(list(weights), list(weights.values()))
+            if move in (self._device, self._turn):
+                move()
+                continue
+            with self.fake.engine_thread():  # which lets go of arenas, too
+                move()
         if self.rng.random() < 0.7:
             for _ in range(20_000):
                 if not self.flying:
@@ -408,6 +413,8 @@ class World:
                 raise WrongError(f"{fake.live_events} events leak")
             if any(arena() is not None for arena in self.old):
                 raise WrongError("an arena is kept alive")
+            if fake.mapped:
+                raise WrongError("an arena stays mapped")
             if len(fake.streams) != 1:
                 raise WrongError("a stream leaks")
             if fake.tables.free != len(fake.tables):

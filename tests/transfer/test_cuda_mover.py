@@ -449,6 +449,20 @@ def test_a_call_that_may_block_waits_for_all_that_its_stream_waits_for(rig: Rig)
     assert set(rig.ends().values()) == {"done"}
 
 
+def test_an_arenas_end_waits_for_the_driver_on_the_copy_thread() -> None:
+    """Though the engine's thread be the last to use it; and the copy thread have nothing to do."""
+    rig = Rig()
+    rig.submit("store", 1)
+    assert rig.mover.drain(10)
+    assert rig.fake.registered
+    with rig.fake.engine_thread():
+        rig.mover.poll()
+        del rig.arena
+    assert eventually(lambda: not rig.fake.registered and not rig.fake.mapped)
+    rig.mover.close()
+    assert rig.fake.violations == []
+
+
 def test_of_a_full_lane_of_a_dead_device_every_job_ends() -> None:
     rig = Rig(flying_bytes=1)
     rig.fake.stopped = True

@@ -161,6 +161,11 @@ class FakeCuda(Runtime):
         weakref.finalize(backing, self._unmapped, address, count)
         return array
 
+    @property
+    def mapped(self) -> int:
+        """How many arenas are mapped."""
+        return len(self._mapped)
+
     def _unmapped(self, address: int, count: int) -> None:
         with self._lock:
             self._mapped.pop(address, None)
@@ -242,11 +247,11 @@ class FakeCuda(Runtime):
     @contextmanager
     def engine_thread(self) -> Iterator[None]:
         """What is asked within is asked on the engine's thread."""
-        self._engine.here = True
+        was, self._engine.here = self._on_engine, True
         try:
             yield
         finally:
-            self._engine.here = False
+            self._engine.here = was
 
     @property
     def _on_engine(self) -> bool:

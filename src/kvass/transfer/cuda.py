@@ -79,12 +79,12 @@ class CudaMover(Mover):
             planes.check([region.bytes for region in regions])
         self._planes = {planes.group: planes for planes in groups}
         self._runtime, self._regions, self._clock = runtime, regions, clock
-        self._pins = Pins(runtime, window, quiet)
+        self._changed = Condition()
+        self._pins = Pins(runtime, window, quiet, self._wake)
         self.ways = set[Way]()
         self._batch_bytes, self._below = batch_bytes, kernel_below
         self._threaded = threaded
         self._thread: Thread | None = None
-        self._changed = Condition()
         # Guarded by _changed: the lanes' queues, and what follows. All else is the copy thread's.
         kinds: tuple[Kind, ...] = ("load", "store")
         self._lanes = {kind: Lane(kind, flying_bytes, flying_runs) for kind in kinds}
@@ -150,13 +150,17 @@ class CudaMover(Mover):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._unsettled or self._closed)
-                if not self._unsettled:
+                self._changed.wait_for(lambda: self._unsettled or self._closed or self._pins.ended)
+                if self._closed and not self._unsettled:
                     break
             if not self._turn_or_die():
                 with self._changed:
                     self._changed.wait(POLL_S)
         self._release()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _turn_or_die(self) -> bool:
         """As ``turn``; whatever it raises ends the mover, not this thread: jobs must end."""
@@ -171,6 +175,7 @@ class CudaMover(Mover):
     def turn(self) -> bool:
         """See what is over, give the device what it may have; whether anything changed."""
         changed = False
+        self._pins.reap()
         for lane in self._lanes.values():
             changed = self._reap(lane) or changed
             changed = self._feed(lane) or changed
