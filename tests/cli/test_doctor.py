@@ -9,7 +9,6 @@ import resource
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,8 @@ import pytest
 from kvass._version import TESTED_VLLM
 from kvass.arena import memory
 from kvass.cli import doctor
-from kvass.cli.doctor import diagnose, machine, report, serves, table
+from kvass.cli.doctor import diagnose, driver, machine, report, serves, table
+from kvass.cli.doctor.driver import Answer
 from kvass.cli.doctor.findings import Finding, version
 from kvass.cli.doctor.machine import Files, Machine, cgroup_memory, examine
 from kvass.cli.main import main
@@ -49,6 +49,10 @@ GPU = replace(PLAIN, nodes=frozenset({"nvidiactl"}), driver=Survey(13000, (H200,
 ON = replace(GPU, on_request=frozenset(), locked=(-1, -1))
 """A version of kvass that uses GPUs unasked, and one it can use."""
 OLD = Survey(12040, (H200,), batches=False)
+HIDDEN = replace(
+    GPU,
+    driver=Survey(13000, trouble="no driver: CUDA error 100: no CUDA-capable device is detected"),
+)
 WSL2 = replace(PLAIN, kernel="5.15.153.1-microsoft-standard-WSL2", nodes=frozenset({"dxg"}))
 
 
@@ -70,6 +74,40 @@ KINDS: list[tuple[Machine, str, str, str]] = [
         replace(PLAIN, driver=Survey(13000, trouble="no CUDA driver that works: CUDA error 803")),
         *("GPU", "warning", "CUDA 13.0; error 803; uncached; nvidia-smi"),
     ),
+    # Devices that are hidden.
+    (
+        replace(PLAIN, driver=Survey(13000), nodes=frozenset({"nvidiactl"}), cuda_visible=""),
+        *(
+            "GPU",
+            "note",
+            'CUDA 13.0; CUDA_VISIBLE_DEVICES="" leaves this process no device; change',
+        ),
+    ),
+    (
+        replace(HIDDEN, cuda_visible="-1"),
+        *("GPU", "note", 'CUDA 13.0; CUDA_VISIBLE_DEVICES="-1" leaves this process no device'),
+    ),
+    (HIDDEN, "GPU", "warning", "CUDA error 100: no CUDA-capable device; nvidia-smi"),
+    (
+        replace(HIDDEN, driver=Survey(13000, trouble="x: CUDA error 1003"), cuda_visible="0"),
+        *("GPU", "warning", "CUDA error 1003; nvidia-smi"),
+    ),
+    (
+        replace(PLAIN, driver=Survey(12080), cuda_visible="0"),
+        "GPU",
+        "note",
+        "no device here; --gpus",
+    ),
+    (
+        replace(PLAIN, nvidia_visible="void"),
+        *("GPU", "note", 'no NVIDIA driver; NVIDIA_VISIBLE_DEVICES="void" gives this container no'),
+    ),
+    (
+        replace(PLAIN, driver=Survey(12080), nvidia_visible="none"),
+        *("GPU", "note", 'CUDA 12.8; NVIDIA_VISIBLE_DEVICES="none" gives this container no device'),
+    ),
+    (replace(PLAIN, nvidia_visible="all"), "GPU", "ok", "no NVIDIA driver; CPU"),
+    (replace(GPU, nvidia_visible="void", cuda_visible="0"), "GPU", "note", "NVIDIA H200; DMA"),
     (GPU, "GPU", "note", "NVIDIA H200 (139 GiB); CUDA 13.0; DMA; engines that set kvass.gpu"),
     (replace(GPU, driver=OLD), "GPU", "warning", "speaks CUDA 12.4; no GPU; 12.8 or later"),
     (replace(ON, driver=OLD), "GPU", "warning", "CUDA 12.4; uncached; R570"),
@@ -272,12 +310,14 @@ def test_huge_pages_that_cannot_be_asked_for_end_nothing(
 
 
 def test_this_machine_is_as_its_kernel_says(tmp_path: Path) -> None:
-    m = examine(16 << 20, str(tmp_path / "kvass.sock"), {"PYTORCH_ALLOC_CONF": "a:1"})
+    environment = {"PYTORCH_ALLOC_CONF": "a:1", "CUDA_VISIBLE_DEVICES": ""}
+    m = examine(16 << 20, str(tmp_path / "kvass.sock"), environment)
     assert m.kernel == os.uname().release
     assert m.available_bytes is not None
     assert 0 < m.available_bytes <= m.physical_bytes
     assert m.arena_error == ""
     assert m.allocator == "PYTORCH_ALLOC_CONF=a:1"
+    assert (m.cuda_visible, m.nvidia_visible) == ("", None)
     assert m.packages["redis"]
     assert any("hiredis" in line for line in m.requires)
     if m.shmem_enabled in ("never", "deny"):
@@ -369,33 +409,87 @@ class Driver:
 
 
 def test_a_driver_is_asked_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = frozenset({"nvidiactl"})
-    for driver, expected in (
+    for libcuda, expected in (
         (Driver(), Survey(13000, (H200,), batches=True)),
         (Driver(12040), Survey(12040, (H200,))),
         (Driver(init=803), Survey(13000, trouble="no CUDA driver that works: CUDA error 803")),
     ):
-        monkeypatch.setattr(machine, "load_driver", lambda driver=driver: driver)
-        assert machine.ask_driver(nodes) == (expected, "")
-        driver.calls.clear()
-        assert machine.ask_driver(frozenset()) == (Survey(driver.version), "")
-        assert driver.calls == ["cuDriverGetVersion"]
+        monkeypatch.setattr(driver, "load_driver", lambda libcuda=libcuda: libcuda)
+        assert driver.ask(devices=True) == Answer(expected)
+        libcuda.calls.clear()
+        assert driver.ask(devices=False) == Answer(Survey(libcuda.version))
+        assert libcuda.calls == ["cuDriverGetVersion"]
 
 
-def test_a_driver_that_is_none_lacks_calls_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_is_none_or_lacks_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise cuda_driver.MissingError("no NVIDIA driver: libcuda.so.1")
 
-    monkeypatch.setattr(machine, "load_driver", missing)
-    assert machine.ask_driver(frozenset()) == (None, "")
-    assert machine.ask_driver(frozenset({"dxg"})) == (None, "no NVIDIA driver: libcuda.so.1")
-    monkeypatch.setattr(machine, "load_driver", lambda: ctypes.CDLL(None))  # libc is no libcuda
-    assert "no driver that kvass can use" in machine.ask_driver(frozenset({"dxg"}))[1]
-    going_on = threading.Event()
-    monkeypatch.setattr(machine, "load_driver", going_on.wait)
-    monkeypatch.setattr(machine, "DRIVER_S", 0.1)
-    assert "did not answer" in machine.ask_driver(frozenset({"dxg"}))[1]
-    going_on.set()
+    monkeypatch.setattr(driver, "load_driver", missing)
+    assert driver.ask(devices=False) == Answer()
+    assert driver.ask(devices=True) == Answer(error="no NVIDIA driver: libcuda.so.1")
+    monkeypatch.setattr(driver, "load_driver", lambda: ctypes.CDLL(None))  # libc is no libcuda
+    assert "no driver that kvass can use" in driver.ask(devices=True).error
+
+
+ASKED = "import os, signal, sys, time; from kvass.cli.doctor import driver; "
+"""A process that asks, up to what its driver does."""
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("time.sleep(600)", "did not answer for 0.5 s"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended the process that asked it: Segmentation"),
+        ("os._exit(7)", "exit status 7"),
+        ("os.write(2, b'NVRM: gone\\n'), os._exit(7)", "asked it: NVRM: gone"),
+    ],
+    ids=["hangs", "crashes", "exits", "prints and exits"],
+)
+def test_a_driver_that_hangs_or_crashes_costs_its_answer_alone(
+    monkeypatch: pytest.MonkeyPatch, does: str, said: str
+) -> None:
+    monkeypatch.setattr(driver, "DRIVER_S", 0.5 if "sleep" in does else 60.0)
+    monkeypatch.setattr(
+        driver, "CODE", f"{ASKED}driver.load_driver = lambda: ({does}); driver.main()"
+    )
+    found, error = driver.ask_driver(frozenset({"nvidiactl"}))
+    assert found is None
+    assert said in error
+    finding = named(replace(PLAIN, driver_error=error), "GPU")
+    assert finding.level == "warning"
+    assert said in finding.found
+    assert "nvidia-smi" in finding.do
+
+
+def test_an_answer_comes_whole_from_the_process_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the driver prints meanwhile."""
+    code = (
+        f"{ASKED}from kvass.transfer.cuda_driver import Device, Survey; "
+        "driver.load_driver = lambda: os.write(1, b'hello'); "
+        "driver.survey = lambda found: Survey(13000, (Device('a', 1, True),), True); "
+        "driver.cuda_version = lambda found: 12080; "
+        "driver.main()"
+    )
+    monkeypatch.setattr(driver, "CODE", code)
+    whole = Survey(13000, (Device("a", 1, True),), True)
+    assert driver.ask_driver(frozenset({"nvidiactl"})) == (whole, "")
+    assert driver.ask_driver(frozenset()) == (Survey(12080), "")
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One inside the kernel: here, one that nobody kills."""
+    left: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda child: left.append(child))
+    monkeypatch.setattr(driver, "DRIVER_S", 0.1)
+    monkeypatch.setattr(driver, "KILL_S", 0.1)
+    monkeypatch.setattr(driver, "CODE", "import time; time.sleep(600)")
+    assert "did not answer" in driver.ask_driver(frozenset())[1]
+    monkeypatch.undo()
+    [child] = left
+    assert child.poll() is None
+    child.kill()
+    child.wait(10)
 
 
 # ---------------------------------------------------------------- the command

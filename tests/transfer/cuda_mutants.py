@@ -83,9 +83,9 @@ MUTANTS = [
     ),
     Mutant(
         "settled when its first batch is over",
-        "cuda.py",
-        "            task.flying -= 1\n            self._settle_if_over(task)\n        return len",
-        "            task.flying = 0\n            self._settle_if_over(task)\n        return len",
+        "lanes.py",
+        "        task.flying -= 1\n",
+        "        task.flying = 0\n",
     ),
     Mutant(
         "the mark of a batch lies before it",
@@ -169,8 +169,26 @@ MUTANTS = [
     Mutant(
         "an arena ends without being unregistered",
         "pins.py",
-        "            end = weakref.finalize(root, pinned.let_go)\n",
+        "            end = weakref.finalize(root, self._end, pinned)\n",
         "            end = weakref.finalize(root, list)\n",
+    ),
+    Mutant(
+        "an arena is unregistered by whoever lets go of it",
+        "pins.py",
+        "        self._ended.append(pinned)\n",
+        "        pinned.let_go()\n",
+    ),
+    Mutant(
+        "an arena is unmapped before it is unregistered",
+        "pins.py",
+        "        self._ended.append(pinned)\n",
+        "        pinned._mapping = None\n        self._ended.append(pinned)\n",
+    ),
+    Mutant(
+        "an arena that ended stays mapped",
+        "pins.py",
+        "        self._mapping = None\n",
+        "        self._runtime.__dict__.setdefault('all', []).append(self._mapping)\n",
     ),
     Mutant(
         "a job does not keep its arena",
@@ -206,9 +224,9 @@ MUTANTS = [
     ),
     Mutant(
         "kernels get the host's address",
-        "cuda.py",
-        "                    host += pinned.shifts(some.host // window)\n",
-        "                    pass\n",
+        "batching.py",
+        "                host += pinned.shifts(some.host // window)\n",
+        "                pass\n",
     ),
     Mutant(
         "neighbours on one side are taken for one run",
@@ -219,14 +237,14 @@ MUTANTS = [
     Mutant(
         "memory that the daemon has not populated is pinned",
         "pins.py",
-        "        if end > populated:\n",
-        "        if begin > populated:\n",
+        "        if end > populated or",
+        "        if begin > populated or",
     ),
     Mutant(
         "what is not pinned yet is taken for pinned",
-        "cuda.py",
-        "            which = None if pinned_all else pinned.are(windows)\n",
-        "            which = None\n",
+        "batching.py",
+        "        which = None if pinned_all else pinned.are(windows)\n",
+        "        which = None\n",
     ),
     Mutant(
         "one window that is pinned stands for all",
@@ -237,8 +255,46 @@ MUTANTS = [
     Mutant(
         "events leak",
         "cuda.py",
-        "            lane.flying_bytes -= batch.total\n            self._runtime.forget(event)\n",
-        "            lane.flying_bytes -= batch.total\n",
+        "            event, task, batch = lane.land()\n            self._runtime.forget(event)\n",
+        "            event, task, batch = lane.land()\n",
+    ),
+    Mutant(
+        "a kernel's table is used anew while it runs",
+        "cuda.py",
+        "        return self._fly(lane, lane.stream, task, batch, fault)\n",
+        "        batch.keep.clear()\n"
+        "        return self._fly(lane, lane.stream, task, batch, fault)\n",
+    ),
+    Mutant(
+        "a kernel's table is never let go of",
+        "cuda.py",
+        "            batch.keep.clear()\n",
+        "",
+    ),
+    Mutant(
+        "a kernel's table is one for all",
+        "kernel_tables.py",
+        "            number = self._free.popleft()\n",
+        "            number = self._free[0]\n",
+    ),
+    Mutant(
+        "any number of descriptors flies",
+        "lanes.py",
+        "        return not self.flying or self._runs + len(batch.bytes) <= self._most_runs\n",
+        "        return True\n",
+    ),
+    Mutant(
+        "a batch above the bound never goes",
+        "lanes.py",
+        "        return not self.flying or self._runs",
+        "        return self._runs",
+    ),
+    Mutant(
+        "on a dead device's lane there is never room again",
+        "cuda.py",
+        "                _, task, batch = lane.land()\n",
+        "                _, task, batch = lane.flying.popleft()\n"
+        "                task.flying -= 1\n",
     ),
     Mutant(
         "the engine's thread registers memory",
@@ -251,8 +307,8 @@ MUTANTS = [
     Mutant(
         "the engine's thread asks whether the copy is over",
         "cuda.py",
-        "        task = _Task(job, self._clock(), order)\n",
-        "        task = _Task(job, self._clock(), order)\n"
+        "        task = Task(job, self._clock(), order)\n",
+        "        task = Task(job, self._clock(), order)\n"
         "        isinstance(order, Fault) or self._runtime.done(order)\n",
     ),
 ]

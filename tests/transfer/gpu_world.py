@@ -92,6 +92,7 @@ class World:
         self.old: list[weakref.ref[U8Array]] = []
         self.boot = self._new_boot()
         self._plan_trouble()
+        self.fake.most_runs = self.water.choice([1, 5, 40, 8192])
         self.mover = CudaMover(
             self.fake,
             [region],
@@ -100,6 +101,7 @@ class World:
             window=self.rng.choice([1, 2, 3]) * PAGE,
             batch_bytes=self.rng.choice([1, 200, 1 << 20]),
             flying_bytes=self.rng.choice([1, 600, 3000, 1 << 30]),
+            flying_runs=self.fake.most_runs,
             kernel_below={"store": 0, "load": self.rng.choice([0, 200, 1 << 20])},
             threaded=False,
         )
@@ -353,8 +355,13 @@ class World:
         for n in range(moves):
             if n == dies:
                 self.fake.kill()
-            self.rng.choices(list(weights), list(weights.values()))[0]()
-        if self.rng.random() < 0.7 and not self.fake.dead:
+            (move,) = self.rng.choices(list(weights), list(weights.values()))
+            if move in (self._device, self._turn):
+                move()
+                continue
+            with self.fake.engine_thread():  # which lets go of arenas, too
+                move()
+        if self.rng.random() < 0.7:
             for _ in range(20_000):
                 if not self.flying:
                     break
@@ -371,6 +378,8 @@ class World:
 
     def _turn(self) -> None:
         self.mover.turn()
+        if self.fake.dead:  # it keeps what nobody unregisters, of memory that is another's since
+            return
         base = self.arena.ctypes.data
         for at, count in self.fake.registered.items():
             if base <= at < base + self.arena.nbytes and at + count > base + self.boot.told:
@@ -404,8 +413,12 @@ class World:
                 raise WrongError(f"{fake.live_events} events leak")
             if any(arena() is not None for arena in self.old):
                 raise WrongError("an arena is kept alive")
+            if fake.mapped:
+                raise WrongError("an arena stays mapped")
             if len(fake.streams) != 1:
                 raise WrongError("a stream leaks")
+            if fake.tables.free != len(fake.tables):
+                raise WrongError("a kernel's table leaks")
         if fake.violations:
             raise WrongError(fake.violations[0])
 

@@ -22,6 +22,7 @@ from kvass.testing.scripted import eventually
 from kvass.transfer import cuda
 from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.cuda import CudaMover
+from kvass.transfer.lanes import FLYING_RUNS
 from kvass.transfer.runtime import Region
 from tests.transfer.cuda_mutants import (
     MUTANTS,
@@ -394,6 +395,86 @@ def test_a_row_moves_in_as_few_descriptors_as_it_has_runs() -> None:
     assert mover.drain(10)
     mover.close()
     assert [len(batch.bytes) for batch in fake.copied] == [4]
+
+
+def test_what_flies_is_bounded_in_descriptors_for_each_direction() -> None:
+    """Behind an engine that is busy: a driver may keep who gives it more than a stream takes."""
+    planes = GroupPlanes(0, (Plane(0, 64, 64),), blocks=40_000, chunk_blocks=100)
+    fake = FakeCuda(1, eager=4000)
+    region, _ = fake.allocate(64 * 40_000)
+    tables = [np.arange(start, start + 19_800, 2).reshape(-1, 100) for start in (1, 20_000)]
+    mover = CudaMover(fake, [region], [planes])
+    kinds: list[Literal["store", "load"]] = ["store", "load"]
+    fake.stopped = True
+    fake.queue(lambda: None)
+    with fake.engine_thread():
+        for kind, table in zip(kinds, tables, strict=True):
+            slots = np.arange(len(table)) * planes.shard_bytes
+            arena = fake.map(len(table) * planes.shard_bytes)
+            mover.submit(Job(kind, (plan_copy(planes, table.tolist(), slots.tolist()),), arena))
+
+    def given(kind: str) -> int:
+        return sum(len(batch.bytes) for batch in list(fake.copied) if batch.kind == kind)
+
+    for kind in kinds:  # two batches of at most 4,096, and no third
+        assert eventually(lambda kind=kind: given(kind) > 4096)  # type: ignore[misc]
+    assert not mover.drain(0.1)
+    assert all(4096 < given(kind) <= FLYING_RUNS for kind in kinds)
+    fake.stopped = False
+    assert mover.drain(60)
+    assert [given(kind) for kind in kinds] == [9900, 9900]
+    mover.close()
+    assert fake.violations == []
+
+
+def test_a_call_that_may_block_waits_for_all_that_its_stream_waits_for(rig: Rig) -> None:
+    """A smaller job, submitted later, overtook it: the stream waits for that one's place, too."""
+    rig.fake.stopped = True
+    rig.fake.queue(lambda: None)
+    with rig.fake.engine_thread():
+        rig.submit("store", 1, 3, 5, populated=0)
+    assert eventually(lambda: bool(rig.fake.plans.calls.get("done"))), "asked for its turn"
+    rig.fake.queue(lambda: None)
+    with rig.fake.engine_thread():
+        rig.submit("store", 7)
+    assert eventually(lambda: bool(rig.fake.copied))
+    rig.fake.queue(lambda: None)
+    for _ in range(2):  # the engine comes to the first job's place, and not to the second's
+        rig.fake.step()
+    assert not rig.mover.drain(0.05)
+    assert [batch.way for batch in rig.fake.copied] == ["dma"]
+    rig.fake.stopped = False
+    assert rig.mover.drain(10)
+    assert [batch.way for batch in rig.fake.copied] == ["dma", "pageable"]
+    assert set(rig.ends().values()) == {"done"}
+
+
+def test_an_arenas_end_waits_for_the_driver_on_the_copy_thread() -> None:
+    """Though the engine's thread be the last to use it; and the copy thread have nothing to do."""
+    rig = Rig()
+    rig.submit("store", 1)
+    assert rig.mover.drain(10)
+    assert rig.fake.registered
+    with rig.fake.engine_thread():
+        rig.mover.poll()
+        del rig.arena
+    assert eventually(lambda: not rig.fake.registered and not rig.fake.mapped)
+    rig.mover.close()
+    assert rig.fake.violations == []
+
+
+def test_of_a_full_lane_of_a_dead_device_every_job_ends() -> None:
+    rig = Rig(flying_bytes=1)
+    rig.fake.stopped = True
+    rig.submit("store", 1)
+    assert eventually(lambda: bool(rig.fake.copied))
+    rig.submit("store", 2)
+    rig.fake.kill()
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "lost", (2,): "failed"}
+    rig.submit("store", 3)
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(3,): "failed"}
 
 
 def test_regions_on_two_devices_are_refused() -> None:

@@ -8,18 +8,30 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import random
 import re
 import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from kvass.transfer import cuda_runtime
+from kvass.layout.copy_plan import plan_copy
+from kvass.layout.describe import GroupPlanes, Plane
+from kvass.transfer import cuda_driver, cuda_runtime
+from kvass.transfer.base import Job
+from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_runtime import DriverRuntime, MissingError
-from kvass.transfer.runtime import Batch, Event, Fault, Stream
+from kvass.transfer.kernel_tables import TABLE_WORDS, Table, Tables
+from kvass.transfer.runtime import Batch, Event, Fault, Region, Stream
+from kvass.types import I64Array
 
 
 class Driver:
@@ -31,17 +43,27 @@ class Driver:
         self.batches: list[tuple[Any, ...]] = []
         self.orders: list[int] = []
         self.capturing = 0
-        self.modes: list[tuple[int, int]] = []
+        self.late, self.lateness = random.Random(1), 0.0
+        self.modes: dict[int, int] = {}
+        """Of threads that have another than the default."""
+        self.made_in: dict[str, set[int]] = {}
+        """Capture modes in which calls were made, by their names."""
+        self.priorities: list[int] = []
         self.batch = cuda_runtime._BatchCopy(self._batch)
 
     def _batch(self, *args: Any) -> int:
+        self._note("cuMemcpyBatchAsync")
         self.batches.append(args)
         self.orders.append(cuda_runtime._Attributes.from_address(args[4]).order)
         return self.results.get("cuMemcpyBatchAsync", 0)
 
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        self.made_in.setdefault(name, set()).add(self.modes.get(threading.get_ident(), 0))
+
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> int:
-            self.calls.append(name)
+            self._note(name)
             if name == "cuDriverGetVersion":
                 args[0]._obj.value = self.version
             elif name == "cuDeviceGetAttribute":
@@ -51,8 +73,19 @@ class Driver:
             elif name == "cuStreamIsCapturing":
                 args[1]._obj.value = self.capturing
             elif name == "cuThreadExchangeStreamCaptureMode":
-                self.modes.append((threading.get_ident(), args[0]._obj.value))
+                mode, thread = args[0]._obj, threading.get_ident()
+                if not self.results.get(name, 0):
+                    was = self.modes.get(thread, 0)
+                    self.modes[thread], mode.value = mode.value, was
+            elif name == "cuCtxGetStreamPriorityRange":
+                args[0]._obj.value, args[1]._obj.value = 0, -5
+                if self.results.get(name, 0):
+                    args[0]._obj.value = args[1]._obj.value = 77
+            elif name == "cuEventQuery" and self.late.random() < self.lateness:
+                return 600
             elif name in ("cuEventCreate", "cuStreamCreateWithPriority"):
+                if name == "cuStreamCreateWithPriority":
+                    self.priorities.append(args[2].value)
                 args[0]._obj.value = 4096 + len(self.calls)
             elif name == "cuMemHostGetDevicePointer_v2":
                 args[0]._obj.value = args[1].value
@@ -61,8 +94,16 @@ class Driver:
         return call
 
 
-def runtime(driver: Driver) -> DriverRuntime:
-    return DriverRuntime(driver, 0, lambda: 55, lambda stream, batch: "kept")
+def runtime(
+    driver: Driver,
+    launch: Callable[[int, I64Array], None] = lambda stream, rows: None,
+    tables: int = 1,
+) -> DriverRuntime:
+    return DriverRuntime(driver, 0, lambda: 55, launch, made(tables))
+
+
+def made(count: int) -> Tables:
+    return Tables(np.zeros((count, TABLE_WORDS), np.int64))
 
 
 @pytest.mark.parametrize(
@@ -150,22 +191,51 @@ def test_slow_copies_are_a_call_per_run_until_one_fails() -> None:
     assert driver.calls.count("cuMemcpyDtoHAsync_v2") == 1
 
 
-def test_a_batch_keeps_what_its_kernel_reads() -> None:
-    one = np.ones(1, np.uint64)
-    batch = Batch("load", "kernel", one, one, one, 1)
-    assert runtime(Driver()).copy(Stream(9), batch) is None
-    assert batch.keep == ["kept"]
+def kernel_batch(runs: int = 1) -> Batch:
+    target, source, count = (np.arange(n, n + runs, dtype=np.uint64) * 8 for n in (1, 100, 200))
+    return Batch("load", "kernel", target, source, count, int(count.sum()))
+
+
+def test_a_batch_keeps_the_table_that_its_kernel_reads() -> None:
+    seen: list[I64Array] = []
+    one, batch = runtime(Driver(), lambda _, rows: seen.append(rows)), kernel_batch(3)
+    assert one.copy(Stream(9), batch) is None
+    (rows,) = seen
+    assert rows.tolist() == [[8, 16, 24], [800, 808, 816], [1600, 1608, 1616]]
+    assert rows.ctypes.data % 16 == 0, "another address would need another variant of the kernel"
+    (kept,) = batch.keep
+    assert isinstance(kept, Table)
+    assert kept.rows is rows
+
+
+def test_while_all_tables_are_in_use_short_runs_go_by_dma() -> None:
+    driver = Driver()
+    one, first, second = runtime(driver), kernel_batch(), kernel_batch()
+    assert one.copy(Stream(9), first) is None
+    assert one.copy(Stream(9), second) is None
+    assert [args[3] for args in driver.batches] == [1]
+    assert second.keep == []
+    first.keep.clear()
+    third = kernel_batch()
+    assert one.copy(Stream(9), third) is None
+    assert len(driver.batches) == len(third.keep) == 1
+
+
+def test_without_pinned_memory_for_tables_there_is_no_kernel() -> None:
+    """The trial finds that out, once."""
+    one = DriverRuntime(Driver(), 0, lambda: 55, lambda stream, rows: None, "out of memory")
+    fault = one.copy(Stream(9), kernel_batch())
+    assert fault == Fault("kernel: no pinned memory for its tables: out of memory")
 
 
 def test_without_triton_a_job_fails_not_the_thread() -> None:
-    def launch(stream: int, batch: Batch) -> object:
+    def launch(stream: int, rows: I64Array) -> None:
         raise ModuleNotFoundError("No module named 'triton'")
 
-    one = np.ones(1, np.uint64)
-    fault = DriverRuntime(Driver(), 0, lambda: 55, launch).copy(
-        Stream(9), Batch("load", "kernel", one, one, one, 1)
-    )
+    batch = kernel_batch()
+    fault = runtime(Driver(), launch).copy(Stream(9), batch)
     assert fault == Fault("kernel: No module named 'triton'")
+    assert batch.keep, "what raises may have been launched: its table is in use"
 
 
 @pytest.mark.parametrize(
@@ -178,13 +248,10 @@ def test_without_triton_a_job_fails_not_the_thread() -> None:
     ],
 )
 def test_whatever_a_launch_raises_is_a_fault(error: Exception) -> None:
-    def launch(stream: int, batch: Batch) -> object:
+    def launch(stream: int, rows: I64Array) -> None:
         raise error
 
-    one = np.ones(1, np.uint64)
-    fault = DriverRuntime(Driver(), 0, lambda: 55, launch).copy(
-        Stream(9), Batch("load", "kernel", one, one, one, 1)
-    )
+    fault = runtime(Driver(), launch).copy(Stream(9), kernel_batch())
     assert fault == Fault(f"kernel: {str(error).splitlines()[0]}")
 
 
@@ -199,23 +266,148 @@ def test_of_a_stream_that_is_being_captured_there_is_no_order() -> None:
     assert "cuEventRecord" not in driver.calls
 
 
-def test_only_a_movers_own_thread_is_made_free_of_captures() -> None:
-    """Asking an event, and pinning, spoil a capture of any other thread's otherwise."""
-    driver = Driver()
-    one = runtime(driver)
-    event = one.order()
+HARMLESS = {"cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"}
+
+
+def everything(one: DriverRuntime) -> None:
+    """All that a runtime can be asked."""
+    event, stream = one.order(), one.open_stream("load")
     assert not isinstance(event, Fault)
+    assert not isinstance(stream, Fault)
+    one.mark(stream)
+    one.wait(stream, event)
+    one.done(event)
     one.forget(event)
+    one.register(4096, 4096)
     one.unregister(4096)
-    assert driver.modes == []
+    batch = kernel_batch()
+    for way in ("dma", "pageable", "kernel"):
+        batch.way = way
+        one.copy(stream, batch)
+    batch.keep.clear()
+    one.close_stream(stream)
+
+
+@pytest.mark.parametrize("fails", [{}, {"cuEventRecord": 1}, {"cuMemHostGetDevicePointer_v2": 1}])
+def test_no_call_on_any_thread_has_a_part_in_captures(fails: dict[str, int]) -> None:
+    """Asking an event, pinning, unpinning spoil another thread's capture otherwise. The thread may
+    be anybody's who lets go of an arena or closes a mover: it gets its own mode back."""
+    driver = Driver()
+    launched: list[int] = []
+    one = runtime(driver, lambda *_: launched.append(driver.modes[threading.get_ident()]))
+    driver.made_in.clear()
+    everything(one)
+    driver.results = fails
+    one.mark(Stream(9))
+    one.register(4096, 4096)
+    assert launched == [2]
+    names = driver.made_in.keys() - HARMLESS
+    assert len(names) >= 14
+    assert {name: driver.made_in[name] for name in names} == {name: {2} for name in names}
+    assert driver.modes == {threading.get_ident(): 0}, "as it was"
 
     def work() -> None:
-        one.done(event)
-        one.open_stream("load")
-        one.mark(Stream(9))
+        driver.modes[threading.get_ident()] = 1
+        everything(one)
+        after.append(driver.modes[threading.get_ident()])
 
-    for _ in range(2):
-        other = threading.Thread(target=work)
-        other.start()
-        other.join()
-    assert [mode for _, mode in driver.modes] == [2, 2], "once for each thread"
+    after: list[int] = []
+    driver.results = {}
+    other = threading.Thread(target=work)
+    other.start()
+    other.join()
+    assert after == [1]
+    assert all(driver.made_in[name] == {2} for name in names)
+
+
+def test_a_driver_that_exchanges_no_modes_is_not_given_another_back() -> None:
+    driver = Driver(cuThreadExchangeStreamCaptureMode=1)
+    everything(runtime(driver))
+    assert driver.calls.count("cuThreadExchangeStreamCaptureMode") == 12, "once each"
+
+
+def test_stores_yield_to_all_and_loads_to_none() -> None:
+    driver = Driver()
+    one = runtime(driver)
+    one.open_stream("store")
+    one.open_stream("load")
+    assert driver.priorities == [0, -5]
+
+
+def test_a_device_that_tells_no_priorities_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """And the default for both: not what the driver has left in the answer."""
+    driver = Driver(cuCtxGetStreamPriorityRange=1)
+    one = runtime(driver)
+    for kind in ("store", "load", "store"):
+        assert not isinstance(one.open_stream(kind), Fault)
+    assert driver.priorities == [0, 0, 0]
+    (line,) = caplog.records
+    assert line.getMessage() == (
+        "kvass: stores may slow the engine's own work on this device: "
+        "priorities of streams: CUDA error 1"
+    )
+
+
+def test_a_dead_device_opens_no_stream() -> None:
+    driver = Driver(cuCtxGetStreamPriorityRange=719)
+    fault = runtime(driver).open_stream("store")
+    assert isinstance(fault, Fault)
+    assert fault.dead
+    assert driver.priorities == []
+
+
+def test_in_a_long_run_nothing_is_allocated_after_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a driver or torch allocates of pinned memory stops the device. Torch and Triton are
+    replaced; the runtime, its tables and the mover are the real ones."""
+    driver, empty, allocated, rows = Driver(), torch.empty, list[Any](), list[tuple[int, int]]()
+
+    def allocate(*args: Any, pin_memory: bool = False, **more: Any) -> Any:
+        allocated.append(empty(*args, **more))
+        return allocated[-1]
+
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        current_stream=lambda device: SimpleNamespace(cuda_stream=55),
+        device=lambda device: nullcontext(),
+        stream=lambda stream: nullcontext(),
+        ExternalStream=lambda stream, device: stream,
+    )
+    kernels: Any = ModuleType("kvass.transfer.cuda_kernels")
+    kernels.copy_runs = lambda table: rows.append((table.data_ptr(), table.nbytes))
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr(cuda_driver, "load_driver", lambda: driver)
+    one = cuda_runtime.open_runtime(0)
+    (words,) = allocated
+    assert words.nbytes <= 4 << 20
+    planes = GroupPlanes(0, (Plane(0, 64, 64),), blocks=4096, chunk_blocks=16)
+    mover = CudaMover(one, [Region(1 << 40, 64 * 4096)], [planes], threaded=False)
+    arena = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
+    rng, driver.lateness = np.random.default_rng(0), 0.8
+    driver.calls.clear()
+    settled = 0
+    for _ in range(2000):
+        table = rng.integers(1, 4096, (4, 16))
+        plan = plan_copy(planes, table.tolist(), [0, 4096, 8192, 12288])
+        if plan.distinct:
+            mover.submit(Job("load", (plan,), arena))
+        for _ in range(3):
+            mover.turn()
+        settled += len(mover.poll())
+    driver.lateness = 0.0
+    while not mover.drain(0):
+        mover.turn()
+    mover.close()
+    assert len(allocated) == 1
+    assert len(rows) > 1000
+    begin, end = words.data_ptr(), words.data_ptr() + words.nbytes
+    assert all(begin <= at and at + size <= end for at, size in rows)
+    assert not [name for name in driver.calls if "Alloc" in name]
+    assert driver.calls.count("cuStreamCreateWithPriority") == 1
+    assert driver.calls.count("cuMemHostRegister_v2") == 1
+    assert driver.calls.count("cuEventCreate") == driver.calls.count("cuEventDestroy_v2")
+    tables = one._tables
+    assert isinstance(tables, Tables)
+    assert tables.free == len(tables)

@@ -31,6 +31,7 @@ import numpy as np
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Mover, U8Array
 from kvass.transfer.cuda import CudaMover
+from kvass.transfer.kernel_tables import TABLE_WORDS, Tables
 from kvass.transfer.runtime import (
     MAX_DESCRIPTORS,
     Batch,
@@ -41,12 +42,15 @@ from kvass.transfer.runtime import (
     Runtime,
     Stream,
 )
+from kvass.types import I64Array
 
 ALIAS = 1 << 60
 COMPUTE = Stream(7)
 """The engine's stream."""
 DEAD = Fault("unspecified launch failure", dead=True)
 PIECES = 3
+MOST_RUNS = 8192
+"""That a stream takes at once, without keeping whoever gives them."""
 
 
 @dataclass(eq=False)
@@ -59,6 +63,9 @@ class _Piece:
     load: bool
     pinned: bool
     read: bytes | None = None
+    run: tuple[int, int, int] = (0, 0, 0)
+    told: I64Array | None = None
+    """Where a kernel reads ``run``, when it comes to it."""
 
     @property
     def host(self) -> int:
@@ -71,6 +78,7 @@ class _Piece:
 @dataclass(eq=False)
 class _Copy:
     pieces: list[_Piece]
+    runs: int
 
 
 @dataclass(eq=False)
@@ -115,6 +123,8 @@ class FakeCuda(Runtime):
         self.violations: list[str] = []
         self.copied: list[Batch] = []
         self.registered: dict[int, int] = {}
+        self.most_runs = MOST_RUNS
+        self.tables = Tables(np.zeros((3, TABLE_WORDS), np.int64))
         self.streams: dict[Stream, deque[_Op]] = {COMPUTE: deque()}
         self.stopped = False
         """Nothing happens by itself: a device that hangs."""
@@ -150,6 +160,11 @@ class FakeCuda(Runtime):
         self._mapped[address] = count
         weakref.finalize(backing, self._unmapped, address, count)
         return array
+
+    @property
+    def mapped(self) -> int:
+        """How many arenas are mapped."""
+        return len(self._mapped)
 
     def _unmapped(self, address: int, count: int) -> None:
         with self._lock:
@@ -216,6 +231,8 @@ class FakeCuda(Runtime):
         if piece.pinned and self._window(piece.host, piece.count) is None:
             self.violations.append("host memory was unregistered under a copy")
             return
+        if piece.told is not None and tuple(piece.told.tolist()) != piece.run:
+            self.violations.append("a kernel's table was written anew while it ran")
         got = piece.read or ctypes.string_at(piece.source, piece.count)
         ctypes.memmove(piece.target, got, piece.count)
 
@@ -230,11 +247,11 @@ class FakeCuda(Runtime):
     @contextmanager
     def engine_thread(self) -> Iterator[None]:
         """What is asked within is asked on the engine's thread."""
-        self._engine.here = True
+        was, self._engine.here = self._on_engine, True
         try:
             yield
         finally:
-            self._engine.here = False
+            self._engine.here = was
 
     @property
     def _on_engine(self) -> bool:
@@ -308,6 +325,7 @@ class FakeCuda(Runtime):
             return address + ALIAS
 
     def unregister(self, address: int) -> Fault | None:
+        self._copy_thread("unregister")
         with self._lock:
             if address not in self.registered:
                 return Fault("not registered")
@@ -320,14 +338,19 @@ class FakeCuda(Runtime):
         self._copy_thread("copy")
         if fault := self._refusal(stream, batch):
             return fault
-        pieces = [piece for run in self._runs(batch) for piece in self._cut(*run, batch)]
+        pieces = [
+            piece
+            for run, told in zip(self._runs(batch), self._told(batch), strict=True)
+            for piece in self._cut(*run, batch, told)
+        ]
         fault = self._fault("copy")
         if fault is not None and self.rng.random() < 0.7:  # a part was given all the same
             pieces = pieces[: self.rng.randint(0, len(pieces))]
         elif fault is not None:
             pieces = []
         with self._lock:
-            self.streams[stream].append(_Copy(pieces))
+            self._would_keep(stream, batch)
+            self.streams[stream].append(_Copy(pieces, len(batch.bytes)))
             self.copied.append(batch)
         return fault
 
@@ -350,6 +373,17 @@ class FakeCuda(Runtime):
                 return Fault("misaligned address")
         return None
 
+    def _would_keep(self, stream: Stream, batch: Batch) -> None:
+        """Note a batch whose giver the driver would keep, with its locks, until work before it is
+        done; one batch, of whatever size, is none."""
+        ops = self.streams[stream]
+        flying = [op.runs for op in ops if isinstance(op, _Copy)]
+        if flying and sum(flying) + len(batch.bytes) > self.most_runs:
+            self.violations.append("too many descriptors were given to a stream at once")
+        waits = any(not self._ready(op) for op in ops)
+        if waits and batch.way == "pageable":
+            self.violations.append("a call that may block was made while its stream waits")
+
     def _runs(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
         """``(target, source, bytes)``, a kernel's host addresses turned into the CPU's."""
         for target, source, count in zip(
@@ -361,11 +395,23 @@ class FakeCuda(Runtime):
             else:
                 yield target - alias, source, count
 
-    def _cut(self, target: int, source: int, count: int, batch: Batch) -> Iterator[_Piece]:
+    def _told(self, batch: Batch) -> Sequence[I64Array | None]:
+        """Where each run is read, if a kernel does, and there is a table for it."""
+        table = self.tables.take(batch) if batch.way == "kernel" else None
+        if table is None:
+            return [None] * len(batch.bytes)
+        batch.keep.append(table)
+        return list(table.rows.T)
+
+    def _cut(
+        self, target: int, source: int, count: int, batch: Batch, told: I64Array | None
+    ) -> Iterator[_Piece]:
+        run = (0, 0, 0) if told is None else (int(told[0]), int(told[1]), int(told[2]))
         cuts = sorted({0, count, *(self.rng.randrange(count) for _ in range(PIECES - 1))})
         load = batch.kind == "load"
         for lo, hi in pairwise(cuts):
-            piece = _Piece(target + lo, source + lo, hi - lo, load, batch.way != "pageable")
+            pinned = batch.way != "pageable"
+            piece = _Piece(target + lo, source + lo, hi - lo, load, pinned, None, run, told)
             if load and self.rng.random() < 0.3:
                 piece.read = ctypes.string_at(piece.source, piece.count)
             yield piece

@@ -41,7 +41,7 @@ from kvass.tiers.slots import arrived, incoming, outgoing, page_buffer, slot_byt
 from kvass.types import PAGE, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
-"""Of one record: what one pwritev can do (Linux)."""
+"""Of one record, its header included."""
 _MOST_THREADS: Final = 64
 _COUNTS: Final = (
     "evicted",  # records, or whole segments, that left for others

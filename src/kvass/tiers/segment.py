@@ -4,8 +4,8 @@ Law of this file: bytes in, bytes out. What lies where is the caller's business;
 or was torn leaves a slot that is *unknown*, never one that is believed.
 
 ``NNNNNNNN.seg``: a page that describes the file, then the slots. A slot holds one record, as
-``slots`` lays it out: one ``pwritev`` or ``preadv``, past the page cache (O_DIRECT) where the file
-system can.
+``slots`` lays it out: ``pwritev`` or ``preadv`` of a few MiB each, past the page cache (O_DIRECT)
+where the file system can.
 
 ``NNNNNNNN.idx``: a page that describes it, then 24 bytes per slot (little-endian): fingerprint of
 the record's key, its sequence number (both 0: the slot is free), and a mix of the two with segment
@@ -20,7 +20,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -30,6 +30,7 @@ import xxhash
 from kvass.errors import ConfigError
 from kvass.tiers.base import Buffer
 from kvass.tiers.slots import page_buffer
+from kvass.tiers.turns import MOVED, give_way
 from kvass.types import PAGE, U64Array, align_up
 
 FORMAT: Final = 1
@@ -152,13 +153,13 @@ class SegmentFile:
         """Write page-aligned ``parts`` one behind another to ``slot``: all of it or ``OSError``."""
         wanted = sum(map(len, parts))
         assert wanted <= self.slot_bytes, "a record is larger than its slot"
-        done = os.pwritev(self._fd, [p.data for p in parts], self._at(slot))
+        done = _move(os.pwritev, self._fd, parts, self._at(slot))
         if done != wanted:  # a full disk ends a write early; what is there fails its checksum
             raise OSError(errno.ENOSPC, f"wrote {done} of {wanted} bytes")
 
     def read(self, slot: int, parts: Sequence[Buffer]) -> bool:
         """Read ``slot`` into page-aligned ``parts``; whether they were filled."""
-        return os.preadv(self._fd, [p.data for p in parts], self._at(slot)) == sum(map(len, parts))
+        return _move(os.preadv, self._fd, parts, self._at(slot)) == sum(map(len, parts))
 
     def erase(self, slot: int) -> None:
         """Overwrite the slot's header, so that no later boot finds a record there."""
@@ -244,6 +245,38 @@ UNKNOWN: Final = (1 << 64) - 1
 
 _PIECE: Final = 4096
 _FLAGS: Final = os.O_RDWR | os.O_CLOEXEC
+
+
+def _move(
+    call: Callable[[int, list[memoryview], int], int], fd: int, parts: Sequence[Buffer], at: int
+) -> int:
+    """Bytes moved by ``pwritev`` or ``preadv`` in turns; fewer than there are: it ended early."""
+    done = 0
+    for turn in _turns(parts):
+        if done:
+            give_way()
+        moved = call(fd, turn, at + done)
+        done += moved
+        if moved != sum(map(len, turn)):
+            break
+    return done
+
+
+def _turns(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:
+    """The parts' bytes in order, ``MOVED`` at a time: what was page-aligned stays so."""
+    turn: list[memoryview] = []
+    room = MOVED
+    for part in parts:
+        left = part.data
+        while left:
+            turn.append(left[:room])
+            left = left[room:]
+            room -= len(turn[-1])
+            if not room:
+                yield turn
+                turn, room = [], MOVED
+    if turn:
+        yield turn
 
 
 def _describe(path: Path, page: bytes) -> tuple[int, int, int] | None:

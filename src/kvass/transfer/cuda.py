@@ -27,20 +27,17 @@ from threading import Condition, Thread, current_thread
 from time import monotonic
 from typing import Final
 
-import numpy as np
-
 from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes
-from kvass.transfer.base import Done, Job, Mover, Outcome
+from kvass.transfer.base import Done, Job, Mover
+from kvass.transfer.batching import job_batches
 from kvass.transfer.checks import check_job
-from kvass.transfer.descriptors import KERNEL_BELOW, Runs, batches, choose, plan_runs
+from kvass.transfer.descriptors import KERNEL_BELOW
+from kvass.transfer.lanes import FLYING_BYTES, FLYING_RUNS, Lane, Task
 from kvass.transfer.pins import WINDOW_BYTES, Pins
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream, Way
-from kvass.types import I64Array
 
 BATCH_BYTES: Final = 16 << 20
-FLYING_BYTES: Final = 256 << 20
-"""Given to a stream and not over: enough for the 5 ms that another thread may hold the GIL."""
 POLL_S: Final = 100e-6
 PATIENCE_S: Final = 30.0
 """How long ``close`` waits for a device that finishes nothing."""
@@ -50,48 +47,6 @@ JOIN_S: Final = 5.0
 _log = logging.getLogger(__name__)
 _lost: Final[list[object]] = []
 """Arenas, and tables of batches, that a dead device may still use: never let go of."""
-
-
-class _Task:
-    """A job on its way. ``flying`` counts its batches on the device."""
-
-    def __init__(self, job: Job, since: float, order: Event | Fault) -> None:
-        self.job = job
-        self.since = since
-        self.order = order
-        self.ordered = False
-        self.batches = deque[Batch]()
-        self.more: Iterator[Batch] | None = None
-        """Makes the batches after those, once it was begun."""
-        self.begun = False
-        self.flying = 0
-        self.outcome: Outcome | None = None
-        self.error = ""
-        self.settled = False
-
-    def end(self, outcome: Outcome, error: str = "") -> None:
-        """Nothing more of it will be given to the device; the first reason counts."""
-        if self.outcome is None:
-            self.outcome, self.error = outcome, error
-        self.batches.clear()
-        self.begun, self.more = True, None
-
-    @property
-    def given(self) -> bool:
-        """Whether all of it was given to the device, or never will be."""
-        return self.begun and not self.batches and self.more is None
-
-
-class _Lane:
-    """Copies of one kind: a stream, the jobs that wait, the batches that fly (oldest first)."""
-
-    def __init__(self, kind: Kind) -> None:
-        self.kind: Kind = kind
-        self.stream: Stream | None = None
-        self.queue: list[tuple[int, int, _Task]] = []
-        self.flying: deque[tuple[Event, _Task, Batch]] = deque()
-        self.flying_bytes = 0
-        self.moved_bytes = 0
 
 
 class CudaMover(Mover):
@@ -113,6 +68,7 @@ class CudaMover(Mover):
         window: int = WINDOW_BYTES,
         batch_bytes: int = BATCH_BYTES,
         flying_bytes: int = FLYING_BYTES,
+        flying_runs: int = FLYING_RUNS,
         kernel_below: Mapping[Kind, int] = KERNEL_BELOW,
         threaded: bool = True,
         quiet: bool = False,
@@ -123,15 +79,15 @@ class CudaMover(Mover):
             planes.check([region.bytes for region in regions])
         self._planes = {planes.group: planes for planes in groups}
         self._runtime, self._regions, self._clock = runtime, regions, clock
-        self._pins = Pins(runtime, window, quiet)
+        self._changed = Condition()
+        self._pins = Pins(runtime, window, quiet, self._wake)
         self.ways = set[Way]()
-        self._batch_bytes, self._flying_bytes = batch_bytes, flying_bytes
-        self._below = kernel_below
+        self._batch_bytes, self._below = batch_bytes, kernel_below
         self._threaded = threaded
         self._thread: Thread | None = None
-        self._changed = Condition()
         # Guarded by _changed: the lanes' queues, and what follows. All else is the copy thread's.
-        self._lanes: dict[Kind, _Lane] = {"load": _Lane("load"), "store": _Lane("store")}
+        kinds: tuple[Kind, ...] = ("load", "store")
+        self._lanes = {kind: Lane(kind, flying_bytes, flying_runs) for kind in kinds}
         self._arrivals = count()
         self._unsettled = 0
         self._settled: deque[Done] = deque()
@@ -144,7 +100,7 @@ class CudaMover(Mover):
     def submit(self, job: Job) -> None:
         check_job(job, self._planes)
         order = Fault(self._dead) if self._dead else self._runtime.order()
-        task = _Task(job, self._clock(), order)
+        task = Task(job, self._clock(), order)
         lane = self._lanes[job.kind]
         with self._changed:
             if self._closed:
@@ -194,13 +150,17 @@ class CudaMover(Mover):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._unsettled or self._closed)
-                if not self._unsettled:
+                self._changed.wait_for(lambda: self._unsettled or self._closed or self._pins.ended)
+                if self._closed and not self._unsettled:
                     break
             if not self._turn_or_die():
                 with self._changed:
                     self._changed.wait(POLL_S)
         self._release()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _turn_or_die(self) -> bool:
         """As ``turn``; whatever it raises ends the mover, not this thread: jobs must end."""
@@ -215,6 +175,7 @@ class CudaMover(Mover):
     def turn(self) -> bool:
         """See what is over, give the device what it may have; whether anything changed."""
         changed = False
+        self._pins.reap()
         for lane in self._lanes.values():
             changed = self._reap(lane) or changed
             changed = self._feed(lane) or changed
@@ -222,25 +183,23 @@ class CudaMover(Mover):
             self._die(Fault(f"the device finished nothing for {PATIENCE_S:g} s", dead=True))
         return changed
 
-    def _reap(self, lane: _Lane) -> bool:
+    def _reap(self, lane: Lane) -> bool:
         """Take back the batches that are over. A stream ends them in order."""
         before = len(lane.flying)
         while lane.flying:
-            event, task, batch = lane.flying[0]
-            over = self._runtime.done(event)
+            over = self._runtime.done(lane.flying[0][0])
             if isinstance(over, Fault):
                 self._die(over)
                 return True
             if not over:
                 break
-            lane.flying.popleft()
-            lane.flying_bytes -= batch.total
+            event, task, batch = lane.land()
             self._runtime.forget(event)
-            task.flying -= 1
+            batch.keep.clear()
             self._settle_if_over(task)
         return len(lane.flying) < before
 
-    def _feed(self, lane: _Lane) -> bool:
+    def _feed(self, lane: Lane) -> bool:
         """Give the lane's stream batches of whoever is first, as many as may fly."""
         changed = False
         while (task := self._first(lane)) is not None:
@@ -255,18 +214,17 @@ class CudaMover(Mover):
                 self._settle_if_over(task)
         return changed
 
-    def _first(self, lane: _Lane) -> _Task | None:
+    def _first(self, lane: Lane) -> Task | None:
         """Whoever is first; nobody while enough is flying, unless all is to end now."""
         with self._changed:
-            full = lane.flying_bytes >= self._flying_bytes and not self._closed
+            full = lane.full and not self._closed
             return lane.queue[0][-1] if lane.queue and not full else None
 
-    def _drop(self, lane: _Lane, task: _Task) -> None:
+    def _drop(self, lane: Lane, task: Task) -> None:
         with self._changed:
-            lane.queue = [entry for entry in lane.queue if entry[-1] is not task]
-            heapq.heapify(lane.queue)
+            lane.drop(task)
 
-    def _end_if_useless(self, task: _Task) -> None:
+    def _end_if_useless(self, task: Task) -> None:
         if isinstance(task.order, Fault):
             task.end("failed", task.order.text)
         elif self._dead:
@@ -278,7 +236,7 @@ class CudaMover(Mover):
 
     # ------------------------------------------------------------ giving
 
-    def _make(self, task: _Task) -> None:
+    def _make(self, task: Task) -> None:
         """Have the task's next batch at hand, if there is one more."""
         try:
             if not task.begun:
@@ -291,43 +249,27 @@ class CudaMover(Mover):
             task.end("failed", f"{type(e).__name__}: {e}")
 
     def _batches(self, job: Job) -> Iterator[Batch]:
-        """The job's batches; what they need of its arena is registered first, as late as can be:
-        meanwhile what was given before flies."""
-        pinned, window = self._pins.of(job.arena), self._pins.window
-        for runs in plan_runs(job.plans, self._regions, window):
-            windows = runs.host // window
-            pinned_all = pinned.want(
-                np.unique(windows).tolist(), job.populated if self._below else 0
-            )
-            which = None if pinned_all else pinned.are(windows)
-            for way, some in choose(runs, job.kind, which, self._below):
-                host = some.host + pinned.address
-                if way == "kernel":
-                    host += pinned.shifts(some.host // window)
-                yield from self._cut(job.kind, way, some, host)
+        pinned = self._pins.of(job.arena)
+        return job_batches(job, self._regions, pinned, self._below, self._batch_bytes)
 
-    def _cut(self, kind: Kind, way: Way, runs: Runs, host: I64Array) -> Iterator[Batch]:
-        ends = host.view(np.uint64), runs.device.view(np.uint64)
-        target, source = ends if kind == "store" else ends[::-1]
-        for part in batches(runs.count, self._batch_bytes):
-            count = runs.count[part].view(np.uint64)
-            yield Batch(kind, way, target[part], source[part], count, int(count.sum()))
-
-    def _give(self, lane: _Lane, task: _Task) -> bool:
+    def _give(self, lane: Lane, task: Task) -> bool:
         """Give the task's next batch; False if it must wait."""
         assert task.batches
         assert not isinstance(task.order, Fault)
+        if not lane.has_room(task.batches[0]):
+            return False
         if lane.stream is None:
             opened = self._runtime.open_stream(lane.kind)
             if isinstance(opened, Fault):
                 return self._failed(task, opened)
             lane.stream = opened
         if task.batches[0].way == "pageable":  # this call may block, with the driver's locks
-            ready = self._runtime.done(task.order)
-            if isinstance(ready, Fault):
-                return self._failed(task, ready)
-            if not ready:
-                return False
+            for order in lane.orders(task):
+                ready = self._runtime.done(order)
+                if isinstance(ready, Fault):
+                    return self._failed(task, ready)
+                if not ready:
+                    return False
         if not task.ordered:
             fault = self._runtime.wait(lane.stream, task.order)
             if fault is not None:
@@ -339,22 +281,20 @@ class CudaMover(Mover):
         return self._fly(lane, lane.stream, task, batch, fault)
 
     def _fly(
-        self, lane: _Lane, stream: Stream, task: _Task, batch: Batch, fault: Fault | None
+        self, lane: Lane, stream: Stream, task: Task, batch: Batch, fault: Fault | None
     ) -> bool:
         """Mark the end of a batch that was given, if perhaps in part only."""
         event = self._runtime.mark(stream)
-        task.flying += 1
         if isinstance(event, Fault):
-            lane.flying.append((Event(0), task, batch))
+            lane.take_off(Event(0), task, batch)
             self._die(Fault(event.text, dead=True))
             return True
-        lane.flying.append((event, task, batch))
-        lane.flying_bytes += batch.total
+        lane.take_off(event, task, batch)
         with self._changed:
             lane.moved_bytes += batch.total
         return True if fault is None else self._failed(task, fault)
 
-    def _failed(self, task: _Task, fault: Fault) -> bool:
+    def _failed(self, task: Task, fault: Fault) -> bool:
         task.end("failed", fault.text)
         if fault.dead:
             self._die(fault)
@@ -362,7 +302,7 @@ class CudaMover(Mover):
 
     # ------------------------------------------------------------ ends
 
-    def _settle_if_over(self, task: _Task) -> None:
+    def _settle_if_over(self, task: Task) -> None:
         if task.flying or not task.given:
             return
         with self._changed:  # ``close`` may settle what hangs, beside the copy thread
@@ -392,14 +332,16 @@ class CudaMover(Mover):
         _log.error("the GPU failed kvass, the engine runs uncached: %s", fault.text)
         self._pins.abandon()
         for lane in self._lanes.values():
-            _lost.extend(batch for _, _, batch in lane.flying)
             with self._changed:  # of what was begun nobody knows how much was given
                 begun = [entry[-1] for entry in lane.queue if entry[-1].ordered]
-            flown = dict.fromkeys([*(task for _, task, _ in lane.flying), *begun])
-            lane.flying.clear()
+            flown = dict.fromkeys(begun)
+            while lane.flying:
+                _, task, batch = lane.land()
+                _lost.append(batch)
+                flown[task] = None
             for task in flown:
                 _lost.append(task.job.arena)
-                task.flying, task.outcome = 0, None
+                task.outcome = None
                 task.end("lost", fault.text)
                 self._drop(lane, task)
                 self._settle_if_over(task)

@@ -7,10 +7,12 @@ Laws of this file:
 - No compiled code of ours, and no array copied: the driver reads numpy's memory.
 - Whatever is missing is one line for the operator (``open_runtime``), before anything is promised.
 
+- Whichever thread calls in, the driver is asked within ``_beside_captures``: no call of ours has a
+  part in what an engine captures into graphs, none is forbidden meanwhile, none spoils the capture.
+
 torch says which stream the engine computes on; Triton launches the one kernel. Each thread that
-calls in gets the device's primary context, which torch uses too. A mover's thread has no part in
-what the engine captures into graphs: its calls are not forbidden meanwhile, nor do they spoil the
-capture. Of a stream that is being captured no order can be had: no event on it will happen.
+calls in gets the device's primary context, which torch uses too. Of a stream that is being captured
+no order can be had: no event on it will happen.
 """
 
 from __future__ import annotations
@@ -18,18 +20,19 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, Final
-
-import numpy as np
 
 from kvass.transfer import cuda_driver
 from kvass.transfer.base import U8Array
 from kvass.transfer.cuda_driver import MissingError as MissingError
 from kvass.transfer.cuda_driver import error_text, must
+from kvass.transfer.kernel_tables import TABLE_WORDS, TABLES, Tables
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream
 from kvass.transfer.self_check import SCRATCH_BYTES, self_check
+from kvass.types import I64Array
 
 NOT_READY: Final = 600
 HARMLESS: Final = frozenset({701, 704, 705, 708, 711, 712, 713})
@@ -42,9 +45,9 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14."""
 _BUSY_CYCLES: Final = 200_000_000
 """Some 100 ms."""
-_log = logging.getLogger(__name__)
 _RELAXED = 2
-"""Of a thread: captures that others have begun are no concern of its calls."""
+"""Of a thread: captures are no concern of its calls, whoever began them."""
+_log = logging.getLogger(__name__)
 
 
 class _Location(ctypes.Structure):
@@ -78,17 +81,21 @@ _BatchCopy: Final = ctypes.CFUNCTYPE(
 
 class DriverRuntime(Runtime):
     """``driver`` is libcuda. ``compute``: the handle of the calling thread's torch stream;
-    ``launch``: runs the kernel for a batch on a stream of ours, and says what it must keep."""
+    ``launch``: runs the kernel for a table of runs on a stream of ours. ``tables``: where those
+    are; or why there are none, and then no kernel."""
 
     def __init__(
         self,
         driver: Any,
         device: int,
         compute: Callable[[], int],
-        launch: Callable[[int, Batch], object],
+        launch: Callable[[int, I64Array], None],
+        tables: Tables | str,
     ) -> None:
         """Raises MissingError."""
         self._driver, self._compute, self._launch = driver, compute, launch
+        self._tables = tables
+        self._no_priorities = False
         self._threads = threading.local()
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = (c_void_p, c_size_t, c_int)
@@ -109,35 +116,36 @@ class DriverRuntime(Runtime):
             return None
         return Fault(f"{what}: {error_text(self._driver, result)}", dead=result in FATAL)
 
-    def _enter(self) -> None:
-        """Give this thread the device's context."""
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Give this thread the device's context; and for as long as we ask, a capture mode in which
+        its calls are independent of all captures. It may be anybody's: it gets its own back."""
         if not getattr(self._threads, "entered", False):
             self._driver.cuCtxSetCurrent(self._context)
             self._threads.entered = True
-
-    def _enter_own(self) -> None:
-        """As ``_enter``, on a thread of our own, which captures nothing itself."""
-        self._enter()
-        if not getattr(self._threads, "relaxed", False):
-            mode = c_int(_RELAXED)
-            self._driver.cuThreadExchangeStreamCaptureMode(byref(mode))
-            self._threads.relaxed = True
+        mode = c_int(_RELAXED)
+        changed = not self._driver.cuThreadExchangeStreamCaptureMode(byref(mode))
+        try:
+            yield
+        finally:
+            if changed:
+                self._driver.cuThreadExchangeStreamCaptureMode(byref(mode))
 
     # ------------------------------------------------------------ streams and events
 
     def order(self) -> Event | Fault:
-        self._enter()
-        stream, capturing = self._compute(), c_int()
-        asked = self._driver.cuStreamIsCapturing(c_void_p(stream), byref(capturing))
-        if fault := self._fault("event", asked):
-            return fault
-        if capturing.value:
-            return Fault("the engine's stream is being captured into a graph")
-        return self._mark(stream)
+        with self._beside_captures():
+            stream, capturing = self._compute(), c_int()
+            asked = self._driver.cuStreamIsCapturing(c_void_p(stream), byref(capturing))
+            if fault := self._fault("event", asked):
+                return fault
+            if capturing.value:
+                return Fault("the engine's stream is being captured into a graph")
+            return self._mark(stream)
 
     def mark(self, stream: Stream) -> Event | Fault:
-        self._enter_own()
-        return self._mark(stream)
+        with self._beside_captures():
+            return self._mark(stream)
 
     def _mark(self, stream: int) -> Event | Fault:
         event = c_void_p()
@@ -149,67 +157,92 @@ class DriverRuntime(Runtime):
         return Event(event.value or 0)
 
     def open_stream(self, kind: Kind) -> Stream | Fault:
-        self._enter_own()
-        low, high, stream = c_int(), c_int(), c_void_p()
-        self._driver.cuCtxGetStreamPriorityRange(byref(low), byref(high))
-        priority = low if kind == "store" else high
-        made = self._driver.cuStreamCreateWithPriority(byref(stream), _NON_BLOCKING, priority)
-        return self._fault("stream", made) or Stream(stream.value or 0)
+        with self._beside_captures():
+            priority, stream = self._priority(kind), c_void_p()
+            if isinstance(priority, Fault):
+                return priority
+            made = self._driver.cuStreamCreateWithPriority(byref(stream), _NON_BLOCKING, priority)
+            return self._fault("stream", made) or Stream(stream.value or 0)
+
+    def _priority(self, kind: Kind) -> c_int | Fault:
+        """The lowest for stores, the highest for loads; the default if the device does not say
+        which those are."""
+        low, high = c_int(), c_int()
+        asked = self._driver.cuCtxGetStreamPriorityRange(byref(low), byref(high))
+        fault = self._fault("priorities of streams", asked)
+        if fault is None:
+            return low if kind == "store" else high
+        if fault.dead:
+            return fault
+        if not self._no_priorities:
+            self._no_priorities = True
+            _log.warning(
+                "kvass: stores may slow the engine's own work on this device: %s", fault.text
+            )
+        return c_int(0)
 
     def close_stream(self, stream: Stream) -> None:
-        self._enter_own()
-        self._driver.cuStreamDestroy_v2(c_void_p(stream))
+        with self._beside_captures():
+            self._driver.cuStreamDestroy_v2(c_void_p(stream))
 
     def wait(self, stream: Stream, event: Event) -> Fault | None:
-        self._enter_own()
-        waited = self._driver.cuStreamWaitEvent(c_void_p(stream), c_void_p(event), 0)
-        return self._fault("wait", waited)
+        with self._beside_captures():
+            waited = self._driver.cuStreamWaitEvent(c_void_p(stream), c_void_p(event), 0)
+            return self._fault("wait", waited)
 
     def done(self, event: Event) -> bool | Fault:
-        self._enter_own()
-        result = self._driver.cuEventQuery(c_void_p(event))
-        if result == NOT_READY:
-            return False
-        return self._fault("copy", result) or True
+        with self._beside_captures():
+            result = self._driver.cuEventQuery(c_void_p(event))
+            if result == NOT_READY:
+                return False
+            return self._fault("copy", result) or True
 
     def forget(self, event: Event) -> None:
-        self._enter()
-        self._driver.cuEventDestroy_v2(c_void_p(event))
+        with self._beside_captures():
+            self._driver.cuEventDestroy_v2(c_void_p(event))
 
     # ------------------------------------------------------------ host memory
 
     def register(self, address: int, count: int) -> int | Fault:
         """As ``Runtime.register``. What is not in this process's page tables is faulted in before,
         where no lock of the driver's is held; if that fails, the driver does it."""
-        self._enter_own()
         self._madvise(address, count, _MADV_POPULATE_WRITE)
-        flags = _PORTABLE | _MAPPED
-        pinned = self._driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(count), flags)
-        if fault := self._fault("pinning", pinned):
-            return fault
-        there = c_uint64()
-        got = self._driver.cuMemHostGetDevicePointer_v2(byref(there), c_void_p(address), 0)
-        if fault := self._fault("pinning", got):
-            self._driver.cuMemHostUnregister(c_void_p(address))
-            return fault
+        flags, there = _PORTABLE | _MAPPED, c_uint64()
+        with self._beside_captures():
+            pinned = self._driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(count), flags)
+            if fault := self._fault("pinning", pinned):
+                return fault
+            got = self._driver.cuMemHostGetDevicePointer_v2(byref(there), c_void_p(address), 0)
+            if fault := self._fault("pinning", got):
+                self._driver.cuMemHostUnregister(c_void_p(address))
+                return fault
         return there.value
 
     def unregister(self, address: int) -> Fault | None:
-        self._enter()
-        return self._fault("unpinning", self._driver.cuMemHostUnregister(c_void_p(address)))
+        with self._beside_captures():
+            return self._fault("unpinning", self._driver.cuMemHostUnregister(c_void_p(address)))
 
     # ------------------------------------------------------------ copies
 
     def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-        self._enter_own()
-        if batch.way == "dma":
+        with self._beside_captures():
+            if batch.way == "kernel":
+                return self._kernel(stream, batch)
+            if batch.way == "pageable":
+                return self._pageable(stream, batch)
             return self._dma(stream, batch)
-        if batch.way == "pageable":
-            return self._pageable(stream, batch)
+
+    def _kernel(self, stream: Stream, batch: Batch) -> Fault | None:
+        """By DMA, which is as right, while all tables are in use."""
+        if isinstance(self._tables, str):
+            return Fault(f"kernel: no pinned memory for its tables: {self._tables}")
+        table = self._tables.take(batch)
+        if table is None:
+            return self._dma(stream, batch)
+        batch.keep.append(table)  # at once: what raises may have been launched
         try:
-            batch.keep.append(self._launch(stream, batch))
+            self._launch(stream, table.rows)
         except Exception as error:  # noqa: BLE001 - a boundary: Triton, gcc and ptxas fail anyhow
-            # What was launched before stays so.
             text = str(error).strip().partition("\n")[0]
             return Fault(f"kernel: {text or type(error).__name__}")
         return None
@@ -256,17 +289,26 @@ def open_runtime(device: int) -> DriverRuntime:
     def compute() -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
-    def launch(stream: int, batch: Batch) -> object:
+    def launch(stream: int, rows: I64Array) -> None:
         from kvass.transfer.cuda_kernels import copy_runs
 
-        rows = np.stack((batch.target, batch.source, batch.bytes)).astype(np.int64)
-        table = torch.from_numpy(rows).pin_memory()
         ours = torch.cuda.ExternalStream(stream, device=device)
         with torch.cuda.device(device), torch.cuda.stream(ours):
-            copy_runs(table)
-        return table
+            copy_runs(torch.from_numpy(rows))
 
-    return DriverRuntime(driver, device, compute, launch)
+    return DriverRuntime(driver, device, compute, launch, _pinned_tables(device))
+
+
+def _pinned_tables(device: int) -> Tables | str:
+    """Made now: the device stops for it. Or why not."""
+    import torch
+
+    try:
+        with torch.cuda.device(device):
+            words = torch.empty((TABLES, TABLE_WORDS), dtype=torch.int64, pin_memory=True)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return Tables(words.numpy())
 
 
 def open_gpu(device: int) -> tuple[Runtime, Mapping[Kind, int]]:

@@ -3,9 +3,10 @@
 Laws of this file:
 
 - A mapping is registered before a copy uses it, and unregistered before it goes away: copies hold
-  the arena's array, and its end, whoever brings it about, unregisters first (numpy tells those who
-  watch an array before it lets go of the memory under it).
-- An arena is not kept alive for being registered: a daemon that ended gets its memory back.
+  the arena's array, and what is registered holds the mapping under it.
+- An arena is not kept alive for being registered: when its array ends, whoever brings that about,
+  its windows are unregistered by the copy thread, and then a daemon that ended gets its memory
+  back. The other may be the engine's thread, which would have to wait for the driver.
 - A registration that fails is not tried again, and costs speed only.
 - What the daemon has not populated is not registered: doing that would fault it in here, so that
   this process is charged for the daemon's memory and waits for it. Until then copies cost speed.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
@@ -32,14 +34,16 @@ _log = logging.getLogger(__name__)
 class Pinned:
     """One mapping: ``shift[i]`` leads from an address in window ``i`` to the kernels' address.
 
-    Holds no array, and is used by the copy thread; ``let_go`` comes from any.
+    Holds what lies under the array, not the array. What numpy allocated itself goes away with its
+    array, so that is never registered.
     """
 
     def __init__(self, runtime: Runtime, arena: U8Array, window: int, quiet: bool = False) -> None:
         self.address = arena.ctypes.data
         self.shift: dict[int, int] = {}
         self._runtime = runtime
-        self._window = window
+        self._mapping = arena.base
+        self.window = window
         self._bytes = arena.nbytes
         self._refused: set[int] = set()
         self._quiet = quiet
@@ -55,9 +59,9 @@ class Pinned:
         return all_are
 
     def _register(self, one: int, populated: int) -> None:
-        begin = one * self._window
-        end = min(begin + self._window, self._bytes)
-        if end > populated:
+        begin = one * self.window
+        end = min(begin + self.window, self._bytes)
+        if end > populated or self._mapping is None:
             return
         got = self._runtime.register(self.address + begin, end - begin)
         if isinstance(got, Fault):
@@ -78,9 +82,10 @@ class Pinned:
         """Unregister everything. Nothing copies to or from this mapping any more."""
         while self.shift:
             one, _ = self.shift.popitem()
-            fault = self._runtime.unregister(self.address + one * self._window)
+            fault = self._runtime.unregister(self.address + one * self.window)
             if fault is not None:
                 _log.warning("kvass could not unpin a part of the arena: %s", fault.text)
+        self._mapping = None
 
     def _refuse(self, one: int, count: int, fault: Fault) -> None:
         if not self._refused and not self._quiet:
@@ -95,12 +100,20 @@ class Pinned:
 
 
 class Pins:
-    """The arenas that jobs named so far, and are still mapped. ``quiet``: of refusals no word."""
+    """The arenas that jobs named so far. ``wake`` is called, on any thread, when one of them ended:
+    then ``reap`` is due. ``quiet``: of refusals no word."""
 
-    def __init__(self, runtime: Runtime, window: int = WINDOW_BYTES, quiet: bool = False) -> None:
-        self._quiet = quiet
+    def __init__(
+        self,
+        runtime: Runtime,
+        window: int = WINDOW_BYTES,
+        quiet: bool = False,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._runtime, self._quiet, self._wake = runtime, quiet, wake
         self.window = window
-        self._runtime = runtime
+        self._ended = deque[Pinned]()
+        self._abandoned = False
         self._known: dict[int, tuple[Pinned, weakref.finalize[..., U8Array]]] = {}
 
     def of(self, arena: U8Array) -> Pinned:
@@ -113,19 +126,37 @@ class Pins:
         known = self._known.get(id(root))
         if known is None:
             pinned = Pinned(self._runtime, root, self.window, self._quiet)
-            end = weakref.finalize(root, pinned.let_go)
+            end = weakref.finalize(root, self._end, pinned)
             end.atexit = False
             known = self._known[id(root)] = (pinned, end)
         return known[0]
+
+    def _end(self, pinned: Pinned) -> None:
+        self._ended.append(pinned)
+        self._wake()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there are arenas that ended and are registered."""
+        return bool(self._ended)
+
+    def reap(self) -> None:
+        """Unregister what ended; of a job that is settled no copy runs."""
+        while self._ended:
+            pinned = self._ended.popleft()
+            if not self._abandoned:
+                pinned.let_go()
 
     def let_go(self) -> None:
         """Unregister all. No copy runs."""
         for _, end in self._known.values():
             end()
         self._known.clear()
+        self.reap()
 
     def abandon(self) -> None:
         """Unregister nothing, ever: the device is dead."""
+        self._abandoned = True
         for _, end in self._known.values():
             end.detach()
         self._known.clear()

@@ -26,8 +26,9 @@ NO_PINS: Final[Mapping[Kind, int]] = {}
 """For ``CudaMover``: pin nothing."""
 _ALWAYS_KERNEL: Final[Mapping[Kind, int]] = {"store": 0, "load": 1 << 40}
 _BLOCKS: Final = 24
-_PAGES: Final = (4096 + 8, 64 << 10)
-"""Bytes: a short run of odd words, and one that DMA likes."""
+_PAGES: Final = (4096 + 8, 16 << 10)
+"""Bytes: a short run of odd words, and a longer one. Below 1 MiB in all, for which torch takes
+2 MiB of the device's memory; for more it takes, and keeps, 20."""
 _KINDS: Final[tuple[Kind, ...]] = ("store", "load")
 _PATIENCE_S: Final = 60.0
 """The first copy of a process compiles the kernel."""

@@ -5,6 +5,7 @@ The daemon needs no GPU, so nothing here is an error.
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Callable
 from typing import Final
@@ -18,6 +19,8 @@ ASK: Final = "only for engines that set kvass.gpu: nobody has seen it work on a 
 UNCACHED: Final = "an engine whose KV cache is on a GPU runs uncached"
 PIN_S_PER_GIB: Final = 0.1
 """Published, of memory that is mapped already; not measured by us."""
+NO_DEVICE: Final = re.compile(r"CUDA error 100\b")
+"""What CUDA says where there is none, or where all are hidden."""
 
 
 def usable(m: Machine) -> bool:
@@ -55,16 +58,34 @@ def _without(m: Machine) -> Finding:
     name = "GPU"
     used = "engines whose KV cache is on the CPU"
     library = "" if m.driver is None else f"the driver speaks CUDA {spelled(m.driver.cuda)}; "
+    if hidden := _hidden(m):
+        missing = "" if m.driver is not None else "no NVIDIA driver; "
+        do = "if an engine here should have some, change that, or ask with the engine's environment"
+        return Finding(name, "note", f"{library}{missing}{hidden}", used, do=do)
     if m.driver is not None and m.driver.trouble:
         found, do = library + m.driver.trouble, "see that nvidia-smi works here"
         return Finding(name, "warning", found, used, UNCACHED, do)
     if m.driver_error:
-        do = "give the container the driver (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+        do = "see that nvidia-smi works here; a container needs the driver "
+        do += "(NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
         return Finding(name, "warning", m.driver_error, used, UNCACHED, do)
     if m.driver is not None:
         do = "if there are any: give them to this container (--gpus, a device plugin)"
         return Finding(name, "note", f"{library}no device here", used, do=do)
     return Finding(name, "ok", "no NVIDIA driver, and none is needed", used)
+
+
+def _hidden(m: Machine) -> str:
+    """The settings that leave no device, where none was found; empty if it is not they."""
+    found = []
+    if m.nvidia_visible in ("", "none", "void"):
+        said = f'NVIDIA_VISIBLE_DEVICES="{m.nvidia_visible}"'
+        found.append(f"{said} gives this container no device")
+    started = m.driver is not None and bool(m.nodes)
+    trouble = m.driver.trouble if m.driver is not None else ""
+    if m.cuda_visible is not None and started and (not trouble or NO_DEVICE.search(trouble)):
+        found.append(f'CUDA_VISIBLE_DEVICES="{m.cuda_visible}" leaves this process no device')
+    return "; ".join(found)
 
 
 def _remedy(m: Machine) -> str:

@@ -16,7 +16,6 @@ import resource
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -24,18 +23,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from kvass.arena import memory
+from kvass.cli.doctor.driver import ask_driver
 from kvass.client.client import Client
 from kvass.config import check_folder, default_socket
 from kvass.errors import ConfigError, KvassError, Unavailable, UsageError
 from kvass.transfer import ON_REQUEST
-from kvass.transfer.cuda_driver import MissingError, Survey, cuda_version, load_driver, survey
+from kvass.transfer.cuda_driver import Survey
 from kvass.types import PAGE
 from kvass.wire.framing import one_line
 
 DAEMON_S: Final = 3.0
 LOAD_S: Final = 30.0
-DRIVER_S: Final = 20.0
-"""A driver that loads its firmware takes seconds; one that lost its GPU may never answer."""
 MOST_TRIAL_BYTES: Final = 64 << 20
 NODES: Final = ("nvidiactl", "dxg", "nvgpu", "nvhost-gpu", "nvmap")
 """Of NVIDIA's drivers under /dev; ``dxg`` is WSL2's. Without any of them the driver is not started:
@@ -103,6 +101,10 @@ class Machine:
     driver: Survey | None = None
     driver_error: str = ""
     """Why there is no survey, if there is a driver."""
+    cuda_visible: str | None = None
+    """CUDA_VISIBLE_DEVICES, which CUDA goes by; None: not set."""
+    nvidia_visible: str | None = None
+    """NVIDIA_VISIBLE_DEVICES, by which a container was given devices; None: not set."""
     allocator: str = ""
     """Settings of torch's allocator in the environment, as NAME=value."""
 
@@ -182,6 +184,8 @@ def examine(
         socket_trouble="" if daemon is not None else socket_trouble(socket),
         driver=driver,
         driver_error=driver_error,
+        cuda_visible=environment.get("CUDA_VISIBLE_DEVICES"),
+        nvidia_visible=environment.get("NVIDIA_VISIBLE_DEVICES"),
         allocator=allocator(environment),
         packages=packages,
         requires=tuple(requirements()),
@@ -322,25 +326,6 @@ def socket_trouble(path: str) -> str:
 
 
 # ---------------------------------------------------------------- GPU
-
-
-def ask_driver(nodes: frozenset[str]) -> tuple[Survey | None, str]:
-    """The driver and its devices, or why they cannot be asked; (None, ""): there is no driver."""
-    answers: list[tuple[Survey | None, str]] = []
-
-    def ask() -> None:
-        try:
-            driver = load_driver()
-            answers.append((survey(driver) if nodes else Survey(cuda_version(driver)), ""))
-        except MissingError as error:
-            answers.append((None, str(error) if nodes else ""))
-        except AttributeError as error:  # a libcuda so old, or so strange, that it lacks a call
-            answers.append((None, f"this is no driver that kvass can use: {error}"))
-
-    thread = threading.Thread(target=ask, name="kvass-driver", daemon=True)
-    thread.start()
-    thread.join(DRIVER_S)
-    return answers[0] if answers else (None, f"the driver did not answer for {DRIVER_S:g} s")
 
 
 def allocator(environment: Mapping[str, str]) -> str:

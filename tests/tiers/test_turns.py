@@ -1,0 +1,141 @@
+"""Bulk work in turns: the same bytes, and others have the processor in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvass.errors import TierDown
+from kvass.testing.tier_suite import data_of, fetch, same
+from kvass.tiers.base import Buffer
+from kvass.tiers.codec import payload_check
+from kvass.tiers.segment import SegmentFile
+from kvass.tiers.slots import page_buffer
+from kvass.tiers.turns import CHECKED, MOVED, in_turns
+from kvass.types import PAGE
+from tests.tiers.conftest import OpenDisk
+
+Count = Callable[[], int]
+TURN = 3 * PAGE
+LARGE = (2 * MOVED + 5 * PAGE,)
+
+
+@pytest.fixture
+def given_way(monkeypatch: pytest.MonkeyPatch) -> Count:
+    """How often way was given."""
+    times: list[None] = []
+    for module in ("turns", "segment"):
+        monkeypatch.setattr(f"kvass.tiers.{module}.give_way", lambda: times.append(None))
+    return lambda: len(times)
+
+
+def noise(size: int, seed: int) -> Buffer:
+    made = page_buffer(size)
+    made[:] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    return made
+
+
+class Calls:
+    """Stands before one of the two system calls: how long each was; the ``nth`` ends early."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str, nth: int = 0) -> None:
+        self.sizes: list[int] = []
+        self.nth = nth
+        self._real = getattr(os, name)
+        patch.setattr(os, name, self)
+
+    def __call__(self, fd: int, parts: list[memoryview], at: int) -> Any:
+        assert at % PAGE == 0
+        assert all(np.frombuffer(p, np.uint8).ctypes.data % PAGE == 0 for p in parts), "O_DIRECT"
+        size = sum(map(len, parts))
+        if size > PAGE:  # a page is a segment's own
+            self.sizes.append(size)
+            if len(self.sizes) == self.nth:
+                parts = [parts[0][:PAGE]]
+        return self._real(fd, parts, at)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 23])
+def test_turns_are_all_of_it_and_way_is_given_between_them(given_way: Count, size: int) -> None:
+    data = noise(size, 1)
+    assert b"".join(in_turns(data, 8)) == data.tobytes()
+    assert given_way() == max(0, -(-size // 8) - 1)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (CHECKED,), (CHECKED + 1, 3), (5, 3 * CHECKED - 1)])
+def test_a_checksum_in_turns_is_the_checksum(given_way: Count, sizes: tuple[int, ...]) -> None:
+    shards = [noise(size, size) for size in sizes]
+    assert payload_check(shards) == xxhash.xxh3_64_intdigest(b"".join(s.tobytes() for s in shards))
+    assert given_way() == sum(max(0, -(-size // CHECKED) - 1) for size in sizes)
+
+
+@pytest.mark.parametrize("pages", [(2,), (3,), (5,), (1, 2), (1, 3, 2), (2, 7), (1, 1, 1, 1, 5)])
+def test_a_slot_is_written_and_read_in_turns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given_way: Count, pages: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr("kvass.tiers.segment.MOVED", TURN)
+    slot, slots = sum(pages) * PAGE, 3
+    file = SegmentFile.create(folder, 1, slot, slots, direct=True)
+    written, read = Calls(monkeypatch, "pwritev"), Calls(monkeypatch, "preadv")
+    parts = [[noise(n * PAGE, 100 * i + k) for k, n in enumerate(pages)] for i in range(slots)]
+    for i in reversed(range(slots)):
+        file.write(i, parts[i])
+    into = [page_buffer(n * PAGE) for n in pages]
+    for i in range(slots):
+        assert file.read(i, into)
+        assert same(into, parts[i])
+    file.close()
+    assert written.sizes == read.sizes
+    assert max(written.sizes) <= TURN
+    turns = -(-slot // TURN)
+    assert len(written.sizes) == slots * turns
+    assert given_way() == 2 * slots * (turns - 1)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_turn_of_a_write_that_ends_early_fails_the_record(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    tier = open_disk()
+    assert tier.store([b"a"], [data_of(b"a", LARGE)]) == [True]
+    with monkeypatch.context() as patch:
+        calls = Calls(patch, "pwritev", nth)
+        with pytest.raises(TierDown, match=r"wrote \d+ of"):
+            tier.store([b"b"], [data_of(b"b", LARGE)])
+        assert len(calls.sizes) == nth  # nothing is written behind a hole
+    assert fetch(tier, b"b", LARGE) is None
+    assert same(fetch(tier, b"a", LARGE) or [], data_of(b"a", LARGE))
+    assert tier.report()["write_errors"] == 1
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_turn_of_a_read_that_ends_early_is_a_miss(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    tier = open_disk(verify_always=False)  # a record once proven is not checked again
+    assert tier.store([b"a"], [data_of(b"a", LARGE)]) == [True]
+    assert same(fetch(tier, b"a", LARGE) or [], data_of(b"a", LARGE))
+    with monkeypatch.context() as patch:
+        calls = Calls(patch, "preadv", nth)
+        assert fetch(tier, b"a", LARGE) is None
+        assert len(calls.sizes) == nth
+    assert tier.report()["damaged"] == 1
+
+
+def test_no_call_moves_more_than_a_turn(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, given_way: Count
+) -> None:
+    tier = open_disk()
+    calls = Calls(monkeypatch, "pwritev"), Calls(monkeypatch, "preadv")
+    assert tier.store([b"a"], [data_of(b"a", LARGE)]) == [True]
+    assert same(fetch(tier, b"a", LARGE) or [], data_of(b"a", LARGE))
+    for call in calls:
+        assert max(call.sizes) == MOVED
+        assert sum(call.sizes) >= sum(LARGE)
+    assert given_way() >= 4 + 2 * (sum(LARGE) // CHECKED - 1)
