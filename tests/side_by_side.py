@@ -1,7 +1,6 @@
 """Tests in several processes at once (``make test`` runs two): who gets which file, and when.
 
-Law of this file: it says where and when a test runs, never which tests run or what they see. In one
-process (``-n 0``) it does nothing.
+Law of this file: it says where and when a test runs, never which tests run or what they see.
 
 A file's tests stay together, in their order: its fixtures are made once, and what its cases compute
 beforehand is computed once. Files that share engines stay together too. Long ones are begun first,
@@ -55,6 +54,19 @@ def scheduler(config: Any, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # by the number of tests, which says nothing of time
     return ByCompany(config, log)
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Whatever comes first in a process: vLLM's scheduler, made in a test, preloads a library of
+    torch into every process that is started after it."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 class Room:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from threading import Event
 
 import pytest
 
-from tests.side_by_side import LONGEST_FIRST, Room, rank
+from tests.side_by_side import LONGEST_FIRST, Room, environment_kept, rank
 
 ROOT = Path(__file__).parent.parent
 LONG_S = 60.0
@@ -80,6 +81,15 @@ def test_a_test_that_fails_leaves(tmp_path: Path) -> None:
         raise KeyError
     with Room(tmp_path).entered(alone=True):
         pass
+
+
+def test_the_environment_is_kept() -> None:
+    before = dict(os.environ)
+    with environment_kept():
+        os.environ["KVASS_NEW"] = "1"
+        os.environ["PATH"] = "elsewhere"
+        del os.environ["HOME"]
+    assert dict(os.environ) == before
 
 
 def test_what_is_said_to_be_long_is_there() -> None:
