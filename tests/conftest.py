@@ -3,8 +3,7 @@
 Hypothesis has no deadlines and draws the same examples in each run
 (``--hypothesis-profile=explore`` draws others). The collector looks at nothing that collecting the
 tests has imported: with vLLM among it, one look took 0.25 s, as long as a call may take an engine.
-Where several processes share the tests, ``side_by_side`` says how. No test sees what another, or
-vLLM in it, has put into the environment.
+Where several processes share the tests, ``side_by_side`` says how.
 """
 
 from __future__ import annotations
@@ -70,5 +69,5 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Outside of the time that a test may take."""
     room = item.config.stash.get(ROOM, None)
     entered = room.entered(alone=item.get_closest_marker("alone") is not None) if room else None
-    with side_by_side.environment_kept(), entered or nullcontext():
+    with entered or nullcontext():
         return (yield)
