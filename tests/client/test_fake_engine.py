@@ -14,7 +14,7 @@ from kvass.errors import UsageError
 from kvass.messages import Reserve, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.engine import WIDTH, FakeEngine, chunk_keys, spread
-from kvass.testing.fake_cuda import FakeGpus
+from kvass.testing.engine_gpu import EngineGpus
 from kvass.testing.pages import WrongPageError
 from kvass.testing.rank import MakeMover
 from kvass.transfer.host import HostMover
@@ -45,9 +45,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 @pytest.fixture(params=["host", "cuda"])
 def make(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes engines, and closes them; then nothing may be held. Their pages are in memory of the
-    host, or of a fake GPU that copies late and in parts."""
+    host, or of a fake GPU that computes late, and copies late and in parts."""
     made: list[FakeEngine] = []
-    gpus = FakeGpus()
+    gpus = EngineGpus()
 
     def make(world: ParallelStrategy, **options: Any) -> FakeEngine:
         mover: MakeMover = gpus if request.param == "cuda" else HostMover
@@ -60,7 +60,7 @@ def make(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Make]:
     yield make
     for engine in made:
         engine.close()
-    gpus.check()
+    gpus.check_closed()
     quiet(daemon)
 
 

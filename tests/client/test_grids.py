@@ -15,7 +15,7 @@ import pytest
 from kvass.client.parallel import ParallelStrategy
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.engine import FakeEngine, chunk_keys, spread
-from kvass.testing.fake_cuda import FakeGpus
+from kvass.testing.engine_gpu import EngineGpus
 from kvass.testing.layouts import GRIDS
 from kvass.testing.rank import MakeMover, Transfer
 from kvass.transfer.host import HostMover
@@ -119,9 +119,9 @@ def test_a6_b5_ranks_die_at_random_and_nothing_is_wrong_or_left(
     "world", [ParallelStrategy(2, 2), ParallelStrategy(4, 1, replicas=4)], ids=["dense", "mla"]
 )
 def test_the_same_with_pages_on_fake_gpus(daemon: Daemon, world: ParallelStrategy) -> None:
-    gpus = FakeGpus(seed=world.ranks)
+    gpus = EngineGpus()
     live(daemon, world, gpus)
-    gpus.check()
+    gpus.check_closed()
 
 
 def live(daemon: Daemon, world: ParallelStrategy, mover: MakeMover) -> None:

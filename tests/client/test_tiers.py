@@ -14,6 +14,9 @@ from kvass.client.client import Client
 from kvass.client.parallel import ParallelStrategy
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.engine import WIDTH, FakeEngine, chunk_keys, spread
+from kvass.testing.engine_gpu import EngineGpus
+from kvass.testing.rank import MakeMover
+from kvass.transfer.host import HostMover
 from kvass.types import GroupLayout, RankLayout
 
 MODEL = RankLayout(
@@ -42,10 +45,13 @@ def tiered(folder: Path, l1_size: str = "16MiB", **options: Any) -> Iterator[Dae
 def engine(
     daemon: Daemon, world: ParallelStrategy = ONE, model: RankLayout = MODEL, **options: Any
 ) -> Iterator[FakeEngine]:
-    """All of one namespace, unless ``options`` say other."""
-    common = {"identity": {"model": "m"}, **options}
+    """All of one namespace, unless ``options`` say other. Small pages are on fake GPUs."""
+    gpus = EngineGpus()
+    mover: MakeMover = HostMover if model is LARGE else gpus
+    common = {"identity": {"model": "m"}, "mover": mover, **options}
     with FakeEngine(daemon.socket, world, spread(world, model), **common) as one:
         yield one
+    gpus.check_closed()
 
 
 def eventually(ask: Callable[[], bool]) -> None:

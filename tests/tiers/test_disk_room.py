@@ -139,11 +139,16 @@ def test_deleting_and_clearing_gives_space_back(folder: Path, open_disk: OpenDis
     assert tier.report()["bytes"] == 0
 
 
-def test_a_record_that_fits_nowhere_is_refused(open_disk: OpenDisk) -> None:
+def test_a_record_that_fits_nowhere_is_refused_and_told_of_once(
+    open_disk: OpenDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = open_disk(MIB)
     big = np.zeros(MIB, np.uint8)
     assert tier.store([b"big", b"small"], [[big], [big[:100]]]) == [False, True]
-    assert tier.report()["too_large"] == 1
+    assert tier.store([b"big"], [[big]]) == [False]
+    assert tier.report()["too_large"] == 2
+    (line,) = caplog.messages
+    assert "rows that take 1028KiB are not kept: one is more than the capacity" in line
     assert tier.store([b"most of it"], [[big[: MIB * 3 // 4]]]) == [True]
 
 

@@ -20,6 +20,7 @@ from kvass.testing import TierSuite
 from kvass.testing.s3_server import BUCKET, S3Server, credentials
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import open_tier
+from kvass.tiers.codec import record_key
 from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of
 
 numbers = count()
@@ -338,6 +339,22 @@ def test_nobody_there_at_the_start(url: str, monkeypatch: pytest.MonkeyPatch) ->
     tier.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "why"), [("127.0.0.1:1", "Connection refused"), ("no.such.invalid", "dns error")]
+)
+def test_a_status_has_room_for_the_reason(host: str, why: str) -> None:
+    """Names of what is asked for would take all of it."""
+    tier = open_tier(f"s3:bucket/a?endpoint=http://{host}&allow_http=yes&timeout_s=2")
+    key = record_key(bytes(32), 1, 0, bytes(32))
+    asks = lambda: tier.probe([key]), lambda: tier.note("epoch." + "0" * 64)
+    for ask in asks:
+        with pytest.raises(TierDown) as caught:
+            ask()
+        assert why in str(caught.value)[:200]
+        assert host in str(caught.value)
+    tier.close()
+
+
 # ---------------------------------------------------------------- bounds
 
 
@@ -477,6 +494,7 @@ class Without:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Without())
 from kvass.tiers import open_tier
+from kvass.tiers.codec import record_key
 open_tier("s3:bucket")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -293,10 +293,10 @@ class DiskTier:
 
     def _room(self, size: int) -> Place | None:
         """A slot of that size, BUSY: a free one, else of a new segment, else of an old record."""
+        if size > _MOST_BYTES or not self._book.fits(size):
+            self._refuse(size)
+            return None
         with self._lock:
-            if size > _MOST_BYTES or not self._book.fits(size):
-                self._counts["too_large"] += 1
-                return None
             if place := self._book.take(size):
                 return place
         with self._growing:  # one thread makes room, and none makes it twice
@@ -313,6 +313,15 @@ class DiskTier:
                     self._grow(size, slots)
                 elif not isinstance(made, Segment) or not self._bury():
                     return made if isinstance(made, Place) else None
+
+    def _refuse(self, size: int) -> None:
+        """How large rows are shows when one comes: whoever chose the capacity is told, once."""
+        with self._lock:
+            self._counts["too_large"] += 1
+            first = self._counts["too_large"] == 1
+        if first:
+            line = "%s: rows that take %s are not kept: one is more than the capacity or %s"
+            _log.warning(line, self._folder, Size(size), Size(_MOST_BYTES))
 
     def _grow(self, size: int, slots: int) -> None:
         """Make a segment of bytes that are set aside; if the disk has them not, wait a while."""

@@ -41,6 +41,11 @@ _ABSENT: Final = ("<Code>", "Bulk delete request failed for key")
 answer, or the client's of one in a batch, which is how it deletes from Azure."""
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 
+_REQUEST: Final = re.compile(r"(Error performing \w+ \w+://[^/?\s]+)\S* in .*? - ", re.DOTALL)
+"""How the client begins: method, server, what was asked for, how long and how often it tried."""
+_CAUSES: Final = (r'message: "([^"]*)"', r"kind: (Timeout)", r'ConnectError\(\s*"([^"]*)"')
+"""Where it says why it got no answer."""
+
 TROUBLE: Final = (BaseError, OSError)
 """What obstore raises; ``FileNotFoundError`` for what is not there."""
 
@@ -220,13 +225,14 @@ class ObjectTier:
 
 
 def said(error: Exception) -> str:
-    """What went wrong, in one line, and nothing of a request but its address: a query or a longer
-    answer may repeat a signature."""
+    """What went wrong, in one line that a status has room for, and nothing of a request but the
+    server: a query or a longer answer may repeat a signature, and a key is long."""
     text, _, debug = str(error).partition("\n\nDebug source")
     text = text[max(text.rfind("Error performing"), 0) :]  # before it: what was asked for
     code, message = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
     if code:
         text = f"{code[1]}: {message[1]}" if message else code[1]
-    elif cause := re.search(r'message: "([^"]*)"', debug) or re.search(r"kind: (Timeout)", debug):
+    elif cause := next(filter(None, (re.search(one, debug) for one in _CAUSES)), None):
         text = f"{text} ({cause[1]})"
+    text = _REQUEST.sub(r"\1: ", text, count=1)
     return re.sub(r"\?\S*", "", " ".join(text.split()))[:300]
