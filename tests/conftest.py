@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Generator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.register_profile("same", settings.get_profile("explore"), derandomize=True, database=None)
 settings.load_profile("same")
 
+ENGINES = Path(__file__).parent / "engine"
 ROOM = pytest.StashKey[side_by_side.Room]()
 FOLDER = pytest.StashKey[str]()
 
@@ -68,6 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Outside of the time that a test may take."""
     room = item.config.stash.get(ROOM, None)
-    entered = room.entered(alone=item.get_closest_marker("alone") is not None) if room else None
-    with entered or nullcontext():
+    with ExitStack() as stack:
+        if room is not None:
+            alone = item.get_closest_marker("alone") is not None
+            stack.enter_context(room.entered(alone=alone))
+        if item.path.is_relative_to(ENGINES):
+            stack.enter_context(side_by_side.environment_kept())
         return (yield)

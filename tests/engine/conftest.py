@@ -7,7 +7,7 @@ a load is compared with. ``a`` and ``b`` share one daemon.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,6 @@ import pytest
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.models import TINY, build
 from kvass.testing.vllm_engine import Answer, EngineProcess
-from tests.side_by_side import environment_kept
 
 ROOT: Final = Path(__file__).parent.parent.parent
 CHUNK: Final = 256
@@ -79,12 +78,6 @@ def store(engine: EngineProcess, tokens: list[int], max_tokens: int = 1, **field
             assert engine.reset()
             return first
     raise AssertionError("never stored")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
-    with environment_kept():
-        return (yield)
 
 
 Starter = Callable[..., EngineProcess]
