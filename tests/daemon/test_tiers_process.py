@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from kvass.messages import Commit, Ping, Pong
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.peer import Peer, engine
+from kvass.testing.redis_server import RedisServer
 from kvass.testing.scripted import eventually
 from tests.daemon.test_process import refused, serve
 
@@ -180,6 +182,8 @@ def test_a_server_that_is_not_there_is_a_tier_that_is_down(tmp_path: Path) -> No
         nobody.bind(("127.0.0.1", 0))  # bound, and not listening
         where = f"redis:127.0.0.1:{nobody.getsockname()[1]}"
         with running_daemon(tmp_path, tier=[f"{where}?password=hunter2"]) as daemon:
+            assert eventually(lambda: tier_of(daemon).get("up") is False), "before any engine"
+            assert "refused" in tier_of(daemon)["trouble"]
             with engine(daemon.socket) as peers:
                 commit_two(*peers)
                 assert eventually(lambda: tier_of(daemon).get("up") is False)
@@ -187,6 +191,16 @@ def test_a_server_that_is_not_there_is_a_tier_that_is_down(tmp_path: Path) -> No
             assert daemon.stop() == 0
             assert f"tier {where} is down: " in daemon.log()
             assert "hunter2" not in daemon.log() + daemon.ready
+
+
+def test_a_server_that_does_not_know_us_is_told_of_at_the_start(tmp_path: Path) -> None:
+    with closing(RedisServer()) as server:
+        server.client().config_set("requirepass", "hunter2")
+        url = f"redis:{server.address}?password="
+        with running_daemon(tmp_path, tier=[f"{url}wrong", f"{url}hunter2"]) as daemon:
+            assert eventually(lambda: tier_of(daemon).get("up") is False)
+            assert "invalid username-password pair" in daemon.log()
+            assert eventually(lambda: daemon.status()["tiers"][1].get("up") is True)
 
 
 # ---------------------------------------------------------------- stop

@@ -22,7 +22,10 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
+
 from kvass.arena import memory
+from kvass.core.effects import Records, TierProbe
 from kvass.daemon.executor import Executor
 from kvass.daemon.tier_frames import (
     Down,
@@ -37,12 +40,15 @@ from kvass.daemon.tier_frames import (
 )
 from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
+from kvass.tiers.codec import NAMESPACE_BYTES
 from kvass.tiers.url import open_tier
 
 DEAF_TO: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 CLOSE_S: Final = 2.0
 """How long calls that still run at the end are waited for."""
 _READ_BYTES: Final = 256 << 10
+_NOBODYS: Final = -1
+"""An operation that no core begins."""
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
@@ -86,6 +92,7 @@ def main(arguments: list[str]) -> int:
         return 0
     voice.say(Opened())
     executor = Executor(start.number, tier, start.name, arena.buffer, voice.say)
+    executor.submit(_greeting(start.number))
     for said in words:
         if isinstance(said, Knock):
             voice.say(Here())
@@ -109,6 +116,14 @@ def _received(sock: socket.socket) -> bytes:
         return sock.recv(_READ_BYTES)
     except ConnectionResetError:  # it hung up with words of ours unread
         return b""
+
+
+def _greeting(number: int) -> TierProbe:
+    """A question that nobody waits for, so that a server which is not there, or does not know us,
+    is told of at the start and not when an engine comes. The daemon drops the answer, as it does
+    all that it did not ask for."""
+    absent = Records(bytes(NAMESPACE_BYTES), 0, 0, np.zeros((1, 4), np.uint64))
+    return TierProbe(number, _NOBODYS, (absent,))
 
 
 def _open(start: Start) -> Tier:
