@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "copies that may block do not wait",
         "cuda.py",
-        '        if task.batches[0].way == "pageable":',
-        '        if task.batches[0].way == "pageable" and not (\n'
+        '        if batch.way == "pageable":',
+        '        if batch.way == "pageable" and not (\n'
         "            setattr(task, 'ordered', True)\n"
         "        ) and False:",
     ),

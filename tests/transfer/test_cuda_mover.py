@@ -312,6 +312,34 @@ def test_close_ends_though_a_call_of_the_driver_never_returns(
     rig.fake.dead = True
 
 
+@pytest.mark.parametrize("call", ["register", "open_stream", "wait"])
+def test_what_was_settled_is_not_given_when_a_call_returns_after_all(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """``close`` gave up on a call before the first copy and said ``failed``: the slots are another's
+    by the time that it returns."""
+    monkeypatch.setattr(cuda, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(cuda, "JOIN_S", 0.05)
+    within, leave, real = threading.Event(), threading.Event(), getattr(rig.fake, call)
+
+    def hanging(*args: Any) -> Any:
+        within.set()
+        leave.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(rig.fake, call, hanging)
+    rig.submit("store", 1)
+    assert within.wait(10)
+    rig.mover.close()
+    assert rig.ends() == {(1,): "failed"}
+    leave.set()
+    assert rig.mover._thread is not None
+    rig.mover._thread.join(10)
+    assert not rig.mover._thread.is_alive()
+    assert rig.fake.copied == []
+    rig.fake.dead = True
+
+
 def test_what_a_dead_device_may_still_read_is_kept(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -254,16 +254,16 @@ class CudaMover(Mover):
 
     def _give(self, lane: Lane, task: Task) -> bool:
         """Give the task's next batch; False if it must wait."""
-        assert task.batches
         assert not isinstance(task.order, Fault)
-        if not lane.has_room(task.batches[0]):
+        batch = task.batches[0]
+        if not lane.has_room(batch):
             return False
         if lane.stream is None:
             opened = self._runtime.open_stream(lane.kind)
             if isinstance(opened, Fault):
                 return self._failed(task, opened)
             lane.stream = opened
-        if task.batches[0].way == "pageable":  # this call may block, with the driver's locks
+        if batch.way == "pageable":  # this call may block, with the driver's locks
             for order in lane.orders(task):
                 ready = self._runtime.done(order)
                 if isinstance(ready, Fault):
@@ -274,8 +274,11 @@ class CudaMover(Mover):
             fault = self._runtime.wait(lane.stream, task.order)
             if fault is not None:
                 return self._failed(task, fault)
-            task.ordered = True
-        batch = task.batches.popleft()
+            with self._changed:  # ``close`` may have given up on this thread, and settled the job
+                if self._dead:
+                    return True
+                task.ordered = True
+        task.batches.popleft()
         self.ways.add(batch.way)
         fault = self._runtime.copy(lane.stream, batch)
         return self._fly(lane, lane.stream, task, batch, fault)
