@@ -316,8 +316,8 @@ def test_close_ends_though_a_call_of_the_driver_never_returns(
 def test_what_was_settled_is_not_given_when_a_call_returns_after_all(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """``close`` gave up on a call before the first copy and said ``failed``: the slots are another's
-    by the time that it returns."""
+    """``close`` gave up on a call before the first copy and said ``failed``: by the time that it
+    returns the slots are another's."""
     monkeypatch.setattr(cuda, "PATIENCE_S", 0.05)
     monkeypatch.setattr(cuda, "JOIN_S", 0.05)
     within, leave, real = threading.Event(), threading.Event(), getattr(rig.fake, call)

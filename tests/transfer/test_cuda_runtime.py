@@ -139,7 +139,10 @@ def test_a_batch_is_given_as_it_is(kind: Any, order: int) -> None:
     assert driver.orders == [order]
 
 
-@pytest.mark.parametrize(("result", "dead"), [(719, True), (700, True), (712, False), (1, False)])
+@pytest.mark.parametrize(
+    ("result", "dead"),
+    [(719, True), (700, True), (721, True), (810, True), (712, False), (1, False), (906, False)],
+)
 def test_errors_are_values_and_some_are_the_end(result: int, dead: bool) -> None:
     driver = Driver(cuMemcpyBatchAsync=result, cuEventQuery=result)
     one = np.ones(1, np.uint64)

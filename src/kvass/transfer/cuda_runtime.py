@@ -36,8 +36,9 @@ from kvass.types import I64Array
 
 NOT_READY: Final = 600
 HARMLESS: Final = frozenset({701, 704, 705, 708, 711, 712, 713})
-FATAL: Final = frozenset({4, 46, 201, 214, 220, 226, 709, 999, *range(700, 721)}) - HARMLESS
-"""After these the context is of no use: kernels that failed, memory errors, a driver that ends."""
+FATAL: Final = frozenset({4, 46, 201, 214, 220, 226, 810, 999, *range(700, 722)}) - HARMLESS
+"""After these the context is of no use: kernels that failed, memory errors, a driver or an MPS
+server that ends."""
 _STREAM_ORDER, _ANY_ORDER = 1, 3
 _NON_BLOCKING, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2
