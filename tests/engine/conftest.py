@@ -1,7 +1,7 @@
 """Real vLLM engines for the tests of this folder, each a process of its own, shared by many cases.
 
 ``plain`` runs without kvass and is the judge: its cold runs and its own local prefix hits are what
-a load is compared with. ``a`` and ``b`` share one daemon.
+a load is compared with. ``a`` and ``b`` share one daemon; the pages of ``b`` are on a fake GPU.
 """
 
 from __future__ import annotations
@@ -83,6 +83,16 @@ def store(engine: EngineProcess, tokens: list[int], max_tokens: int = 1, **field
 Starter = Callable[..., EngineProcess]
 
 
+GPU: Final[dict[str, Any]] = {"kv_connector_module_path": "kvass.testing.vllm_gpu"}
+"""For ``Engine`` and ``HybridEngine``: their pages are on a fake GPU."""
+
+
+@pytest.fixture(params=["host", "gpu"])
+def pages(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Where an engine of this process has its pages."""
+    return GPU if request.param == "gpu" else {}
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     return build(ROOT / ".cache" / "models")
@@ -128,7 +138,7 @@ def daemon(folder: Path) -> Iterator[Daemon]:
 @pytest.fixture(scope="session")
 def pair(daemon: Daemon, start: Starter) -> tuple[EngineProcess, EngineProcess]:
     """Two engines of one daemon, started side by side."""
-    a, b = (start(name, socket=Path(daemon.socket)) for name in "ab")
+    a, b = (start(name, socket=Path(daemon.socket), gpu=name == "b") for name in "ab")
     return a.wait_ready(), b.wait_ready()
 
 

@@ -203,9 +203,10 @@ def assert_telling(answer: Answer) -> None:
 
 @contextmanager
 def running_pair(
-    model: Model, folder: Path, options: dict[str, Any] | None = None, **args: Any
+    model: Model, folder: Path, options: dict[str, Any] | None = None, gpus: str = "", **args: Any
 ) -> Iterator[Pair]:
-    """Two engines of ``model``, started side by side on a daemon of their own, with ``options``."""
+    """Two engines of ``model``, started side by side on a daemon of their own, with ``options``;
+    the pages of those named in ``gpus`` are on fake GPUs."""
     path = build(ROOT / ".cache" / "models", model.blueprint)
     engines: list[EngineProcess] = []
     options = {"l1_size": "256MiB", "lookup_budget_ms": 10_000, **(options or {})}
@@ -218,6 +219,7 @@ def running_pair(
                     socket=Path(daemon.socket),
                     args={**ARGS, **model.args, **args},
                     patient=True,
+                    gpu=name in gpus,
                 )
                 engines.append(engine)
             a, b = (engine.wait_ready() for engine in engines)

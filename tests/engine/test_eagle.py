@@ -41,11 +41,13 @@ NGRAM: Final = {
 
 @pytest.fixture(scope="module")
 def engines(daemon: Daemon, start: Starter) -> Iterator[list[EngineProcess]]:
-    """Two with a drafter, one that uses the last block of a hit all the same, one without one."""
+    """Two with a drafter, one that uses the last block of a hit all the same, one without one. Two
+    have their pages on fake GPUs."""
     socket = Path(daemon.socket)
     args = {"a": eagle(), "b": eagle(), "undropped": eagle(disable_eagle_block_drop=True)}
     args["ngram"] = NGRAM
-    made = [start(f"eagle-{name}", socket=socket, args=of) for name, of in args.items()]
+    gpus = ("a", "undropped")
+    made = [start(f"eagle-{n}", socket=socket, args=of, gpu=n in gpus) for n, of in args.items()]
     yield [one.wait_ready() for one in made]
     for one in made:
         one.kill()

@@ -31,7 +31,7 @@ NOTHING_OWED: Final[dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def small(daemon: Daemon, start: Starter) -> EngineProcess:
-    """An engine with room for 768 tokens, chunks of 64, and LoRA."""
+    """An engine with room for 768 tokens, chunks of 64, and LoRA; on a fake GPU."""
     return start(
         "small",
         socket=Path(daemon.socket),
@@ -43,6 +43,7 @@ def small(daemon: Daemon, start: Starter) -> EngineProcess:
             "max_loras": 1,
         },
         options={"kvass.chunk_tokens": 64},
+        gpu=True,
     ).wait_ready()
 
 

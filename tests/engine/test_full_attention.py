@@ -31,7 +31,7 @@ def said(message: Message) -> Any:
     return json.loads(json.dumps(fields, default=lambda raw: raw.hex(), sort_keys=True))
 
 
-def history(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+def history(folder: Path, patch: pytest.MonkeyPatch, pages: dict[str, Any]) -> dict[str, Any]:
     """What each session said, and a digest of the arena, over a store, a hit and two turns."""
     sessions: dict[int, list[Any]] = defaultdict(list)
     send = Channel.send
@@ -43,7 +43,7 @@ def history(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     patch.setattr(Channel, "send", recording)
     with running_daemon(folder) as daemon:
-        digest = _run(daemon)
+        digest = _run(daemon, pages)
     by_rank: dict[str, list[Any]] = {}
     for messages in sessions.values():
         first = messages[0]
@@ -53,14 +53,14 @@ def history(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"sessions": by_rank, "arena": digest}
 
 
-def _run(daemon: Daemon) -> str:
+def _run(daemon: Daemon, pages: dict[str, Any]) -> str:
     """Two engines, one after the other."""
-    a = Engine(daemon.socket, daemon)
+    a = Engine(daemon.socket, daemon, **pages)
     a.wait_connected()
     turn = a.generate("first", range(100), max_tokens=40)
     a.generate("short", range(50))
     daemon.wait_until(reservations=0, leases=0)
-    b = Engine(daemon.socket, daemon)
+    b = Engine(daemon.socket, daemon, **pages)
     b.wait_connected()
     b.load("hit", range(100))
     b.load("next", [*turn.all_token_ids, 1, 2, 3])
@@ -73,9 +73,9 @@ def _run(daemon: Daemon) -> str:
 
 
 def test_d7_full_attention_says_and_stores_what_it_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: dict[str, Any]
 ) -> None:
-    now, before = history(tmp_path, monkeypatch), json.loads(FROZEN.read_text())
+    now, before = history(tmp_path, monkeypatch, pages), json.loads(FROZEN.read_text())
     assert now["sessions"].keys() == before["sessions"].keys() == {"-1.0", "-1.1", "0.0", "0.1"}
     for name, messages in before["sessions"].items():
         assert now["sessions"][name] == messages, name

@@ -17,6 +17,8 @@ from tests.engine.hybrid import GEMMA3, GPT_OSS, QWEN3_NEXT, Model, Pair, Wrong,
 
 pytestmark = pytest.mark.engine
 MODELS = [GPT_OSS, GEMMA3, QWEN3_NEXT]
+GPUS = ["ab", "a", "b"]
+"""By model, which engines of its pair have their pages on fake GPUs."""
 
 
 def name_of(model: Model) -> str:
@@ -28,7 +30,8 @@ def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     model: Model = request.param
-    with running_pair(model, tmp_path_factory.mktemp(model.blueprint.name)) as one:
+    folder, gpus = tmp_path_factory.mktemp(name_of(model)), GPUS[MODELS.index(model)]
+    with running_pair(model, folder, gpus=gpus) as one:
         yield one
 
 

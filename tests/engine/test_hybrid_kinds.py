@@ -54,7 +54,8 @@ def start(daemon: Daemon, blueprint: Blueprint, name: str, **options: Any) -> En
 
 @pytest.fixture(scope="module")
 def deepseek(daemon: Daemon) -> Iterator[EngineProcess]:
-    """Set up by vLLM, every page of it written and verified by the test's own forward pass."""
+    """Set up by vLLM, every page of it written and verified by the test's own forward pass; on a
+    fake GPU."""
     args = {
         "max_model_len": 2048,
         "num_gpu_blocks_override": 1024,
@@ -62,7 +63,7 @@ def deepseek(daemon: Daemon) -> Iterator[EngineProcess]:
         "load_format": "dummy",
         "block_size": 256,
     }
-    engine = start(daemon, hybrids.deepseek_v4(), "v4", args=args, layout_only=True)
+    engine = start(daemon, hybrids.deepseek_v4(), "v4", args=args, layout_only=True, gpu=True)
     yield engine.wait_ready()
     engine.kill()
 

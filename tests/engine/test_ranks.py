@@ -68,7 +68,7 @@ class Trio(NamedTuple):
 
 @pytest.fixture(scope="module")
 def tp(daemon: Daemon, start: Starter) -> Iterator[Trio]:
-    """Tensor parallel 2, in bfloat16."""
+    """Tensor parallel 2, in bfloat16; the pages of ``b`` are on fake GPUs."""
     socket = Path(daemon.socket)
     fields: dict[str, Any] = {
         "args": {"tensor_parallel_size": 2, "dtype": "bfloat16"},
@@ -76,7 +76,7 @@ def tp(daemon: Daemon, start: Starter) -> Iterator[Trio]:
     }
     trio = Trio(
         start("tp-a", socket=socket, **fields),
-        start("tp-b", socket=socket, **fields),
+        start("tp-b", socket=socket, gpu=True, **fields),
         start("tp-plain", **fields),
     )
     for engine in trio:
@@ -113,6 +113,7 @@ def mla(daemon: Daemon, start: Starter) -> Iterator[Latent]:
                 socket=Path(daemon.socket),
                 args={"tensor_parallel_size": tp, "block_size": LATENT_BLOCK},
                 start_timeout_s=START_S,
+                gpu=tp == 1,
             )
             for tp in (1, 2)
         )

@@ -14,10 +14,8 @@ import pytest
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import engine as configuration
-from kvass.connectors.vllm import worker
 from kvass.connectors.vllm.metadata import StepWork
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.fake_cuda import FakeGpus
 from kvass.testing.vllm_rank import Engine, Gate, Rank, until
 from kvass.testing.vllm_scheduler import CHUNK, make_configs
 
@@ -48,28 +46,19 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield one
 
 
-@pytest.fixture(params=["host", "cuda"])
-def engine(
-    daemon: Daemon, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Make]:
+@pytest.fixture
+def engine(daemon: Daemon, pages: dict[str, Any]) -> Iterator[Make]:
     """Makes engines, whose pages are in memory of the host or of a fake GPU."""
     made: list[Engine] = []
-    gpus = FakeGpus()
-    if request.param == "cuda":
-        monkeypatch.setattr(
-            worker, "open_mover", lambda memory: gpus(memory.regions, memory.planes)
-        )
 
     def make(strategy: ParallelStrategy, **options: Any) -> Engine:
-        made.append(Engine(daemon.socket, daemon, strategy=strategy, **options))
+        made.append(Engine(daemon.socket, daemon, strategy=strategy, **pages, **options))
         made[-1].wait_connected()
         return made[-1]
 
     yield make
     for one in made:
         one.close()
-    gpus.check()
-    assert bool(gpus.made) == (request.param == "cuda" and bool(made))
 
 
 def empty(daemon: Daemon) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvass import Client
 from kvass.arena import memory
 from kvass.messages import Hello, Welcome
 from kvass.testing.daemon import Daemon
-from kvass.testing.vllm_engine import EngineProcess, Prompt
+from kvass.testing.vllm_engine import EngineProcess, Prompt, Settings
 from kvass.wire.channel import Channel
 from tests.engine.conftest import BLOCK, CHUNK, Judge, store
 
@@ -186,6 +186,23 @@ def test_zeroed_kv_changes_the_tokens(
         judge.check(tokens, wrong)
     with Client(daemon.socket) as client:
         client.clear(everything=True)
+    assert b.reset()
+    judge.check(tokens, b.one(tokens))
+
+
+@pytest.mark.parametrize("how", ["unordered", "hasty"])
+def test_copies_that_do_not_wait_change_the_tokens(
+    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make, how: str
+) -> None:
+    """The negative control of the fake GPU: what its copies wait for decides."""
+    tokens = prompt(600)
+    store(a, tokens)
+    b.disturb(Settings(broken_gpu=how))
+    wrong = b.one(tokens)
+    b.disturb(Settings())
+    assert wrong.external == 512
+    with pytest.raises(AssertionError):
+        judge.check(tokens, wrong)
     assert b.reset()
     judge.check(tokens, b.one(tokens))
 

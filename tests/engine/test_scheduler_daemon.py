@@ -23,11 +23,11 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def engine(daemon: Daemon) -> Iterator[Any]:
+def engine(daemon: Daemon, pages: dict[str, Any]) -> Iterator[Any]:
     made: list[Engine] = []
 
     def make(**options: Any) -> Engine:
-        made.append(Engine(daemon.socket, daemon, **options))
+        made.append(Engine(daemon.socket, daemon, **pages, **options))
         made[-1].wait_connected()
         return made[-1]
 

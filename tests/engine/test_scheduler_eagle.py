@@ -17,6 +17,7 @@ from kvass.connectors.vllm import engine as reading
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.vllm_hybrid import GroupShape, HybridEngine, make_hybrid_configs
 from kvass.testing.vllm_rank import until
+from tests.engine.conftest import GPU
 
 FULL: list[GroupShape] = [("full", 16, 0, 2)]
 GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
@@ -48,10 +49,12 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 @pytest.fixture
 def engine(daemon: Daemon) -> Iterator[Any]:
+    """Makes engines; the pages of every other one are on a fake GPU."""
     made: list[HybridEngine] = []
 
     def make(shapes: Sequence[GroupShape], chunk: int, **options: Any) -> HybridEngine:
         options = {"blocks": 400, "batched": 128, "drafts": 2, "drafter": "eagle", **options}
+        options |= {} if len(made) % 2 else GPU
         made.append(HybridEngine(daemon.socket, shapes, daemon, chunk=chunk, **options))
         made[-1].wait_connected()
         return made[-1]

@@ -53,10 +53,11 @@ class Movable(NamedTuple):
 
 @pytest.fixture(scope="module")
 def movables(start: Starter, folder: Path) -> Iterator[list[Movable]]:
-    """Two, started side by side. The second waits for nothing in a step: as long as a tier loads,
-    it is told to ask again, as in production."""
+    """Two, started side by side. The first has its pages on a fake GPU. The second waits for
+    nothing in a step: as long as a tier loads, it is told to ask again, as in production."""
     links = [folder / f"tiers-{name}.sock" for name in "ab"]
-    made = [Movable(start(x.stem, socket=x, patient=x is links[0]), x) for x in links]
+    first = links[0]
+    made = [Movable(start(x.stem, socket=x, patient=x is first, gpu=x is first), x) for x in links]
     for one in made:
         one.engine.wait_ready()
     yield made

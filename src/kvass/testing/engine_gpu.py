@@ -23,7 +23,7 @@ from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.checks import check_job
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.descriptors import plan_runs
-from kvass.transfer.runtime import Event, Fault, Stream
+from kvass.transfer.runtime import Event, Fault, Kind, Stream
 
 NOISE: Final = 0x3D
 """As a float it is small: attention multiplies what it masks with 0, and NaN would stay."""
@@ -31,7 +31,7 @@ LONG: Final = 40
 """Pieces of work that an engine's kernel takes: copies that do not wait for it are done by then."""
 Break = Literal["", "unordered", "hasty"]
 """What a device never does, so that tests can see that they would notice: streams wait for no
-event; every event is over at once."""
+event; the end of every copy is said to be there at once."""
 _seeds = count()
 
 
@@ -39,6 +39,10 @@ class EngineCuda(FakeCuda):
     """See above."""
 
     broken: Break = ""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, eager=40, watched=False)
+        self._ends = set[Event]()
 
     def break_(self, how: Break) -> None:
         """Do wrong from now on; all that was given before is done."""
@@ -57,18 +61,25 @@ class EngineCuda(FakeCuda):
         return None if self.broken == "unordered" else super().wait(stream, event)
 
     def done(self, event: Event) -> bool | Fault:
-        return True if self.broken == "hasty" else super().done(event)
+        return True if self.broken == "hasty" and event in self._ends else super().done(event)
+
+    def mark(self, stream: Stream) -> Event | Fault:
+        event = super().mark(stream)
+        if not isinstance(event, Fault):
+            self._ends.add(event)
+        return event
 
 
 class EngineMover(CudaMover):
     """What copies between ``regions``, memory of the host that is taken for a device's."""
 
     def __init__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> None:
-        self.fake = EngineCuda(next(_seeds), eager=40, watched=False)
+        self.fake = EngineCuda(next(_seeds))
         self._memory = [self.fake.adopt(region) for region in regions]
         self._known = {one.group: one for one in planes}
-        self._late: list[list[tuple[int, int]]] = []
-        """Of each kernel that the engine's stream has not done: addresses and lengths."""
+        self._late: list[tuple[Kind, list[tuple[int, int]]]] = []
+        """Of each kernel that the engine's stream has not done: for which kind of job it is late,
+        addresses and lengths."""
         super().__init__(self.fake, self._memory, planes, window=1 << 20, batch_bytes=50_000)
 
     def submit(self, job: Job) -> None:
@@ -80,6 +91,11 @@ class EngineMover(CudaMover):
     def synchronize(self) -> None:
         """Wait for all that the engine's stream was given."""
         self.fake.finish()
+
+    def begin_step(self) -> None:
+        """A forward pass may read what it was not told to load: all that was computed is there."""
+        if any(kind == "store" for kind, _ in list(self._late)):
+            self.synchronize()
 
     def check(self) -> None:
         """Raise AssertionError if anything was done that CUDA forbids."""
@@ -99,20 +115,20 @@ class EngineMover(CudaMover):
             for some in plan_runs(job.plans, self._memory, 1 << 62)
             for run in zip(some.device.tolist(), some.count.tolist(), strict=True)
         ]
-        if any(_meet(run, late) for kernel in list(self._late) for late in kernel for run in runs):
+        if any(_meet(run, one) for _, late in list(self._late) for one in late for run in runs):
             self.synchronize()
         pages = [ctypes.string_at(*run) if job.kind == "store" else b"" for run in runs]
         if job.kind == "store":
             _write_noise(runs)
 
         def kernel() -> None:
-            self._late.remove(runs)
+            self._late.remove((job.kind, runs))
             if job.kind == "load":
                 _write_noise(runs)
             for (address, _), page in zip(runs, pages, strict=True):
                 ctypes.memmove(address, page, len(page))
 
-        self._late.append(runs)
+        self._late.append((job.kind, runs))
         for _ in range(LONG):
             self.fake.queue(lambda: None)
         self.fake.queue(kernel)

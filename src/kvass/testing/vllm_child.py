@@ -48,7 +48,7 @@ class Engine:
         if "connector" in config:
             args["kv_transfer_config"] = {
                 "kv_connector": "KvassConnector",
-                "kv_connector_module_path": "kvass.connectors.vllm",
+                "kv_connector_module_path": config["module"],
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": config["connector"],
             }

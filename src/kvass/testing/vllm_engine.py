@@ -98,6 +98,8 @@ class Settings(msgspec.Struct, frozen=True):
     """``pages`` are noted."""
     late_stores: int = 0
     """Stores begin so many steps later, from blocks that nobody holds."""
+    broken_gpu: str = ""
+    """What its fake GPU does wrong (``engine_gpu.Break``)."""
 
     def spoils(self, group: int) -> bool:
         """Whether pages of ``group`` are zeroed."""
@@ -131,8 +133,8 @@ class EngineProcess:
 
     ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: its
     steps wait for the daemon's answers as long as it takes. ``layout_only``: it will never compute,
-    so that it starts where its kernels do not. The constructor returns at once; the first call
-    waits until the engine is up.
+    so that it starts where its kernels do not. ``gpu``: its pages are a fake GPU's (``vllm_gpu``).
+    The constructor returns at once; the first call waits until the engine is up.
     """
 
     def __init__(
@@ -147,9 +149,11 @@ class EngineProcess:
         start_timeout_s: float = 180.0,
         patient: bool = False,
         layout_only: bool = False,
+        gpu: bool = False,
     ) -> None:
         config: dict[str, Any] = {"model": str(model), "args": dict(args or {})}
         config |= {"patient": patient, "layout_only": layout_only}
+        config["module"] = f"kvass.{'testing.vllm_gpu' if gpu else 'connectors.vllm'}"
         if socket is not None:
             config["connector"] = {"kvass.socket": str(socket), **(options or {})}
         self._log = log

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.testing.daemon import Daemon
-from kvass.testing.vllm_rank import Engine, Rank, Ranks, until
+from kvass.testing.vllm_rank import Engine, Rank, Ranks, synchronize, until, worker_connector
 from kvass.testing.vllm_scheduler import World, make_configs
 from kvass.types import PAGE
 
@@ -95,15 +95,12 @@ class HybridRank(Rank):
     def __init__(self, config: Any, caches: Any) -> None:
         import torch
 
-        from kvass.connectors.vllm import KvassConnector
-        from kvass.connectors.vllm.adapt import KVConnectorRole
-
         self.gate = None
         self._tensors = caches.kv_cache_tensors
         """One per group, as ``make_hybrid_configs`` has them."""
         memory = torch.zeros(caches.kv_cache_tensors[0].size, dtype=torch.uint8)
         self._bytes: npt.NDArray[np.uint8] = memory.numpy()
-        self.connector = KvassConnector(config, KVConnectorRole.WORKER, caches)
+        self.connector = worker_connector(config, caches)
         self.connector.register_kv_caches(
             {
                 name: memory[tensor.offset + i * tensor.layer_stride :]
@@ -113,7 +110,8 @@ class HybridRank(Rank):
         )
 
     def page(self, group: int, layer: int, block: int) -> npt.NDArray[np.uint8]:
-        """The page itself, writable."""
+        """The page itself, for the engine to look at and to write."""
+        synchronize(self.connector)
         tensor = self._tensors[group]
         at = tensor.offset + layer * tensor.layer_stride + block * tensor.block_stride
         return self._bytes[at : at + PAGE]

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvass.testing import vllm_probe
 from kvass.testing.vllm_hybrid import HybridEngine, HybridRank
-from kvass.testing.vllm_rank import Ranks, until
+from kvass.testing.vllm_rank import Ranks, synchronize, until
 from kvass.testing.vllm_scheduler import World
 
 
@@ -23,7 +23,8 @@ class _Rank(HybridRank):
         self._regions = vllm_probe.regions(connector)
 
     def page(self, group: int, layer: int, block: int) -> Any:
-        """The page itself, writable."""
+        """As ``HybridRank.page``."""
+        synchronize(self.connector)
         plane = self.copier._planes[group].planes[layer]
         at = plane.base + block * plane.block_stride
         return self._regions[plane.region][at : at + plane.run]

@@ -183,12 +183,16 @@ def report(worker: Any) -> Hooks:
 def clear(worker: Any) -> None:
     """Forget what was measured, and disturb nothing any more."""
     _here.clear()
+    if (gpu := _gpu()) is not None:
+        gpu.break_("")
 
 
 def disturb(worker: Any, rank: int | None, settings: dict[str, Any]) -> None:
     """Disturb this ``rank``, or all (None), from now on."""
     if rank in (None, worker.rank):
         _here.settings = msgspec.convert(settings, Settings)
+        if (gpu := _gpu()) is not None:
+            gpu.break_(_here.settings.broken_gpu)
 
 
 def arm(worker: Any, rank: int, hook: str, when: str, signals: list[list[Any]]) -> None:
@@ -228,6 +232,14 @@ def connector() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
+
+
+def _gpu() -> Any:
+    """The fake GPU of this rank; None if it has none."""
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    mover = getattr(connector(), "mover", None) if has_kv_transfer_group() else None
+    return mover and mover.fake
 
 
 def _make_stage_buffers(runner: Any) -> None:

@@ -25,27 +25,27 @@ TIMEOUT_S = 30.0
 
 
 class Rank:
-    """The worker that ``config`` and ``caches`` describe (``make_configs``).
-
-    ``pages``: uint8 of shape ``(layers, blocks, page_bytes)``, the KV memory itself.
-    """
+    """The worker that ``config`` and ``caches`` describe (``make_configs``)."""
 
     def __init__(self, config: Any, caches: Any) -> None:
         import torch
 
-        from kvass.connectors.vllm import KvassConnector
-        from kvass.connectors.vllm.adapt import KVConnectorRole
-
         self.gate: Gate | None = None
         (tensor,) = caches.kv_cache_tensors
         memory = torch.zeros(tensor.size, dtype=torch.uint8)
-        self.pages: npt.NDArray[np.uint8] = memory.numpy().reshape(
+        self._pages: npt.NDArray[np.uint8] = memory.numpy().reshape(
             len(tensor.layers), caches.num_blocks, -1
         )
-        self.connector = KvassConnector(config, KVConnectorRole.WORKER, caches)
+        self.connector = worker_connector(config, caches)
         self.connector.register_kv_caches(
             {name: memory[i * tensor.layer_stride :] for i, name in enumerate(tensor.layers)}
         )
+
+    @property
+    def pages(self) -> npt.NDArray[np.uint8]:
+        """The KV memory itself, of shape ``(layers, blocks, page_bytes)``, for the engine."""
+        synchronize(self.connector)
+        return self._pages
 
     @property
     def copier(self) -> Any:
@@ -78,6 +78,21 @@ class Rank:
         if self.gate is not None:
             self.gate.open()
         self.connector.shutdown()
+
+
+def worker_connector(config: Any, caches: Any) -> Any:
+    """The connector that ``config`` names, as a worker has it."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvass.connectors.vllm.adapt import KVConnectorRole
+
+    kind = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    return kind(config, KVConnectorRole.WORKER, caches)
+
+
+def synchronize(connector: Any) -> None:
+    """The engine waits for its GPU, if there is one (``vllm_gpu``)."""
+    getattr(connector, "synchronize", lambda: None)()
 
 
 class Gate:

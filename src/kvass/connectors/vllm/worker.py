@@ -51,9 +51,16 @@ class WorkerSide:
     """Copies for one rank. Used from the worker's engine thread; ``_loaded`` and ``_stored`` run on
     the copy thread."""
 
-    def __init__(self, setup: Setup, rank: int, boundary: Boundary) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        rank: int,
+        boundary: Boundary,
+        make_mover: Callable[[Memory], Mover] = open_mover,
+    ) -> None:
         """Raises UsageError for a rank outside the engine's world."""
         self._setup = setup
+        self._make_mover = make_mover
         self._strategy = setup.strategy.at(rank)
         self._boundary = boundary
         self._client: WorkerClient | None = None
@@ -76,7 +83,7 @@ class WorkerSide:
         registration = setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
         try:
-            self._mover = open_mover(memory)
+            self._mover = self._make_mover(memory)
         except MissingError as reason:  # unregistered, this rank makes every lookup a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
             self._mover = self._client = None

@@ -1,0 +1,215 @@
+"""Engines over a fake GPU: that tests which run on it would notice a mover, or an engine, that does
+not wait; and a device that dies.
+
+What runs on it says so: ``pages`` and ``GPU`` (conftest), ``gpu=True`` of a real engine. The same
+controls in a real engine are in ``test_right.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from mmap import mmap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from kvass.client.parallel import ParallelStrategy
+from kvass.connectors.vllm import worker
+from kvass.connectors.vllm.boundary import Boundary
+from kvass.connectors.vllm.metadata import StepWork, Store
+from kvass.layout.describe import GroupPlanes, Plane
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.engine_gpu import NOISE, Break, EngineMover
+from kvass.testing.vllm_rank import Engine, until
+from kvass.transfer.base import Outcome
+from kvass.types import PAGE, Slots
+from tests.engine.conftest import GPU
+
+PROMPT: Final = list(range(100))
+BREAKS: Final[tuple[Break, ...]] = ("unordered", "hasty")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with running_daemon(tmp_path, dma_grace_s=0.5) as one:
+        yield one
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Callable[[], Engine]]:
+    """Makes engines to whose ranks all of the arena is known to be populated, and so is pinned: the
+    copies of what is not wait on the host."""
+    made: list[Engine] = []
+
+    def make() -> Engine:
+        made.append(Engine(daemon.socket, daemon, **GPU))
+        made[-1].wait_connected()
+        session = made[-1].copier._client._client.session
+        until(lambda: session.watermark == session.welcome.arena_bytes, "the arena")
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def fake(engine: Engine) -> Any:
+    return engine.rank.connector.mover.fake
+
+
+# ---------------------------------------------------------------- what would be noticed
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("how", BREAKS)
+def test_copies_that_do_not_wait_are_noticed(
+    engine: Callable[[], Engine], how: Break, kind: str
+) -> None:
+    a, b = engine(), engine()
+    wrong = a if kind == "store" else b
+    fake(wrong).break_(how)
+    request = store_and_load(a, b)
+    with pytest.raises(AssertionError, match="rank 0, block"):
+        b.check(request, 96)
+    fake(wrong).break_("")
+    fake(wrong).violations.clear()
+
+
+def store_and_load(a: Engine, b: Engine) -> Any:
+    a.generate("a", PROMPT)
+    request, scheduled = b.load("b", PROMPT)
+    assert scheduled == 4
+    return request
+
+
+def test_a_device_that_is_right_is_found_right(engine: Callable[[], Engine]) -> None:
+    a, b = engine(), engine()
+    b.check(store_and_load(a, b), 96)
+    for one in (a, b):
+        assert isinstance(one.copier._mover, EngineMover)
+        assert one.copier._mover.ways
+
+
+def test_until_the_engines_stream_is_there_its_pages_are_noise(
+    daemon: Daemon, engine: Callable[[], Engine]
+) -> None:
+    """Of a store they come later; of a load they are overwritten once more."""
+    a = engine()
+    fake(a).stopped = True
+    a.daemon = None
+    a.world.add("a", PROMPT)
+    until(lambda: a.step() and daemon.status()["reservations"], "the store")
+    first = a.rank._pages[:, a.table("a")[0]]
+    right = a.page(PROMPT, 0)
+    assert right != NOISE
+    assert (first == NOISE).all()
+    assert (a.rank.pages[:, a.table("a")[0]] == right).all(), "an engine waits for its stream"
+    fake(a).stopped = False
+    until(lambda: a.step() and not a.world.scheduler.has_requests(), "the end")
+
+
+def test_other_calls_on_the_engines_thread_end_the_engine(engine: Callable[[], Engine]) -> None:
+    a = engine()
+    with fake(a).engine_thread():
+        fake(a).mark(next(iter(fake(a).streams)))
+    with pytest.raises(AssertionError, match="mark on the engine's thread"):
+        a.step()
+    fake(a).violations.clear()
+    fake(a).finish()
+    fake(a).forget(max(fake(a)._events))
+
+
+# ---------------------------------------------------------------- a device that dies
+
+
+def test_a_device_that_dies_amid_a_store_costs_the_cache_alone(
+    daemon: Daemon, engine: Callable[[], Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine goes on; what was being written stays reserved until its process ends, and then
+    for the grace of DMA."""
+    a, b = engine(), engine()
+    a.daemon = None
+    fake(a).stopped = True
+    a.world.tolerant = True
+    request = a.world.add("a", PROMPT)
+    until(lambda: a.step() and fake(a).copied, "the store to begin")
+    fake(a).kill(steps=3)
+    until(lambda: a.step() and request.is_finished(), "the request's end")
+    until(lambda: a.step() and not a.world.scheduler.has_requests(), "its store's end")
+    assert a.rank.connector._boundary.counters["store_lost"] == 1
+    assert "the GPU failed kvass" in caplog.text
+    assert a.world.scheduler.reset_prefix_cache(), "no block is held"
+    assert daemon.status()["reservations"] == 1, "the daemon was told nothing"
+    assert b.load("b", PROMPT)[1] == len(PROMPT)
+    a.close()
+    daemon.wait_until(reservations=0, quarantined_bytes=0)
+
+
+# ---------------------------------------------------------------- what a lost copy may still use
+
+
+class Storage:
+    """What a KV tensor lies in."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(8 * PAGE, np.uint8)
+
+
+class Client:
+    """A worker's client that has one arena and counts what it is told."""
+
+    def __init__(self) -> None:
+        self.arenas: list[Any] = []
+        self.told: list[str] = []
+
+    def arena(self, *of: Any) -> Any:
+        buffer = np.frombuffer(mmap(-1, 8 * PAGE), np.uint8)
+        self.arenas.append(SimpleNamespace(buffer=buffer, populated=8 * PAGE, close=lambda: None))
+        return self.arenas[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.told.append(name)
+
+
+def end_with(outcome: Outcome) -> tuple[bool, bool]:
+    """A store ends so, the worker is gone: whether the pages' storage and the arena still are."""
+    storage, client = Storage(), Client()
+    planes = GroupPlanes(0, (Plane(0, PAGE, PAGE),), blocks=8, chunk_blocks=2)
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
+    side = worker.WorkerSide(setup, 0, Boundary())
+    mover = EngineMover([storage.bytes], [planes])
+    side._mover, side._planes, side._owners = mover, (planes,), (storage,)
+    side._client = client  # type: ignore[assignment]
+    mover.fake.stopped = True
+    if outcome == "failed":
+        mover.fake.plans.fail["wait"] = {0, 1}
+    slots = Slots(((0,),), b"\0\0", (0).to_bytes(4, "little"))
+    stores = [Store(1, b"boot", i, 0.0, 1e12, (slots,), ((2 * i, 2 * i + 1),)) for i in (1, 2)]
+    side.store(StepWork(1, [], stores))
+    pages, arena = weakref.ref(storage), weakref.ref(client.arenas[0].buffer)
+    fake = mover.fake
+    until(lambda: len(fake.copied) == 2 or outcome == "failed", "the copies to begin")
+    if outcome == "lost":
+        fake.kill()
+    fake.stopped = False
+    side.close()
+    assert side.report() is not None, "the engine hears of the step all the same"
+    said = {"done": ["commit", "commit"], "failed": ["abort", "abort"], "lost": []}
+    assert client.told == [*said[outcome], "close"]
+    del storage, side, mover, client
+    gc.collect()
+    return pages() is not None, arena() is not None
+
+
+def test_memory_that_a_lost_copy_may_still_use_is_never_let_go_of() -> None:
+    before = len(worker._lost)
+    assert end_with("done") == (False, False)
+    assert end_with("failed") == (False, False)
+    assert len(worker._lost) == before
+    assert end_with("lost") == (True, True)
+    assert len(worker._lost) == before + 1, "once, however many copies were lost"
