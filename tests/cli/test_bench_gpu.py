@@ -205,6 +205,7 @@ def test_a_difference_anywhere_is_the_exit_status(
 def test_bad_input_is_one_line(
     flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(gpu_torch, "load_driver", lambda: object())
     monkeypatch.setattr(gpu_torch, "find_spec", lambda name: object())
     assert main(["bench", "--gpu", *flags]) == 2
     error = capsys.readouterr().err
@@ -217,11 +218,24 @@ def test_a_library_that_is_not_there_is_one_line(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {"torch", "triton"} - {missing}
+    monkeypatch.setattr(gpu_torch, "load_driver", lambda: object())
     monkeypatch.setattr(gpu_torch, "find_spec", lambda name: name if name in found else None)
     assert main(["bench", "--gpu"]) == 2
     error = capsys.readouterr().err
     assert f"needs {missing}, and it is not installed" in error
     assert error.count("\n") == 1
+
+
+def test_without_a_driver_nobody_is_told_to_install_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none() -> None:
+        raise MissingError("no NVIDIA driver: libcuda.so.1: not found")
+
+    monkeypatch.setattr(gpu_torch, "load_driver", none)
+    monkeypatch.setattr(gpu_torch, "find_spec", lambda name: None)
+    assert main(["bench", "--gpu"]) == 2
+    assert capsys.readouterr().err == "kvass: --gpu: no NVIDIA driver: libcuda.so.1: not found\n"
 
 
 def test_a_driver_too_old_is_one_line(
@@ -230,6 +244,7 @@ def test_a_driver_too_old_is_one_line(
     def refuse(index: int) -> None:
         raise MissingError("the NVIDIA driver speaks CUDA 12.7; kvass needs 12.8 or later")
 
+    monkeypatch.setattr(gpu_torch, "load_driver", lambda: object())
     monkeypatch.setattr(gpu_torch, "find_spec", lambda name: object())
     monkeypatch.setattr(gpu_torch, "open_runtime", refuse)
     assert main(["bench", "--gpu"]) == 2

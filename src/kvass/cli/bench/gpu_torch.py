@@ -16,7 +16,7 @@ from kvass.cli.bench.gpu_device import Device, Plain, Table
 from kvass.errors import ConfigError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import U8Array
-from kvass.transfer.cuda_driver import MissingError
+from kvass.transfer.cuda_driver import MissingError, load_driver
 from kvass.transfer.cuda_runtime import open_runtime
 from kvass.transfer.runtime import Batch, Kind, Region, Runtime, Stream
 
@@ -28,10 +28,11 @@ HELD_CYCLES: Final = 40_000_000
 
 def open_device(index: int = 0) -> Device:
     """CUDA device ``index``. Raises ConfigError: one line that says what is missing."""
-    for name in ("torch", "triton"):
-        if find_spec(name) is None:
-            raise ConfigError(f"--gpu needs {name}, and it is not installed here")
     try:
+        load_driver()  # first: without a GPU nobody should install anything
+        for name in ("torch", "triton"):
+            if find_spec(name) is None:
+                raise ConfigError(f"--gpu needs {name}, and it is not installed here")
         return TorchDevice(open_runtime(index), f"cuda:{index}")
     except MissingError as error:
         raise ConfigError(f"--gpu: {error}") from error
