@@ -524,6 +524,52 @@ def test_a_job_that_comes_while_the_mover_closes_is_refused_not_forgotten(rig: R
     assert rig.fake.live_events == 0
 
 
+def test_without_a_thread_a_job_is_refused_and_the_next_one_tries_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that may have no more threads for a while: nothing waits for ever."""
+
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        with pytest.raises(RuntimeError, match="new thread"):
+            rig.submit("store", 1)
+    assert rig.fake.live_events == 0, "its place in the engine's stream is forgotten"
+    rig.submit("store", 2)
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(2,): "done"}
+
+
+def test_who_waits_for_the_engine_long_looks_less_often(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look takes the GIL; and once something is over, the next batch is soon over, too."""
+    pauses, wait = list[float | None](), rig.mover._changed.wait
+
+    def noted(timeout: float | None = None) -> bool:
+        pauses.append(timeout)
+        return wait(timeout)
+
+    monkeypatch.setattr(rig.mover._changed, "wait", noted)
+    rig.fake.stopped = True
+    rig.submit("store", 1)
+    assert eventually(lambda: len(pauses) > 5)
+    assert set(pauses) <= {None, cuda.POLL_S}
+    rig.now += 8 * 200e-6
+    assert eventually(lambda: pytest.approx(200e-6) == pauses[-1])
+    rig.now += 60
+    assert eventually(lambda: pauses[-1] == cuda.LONGEST_POLL_S)
+    rig.fake.stopped = False
+    assert rig.mover.drain(10)
+    rig.fake.stopped = True
+    pauses.clear()
+    rig.submit("store", 2)
+    assert eventually(lambda: cuda.POLL_S in pauses)
+    assert cuda.LONGEST_POLL_S not in pauses
+
+
 def test_what_does_not_fit_is_refused(rig: Rig) -> None:
     cut: U8Array = rig.arena[:SLOT]
     with pytest.raises(UsageError, match="another boot"):

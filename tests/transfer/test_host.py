@@ -46,6 +46,24 @@ class Gate:
         return gated
 
 
+def test_without_a_thread_a_job_is_refused_and_the_next_one_tries_again(
+    arena: U8Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    mover = HostMover([np.zeros(64 * 4096, np.uint8)], [PLANES])
+    job = Job("store", (plan_copy(PLANES, [[1]], [0]),), arena)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        with pytest.raises(RuntimeError, match="new thread"):
+            mover.submit(job)
+    mover.submit(job)
+    assert mover.drain(10)
+    mover.close()
+    assert [done.outcome for done in mover.poll()] == ["done"]
+
+
 class Clock:
     now = 100.0
 

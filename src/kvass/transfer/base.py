@@ -15,8 +15,8 @@ Duties of the caller (a mover relies on these and does not check them):
 
 Promises of a mover:
 
-- ``submit`` never waits for a copy and raises only :class:`~kvass.errors.UsageError`, before any
-  byte moved;
+- ``submit`` never waits for a copy and raises only :class:`~kvass.errors.UsageError`, or
+  RuntimeError if no thread can be started: before any byte moved, and the job is not accepted;
 - every accepted job is settled exactly once, with one :class:`Done`: first ``on_done`` on the copy
   thread, then through ``poll``; also when the copy raised, and when the mover closes;
 - outcome ``done`` means: every byte of the plan was moved, and before ``deadline_s``;

@@ -39,6 +39,9 @@ from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, S
 
 BATCH_BYTES: Final = 16 << 20
 POLL_S: Final = 100e-6
+LONGEST_POLL_S: Final = 500e-6
+"""Between two looks at the device: an eighth of the time for which nothing was over. Each look
+takes the GIL from the engine, whose own step it is that mostly keeps us waiting."""
 PATIENCE_S: Final = 30.0
 """How long ``close`` waits for a device that finishes nothing."""
 JOIN_S: Final = 5.0
@@ -103,17 +106,25 @@ class CudaMover(Mover):
         task = Task(job, self._clock(), order)
         lane = self._lanes[job.kind]
         with self._changed:
-            if self._closed:
+            try:
+                self._accept()
+            except BaseException:
                 if not isinstance(order, Fault):
                     self._runtime.forget(order)
-                raise UsageError("this mover is closed; submit before close()")
+                raise
             place = lane.moved_bytes + job.bytes  # see HostMover.submit
             heapq.heappush(lane.queue, (place, next(self._arrivals), task))
             self._unsettled += 1
-            if self._thread is None and self._threaded:
-                self._thread = Thread(target=self._run, name="kvass-copy", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
+
+    def _accept(self) -> None:
+        """Raise unless a job can be taken on; without a thread it would never end."""
+        if self._closed:
+            raise UsageError("this mover is closed; submit before close()")
+        if self._thread is None and self._threaded:
+            thread = Thread(target=self._run, name="kvass-copy", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def poll(self) -> list[Done]:
         with self._changed:
@@ -148,14 +159,18 @@ class CudaMover(Mover):
     # ------------------------------------------------------------ the copy thread
 
     def _run(self) -> None:
+        since = self._clock()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsettled or self._closed or self._pins.ended)
                 if self._closed and not self._unsettled:
                     break
-            if not self._turn_or_die():
-                with self._changed:
-                    self._changed.wait(POLL_S)
+            if self._turn_or_die():
+                since = self._clock()
+                continue
+            with self._changed:
+                idle = (self._clock() - since) / 8
+                self._changed.wait(min(max(POLL_S, idle), LONGEST_POLL_S))
         self._release()
 
     def _wake(self) -> None:

@@ -205,15 +205,16 @@ class HostMover(Mover):
         with self._changed:
             if self._closed:
                 raise UsageError("this mover is closed; submit before close()")
+            if self._thread is None:
+                thread = Thread(target=self._run, name="kvass-copy", daemon=True)
+                thread.start()  # before the job is taken on: without a thread it would never end
+                self._thread = thread
             # Fair finish: what would have moved by its end if it were alone from now on. Smaller
             # jobs that come soon have a lower one; those that come later do not.
             place = self._moved_bytes + job.bytes
             entry = (job.kind == "store", place, next(self._arrivals), task)
             heapq.heappush(self._queue, entry)
             self._unsettled += 1
-            if self._thread is None:
-                self._thread = Thread(target=self._run, name="kvass-copy", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
 
     def poll(self) -> list[Done]:
