@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import xxhash
 
 from kvass.errors import TierDown
 from kvass.testing.tier_suite import data_of, fetch, same
+from kvass.tiers import turns
 from kvass.tiers.base import Buffer
 from kvass.tiers.codec import payload_check
 from kvass.tiers.segment import SegmentFile
 from kvass.tiers.slots import page_buffer
-from kvass.tiers.turns import CHECKED, MOVED, in_turns
+from kvass.tiers.turns import CHECKED, MOVED, give_way, in_turns
 from kvass.types import PAGE
 from tests.tiers.conftest import OpenDisk
 
@@ -66,6 +69,50 @@ def test_turns_are_all_of_it_and_way_is_given_between_them(given_way: Count, siz
     data = noise(size, 1)
     assert b"".join(in_turns(data, 8)) == data.tobytes()
     assert given_way() == max(0, -(-size // 8) - 1)
+
+
+class Clock:
+    """Time stands still but for what a turn of others takes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.yields, self.away_s = time.monotonic() + 1, 0, 0.0
+        patch.setattr(turns, "_mine", type(turns._mine)())
+        patch.setattr(time, "monotonic", lambda: self.now)
+        patch.setattr(os, "sched_yield", self._yield)
+
+    def _yield(self) -> None:
+        self.yields += 1
+        self.now += self.away_s
+
+
+@pytest.mark.parametrize(
+    ("away_s", "working_s"), [(0.0, 0.0), (4e-6, 1e-6), (4e-4, 1e-4), (0.004, 2e-4), (1.0, 2e-4)]
+)
+def test_who_waited_for_long_works_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, away_s: float, working_s: float
+) -> None:
+    clock = Clock(monkeypatch)
+    clock.away_s = away_s
+    give_way()
+    assert clock.yields == 1
+    clock.now += working_s * 0.9
+    give_way()
+    assert clock.yields == (2 if working_s == 0 else 1)
+    clock.now += working_s * 0.2
+    before = clock.yields
+    give_way()
+    assert clock.yields == before + 1
+
+
+def test_each_thread_has_turns_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.away_s = 1.0
+    give_way()
+    clock.now += 1e-5
+    other = threading.Thread(target=give_way)
+    other.start()
+    other.join(30)
+    assert clock.yields == 2
 
 
 @pytest.mark.parametrize("sizes", [(0,), (CHECKED,), (CHECKED + 1, 3), (5, 3 * CHECKED - 1)])
