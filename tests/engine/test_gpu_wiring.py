@@ -193,13 +193,26 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
         def _refusal(self, stream: Stream, batch: Batch) -> Fault | None:
             return None
 
+    kept: list[object] = []
+    monkeypatch.setattr(cuda_runtime, "_kept", kept)
+
+    def raising(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
     assert opened(Adopting(1, eager=40, watched=False))[1] is KERNEL_BELOW
     assert caplog.text == ""
+    assert kept == []
     short = Adopting(1, eager=40, watched=False)
     short.wrong_way = "kernel"
     assert opened(short)[1] is NO_KERNEL
     assert "slower than they could be: the kernel" in caplog.text
+    assert len(kept) == 1, "its pages: what did not end may still write there"
     wrong = Adopting(1, eager=40, watched=False)
     wrong.wrong_way = "dma"
     with pytest.raises(MissingError, match="was tried and is not right: copies: a store left"):
         opened(wrong)
+    assert len(kept) == 2
+    monkeypatch.setattr(TorchScratch, "write", raising)
+    with pytest.raises(MissingError, match="could not be tried: out of memory"):
+        opened(Adopting(1, eager=40, watched=False))
+    assert len(kept) == 3

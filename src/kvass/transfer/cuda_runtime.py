@@ -48,6 +48,9 @@ _BUSY_CYCLES: Final = 200_000_000
 """Some 100 ms."""
 _RELAXED = 2
 """Of a thread: captures are no concern of its calls, whoever began them."""
+_kept: Final[list[object]] = []
+"""Scratch pages of trials that were not right: a copy or a kernel that did not end may still write
+there, when torch would have given the memory to the engine."""
 _log = logging.getLogger(__name__)
 
 
@@ -320,13 +323,17 @@ def open_gpu(device: int) -> tuple[Runtime, Mapping[Kind, int]]:
     """
     runtime = open_runtime(device)
     try:
-        below, wrong = self_check(runtime, TorchScratch(f"cuda:{device}"))
+        scratch = TorchScratch(f"cuda:{device}")
+        _kept.append(scratch)
+        below, wrong = self_check(runtime, scratch)
     except RuntimeError as error:  # torch's, of memory that it has not, too
         text = str(error).partition("\n")[0]
         raise MissingError(f"device {device} could not be tried: {text}") from error
     if below is None:
         raise MissingError(f"device {device} was tried and is not right: {wrong}")
-    if wrong:
+    if not wrong:
+        _kept.remove(scratch)
+    else:
         _log.warning("kvass: copies on this device are slower than they could be: %s", wrong)
     return runtime, below
 
