@@ -10,6 +10,7 @@ here sleeps like the served one, or threads of the connector would starve for th
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -30,9 +31,11 @@ class Engine:
     """vLLM's ``LLMEngine`` with the few things a test asks of it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
+        gc.disable()  # while importing and building it looks at ever more, of which nothing goes
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        gc.freeze()
         self.probe = vllm_probe.here()
         args: dict[str, Any] = {
             "model": config["model"],
@@ -65,6 +68,8 @@ class Engine:
         self.hits: dict[str, tuple[int, int]] = {}
         self.engine.engine_core.get_output = self._noting_hits(self.engine.engine_core.get_output)
         self.count = 0
+        gc.freeze()
+        gc.enable()
 
     def ranks(self, call: Callable[..., Any], *args: object) -> list[Any]:
         """``call(worker, *args)`` in the process of every rank; the results by rank."""
