@@ -28,9 +28,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvass.layout.describe import GroupPlanes
-from kvass.transfer.base import Mover, U8Array
-from kvass.transfer.cuda import CudaMover
+from kvass.transfer.base import U8Array
 from kvass.transfer.kernel_tables import TABLE_WORDS, Tables
 from kvass.transfer.runtime import (
     MAX_DESCRIPTORS,
@@ -444,27 +442,6 @@ class FakeCuda(Runtime):
     def _copy_thread(self, name: str) -> None:
         if self._on_engine:
             self.violations.append(f"{name} on the engine's thread")
-
-
-class FakeGpus:
-    """Makes movers as ``testing.rank.Rank`` wants them, each with a fake GPU of its own."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.made: list[FakeCuda] = []
-        self._seed = seed
-
-    def __call__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> Mover:
-        fake = FakeCuda(self._seed + len(self.made), eager=40, watched=False)
-        self.made.append(fake)
-        there = [fake.adopt(region) for region in regions]
-        return CudaMover(fake, there, planes, window=1 << 20, batch_bytes=20_000)
-
-    def check(self) -> None:
-        """The movers are closed: nothing went wrong, and nothing is left."""
-        for fake in self.made:
-            assert fake.violations == []
-            assert not fake.registered
-            assert not fake.live_events
 
 
 class _Mapping(mmap.mmap):
