@@ -166,6 +166,7 @@ def test_facts(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_is_opened(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
+    monkeypatch.setattr(gpu_torch, "load_driver", lambda: object())
     monkeypatch.setattr(gpu_torch, "find_spec", lambda name: object())
     monkeypatch.setattr(gpu_torch, "open_runtime", lambda index: opened.append(index))
     monkeypatch.setattr(gpu_torch, "TorchDevice", lambda runtime, where: where)
