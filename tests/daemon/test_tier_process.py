@@ -80,7 +80,8 @@ class Harmful:
             (self.folder / "wrote").touch()
             os._exit(0)
         if (self.folder / "fork-load").exists():
-            (self.folder / "forked").write_text(str(child))
+            (self.folder / "forking").write_text(str(child))
+            (self.folder / "forking").rename(self.folder / "forked")  # whole once it is there
             time.sleep(60)
         for key, shards in zip(keys, into):
             for shard, data in zip(shards, self.kept.get(key, ())):
