@@ -1,7 +1,7 @@
 """How bulk work lets others have the processor.
 
 Law of this file: whoever moves or reads much for a tier does it in parts, and gives way between
-them. A kernel that does not preempt itself (``PREEMPT_NONE``, as most servers have it) leaves the
+them. A kernel that does not preempt itself (``PREEMPT_NONE``, ours while measuring) leaves the
 processor to a thread until its system call or its time slice is over; niceness decides who is next,
 not when. On two cores a lookup waited 2 to 4 ms for the checksum of 32 MiB, or while the pages of
 one large read were pinned.
