@@ -29,6 +29,11 @@ ROOM = pytest.StashKey[side_by_side.Room]()
 FOLDER = pytest.StashKey[str]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "where all real engines have their pages (default: as each test file says, some on each)"
+    parser.addoption("--pages", choices=["host", "gpu"], help=text)
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()

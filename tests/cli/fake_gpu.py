@@ -10,7 +10,8 @@ import numpy as np
 
 from kvass.cli.bench.gpu_device import Device, Plain
 from kvass.cli.bench.gpu_torch import TorchMemory
-from kvass.testing.fake_cuda import FakeCuda, _Piece
+from kvass.testing.fake_cuda import FakeCuda
+from kvass.testing.fake_device import Piece
 from kvass.transfer.base import U8Array
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Stream
 
@@ -29,7 +30,7 @@ class Spoiling(FakeCuda):
         with self.engine_thread():
             return super().order()
 
-    def _move(self, piece: _Piece) -> None:
+    def _move(self, piece: Piece) -> None:
         chosen = piece.load == (self._kind == "load")
         if not (chosen and -self._idle < self._wrong <= 0):
             super()._move(piece)

@@ -29,6 +29,11 @@ LIKE_LOCAL_HIT: Final = 1e-4
 LIKE_COLD: Final = 1e-3
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if where := config.getoption("pages"):
+        EngineProcess.all_on_gpu = where == "gpu"
+
+
 class Judge:
     """What vLLM says without kvass: cold, and after a local prefix hit of so many tokens."""
 

@@ -113,6 +113,39 @@ def test_until_the_engines_stream_is_there_its_pages_are_noise(
     until(lambda: a.step() and not a.world.scheduler.has_requests(), "the end")
 
 
+def test_a_slow_device_is_found_in_the_middle_of_a_row(
+    daemon: Daemon, engine: Callable[[], Engine]
+) -> None:
+    """What tests of whoever dies amid a copy need of it; it keeps no hook."""
+    a = engine()
+    moved = watch_pieces(fake(a))
+    a.rank.connector.mover.slow(1e6)
+    a.daemon = None
+    a.world.add("a", PROMPT)
+    until(lambda: a.step() and moved, "the first bytes of the store")
+    for _ in range(100):
+        a.step()
+    assert len(moved) == 1
+    assert daemon.status()["reservations"] == 1
+    a.rank.connector.mover.slow(0.0)
+    until(lambda: a.step() and not a.world.scheduler.has_requests(), "the end")
+    assert len(moved) > 1
+    daemon.wait_until(reservations=0, rows=3)
+
+
+def watch_pieces(fake: Any) -> list[object]:
+    """What it copies, from now on."""
+    moved: list[object] = []
+    move = fake._move
+
+    def watching(piece: object) -> None:
+        moved.append(piece)
+        move(piece)
+
+    fake._move = watching
+    return moved
+
+
 def test_other_calls_on_the_engines_thread_end_the_engine(engine: Callable[[], Engine]) -> None:
     a = engine()
     with fake(a).engine_thread():

@@ -88,9 +88,9 @@ def tp(daemon: Daemon, start: Starter) -> Iterator[Trio]:
 
 @pytest.fixture(scope="module")
 def stages(daemon: Daemon, start: Starter) -> Iterator[EngineProcess]:
-    """Pipeline parallel 2."""
+    """Pipeline parallel 2, on fake GPUs."""
     args = {"pipeline_parallel_size": 2}
-    engine = start("pp", socket=Path(daemon.socket), args=args, start_timeout_s=START_S)
+    engine = start("pp", socket=Path(daemon.socket), args=args, start_timeout_s=START_S, gpu=True)
     yield engine.wait_ready()
     engine.kill()
 
@@ -353,18 +353,18 @@ def strike(
 
 def test_a_rank_killed_while_it_stores(tp: Trio, daemon: Daemon, prompt: Make) -> None:
     kept, storing = prompt(600), prompt(600)
-    store(tp.a, kept)
+    store(tp.b, kept)
     rows = daemon.status()["rows"]
-    held = strike(tp.a, daemon, storing, "wait_for_save", 0)
+    held = strike(tp.b, daemon, storing, "wait_for_save", 0)
     assert held["reservations"] == 1
     assert daemon.status()["rows"] == rows, "what not every rank committed"
-    warm = watched(tp.b, Settings()).one(kept)
+    warm = watched(tp.a, Settings()).one(kept)
     assert warm.external == 512
     check_same(warm, tp.cold(kept))
-    cold = tp.b.one(storing)
+    cold = tp.a.one(storing)
     assert cold.cached == 0
     check_same(cold, tp.cold(storing))
-    store(tp.b, storing)  # its keys are not blocked
+    store(tp.a, storing)  # its keys are not blocked
 
 
 def test_a_stage_killed_while_it_loads(stages: EngineProcess, daemon: Daemon, prompt: Make) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvass.testing.fake_cuda import COMPUTE, FakeCuda, _Op
+from kvass.testing.fake_cuda import FakeCuda
+from kvass.testing.fake_device import COMPUTE, Op
 from kvass.transfer.base import U8Array
 from kvass.transfer.cuda_runtime import open_runtime
 from kvass.transfer.runtime import Batch, Event, Fault, Region, Runtime, Stream
@@ -143,7 +144,7 @@ class HeldCuda(FakeCuda):
             return Fault("the engine's stream is being captured")
         return super().order()
 
-    def _ready(self, op: _Op) -> bool:
+    def _ready(self, op: Op) -> bool:
         ops = self.streams[COMPUTE]
         return super()._ready(op) and not (self.held and ops and ops[0] is op)
 

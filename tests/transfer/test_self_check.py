@@ -11,7 +11,8 @@ import pytest
 
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing.fake_cuda import COMPUTE, FakeCuda
+from kvass.testing.fake_cuda import FakeCuda
+from kvass.testing.fake_device import COMPUTE
 from kvass.transfer.base import Job, U8Array
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.descriptors import KERNEL_BELOW

@@ -18,7 +18,8 @@ from itertools import count
 from typing import Final, Literal
 
 from kvass.layout.describe import GroupPlanes
-from kvass.testing.fake_cuda import COMPUTE, FakeCuda
+from kvass.testing.fake_cuda import FakeCuda
+from kvass.testing.fake_device import COMPUTE
 from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.checks import check_job
 from kvass.transfer.cuda import CudaMover
@@ -87,6 +88,11 @@ class EngineMover(CudaMover):
         self._delay(job)
         with self.fake.engine_thread():
             super().submit(replace(job, on_done=self._ended(job.on_done)))
+
+    def slow(self, row_s: float) -> None:
+        """The device takes so much longer to copy a row; of several groups, the largest."""
+        rows = [sum(x.run for x in one.planes) * one.chunk_blocks for one in self._known.values()]
+        self.fake.byte_s = row_s / max(rows)
 
     def synchronize(self) -> None:
         """Wait for all that the engine's stream was given."""

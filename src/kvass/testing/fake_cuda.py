@@ -1,34 +1,29 @@
-"""A GPU that is as unkind as CUDA allows: a ``Runtime`` on memory of the CPU.
+"""A ``Runtime`` that is as unkind as CUDA allows, on memory of the CPU.
 
 Laws of this file:
 
-- Nothing happens when it is asked for. Streams are queues; each ``step`` does one piece of one of
-  them, chosen by a seeded generator, so that any order CUDA allows occurs. A copy tears: its runs
-  are cut and done in any order. The source of a load may be read the moment it is submitted.
+- What is asked for happens later, torn and in any order (``fake_device``). The source of a load may
+  be read the moment it is submitted.
 - What CUDA forbids is refused (a :class:`Fault`) or, where CUDA would say nothing and move wrong
   bytes, noted in ``violations``.
 
-"Device memory" is made by ``allocate``, host memory whose unmapping is watched by ``map``. Kernels
-see registered host memory ``ALIAS`` bytes further up, so that an address of the wrong kind is
-noticed. ``kill`` makes the context dead; what was queued goes on happening for a while, or not.
+Kernels see registered host memory ``ALIAS`` bytes further up, so that an address of the wrong kind
+is noticed.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import random
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from kvass.transfer.base import U8Array
+from kvass.testing.fake_device import COMPUTE, Copy, FakeDevice, Mark, Piece, Wait, holds, meet
 from kvass.transfer.kernel_tables import TABLE_WORDS, Tables
 from kvass.transfer.runtime import (
     MAX_DESCRIPTORS,
@@ -36,65 +31,16 @@ from kvass.transfer.runtime import (
     Event,
     Fault,
     Kind,
-    Region,
     Runtime,
     Stream,
 )
 from kvass.types import I64Array
 
 ALIAS = 1 << 60
-COMPUTE = Stream(7)
-"""The engine's stream."""
 DEAD = Fault("unspecified launch failure", dead=True)
 PIECES = 3
 MOST_RUNS = 8192
 """That a stream takes at once, without keeping whoever gives them."""
-
-
-@dataclass(eq=False)
-class _Piece:
-    """A part of a copy. ``read``: the bytes, if the source was read already."""
-
-    target: int
-    source: int
-    count: int
-    load: bool
-    pinned: bool
-    read: bytes | None = None
-    run: tuple[int, int, int] = (0, 0, 0)
-    told: I64Array | None = None
-    """Where a kernel reads ``run``, when it comes to it."""
-
-    @property
-    def host(self) -> int:
-        return self.source if self.load else self.target
-
-    def touches(self, lo: int, hi: int) -> bool:
-        return any(at < hi and lo < at + self.count for at in (self.target, self.source))
-
-
-@dataclass(eq=False)
-class _Copy:
-    pieces: list[_Piece]
-    runs: int
-
-
-@dataclass(eq=False)
-class _Mark:
-    event: Event
-
-
-@dataclass(eq=False)
-class _Wait:
-    event: Event
-
-
-@dataclass(eq=False)
-class _Kernel:
-    work: Callable[[], None]
-
-
-_Op = _Copy | _Mark | _Wait | _Kernel
 
 
 @dataclass(eq=False)
@@ -110,135 +56,21 @@ class Plans:
         return n in self.fail.get(name, ())
 
 
-class FakeCuda(Runtime):
-    """See above. ``eager``: ``done`` also lets the device do up to so many pieces of work. Unless
-    ``watched``, host memory may be any, and its unmapping goes unnoticed."""
+class FakeCuda(FakeDevice, Runtime):
+    """See above. ``eager``: ``done`` also lets the device do up to so many pieces of work."""
 
     def __init__(self, seed: int, eager: int = 4, watched: bool = True) -> None:
-        self._watched = watched
-        self.rng = random.Random(seed)
+        super().__init__(seed, watched)
         self.plans = Plans()
-        self.violations: list[str] = []
         self.copied: list[Batch] = []
-        self.registered: dict[int, int] = {}
         self.most_runs = MOST_RUNS
         self.tables = Tables(np.zeros((3, TABLE_WORDS), np.int64))
-        self.streams: dict[Stream, deque[_Op]] = {COMPUTE: deque()}
         self.stopped = False
         """Nothing happens by itself: a device that hangs."""
-        self.dead = False
         self._eager = eager
-        self._events: dict[Event, bool] = {}
         self._forgotten = set[Event]()
         self._numbers = iter(range(100, 1 << 60))
-        self._mapped: dict[int, int] = {}
-        self._device: list[tuple[int, int]] = []
-        self._keep: list[object] = []
-        self._lock = threading.RLock()
         self._engine = threading.local()
-
-    # ------------------------------------------------------------ memory
-
-    def allocate(self, count: int) -> tuple[Region, U8Array]:
-        """Device memory, and how to look at it."""
-        memory = np.zeros(count, np.uint8)
-        return self.adopt(memory), memory
-
-    def adopt(self, memory: U8Array) -> Region:
-        """Memory that is the device's from now on."""
-        self._keep.append(memory)
-        self._device.append((memory.ctypes.data, memory.nbytes))
-        return Region(memory.ctypes.data, memory.nbytes)
-
-    def map(self, count: int) -> U8Array:
-        """An arena: its unmapping is noticed."""
-        backing = _Mapping(-1, count)
-        array = np.frombuffer(backing, np.uint8)
-        address = array.ctypes.data
-        self._mapped[address] = count
-        weakref.finalize(backing, self._unmapped, address, count)
-        return array
-
-    @property
-    def mapped(self) -> int:
-        """How many arenas are mapped."""
-        return len(self._mapped)
-
-    def _unmapped(self, address: int, count: int) -> None:
-        with self._lock:
-            self._mapped.pop(address, None)
-            pinned = any(_meet(at, n, address, count) for at, n in self.registered.items())
-            if pinned and not self.dead:
-                self.violations.append("an arena was unmapped while registered")
-            if self.busy(address, count):
-                self.violations.append("an arena was unmapped under a copy")
-                for ops in self.streams.values():
-                    ops.clear()
-
-    # ------------------------------------------------------------ the device
-
-    def queue(self, work: Callable[[], None]) -> None:
-        """Give the engine's stream a kernel."""
-        with self._lock:
-            self.streams[COMPUTE].append(_Kernel(work))
-
-    def busy(self, address: int, count: int) -> bool:
-        """Whether a copy may still touch these bytes."""
-        with self._lock:
-            return any(
-                piece.touches(address, address + count)
-                for ops in self.streams.values()
-                for op in ops
-                if isinstance(op, _Copy)
-                for piece in op.pieces
-            )
-
-    def step(self) -> bool:
-        """Do one piece of work; False if there is none that can be done."""
-        with self._lock:
-            while True:
-                ready = [s for s, ops in self.streams.items() if ops and self._ready(ops[0])]
-                if not ready:
-                    return False
-                ops = self.streams[self.rng.choice(ready)]
-                if self._do(ops[0]):
-                    ops.popleft()
-                return True
-
-    def run(self) -> None:
-        """Do all the work that can be done."""
-        while self.step():
-            pass
-
-    def _ready(self, op: _Op) -> bool:
-        return not isinstance(op, _Wait) or self._events.get(op.event, True)
-
-    def _do(self, op: _Op) -> bool:
-        """A piece of ``op``; whether it is over."""
-        if isinstance(op, _Mark):
-            self._events[op.event] = True
-        elif isinstance(op, _Kernel):
-            op.work()
-        elif isinstance(op, _Copy):
-            if op.pieces:
-                self._move(op.pieces.pop(self.rng.randrange(len(op.pieces))))
-            return not op.pieces
-        return True
-
-    def _move(self, piece: _Piece) -> None:
-        if piece.pinned and self._window(piece.host, piece.count) is None:
-            self.violations.append("host memory was unregistered under a copy")
-            return
-        if piece.told is not None and tuple(piece.told.tolist()) != piece.run:
-            self.violations.append("a kernel's table was written anew while it ran")
-        got = piece.read or ctypes.string_at(piece.source, piece.count)
-        ctypes.memmove(piece.target, got, piece.count)
-
-    def kill(self, steps: int = 0) -> None:
-        """The context dies after ``steps`` more pieces of work."""
-        for _ in range(steps):
-            self.step()
-        self.dead = True
 
     # ------------------------------------------------------------ Runtime
 
@@ -286,7 +118,7 @@ class FakeCuda(Runtime):
         if fault := self._fault("wait"):
             return fault
         with self._lock:
-            self.streams[stream].append(_Wait(event))
+            self.streams[stream].append(Wait(event))
         return None
 
     def done(self, event: Event) -> bool | Fault:
@@ -313,10 +145,10 @@ class FakeCuda(Runtime):
         if fault := self._fault("register"):
             return fault
         with self._lock:
-            if any(_meet(at, n, address, count) for at, n in self.registered.items()):
+            if any(meet(at, n, address, count) for at, n in self.registered.items()):
                 return Fault("part of the memory is registered already")
             if self._watched and not any(
-                _holds(at, n, address, count) for at, n in self._mapped.items()
+                holds(at, n, address, count) for at, n in self._mapped.items()
             ):
                 return Fault("no such memory")
             self.registered[address] = count
@@ -348,7 +180,7 @@ class FakeCuda(Runtime):
             pieces = []
         with self._lock:
             self._would_keep(stream, batch)
-            self.streams[stream].append(_Copy(pieces, len(batch.bytes)))
+            self.streams[stream].append(Copy(pieces, len(batch.bytes)))
             self.copied.append(batch)
         return fault
 
@@ -363,7 +195,7 @@ class FakeCuda(Runtime):
             return Fault("an empty run")
         for target, source, count in self._runs(batch):
             host, device = (source, target) if batch.kind == "load" else (target, source)
-            if not any(_holds(at, n, device, count) for at, n in self._device):
+            if not any(holds(at, n, device, count) for at, n in self._device):
                 return Fault("not an address of this device")
             if batch.way != "pageable" and self._window(host, count) is None:
                 return Fault("host memory that is not registered, or in two pieces")
@@ -375,7 +207,7 @@ class FakeCuda(Runtime):
         """Note a batch whose giver the driver would keep, with its locks, until work before it is
         done; one batch, of whatever size, is none."""
         ops = self.streams[stream]
-        flying = [op.runs for op in ops if isinstance(op, _Copy)]
+        flying = [op.runs for op in ops if isinstance(op, Copy)]
         if flying and sum(flying) + len(batch.bytes) > self.most_runs:
             self.violations.append("too many descriptors were given to a stream at once")
         waits = any(not self._ready(op) for op in ops)
@@ -403,23 +235,16 @@ class FakeCuda(Runtime):
 
     def _cut(
         self, target: int, source: int, count: int, batch: Batch, told: I64Array | None
-    ) -> Iterator[_Piece]:
+    ) -> Iterator[Piece]:
         run = (0, 0, 0) if told is None else (int(told[0]), int(told[1]), int(told[2]))
         cuts = sorted({0, count, *(self.rng.randrange(count) for _ in range(PIECES - 1))})
         load = batch.kind == "load"
         for lo, hi in pairwise(cuts):
             pinned = batch.way != "pageable"
-            piece = _Piece(target + lo, source + lo, hi - lo, load, pinned, None, run, told)
+            piece = Piece(target + lo, source + lo, hi - lo, load, pinned, None, run, told)
             if load and self.rng.random() < 0.3:
                 piece.read = ctypes.string_at(piece.source, piece.count)
             yield piece
-
-    def _window(self, address: int, count: int) -> int | None:
-        """The registration in which these bytes lie, all of them."""
-        for at, n in self.registered.items():
-            if _holds(at, n, address, count):
-                return at
-        return None
 
     def _mark(self, stream: Stream, name: str) -> Event | Fault:
         if fault := self._fault(name):
@@ -427,7 +252,7 @@ class FakeCuda(Runtime):
         event = Event(next(self._numbers))
         with self._lock:
             self._events[event] = False
-            self.streams[stream].append(_Mark(event))
+            self.streams[stream].append(Mark(event))
         return event
 
     def _known(self, event: Event) -> None:
@@ -442,15 +267,3 @@ class FakeCuda(Runtime):
     def _copy_thread(self, name: str) -> None:
         if self._on_engine:
             self.violations.append(f"{name} on the engine's thread")
-
-
-class _Mapping(mmap.mmap):
-    """A mapping that can be watched."""
-
-
-def _meet(at: int, n: int, other: int, m: int) -> bool:
-    return at < other + m and other < at + n
-
-
-def _holds(at: int, n: int, other: int, m: int) -> bool:
-    return at <= other and other + m <= at + n

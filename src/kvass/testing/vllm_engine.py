@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -137,6 +137,9 @@ class EngineProcess:
     The constructor returns at once; the first call waits until the engine is up.
     """
 
+    all_on_gpu: ClassVar[bool | None] = None
+    """If it is not None, it decides instead of ``gpu``, for every engine."""
+
     def __init__(
         self,
         model: Path,
@@ -153,6 +156,7 @@ class EngineProcess:
     ) -> None:
         config: dict[str, Any] = {"model": str(model), "args": dict(args or {})}
         config |= {"patient": patient, "layout_only": layout_only}
+        gpu = gpu if self.all_on_gpu is None else self.all_on_gpu
         config["module"] = f"kvass.{'testing.vllm_gpu' if gpu else 'connectors.vllm'}"
         if socket is not None:
             config["connector"] = {"kvass.socket": str(socket), **(options or {})}

@@ -64,10 +64,14 @@ class Probe:
         self.armed[hook, when] = [(pid, number, after_s) for pid, number, after_s in signals]
 
     def clock(self) -> float:
-        """The mover's clock, read before every row on the copy thread."""
+        """A mover's clock."""
+        return time.monotonic() + self.settings.ahead_s
+
+    def slow_clock(self) -> float:
+        """The host mover's, read before every row on the copy thread."""
         if threading.current_thread() is not threading.main_thread():
             time.sleep(self.settings.copy_delay_s)
-        return time.monotonic() + self.settings.ahead_s
+        return self.clock()
 
     def wrap(self, connector: object) -> None:
         """Put the probe around every hook the connector has."""
@@ -171,7 +175,8 @@ def install(worker: Any) -> int:
         _here.wrap(connector)
         if connector._copier is not None:  # it is inert
             _watch(connector)
-            connector._copier._mover._clock = _here.clock
+            clock = _here.slow_clock if _gpu() is None else _here.clock
+            connector._copier._mover._clock = clock
     return os.getpid()
 
 
@@ -183,16 +188,14 @@ def report(worker: Any) -> Hooks:
 def clear(worker: Any) -> None:
     """Forget what was measured, and disturb nothing any more."""
     _here.clear()
-    if (gpu := _gpu()) is not None:
-        gpu.break_("")
+    _disturb_gpu()
 
 
 def disturb(worker: Any, rank: int | None, settings: dict[str, Any]) -> None:
     """Disturb this ``rank``, or all (None), from now on."""
     if rank in (None, worker.rank):
         _here.settings = msgspec.convert(settings, Settings)
-        if (gpu := _gpu()) is not None:
-            gpu.break_(_here.settings.broken_gpu)
+        _disturb_gpu()
 
 
 def arm(worker: Any, rank: int, hook: str, when: str, signals: list[list[Any]]) -> None:
@@ -235,11 +238,16 @@ def connector() -> Any:
 
 
 def _gpu() -> Any:
-    """The fake GPU of this rank; None if it has none."""
+    """What copies on this rank's fake GPU; None if it has none."""
     from vllm.distributed.kv_transfer import has_kv_transfer_group
 
-    mover = getattr(connector(), "mover", None) if has_kv_transfer_group() else None
-    return mover and mover.fake
+    return getattr(connector(), "mover", None) if has_kv_transfer_group() else None
+
+
+def _disturb_gpu() -> None:
+    if (gpu := _gpu()) is not None:
+        gpu.slow(_here.settings.copy_delay_s)
+        gpu.fake.break_(_here.settings.broken_gpu)
 
 
 def _make_stage_buffers(runner: Any) -> None:
