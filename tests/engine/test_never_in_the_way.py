@@ -1,8 +1,8 @@
 """Never in the way: whatever becomes of the daemon, requests end with the right tokens, in time.
 
-One engine, started before there was any daemon, lives through all of it. The signals are sent by
-the engine's own process at an exact point: just before or after a hook of the connector, or some
-time later, while a lookup waits or a (slowed down) copy runs.
+One engine, started before there was any daemon, lives through all of it; another one does so on a
+fake GPU. The signals are sent by the engine's own process at an exact point: just before or after a
+hook of the connector, or some time later, while a lookup waits or a (slowed down) copy runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -77,17 +76,33 @@ STORING: Final = (
 
 
 @pytest.fixture(scope="module")
-def lonely(start: Starter, folder: Path) -> EngineProcess:
-    """An engine whose daemon is not there yet."""
-    (folder / "later").mkdir()
-    return start("lonely", socket=folder / "later" / "kvass.sock", patient=False).wait_ready()
+def place(where: str, folder: Path) -> Path:
+    """Where there will be a daemon."""
+    made = folder / f"later-{where}"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture(scope="module", params=["host", "gpu"])
+def where(request: pytest.FixtureRequest) -> str:
+    """Where the engine has its pages."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def later(lonely: EngineProcess, folder: Path) -> Iterator[Daemon]:
+def lonely(start: Starter, place: Path, where: str) -> Iterator[EngineProcess]:
+    """An engine whose daemon is not there yet."""
+    gpu = where == "gpu"
+    engine = start(place.name, socket=place / "kvass.sock", patient=False, gpu=gpu)
+    yield engine.wait_ready()
+    engine.kill()
+
+
+@pytest.fixture(scope="module")
+def later(lonely: EngineProcess, place: Path) -> Iterator[Daemon]:
     """That daemon."""
-    with ExitStack() as stack:
-        yield stack.enter_context(running_daemon(folder / "later", l1_size="64MiB"))
+    with running_daemon(place, l1_size="64MiB") as one:
+        yield one
 
 
 @pytest.fixture
