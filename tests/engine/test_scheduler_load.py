@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvass.testing.vllm_scheduler import CHUNK, FakeClient, World
+from kvass.testing.fake_client import FakeClient
+from kvass.testing.vllm_scheduler import CHUNK, World
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 PROMPT = range(100)

@@ -15,7 +15,8 @@ import pytest
 from kvass.connectors.vllm import KvassConnector, adapt, engine, identity
 from kvass.connectors.vllm.memory import read_memory
 from kvass.errors import ConfigError, UsageError
-from kvass.testing.vllm_scheduler import FakeClient, World, make_configs
+from kvass.testing.fake_client import FakeClient
+from kvass.testing.vllm_scheduler import World, make_configs
 from kvass.types import GroupLayout
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvass.testing.vllm_scheduler import BLOCK, CHUNK, FakeClient, World, split
+from kvass.testing.fake_client import FakeClient, split
+from kvass.testing.vllm_scheduler import BLOCK, CHUNK, World
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 

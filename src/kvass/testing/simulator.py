@@ -26,8 +26,6 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
 from kvass.core.effects import (
@@ -37,7 +35,6 @@ from kvass.core.effects import (
     Faulted,
     Lost,
     Opened,
-    PopulatedTo,
     Received,
     Send,
     Stopping,
@@ -47,12 +44,12 @@ from kvass.core.effects import (
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.core.tiers import FlushMode
 from kvass.testing.actors import Engine, Memory, Peer, Process, some
-from kvass.testing.books import Archive, BrokenLawError, Reading, Tag, Writing
-from kvass.testing.layouts import WIDTH, random_model
+from kvass.testing.books import Archive, BrokenLawError, Tag
+from kvass.testing.layouts import random_model
+from kvass.testing.mischief import do_mischief
 from kvass.testing.reference import run_reference
 from kvass.testing.room import prove_room
 from kvass.testing.sim_tiers import SimTiers
-from kvass.testing.strangers import any_message
 from kvass.testing.traces import Traced, dump_trace, replay
 from kvass.testing.warm import warm_tiers
 from kvass.testing.witness import Witness
@@ -263,7 +260,7 @@ class Simulation:
         if self.clears and rng.random() < self.clears and engine.scheduler.peer is not None:
             engine.scheduler.peer.ask(m.Clear())
         if what < self.mischief:
-            self._mischief()
+            do_mischief(self)
             return
         sent = [p for p in self.peers.values() if p.sent or p.closing]
         if what < 0.5 and sent:
@@ -290,92 +287,6 @@ class Simulation:
             if peer is process.peer:
                 engine.hear(process, peer)
         return bool(listeners)
-
-    def _mischief(self) -> None:
-        rng = self.rng
-        what = rng.random()
-        engine = rng.choice(self.engines)
-        process = rng.choice(engine.processes)
-        if what < 0.25:
-            engine.die(process)
-        elif what < 0.3:
-            for process in engine.processes:
-                engine.die(process)
-        elif what < 0.33:
-            self.boot()
-        elif what < 0.38 and process.peer is not None:
-            process.peer.sent.append(None)
-            if process is engine.scheduler:
-                engine.die(process)  # it must not hand over behind the garbage
-        elif what < 0.45 and process.peer is not None:
-            mine = (x for session, x in self.said if session == process.peer.session)
-            if sent := [x for x in mine if isinstance(x, m.OneWay)]:
-                process.peer.sent.append(rng.choice(sent))
-        elif what < 0.55 and process.peer is not None:
-            self._meddle(engine, process, process.peer)
-        elif what < 0.58:
-            self.step(PopulatedTo(rng.randint(0, self.arena_bytes)))
-        else:
-            self._stranger()
-
-    def _meddle(self, engine: Engine, process: Process, peer: Peer) -> None:
-        """Settle what is another's to settle: another instance's, rank's, or boot's; or have rows
-        written by ranks that do not hold them."""
-        rng, boot, rank = self.rng, self.memory.boot, process.rank
-        if process is engine.scheduler and rng.random() < 0.5:
-            item = m.ReserveItem("r", b"".join(engine.model.prompts[0]))
-            item.writers = tuple(rng.choices(engine.model.world.readers, k=rng.choice([1, 2])))
-            peer.seq += 1
-            peer.sent.append(m.Reserve(seq=peer.seq, items=[item], width=WIDTH))
-            return
-        held: list[Reading | Writing] = [*self.witness.readings.values()]
-        held += self.witness.writings.values()
-        held = [h for h in held if h.owing]
-        if not held:
-            return
-        one = rng.choice(held)
-        if one.member.name == engine.name:
-            if rng.random() < 0.5:
-                boot = b"another boot"
-            else:
-                rank = rng.choice([r for r in range(-1, engine.model.ranks + 1) if r != rank])
-        if isinstance(one, Reading):
-            peer.sent.append(m.Release(boot=boot, lease=one.id, rank=rank, bad=(0,)))
-        elif rng.random() < 0.5:
-            peer.sent.append(m.Commit(boot=boot, reservation=one.id, rank=rank))
-        else:
-            peer.sent.append(m.Abort(boot=boot, reservation=one.id, rank=rank))
-
-    def _stranger(self) -> None:
-        rng = self.rng
-        self.strangers = [s for s in self.strangers if s.session in self.peers]
-        if len(self.strangers) < 3 and rng.random() < 0.4:
-            self.strangers.append(self.connect())
-            if rng.random() < 0.9:
-                self.strangers[-1].sent.append(m.Hello(seq=1, clock_s=self.now))
-        if not self.strangers:
-            return
-        peer = rng.choice(self.strangers)
-        peer.inbox.clear()
-        what = rng.random()
-        if what < 0.05 or peer.hung_up:
-            peer.closing = True
-        elif what < 0.1:
-            peer.sent.append(None)
-        elif what < 0.2 and self.said:
-            _, replayed = rng.choice(self.said)
-            peer.seq += 1
-            replayed = msgspec.structs.replace(replayed, seq=peer.seq)
-            if not isinstance(replayed, m.Register):
-                peer.sent.append(replayed)
-        else:
-            for _ in range(rng.choice([1, 3, 6])):
-                peer.seq += 1
-                message = any_message(rng, self.memory.boot, self.models, peer.seq)
-                if getattr(message, "namespace", b"") and self.witness.by_digest:
-                    digest = rng.choice(list(self.witness.by_digest))
-                    message = msgspec.structs.replace(message, namespace=digest)
-                peer.sent.append(message)
 
     # ------------------------------------------------------------ the end
 

@@ -19,8 +19,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +35,7 @@ from kvass.tiers.folder import (
     write_note,
 )
 from kvass.tiers.gate import Gate
+from kvass.tiers.hands import Hands
 from kvass.tiers.segment import UNKNOWN, SegmentFile
 from kvass.tiers.slots import arrived, incoming, outgoing, page_buffer, slot_bytes
 from kvass.types import PAGE, Size
@@ -102,8 +102,7 @@ class DiskTier:
             raise
         for file in found:
             self._book.add(Segment(file, fresh=False), reserved=False)
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, "kvass-disk")
+        self._hands = Hands(threads, str(folder))
         self._book.begin_adopting()
         self._adopting = threading.Thread(target=self._adopt, name="kvass-disk-index")
         self._adopting.start()
@@ -120,14 +119,14 @@ class DiskTier:
         """See ``Tier.load``."""
         check_batch(keys, into)
         with self._gate.call():
-            return self._each(lambda i: self._load(keys[i], into[i]), range(len(keys)))
+            return self._hands.each(lambda i: self._load(keys[i], into[i]), range(len(keys)))
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         """See ``Tier.store``. Of a key's several records in one batch only the last is written."""
         check_batch(keys, data)
         last = {key: i for i, key in enumerate(keys)}
         with self._gate.call():
-            done = self._each(lambda i: self._store(keys[i], data[i]), list(last.values()))
+            done = self._hands.each(lambda i: self._store(keys[i], data[i]), list(last.values()))
         held = dict(zip(last, done, strict=True))
         return [held[key] for key in keys]
 
@@ -180,7 +179,7 @@ class DiskTier:
         self._adopting.join()
         if not first:
             return
-        self._pool.shutdown()
+        self._hands.close()
         self._bury()
         for segment in self._book.segments.values():
             segment.file.close()
@@ -396,38 +395,6 @@ class DiskTier:
         found = (fingerprint(header.key), header.sequence) if header else (0, 0)
         segment.file.note(slot, *found)
         return found
-
-    # ------------------------------------------------------------ calls
-
-    def _each(self, one: Callable[[int], bool], which: Sequence[int]) -> list[bool]:
-        """``one`` of each, by this thread and the pool's. ``TierDown`` if all is in vain."""
-        done: list[bool | OSError] = [False] * len(which)
-        todo = iter(range(len(which)))  # whoever is free takes the next
-
-        def work() -> None:
-            for at in todo:
-                done[at] = _attempt(one, which[at])
-
-        helping = min(self._threads, len(which)) - 1
-        helpers = [self._pool.submit(work) for _ in range(helping)]
-        try:
-            work()
-        finally:  # whatever it raises, nobody touches the buffers after we return
-            wait([helper for helper in helpers if not helper.cancel()])  # the others never came
-        for helper in helpers:
-            if not helper.cancelled():
-                helper.result()
-        errors = [answer for answer in done if isinstance(answer, OSError)]
-        if errors and True not in done:
-            raise TierDown(f"{self._folder}: {errors[0]}") from errors[0]
-        return [answer is True for answer in done]
-
-
-def _attempt(one: Callable[[int], bool], i: int) -> bool | OSError:
-    try:
-        return one(i)
-    except OSError as error:
-        return error
 
 
 def open_disk(
