@@ -7,6 +7,7 @@ controls in a real engine are in ``test_right.py``.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from kvass.connectors.vllm import worker
 from kvass.connectors.vllm.boundary import Boundary
 from kvass.connectors.vllm.metadata import StepWork, Store
 from kvass.layout.describe import GroupPlanes, Plane
+from kvass.testing import engine_gpu
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.engine_gpu import NOISE, Break, EngineMover
 from kvass.testing.vllm_rank import Engine, until
@@ -111,6 +113,27 @@ def test_until_the_engines_stream_is_there_its_pages_are_noise(
     assert (a.rank.pages[:, a.table("a")[0]] == right).all(), "an engine waits for its stream"
     fake(a).stopped = False
     until(lambda: a.step() and not a.world.scheduler.has_requests(), "the end")
+
+
+def test_a_kernel_is_late_until_it_has_written_all(
+    engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that begins meanwhile, on another thread, must wait for it."""
+    a = engine()
+    late = a.rank.connector.mover._late
+    seen: list[int] = []
+    move = ctypes.memmove
+
+    def moving(target: int, source: bytes, count: int) -> int:
+        seen.append(len(late))
+        return int(move(target, source, count))
+
+    library = SimpleNamespace(memmove=moving, memset=ctypes.memset, string_at=ctypes.string_at)
+    monkeypatch.setattr(engine_gpu, "ctypes", library)
+    a.generate("a", PROMPT)
+    assert seen
+    assert all(seen)
+    assert not late
 
 
 def test_a_slow_device_is_found_in_the_middle_of_a_row(

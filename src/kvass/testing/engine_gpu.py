@@ -128,11 +128,11 @@ class EngineMover(CudaMover):
             _write_noise(runs)
 
         def kernel() -> None:
-            self._late.remove((job.kind, runs))
             if job.kind == "load":
                 _write_noise(runs)
             for (address, _), page in zip(runs, pages, strict=True):
                 ctypes.memmove(address, page, len(page))
+            self._late.remove((job.kind, runs))  # now: until then a step that begins waits
 
         self._late.append((job.kind, runs))
         for _ in range(LONG):
