@@ -32,7 +32,7 @@ from kvass.daemon import tier_frames, tier_process
 from kvass.daemon.tier_process import TierProcess, close_all
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
-from kvass.testing.daemon import running_daemon
+from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.peer import engine
 from kvass.testing.scripted import eventually
 from tests.daemon.test_tiers_process import commit_two, disk, tier_of
@@ -72,7 +72,7 @@ class Harmful:
             ctypes.string_at(0)
 
     def probe(self, keys):
-        return [key in self.kept for key in keys]
+        return [key in self.kept or (self.folder / "boast").exists() for key in keys]
 
     def load(self, keys, into):
         self._harm("load")
@@ -490,6 +490,29 @@ def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> No
         peers[1].channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
         assert eventually(lambda: tier_of(daemon)["kept"] == 2), "it serves again"
         assert daemon.stop() == 0
+
+
+def test_a_dead_tiers_loads_do_not_wait_for_the_grace_of_engines(
+    tmp_path: Path, folder: Path
+) -> None:
+    """What is LOADING blocks its keys."""
+    (folder / "boast").touch()
+    (folder / "hold-load").touch()
+    with (
+        running_daemon(tmp_path, tier=[url(folder)], dma_grace_s=3600) as daemon,
+        engine(daemon.socket) as (scheduler, _),
+    ):
+        assert eventually(lambda: scheduler.lookup("ab").chunks == 0 and loading(daemon) == 2)
+        assert not scheduler.reserve("ab").grants[0].chunks
+        assert eventually((folder / "in-load").exists)
+        os.kill(tier_of(daemon)["pid"], signal.SIGKILL)
+        assert eventually(lambda: loading(daemon) == 0)
+        assert scheduler.reserve("ab").grants[0].chunks == (0, 1)
+    (folder / "hold-load").unlink()
+
+
+def loading(daemon: Daemon) -> int:
+    return int(daemon.status()["rows_loading"])
 
 
 def test_a_stopped_tier_keeps_nobody_from_the_next_one(tmp_path: Path, folder: Path) -> None:

@@ -20,7 +20,7 @@ from kvass.config import Config, Size
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.listen import Door, listening
 from kvass.daemon.loop import Server
-from kvass.daemon.tier_process import TierProcess, close_all
+from kvass.daemon.tier_process import DEVICE_S, TierProcess, close_all
 from kvass.errors import ConfigError
 from kvass.tiers.url import tier_name
 from kvass.types import PAGE, Timing
@@ -45,7 +45,7 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
             raise ConfigError(f"no arena of {config.l1_size}: {error.strerror}") from error
         huge = arena.advise_huge()
         core = core_config(config, size)
-        tiers = open_tiers(config.tier, arena, config.dma_grace_s)
+        tiers = open_tiers(config.tier, arena)
         ready = (
             f"ready socket={config.socket} l1={Size(size)} l1_bytes={size}"
             f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
@@ -56,12 +56,12 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
         arena.close()
 
 
-def open_tiers(urls: Sequence[str], arena: memory.Arena, grace_s: float) -> list[TierProcess]:
+def open_tiers(urls: Sequence[str], arena: memory.Arena) -> list[TierProcess]:
     """Open all, each in a process; ``ConfigError`` if one cannot be, and then none is left."""
     opened: list[TierProcess] = []
     try:
         for i, url in enumerate(urls):
-            where = arena.fileno(), arena.size, grace_s
+            where = arena.fileno(), arena.size, DEVICE_S
             opened.append(TierProcess(i, url, tier_name(url), *where))
         for tier in opened:
             tier.wait_open()
