@@ -92,7 +92,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     )
     dma_grace_s: Annotated[
         float,
-        Meta(ge=0, le=3600, description="seconds a dead process's copies may still land"),
+        Meta(ge=0, le=3600, description="seconds that slots rest which a dead engine was writing"),
     ] = Timing().dma_grace_s
     lookup_budget_ms: Annotated[
         float, Meta(ge=0, le=60_000, description="milliseconds an engine may wait for a lookup")

@@ -186,5 +186,12 @@ class Timing(msgspec.Struct, frozen=True):
 
     lease_s: float = 60.0
     reserve_s: float = 60.0
-    dma_grace_s: float = 1.0
+    dma_grace_s: float = 30.0
+    """How long after a process's EOF its device may still write to the arena (law 3).
+
+    A process that exits gives up its memory, then its descriptors, those opened last first: the end
+    of our socket may come before the GPU's descriptors are released, and it is their release that
+    stops the GPU and unpins. With 243 GB pinned that was seen to take 26 s. Only slots wait, and
+    only those the process was writing: their keys are anybody's at once.
+    """
     lookup_budget_ms: float = 100.0

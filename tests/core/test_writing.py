@@ -166,6 +166,25 @@ def test_a_dead_writers_slots_come_clean_after_the_dma_grace(rig: Rig) -> None:
     assert rig.gauge("rows") == (0,)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dead_writers_keys_are_anybodys_at_once(rig: Rig, ranks: int) -> None:
+    """Only its slots wait for the grace."""
+    victim, other = rig.engine("victim", ranks), rig.engine("other", ranks)
+    lost = victim.reserve("a", "b")
+    victim.hand_over(reservations=(lost.reservation,))
+    rig.lose(victim.workers[0])
+    anew = other.reserve("a", "b")
+    assert anew.chunks == (0, 1)
+    for rank in range(ranks):
+        (old, new) = (set(g.slots[0].offsets(rank, PAGE)) for g in (lost, anew))
+        assert old.isdisjoint(new)
+    other.hand_over(reservations=(anew.reservation,))
+    for rank in range(ranks):
+        other.commit(anew.reservation, rank)
+    assert other.holds("a", "b") == 2
+    assert held(rig) == (1, 2 * ranks * PAGE)
+
+
 def test_after_a_writers_death_the_others_still_have_to_settle(rig: Rig) -> None:
     e = rig.engine(ranks=2)
     grant = e.reserve("a")

@@ -28,7 +28,7 @@ from kvass.messages import (
     Status,
     Welcome,
 )
-from kvass.testing.daemon import Daemon
+from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.peer import Peer, engine
 from kvass.types import MAX_RANKS
 from kvass.wire import framing
@@ -238,6 +238,27 @@ def test_debts_of_a_killed_process_are_settled(daemon: Daemon) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+
+
+def test_nobody_waits_for_a_dead_engines_slots(tmp_path: Path) -> None:
+    """Neither who stores the same, under the same name too, nor a clear, nor the daemon's end."""
+    with running_daemon(tmp_path, dma_grace_s=3600) as daemon:
+        with engine(daemon.socket) as (scheduler, worker):
+            granted = scheduler.reserve("ab")
+            ids = (granted.grants[0].reservation,)
+            scheduler.channel.send(HandedOver(boot=granted.boot, reservations=ids))
+            scheduler.ask(Ping(), Pong)
+        held = daemon.wait_until(instances=0)["quarantined_bytes"]
+        assert held > 0
+        with engine(daemon.socket) as (scheduler, worker):
+            (grant,) = scheduler.reserve("ab").grants
+            assert grant.chunks == (0, 1)
+            worker.channel.send(Commit(boot=granted.boot, reservation=grant.reservation))
+            worker.ask(Ping(), Pong)
+            assert scheduler.lookup("ab").chunks == 2
+            assert scheduler.ask(Clear(), Cleared).rows == 2
+        daemon.wait_until(quarantined_bytes=held, reservations=1)
+        assert daemon.stop() == 0
 
 
 def test_eof_of_the_daemon_is_seen(daemon: Daemon) -> None:

@@ -10,10 +10,9 @@ from typing import Any, Final
 
 import pytest
 
-from kvass.testing.daemon import Daemon
+from kvass.testing.daemon import GRACE_S, Daemon
 from kvass.testing.models import TINY, write_lora, write_model
 from kvass.testing.vllm_engine import EngineProcess, Prompt
-from kvass.types import Timing
 from tests.engine.conftest import Judge, Starter, store
 
 pytestmark = pytest.mark.engine
@@ -62,7 +61,7 @@ def test_killed_while_it_holds_leases_and_reservations(
         time.sleep(0.01)
     assert held["pins"] > 0
     victim.kill()
-    daemon.wait_until(1.0 + Timing().dma_grace_s, **NOTHING_OWED)
+    daemon.wait_until(1.0 + GRACE_S, **NOTHING_OWED)
     for tokens in (kept, loading):
         warm = b.one(tokens)
         assert warm.external == 512

@@ -19,10 +19,9 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from kvass.testing.daemon import Daemon
+from kvass.testing.daemon import GRACE_S, Daemon
 from kvass.testing.models import TINY_LATENT, build
 from kvass.testing.vllm_engine import Answer, EngineDied, EngineProcess, Pages, Prompt, Settings
-from kvass.types import Timing
 from tests.engine.conftest import ARGS, BLOCK, CHUNK, ROOT, Starter, store
 
 pytestmark = pytest.mark.engine
@@ -347,7 +346,7 @@ def strike(
     with pytest.raises(EngineDied):
         engine.answers()
     poll(lambda: all(state(pid) in "Z-" for pid in pids), "the engine's end", 60.0)
-    daemon.wait_until(1.0 + Timing().dma_grace_s, **NOTHING_OWED)
+    daemon.wait_until(1.0 + GRACE_S, **NOTHING_OWED)
     return held
 
 
