@@ -28,7 +28,7 @@ from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import identity
-from kvass.connectors.vllm.groups import Unsupported, has_states, read_groups
+from kvass.connectors.vllm.groups import Unsupported, has_states, page_formats, read_groups
 from kvass.connectors.vllm.options import read_options
 from kvass.errors import ConfigError
 from kvass.messages import Register
@@ -107,6 +107,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
     hash_tokens = kv_cache_config.hash_block_size or blocks[0]
     try:
         groups = read_groups(kv_cache_config, blocks)
+        page_formats(kv_cache_config)  # raises here what a rank would find too late
         fields = _identity(vllm_config, kv_cache_config, version)
     except (Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
@@ -286,7 +287,7 @@ def _identity(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str,
     model, cache = vllm_config.model_config, vllm_config.cache_config
     load, attention = vllm_config.load_config, vllm_config.attention_config
     kinds = [attention.backend, attention.backend_per_kind]
-    kinds.append(getattr(attention, "use_non_causal", False))
+    kinds += [attention.use_non_causal, attention.indexer_kv_dtype]
     return {
         "engine": f"vllm {version}",
         "model": _model_name(model.model),
@@ -307,6 +308,7 @@ def _identity(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str,
         ),
         "positions": _positions(model),
         "kv_dtype": identity.canonical([cache.cache_dtype, cache.kv_cache_dtype_skip_layers]),
+        "states": _states(vllm_config),
         "kv_layout": str(kv_cache_config.kv_cache_layout),
         "hash": _hash_identity(cache.prefix_caching_hash_algo),
         "device": _device_identity(),
@@ -314,6 +316,15 @@ def _identity(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str,
         "parallel": identity.canonical(_parallel_identity(vllm_config.parallel_config)),
         "speculative": _speculative(vllm_config.speculative_config),
     }
+
+
+def _states(vllm_config: Any) -> str:
+    """What of the settings chooses how a state is kept (its shape is in the rank's layout)."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    cache, mamba = vllm_config.cache_config, vllm_config.mamba_config
+    types = [cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype]
+    return identity.canonical([*types, get_conv_state_layout(), mamba.backend], "mamba_config")
 
 
 def _without_origin(config: Any) -> Any:

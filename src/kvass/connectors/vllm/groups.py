@@ -5,7 +5,8 @@ whatever it derives from: its pages may mean something else.
 
 Facts relied on (0.32): two groups with equal specs are still two id spaces; a layer's spec may
 differ from its group's only inside ``UniformTypeKVCacheSpecs``; ``extra_retained_tokens`` are kept
-beyond a sliding window; in ``align`` mode a Mamba group keeps the state of the last token computed
+beyond a sliding window; a spec is a dataclass, whose fields say what its pages mean (dtypes,
+shapes, quantization); in ``align`` mode a Mamba group keeps the state of the last token computed
 in the block of that token, and hands over by itself which block holds the state at a boundary.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from kvass.connectors.vllm import identity
 from kvass.types import GroupKind, GroupLayout
 
 KINDS: Final[dict[str, GroupKind]] = {
@@ -91,3 +93,17 @@ def layer_specs(group: Any) -> dict[str, Any]:
     spec = group.kv_cache_spec
     each = getattr(spec, "kv_cache_specs", {})
     return {name: each.get(name, spec) for name in group.layer_names}
+
+
+def page_formats(kv_cache_config: Any) -> dict[str, str]:
+    """Layer name -> a short digest of what the bytes of its pages mean: its whole spec.
+
+    Pages of equal size can differ in that (a state in float16 or bfloat16), so it goes into the
+    layout that this rank reports: only there is every layer known, to the rank that has it.
+    Raises ``identity.Indescribable``.
+    """
+    return {
+        name: identity.digest([type(spec).__name__, identity.canonical(spec, "KV cache spec")])[:16]
+        for group in kv_cache_config.kv_cache_groups
+        for name, spec in layer_specs(group).items()
+    }

@@ -15,10 +15,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from kvass.errors import UsageError
 
@@ -91,6 +93,8 @@ def _plain(value: object, field: str) -> Any:
         return sorted(canonical(item, field) for item in value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, torch.dtype | Fraction):
+        return str(value)
     if isinstance(value, msgspec.Struct):
         return _plain(msgspec.structs.asdict(value), field)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

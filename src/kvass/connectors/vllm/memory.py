@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvass.connectors.vllm.groups import read_groups
+from kvass.connectors.vllm.groups import page_formats, read_groups
 from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes, Part, describe_group, join_layers
 from kvass.transfer.base import U8Array
@@ -64,13 +64,16 @@ def read_memory(
     Raises :class:`UsageError` if config and tensors contradict each other, and ``Unsupported``.
     """
     placed = {name: t for t in kv_cache_config.kv_cache_tensors for name in t.layers}
+    formats = page_formats(kv_cache_config)
     regions = _Regions()
     blocks_of = tuple(group.block_tokens for group in groups)
     layouts, planes = [], []
     for number, group in enumerate(read_groups(kv_cache_config, blocks_of, set(placed))):
         each = dict(zip(group.layers, group.page_bytes, strict=True))
         tensors = {id(placed[name]): placed[name] for name in each}
-        parts = [part for t in tensors.values() for part in _parts(t, each, kv_caches, regions)]
+        parts = [
+            part for t in tensors.values() for part in _parts(t, each, formats, kv_caches, regions)
+        ]
         layout, *where = join_layers(group, parts)
         blocks = kv_cache_config.num_blocks
         planes.append(describe_group(number, layout, chunk_tokens, blocks, *where))
@@ -82,9 +85,14 @@ def read_memory(
 
 
 def _parts(
-    tensor: Any, page_bytes: Mapping[str, int], kv_caches: Mapping[str, Any], regions: _Regions
+    tensor: Any,
+    page_bytes: Mapping[str, int],
+    formats: Mapping[str, str],
+    kv_caches: Mapping[str, Any],
+    regions: _Regions,
 ) -> list[Part]:
-    """The layers of ``tensor`` as what lies in one piece in every block. Raises UsageError."""
+    """The layers of ``tensor`` as what lies in one piece in every block, by names that hold the
+    ``formats`` of their pages (``groups.page_formats``). Raises UsageError."""
     layers, stride, step = tensor.layers, tensor.block_stride, tensor.layer_stride
     where = [
         regions.add(name, kv_caches[name], tensor.offset + index * step)
@@ -100,8 +108,9 @@ def _parts(
             f"layers {', '.join(layers)}: pages of {sorted(pages)} bytes do not fit into blocks "
             f"{stride} bytes apart, layers {step}"
         )
+    names = [f"{name}@{formats[name]}" for name in layers]
     if inside:
-        return [Part("+".join(layers), tensor.offset, stride, page * len(layers), where[0])]
+        return [Part("+".join(names), tensor.offset, stride, page * len(layers), where[0])]
     return [
         Part(
             name if pieces == 1 else f"{name}#{piece}",
@@ -110,7 +119,7 @@ def _parts(
             page // pieces,
             where[index],
         )
-        for index, name in enumerate(layers)
+        for index, name in enumerate(names)
         for piece in range(pieces)
     ]
 

@@ -1,0 +1,373 @@
+"""Who shares rows with whom: what of an engine's configuration and model is in its namespace."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvass.connectors.vllm import engine, identity
+from kvass.connectors.vllm.groups import page_formats
+from kvass.connectors.vllm.memory import read_memory
+from kvass.testing.vllm_scheduler import make_configs
+from kvass.types import GroupLayout
+
+
+def setup(**changes: Any) -> engine.Setup:
+    return read(*make_configs(**changes))
+
+
+def read(config: Any, caches: Any) -> engine.Setup:
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Setup)
+    return found
+
+
+def test_both_sides_and_both_engines_agree() -> None:
+    one, two = setup(), setup()
+    assert one.identity == two.identity
+    assert one.instance != two.instance
+
+
+def quantized(config: Any, caches: Any) -> None:
+    config.cache_config.cache_dtype = "fp8"
+
+
+def half(config: Any, caches: Any) -> None:
+    config.model_config.dtype = "float16"
+
+
+def overridden(config: Any, caches: Any) -> None:
+    config.model_config.hf_overrides = {"rope_theta": 5.0}
+
+
+def dummy(config: Any, caches: Any) -> None:
+    config.load_config.load_format = "dummy"
+
+
+def other_layout(config: Any, caches: Any) -> None:
+    caches.kv_cache_layout = "BLHNC"
+
+
+def long_rope(config: Any, caches: Any) -> None:
+    config.model_config.hf_text_config.rope_parameters = {"rope_type": "longrope"}
+
+
+def other_config(config: Any, caches: Any) -> None:
+    config.model_config.hf_config.rms_norm_eps = 0.5
+
+
+def other_part(config: Any, caches: Any) -> None:
+    config.model_config.hf_config.text_config = {"_name_or_path": "/a", "eps": 1}
+
+
+def config_elsewhere(config: Any, caches: Any) -> None:
+    config.model_config.hf_config_path = "/elsewhere"
+
+
+def config_format(config: Any, caches: Any) -> None:
+    config.model_config.config_format = "mistral"
+
+
+def other_class(config: Any, caches: Any) -> None:
+    config.model_config.model_class_overrides = {"LlamaForCausalLM": "mine:Llama"}
+
+
+def other_code(config: Any, caches: Any) -> None:
+    config.model_config.model_impl = "transformers"
+
+
+def other_revision(config: Any, caches: Any) -> None:
+    config.model_config.code_revision = "abc"
+
+
+def non_causal(config: Any, caches: Any) -> None:
+    config.attention_config.use_non_causal = True
+
+
+def indexer(config: Any, caches: Any) -> None:
+    config.attention_config.indexer_kv_dtype = "fp8"
+
+
+def states(config: Any, caches: Any) -> None:
+    config.cache_config.mamba_cache_dtype = "float16"
+
+
+def summed_states(config: Any, caches: Any) -> None:
+    config.cache_config.mamba_ssm_cache_dtype = "float16"
+
+
+def state_kernels(config: Any, caches: Any) -> None:
+    from vllm.config.mamba import MambaBackendEnum
+
+    config.mamba_config.backend = MambaBackendEnum.FLASHINFER
+
+
+SETTINGS = (quantized, half, overridden, dummy, other_layout, long_rope, non_causal)
+MODELS = (other_config, other_part, config_elsewhere, config_format, other_class, other_code)
+MORE = (other_revision, indexer, states, summed_states, state_kernels)
+
+
+@pytest.mark.parametrize("change", [*SETTINGS, *MODELS, *MORE], ids=lambda change: change.__name__)
+def test_what_changes_the_bytes_changes_the_identity(change: Any) -> None:
+    config, caches = make_configs()
+    plain = engine.read_setup(config, caches)
+    change(config, caches)
+    other = engine.read_setup(config, caches)
+    assert isinstance(plain, engine.Setup)
+    assert isinstance(other, engine.Setup)
+    assert plain.identity != other.identity
+
+
+class Gpu:
+    """A platform of vLLM: a GPU of some compute capability."""
+
+    device_type = "cuda"
+
+    def __init__(self, capability: tuple[int, int] | None, device_name: str = "cuda") -> None:
+        self.capability, self.device_name = capability, device_name
+
+    def get_device_capability(self) -> Any:
+        from vllm.platforms.interface import DeviceCapability
+
+        return None if self.capability is None else DeviceCapability(*self.capability)
+
+
+def test_each_generation_of_gpu_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention kernels and KV formats are chosen by compute capability. The CPU beside it does
+    not matter: a tier may be shared by machines of different ones."""
+    config, caches = make_configs()
+    plain = engine.read_setup(config, caches)
+    assert isinstance(plain, engine.Setup)
+    config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
+    found = set()
+    for gpu in (Gpu((9, 0)), Gpu((10, 0)), Gpu((10, 3)), Gpu((9, 0), "rocm"), Gpu((9, 0))):
+        monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+        one = engine.read_setup(config, caches)
+        assert isinstance(one, engine.Setup)
+        assert {k for k in one.identity if one.identity[k] != plain.identity[k]} == {"device"}
+        found.add(one.identity["device"])
+    assert found == {'["cuda",9,0]', '["cuda",10,0]', '["cuda",10,3]', '["rocm",9,0]'}
+    monkeypatch.setattr("platform.machine", lambda: "another")
+    one = engine.read_setup(config, caches)
+    assert isinstance(one, engine.Setup)
+    assert one.identity["device"] == '["cuda",9,0]'
+
+
+def test_a_gpu_nobody_asked_for_or_of_no_known_generation_runs_uncached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, caches = make_configs()
+    monkeypatch.setattr("vllm.platforms.current_platform", Gpu((9, 0)))
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Inert)
+    assert "set kvass.gpu" in found.reason
+    config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
+    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+    monkeypatch.setattr("vllm.platforms.current_platform", Gpu(None))
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Inert)
+    assert "compute capability" in found.reason
+
+
+def test_the_layout_of_convolution_states_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    found = {}
+    for layout in (None, "SD", "DS"):
+        if layout is not None:
+            monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", layout)
+        get_conv_state_layout.cache_clear()
+        found[layout] = setup().identity
+    get_conv_state_layout.cache_clear()
+    assert found[None] == found["SD"] != found["DS"]
+
+
+def test_where_a_configuration_lay_is_no_part_of_it() -> None:
+    config, caches = make_configs()
+    other_part(config, caches)
+    one = engine.read_setup(config, caches)
+    config.model_config.hf_config._name_or_path = "/other"
+    config.model_config.hf_config.text_config["_name_or_path"] = "/b"
+    two = engine.read_setup(config, caches)
+    assert isinstance(one, engine.Setup)
+    assert isinstance(two, engine.Setup)
+    assert one.identity == two.identity
+
+
+PRINT_IDENTITY = """
+from kvass.connectors.vllm import engine, groups
+from kvass.testing.vllm_scheduler import make_configs
+config, caches = make_configs()
+ours = dict(engine.read_setup(config, caches).identity)
+print(sorted((ours | groups.page_formats(caches)).items()))
+"""
+
+
+def test_the_identity_is_the_same_in_another_process() -> None:
+    run = [sys.executable, "-c", PRINT_IDENTITY]
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    out = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300, check=True)
+    config, caches = make_configs()
+    here = engine.read_setup(config, caches)
+    assert isinstance(here, engine.Setup)
+    there = dict(ast.literal_eval(out.stdout.splitlines()[-1]))
+    ours = dict(here.identity) | page_formats(caches)
+    if "PYTHONHASHSEED" not in os.environ:  # that it is part of the hash is meant
+        assert there.pop("hash") != ours.pop("hash")
+    assert there == ours
+
+
+def module_level(config: Any) -> Any:
+    return config
+
+
+class Opaque:
+    def method(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("value", [lambda config: config, Opaque(), Opaque().method])
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_cannot_be_described_makes_the_engine_run_uncached(value: Any, nested: bool) -> None:
+    config, caches = make_configs()
+    config.model_config.hf_overrides = {"rope": [value]} if nested else value
+    with pytest.raises(identity.Indescribable):
+        identity.canonical(config.model_config.hf_overrides)
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Inert)
+    assert ("hf_overrides.rope[0]: " if nested else "hf_overrides: ") in found.reason
+    assert "0x" not in found.reason
+    config.model_config.hf_overrides = {"rope": [module_level]} if nested else module_level
+    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+
+
+def test_changed_weights_in_the_same_folder_are_other_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    first = identity.local_weights(tmp_path)
+    assert identity.local_weights(tmp_path) == first
+    (tmp_path / ".cache").write_text("comes and goes")
+    assert identity.local_weights(tmp_path) == first
+    state = (tmp_path / "model.safetensors").stat()
+    (tmp_path / "model.safetensors").write_bytes(b"5678")
+    os.utime(tmp_path / "model.safetensors", ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    second = identity.local_weights(tmp_path)
+    assert second != first
+    state = (tmp_path / "config.json").stat()
+    (tmp_path / "config.json").write_text("[]")
+    os.utime(tmp_path / "config.json", ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert identity.local_weights(tmp_path) != second
+
+
+def test_canonical_text_knows_no_address_and_no_order() -> None:
+    assert identity.canonical({"b": {3, 1, 2}, "a": (1, b"\x01", None)}) == (
+        '{"a":[1,"01",null],"b":["1","2","3"]}'
+    )
+    assert identity.canonical(module_level) == f'"{__name__}.module_level"'
+    assert identity.canonical(Opaque) == f'"{__name__}.Opaque"'
+    assert identity.canonical(len) != identity.canonical(max)
+    assert identity.digest(["a", "bc"]) != identity.digest(["ab", "c"])
+
+
+# ---------------------------------------------------------------- what pages mean
+
+
+def state(**changes: Any) -> Any:
+    """A state's spec: a convolution's and a sum's, as vLLM makes it for Mamba 2."""
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    fields = {
+        "block_size": 16,
+        "shapes": ((3, 64), (2, 8, 8)),
+        "dtypes": (torch.bfloat16, torch.bfloat16),
+        "page_size_padded": 4096,
+        "mamba_cache_mode": "align",
+    }
+    return MambaSpec(**(fields | changes))
+
+
+def pages(**changes: Any) -> Any:
+    """The spec of pages of tokens."""
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    fields: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 64}
+    fields |= {"dtype": torch.uint8, "page_size_padded": 4096, "cache_dtype_str": "fp8"}
+    return MLAAttentionSpec(**(fields | changes))
+
+
+def told(spec: Any, *others: Any) -> tuple[GroupLayout, ...]:
+    """What a rank tells the daemon of two layers of ``spec``, or one of it and one of another."""
+    import torch
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    _, caches = make_configs(blocks=8)
+    (tensor,), (group,) = caches.kv_cache_tensors, caches.kv_cache_groups
+    each = dict(zip(group.layer_names, (spec, *(others or (spec,))), strict=True))
+    page = spec.page_size_bytes
+    tensor.size, tensor.layer_stride, tensor.block_stride = 16 * page, 8 * page, page
+    group.kv_cache_spec = spec
+    if others:
+        group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=each)
+    memory = torch.zeros(tensor.size, dtype=torch.uint8)
+    views = {name: memory[i * tensor.layer_stride :] for i, name in enumerate(tensor.layers)}
+    return read_memory(caches, views, 32, (GroupLayout("full", 16, (), ()),)).layout.groups
+
+
+def formats() -> list[tuple[str, Any]]:
+    import torch
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    half, single = torch.float16, torch.float32
+    return [
+        ("a state", state()),
+        ("another 16 bits", state(dtypes=(torch.bfloat16, half))),
+        ("32 bits in the same padded page", state(dtypes=(torch.bfloat16, single))),
+        ("a convolution turned round", state(shapes=((64, 3), (2, 8, 8)))),
+        ("pages", pages()),
+        ("pages of another type", pages(dtype=torch.int8)),
+        ("of another format in the same bytes", pages(cache_dtype_str="fp8_ds_mla")),
+        ("quantized", pages(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)),
+    ]
+
+
+def test_pages_of_equal_size_that_mean_other_things_are_never_shared() -> None:
+    """The daemon digests what each rank tells of its layout into the namespace."""
+    found = {name: told(spec) for name, spec in formats()}
+    assert {group.page_bytes for (group,) in found.values()} == {(4096, 4096)}
+    assert len(set(found.values())) == len(found)
+    assert found == {name: told(spec) for name, spec in formats()}
+
+
+def test_each_layer_of_a_group_has_a_format_of_its_own() -> None:
+    one, other = pages(), pages(cache_dtype_str="fp8_ds_mla")
+    assert len({told(one), told(one, one), told(one, other), told(other, one)}) == 3
+    assert told(one) == told(one, one), "how vLLM wrote it down is no difference"
+
+
+def test_what_pages_mean_is_no_matter_of_the_identity_that_all_ranks_share() -> None:
+    """A pipeline stage knows its own layers' only, and the scheduler one layer's of a group."""
+    config, caches = make_configs()
+    plain = read(config, caches).identity
+    caches.kv_cache_groups[0].kv_cache_spec = replace(
+        caches.kv_cache_groups[0].kv_cache_spec, page_size_padded=1 << 20
+    )
+    assert read(config, caches).identity == plain
+
+
+def test_a_format_without_a_name_makes_the_engine_run_uncached() -> None:
+    config, caches = make_configs()
+    caches.kv_cache_groups[0].kv_cache_spec = replace(
+        caches.kv_cache_groups[0].kv_cache_spec, block_stride_alignment=Opaque()
+    )
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Inert)
+    assert "KV cache spec.block_stride_alignment" in found.reason
