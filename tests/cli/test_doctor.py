@@ -32,6 +32,7 @@ from kvass.transfer.cuda_driver import Device, Survey
 
 GIB = 1 << 30
 H200 = Device("NVIDIA H200", 139 * GIB, direct=True)
+GH200 = Device("NVIDIA GH200 480GB", 96 * GIB, direct=True, locks=False)
 OVER_DXG = Device("NVIDIA GeForce RTX 4090", 24 * GIB, direct=False)
 REQUIRES = ("numpy>=1.26", "redis[hiredis]>=5.1; extra == 'redis'", "obstore>=0.12; extra == 's3'")
 ALL = {
@@ -127,6 +128,14 @@ KINDS: list[tuple[Machine, str, str, str]] = [
     (
         replace(ON, locked=(64 << 10, 64 << 10)),
         *("locked memory", "warning", "ulimit -l 64 KiB; 8 GiB; several times slower; memlock=-1"),
+    ),
+    (
+        replace(ON, driver=Survey(13000, (GH200, GH200), True), locked=(64 << 10, 64 << 10)),
+        *("locked memory", "note", "64 KiB; NVIDIA GH200 480GB goes by the host's page tables"),
+    ),
+    (
+        replace(ON, driver=Survey(12040, (GH200,)), locked=(64 << 10, 64 << 10)),
+        *("locked memory", "note", "less than the arena"),
     ),
     # torch's allocator.
     (PLAIN, "expandable segments", "ok", "off in this environment"),
@@ -382,8 +391,9 @@ class Driver:
         }
     )
 
-    def __init__(self, version: int = 13000, init: int = 0) -> None:
+    def __init__(self, version: int = 13000, init: int = 0, **attributes: int) -> None:
         self.version, self.init, self.calls = version, init, list[str]()
+        self.attributes = {91: attributes.get("direct", 1), 100: attributes.get("host_tables", 0)}
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         def call(*args: Any) -> int:
@@ -394,8 +404,10 @@ class Driver:
                     return self.init
                 case "cuDriverGetVersion":
                     args[0]._obj.value = self.version
-                case "cuDeviceGetCount" | "cuDeviceGetAttribute":
+                case "cuDeviceGetCount":
                     args[0]._obj.value = 1
+                case "cuDeviceGetAttribute":
+                    args[0]._obj.value = self.attributes[args[1]]
                 case "cuDeviceGetName":
                     args[0].value = b"NVIDIA H200"
                 case "cuDeviceTotalMem_v2":
@@ -412,6 +424,8 @@ def test_a_driver_is_asked_without_a_context(monkeypatch: pytest.MonkeyPatch) ->
     for libcuda, expected in (
         (Driver(), Survey(13000, (H200,), batches=True)),
         (Driver(12040), Survey(12040, (H200,))),
+        (Driver(direct=0), Survey(13000, (replace(H200, direct=False),), batches=True)),
+        (Driver(host_tables=1), Survey(13000, (replace(H200, locks=False),), batches=True)),
         (Driver(init=803), Survey(13000, trouble="no CUDA driver that works: CUDA error 803")),
     ):
         monkeypatch.setattr(driver, "load_driver", lambda libcuda=libcuda: libcuda)

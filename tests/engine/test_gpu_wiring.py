@@ -183,9 +183,11 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
     class Adopting(FakeCuda):
         """The scratch is of this device."""
 
-        wrong_way = ""
+        wrong_way = deadly_way = ""
 
         def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+            if batch.way == self.deadly_way:
+                self.kill()
             if batch.way == self.wrong_way:
                 batch.bytes[-1] -= np.uint64(8)
             return super().copy(stream, batch)
@@ -212,7 +214,24 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
     with pytest.raises(MissingError, match="was tried and is not right: copies: a store left"):
         opened(wrong)
     assert len(kept) == 2
+    for way in ("dma", "kernel", "torch's"):
+        ends = Adopting(1, eager=40, watched=False)
+        ends.deadly_way = way
+        if way == "torch's":
+
+            def killing(*_: object, ends: FakeCuda = ends) -> None:
+                ends.kill()
+                raise RuntimeError("CUDA error: unspecified launch failure")
+
+            monkeypatch.setattr(TorchScratch, "write", killing)
+        with pytest.raises(MissingError) as caught:
+            opened(ends)
+        assert str(caught.value) == (
+            "device 0 failed for good while it was tried, for the engine too: "
+            "unspecified launch failure"
+        )
+    assert len(kept) == 5
     monkeypatch.setattr(TorchScratch, "write", raising)
     with pytest.raises(MissingError, match="could not be tried: out of memory"):
         opened(Adopting(1, eager=40, watched=False))
-    assert len(kept) == 3
+    assert len(kept) == 6

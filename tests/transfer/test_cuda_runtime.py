@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,10 +33,23 @@ from kvass.transfer.cuda_runtime import DriverRuntime, MissingError
 from kvass.transfer.kernel_tables import TABLE_WORDS, Table, Tables
 from kvass.transfer.runtime import Batch, Event, Fault, Region, Stream
 from kvass.types import I64Array
+from tests.transfer.test_cuda_kernels import triton_folder
+
+OURS, THEIRS = 0xC0, 0xE0
+"""Contexts: the device's primary one, and another that a thread of the engine may have."""
 
 
 class Driver:
-    """Answers every call with ``results[name]``, or success; notes what was asked."""
+    """Answers every call with ``results[name]``, or success; notes what was asked. What needs a
+    context is refused without one (201), and in another than the device's (400)."""
+
+    ANYWHERE = frozenset(
+        {
+            *("cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDeviceGetAttribute"),
+            *("cuGetProcAddress_v2", "cuGetErrorString", "cuDevicePrimaryCtxRetain"),
+            *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode"),
+        }
+    )
 
     def __init__(self, version: int = 13000, direct: int = 1, **results: int) -> None:
         self.version, self.direct, self.results = version, direct, results
@@ -49,22 +63,40 @@ class Driver:
         self.made_in: dict[str, set[int]] = {}
         """Capture modes in which calls were made, by their names."""
         self.priorities: list[int] = []
+        self.contexts: dict[int, list[int]] = {}
+        """Of each thread; the last is the current one."""
         self.batch = cuda_runtime._BatchCopy(self._batch)
 
     def _batch(self, *args: Any) -> int:
-        self._note("cuMemcpyBatchAsync")
+        if refused := self._note("cuMemcpyBatchAsync"):
+            return refused
         self.batches.append(args)
         self.orders.append(cuda_runtime._Attributes.from_address(args[4]).order)
         return self.results.get("cuMemcpyBatchAsync", 0)
 
-    def _note(self, name: str) -> None:
+    @property
+    def stack(self) -> list[int]:
+        """The contexts of the calling thread."""
+        return self.contexts.setdefault(threading.get_ident(), [])
+
+    def _note(self, name: str) -> int:
         self.calls.append(name)
         self.made_in.setdefault(name, set()).add(self.modes.get(threading.get_ident(), 0))
+        if name in self.ANYWHERE or self.stack[-1:] == [OURS]:
+            return 0
+        return 400 if self.stack else 201
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> int:
-            self._note(name)
-            if name == "cuDriverGetVersion":
+            if refused := self._note(name):
+                return refused
+            if name == "cuDevicePrimaryCtxRetain":
+                args[0]._obj.value = OURS
+            elif name == "cuCtxPushCurrent_v2" and not self.results.get(name, 0):
+                self.stack.append(args[0].value)
+            elif name == "cuCtxPopCurrent_v2":
+                args[0]._obj.value = self.stack.pop()
+            elif name == "cuDriverGetVersion":
                 args[0]._obj.value = self.version
             elif name == "cuDeviceGetAttribute":
                 args[0]._obj.value = self.direct
@@ -81,7 +113,7 @@ class Driver:
                 args[0]._obj.value, args[1]._obj.value = 0, -5
                 if self.results.get(name, 0):
                     args[0]._obj.value = args[1]._obj.value = 77
-            elif name == "cuEventQuery" and self.late.random() < self.lateness:
+            elif name in ("cuEventQuery", "cuStreamQuery") and self.late.random() < self.lateness:
                 return 600
             elif name in ("cuEventCreate", "cuStreamCreateWithPriority"):
                 if name == "cuStreamCreateWithPriority":
@@ -153,9 +185,42 @@ def test_errors_are_values_and_some_are_the_end(result: int, dead: bool) -> None
     assert runtime(driver).done(Event(1)) == Fault(fault.text.replace("batch copy", "copy"), dead)
 
 
+def triton() -> Path:
+    """Its package, which brings CUDA's header."""
+    if folder := triton_folder():
+        return Path(folder, "triton")
+    found = find_spec("triton")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent
+
+
+def test_what_ends_a_process_by_cudas_own_words_is_fatal() -> None:
+    """As its header says of each error; where it says nothing of that, and we cannot go on, too."""
+    header = (triton() / "backends/nvidia/include/cuda.h").read_text()
+    listed = header.split("typedef enum cudaError_enum")[1].split("} CUresult;")[0]
+    errors = re.findall(r"/\*\*(.*?)\*/\s*CUDA_ERROR_\w+\s*=\s*(\d+)", listed, re.DOTALL)
+    says = {int(number): " ".join(text.replace("*", " ").split()) for text, number in errors}
+    assert len(says) > 90
+    ends = ("inconsistent state", "process must be terminated", "cannot be used anymore")
+    ending = {number for number, text in says.items() if any(words in text for words in ends)}
+    assert {226, 700, 710, 719, 721, 810, 911} <= ending
+    assert ending <= cuda_driver.FATAL
+    beyond = {4, 46, 201, 214, 220, 709, 805, 806, 807, 999}
+    assert (says.keys() - ending) & cuda_driver.FATAL == beyond
+
+
 def test_an_event_that_is_not_reached_is_no_error() -> None:
     assert runtime(Driver(cuEventQuery=600)).done(Event(1)) is False
     assert runtime(Driver()).done(Event(1)) is True
+
+
+def test_a_stream_is_idle_once_nothing_of_it_runs() -> None:
+    assert runtime(Driver(cuStreamQuery=600)).idle(Stream(9)) is False
+    assert runtime(Driver()).idle(Stream(9)) is True
+    fault = runtime(Driver(cuStreamQuery=719)).idle(Stream(9))
+    assert isinstance(fault, Fault)
+    assert fault.dead
 
 
 def test_what_cannot_be_mapped_is_not_left_registered() -> None:
@@ -269,26 +334,69 @@ def test_of_a_stream_that_is_being_captured_there_is_no_order() -> None:
     assert "cuEventRecord" not in driver.calls
 
 
-HARMLESS = {"cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"}
+HARMLESS = {
+    *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode"),
+}
 
 
-def everything(one: DriverRuntime) -> None:
-    """All that a runtime can be asked."""
+def everything(one: DriverRuntime) -> list[object]:
+    """All that a runtime can be asked, and what it says."""
     event, stream = one.order(), one.open_stream("load")
-    assert not isinstance(event, Fault)
-    assert not isinstance(stream, Fault)
-    one.mark(stream)
-    one.wait(stream, event)
-    one.done(event)
-    one.forget(event)
-    one.register(4096, 4096)
-    one.unregister(4096)
+    said: list[object] = [event, stream]
+    event, stream = Event(1), Stream(2)
+    said += [one.mark(stream), one.wait(stream, event), one.done(event), one.idle(stream)]
+    said += [one.register(4096, 4096), one.unregister(4096)]
     batch = kernel_batch()
     for way in ("dma", "pageable", "kernel"):
         batch.way = way
-        one.copy(stream, batch)
+        said.append(one.copy(stream, batch))
     batch.keep.clear()
+    one.forget(event)
     one.close_stream(stream)
+    return said
+
+
+ALL = 13
+"""Questions in ``everything``."""
+
+
+@pytest.mark.parametrize("before", [[], [THEIRS], [THEIRS, OURS], [OURS, THEIRS]])
+def test_every_call_is_made_in_the_devices_context_and_the_thread_gets_its_own_back(
+    before: list[int],
+) -> None:
+    driver = Driver()
+    launched_in: list[int] = []
+    one = runtime(driver, lambda *_: launched_in.append(driver.stack[-1]))
+    driver.stack[:] = before
+    assert not [said for said in everything(one) if isinstance(said, Fault)]
+    assert launched_in == [OURS]
+    assert driver.contexts == {threading.get_ident(): before}
+
+
+def test_whatever_a_launch_leaves_current_is_no_later_calls_context() -> None:
+    """Triton and torch switch devices: they set the thread's current context."""
+    driver = Driver()
+
+    def launch(stream: int, rows: I64Array) -> None:
+        driver.stack[-1] = THEIRS
+
+    one = runtime(driver, launch)
+    assert one.copy(Stream(9), kernel_batch()) is None
+    assert driver.stack == []
+    assert not isinstance(one.mark(Stream(9)), Fault)
+
+
+@pytest.mark.parametrize(("result", "dead"), [(201, True), (1, False)])
+def test_without_the_devices_context_nothing_is_asked(result: int, dead: bool) -> None:
+    driver = Driver(cuCtxPushCurrent_v2=result)
+    one = runtime(driver)
+    driver.stack[:] = [THEIRS]
+    driver.calls.clear()
+    faults = everything(one)
+    assert faults == [Fault(f"context: CUDA error {result}", dead)] * (ALL - 2)
+    assert set(driver.calls) == {"cuCtxPushCurrent_v2", "cuGetErrorString"}
+    assert driver.calls.count("cuCtxPushCurrent_v2") == ALL
+    assert driver.stack == [THEIRS]
 
 
 @pytest.mark.parametrize("fails", [{}, {"cuEventRecord": 1}, {"cuMemHostGetDevicePointer_v2": 1}])
@@ -326,7 +434,7 @@ def test_no_call_on_any_thread_has_a_part_in_captures(fails: dict[str, int]) -> 
 def test_a_driver_that_exchanges_no_modes_is_not_given_another_back() -> None:
     driver = Driver(cuThreadExchangeStreamCaptureMode=1)
     everything(runtime(driver))
-    assert driver.calls.count("cuThreadExchangeStreamCaptureMode") == 12, "once each"
+    assert driver.calls.count("cuThreadExchangeStreamCaptureMode") == ALL, "once each"
 
 
 def test_stores_yield_to_all_and_loads_to_none() -> None:

@@ -22,6 +22,15 @@ version, since CUDA 13 gives the same name another form."""
 _BATCH_COPY: Final = b"cuMemcpyBatchAsync"
 _DIRECT_HOST_POINTER: Final = 91
 """Attribute: registered host memory can be used by the host's own addresses."""
+_HOST_PAGE_TABLES: Final = 100
+"""Attribute: the device goes by the host's page tables, and registering locks no page."""
+HARMLESS: Final = frozenset({701, 703, 704, 705, 708, 711, 712, 713, 720})
+"""Refusals amid the numbers of kernels that failed."""
+FATAL: Final = frozenset(
+    {*(4, 46, 201, 214, 220, 226), *range(700, 722), *(805, 806, 807, 810), 911, 999}
+).difference(HARMLESS)
+"""After these the context is of no use: kernels that failed, memory errors, a device or an MPS
+server that is gone, a driver that ends."""
 
 
 class MissingError(KvassError):
@@ -30,11 +39,13 @@ class MissingError(KvassError):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device. ``direct``: it can use pinned memory by its own address."""
+    """A device. ``direct``: it can use pinned memory by its own address; ``locks``: registering
+    host memory for it locks the pages."""
 
     name: str
     bytes: int
     direct: bool
+    locks: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +115,13 @@ def get_device(driver: Any, number: int) -> c_int:
 
 def is_direct(driver: Any, handle: c_int) -> bool:
     """Whether the device can use pinned memory by its own address. Raises MissingError."""
-    direct = c_int()
-    asked = driver.cuDeviceGetAttribute(byref(direct), _DIRECT_HOST_POINTER, handle)
-    must(driver, "a device attribute", asked)
-    return bool(direct.value)
+    return bool(_attribute(driver, handle, _DIRECT_HOST_POINTER))
+
+
+def _attribute(driver: Any, handle: c_int, which: int) -> int:
+    value = c_int()
+    must(driver, "a device attribute", driver.cuDeviceGetAttribute(byref(value), which, handle))
+    return value.value
 
 
 def find_batch_copy(driver: Any) -> int | None:
@@ -135,4 +149,6 @@ def _device(driver: Any, number: int) -> Device:
     handle, name, size = get_device(driver, number), ctypes.create_string_buffer(256), c_size_t()
     must(driver, "a device's name", driver.cuDeviceGetName(name, len(name), handle))
     must(driver, "a device's memory", driver.cuDeviceTotalMem_v2(byref(size), handle))
-    return Device(name.value.decode(errors="replace"), size.value, is_direct(driver, handle))
+    locks = not _attribute(driver, handle, _HOST_PAGE_TABLES)
+    text = name.value.decode(errors="replace")
+    return Device(text, size.value, is_direct(driver, handle), locks)

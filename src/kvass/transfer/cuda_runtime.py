@@ -7,19 +7,19 @@ Laws of this file:
 - No compiled code of ours, and no array copied: the driver reads numpy's memory.
 - Whatever is missing is one line for the operator (``open_runtime``), before anything is promised.
 
-- Whichever thread calls in, the driver is asked within ``_beside_captures``: no call of ours has a
-  part in what an engine captures into graphs, none is forbidden meanwhile, none spoils the capture.
+- Whichever thread calls in, the driver is asked within ``_beside_captures``: in the primary context
+  of the device, which torch uses too, whatever is current on that thread before and after; and no
+  call of ours has a part in what an engine captures into graphs, none is forbidden meanwhile, none
+  spoils the capture.
 
-torch says which stream the engine computes on; Triton launches the one kernel. Each thread that
-calls in gets the device's primary context, which torch uses too. Of a stream that is being captured
-no order can be had: no event on it will happen.
+torch says which stream the engine computes on; Triton launches the one kernel. Of a stream that is
+being captured no order can be had: no event on it will happen.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
@@ -27,18 +27,14 @@ from typing import Any, Final
 
 from kvass.transfer import cuda_driver
 from kvass.transfer.base import U8Array
+from kvass.transfer.cuda_driver import FATAL, error_text, must
 from kvass.transfer.cuda_driver import MissingError as MissingError
-from kvass.transfer.cuda_driver import error_text, must
 from kvass.transfer.kernel_tables import TABLE_WORDS, TABLES, Tables
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream
 from kvass.transfer.self_check import SCRATCH_BYTES, self_check
 from kvass.types import I64Array
 
 NOT_READY: Final = 600
-HARMLESS: Final = frozenset({701, 704, 705, 708, 711, 712, 713})
-FATAL: Final = frozenset({4, 46, 201, 214, 220, 226, 810, 999, *range(700, 722)}) - HARMLESS
-"""After these the context is of no use: kernels that failed, memory errors, a driver or an MPS
-server that ends."""
 _STREAM_ORDER, _ANY_ORDER = 1, 3
 _NON_BLOCKING, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2
@@ -100,7 +96,6 @@ class DriverRuntime(Runtime):
         self._driver, self._compute, self._launch = driver, compute, launch
         self._tables = tables
         self._no_priorities = False
-        self._threads = threading.local()
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = (c_void_p, c_size_t, c_int)
         self._context = c_void_p()
@@ -121,35 +116,41 @@ class DriverRuntime(Runtime):
         return Fault(f"{what}: {error_text(self._driver, result)}", dead=result in FATAL)
 
     @contextmanager
-    def _beside_captures(self) -> Iterator[None]:
-        """Give this thread the device's context; and for as long as we ask, a capture mode in which
-        its calls are independent of all captures. It may be anybody's: it gets its own back."""
-        if not getattr(self._threads, "entered", False):
-            self._driver.cuCtxSetCurrent(self._context)
-            self._threads.entered = True
+    def _beside_captures(self) -> Iterator[Fault | None]:
+        """For as long as we ask, this thread has the device's context, and a capture mode in which
+        its calls are independent of all captures. It may be anybody's: it gets its own back. Yields
+        the fault if it cannot have the context; then nothing may be asked."""
+        pushed = self._driver.cuCtxPushCurrent_v2(self._context)
+        if pushed:
+            yield self._fault("context", pushed)
+            return
         mode = c_int(_RELAXED)
         changed = not self._driver.cuThreadExchangeStreamCaptureMode(byref(mode))
         try:
-            yield
+            yield None
         finally:
             if changed:
                 self._driver.cuThreadExchangeStreamCaptureMode(byref(mode))
+            self._driver.cuCtxPopCurrent_v2(byref(c_void_p()))
 
     # ------------------------------------------------------------ streams and events
 
     def order(self) -> Event | Fault:
-        with self._beside_captures():
-            stream, capturing = self._compute(), c_int()
-            asked = self._driver.cuStreamIsCapturing(c_void_p(stream), byref(capturing))
-            if fault := self._fault("event", asked):
-                return fault
-            if capturing.value:
-                return Fault("the engine's stream is being captured into a graph")
-            return self._mark(stream)
+        with self._beside_captures() as fault:
+            return fault or self._order()
+
+    def _order(self) -> Event | Fault:
+        stream, capturing = self._compute(), c_int()
+        asked = self._driver.cuStreamIsCapturing(c_void_p(stream), byref(capturing))
+        if fault := self._fault("event", asked):
+            return fault
+        if capturing.value:
+            return Fault("the engine's stream is being captured into a graph")
+        return self._mark(stream)
 
     def mark(self, stream: Stream) -> Event | Fault:
-        with self._beside_captures():
-            return self._mark(stream)
+        with self._beside_captures() as fault:
+            return fault or self._mark(stream)
 
     def _mark(self, stream: int) -> Event | Fault:
         event = c_void_p()
@@ -161,12 +162,15 @@ class DriverRuntime(Runtime):
         return Event(event.value or 0)
 
     def open_stream(self, kind: Kind) -> Stream | Fault:
-        with self._beside_captures():
-            priority, stream = self._priority(kind), c_void_p()
-            if isinstance(priority, Fault):
-                return priority
-            made = self._driver.cuStreamCreateWithPriority(byref(stream), _NON_BLOCKING, priority)
-            return self._fault("stream", made) or Stream(stream.value or 0)
+        with self._beside_captures() as fault:
+            return fault or self._open_stream(kind)
+
+    def _open_stream(self, kind: Kind) -> Stream | Fault:
+        priority, stream = self._priority(kind), c_void_p()
+        if isinstance(priority, Fault):
+            return priority
+        made = self._driver.cuStreamCreateWithPriority(byref(stream), _NON_BLOCKING, priority)
+        return self._fault("stream", made) or Stream(stream.value or 0)
 
     def _priority(self, kind: Kind) -> c_int | Fault:
         """The lowest for stores, the highest for loads; the default if the device does not say
@@ -186,24 +190,32 @@ class DriverRuntime(Runtime):
         return c_int(0)
 
     def close_stream(self, stream: Stream) -> None:
-        with self._beside_captures():
-            self._driver.cuStreamDestroy_v2(c_void_p(stream))
+        with self._beside_captures() as fault:
+            if not fault:
+                self._driver.cuStreamDestroy_v2(c_void_p(stream))
 
     def wait(self, stream: Stream, event: Event) -> Fault | None:
-        with self._beside_captures():
-            waited = self._driver.cuStreamWaitEvent(c_void_p(stream), c_void_p(event), 0)
-            return self._fault("wait", waited)
+        with self._beside_captures() as fault:
+            return fault or self._fault(
+                "wait", self._driver.cuStreamWaitEvent(c_void_p(stream), c_void_p(event), 0)
+            )
 
     def done(self, event: Event) -> bool | Fault:
-        with self._beside_captures():
-            result = self._driver.cuEventQuery(c_void_p(event))
-            if result == NOT_READY:
-                return False
-            return self._fault("copy", result) or True
+        with self._beside_captures() as fault:
+            return fault or self._over(self._driver.cuEventQuery(c_void_p(event)))
+
+    def idle(self, stream: Stream) -> bool | Fault:
+        """As ``Runtime.idle``."""
+        with self._beside_captures() as fault:
+            return fault or self._over(self._driver.cuStreamQuery(c_void_p(stream)))
+
+    def _over(self, result: int) -> bool | Fault:
+        return False if result == NOT_READY else self._fault("copy", result) or True
 
     def forget(self, event: Event) -> None:
-        with self._beside_captures():
-            self._driver.cuEventDestroy_v2(c_void_p(event))
+        with self._beside_captures() as fault:
+            if not fault:
+                self._driver.cuEventDestroy_v2(c_void_p(event))
 
     # ------------------------------------------------------------ host memory
 
@@ -211,30 +223,32 @@ class DriverRuntime(Runtime):
         """As ``Runtime.register``. What is not in this process's page tables is faulted in before,
         where no lock of the driver's is held; if that fails, the driver does it."""
         self._madvise(address, count, _MADV_POPULATE_WRITE)
+        with self._beside_captures() as fault:
+            return fault or self._register(address, count)
+
+    def _register(self, address: int, count: int) -> int | Fault:
         flags, there = _PORTABLE | _MAPPED, c_uint64()
-        with self._beside_captures():
-            pinned = self._driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(count), flags)
-            if fault := self._fault("pinning", pinned):
-                return fault
-            got = self._driver.cuMemHostGetDevicePointer_v2(byref(there), c_void_p(address), 0)
-            if fault := self._fault("pinning", got):
-                self._driver.cuMemHostUnregister(c_void_p(address))
-                return fault
+        pinned = self._driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(count), flags)
+        if fault := self._fault("pinning", pinned):
+            return fault
+        got = self._driver.cuMemHostGetDevicePointer_v2(byref(there), c_void_p(address), 0)
+        if fault := self._fault("pinning", got):
+            self._driver.cuMemHostUnregister(c_void_p(address))
+            return fault
         return there.value
 
     def unregister(self, address: int) -> Fault | None:
-        with self._beside_captures():
-            return self._fault("unpinning", self._driver.cuMemHostUnregister(c_void_p(address)))
+        with self._beside_captures() as fault:
+            return fault or self._fault(
+                "unpinning", self._driver.cuMemHostUnregister(c_void_p(address))
+            )
 
     # ------------------------------------------------------------ copies
 
     def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-        with self._beside_captures():
-            if batch.way == "kernel":
-                return self._kernel(stream, batch)
-            if batch.way == "pageable":
-                return self._pageable(stream, batch)
-            return self._dma(stream, batch)
+        ways = {"dma": self._dma, "kernel": self._kernel, "pageable": self._pageable}
+        with self._beside_captures() as fault:
+            return fault or ways[batch.way](stream, batch)
 
     def _kernel(self, stream: Stream, batch: Batch) -> Fault | None:
         """By DMA, which is as right, while all tables are in use."""
@@ -328,7 +342,10 @@ def open_gpu(device: int) -> tuple[Runtime, Mapping[Kind, int]]:
         below, wrong = self_check(runtime, scratch)
     except RuntimeError as error:  # torch's, of memory that it has not, too
         text = str(error).partition("\n")[0]
-        raise MissingError(f"device {device} could not be tried: {text}") from error
+        tried = f"device {device} could not be tried: {text}"
+        raise MissingError(_end(runtime, device) or tried) from error
+    if ended := _end(runtime, device):
+        raise MissingError(ended)
     if below is None:
         raise MissingError(f"device {device} was tried and is not right: {wrong}")
     if not wrong:
@@ -336,6 +353,16 @@ def open_gpu(device: int) -> tuple[Runtime, Mapping[Kind, int]]:
     else:
         _log.warning("kvass: copies on this device are slower than they could be: %s", wrong)
     return runtime, below
+
+
+def _end(runtime: Runtime, device: int) -> str:
+    """What to say if the context did not survive the trial; empty if it did."""
+    last = runtime.order()
+    if not isinstance(last, Fault):
+        runtime.forget(last)
+        return ""
+    ended = f"device {device} failed for good while it was tried, for the engine too: {last.text}"
+    return ended if last.dead else ""
 
 
 class TorchScratch:

@@ -99,6 +99,14 @@ def pinning(m: Machine) -> Finding:
     name, soft = "locked memory", m.locked[0]
     found = f"ulimit -l {limit_shown(soft, size=True)}"
     users = "`mooncake:` with protocol=rdma"
+    if usable(m) and (loose := _loose(m)):
+        return Finding(
+            name,
+            "note",
+            f"{found}; {loose} goes by the host's page tables, and has no page locked",
+            "pages where they are; `mooncake:` with protocol=rdma locks them all the same",
+            "copies are right; of pages that the system moves or swaps out meanwhile, slower",
+        )
     if m.may_lock is None:
         found += "; whether it binds this process is unknown"
     if m.may_lock:
@@ -118,6 +126,12 @@ def pinning(m: Machine) -> Finding:
         "copies of the rest are right, and several times slower",
         do.format("engines"),
     )
+
+
+def _loose(m: Machine) -> str:
+    """The devices for which registering memory locks none of it (GH200, GB200)."""
+    found = m.driver.devices if m.driver is not None else ()
+    return ", ".join(dict.fromkeys(device.name for device in found if not device.locks))
 
 
 def expandable_segments(m: Machine) -> Finding:
