@@ -93,6 +93,7 @@ class World:
         self.boot = self._new_boot()
         self._plan_trouble()
         self.fake.most_runs = self.water.choice([1, 5, 40, 8192])
+        self.fake.batch_runs = self.water.choice([1, 3, 4096, 4096])
         self.mover = CudaMover(
             self.fake,
             [region],

@@ -25,15 +25,7 @@ import numpy as np
 
 from kvass.testing.fake_device import COMPUTE, Copy, FakeDevice, Mark, Piece, Wait, holds, meet
 from kvass.transfer.kernel_tables import TABLE_WORDS, Tables
-from kvass.transfer.runtime import (
-    MAX_DESCRIPTORS,
-    Batch,
-    Event,
-    Fault,
-    Kind,
-    Runtime,
-    Stream,
-)
+from kvass.transfer.runtime import Batch, Event, Fault, Kind, Runtime, Stream
 from kvass.types import I64Array
 
 ALIAS = 1 << 60
@@ -189,7 +181,7 @@ class FakeCuda(FakeDevice, Runtime):
     def _refusal(self, stream: Stream, batch: Batch) -> Fault | None:
         if stream not in self.streams or stream == COMPUTE:
             return Fault("not a stream of yours")
-        if not 0 < len(batch.bytes) <= MAX_DESCRIPTORS:
+        if not 0 < len(batch.bytes) <= self.batch_runs:
             return Fault(f"{len(batch.bytes)} descriptors")
         if not batch.bytes.all():
             return Fault("an empty run")

@@ -18,10 +18,15 @@ from kvass.types import I64Array
 
 
 def job_batches(
-    job: Job, regions: Sequence[Region], pinned: Pinned, below: Mapping[Kind, int], limit: int
+    job: Job,
+    regions: Sequence[Region],
+    pinned: Pinned,
+    below: Mapping[Kind, int],
+    limit: int,
+    most: int,
 ) -> Iterator[Batch]:
-    """The batches of ``job``, of some ``limit`` bytes. ``below`` as ``kernel_below`` of
-    ``CudaMover``; ``pinned`` is of the job's arena."""
+    """The batches of ``job``, of some ``limit`` bytes and at most ``most`` runs. ``below`` as
+    ``kernel_below`` of ``CudaMover``; ``pinned`` is of the job's arena."""
     window = pinned.window
     for runs in plan_runs(job.plans, regions, window):
         windows = runs.host // window
@@ -31,12 +36,14 @@ def job_batches(
             host = some.host + pinned.address
             if way == "kernel":
                 host += pinned.shifts(some.host // window)
-            yield from _cut(job.kind, way, some, host, limit)
+            yield from _cut(job.kind, way, some, host, limit, most)
 
 
-def _cut(kind: Kind, way: Way, runs: Runs, host: I64Array, limit: int) -> Iterator[Batch]:
+def _cut(
+    kind: Kind, way: Way, runs: Runs, host: I64Array, limit: int, most: int
+) -> Iterator[Batch]:
     ends = host.view(np.uint64), runs.device.view(np.uint64)
     target, source = ends if kind == "store" else ends[::-1]
-    for part in batches(runs.count, limit):
+    for part in batches(runs.count, limit, most):
         count = runs.count[part].view(np.uint64)
         yield Batch(kind, way, target[part], source[part], count, int(count.sum()))

@@ -90,7 +90,8 @@ class CudaMover(Mover):
         self._thread: Thread | None = None
         # Guarded by _changed: the lanes' queues, and what follows. All else is the copy thread's.
         kinds: tuple[Kind, ...] = ("load", "store")
-        self._lanes = {kind: Lane(kind, flying_bytes, flying_runs) for kind in kinds}
+        most_runs = min(flying_runs, 2 * runtime.batch_runs)
+        self._lanes = {kind: Lane(kind, flying_bytes, most_runs) for kind in kinds}
         self._arrivals = count()
         self._unsettled = 0
         self._settled: deque[Done] = deque()
@@ -265,7 +266,8 @@ class CudaMover(Mover):
 
     def _batches(self, job: Job) -> Iterator[Batch]:
         pinned = self._pins.of(job.arena)
-        return job_batches(job, self._regions, pinned, self._below, self._batch_bytes)
+        limit, most = self._batch_bytes, self._runtime.batch_runs
+        return job_batches(job, self._regions, pinned, self._below, limit, most)
 
     def _give(self, lane: Lane, task: Task) -> bool:
         """Give the task's next batch; False if it must wait."""

@@ -122,13 +122,13 @@ def choose(
     return [("dma", runs[np.flatnonzero(~short)]), ("kernel", runs[np.flatnonzero(short)])]
 
 
-def batches(count: I64Array, limit: int) -> Iterator[slice]:
-    """Slices of at most ``MAX_DESCRIPTORS`` runs of ``count[i]`` bytes, that end with the run that
-    reaches ``limit`` bytes."""
+def batches(count: I64Array, limit: int, most: int = MAX_DESCRIPTORS) -> Iterator[slice]:
+    """Slices of at most ``most`` runs of ``count[i]`` bytes, that end with the run that reaches
+    ``limit`` bytes."""
     ends, at = np.cumsum(count), 0
     while at < len(count):
         before = int(ends[at - 1]) if at else 0
         to = int(np.searchsorted(ends, before + limit)) + 1
-        to = min(to, at + MAX_DESCRIPTORS, len(count))
+        to = min(to, at + most, len(count))
         yield slice(at, to)
         at = to

@@ -69,7 +69,13 @@ class Batch:
 
 
 class Runtime(Protocol):
-    """One device, from one process. Used by any thread."""
+    """One device, from one process. Used by any thread.
+
+    ``batch_runs``: the most copies of a batch. Of two such batches what flies on a stream may
+    consist: given more, the driver may keep the giver until the engine's work is done.
+    """
+
+    batch_runs: int = MAX_DESCRIPTORS
 
     def order(self) -> Event | Fault:
         """A new event after all that the calling thread's compute stream was given so far."""
@@ -108,7 +114,7 @@ class Runtime(Protocol):
         ...
 
     def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-        """Give ``stream`` a batch of at most ``MAX_DESCRIPTORS``.
+        """Give ``stream`` a batch of at most ``batch_runs``.
 
         Each descriptor lies in one registration (but for ``pageable``). For ``load`` the source may
         be read from now on, whatever the stream waits for. After a fault any part of the batch may
