@@ -55,6 +55,7 @@ def test_b2_tensor_groups_are_consecutive_and_stages_stride_over_them(
     here = ParallelStrategy(tp, pp, replicas, stage * tp + tensor)
     assert here.shard == stage * (tp // replicas) + tensor // replicas
     assert here.writes == (tensor % replicas == 0)
+    assert here.last_stage == (stage == pp - 1)
     other = here.at(data.draw(st.sampled_from(here.readers)))
     same_bytes = (stage, tensor // replicas) == (other.rank // tp, other.rank % tp // replicas)
     assert same_bytes == (here.shard == other.shard)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -209,6 +210,56 @@ def test_b5_a_stage_that_never_stores_discards_the_chunk(daemon: Daemon, engine:
     a.generate("a", PROMPT)
     assert daemon.wait_until(quarantined_bytes=0)["rows"] == 0
     assert b.load("b", PROMPT)[1] == len(PROMPT)
+
+
+# vLLM's V1 runner with a drafter asks for a step's stores when that one has run, so not at all in
+# stages that have none, nor where something raised before.
+
+
+def test_a_stage_that_is_never_asked_to_store_does_so_in_the_next_step(
+    daemon: Daemon, engine: Make
+) -> None:
+    a, b = engine(STAGES), engine(STAGES)
+    free = a.world.free_blocks
+    for rank in a.ranks.all:
+        rank.speculative = True
+    a.generate("a", PROMPT)
+    assert a.world.free_blocks == free
+    assert empty(daemon)["rows"] == CHUNKS
+    request, scheduled = b.load("b", PROMPT)
+    assert scheduled == 4
+    b.check(request, CHUNKS * CHUNK)
+    a.generate("again", [*PROMPT[:40], *PROMPT])
+    assert empty(daemon)["rows"] > CHUNKS
+
+
+@contextmanager
+def as_the_runner_ends_a_pass(connector: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        connector.start_load_kv(None)
+        connector.get_transfer_results(set())
+
+
+@pytest.mark.parametrize("raising", ["forward", "drafter"])
+def test_what_a_step_that_raised_computed_is_not_stored_in_the_next(
+    daemon: Daemon, engine: Make, raising: str
+) -> None:
+    a = engine(STAGES)
+    free = a.world.free_blocks
+    a.world.add("a", PROMPT, max_tokens=1)
+    output, work = a.world.schedule()
+    assert len(work.stores) == 1
+    for one in (rank.connector for rank in a.ranks.all):
+        one.handle_preemptions(work)
+        one.bind_connector_metadata(work)
+        with suppress(ZeroDivisionError), as_the_runner_ends_a_pass(one):
+            assert raising == "drafter" or 1 / 0
+    a.world.finish(output)
+    until(lambda: a.step() and a.world.free_blocks == free, "the blocks back")
+    assert empty(daemon)["rows"] == 0
+    assert sent(daemon, "commit") == (raising == "drafter"), "the first stage's"
 
 
 @pytest.mark.parametrize(

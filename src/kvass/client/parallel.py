@@ -87,6 +87,11 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         """Whether this process is the one that writes its shard."""
         return self.rank in self.writers
 
+    @property
+    def last_stage(self) -> bool:
+        """Whether this worker is of the last pipeline stage, whose output tokens are drawn from."""
+        return self.rank >= self.tp * (self.pp - 1)
+
     def register(
         self,
         instance: str,

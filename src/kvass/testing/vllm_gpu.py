@@ -33,6 +33,7 @@ class KvassConnector(connector.KvassConnector):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Where a step begins."""
+        super().handle_preemptions(kv_connector_metadata)
         if self.mover is not None:
             self.mover.begin_step()
 

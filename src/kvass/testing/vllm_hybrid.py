@@ -95,7 +95,7 @@ class HybridRank(Rank):
     def __init__(self, config: Any, caches: Any) -> None:
         import torch
 
-        self.gate = None
+        self.gate, self.speculative = None, False
         self._tensors = caches.kv_cache_tensors
         """One per group, as ``make_hybrid_configs`` has them."""
         memory = torch.zeros(caches.kv_cache_tensors[0].size, dtype=torch.uint8)
@@ -161,7 +161,7 @@ class HybridEngine(Engine):
                 self.verify(request, end - count)
             self.write(request, end - count, end)
         self.loads += work.loads
-        self.world.finish(output, **self.ranks.run(work))
+        self.world.finish(output, **self.ranks.run(work, bool(output.num_scheduled_tokens)))
         if not output.num_scheduled_tokens:
             time.sleep(0.001)
         return output

@@ -283,6 +283,7 @@ def _watch(connector: Any) -> None:
                 _here.pages.stored.extend(_digests(connector, one.blocks))
         if _here.settings.late_stores:
             late.append((_here.settings.late_stores, connector._get_connector_metadata()))
+            connector._copier._unstored = None  # else it would be made up for in the next step
         else:
             save()
 

@@ -31,6 +31,8 @@ class Rank:
         import torch
 
         self.gate: Gate | None = None
+        self.speculative = False
+        """As under vLLM's V1 runner with a drafter, which the last stage alone has."""
         (tensor,) = caches.kv_cache_tensors
         memory = torch.zeros(tensor.size, dtype=torch.uint8)
         self._pages: npt.NDArray[np.uint8] = memory.numpy().reshape(
@@ -57,16 +59,23 @@ class Rank:
         """Which shard this rank holds."""
         return int(self.copier._strategy.shard)
 
-    def run(self, work: Any) -> Any:
-        """One step's hooks, as the model runner calls them; vLLM's ``KVConnectorOutput``."""
+    def run(self, work: Any, forward: bool = True) -> Any:
+        """One step's hooks, as the model runner calls them, with or without a ``forward`` pass;
+        vLLM's ``KVConnectorOutput``."""
         from vllm.v1.outputs import KVConnectorOutput
 
+        deferred = self.speculative and forward
+        self.connector.handle_preemptions(work)
         self.connector.bind_connector_metadata(work)
         self.connector.start_load_kv(None)
-        self.connector.wait_for_save()
+        if not deferred:
+            self.connector.wait_for_save()
         ended = self.connector.get_transfer_results(set())
         report = self.connector.build_connector_worker_meta()
-        self.connector.clear_connector_metadata()
+        if deferred and self.copier._strategy.last_stage:  # here the drafter has run
+            self.connector.wait_for_save()
+        if not deferred or self.copier._strategy.last_stage:
+            self.connector.clear_connector_metadata()
         return KVConnectorOutput(
             finished_recving=ended.finished_recving,
             failed_recving=ended.failed_recving,
@@ -128,13 +137,13 @@ class Ranks:
         self.all = list(ranks)
         self._aggregator = KVOutputAggregator(len(self.all))
 
-    def run(self, work: Any) -> dict[str, Any]:
-        """One step on every rank; the answer for ``World.finish``."""
+    def run(self, work: Any, forward: bool = True) -> dict[str, Any]:
+        """One step on every rank, as ``Rank.run``; the answer for ``World.finish``."""
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
         told = [copy.copy(EMPTY_MODEL_RUNNER_OUTPUT) for _ in self.all]
         for output, rank in zip(told, self.all, strict=True):
-            output.kv_connector_output = rank.run(work)
+            output.kv_connector_output = rank.run(work, forward)
         sums = self._aggregator.aggregate(told)
         assert sums is not None
         sum_ = sums.kv_connector_output
@@ -207,7 +216,7 @@ class Engine:
         for name, tokens in output.num_scheduled_tokens.items():
             self.compute(name, tokens)
         self.loads += work.loads
-        self.world.finish(output, **self.ranks.run(work))
+        self.world.finish(output, **self.ranks.run(work, bool(output.num_scheduled_tokens)))
         if not output.num_scheduled_tokens:
             time.sleep(0.001)
         return output

@@ -153,7 +153,9 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._boundary.run(None, self._copier.attach, self._kv_cache_config, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Nothing to do: blocks that are being copied are held, so none is overwritten."""
+        """First hook of a step. Blocks that are being copied are held, so none is overwritten."""
+        if self._copier is not None:
+            self._boundary.run(None, self._copier.catch_up)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
@@ -175,14 +177,15 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         anything.
         """
         if self._copier is not None:
-            computed = sys.exc_info()[0] is None
-            self._boundary.run(None, self._copier.store, self._get_connector_metadata(), computed)
+            work = self._get_connector_metadata()
+            self._boundary.run(None, self._copier.store, work, not _raising())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that ended. Stores are reported by step (``build_connector_worker_meta``)."""
         none: tuple[set[str], set[str]] = (set(), set())
-        ended = self._boundary.run(none, self._copier.results) if self._copier is not None else none
-        finished, failed = ended
+        finished, failed = none
+        if self._copier is not None:
+            finished, failed = self._boundary.run(none, self._copier.results, not _raising())
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
@@ -194,3 +197,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         for side in (self._planner, self._copier):
             if side is not None:
                 self._boundary.run(None, side.close)
+
+
+def _raising() -> bool:
+    """Whether this hook is called on the way out of something that raised."""
+    return sys.exc_info()[0] is not None

@@ -3,8 +3,8 @@
 Laws of this file:
 
 - Every load of the metadata is reported finished exactly once, and failed unless every byte was
-  there before its deadline; every step with stores is reported exactly once. By every rank: the
-  engine counts them all.
+  there before its deadline; every step with stores is reported exactly once, also one whose
+  ``store`` vLLM forgot. By every rank: the engine counts them all.
 - Of ranks that hold equal bytes only the first stores; the others say nothing of it to the daemon.
 - What a copy owes the daemon is settled on the copy thread, right after the last byte: commit or
   abort for a store, release for a load. The engine's thread neither copies nor waits.
@@ -71,6 +71,8 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._open: Counter[int] = Counter()
         self._settled: dict[int, int] = {}
+        self._unstored: StepWork | None = None
+        self._computed = False
 
     def attach(self, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> None:
         """The engine made its KV caches: describe them, and register with the daemon.
@@ -95,6 +97,7 @@ class WorkerSide:
 
     def load(self, work: StepWork) -> None:
         """Begin this step's loads."""
+        self._unstored, self._computed = work, False
         for load in work.loads:
             if not self._boundary.run(False, self._begin_load, load):
                 self._finished.add(load.request)
@@ -103,6 +106,7 @@ class WorkerSide:
 
     def store(self, work: StepWork, computed: bool = True) -> None:
         """Begin this step's stores; the forward pass is over, and ``computed`` what it was for."""
+        self._unstored = None
         if work.step == 0:
             return
         stores = work.stores if self._strategy.writes else []
@@ -113,8 +117,22 @@ class WorkerSide:
                 self._boundary.run(None, self._refuse_store, store)
         self._close_one(work.step)
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """Requests whose load ended since the last call, and those of them that failed."""
+    def catch_up(self) -> None:
+        """Another step begins: begin the stores of the last one, if ``store`` was never called.
+
+        vLLM's V1 runner with speculative decoding calls it after the drafter ran, and earlier
+        pipeline stages have none. Late is right there: the blocks are held. Where there is a
+        drafter its call is missing only if something raised, and nothing is stored.
+        """
+        if self._unstored is not None:
+            self.store(self._unstored, self._computed and not self._strategy.last_stage)
+
+    def results(self, computed: bool = True) -> tuple[set[str], set[str]]:
+        """Requests whose load ended since the last call, and those of them that failed.
+
+        ``computed``: the forward pass of the step did not raise.
+        """
+        self._computed = computed
         self._poll()
         finished, failed = self._finished, self._failed
         self._finished, self._failed = set(), set()
