@@ -145,14 +145,44 @@ MUTANTS = [
     Mutant(
         "closing does not wait for what runs",
         "cuda.py",
-        "            while self._unsettled:\n                self.turn()\n",
-        "            self.turn()\n",
+        "            while self._unsettled:\n                self._turn_or_die()\n",
+        "            self._turn_or_die()\n",
     ),
     Mutant(
         "closing unregisters first",
         "cuda.py",
         "            while self._unsettled:\n",
-        "            self._pins.let_go()\n            while self._unsettled:\n",
+        "            self._pins.let_go(lambda: 0.0)\n            while self._unsettled:\n",
+    ),
+    Mutant(
+        "a batch without an event counts as over",
+        "cuda.py",
+        "        if event is None:\n            return self._idle(lane)\n",
+        "        if event is None:\n            return True\n",
+    ),
+    Mutant(
+        "a batch of whose event nothing can be had counts as over",
+        "cuda.py",
+        "            self._complain(over)\n            return self._idle(lane)\n",
+        "            self._complain(over)\n            return True\n",
+    ),
+    Mutant(
+        "a batch of whose event nothing can be had counts as lost",
+        "cuda.py",
+        "            self._complain(over)\n            return self._idle(lane)\n",
+        "            return Fault(over.text, dead=True)\n",
+    ),
+    Mutant(
+        "a stream that says nothing counts as empty",
+        "cuda.py",
+        "dead=True) if idle.dead or silent else False\n",
+        "dead=True) if idle.dead or silent else True\n",
+    ),
+    Mutant(
+        "after our own failure nobody waits for what was begun",
+        "cuda.py",
+        "        idle = self._idle(lane)\n        if isinstance(idle, Fault):\n",
+        "        idle = self._idle(lane) or True\n        if isinstance(idle, Fault):\n",
     ),
     Mutant(
         "of a dead device's copies it is said that they ended",
@@ -176,7 +206,7 @@ MUTANTS = [
         "an arena is unregistered by whoever lets go of it",
         "pins.py",
         "        self._ended.append(pinned)\n",
-        "        pinned.let_go()\n",
+        "        while not pinned.let_go():\n            pass\n",
     ),
     Mutant(
         "an arena is unmapped before it is unregistered",
@@ -255,8 +285,8 @@ MUTANTS = [
     Mutant(
         "events leak",
         "cuda.py",
-        "            event, task, batch = lane.land()\n            self._runtime.forget(event)\n",
-        "            event, task, batch = lane.land()\n",
+        "            self._runtime.forget(event)\n        batch.keep",
+        "            pass\n        batch.keep",
     ),
     Mutant(
         "a kernel's table is used anew while it runs",
@@ -268,7 +298,7 @@ MUTANTS = [
     Mutant(
         "a kernel's table is never let go of",
         "cuda.py",
-        "            batch.keep.clear()\n",
+        "        batch.keep.clear()\n",
         "",
     ),
     Mutant(
@@ -280,14 +310,14 @@ MUTANTS = [
     Mutant(
         "any number of descriptors flies",
         "lanes.py",
-        "        return not self.flying or self._runs + len(batch.bytes) <= self._most_runs\n",
+        "        return marked and self._runs + len(batch.bytes) <= self._most_runs\n",
         "        return True\n",
     ),
     Mutant(
         "a batch above the bound never goes",
         "lanes.py",
-        "        return not self.flying or self._runs",
-        "        return self._runs",
+        "        if not self.flying:\n            return True\n        marked = self",
+        "        marked = not self.flying or self",
     ),
     Mutant(
         "on a dead device's lane there is never room again",

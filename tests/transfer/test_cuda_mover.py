@@ -23,7 +23,7 @@ from kvass.transfer import cuda
 from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.lanes import FLYING_RUNS
-from kvass.transfer.runtime import Region
+from kvass.transfer.runtime import Fault, Region, Stream
 from tests.transfer.cuda_mutants import (
     MUTANTS,
     UNBROKEN,
@@ -261,11 +261,6 @@ def test_close_gives_up_on_a_device_that_hangs(rig: Rig) -> None:
 def test_what_a_runtime_raises_ends_every_job_not_the_thread(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was begun is lost: nobody knows how much of it the device was given."""
-
-    def raising(*_: object) -> Any:
-        raise ValueError("not a value")
-
     monkeypatch.setattr(rig.fake, "copy", raising)
     for block in (1, 2, 3):
         rig.submit("store", block)
@@ -274,11 +269,71 @@ def test_what_a_runtime_raises_ends_every_job_not_the_thread(
     rig.submit("store", 4)
     assert rig.mover.drain(10)
     ends = rig.ends()
-    assert ends[(4,)] == "failed"
-    assert "lost" in ends.values()
-    assert set(ends.values()) == {"lost", "failed"}
     assert len(ends) == 5
+    assert set(ends.values()) == {"failed"}
     assert caplog.text.count("the copy thread failed") == 1
+
+
+def raising(*_: object) -> Any:
+    raise ValueError("not a value")
+
+
+def test_what_was_given_before_we_failed_is_waited_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows how much of it the device was given; but when its stream is empty."""
+    asked = threading.Event()
+    idle = rig.fake.idle
+
+    def noting(stream: Stream) -> bool | Fault:
+        asked.set()
+        return idle(stream)
+
+    monkeypatch.setattr(rig.fake, "mark", raising)
+    monkeypatch.setattr(rig.fake, "idle", noting)
+    rig.fake.stopped = True
+    rig.submit("store", 1)
+    assert asked.wait(10)
+    rig.submit("store", 2)
+    assert eventually(lambda: (2,) in (ended := rig.ends()) and (1,) not in ended)
+    rig.fake.stopped = False
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "failed"}
+
+
+def test_who_fails_twice_knows_nothing_any_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.fake, "mark", raising)
+    monkeypatch.setattr(rig.fake, "idle", raising)
+    rig.submit("store", 1)
+    assert rig.mover.drain(10)
+    rig.submit("store", 2)
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "lost", (2,): "failed"}
+    rig.fake.dead = True  # nothing is asked of it any more
+
+
+@pytest.mark.parametrize("call", ["mark", "done"])
+def test_a_device_that_cannot_say_what_is_done_is_asked_another_way(
+    rig: Rig, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    """No event to be had (CUDA may be out of memory) is no reason to give blocks back too early,
+    nor to give the device up: ``lost`` is for dead ones."""
+    rig.fake.plans.fail[call] = set(range(1000))
+    for block in (1, 2, 3):
+        rig.submit("store", block)
+    assert rig.mover.drain(10)
+    assert set(rig.ends().values()) == {"done"}
+    assert caplog.text.count("the GPU does not say what is copied") == 1
+
+
+def test_a_device_that_says_nothing_for_long_is_given_up(rig: Rig) -> None:
+    rig.fake.plans.fail |= {"mark": set(range(1000)), "idle": set(range(10**6))}
+    rig.submit("store", 1)
+    assert eventually(lambda: rig.fake.plans.calls.get("idle", 0) > 10)
+    assert not rig.ends()
+    rig.now += cuda.PATIENCE_S + 1
+    assert rig.mover.drain(10)
+    assert rig.ends() == {(1,): "lost"}
     rig.fake.dead = True  # nothing is asked of it any more
 
 

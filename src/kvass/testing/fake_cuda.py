@@ -123,6 +123,15 @@ class FakeCuda(FakeDevice, Runtime):
                 self.step()
             return self._events[event]
 
+    def idle(self, stream: Stream) -> bool | Fault:
+        self._copy_thread("idle")
+        if fault := self._fault("idle"):
+            return fault
+        with self._lock:
+            for _ in range(0 if self.stopped else self.rng.randint(0, self._eager)):
+                self.step()
+            return not self.streams[stream]
+
     def forget(self, event: Event) -> None:
         self._known(event)
         self._forgotten.add(event)
@@ -254,6 +263,8 @@ class FakeCuda(FakeDevice, Runtime):
     def _fault(self, name: str) -> Fault | None:
         if self.dead:
             return DEAD
+        if self.plans.fails(f"{name} raises"):
+            raise RuntimeError(f"{name} raises, as planned")
         return Fault(f"{name} failed, as planned") if self.plans.fails(name) else None
 
     def _copy_thread(self, name: str) -> None:

@@ -35,7 +35,7 @@ from kvass.transfer.checks import check_job
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.lanes import FLYING_BYTES, FLYING_RUNS, Lane, Task
 from kvass.transfer.pins import WINDOW_BYTES, Pins
-from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream, Way
+from kvass.transfer.runtime import Batch, Fault, Kind, Region, Runtime, Stream, Way
 
 BATCH_BYTES: Final = 16 << 20
 POLL_S: Final = 100e-6
@@ -44,8 +44,8 @@ LONGEST_POLL_S: Final = 500e-6
 takes the GIL from the engine, whose own step it is that mostly keeps us waiting."""
 PATIENCE_S: Final = 30.0
 """How long ``close`` waits for a device that finishes nothing."""
-JOIN_S: Final = 5.0
-"""How much longer it waits for the thread, which may hang in the driver."""
+JOIN_S: Final = 10.0
+"""How much longer it waits for the thread, which unpins the rest, or hangs in the driver."""
 
 _log = logging.getLogger(__name__)
 _lost: Final[list[object]] = []
@@ -98,12 +98,17 @@ class CudaMover(Mover):
         self._closed = False
         self._give_up_s = 0.0
         self._dead = ""
+        self._broken = ""
+        """What we did wrong ourselves: then all ends as it must, and nothing begins."""
+        self._silent_s: float | None = None
+        self._complained = False
 
     # ------------------------------------------------------------ the caller's side
 
     def submit(self, job: Job) -> None:
         check_job(job, self._planes)
-        order = Fault(self._dead) if self._dead else self._runtime.order()
+        useless = self._dead or self._broken
+        order = Fault(useless) if useless else self._runtime.order()
         task = Task(job, self._clock(), order)
         lane = self._lanes[job.kind]
         with self._changed:
@@ -154,7 +159,7 @@ class CudaMover(Mover):
                 self._settle_all()
         else:
             while self._unsettled:
-                self.turn()
+                self._turn_or_die()
             self._release()
 
     # ------------------------------------------------------------ the copy thread
@@ -184,15 +189,20 @@ class CudaMover(Mover):
             return self.turn()
         except Exception as e:  # noqa: BLE001 - the last resort of a thread: see above
             _log.exception("kvass: the copy thread failed")
-            self._die(Fault(f"{type(e).__name__}: {e}", dead=True))
-            self._settle_all()
+            fault = Fault(f"{type(e).__name__}: {e}", dead=bool(self._broken))
+            self._broken = fault.text
+            if fault.dead:
+                self._die(fault)
+                self._settle_all()
             return True
 
     def turn(self) -> bool:
         """See what is over, give the device what it may have; whether anything changed."""
-        changed = False
-        self._pins.reap()
+        changed = self._pins.reap(self._clock(), busy=self._unsettled > 0)
         for lane in self._lanes.values():
+            if self._broken:
+                changed = self._wind_up(lane) or changed
+                continue
             changed = self._reap(lane) or changed
             changed = self._feed(lane) or changed
         if self._closed and self._unsettled and self._clock() > self._give_up_s:
@@ -203,17 +213,52 @@ class CudaMover(Mover):
         """Take back the batches that are over. A stream ends them in order."""
         before = len(lane.flying)
         while lane.flying:
-            over = self._runtime.done(lane.flying[0][0])
+            over = self._over(lane)
             if isinstance(over, Fault):
                 self._die(over)
                 return True
             if not over:
                 break
-            event, task, batch = lane.land()
-            self._runtime.forget(event)
-            batch.keep.clear()
-            self._settle_if_over(task)
+            self._settle_if_over(self._land(lane))
         return len(lane.flying) < before
+
+    def _over(self, lane: Lane) -> bool | Fault:
+        """Whether the oldest batch is. What its event does not say, its stream does; what neither
+        says shows later, if the context lives."""
+        event = lane.flying[0][0]
+        if event is None:
+            return self._idle(lane)
+        over = self._runtime.done(event)
+        if isinstance(over, Fault) and not over.dead:
+            self._complain(over)
+            return self._idle(lane)
+        return over
+
+    def _idle(self, lane: Lane) -> bool | Fault:
+        """Whether nothing runs on the lane's stream; False if that cannot be told yet."""
+        idle = lane.stream is None or self._runtime.idle(lane.stream)
+        if not isinstance(idle, Fault):
+            self._silent_s = None
+            return idle
+        self._complain(idle)
+        if self._silent_s is None:
+            self._silent_s = self._clock()
+        silent = self._clock() - self._silent_s > PATIENCE_S
+        return Fault(idle.text, dead=True) if idle.dead or silent else False
+
+    def _complain(self, fault: Fault) -> None:
+        if not (self._complained or fault.dead):
+            self._complained = True
+            _log.warning(
+                "kvass: the GPU does not say what is copied, so less flies: %s", fault.text
+            )
+
+    def _land(self, lane: Lane) -> Task:
+        event, task, batch = lane.land()
+        if event is not None:
+            self._runtime.forget(event)
+        batch.keep.clear()
+        return task
 
     def _feed(self, lane: Lane) -> bool:
         """Give the lane's stream batches of whoever is first, as many as may fly."""
@@ -305,11 +350,12 @@ class CudaMover(Mover):
     ) -> bool:
         """Mark the end of a batch that was given, if perhaps in part only."""
         event = self._runtime.mark(stream)
+        lane.take_off(None if isinstance(event, Fault) else event, task, batch)
         if isinstance(event, Fault):
-            lane.take_off(Event(0), task, batch)
-            self._die(Fault(event.text, dead=True))
-            return True
-        lane.take_off(event, task, batch)
+            self._complain(event)
+            if event.dead:
+                self._die(event)
+                return True
         with self._changed:
             lane.moved_bytes += batch.total
         return True if fault is None else self._failed(task, fault)
@@ -366,20 +412,38 @@ class CudaMover(Mover):
                 self._drop(lane, task)
                 self._settle_if_over(task)
 
+    def _wind_up(self, lane: Lane) -> bool:
+        """We failed, not the device: nothing more is given, and what was begun has ended once the
+        stream is empty."""
+        idle = self._idle(lane)
+        if isinstance(idle, Fault):
+            self._die(idle)
+            self._settle_all()
+            return True
+        before = self._unsettled
+        while idle and lane.flying:
+            self._settle_if_over(self._land(lane))
+        with self._changed:
+            tasks = [entry[-1] for entry in lane.queue if idle or not entry[-1].ordered]
+        self._fail(lane, tasks, self._broken)
+        return self._unsettled < before
+
     def _settle_all(self) -> None:
         """Of a dead mover: what the device never heard of ends here, without asking it again."""
         for lane in self._lanes.values():
-            while lane.queue:
-                task = lane.queue[0][-1]
-                task.end("failed", self._dead)
-                self._drop(lane, task)
-                self._settle_if_over(task)
+            self._fail(lane, [entry[-1] for entry in lane.queue], self._dead)
+
+    def _fail(self, lane: Lane, tasks: list[Task], text: str) -> None:
+        for task in tasks:
+            task.end("failed", text)
+            self._drop(lane, task)
+            self._settle_if_over(task)
 
     def _release(self) -> None:
         """Nothing runs any more: unregister, and close the streams."""
         if self._dead:
             return
-        self._pins.let_go()
+        self._pins.let_go(self._clock)
         for lane in self._lanes.values():
             if lane.stream is not None:
                 self._runtime.close_stream(lane.stream)

@@ -62,7 +62,7 @@ class Lane:
         self.kind: Kind = kind
         self.stream: Stream | None = None
         self.queue: list[tuple[int, int, Task]] = []
-        self.flying: deque[tuple[Event, Task, Batch]] = deque()
+        self.flying: deque[tuple[Event | None, Task, Batch]] = deque()
         self.moved_bytes = 0
         self._most_bytes, self._most_runs = most_bytes, most_runs
         self._bytes = self._runs = 0
@@ -78,17 +78,21 @@ class Lane:
         return self._bytes >= self._most_bytes
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether as many descriptors more may fly."""
-        return not self.flying or self._runs + len(batch.bytes) <= self._most_runs
+        """Whether as many descriptors more may fly; none do behind one without an event, whose end
+        shows when the stream is empty."""
+        if not self.flying:
+            return True
+        marked = self.flying[-1][0] is not None
+        return marked and self._runs + len(batch.bytes) <= self._most_runs
 
-    def take_off(self, event: Event, task: Task, batch: Batch) -> None:
-        """``event`` comes after ``batch``."""
+    def take_off(self, event: Event | None, task: Task, batch: Batch) -> None:
+        """``event`` comes after ``batch``, if there was one to be had."""
         self.flying.append((event, task, batch))
         task.flying += 1
         self._bytes += batch.total
         self._runs += len(batch.bytes)
 
-    def land(self) -> tuple[Event, Task, Batch]:
+    def land(self) -> tuple[Event | None, Task, Batch]:
         """The oldest is over."""
         event, task, batch = self.flying.popleft()
         task.flying -= 1

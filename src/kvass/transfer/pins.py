@@ -15,6 +15,7 @@ Laws of this file:
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -27,8 +28,14 @@ from kvass.transfer.runtime import Fault, Runtime
 from kvass.types import I64Array
 
 WINDOW_BYTES: Final = 1 << 30
+EVERY_S: Final = 1.0
+"""Between two windows that are unregistered beside jobs: it takes long, and the driver's locks."""
+PATIENCE_S: Final = 5.0
+"""For how long all is unregistered in the end; what is left then the process's end does."""
 
 _log = logging.getLogger(__name__)
+_left: Final[list[Pinned]] = []
+"""Registered until this process ends, and therefore mapped."""
 
 
 class Pinned:
@@ -78,13 +85,20 @@ class Pinned:
         unique, where = np.unique(windows, return_inverse=True)
         return np.array([self.shift[w] for w in unique.tolist()], np.int64)[where]
 
-    def let_go(self) -> None:
-        """Unregister everything. Nothing copies to or from this mapping any more."""
-        while self.shift:
+    def let_go(self) -> bool:
+        """Unregister a window; whether there is none any more. Nothing copies to or from this
+        mapping."""
+        if self.shift:
             one, _ = self.shift.popitem()
             fault = self._runtime.unregister(self.address + one * self.window)
             if fault is not None:
                 _log.warning("kvass could not unpin a part of the arena: %s", fault.text)
+        if not self.shift:
+            self.drop()
+        return not self.shift
+
+    def drop(self) -> None:
+        """Nothing of it is registered."""
         self._mapping = None
 
     def _refuse(self, one: int, count: int, fault: Fault) -> None:
@@ -112,8 +126,9 @@ class Pins:
     ) -> None:
         self._runtime, self._quiet, self._wake = runtime, quiet, wake
         self.window = window
+        self._pid = os.getpid()
+        self._next_s = 0.0
         self._ended = deque[Pinned]()
-        self._abandoned = False
         self._known: dict[int, tuple[Pinned, weakref.finalize[..., U8Array]]] = {}
 
     def of(self, arena: U8Array) -> Pinned:
@@ -132,6 +147,9 @@ class Pins:
         return known[0]
 
     def _end(self, pinned: Pinned) -> None:
+        if os.getpid() != self._pid:  # a child: the lock that ``wake`` takes may be held for good
+            pinned.drop()
+            return
         self._ended.append(pinned)
         self._wake()
 
@@ -140,23 +158,30 @@ class Pins:
         """Whether there are arenas that ended and are registered."""
         return bool(self._ended)
 
-    def reap(self) -> None:
-        """Unregister what ended; of a job that is settled no copy runs."""
-        while self._ended:
-            pinned = self._ended.popleft()
-            if not self._abandoned:
-                pinned.let_go()
+    def reap(self, now: float, *, busy: bool) -> bool:
+        """Unregister a window of what ended, whether there was one; beside jobs, if we are
+        ``busy``, now and then. Of a job that is settled no copy runs."""
+        due = bool(self._ended) and (not busy or now >= self._next_s)
+        if due:
+            self._next_s = now + EVERY_S
+            if self._ended[0].let_go():
+                self._ended.popleft()
+        return due
 
-    def let_go(self) -> None:
-        """Unregister all. No copy runs."""
+    def let_go(self, clock: Callable[[], float]) -> None:
+        """Unregister all, as long as there is time. No copy runs."""
         for _, end in self._known.values():
             end()
         self._known.clear()
-        self.reap()
+        until = clock() + PATIENCE_S
+        while self._ended and clock() < until:
+            self.reap(until, busy=False)
+        _left.extend(self._ended)
+        self._ended.clear()
 
     def abandon(self) -> None:
         """Unregister nothing, ever: the device is dead."""
-        self._abandoned = True
         for _, end in self._known.values():
             end.detach()
         self._known.clear()
+        self._ended.clear()

@@ -101,6 +101,10 @@ class Runtime(Protocol):
         """Whether ``event`` was reached: what lies before it has happened, for all to see."""
         ...
 
+    def idle(self, stream: Stream) -> bool | Fault:
+        """Whether all that ``stream`` was given has happened, for all to see."""
+        ...
+
     def forget(self, event: Event) -> None:
         """The event's end. Waits that were asked for keep their meaning."""
         ...
