@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kvass.connectors.vllm import KvassConnector, adapt, engine
 from kvass.connectors.vllm.memory import read_memory
 from kvass.errors import ConfigError, UsageError
 from kvass.testing.fake_client import FakeClient
+from kvass.testing.vllm_hybrid import make_hybrid_configs
 from kvass.testing.vllm_scheduler import World, make_configs
 from kvass.types import GroupLayout
 
@@ -69,6 +71,27 @@ def test_the_default_chunk_is_the_smallest_multiple_from_256() -> None:
     assert found.chunk_tokens == 288
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_stage_without_a_groups_layers_knows_its_kind(mixed: bool) -> None:
+    """Or its ranks would contradict the scheduler, which has the first stage's configuration."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    config, caches = make_hybrid_configs({}, [("state", 16, 0, 1), ("full", 16, 0, 1)])
+    del config.kv_transfer_config.kv_connector_extra_config["kvass.chunk_tokens"]
+    first = engine.read_setup(config, caches)
+    assert isinstance(first, engine.Setup)
+    assert first.chunk_tokens == 16
+    group = caches.kv_cache_groups[0]
+    if mixed:
+        each = {group.layer_names[0]: group.kv_cache_spec}
+        group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=each)
+    group.layer_names = []
+    later = engine.read_setup(config, caches)
+    assert isinstance(later, engine.Setup)
+    assert (later.chunk_tokens, later.identity) == (first.chunk_tokens, first.identity)
+    assert [one.kind for one in later.groups] == [one.kind for one in first.groups]
+
+
 def test_a_producer_that_never_reads_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_consumer"):
         setup(kv_role="kv_producer")
@@ -113,6 +136,20 @@ def states_of_a_request(config: Any, caches: Any) -> None:
     )
 
 
+def looks_ahead(config: Any, caches: Any) -> None:
+    group = caches.kv_cache_groups[0]
+    group.kv_cache_spec = replace(group.kv_cache_spec, non_causal=True)
+
+
+def pooled(kind: str) -> Any:
+    from vllm.config.pooler import PoolerConfig
+
+    def change(config: Any, caches: Any) -> None:
+        config.model_config.pooler_config = PoolerConfig(pooling_type=kind)
+
+    return change
+
+
 def prefill_split(config: Any, caches: Any) -> None:
     config.parallel_config.prefill_context_parallel_size = 2
 
@@ -136,6 +173,10 @@ def unreadable(config: Any, caches: Any) -> None:
         (ring, "KV cache group 0 of kind CircularBufferSpec"),
         (ephemeral, "KV cache group 0 (FullAttentionSpec) is not prefix-cacheable"),
         (states_of_a_request, "mamba_cache_mode"),
+        (looks_ahead, "attention that is not causal"),
+        (pooled("MEAN"), "pooled by MEAN"),
+        (pooled("CLS"), "pooled by CLS"),
+        (pooled("STEP"), "pooled by STEP"),
         (prefill_split, "prefill context parallelism"),
         (too_many_ranks, "129 ranks"),
         (two_machines, "several machines"),
@@ -155,6 +196,20 @@ def test_what_is_not_supported_is_inert_and_says_so_once(
     assert len(errors) == 1
     assert says in errors[0]
     assert all(r.levelno == logging.ERROR for r in caplog.records if "uncached" in r.getMessage())
+
+
+@pytest.mark.parametrize("kind", ["LAST", "ALL"])
+def test_pooling_models_of_which_vllm_caches_prefixes_are_served(kind: str) -> None:
+    config, caches = make_configs()
+    pooled(kind)(config, caches)
+    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+
+
+def test_that_vllms_own_cache_is_off_is_no_reason_not_to_serve() -> None:
+    """It may be off for reasons that are none of ours: MLA on a CPU, or the operator's."""
+    config, caches = make_configs()
+    config.cache_config.enable_prefix_caching = False
+    assert isinstance(engine.read_setup(config, caches), engine.Setup)
 
 
 def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,13 @@ from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import identity
-from kvass.connectors.vllm.groups import Unsupported, has_states, page_formats, read_groups
+from kvass.connectors.vllm.groups import (
+    Unsupported,
+    any_non_causal,
+    has_states,
+    page_formats,
+    read_groups,
+)
 from kvass.connectors.vllm.options import read_options
 from kvass.errors import ConfigError
 from kvass.messages import Register
@@ -214,7 +220,30 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> str:
         return f"device {device!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
     if not kv_cache_config.kv_cache_groups:
         return "a model without KV cache has nothing to share"
+    return _never_cached(vllm_config.model_config, kv_cache_config)
+
+
+def _never_cached(model: Any, kv_cache_config: Any) -> str:
+    """Why vLLM itself caches no prefix of this model; empty if it may.
+
+    It asks a connector all the same, and its answer would be wrong or the end of the engine: a
+    prompt pooled from its first token or from all of them must be computed whole, and what attends
+    to tokens after itself depends on them. Whether vLLM's own cache is on is another matter: it may
+    be off for reasons of its own.
+    """
+    never = "vLLM supports no prefix caching for it"
+    if any_non_causal(kv_cache_config):
+        return f"a model with attention that is not causal is not supported: {never}"
+    if not model.is_prefix_caching_supported:
+        pooled = f", pooled by {pooling_of(model)}" if model.pooler_config else ""
+        return f"a model of this kind ({model.attn_type}{pooled}) is not supported: {never}"
     return ""
+
+
+def pooling_of(model: Any) -> str:
+    """How a pooling model makes one vector of a prompt's, or of its tokens."""
+    pooler = model.pooler_config
+    return str(pooler.seq_pooling_type or pooler.tok_pooling_type)
 
 
 def device_kind() -> str:

@@ -49,7 +49,7 @@ def _read_group(
     number: int, group: Any, block_tokens: int, cacheable: bool, placed: set[str] | None
 ) -> GroupLayout:
     each = layer_specs(group)
-    specs = [*each.values()] or [group.kv_cache_spec]
+    specs = _specs(group)
     names = {type(spec).__name__ for spec in specs}
     if unknown := sorted(names - KINDS.keys()):
         raise Unsupported(f"KV cache group {number} of kind {', '.join(unknown)} is not supported")
@@ -84,8 +84,24 @@ def _window(number: int, spec: Any) -> int:
 
 def has_states(kv_cache_config: Any) -> bool:
     """Whether some layer keeps a state rather than pages of tokens."""
-    specs = (s for group in kv_cache_config.kv_cache_groups for s in layer_specs(group).values())
-    return any(KINDS.get(type(spec).__name__) == "state" for spec in specs)
+    return any(KINDS.get(type(spec).__name__) == "state" for spec in _all_specs(kv_cache_config))
+
+
+def any_non_causal(kv_cache_config: Any) -> bool:
+    """Whether some layer attends to tokens after the one that it computes (a "prefix LM")."""
+    return any(getattr(spec, "non_causal", False) for spec in _all_specs(kv_cache_config))
+
+
+def _all_specs(kv_cache_config: Any) -> list[Any]:
+    """Of every group those of its layers; its own if a pipeline stage has none of them."""
+    return [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)]
+
+
+def _specs(group: Any) -> list[Any]:
+    spec = group.kv_cache_spec
+    return (
+        [*layer_specs(group).values()] or [*getattr(spec, "kv_cache_specs", {}).values()] or [spec]
+    )
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
