@@ -144,6 +144,14 @@ KINDS: list[tuple[Machine, str, str, str]] = [
         *("expandable segments", "warning", "expandable_segments:True; never tried; leave"),
     ),
     (
+        replace(ON, allocator="PYTORCH_CUDA_ALLOC_CONF=a:1,expandable_segments:True"),
+        *("expandable segments", "warning", "does not start; --enable-cumem-allocator"),
+    ),
+    (
+        replace(PLAIN, allocator="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        *("expandable segments", "warning", "does not start; on a CPU neither"),
+    ),
+    (
         replace(PLAIN, allocator="PYTORCH_CUDA_ALLOC_CONF=expandable_segments : true"),
         *("expandable segments", "note", "no GPU can be used"),
     ),
@@ -543,7 +551,7 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     found = levels(done)
     assert found["daemon"] == "note"
-    assert found["expandable segments"] == "note"
+    assert found["expandable segments"] == "warning"
     assert json.loads(done.stdout)["serves"] is True
     assert list(tmp_path.iterdir()) == []
     done = command(*flags)

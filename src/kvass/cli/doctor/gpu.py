@@ -19,6 +19,8 @@ ASK: Final = "only for engines that set kvass.gpu: nobody has seen it work on a 
 UNCACHED: Final = "an engine whose KV cache is on a GPU runs uncached"
 PIN_S_PER_GIB: Final = 0.1
 """Published, of memory that is mapped already; not measured by us."""
+VLLM_REFUSES: Final = "expandable_segments:True"
+"""In PYTORCH_CUDA_ALLOC_CONF, in this spelling only; torch understands others, and another name."""
 NO_DEVICE: Final = re.compile(r"CUDA error 100\b")
 """What CUDA says where there is none, or where all are hidden."""
 
@@ -138,8 +140,12 @@ def expandable_segments(m: Machine) -> Finding:
     name = "expandable segments"
     if not is_expandable(m.allocator):
         return Finding(name, "ok", "off in this environment (the engine's own is what counts)")
-    found, cost = f"on: {m.allocator}", "never tried: copies may be refused, and are misses then"
-    do = "leave expandable_segments out of the engine's environment"
+    found, do = f"on: {m.allocator}", "leave expandable_segments out of the engine's environment"
+    if VLLM_REFUSES in m.allocator.partition("PYTORCH_CUDA_ALLOC_CONF=")[2]:
+        cost = "vLLM 0.32 does not start with a KV connector under this, on a CPU neither"
+        do += ", or give it --enable-cumem-allocator, whose KV caches are not in such segments"
+        return Finding(name, "warning", found, "nothing", cost, do)
+    cost = "vLLM 0.32 does not see this spelling; such KV caches were never tried"
     if usable(m):
         return Finding(name, "warning", found, "KV caches as they are", cost, do)
     return Finding(name, "note", found, "nothing: no GPU can be used", f"with GPUs: {cost}", do)
