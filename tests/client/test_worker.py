@@ -257,3 +257,28 @@ def test_nothing_waits_for_an_absent_daemon(tmp_path: Path, worker_registration:
     worker.release(b"b" * 16, 1)
     assert worker.counters["dropped"] == 2
     worker.close()
+
+
+def test_who_leaves_last_does_not_wait_for_the_unmapping(
+    daemon: ScriptedDaemon, worker: WorkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2 s a GiB: neither the thread that copies nor the one that connects anew has that long."""
+    monkeypatch.setattr(session_module, "AT_ONCE_BYTES", 0)
+    unmaps, goes_on, close = threading.Event(), threading.Event(), Arena.close
+
+    def slow(arena: Arena) -> None:
+        unmaps.set()
+        goes_on.wait(60)
+        close(arena)
+
+    lease = worker.arena(daemon.boot)
+    assert lease is not None
+    before = mapped()
+    monkeypatch.setattr(Arena, "close", slow)
+    daemon.restart()
+    lease.close()
+    assert unmaps.wait(10)
+    assert arena_of(worker, daemon.boot), "the daemon that came after it is there"
+    assert mapped() == before + 1
+    goes_on.set()
+    assert eventually(lambda: mapped() == before)

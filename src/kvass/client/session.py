@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import threading
 import time
 from collections.abc import Iterable
 from typing import Final, cast
@@ -46,6 +47,10 @@ BOOT_BYTES: Final = 16
 CLOCK_SLACK_S: Final = 0.001
 SLICE_BYTES: Final = 16 << 20
 """Populated at a time: a few milliseconds, after which the keeper looks at its socket again."""
+
+
+AT_ONCE_BYTES: Final = 256 << 20
+"""What is unmapped in some 50 ms."""
 
 
 class Session:
@@ -96,11 +101,19 @@ class Session:
         return min((one + 1) * SLICE_BYTES, self.welcome.arena_bytes)
 
     def end(self) -> None:
-        """Close the socket and unmap the arena: the last user has left."""
+        """Close the socket and unmap the arena: the last user has left. It may be anybody, the
+        copy thread too, so a large arena goes on a thread of its own."""
         assert not self.users
         self.channel.close()
-        if self.arena is not None:
-            self.arena.close()
+        if self.arena is None:
+            return
+        if self.arena.size > AT_ONCE_BYTES:
+            try:
+                threading.Thread(target=self.arena.close, name="kvass-unmap", daemon=True).start()
+                return
+            except RuntimeError:  # no thread left
+                pass
+        self.arena.close()
 
 
 def open_session(path: str, registration: Register | None, *, wants_arena: bool) -> Session:
