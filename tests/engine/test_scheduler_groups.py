@@ -212,3 +212,54 @@ def test_a_window_takes_its_share_of_the_arena(daemon: Daemon, engine: Any) -> N
     window, full = daemon.status()["namespaces"][0]["groups"]
     assert window["rows"] == full["rows"] == 6
     assert window["used_bytes"] / full["used_bytes"] == 3 / 4  # 39 tokens of 64 are 3 blocks of 4
+
+
+# ---------------------------------------------------------------- states handed over between steps
+
+
+ALIKE: list[GroupShape] = [("state", 16, 0, 1), ("full", 16, 0, 1)]
+DRAFTING: dict[str, Any] = {
+    "asynchronous": True,
+    "chunk": 16,
+    "drafts": 3,
+    "draft_states": 3,
+    "retention": 16,
+}
+
+
+def hand_over(a: HybridEngine, max_tokens: int) -> tuple[list[Any], int]:
+    """Run a request asynchronously until drafts that were accepted take it past its second chunk:
+    what is in flight, and the block of the state there. vLLM tells of it in the next step."""
+    world, flying = a.world, []
+    request = world.add("a", range(30), max_tokens=max_tokens)
+    for tokens in ([], [7], [8, 9, 10, 11]):
+        flying += [world.schedule()[0] for _ in range(2 - len(flying))]
+        world.finish(flying.pop(0), tokens=tokens, reported=list(world.open_steps))
+    assert request.num_tokens == 35
+    (manager, _) = world.scheduler.kv_cache_manager.coordinator.single_type_managers
+    ((name, _, block, tokens),) = manager._pending_boundary_state_offloads
+    assert (name, tokens) == ("a", 32)
+    return flying, block.block_id
+
+
+@pytest.mark.parametrize("blocks", [12, 13, 14])
+def test_a_state_whose_block_went_to_another_request_is_not_stored(
+    engine: Any, blocks: int
+) -> None:
+    """In the step in which vLLM tells of it, the accepted drafts free it before."""
+    a = engine(ALIKE, **DRAFTING | {"blocks": blocks})
+    flying, state = hand_over(a, 50)
+    full = a.tables("a")[1][1]
+    a.world.add("b", range(1000, 1010))
+    flying.append(a.world.schedule()[0])
+    assert state not in a.tables("a")[0]
+    lost = any(state in ids for ids in a.tables("b"))
+    assert lost == (blocks == 13), "of 12 b gets none, of 14 it leaves one"
+    assert [store.blocks for store in stores(flying)] == [
+        ((), (full,)) if lost else ((state,), (full,))
+    ]
+
+
+def stores(flying: Sequence[Any]) -> list[Any]:
+    """What the last step in flight is to store."""
+    return list(flying[-1].kv_connector_metadata.stores)

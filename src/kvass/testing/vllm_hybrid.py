@@ -25,12 +25,19 @@ GroupShape = tuple[Literal["full", "sliding_window", "chunked_local", "state"], 
 
 
 def make_hybrid_configs(
-    extra: dict[str, object], shapes: Sequence[GroupShape], *, alignment: int = 0, **options: Any
+    extra: dict[str, object],
+    shapes: Sequence[GroupShape],
+    *,
+    alignment: int = 0,
+    draft_states: int = 0,
+    retention: int | None = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """vLLM's own and its KV cache configuration, for groups of these shapes.
 
     Every layer has a page of its own in one storage, where groups lie over each other as vLLM lays
-    them: a block belongs to one group at a time. ``alignment`` 0 takes vLLM's own.
+    them: a block belongs to one group at a time. ``alignment`` 0 takes vLLM's own; a request has
+    ``draft_states`` blocks for states of drafts; ``retention`` is vLLM's interval.
     """
     from vllm.v1.core.kv_cache_utils import (
         resolve_cache_hit_alignment_tokens,
@@ -45,7 +52,7 @@ def make_hybrid_configs(
     blocks, page, groups, tensors = plain.num_blocks, PAGE, [], []
     stride = page * max(layers for *_, layers in shapes)
     for number, (kind, block_tokens, window, count) in enumerate(shapes):
-        spec = _spec(kind, block_tokens, window, page)
+        spec = _spec(kind, block_tokens, window, page, draft_states)
         layers = [f"{number}.{kind}.{i}" for i in range(count)]
         groups.append(KVCacheGroupSpec(layers, spec))
         tensors.append(
@@ -54,6 +61,7 @@ def make_hybrid_configs(
             )
         )
     caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+    caches.prefix_cache_retention_interval = retention
     sizes = resolve_kv_cache_block_sizes(caches, config)
     caches.hash_block_size = sizes[1]
     caches.cache_hit_alignment_tokens = alignment or resolve_cache_hit_alignment_tokens(
@@ -62,7 +70,7 @@ def make_hybrid_configs(
     return config, caches
 
 
-def _spec(kind: str, block_tokens: int, window: int, page: int) -> Any:
+def _spec(kind: str, block_tokens: int, window: int, page: int, draft_states: int) -> Any:
     """A spec whose page takes ``page`` bytes, whatever its block."""
     import torch
     from vllm.v1 import kv_cache_interface as kv
@@ -74,6 +82,7 @@ def _spec(kind: str, block_tokens: int, window: int, page: int) -> Any:
             dtypes=(torch.float32,),
             page_size_padded=page,
             mamba_cache_mode="align",
+            num_speculative_blocks=draft_states,
         )
     common: dict[str, Any] = {
         "block_size": block_tokens,

@@ -5,12 +5,13 @@ Law of this file, ``engine.py`` (configuration), ``groups.py`` (cache groups) an
 class and a request's id. Another version means changing these four and ``engine.TESTED``.
 
 Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
-``touch`` and ``free_blocks`` hold and free a block.
+``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,6 +28,7 @@ try:
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     HIT_SOURCE: Any = CacheHitSource.HOST
@@ -48,12 +50,23 @@ __all__ = [
 # ---------------------------------------------------------------- requests and steps
 
 
-def chunk_hashes(request: Any, chunks: int, setup: Setup) -> tuple[bytes, int]:
-    """The hashes of the first ``chunks`` chunks of ``request``, back to back, and their width."""
+def adapter(request: Any) -> tuple[str, str] | None:
+    """Name and path of the LoRA adapter that computes ``request``, if one does."""
+    lora = request.lora_request
+    return None if lora is None else (lora.lora_name, lora.lora_path)
+
+
+def chunk_hashes(request: Any, chunks: int, setup: Setup, salt: bytes = b"") -> tuple[bytes, int]:
+    """The hashes of the first ``chunks`` chunks of ``request``, back to back, and their width.
+
+    ``salt``, if any, is mixed in: what vLLM's hash does not know.
+    """
     if chunks == 0:
         return b"", 0
     step = setup.chunk_tokens // setup.hash_tokens
     hashes = request.block_hashes[step - 1 : chunks * step : step]
+    if salt:
+        hashes = [blake2b(h, digest_size=len(h), key=salt).digest() for h in hashes]
     return b"".join(hashes), len(hashes[0])
 
 
@@ -101,14 +114,26 @@ def step_blocks(output: Any, request: str) -> tuple[Sequence[int], ...] | None:
     return table
 
 
-def boundary_states(output: Any, request: str) -> Iterable[tuple[int, int, int]]:
-    """Groups, blocks and token counts: the states of ``request`` that this step leaves behind.
+def boundary_states(
+    output: Any, request: Any, setup: Setup, pool: Pool
+) -> list[tuple[int, int, int]]:
+    """Groups, blocks and chunks: the states of ``request`` at a chunk's end that this step leaves
+    behind. Good until the step's forward pass is over; a block that is held stays so.
 
-    Good until the step's forward pass is over; a block that is held stays so.
+    vLLM hands over blocks, under asynchronous scheduling between two steps. By the time it tells,
+    drafts that were accepted may have moved the request on, and the block is free or somebody
+    else's. Its hash is the proof: it says of which tokens the block holds the state, and goes when
+    the block is given out anew.
     """
     offered: dict[str, list[tuple[int, int, int]]]
     offered = output.kv_connector_block_state.boundary_state_offloads
-    return offered.get(request, ())
+    return [
+        (group, block, tokens // setup.chunk_tokens - 1)
+        for group, block, tokens in offered.get(request.request_id, ())
+        if tokens % setup.chunk_tokens == 0
+        and 0 < tokens <= len(request.block_hashes) * setup.hash_tokens
+        and pool.caches(block, request.block_hashes[tokens // setup.hash_tokens - 1], group)
+    ]
 
 
 def known_tokens(request: Any) -> int:
@@ -131,6 +156,11 @@ class Pool:
     def free(self, held: list[Any]) -> None:
         """Undo one ``hold``; the tail of a request is reused first, as vLLM does it."""
         self._pool.free_blocks(reversed(held))
+
+    def caches(self, block: int, digest: bytes, group: int) -> bool:
+        """Whether the block is the group's for what ``digest`` is the hash of."""
+        found: bytes | None = self._pool.blocks[block].block_hash
+        return found == make_block_hash_with_group_id(digest, group)
 
     def waiting(self, held: Iterable[Any]) -> bool:
         """Whether letting go of ``held`` would free a block: nobody else uses it."""

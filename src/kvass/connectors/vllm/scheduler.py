@@ -22,6 +22,7 @@ from typing import Any, Final
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import Pool
+from kvass.connectors.vllm.adapters import Adapters
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
 from kvass.connectors.vllm.pace import Pace
@@ -81,6 +82,7 @@ class SchedulerSide:
         self._held: dict[int, list[Any]] = {}
         self._reported: dict[int, int] = {}
         self._pace = Pace()
+        self._adapters = Adapters(setup.adapters)
 
     def bind(self, pool: Pool) -> None:
         """The block pool, once the engine has made it."""
@@ -111,13 +113,21 @@ class SchedulerSide:
         if chunks - spare <= first:
             self._client.settle(request.request_id)
             return 0
-        hashes, width = adapt.chunk_hashes(request, chunks, self._setup)
+        if (salt := self._salt(request)) is None:
+            self._client.settle(request.request_id)
+            return 0
+        hashes, width = adapt.chunk_hashes(request, chunks, self._setup, salt)
         speed = self._pace.tokens_s
         found = self._client.match(request.request_id, hashes, width, first, speed)
         if isinstance(found, Pending):
             return None
         tracked.local = local
         return 0 if found is None else found.chunks * self._setup.chunk_tokens - local
+
+    def _salt(self, request: Any) -> bytes | None:
+        """What a request's keys need beyond vLLM's hashes; None: its adapter cannot be served."""
+        adapter = adapt.adapter(request)
+        return b"" if adapter is None else self._adapters.salt(*adapter)
 
     def allocated(self, request_id: str, blocks: Any, external: int) -> None:
         """The engine gave a request its blocks: begin the load, or give the match back.
@@ -209,6 +219,7 @@ class SchedulerSide:
 
     def _offers(self, output: Any) -> tuple[list[Offer], int]:
         """What this step completes, and the width of a hash."""
+        assert self._pool is not None
         offers: list[Offer] = []
         width, budget = 0, KEYS_PER_STEP
         for request_id, scheduled in adapt.step_tokens(output):
@@ -216,9 +227,10 @@ class SchedulerSide:
             if tracked is None or tracked.offered == NEVER:
                 continue
             ready = adapt.stored_chunks(tracked.request, scheduled, self._setup)
-            if ready <= tracked.offered and not adapt.boundary_states(output, request_id):
+            left = adapt.boundary_states(output, tracked.request, self._setup, self._pool)
+            if ready <= tracked.offered and not left:
                 continue
-            more, width_of = self._offers_of(output, tracked, ready)
+            more, width_of = self._offers_of(output, tracked, ready, left)
             keys = sum(len(offer.item.digests) for offer in more) // max(1, width_of)
             if more and keys <= budget:
                 budget -= keys
@@ -226,20 +238,20 @@ class SchedulerSide:
                 offers += more
         return offers, width
 
-    def _offers_of(self, output: Any, tracked: Tracked, ready: int) -> tuple[list[Offer], int]:
+    def _offers_of(
+        self, output: Any, tracked: Tracked, ready: int, left: Iterable[tuple[int, int, int]]
+    ) -> tuple[list[Offer], int]:
         """What this step completes of one request: an item for each run of chunks of which the
         same groups can be stored, and one for each state that it left at a chunk's end."""
-        name, chunk_tokens = tracked.request.request_id, self._setup.chunk_tokens
+        name = tracked.request.request_id
         table = adapt.step_blocks(output, name)
-        assert table is not None, "a scheduled request has a block table"
+        assert table is not None, "a request of the step has a block table"
         ready = min(ready, self._spans.covered(table))
-        states = {
-            (group, tokens // chunk_tokens - 1): block
-            for group, block, tokens in adapt.boundary_states(output, name)
-            if block and tokens % chunk_tokens == 0 and 0 < tokens <= ready * chunk_tokens
-        }
+        states = {(group, chunk): block for group, block, chunk in left if chunk < ready}
         since = tracked.offered
-        hashes, width = adapt.chunk_hashes(tracked.request, max(ready, 0), self._setup)
+        if (salt := self._salt(tracked.request)) is None:
+            return [], 0
+        hashes, width = adapt.chunk_hashes(tracked.request, max(ready, 0), self._setup, salt)
         return [
             Offer(
                 tracked,
@@ -291,6 +303,7 @@ class SchedulerSide:
             len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
         )
         self._client.new_step()
+        self._adapters.new_step()
         return told
 
     def revoke(self, work: StepWork) -> None:
@@ -348,3 +361,4 @@ class SchedulerSide:
     def close(self) -> None:
         """End the session."""
         self._client.close()
+        self._adapters.close()
