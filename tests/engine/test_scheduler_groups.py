@@ -260,6 +260,16 @@ def test_a_state_whose_block_went_to_another_request_is_not_stored(
     ]
 
 
+def test_a_state_of_a_request_that_is_not_scheduled_is_stored(daemon: Daemon, engine: Any) -> None:
+    """All tokens it may have are in flight."""
+    a = engine(ALIKE, **DRAFTING)
+    flying, state = hand_over(a, 6)
+    full = a.tables("a")[1][1]
+    flying.append(a.world.schedule()[0])
+    assert flying[-1].num_scheduled_tokens == {}
+    assert [store.blocks for store in stores(flying)] == [((state,), (full,))]
+
+
 def stores(flying: Sequence[Any]) -> list[Any]:
     """What the last step in flight is to store."""
     return list(flying[-1].kv_connector_metadata.stores)

@@ -97,9 +97,11 @@ def has_computed(request: Any) -> bool:
 
 
 def step_tokens(output: Any) -> Iterable[tuple[str, int]]:
-    """Request ids of a step and how many tokens of each it computes."""
+    """Request ids of a step and how many tokens of each it computes: 0 of one that computes none,
+    and of which a state is handed over all the same."""
     scheduled: dict[str, int] = output.num_scheduled_tokens
-    return scheduled.items()
+    offered: Iterable[str] = output.kv_connector_block_state.boundary_state_offloads
+    return (dict.fromkeys(offered, 0) | scheduled).items()
 
 
 def block_table(blocks: Any) -> tuple[Sequence[int], ...]:
