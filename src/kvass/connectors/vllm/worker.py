@@ -79,7 +79,7 @@ class WorkerSide:
 
         Raises UsageError if they are not where ``kv_cache_config`` says.
         """
-        self.close()  # an engine that slept makes its caches anew
+        self.close()  # a second time; not for an engine that slept: its caches come back in place
         setup = self._setup
         memory = read_memory(kv_cache_config, kv_caches, setup.chunk_tokens, setup.groups)
         registration = setup.register(self._strategy, memory.layout)
