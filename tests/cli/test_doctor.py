@@ -111,7 +111,15 @@ KINDS: list[tuple[Machine, str, str, str]] = [
     (replace(GPU, nvidia_visible="void", cuda_visible="0"), "GPU", "note", "NVIDIA H200; DMA"),
     (GPU, "GPU", "note", "NVIDIA H200 (139 GiB); CUDA 13.0; DMA; engines that set kvass.gpu"),
     (replace(GPU, driver=OLD), "GPU", "warning", "speaks CUDA 12.4; no GPU; 12.8 or later"),
-    (replace(ON, driver=OLD), "GPU", "warning", "CUDA 12.4; uncached; R570"),
+    (replace(ON, driver=OLD), "GPU", "warning", "CUDA 12.4; uncached; R570; gpu_copies set to"),
+    (
+        replace(GPU, driver_version="580.159.04"),
+        *("GPU", "note", "NVIDIA H200 (139 GiB); the driver 580.159.04 speaks CUDA 13.0"),
+    ),
+    (
+        replace(PLAIN, driver=Survey(12080), driver_version="570.9"),
+        *("GPU", "note", "the driver 570.9 speaks CUDA 12.8; no device here"),
+    ),
     (replace(ON, driver=Survey(13000, (OVER_DXG,), True)), "GPU", "warning", "WSL2; uncached"),
     (replace(ON, driver=Survey(13000, (H200,))), "GPU", "warning", "has no cuMemcpyBatchAsync"),
     (replace(ON, driver=Survey(13000, (H200, OVER_DXG), True)), "GPU", "warning", "not on all"),
@@ -315,6 +323,14 @@ def test_what_an_arena_got_is_read_of_its_own_mapping() -> None:
     assert machine.mapped_huge(smaps, 0x7F80) == 6 << 20
     assert machine.mapped_huge(smaps, 0x7F00) == 2 << 20
     assert machine.mapped_huge(smaps, 0x8000) is None
+
+
+def test_the_drivers_version_is_its_modules(tmp_path: Path) -> None:
+    write(tmp_path, {"sys/module/nvidia/version": "580.159.04\n"})
+    found = examine(16 << 20, str(tmp_path / "kvass.sock"), {}, root=tmp_path)
+    assert found.driver_version == "580.159.04"
+    found = examine(16 << 20, str(tmp_path / "kvass.sock"), {}, root=tmp_path / "none")
+    assert found.driver_version == ""
 
 
 def test_huge_pages_that_cannot_be_asked_for_end_nothing(

@@ -48,18 +48,21 @@ def memory(*tensors: Any) -> Memory:
     )
 
 
-def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("single", [False, True])
+def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(
+    single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeCuda(1)
     region, there = fake.allocate(4 * 4096)
     there[4096:8192] = 7
-    devices: list[int] = []
+    devices: list[tuple[int, bool]] = []
 
-    def open_gpu(device: int) -> tuple[FakeCuda, Mapping[Kind, int]]:
-        devices.append(device)
+    def open_gpu(device: int, single: bool) -> tuple[FakeCuda, Mapping[Kind, int]]:
+        devices.append((device, single))
         return fake, NO_KERNEL
 
     monkeypatch.setattr(worker, "open_gpu", open_gpu)
-    mover = worker.open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)))
+    mover = worker.open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)), single)
     assert isinstance(mover, CudaMover)
     arena = fake.map(4096)
     mover.submit(Job("store", (plan_copy(PLANES, [[1]], [0]),), arena))
@@ -67,7 +70,7 @@ def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(monkeypatch: pytest.MonkeyPa
     mover.close()
     assert mover.poll()[0].ok
     assert (arena == 7).all()
-    assert devices == [0]
+    assert devices == [(0, single)]
     assert fake.violations == []
 
 
@@ -102,7 +105,11 @@ def test_mixed_devices_are_one_line_before_any_is_opened(
     monkeypatch.setattr(worker, "open_gpu", opened.append)
     monkeypatch.setattr(worker, "read_memory", lambda *_: found)
     setup: Any = SimpleNamespace(
-        strategy=ParallelStrategy(), register=lambda *_: None, chunk_tokens=0, groups=()
+        strategy=ParallelStrategy(),
+        register=lambda *_: None,
+        chunk_tokens=0,
+        groups=(),
+        single_copies=False,
     )
     boundary = Boundary()
     side = worker.WorkerSide(setup, 0, boundary)
@@ -116,6 +123,30 @@ def test_mixed_devices_are_one_line_before_any_is_opened(
     assert not boundary.counters
     assert side._client is None
     assert opened == []
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_rank_opens_its_gpu_in_the_mode_that_was_asked_for(
+    single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = memory(tensor(1 << 30, 4 * 4096, "cuda", 2))
+    opened: list[tuple[int, bool]] = []
+
+    def open_gpu(device: int, single: bool) -> None:
+        opened.append((device, single))
+        raise MissingError("no more is needed")
+
+    monkeypatch.setattr(worker, "open_gpu", open_gpu)
+    monkeypatch.setattr(worker, "read_memory", lambda *_: found)
+    setup: Any = SimpleNamespace(
+        strategy=ParallelStrategy(),
+        register=lambda *_: None,
+        chunk_tokens=0,
+        groups=(),
+        single_copies=single,
+    )
+    worker.WorkerSide(setup, 0, Boundary()).attach(None, {})
+    assert opened == [(2, single)]
 
 
 def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
@@ -177,7 +208,7 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
     monkeypatch.setattr(cuda_runtime, "TorchScratch", lambda where: TorchScratch("cpu"))
 
     def opened(fake: FakeCuda) -> Any:
-        monkeypatch.setattr(cuda_runtime, "open_runtime", lambda device: fake)
+        monkeypatch.setattr(cuda_runtime, "open_runtime", lambda device, single: fake)
         return cuda_runtime.open_gpu(0)
 
     class Adopting(FakeCuda):

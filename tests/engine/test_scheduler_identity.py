@@ -189,6 +189,23 @@ def test_the_layout_of_convolution_states_is_in_it(monkeypatch: pytest.MonkeyPat
     assert found[None] == found["SD"] != found["DS"]
 
 
+@pytest.mark.parametrize(
+    ("options", "single"),
+    [({}, False), ({"kvass.gpu_copies": "batch"}, False), ({"kvass.gpu_copies": "single"}, True)],
+)
+def test_how_a_gpu_is_given_copies_is_no_part_of_the_namespace(
+    options: dict[str, object], single: bool
+) -> None:
+    config, caches = make_configs()
+    plain = engine.read_setup(config, caches)
+    config.kv_transfer_config.kv_connector_extra_config.update(options)
+    found = engine.read_setup(config, caches)
+    assert isinstance(plain, engine.Setup)
+    assert isinstance(found, engine.Setup)
+    assert found.single_copies is single
+    assert found.identity == plain.identity
+
+
 def test_where_a_configuration_lay_is_no_part_of_it() -> None:
     config, caches = make_configs()
     other_part(config, caches)

@@ -31,7 +31,8 @@ def setup(**changes: Any) -> engine.Setup:
     [
         (
             {"kvass.chunk": 256},
-            "use one of kvass.chunk_tokens, kvass.gpu, kvass.kv_layout, kvass.socket, kvass.tag",
+            "use one of kvass.chunk_tokens, kvass.gpu, kvass.gpu_copies, kvass.kv_layout, "
+            "kvass.socket, kvass.tag",
         ),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
         ({"kvass.chunk_tokens": "256"}, "Expected `int`, got `str`"),
@@ -46,6 +47,9 @@ def setup(**changes: Any) -> engine.Setup:
         ({"kvass.kv_layout": "BHLNC"}, "give one of blocks, BLNHC, BLHNC"),
         ({"kvass.kv_layout": ""}, "give one of blocks, BLNHC, BLHNC"),
         ({"kvass.kv_layout": ["BLNHC"]}, "Expected `str`, got `array`"),
+        ({"kvass.gpu_copies": "one"}, "kvass.gpu_copies is 'one': give one of batch, single, or"),
+        ({"kvass.gpu_copies": ""}, "give one of batch, single"),
+        ({"kvass.gpu_copies": True}, "Expected `str`, got `bool`"),
     ],
 )
 def test_a_wrong_option_stops_the_start(options: dict[str, object], says: str) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import random
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,125 +24,27 @@ import torch
 
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.transfer import cuda_driver, cuda_runtime
+from kvass.transfer import cuda_copies, cuda_driver, cuda_runtime
 from kvass.transfer.base import Job
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_runtime import DriverRuntime, MissingError
-from kvass.transfer.kernel_tables import TABLE_WORDS, Table, Tables
+from kvass.transfer.kernel_tables import Table, Tables
 from kvass.transfer.runtime import Batch, Event, Fault, Region, Stream
 from kvass.types import I64Array
+from tests.transfer.python_driver import OURS, THEIRS, Driver, kernel_batch, runtime
 from tests.transfer.test_cuda_kernels import triton_folder
-
-OURS, THEIRS = 0xC0, 0xE0
-"""Contexts: the device's primary one, and another that a thread of the engine may have."""
-
-
-class Driver:
-    """Answers every call with ``results[name]``, or success; notes what was asked. What needs a
-    context is refused without one (201), and in another than the device's (400)."""
-
-    ANYWHERE = frozenset(
-        {
-            *("cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDeviceGetAttribute"),
-            *("cuGetProcAddress_v2", "cuGetErrorString", "cuDevicePrimaryCtxRetain"),
-            *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode"),
-        }
-    )
-
-    def __init__(self, version: int = 13000, direct: int = 1, **results: int) -> None:
-        self.version, self.direct, self.results = version, direct, results
-        self.calls: list[str] = []
-        self.batches: list[tuple[Any, ...]] = []
-        self.orders: list[int] = []
-        self.capturing = 0
-        self.late, self.lateness = random.Random(1), 0.0
-        self.modes: dict[int, int] = {}
-        """Of threads that have another than the default."""
-        self.made_in: dict[str, set[int]] = {}
-        """Capture modes in which calls were made, by their names."""
-        self.priorities: list[int] = []
-        self.contexts: dict[int, list[int]] = {}
-        """Of each thread; the last is the current one."""
-        self.batch = cuda_runtime._BatchCopy(self._batch)
-
-    def _batch(self, *args: Any) -> int:
-        if refused := self._note("cuMemcpyBatchAsync"):
-            return refused
-        self.batches.append(args)
-        self.orders.append(cuda_runtime._Attributes.from_address(args[4]).order)
-        return self.results.get("cuMemcpyBatchAsync", 0)
-
-    @property
-    def stack(self) -> list[int]:
-        """The contexts of the calling thread."""
-        return self.contexts.setdefault(threading.get_ident(), [])
-
-    def _note(self, name: str) -> int:
-        self.calls.append(name)
-        self.made_in.setdefault(name, set()).add(self.modes.get(threading.get_ident(), 0))
-        if name in self.ANYWHERE or self.stack[-1:] == [OURS]:
-            return 0
-        return 400 if self.stack else 201
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> int:
-            if refused := self._note(name):
-                return refused
-            if name == "cuDevicePrimaryCtxRetain":
-                args[0]._obj.value = OURS
-            elif name == "cuCtxPushCurrent_v2" and not self.results.get(name, 0):
-                self.stack.append(args[0].value)
-            elif name == "cuCtxPopCurrent_v2":
-                args[0]._obj.value = self.stack.pop()
-            elif name == "cuDriverGetVersion":
-                args[0]._obj.value = self.version
-            elif name == "cuDeviceGetAttribute":
-                args[0]._obj.value = self.direct
-            elif name == "cuGetProcAddress_v2":
-                args[1]._obj.value = ctypes.cast(self.batch, ctypes.c_void_p).value
-            elif name == "cuStreamIsCapturing":
-                args[1]._obj.value = self.capturing
-            elif name == "cuThreadExchangeStreamCaptureMode":
-                mode, thread = args[0]._obj, threading.get_ident()
-                if not self.results.get(name, 0):
-                    was = self.modes.get(thread, 0)
-                    self.modes[thread], mode.value = mode.value, was
-            elif name == "cuCtxGetStreamPriorityRange":
-                args[0]._obj.value, args[1]._obj.value = 0, -5
-                if self.results.get(name, 0):
-                    args[0]._obj.value = args[1]._obj.value = 77
-            elif name in ("cuEventQuery", "cuStreamQuery") and self.late.random() < self.lateness:
-                return 600
-            elif name in ("cuEventCreate", "cuStreamCreateWithPriority"):
-                if name == "cuStreamCreateWithPriority":
-                    self.priorities.append(args[2].value)
-                args[0]._obj.value = 4096 + len(self.calls)
-            elif name == "cuMemHostGetDevicePointer_v2":
-                args[0]._obj.value = args[1].value
-            return self.results.get(name, 0)
-
-        return call
-
-
-def runtime(
-    driver: Driver,
-    launch: Callable[[int, I64Array], None] = lambda stream, rows: None,
-    tables: int = 1,
-) -> DriverRuntime:
-    return DriverRuntime(driver, 0, lambda: 55, launch, made(tables))
-
-
-def made(count: int) -> Tables:
-    return Tables(np.zeros((count, TABLE_WORDS), np.int64))
 
 
 @pytest.mark.parametrize(
     ("driver", "says"),
     [
-        (Driver(version=12070), "speaks CUDA 12.7; kvass needs 12.8"),
+        (
+            Driver(version=12070),
+            "speaks CUDA 12.7; kvass needs 12.8 or later, 12.0 with kvass.gpu_copies set to single",
+        ),
         (Driver(direct=0), "WSL2"),
         (Driver(cuInit=100), "no CUDA driver that works: CUDA error 100"),
-        (Driver(cuGetProcAddress_v2=500), "has no cuMemcpyBatchAsync"),
+        (Driver(cuGetProcAddress_v2=500), "has no cuMemcpyBatchAsync; none is .* single"),
         (Driver(cuDeviceGet=101), "no device 0"),
     ],
 )
@@ -167,7 +67,7 @@ def test_a_batch_is_given_as_it_is(kind: Any, order: int) -> None:
     assert args[:4] == (a.ctypes.data, b.ctypes.data, n.ctypes.data, 2)
     assert args[6] == 1
     assert args[8] == 9
-    assert ctypes.sizeof(cuda_runtime._Attributes) == 24
+    assert ctypes.sizeof(cuda_copies.Attributes) == 24
     assert driver.orders == [order]
 
 
@@ -257,11 +157,6 @@ def test_slow_copies_are_a_call_per_run_until_one_fails() -> None:
     assert driver.calls.count("cuMemcpyHtoDAsync_v2") == 3
     assert one.copy(Stream(9), Batch("store", "pageable", three, three, three, 3)) is not None
     assert driver.calls.count("cuMemcpyDtoHAsync_v2") == 1
-
-
-def kernel_batch(runs: int = 1) -> Batch:
-    target, source, count = (np.arange(n, n + runs, dtype=np.uint64) * 8 for n in (1, 100, 200))
-    return Batch("load", "kernel", target, source, count, int(count.sum()))
 
 
 def test_a_batch_keeps_the_table_that_its_kernel_reads() -> None:

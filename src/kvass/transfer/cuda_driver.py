@@ -19,6 +19,10 @@ from kvass.errors import KvassError
 LEAST_CUDA: Final = 12080
 """CUDA 12.8: ``cuMemcpyBatchAsync``, in the form with nine arguments. It is asked for by this
 version, since CUDA 13 gives the same name another form."""
+LEAST_SINGLE: Final = 12000
+"""For copies one by one. The calls are older; torch's builds for CUDA 12 ask for this."""
+SINGLE: Final = "kvass.gpu_copies set to single"
+"""How to ask for that."""
 _BATCH_COPY: Final = b"cuMemcpyBatchAsync"
 _DIRECT_HOST_POINTER: Final = 91
 """Attribute: registered host memory can be used by the host's own addresses."""
@@ -80,14 +84,16 @@ def survey(driver: Any) -> Survey:
     return Survey(cuda, devices, cuda >= LEAST_CUDA and find_batch_copy(driver) is not None)
 
 
-def obstacle(cuda: int, direct: bool, batches: bool) -> str:
-    """Why a device of such a driver cannot be used; empty if it can."""
-    if cuda < LEAST_CUDA:
-        return f"the NVIDIA driver speaks CUDA {spelled(cuda)}; kvass needs 12.8 or later"
+def obstacle(cuda: int, direct: bool, batches: bool, single: bool = False) -> str:
+    """Why a device of such a driver cannot be used, by ``single`` copies if they are asked for;
+    empty if it can."""
+    if cuda < (LEAST_SINGLE if single else LEAST_CUDA):
+        needs = f"{spelled(LEAST_CUDA)} or later, {spelled(LEAST_SINGLE)} with {SINGLE}"
+        return f"the NVIDIA driver speaks CUDA {spelled(cuda)}; kvass needs {needs}"
     if not direct:
         return "this device cannot use pinned memory by its own address (WSL2?)"
-    if not batches:
-        return f"the NVIDIA driver has no {_BATCH_COPY.decode()}"
+    if not batches and not single:
+        return f"the NVIDIA driver has no {_BATCH_COPY.decode()}; none is needed with {SINGLE}"
     return ""
 
 

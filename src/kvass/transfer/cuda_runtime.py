@@ -22,11 +22,12 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any, Final
 
 from kvass.transfer import cuda_driver
 from kvass.transfer.base import U8Array
+from kvass.transfer.cuda_copies import SINGLE_RUNS, BatchCopy, give_batch, give_each
 from kvass.transfer.cuda_driver import FATAL, error_text, must
 from kvass.transfer.cuda_driver import MissingError as MissingError
 from kvass.transfer.kernel_tables import TABLE_WORDS, TABLES, Tables
@@ -35,7 +36,6 @@ from kvass.transfer.self_check import SCRATCH_BYTES, self_check
 from kvass.types import I64Array
 
 NOT_READY: Final = 600
-_STREAM_ORDER, _ANY_ORDER = 1, 3
 _NON_BLOCKING, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2
 _MADV_POPULATE_WRITE = 23
@@ -50,39 +50,10 @@ there, when torch would have given the memory to the engine."""
 _log = logging.getLogger(__name__)
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """How a batch reads its sources; the hints concern managed memory only."""
-
-    _fields_ = (
-        ("order", c_int),
-        ("source", _Location),
-        ("target", _Location),
-        ("flags", c_uint),
-    )
-
-
-_BatchCopy: Final = ctypes.CFUNCTYPE(
-    c_int,
-    c_void_p,  # targets
-    c_void_p,  # sources
-    c_void_p,  # bytes
-    c_size_t,
-    c_void_p,  # attributes
-    c_void_p,  # first copy of each
-    c_size_t,
-    c_void_p,  # index of the one that failed
-    c_void_p,  # stream
-)
-
-
 class DriverRuntime(Runtime):
     """``driver`` is libcuda. ``compute``: the handle of the calling thread's torch stream;
     ``launch``: runs the kernel for a table of runs on a stream of ours. ``tables``: where those
-    are; or why there are none, and then no kernel."""
+    are; or why there are none, and then no kernel. ``single``: each run is a call of its own."""
 
     def __init__(
         self,
@@ -91,6 +62,7 @@ class DriverRuntime(Runtime):
         compute: Callable[[], int],
         launch: Callable[[int, I64Array], None],
         tables: Tables | str,
+        single: bool = False,
     ) -> None:
         """Raises MissingError."""
         self._driver, self._compute, self._launch = driver, compute, launch
@@ -102,11 +74,14 @@ class DriverRuntime(Runtime):
         must(driver, "no CUDA driver that works", driver.cuInit(0))
         handle = cuda_driver.get_device(driver, device)
         cuda = cuda_driver.cuda_version(driver)
-        found = cuda_driver.find_batch_copy(driver) if cuda >= cuda_driver.LEAST_CUDA else None
+        batches = not single and cuda >= cuda_driver.LEAST_CUDA
+        found = cuda_driver.find_batch_copy(driver) if batches else None
         direct = cuda_driver.is_direct(driver, handle)
-        if reason := cuda_driver.obstacle(cuda, direct, found is not None):
+        if reason := cuda_driver.obstacle(cuda, direct, found is not None, single):
             raise MissingError(reason)
-        self._batch_copy = _BatchCopy(found or 0)
+        self._batch_copy = None if found is None else BatchCopy(found)
+        if single:
+            self.batch_runs = SINGLE_RUNS
         got = driver.cuDevicePrimaryCtxRetain(byref(self._context), handle)
         must(driver, "the device's context", got)
 
@@ -266,38 +241,17 @@ class DriverRuntime(Runtime):
         return None
 
     def _dma(self, stream: Stream, batch: Batch) -> Fault | None:
-        attributes, first, failed = _Attributes(), c_size_t(0), c_size_t(0)
-        attributes.order = _ANY_ORDER if batch.kind == "load" else _STREAM_ORDER
-        result = self._batch_copy(
-            batch.target.ctypes.data,
-            batch.source.ctypes.data,
-            batch.bytes.ctypes.data,
-            len(batch.bytes),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            stream,
-        )
-        return self._fault("batch copy", result)
+        if self._batch_copy is None:
+            return self._pageable(stream, batch)
+        return self._fault("batch copy", give_batch(self._batch_copy, stream, batch))
 
     def _pageable(self, stream: Stream, batch: Batch) -> Fault | None:
-        """The slow way, a call per run."""
-        runs = zip(batch.target.tolist(), batch.source.tolist(), batch.bytes.tolist(), strict=True)
-        down, up = self._driver.cuMemcpyDtoHAsync_v2, self._driver.cuMemcpyHtoDAsync_v2
-        for target, source, count in runs:
-            size, handle = c_size_t(count), c_void_p(stream)
-            if batch.kind == "store":
-                result = down(c_void_p(target), c_uint64(source), size, handle)
-            else:
-                result = up(c_uint64(target), c_void_p(source), size, handle)
-            if result:
-                return self._fault("copy", result)
-        return None
+        return self._fault("copy", give_each(self._driver, stream, batch))
 
 
-def open_runtime(device: int) -> DriverRuntime:
-    """The runtime of CUDA device ``device``. Raises MissingError: one line that says why not."""
+def open_runtime(device: int, single: bool = False) -> DriverRuntime:
+    """The runtime of CUDA device ``device``; ``single`` as for ``DriverRuntime``. Raises
+    MissingError: one line that says why not."""
     import torch
 
     if not torch.cuda.is_available():
@@ -314,7 +268,7 @@ def open_runtime(device: int) -> DriverRuntime:
         with torch.cuda.device(device), torch.cuda.stream(ours):
             copy_runs(torch.from_numpy(rows))
 
-    return DriverRuntime(driver, device, compute, launch, _pinned_tables(device))
+    return DriverRuntime(driver, device, compute, launch, _pinned_tables(device), single)
 
 
 def _pinned_tables(device: int) -> Tables | str:
@@ -329,13 +283,14 @@ def _pinned_tables(device: int) -> Tables | str:
     return Tables(words.numpy())
 
 
-def open_gpu(device: int) -> tuple[Runtime, Mapping[Kind, int]]:
+def open_gpu(device: int, single: bool = False) -> tuple[Runtime, Mapping[Kind, int]]:
     """The runtime of CUDA device ``device``, and below which lengths of runs a kernel moves them.
 
-    The device was tried on pages of known bytes. Raises MissingError: one line that says why it
-    cannot be used, which is also what is said of one that moved them wrong.
+    The device was tried, by copies of the same mode, on pages of known bytes. Raises MissingError:
+    one line that says why it cannot be used, which is also what is said of one that moved them
+    wrong.
     """
-    runtime = open_runtime(device)
+    runtime = open_runtime(device, single)
     try:
         scratch = TorchScratch(f"cuda:{device}")
         _kept.append(scratch)

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvass.cli.doctor.findings import Finding, limit_shown, shown
 from kvass.cli.doctor.machine import Machine
-from kvass.transfer.cuda_driver import Device, Survey, obstacle, spelled
+from kvass.transfer.cuda_driver import SINGLE, Device, Survey, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
 
 ASK: Final = "only for engines that set kvass.gpu: nobody has seen it work on a GPU yet"
@@ -39,7 +39,7 @@ def gpu(m: Machine) -> Finding:
     name = "GPU"
     if m.driver is None or not m.driver.devices:
         return _without(m)
-    cuda = f"the driver speaks CUDA {spelled(m.driver.cuda)}"
+    cuda = _spoken(m.driver, m)
     devices = ", ".join(f"{d.name} ({shown(d.bytes)})" for d in m.driver.devices)
     obstacles = {reason: None for d in m.driver.devices if (reason := _obstacle(m.driver, d))}
     found = "; ".join([f"{devices}; {cuda}", *obstacles])
@@ -55,11 +55,16 @@ def gpu(m: Machine) -> Finding:
     return Finding(name, "ok", found, used, cost)
 
 
+def _spoken(found: Survey, m: Machine) -> str:
+    named = f"the driver {m.driver_version}".rstrip()
+    return f"{named} speaks CUDA {spelled(found.cuda)}"
+
+
 def _without(m: Machine) -> Finding:
     """No device was found."""
     name = "GPU"
     used = "engines whose KV cache is on the CPU"
-    library = "" if m.driver is None else f"the driver speaks CUDA {spelled(m.driver.cuda)}; "
+    library = "" if m.driver is None else f"{_spoken(m.driver, m)}; "
     if hidden := _hidden(m):
         missing = "" if m.driver is not None else "no NVIDIA driver; "
         do = "if an engine here should have some, change that, or ask with the engine's environment"
@@ -94,7 +99,7 @@ def _remedy(m: Machine) -> str:
     assert m.driver is not None
     if any(not device.direct for device in m.driver.devices):
         return "use native Linux instead of WSL2, and a driver for CUDA 12.8 or later (R570)"
-    return "install a driver for CUDA 12.8 or later (R570)"
+    return f"install a driver for CUDA 12.8 or later (R570), or try engines with {SINGLE}"
 
 
 def pinning(m: Machine) -> Finding:

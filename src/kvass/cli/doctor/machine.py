@@ -101,6 +101,8 @@ class Machine:
     driver: Survey | None = None
     driver_error: str = ""
     """Why there is no survey, if there is a driver."""
+    driver_version: str = ""
+    """As NVIDIA counts them, e.g. 580.159.04; empty: unknown."""
     cuda_visible: str | None = None
     """CUDA_VISIBLE_DEVICES, which CUDA goes by; None: not set."""
     nvidia_visible: str | None = None
@@ -184,6 +186,7 @@ def examine(
         socket_trouble="" if daemon is not None else socket_trouble(socket),
         driver=driver,
         driver_error=driver_error,
+        driver_version=(files.text("sys/module/nvidia/version") or "").strip(),
         cuda_visible=environment.get("CUDA_VISIBLE_DEVICES"),
         nvidia_visible=environment.get("NVIDIA_VISIBLE_DEVICES"),
         allocator=allocator(environment),

@@ -72,6 +72,8 @@ class Setup:
     groups: tuple[GroupLayout, ...]
     loads: bool
     stores: bool
+    single_copies: bool = False
+    """On a GPU: a call of the driver per run."""
     spare: int = 0
     """Chunks that must be known to follow a hit (``messages.Lookup``)."""
 
@@ -126,6 +128,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         chunk_tokens=chunk_tokens,
         hash_tokens=hash_tokens,
         groups=groups,
+        single_copies=options.gpu_copies == "single",
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         spare=_spare_chunks(vllm_config, kv_cache_config, chunk_tokens),

@@ -15,6 +15,8 @@ from kvass.errors import ConfigError
 
 KV_LAYOUTS: Final = ("blocks", "BLNHC", "BLHNC")
 """``blocks``: whichever of the others suits the device's kernels."""
+GPU_COPIES: Final = ("batch", "single")
+"""``single``: a call of the driver per run, for drivers that cannot take batches."""
 
 
 class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
@@ -25,6 +27,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     tag: str = ""
     kv_layout: str = ""
     gpu: bool = False
+    gpu_copies: str = "batch"
 
 
 def read_options(extra: Mapping[str, object]) -> Options:
@@ -42,9 +45,9 @@ def read_options(extra: Mapping[str, object]) -> Options:
         raise ConfigError(f"a kvass option of kv_connector_extra_config: {error}") from None
     if options.chunk_tokens < 0 or (options.chunk_tokens == 0 and "kvass.chunk_tokens" in ours):
         raise ConfigError(f"kvass.chunk_tokens is {options.chunk_tokens}: give a positive number")
-    if options.kv_layout not in KV_LAYOUTS and "kvass.kv_layout" in ours:
-        raise ConfigError(
-            f"kvass.kv_layout is {options.kv_layout!r}: give one of {', '.join(KV_LAYOUTS)}, or "
-            "leave it out"
-        )
+    for key, known_values in (("kv_layout", KV_LAYOUTS), ("gpu_copies", GPU_COPIES)):
+        given = getattr(options, key)
+        if given not in known_values and f"kvass.{key}" in ours:
+            one_of = ", ".join(known_values)
+            raise ConfigError(f"kvass.{key} is {given!r}: give one of {one_of}, or leave it out")
     return options

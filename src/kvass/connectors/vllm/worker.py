@@ -38,12 +38,13 @@ _lost: Final[list[object]] = []
 """KV tensors that a device may still use after it failed: never let go of."""
 
 
-def open_mover(memory: Memory) -> Mover:
-    """What copies these pages. Raises MissingError if a GPU cannot be used, with the reason."""
+def open_mover(memory: Memory, single: bool = False) -> Mover:
+    """What copies these pages; ``single`` as for ``open_gpu``. Raises MissingError if a GPU cannot
+    be used, with the reason."""
     device = memory.device()
     if device is None:
         return HostMover(memory.regions, memory.planes)
-    runtime, below = open_gpu(device)
+    runtime, below = open_gpu(device, single)
     return CudaMover(runtime, memory.gpu, memory.planes, kernel_below=below)
 
 
@@ -56,7 +57,7 @@ class WorkerSide:
         setup: Setup,
         rank: int,
         boundary: Boundary,
-        make_mover: Callable[[Memory], Mover] = open_mover,
+        make_mover: Callable[[Memory], Mover] | None = None,
     ) -> None:
         """Raises UsageError for a rank outside the engine's world."""
         self._setup = setup
@@ -85,7 +86,8 @@ class WorkerSide:
         registration = setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
         try:
-            self._mover = self._make_mover(memory)
+            make = self._make_mover or partial(open_mover, single=setup.single_copies)
+            self._mover = make(memory)
         except MissingError as reason:  # unregistered, this rank makes every lookup a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
             self._mover = self._client = None

@@ -1,0 +1,83 @@
+"""How the driver is given copies: all of a batch by one call, or each by a call of its own.
+
+Laws of this file:
+
+- Who calls has the device's context. A result is an error of CUDA's, or 0; the first one ends it,
+  and any part of the batch may have been given.
+- Nothing is copied before the call returns but numbers: the driver reads numpy's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, Final
+
+from kvass.transfer.runtime import Batch, Stream
+
+SINGLE_RUNS: Final = 400
+"""Of one batch, if each run is a call. A stream that waits takes about a thousand calls before the
+driver keeps who makes them: twice this, and what is called in between, are fewer."""
+_STREAM_ORDER, _ANY_ORDER = 1, 3
+
+BatchCopy: Final = ctypes.CFUNCTYPE(
+    c_int,
+    c_void_p,  # targets
+    c_void_p,  # sources
+    c_void_p,  # bytes
+    c_size_t,
+    c_void_p,  # attributes
+    c_void_p,  # first copy of each
+    c_size_t,
+    c_void_p,  # index of the one that failed
+    c_void_p,  # stream
+)
+"""``cuMemcpyBatchAsync`` of CUDA 12.8."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class Attributes(ctypes.Structure):
+    """How a batch reads its sources; the hints concern managed memory only."""
+
+    _fields_ = (
+        ("order", c_int),
+        ("source", _Location),
+        ("target", _Location),
+        ("flags", c_uint),
+    )
+
+
+def give_batch(copy: Any, stream: Stream, batch: Batch) -> int:
+    """All by one call of ``copy``, a ``BatchCopy``."""
+    attributes, first, failed = Attributes(), c_size_t(0), c_size_t(0)
+    attributes.order = _ANY_ORDER if batch.kind == "load" else _STREAM_ORDER
+    result: int = copy(
+        batch.target.ctypes.data,
+        batch.source.ctypes.data,
+        batch.bytes.ctypes.data,
+        len(batch.bytes),
+        ctypes.addressof(attributes),
+        ctypes.addressof(first),
+        1,
+        ctypes.addressof(failed),
+        stream,
+    )
+    return result
+
+
+def give_each(driver: Any, stream: Stream, batch: Batch) -> int:
+    """A call per run: the slow way, and the only one for memory that is not registered."""
+    runs = zip(batch.target.tolist(), batch.source.tolist(), batch.bytes.tolist(), strict=True)
+    down, up = driver.cuMemcpyDtoHAsync_v2, driver.cuMemcpyHtoDAsync_v2
+    for target, source, count in runs:
+        size, handle = c_size_t(count), c_void_p(stream)
+        if batch.kind == "store":
+            result = down(c_void_p(target), c_uint64(source), size, handle)
+        else:
+            result = up(c_uint64(target), c_void_p(source), size, handle)
+        if result:
+            return int(result)
+    return 0
