@@ -98,6 +98,7 @@ def test_a_tier_that_promises_everything_gives_nothing(tmp_path: Path) -> None:
             lambda: in_bounds(one, PROMPT) == 0 and tier_of(tier.daemon).get("load_misses", 0) > 0
         )
         tier.tell()
+        tier.daemon.wait_until(promotions=0, rows_loading=0)  # they would not be stored
         assert one.store(PROMPT) == 8
         eventually(lambda: in_bounds(one, PROMPT) == 8)
 
