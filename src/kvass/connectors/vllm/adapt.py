@@ -161,8 +161,9 @@ class Pool:
 
     def caches(self, block: int, digest: bytes, group: int) -> bool:
         """Whether the block is the group's for what ``digest`` is the hash of."""
-        found: bytes | None = self._pool.blocks[block].block_hash
-        return found == make_block_hash_with_group_id(digest, group)
+        return bool(
+            self._pool.blocks[block].block_hash == make_block_hash_with_group_id(digest, group)
+        )
 
     def waiting(self, held: Iterable[Any]) -> bool:
         """Whether letting go of ``held`` would free a block: nobody else uses it."""
