@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import adapt
+from kvass.connectors.vllm import engine as reading
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.vllm_hybrid import GroupShape, HybridEngine
+from kvass.testing.vllm_hybrid import GroupShape, HybridEngine, make_hybrid_configs
 from kvass.testing.vllm_rank import Gate, until
 
 GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
@@ -268,6 +270,24 @@ def test_a_state_of_a_request_that_is_not_scheduled_is_stored(daemon: Daemon, en
     flying.append(a.world.schedule()[0])
     assert flying[-1].num_scheduled_tokens == {}
     assert [store.blocks for store in stores(flying)] == [((state,), (full,))]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("shapes", [QWEN_NEXT, GPT_OSS], ids=["states", "windows"])
+def test_states_drafts_and_pipeline_stages_together_run_uncached(
+    shapes: list[GroupShape], drafts: int, stages: int
+) -> None:
+    """Any two of them are served."""
+    strategy = ParallelStrategy(pp=stages)
+    found = reading.read_setup(
+        *make_hybrid_configs({"kvass.chunk_tokens": 64}, shapes, strategy=strategy, drafts=drafts)
+    )
+    if shapes is QWEN_NEXT and drafts and stages > 1:
+        assert isinstance(found, reading.Inert)
+        assert "states, pipeline stages and speculative decoding" in found.reason
+    else:
+        assert isinstance(found, reading.Setup)
 
 
 def stores(flying: Sequence[Any]) -> list[Any]:

@@ -223,6 +223,12 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> str:
         return f"device {device!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
     if not kv_cache_config.kv_cache_groups:
         return "a model without KV cache has nothing to share"
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    drafts = vllm_config.speculative_config is not None
+    if drafts and stages > 1 and has_states(kv_cache_config):
+        # Earlier stages hear some steps later which drafts stood, and correct their states then:
+        # by that time they may have been stored.
+        return "a model with states, pipeline stages and speculative decoding is not supported"
     return _never_cached(vllm_config.model_config, kv_cache_config)
 
 
