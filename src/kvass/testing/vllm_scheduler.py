@@ -198,8 +198,10 @@ class World:
         max_tokens: int = 4,
         salt: str | None = None,
         reads: bool = True,
+        lora: Path | None = None,
     ) -> Any:
-        """A greedy request."""
+        """A greedy request; ``lora`` is the folder of the adapter that computes it."""
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -213,6 +215,7 @@ class World:
                 skip_reading_prefix_cache=not reads,
             ),
             pooling_params=None,
+            lora_request=LoRARequest(lora.name, 1, str(lora)) if lora is not None else None,
             cache_salt=salt,
             block_hasher=self._hasher,
         )

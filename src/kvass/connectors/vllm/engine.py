@@ -45,6 +45,10 @@ TESTED: Final = TESTED_VLLM
 MIN_CHUNK_TOKENS: Final = 256
 CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
 """Settings of the model that choose the code which computes it."""
+LORA: Final = (
+    "lora_dtype target_modules enable_tower_connector_lora "
+    "enable_mixed_moe_lora_format enable_moe_shared_loras"
+)
 ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
 
 
@@ -76,6 +80,8 @@ class Setup:
     """On a GPU: a call of the driver per run."""
     spare: int = 0
     """Chunks that must be known to follow a hit (``messages.Lookup``)."""
+    adapters: str = ""
+    """Settings that change what a LoRA adapter computes (``adapters.py``)."""
 
     @property
     def hits_whole_prompts(self) -> bool:
@@ -117,6 +123,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         groups = read_groups(kv_cache_config, blocks)
         page_formats(kv_cache_config)  # raises here what a rank would find too late
         fields = _identity(vllm_config, kv_cache_config, version)
+        adapters = _adapters(vllm_config.lora_config)
     except (Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
@@ -132,6 +139,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         spare=_spare_chunks(vllm_config, kv_cache_config, chunk_tokens),
+        adapters=adapters,
     )
 
 
@@ -363,6 +371,11 @@ def _states(vllm_config: Any) -> str:
     cache, mamba = vllm_config.cache_config, vllm_config.mamba_config
     types = [cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype]
     return identity.canonical([*types, get_conv_state_layout(), mamba.backend], "mamba_config")
+
+
+def _adapters(lora: Any) -> str:
+    """Settings that change what LoRA adapters compute, of an engine that has some."""
+    return "" if lora is None else identity.canonical([getattr(lora, n) for n in LORA.split()])
 
 
 def _without_origin(config: Any) -> Any:

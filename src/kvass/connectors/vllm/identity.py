@@ -17,12 +17,16 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import huggingface_hub
 import msgspec
 import torch
+from huggingface_hub import constants
 
 from kvass.errors import UsageError
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
 class Indescribable(UsageError):
@@ -61,6 +65,28 @@ def local_weights(path: Path) -> str:
     config = path / "config.json"
     if config.is_file():
         parts.append(hashlib.sha256(config.read_bytes()).hexdigest())
+    return digest(parts)
+
+
+def adapter_weights(path: str) -> str:
+    """Identity of a LoRA adapter by the path that vLLM was given: a local folder by the files that
+    vLLM reads of it (as ``local_weights``), anything else by name and commit.
+
+    vLLM fetches the newest commit whenever it loads an adapter, amid a step: which one that is can
+    be told beforehand only if it fetches nothing. Raises OSError if the adapter cannot be known or
+    read, ValueError for what is no name.
+    """
+    folder = Path(path).expanduser()
+    if not (path.startswith(("/", "~")) or folder.exists()):
+        found = huggingface_hub.try_to_load_from_cache(path, ADAPTER_CONFIG)
+        if not constants.HF_HUB_OFFLINE or not isinstance(found, str):
+            raise FileNotFoundError("no local folder; give one, or fetch it and set HF_HUB_OFFLINE")
+        return digest(["hub", path, Path(found).parent.name])
+    parts = ["local", os.path.realpath(folder)]
+    for file in sorted(folder.glob("adapter_*")):
+        state = file.stat()
+        parts += [file.name, str(state.st_size), str(state.st_mtime_ns)]
+    parts.append(hashlib.sha256((folder / ADAPTER_CONFIG).read_bytes()).hexdigest())
     return digest(parts)
 
 
