@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from kvass.connectors.vllm.scheduler import HUNG_S
 from kvass.testing.fake_client import FakeClient, split
 from kvass.testing.vllm_scheduler import BLOCK, CHUNK, World
 
@@ -303,6 +305,35 @@ def test_blocks_of_a_preempted_request_stay_held_and_are_waited_for() -> None:
     world.run(client)
     assert (a.num_tokens, b.num_tokens) == (122, 92)
     assert world.free_blocks == 8
+
+
+def test_a_store_that_hangs_costs_its_blocks_and_not_the_engine() -> None:
+    """No rank ever reports it; the engine neither waits for its blocks nor goes on stepping."""
+    client = FakeClient()
+    client.deadline_s = time.monotonic() - HUNG_S
+    world = World(client, blocks=11)
+    a = world.add("a", range(32), max_tokens=90)
+    b = world.add("b", range(50, 82), max_tokens=60)
+    output, hanging = world.schedule()
+    stored = {i for store in hanging.stores for i in store.blocks[0]}
+    assert len(stored) == 4
+    client.refuse = True
+    world.finish(output)
+    for _ in range(400):
+        if not world.scheduler.has_requests():
+            break
+        output, _ = world.schedule()
+        grown = set(world.scheduler.kv_cache_manager.get_block_ids("a")[0][2:])
+        assert not grown & stored, "a block that may still be read went to someone else"
+        world.finish(output)
+    assert not world.scheduler.has_requests(), "it stopped, as for SIGTERM, a pause or sleep"
+    assert (a.num_tokens, b.num_tokens) == (122, 92)
+    assert b.num_preemptions >= 1
+    assert world.free_blocks == 10 - 4
+    world.add("late", range(200, 210), max_tokens=1)
+    output, _ = world.schedule()
+    world.finish(output, reported=[hanging.step])
+    assert world.free_blocks == 10, "and if it was only very slow they come back"
 
 
 def test_a_step_counts_only_when_every_rank_reported_it() -> None:

@@ -17,13 +17,14 @@ from kvass.types import Slots
 class FakeClient:
     """A daemon in a dict. ``rows`` are the hashes held; ``silent`` answers no reserve, ``missing``
     refuses each whole, ``refuse`` grants nothing; ``deaf`` cannot be told of a handing over;
-    ``pending`` lookups are told to ask again."""
+    ``pending`` lookups are told to ask again; writing may take until ``deadline_s``."""
 
     def __init__(self, socket: str = "", registration: Register | None = None) -> None:
         self.registration = registration
         self.connected = True
         self.rows: set[bytes] = set()
         self.boot = b"boot"
+        self.deadline_s = 1e12
         self.pending = 0
         self.silent = self.missing = self.refuse = self.deaf = self._overdue = False
         self.reserves: list[list[ReserveItem]] = []
@@ -113,7 +114,7 @@ class FakeClient:
             if chunks:
                 self.writing[number] = [hashes[c] for c in chunks]
             grants.append(Grant(number, tuple(chunks), (_slots(len(chunks)),)))
-        return Granted(boot=self.boot, given_s=1e9, deadline_s=1e12, grants=grants)
+        return Granted(boot=self.boot, given_s=1e9, deadline_s=self.deadline_s, grants=grants)
 
     def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
         """From here on the ranks settle."""

@@ -5,7 +5,8 @@ Laws of this file:
 - A chunk is offered once: in the step after which it is computed for good, its hash exists and the
   daemon answers. Without an answer it is offered again; a key that is not granted is not.
 - Blocks are held from the step that plans their store until every rank has reported that step;
-  finish, abort and preemption need nothing more.
+  finish, abort and preemption need nothing more. The engine waits for them no longer than a copy
+  may take: one that hangs costs its blocks.
 - A request attempts one load in its life.
 - A lease we took either rides in the step's metadata or is given back; ``SchedulerClient`` keeps
   every other one, and one function of it, ``settle``, ends them.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,6 +38,9 @@ MAX_PAUSE: Final = 8
 """At most this many steps pass before a daemon that refused a whole reserve is asked again."""
 
 NEVER: Final = sys.maxsize
+
+HUNG_S: Final = 5.0
+"""What is reported so much after its deadline, if ever: a copy in order ends there, as too late."""
 
 CLEAR_TIMEOUT_S: Final = 0.2
 """How long clearing the cache may hold up the engine; unanswered, it goes on in later steps."""
@@ -66,6 +70,14 @@ class Offer:
     states: States
 
 
+@dataclass
+class Hold:
+    """The blocks of one step's stores. ``until_s``: so long may the ranks' reports take."""
+
+    blocks: list[Any]
+    until_s: float
+
+
 class SchedulerSide:
     """Plans one engine's stores and loads. Used from the engine's scheduler thread only."""
 
@@ -79,7 +91,7 @@ class SchedulerSide:
         self._step = 0
         self._pause = self._resting = 0
         self._boot = b""
-        self._held: dict[int, list[Any]] = {}
+        self._held: dict[int, Hold] = {}
         self._reported: dict[int, int] = {}
         self._pace = Pace()
         self._adapters = Adapters(setup.adapters)
@@ -287,7 +299,8 @@ class SchedulerSide:
         )
         held = self._pool.hold(i for ids in blocks for i in ids)
         self._step = work.step = store.step
-        self._held.setdefault(work.step, []).extend(held)
+        hold = self._held.setdefault(work.step, Hold([], granted.deadline_s + HUNG_S))
+        hold.blocks += held
         work.stores.append(store)
 
     def hand_over(self, work: StepWork) -> bool:
@@ -313,7 +326,7 @@ class SchedulerSide:
         work.loads, work.stores, work.step = [Load(load.request) for load in loads], [], 0
         if step in self._held:
             assert self._pool is not None
-            self._pool.free(self._held.pop(step))
+            self._pool.free(self._held.pop(step).blocks)
         for load in loads:
             if load.lease:
                 self._client.release(load.boot, load.lease)
@@ -326,7 +339,7 @@ class SchedulerSide:
             self._reported[step] = self._reported.get(step, 0) + ranks
             if self._reported[step] >= self._setup.strategy.ranks and step in self._held:
                 assert self._pool is not None
-                self._pool.free(self._held.pop(step))
+                self._pool.free(self._held.pop(step).blocks)
                 del self._reported[step]
         for request_id in failed:
             tracked = self._tracked.get(request_id)
@@ -336,13 +349,18 @@ class SchedulerSide:
     # ------------------------------------------------------------ the engine's questions
 
     def storing(self) -> bool:
-        """Whether ranks still owe a report, so that the engine must keep stepping."""
-        return bool(self._held)
+        """Whether ranks still owe a report that may come, so that the engine must keep stepping."""
+        return any(True for _ in self._awaited())
 
     def frees_blocks(self) -> bool:
         """Whether a store in progress is all that keeps some block from being free."""
-        held = (block for blocks in self._held.values() for block in blocks)
+        held = (block for hold in self._awaited() for block in hold.blocks)
         return self._pool is not None and self._pool.waiting(held)
+
+    def _awaited(self) -> Iterator[Hold]:
+        """What is held for copies of which none hangs, as far as we can tell."""
+        now_s = time.monotonic()
+        return (hold for hold in self._held.values() if now_s < hold.until_s)
 
     def clear(self) -> bool:
         """Forget the namespace. What live requests computed so far is never stored: it may come
