@@ -252,7 +252,7 @@ class Refusing(Flawed):
         super().__init__(runtime)
         self._nth, self.asked = nth, 0
 
-    def register(self, address: int, count: int) -> int | Fault:
+    def register(self, address: int, count: int) -> Fault | None:
         self.asked += 1
         if self._nth in (None, self.asked - 1):
             return Fault("refused by the test")

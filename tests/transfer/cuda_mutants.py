@@ -253,12 +253,6 @@ MUTANTS = [
         "    if False:\n",
     ),
     Mutant(
-        "kernels get the host's address",
-        "batching.py",
-        "                host += pinned.shifts(some.host // window)\n",
-        "                pass\n",
-    ),
-    Mutant(
         "neighbours on one side are taken for one run",
         "descriptors.py",
         "    joins = (runs.device[:-1] + runs.count[:-1] == runs.device[1:]) & (\n",
@@ -279,8 +273,8 @@ MUTANTS = [
     Mutant(
         "one window that is pinned stands for all",
         "pins.py",
-        "            all_are = all_are and one in self.shift\n",
-        "            all_are = one in self.shift\n",
+        "            all_are = all_are and one in self.registered\n",
+        "            all_are = one in self.registered\n",
     ),
     Mutant(
         "events leak",

@@ -6,9 +6,6 @@ Laws of this file:
   be read the moment it is submitted.
 - What CUDA forbids is refused (a :class:`Fault`) or, where CUDA would say nothing and move wrong
   bytes, noted in ``violations``.
-
-Kernels see registered host memory ``ALIAS`` bytes further up, so that an address of the wrong kind
-is noticed.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from kvass.transfer.kernel_tables import TABLE_WORDS, Tables
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Runtime, Stream
 from kvass.types import I64Array
 
-ALIAS = 1 << 60
 DEAD = Fault("unspecified launch failure", dead=True)
 PIECES = 3
 MOST_RUNS = 8192
@@ -141,7 +137,7 @@ class FakeCuda(FakeDevice, Runtime):
         """Events that nobody has forgotten."""
         return len(self._events) - len(self._forgotten)
 
-    def register(self, address: int, count: int) -> int | Fault:
+    def register(self, address: int, count: int) -> Fault | None:
         self._copy_thread("register")
         if fault := self._fault("register"):
             return fault
@@ -153,7 +149,7 @@ class FakeCuda(FakeDevice, Runtime):
             ):
                 return Fault("no such memory")
             self.registered[address] = count
-            return address + ALIAS
+        return None
 
     def unregister(self, address: int) -> Fault | None:
         self._copy_thread("unregister")
@@ -216,15 +212,8 @@ class FakeCuda(FakeDevice, Runtime):
             self.violations.append("a call that may block was made while its stream waits")
 
     def _runs(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
-        """``(target, source, bytes)``, a kernel's host addresses turned into the CPU's."""
-        for target, source, count in zip(
-            batch.target.tolist(), batch.source.tolist(), batch.bytes.tolist(), strict=True
-        ):
-            alias = ALIAS if batch.way == "kernel" else 0
-            if batch.kind == "load":
-                yield target, source - alias, count
-            else:
-                yield target - alias, source, count
+        """``(target, source, bytes)`` of each."""
+        return zip(batch.target.tolist(), batch.source.tolist(), batch.bytes.tolist(), strict=True)
 
     def _told(self, batch: Batch) -> Sequence[I64Array | None]:
         """Where each run is read, if a kernel does, and there is a table for it."""

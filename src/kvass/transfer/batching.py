@@ -33,10 +33,7 @@ def job_batches(
         pinned_all = pinned.want(np.unique(windows).tolist(), job.populated if below else 0)
         which = None if pinned_all else pinned.are(windows)
         for way, some in choose(runs, job.kind, which, below):
-            host = some.host + pinned.address
-            if way == "kernel":
-                host += pinned.shifts(some.host // window)
-            yield from _cut(job.kind, way, some, host, limit, most)
+            yield from _cut(job.kind, way, some, some.host + pinned.address, limit, most)
 
 
 def _cut(

@@ -22,7 +22,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_void_p
 from typing import Any, Final
 
 from kvass.transfer import cuda_driver
@@ -194,23 +194,18 @@ class DriverRuntime(Runtime):
 
     # ------------------------------------------------------------ host memory
 
-    def register(self, address: int, count: int) -> int | Fault:
+    def register(self, address: int, count: int) -> Fault | None:
         """As ``Runtime.register``. What is not in this process's page tables is faulted in before,
-        where no lock of the driver's is held; if that fails, the driver does it."""
-        self._madvise(address, count, _MADV_POPULATE_WRITE)
-        with self._beside_captures() as fault:
-            return fault or self._register(address, count)
+        where no lock of the driver's is held; if that fails, the driver does it.
 
-    def _register(self, address: int, count: int) -> int | Fault:
-        flags, there = _PORTABLE | _MAPPED, c_uint64()
-        pinned = self._driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(count), flags)
-        if fault := self._fault("pinning", pinned):
-            return fault
-        got = self._driver.cuMemHostGetDevicePointer_v2(byref(there), c_void_p(address), 0)
-        if fault := self._fault("pinning", got):
-            self._driver.cuMemHostUnregister(c_void_p(address))
-            return fault
-        return there.value
+        ``is_direct`` says that the host's address is the device's, too. The one that
+        cuMemHostGetDevicePointer would give is another if some other device that is visible cannot
+        do this, and ``cuda.h`` allows to use one of the two only.
+        """
+        self._madvise(address, count, _MADV_POPULATE_WRITE)
+        flags, pin = _PORTABLE | _MAPPED, self._driver.cuMemHostRegister_v2
+        with self._beside_captures() as fault:
+            return fault or self._fault("pinning", pin(c_void_p(address), c_size_t(count), flags))
 
     def unregister(self, address: int) -> Fault | None:
         with self._beside_captures() as fault:

@@ -39,7 +39,7 @@ _left: Final[list[Pinned]] = []
 
 
 class Pinned:
-    """One mapping: ``shift[i]`` leads from an address in window ``i`` to the kernels' address.
+    """One mapping, and which windows of it are registered.
 
     Holds what lies under the array, not the array. What numpy allocated itself goes away with its
     array, so that is never registered.
@@ -47,7 +47,7 @@ class Pinned:
 
     def __init__(self, runtime: Runtime, arena: U8Array, window: int, quiet: bool = False) -> None:
         self.address = arena.ctypes.data
-        self.shift: dict[int, int] = {}
+        self.registered = set[int]()
         self._runtime = runtime
         self._mapping = arena.base
         self.window = window
@@ -60,9 +60,9 @@ class Pinned:
         ``populated`` bytes; whether all of them are now. Takes its time."""
         all_are = True
         for one in windows:
-            if one not in self.shift and one not in self._refused:
+            if one not in self.registered and one not in self._refused:
                 self._register(one, populated)
-            all_are = all_are and one in self.shift
+            all_are = all_are and one in self.registered
         return all_are
 
     def _register(self, one: int, populated: int) -> None:
@@ -70,32 +70,27 @@ class Pinned:
         end = min(begin + self.window, self._bytes)
         if end > populated or self._mapping is None:
             return
-        got = self._runtime.register(self.address + begin, end - begin)
-        if isinstance(got, Fault):
-            self._refuse(one, end - begin, got)
+        fault = self._runtime.register(self.address + begin, end - begin)
+        if fault is not None:
+            self._refuse(one, end - begin, fault)
         else:
-            self.shift[one] = got - (self.address + begin)
+            self.registered.add(one)
 
     def are(self, windows: I64Array) -> np.ndarray:
         """Of each window, whether it is registered."""
-        return np.isin(windows, np.fromiter(self.shift, np.int64, len(self.shift)))
-
-    def shifts(self, windows: I64Array) -> I64Array:
-        """``shift`` of each window; all are registered."""
-        unique, where = np.unique(windows, return_inverse=True)
-        return np.array([self.shift[w] for w in unique.tolist()], np.int64)[where]
+        return np.isin(windows, np.fromiter(self.registered, np.int64, len(self.registered)))
 
     def let_go(self) -> bool:
         """Unregister a window; whether there is none any more. Nothing copies to or from this
         mapping."""
-        if self.shift:
-            one, _ = self.shift.popitem()
+        if self.registered:
+            one = self.registered.pop()
             fault = self._runtime.unregister(self.address + one * self.window)
             if fault is not None:
                 _log.warning("kvass could not unpin a part of the arena: %s", fault.text)
-        if not self.shift:
+        if not self.registered:
             self.drop()
-        return not self.shift
+        return not self.registered
 
     def drop(self) -> None:
         """Nothing of it is registered."""

@@ -27,7 +27,7 @@ Kind = Literal["store", "load"]
 
 Way = Literal["dma", "kernel", "pageable"]
 """``dma``: copy engines, host memory registered. ``kernel``: a kernel reads or writes registered
-host memory, by its device address. ``pageable``: host memory that is not registered; may block."""
+host memory. ``pageable``: host memory that is not registered; may block."""
 
 MAX_DESCRIPTORS: Final = 4096
 """Of one batch: beyond, the driver's own cost per descriptor rises."""
@@ -109,8 +109,8 @@ class Runtime(Protocol):
         """The event's end. Waits that were asked for keep their meaning."""
         ...
 
-    def register(self, address: int, count: int) -> int | Fault:
-        """Pin ``count`` bytes of host memory; their address for kernels."""
+    def register(self, address: int, count: int) -> Fault | None:
+        """Pin ``count`` bytes of host memory, which the device then knows by the same address."""
         ...
 
     def unregister(self, address: int) -> Fault | None:

@@ -19,7 +19,6 @@ from kvass.cli.bench.gpu_device import Device
 from kvass.cli.bench.gpu_rig import Rig, Stores
 from kvass.cli.bench.machine import shared_memory, start_daemon
 from kvass.errors import Unavailable
-from kvass.transfer.runtime import Fault
 
 PIN_BYTES: Final = 1 << 30
 PIN_ROUNDS: Final = 3
@@ -64,10 +63,10 @@ def measure_pinning(
         for _ in range(rounds):
             before = device.used_bytes()
             began_s = time.perf_counter()
-            got = device.runtime.register(address, count)
+            fault = device.runtime.register(address, count)
             times.append(time.perf_counter() - began_s)
             taken.append(device.used_bytes() - before)
-            fault = got if isinstance(got, Fault) else device.runtime.unregister(address)
+            fault = fault or device.runtime.unregister(address)
             if fault is not None:
                 raise Unavailable(f"pinning {count / 2**30:.3g}GiB: {fault.text}")
     finally:
