@@ -1,4 +1,4 @@
-"""The engine's configuration, in kvass's terms: who shares bytes with whom, and when we stay out.
+"""The engine's configuration, in kvass's terms: what is moved, by whom, and when we stay out.
 
 Law of this file: one reading at start, by both sides, gives one frozen ``Setup`` or the reason for
 being inert. A file of vLLM's version (see ``adapt.py``). Parallelism is read here only, into a
@@ -15,19 +15,16 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-import torch
 import vllm
 
 from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
-from kvass.connectors.vllm import identity
+from kvass.connectors.vllm import device, identity, namespace
 from kvass.connectors.vllm.groups import (
     Unsupported,
     any_non_causal,
@@ -43,13 +40,6 @@ from kvass.types import MAX_RANKS, GroupLayout, RankLayout
 
 TESTED: Final = TESTED_VLLM
 MIN_CHUNK_TOKENS: Final = 256
-CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
-"""Settings of the model that choose the code which computes it."""
-LORA: Final = (
-    "lora_dtype target_modules enable_tower_connector_lora "
-    "enable_mixed_moe_lora_format enable_moe_shared_loras"
-)
-ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
 
 
 @dataclass(frozen=True)
@@ -122,10 +112,11 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
     try:
         groups = read_groups(kv_cache_config, blocks)
         page_formats(kv_cache_config)  # raises here what a rank would find too late
-        fields = _identity(vllm_config, kv_cache_config, version)
-        adapters = _adapters(vllm_config.lora_config)
+        fields = namespace.describe(vllm_config, kv_cache_config, version)
+        adapters = namespace.adapter_settings(vllm_config.lora_config)
     except (Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
+    fields["parallel"] = identity.canonical(_parallel_identity(vllm_config.parallel_config))
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
     return Setup(
         socket=options.socket or default_socket(),
@@ -155,7 +146,7 @@ def wanted_layout(vllm_config: Any) -> str | None:
         return None
     if wanted != "blocks":
         return wanted
-    capability = _capability()  # Blackwell's kernels want a block's heads before its tokens
+    capability = device.capability()  # Blackwell's kernels want a block's heads before its tokens
     return "BLHNC" if capability is not None and capability[0] >= 10 else "BLNHC"
 
 
@@ -224,11 +215,11 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> str:
     """Why this engine cannot be served yet; empty if it can."""
     if reason := _unsupported_ranks(vllm_config.parallel_config):
         return reason
-    device = device_kind()
-    if device in ON_REQUEST and not gpu:
-        return f"device {device!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"
-    if device not in DEVICES | ON_REQUEST:
-        return f"device {device!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
+    kind = device.kind()
+    if kind in ON_REQUEST and not gpu:
+        return f"device {kind!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"
+    if kind not in DEVICES | ON_REQUEST:
+        return f"device {kind!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
     if not kv_cache_config.kv_cache_groups:
         return "a model without KV cache has nothing to share"
     stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -252,41 +243,15 @@ def _never_cached(model: Any, kv_cache_config: Any) -> str:
     if any_non_causal(kv_cache_config):
         return f"a model with attention that is not causal is not supported: {never}"
     if not model.is_prefix_caching_supported:
-        pooled = f", pooled by {pooling_of(model)}" if model.pooler_config else ""
+        pooled = f", pooled by {_pooling_of(model)}" if model.pooler_config else ""
         return f"a model of this kind ({model.attn_type}{pooled}) is not supported: {never}"
     return ""
 
 
-def pooling_of(model: Any) -> str:
+def _pooling_of(model: Any) -> str:
     """How a pooling model makes one vector of a prompt's, or of its tokens."""
     pooler = model.pooler_config
     return str(pooler.seq_pooling_type or pooler.tok_pooling_type)
-
-
-def device_kind() -> str:
-    """vLLM's name of the device that holds the KV cache, e.g. ``cpu``."""
-    from vllm.platforms import current_platform
-
-    return str(current_platform.device_type)
-
-
-def _device_name() -> str:
-    """vLLM's name of the kind of device; unlike ``device_kind`` it tells ROCm from CUDA."""
-    from vllm.platforms import current_platform
-
-    return str(current_platform.device_name)
-
-
-def _capability() -> tuple[int, int] | None:
-    """The compute capability of the first device that this process may use; None on a CPU.
-
-    The scheduler and every rank ask, and a process that does not use the GPU must not begin to:
-    vLLM reads it without a CUDA context.
-    """
-    from vllm.platforms import current_platform
-
-    found = current_platform.get_device_capability()
-    return None if found is None else (int(found.major), int(found.minor))
 
 
 # ---------------------------------------------------------------- parallelism
@@ -323,120 +288,3 @@ def _parallel_identity(parallel: Any) -> list[int]:
     dcp = parallel.decode_context_parallel_size
     interleave = parallel.cp_kv_cache_interleave_size if dcp > 1 else 1
     return [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, dcp, interleave]
-
-
-# ---------------------------------------------------------------- identity
-
-
-def _identity(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
-    """The namespace's tagged fields (DESIGN section 4), equal in all processes of one engine."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    load, attention = vllm_config.load_config, vllm_config.attention_config
-    kinds = [attention.backend, attention.backend_per_kind]
-    kinds += [attention.use_non_causal, attention.indexer_kv_dtype]
-    return {
-        "engine": f"vllm {version}",
-        "model": _model_name(model.model),
-        "weights": _weights(model),
-        "config": identity.canonical(_without_origin(model.hf_config.to_dict()), "hf_config"),
-        "code": identity.canonical(
-            {name: getattr(model, name) for name in CODE.split()}, "model_config"
-        ),
-        "overrides": identity.canonical(model.hf_overrides, "hf_overrides"),
-        "loader": identity.canonical(
-            [load.load_format, load.model_loader_extra_config]
-            + ([model.seed] if str(load.load_format) == "dummy" else []),
-            "load_config",
-        ),
-        "dtype": str(model.dtype),
-        "quantization": identity.canonical(
-            [model.quantization, model.quantization_config], "quant"
-        ),
-        "positions": _positions(model),
-        "kv_dtype": identity.canonical([cache.cache_dtype, cache.kv_cache_dtype_skip_layers]),
-        "states": _states(vllm_config),
-        "kv_layout": str(kv_cache_config.kv_cache_layout),
-        "hash": _hash_identity(cache.prefix_caching_hash_algo),
-        "device": _device_identity(),
-        "attention": identity.canonical(kinds, "attention_config"),
-        "parallel": identity.canonical(_parallel_identity(vllm_config.parallel_config)),
-        "speculative": _speculative(vllm_config.speculative_config),
-    }
-
-
-def _states(vllm_config: Any) -> str:
-    """What of the settings chooses how a state is kept (its shape is in the rank's layout)."""
-    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-
-    cache, mamba = vllm_config.cache_config, vllm_config.mamba_config
-    types = [cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype]
-    return identity.canonical([*types, get_conv_state_layout(), mamba.backend], "mamba_config")
-
-
-def _adapters(lora: Any) -> str:
-    """Settings that change what LoRA adapters compute, of an engine that has some."""
-    return "" if lora is None else identity.canonical([getattr(lora, n) for n in LORA.split()])
-
-
-def _without_origin(config: Any) -> Any:
-    """A Hugging Face configuration but for where it and its parts lay."""
-    if not isinstance(config, dict):
-        return config
-    return {name: _without_origin(of) for name, of in config.items() if name not in ORIGIN}
-
-
-def _model_name(name: str) -> str:
-    """For people (``kvass status``): a local path in its one spelling, anything else as it is."""
-    return os.path.realpath(name) if os.path.exists(name) else name
-
-
-def _weights(model: Any) -> str:
-    """A local path by its files, anything else by name and revision (and commit, if known)."""
-    for name in (model.model, model.model_weights):
-        if name and os.path.exists(name):
-            return f"local:{identity.local_weights(Path(name))}"
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    return identity.canonical([model.model, model.model_weights, model.revision, commit])
-
-
-def _positions(model: Any) -> str:
-    """With LongRoPE (formerly "su"), the engine's maximum length chooses the rotary factors."""
-    config = model.hf_text_config
-    rope = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
-    text = identity.canonical(rope)
-    return str(model.max_model_len) if "longrope" in text or '"su"' in text else ""
-
-
-def _hash_identity(algorithm: str) -> str:
-    """Algorithm and a digest of the seed, as vLLM's own resolver gives it."""
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
-
-    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
-    return f"{algorithm}:{identity.digest([seed])}"
-
-
-def _device_identity() -> str:
-    """Device kind, and what chooses the kernels and with them what pages hold: a GPU's compute
-    capability, a CPU's instruction sets. Raises ``identity.Indescribable``.
-
-    Between generations of GPUs vLLM changes attention backends, how quantized pages keep their
-    scales (in equal layouts and sizes) and how exact they are. Cards of one capability share, as
-    they do within one engine.
-    """
-    if device_kind() != "cpu":
-        capability = _capability()
-        if capability is None:
-            raise identity.Indescribable("the device's compute capability cannot be read")
-        return identity.canonical([_device_name(), *capability])
-    sets = (torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported())
-    capability = torch.backends.cpu.get_cpu_capability()
-    return identity.canonical([device_kind(), platform.machine(), capability, sets])
-
-
-def _speculative(config: Any) -> str:
-    """The draft model's layers share the cache, so its weights are part of the bytes."""
-    if config is None:
-        return ""
-    weights = _weights(draft) if (draft := config.draft_model_config) is not None else ""
-    return identity.canonical([config.method, config.num_speculative_tokens, weights])
