@@ -28,19 +28,22 @@ NOTHING_OWED: Final[dict[str, Any]] = {
 }
 
 
+SMALL: Final = {
+    "max_model_len": 640,
+    "num_gpu_blocks_override": 25,
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "max_loras": 1,
+}
+
+
 @pytest.fixture(scope="module")
 def small(daemon: Daemon, start: Starter) -> EngineProcess:
     """An engine with room for 768 tokens, chunks of 64, and LoRA; on a fake GPU."""
     return start(
         "small",
         socket=Path(daemon.socket),
-        args={
-            "max_model_len": 640,
-            "num_gpu_blocks_override": 25,
-            "enable_lora": True,
-            "max_lora_rank": 8,
-            "max_loras": 1,
-        },
+        args=SMALL,
         options={"kvass.chunk_tokens": 64},
         gpu=True,
     ).wait_ready()
@@ -141,3 +144,25 @@ def test_a_lora_adapter_hits_only_itself(
         told[lora] = tuple(cold.tokens)
     assert len(set(told.values())) == 3, "the adapters change nothing, so nothing was proved"
     judge.check(tokens, small.one(tokens))
+
+
+def test_another_engine_finds_an_adapters_rows_only_while_its_files_are_the_same(
+    small: EngineProcess, daemon: Daemon, start: Starter, tmp_path: Path, prompt: Make
+) -> None:
+    tokens = prompt(400)
+    kept, changed = tmp_path / "kept", tmp_path / "changed"
+    write_lora(kept, TINY, seed=1)
+    write_lora(changed, TINY, seed=2)
+    before = {lora: store(small, tokens, 8, lora=str(lora)) for lora in (kept, changed)}
+    shutil.rmtree(changed)
+    write_lora(changed, TINY, seed=3)
+    options = {"kvass.chunk_tokens": 64}
+    another = start("another", socket=Path(daemon.socket), args=SMALL, options=options)
+    warm = another.one(tokens, lora=str(kept))
+    assert warm.external == 384
+    assert warm.tokens == before[kept].tokens
+    cold = store(another, tokens, 8, lora=str(changed))
+    assert cold.cached == 0
+    truth = another.one(tokens, lora=str(changed), skip_prefix_cache=True)
+    assert cold.tokens == truth.tokens != before[changed].tokens
+    assert another.close() == 0

@@ -180,14 +180,17 @@ class Stuck:
         self.free = threading.Event()
         self.looks = 0
         self._real = identity.adapter_weights
-        self._patch = monkeypatch
         monkeypatch.setattr(identity, "adapter_weights", self._look)
         monkeypatch.setattr(adapters, "WAIT_S", 0.05)
 
-    def let_go(self) -> None:
-        """Answer, from now on at once."""
-        self._patch.setattr(adapters, "WAIT_S", 60.0)
+    def let_go(self, salts: adapters.Adapters) -> str:
+        """Answer, from now on at once; what was too late, once it has come."""
         self.free.set()
+        assert salts._late is not None
+        late = salts._late.result(60)
+        salts._wait_s = 60.0
+        salts.new_step()
+        return late
 
     def _look(self, path: str) -> str:
         self.looks += 1
@@ -223,9 +226,8 @@ def test_a_file_system_that_hangs_does_not_hang_the_engine(
     assert sum(one > 0 for one in waited) == 1, "who is not there is waited for once, in all"
     assert stuck.looks == 1
     assert not client.rows
-    stuck.let_go()
-    salts._late.result(60)
-    new_step()
+    salts.new_step = new_step
+    stuck.let_go(salts)
     loaded(client, one, world)
     assert len(client.rows) == 3
 
@@ -235,11 +237,8 @@ def test_an_answer_that_came_late_is_asked_for_again(tmp_path: Path, stuck: Stuc
     one = train(tmp_path / "one", b"1234")
     salts = adapters.Adapters()
     assert salts.salt("one", str(one)) is None
-    stuck.let_go()
-    assert salts._late is not None
-    old = salts._late.result(60)
+    old = stuck.let_go(salts)
     train(one, b"5678")
-    salts.new_step()
     assert salts.salt("one", str(one)) is not None
     assert stuck.looks == 2
     assert list(salts._first.values()) != [old]

@@ -160,6 +160,8 @@ def prepare(connector: Any, patient: bool) -> None:
     if patient:
         client = planner._client
         client._reserve_wait_s = client._step_wait_s = client._left_s = PATIENCE_S
+        adapters = planner._adapters
+        adapters._wait_s = adapters._left_s = PATIENCE_S
 
 
 # ---------------------------------------------------------------- in a rank's process

@@ -43,7 +43,7 @@ class Adapters:
         self._changed: set[tuple[str, str]] = set()
         self._said: set[tuple[str, str]] = set()
         self._seen: dict[str, str] = {}
-        self._left_s = WAIT_S
+        self._wait_s = self._left_s = WAIT_S
         self._late: Future[str] | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -66,7 +66,7 @@ class Adapters:
     def new_step(self) -> None:
         """What was seen may have changed by the next step."""
         self._seen.clear()
-        self._left_s = WAIT_S
+        self._left_s = self._wait_s
 
     def close(self) -> None:
         """End the thread, unless the file system holds it."""
