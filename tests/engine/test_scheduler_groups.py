@@ -232,7 +232,8 @@ DRAFTING: dict[str, Any] = {
 def hand_over(a: HybridEngine, max_tokens: int) -> tuple[list[Any], int]:
     """Run a request asynchronously until drafts that were accepted take it past its second chunk:
     what is in flight, and the block of the state there. vLLM tells of it in the next step."""
-    world, flying = a.world, []
+    world = a.world
+    flying: list[Any] = []
     request = world.add("a", range(30), max_tokens=max_tokens)
     for tokens in ([], [7], [8, 9, 10, 11]):
         flying += [world.schedule()[0] for _ in range(2 - len(flying))]
