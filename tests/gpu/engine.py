@@ -151,7 +151,7 @@ class DeviceEngine(FakeEngine):
         return over
 
     def _preemptions(self, work: list[Transfer]) -> None:
-        """``handle_preemptions``: ours does nothing, since blocks are held."""
+        """``handle_preemptions``: here ours does nothing, since blocks are held."""
 
     def _zero(self, work: list[Transfer]) -> None:
         self.kv.zero()
