@@ -28,6 +28,8 @@ def said(message: Message) -> Any:
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
     for name in ("seq", "boot", "instance", "identity", "clock_s"):
         fields.pop(name, None)
+    for group in (fields.get("layout") or {}).get("groups", ()):  # without their pages' formats
+        group["layers"] = [layer.partition("@")[0] for layer in group["layers"]]
     return json.loads(json.dumps(fields, default=lambda raw: raw.hex(), sort_keys=True))
 
 
