@@ -19,6 +19,7 @@ class _Rank(HybridRank):
 
     def __init__(self, connector: Any) -> None:
         self.gate = None
+        self.speculative = False
         self.connector = connector
         self._regions = vllm_probe.regions(connector)
 
