@@ -92,7 +92,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     )
     dma_grace_s: Annotated[
         float,
-        Meta(ge=0, le=3600, description="seconds that slots rest which a dead engine was writing"),
+        Meta(
+            ge=0,
+            le=3600,
+            description="seconds that slots rest which a dead engine was writing; "
+            "a second more for each 8GiB of --l1-size above 250GiB if engines have GPUs",
+        ),
     ] = Timing().dma_grace_s
     lookup_budget_ms: Annotated[
         float, Meta(ge=0, le=60_000, description="milliseconds an engine may wait for a lookup")

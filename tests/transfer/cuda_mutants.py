@@ -152,7 +152,7 @@ MUTANTS = [
         "closing unregisters first",
         "cuda.py",
         "            while self._unsettled:\n",
-        "            self._pins.let_go(lambda: 0.0)\n            while self._unsettled:\n",
+        "            self._pins.let_go()\n            while self._unsettled:\n",
     ),
     Mutant(
         "a batch without an event counts as over",
@@ -163,13 +163,13 @@ MUTANTS = [
     Mutant(
         "a batch of whose event nothing can be had counts as over",
         "cuda.py",
-        "            self._complain(over)\n            return self._idle(lane)\n",
-        "            self._complain(over)\n            return True\n",
+        '            task.end("failed", over.text)\n            return self._idle(lane)\n',
+        '            task.end("failed", over.text)\n            return True\n',
     ),
     Mutant(
         "a batch of whose event nothing can be had counts as lost",
         "cuda.py",
-        "            self._complain(over)\n            return self._idle(lane)\n",
+        '            task.end("failed", over.text)\n            return self._idle(lane)\n',
         "            return Fault(over.text, dead=True)\n",
     ),
     Mutant(
@@ -189,12 +189,6 @@ MUTANTS = [
         "cuda.py",
         '                task.end("lost", fault.text)\n',
         '                task.end("failed", fault.text)\n',
-    ),
-    Mutant(
-        "a dead device's arena is unmapped",
-        "cuda.py",
-        "                _lost.append(task.job.arena)\n",
-        "",
     ),
     Mutant(
         "an arena ends without being unregistered",
@@ -279,8 +273,8 @@ MUTANTS = [
     Mutant(
         "events leak",
         "cuda.py",
-        "            self._runtime.forget(event)\n        batch.keep",
-        "            pass\n        batch.keep",
+        "            self._runtime.forget(event)\n",
+        "            pass\n",
     ),
     Mutant(
         "a kernel's table is used anew while it runs",
@@ -304,14 +298,14 @@ MUTANTS = [
     Mutant(
         "any number of descriptors flies",
         "lanes.py",
-        "        return marked and self._runs + len(batch.bytes) <= self._most_runs\n",
+        "        return not self.mute and self._runs + len(batch.bytes) <= self._most_runs\n",
         "        return True\n",
     ),
     Mutant(
         "a batch above the bound never goes",
         "lanes.py",
-        "        if not self.flying:\n            return True\n        marked = self",
-        "        marked = not self.flying or self",
+        "        if not self.flying:\n            self.mute = False\n            return True\n",
+        "",
     ),
     Mutant(
         "on a dead device's lane there is never room again",

@@ -131,6 +131,8 @@ class FakeCuda(FakeDevice, Runtime):
     def forget(self, event: Event) -> None:
         self._known(event)
         self._forgotten.add(event)
+        if not self.dead:
+            self._fault("forget")
 
     @property
     def live_events(self) -> int:
@@ -153,6 +155,8 @@ class FakeCuda(FakeDevice, Runtime):
 
     def unregister(self, address: int) -> Fault | None:
         self._copy_thread("unregister")
+        if fault := self._fault("unregister"):
+            return fault
         with self._lock:
             if address not in self.registered:
                 return Fault("not registered")

@@ -83,7 +83,7 @@ class CudaMover(Mover):
         self._planes = {planes.group: planes for planes in groups}
         self._runtime, self._regions, self._clock = runtime, regions, clock
         self._changed = Condition()
-        self._pins = Pins(runtime, window, quiet, self._wake)
+        self._pins = Pins(runtime, window, quiet, self._wake, clock)
         self.ways = set[Way]()
         self._batch_bytes, self._below = batch_bytes, kernel_below
         self._threaded = threaded
@@ -100,7 +100,6 @@ class CudaMover(Mover):
         self._dead = ""
         self._broken = ""
         """What we did wrong ourselves: then all ends as it must, and nothing begins."""
-        self._silent_s: float | None = None
         self._complained = False
 
     # ------------------------------------------------------------ the caller's side
@@ -188,7 +187,7 @@ class CudaMover(Mover):
         try:
             return self.turn()
         except Exception as e:  # noqa: BLE001 - the last resort of a thread: see above
-            _log.exception("kvass: the copy thread failed")
+            _log.exception("kvass: the copy thread failed, the engine runs uncached")
             fault = Fault(f"{type(e).__name__}: {e}", dead=bool(self._broken))
             self._broken = fault.text
             if fault.dead:
@@ -198,9 +197,9 @@ class CudaMover(Mover):
 
     def turn(self) -> bool:
         """See what is over, give the device what it may have; whether anything changed."""
-        changed = self._pins.reap(self._clock(), busy=self._unsettled > 0)
+        changed = self._pins.reap()
         for lane in self._lanes.values():
-            if self._broken:
+            if self._broken and not self._dead:
                 changed = self._wind_up(lane) or changed
                 continue
             changed = self._reap(lane) or changed
@@ -219,46 +218,49 @@ class CudaMover(Mover):
                 return True
             if not over:
                 break
-            self._settle_if_over(self._land(lane))
+            self._land(lane)
         return len(lane.flying) < before
 
     def _over(self, lane: Lane) -> bool | Fault:
         """Whether the oldest batch is. What its event does not say, its stream does; what neither
-        says shows later, if the context lives."""
-        event = lane.flying[0][0]
+        says shows later, if the context lives. An event's error may be the copy's."""
+        event, task, _ = lane.flying[0]
         if event is None:
             return self._idle(lane)
         over = self._runtime.done(event)
         if isinstance(over, Fault) and not over.dead:
             self._complain(over)
+            lane.mute = True
+            task.end("failed", over.text)
             return self._idle(lane)
+        lane.silent_s = None
         return over
 
     def _idle(self, lane: Lane) -> bool | Fault:
         """Whether nothing runs on the lane's stream; False if that cannot be told yet."""
         idle = lane.stream is None or self._runtime.idle(lane.stream)
         if not isinstance(idle, Fault):
-            self._silent_s = None
+            lane.silent_s = None
             return idle
         self._complain(idle)
-        if self._silent_s is None:
-            self._silent_s = self._clock()
-        silent = self._clock() - self._silent_s > PATIENCE_S
+        if lane.silent_s is None:
+            lane.silent_s = self._clock()
+        silent = self._clock() - lane.silent_s > PATIENCE_S
         return Fault(idle.text, dead=True) if idle.dead or silent else False
 
     def _complain(self, fault: Fault) -> None:
-        if not (self._complained or fault.dead):
+        if fault.dead:
+            self._die(fault)
+        elif not self._complained:
             self._complained = True
-            _log.warning(
-                "kvass: the GPU does not say what is copied, so less flies: %s", fault.text
-            )
+            _log.warning("kvass: the GPU does not say what is copied: %s", fault.text)
 
-    def _land(self, lane: Lane) -> Task:
+    def _land(self, lane: Lane) -> None:
         event, task, batch = lane.land()
+        batch.keep.clear()
+        self._settle_if_over(task)
         if event is not None:
             self._runtime.forget(event)
-        batch.keep.clear()
-        return task
 
     def _feed(self, lane: Lane) -> bool:
         """Give the lane's stream batches of whoever is first, as many as may fly."""
@@ -353,9 +355,6 @@ class CudaMover(Mover):
         lane.take_off(None if isinstance(event, Fault) else event, task, batch)
         if isinstance(event, Fault):
             self._complain(event)
-            if event.dead:
-                self._die(event)
-                return True
         with self._changed:
             lane.moved_bytes += batch.total
         return True if fault is None else self._failed(task, fault)
@@ -377,8 +376,6 @@ class CudaMover(Mover):
             task.settled = True
         if task.outcome is None:
             task.outcome = "done" if self._clock() < task.job.deadline_s else "late"
-        if not isinstance(task.order, Fault) and not self._dead:
-            self._runtime.forget(task.order)
         done = Done(task.job, task.outcome, self._clock() - task.since, task.error)
         if done.job.on_done is not None:
             try:
@@ -389,6 +386,8 @@ class CudaMover(Mover):
             self._settled.append(done)
             self._unsettled -= 1
             self._changed.notify_all()
+        if not isinstance(task.order, Fault) and not self._dead:
+            self._runtime.forget(task.order)
 
     def _die(self, fault: Fault) -> None:
         """The context is of no use any more: nothing that flies is known ever to stop."""
@@ -422,7 +421,7 @@ class CudaMover(Mover):
             return True
         before = self._unsettled
         while idle and lane.flying:
-            self._settle_if_over(self._land(lane))
+            self._land(lane)
         with self._changed:
             tasks = [entry[-1] for entry in lane.queue if idle or not entry[-1].ordered]
         self._fail(lane, tasks, self._broken)
@@ -443,7 +442,7 @@ class CudaMover(Mover):
         """Nothing runs any more: unregister, and close the streams."""
         if self._dead:
             return
-        self._pins.let_go(self._clock)
+        self._pins.let_go()
         for lane in self._lanes.values():
             if lane.stream is not None:
                 self._runtime.close_stream(lane.stream)

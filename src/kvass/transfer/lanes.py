@@ -64,6 +64,10 @@ class Lane:
         self.queue: list[tuple[int, int, Task]] = []
         self.flying: deque[tuple[Event | None, Task, Batch]] = deque()
         self.moved_bytes = 0
+        self.mute = False
+        """Events say nothing: the end of what flies shows when the stream is empty."""
+        self.silent_s: float | None = None
+        """Since when the stream does not say even that."""
         self._most_bytes, self._most_runs = most_bytes, most_runs
         self._bytes = self._runs = 0
 
@@ -78,16 +82,16 @@ class Lane:
         return self._bytes >= self._most_bytes
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether as many descriptors more may fly; none do behind one without an event, whose end
-        shows when the stream is empty."""
+        """Whether as many descriptors more may fly."""
         if not self.flying:
+            self.mute = False
             return True
-        marked = self.flying[-1][0] is not None
-        return marked and self._runs + len(batch.bytes) <= self._most_runs
+        return not self.mute and self._runs + len(batch.bytes) <= self._most_runs
 
     def take_off(self, event: Event | None, task: Task, batch: Batch) -> None:
         """``event`` comes after ``batch``, if there was one to be had."""
         self.flying.append((event, task, batch))
+        self.mute = self.mute or event is None
         task.flying += 1
         self._bytes += batch.total
         self._runs += len(batch.bytes)

@@ -19,6 +19,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from time import monotonic
 from typing import Final
 
 import numpy as np
@@ -28,14 +29,12 @@ from kvass.transfer.runtime import Fault, Runtime
 from kvass.types import I64Array
 
 WINDOW_BYTES: Final = 1 << 30
-EVERY_S: Final = 1.0
-"""Between two windows that are unregistered beside jobs: it takes long, and the driver's locks."""
 PATIENCE_S: Final = 5.0
 """For how long all is unregistered in the end; what is left then the process's end does."""
 
 _log = logging.getLogger(__name__)
-_left: Final[list[Pinned]] = []
-"""Registered until this process ends, and therefore mapped."""
+_left: Final[list[object]] = []
+"""What is registered until this process ends, and therefore mapped."""
 
 
 class Pinned:
@@ -83,11 +82,12 @@ class Pinned:
     def let_go(self) -> bool:
         """Unregister a window; whether there is none any more. Nothing copies to or from this
         mapping."""
-        if self.registered:
-            one = self.registered.pop()
+        for one in list(self.registered)[:1]:
             fault = self._runtime.unregister(self.address + one * self.window)
+            self.registered.discard(one)
             if fault is not None:
                 _log.warning("kvass could not unpin a part of the arena: %s", fault.text)
+                _left.append(self._mapping)
         if not self.registered:
             self.drop()
         return not self.registered
@@ -118,8 +118,10 @@ class Pins:
         window: int = WINDOW_BYTES,
         quiet: bool = False,
         wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._runtime, self._quiet, self._wake = runtime, quiet, wake
+        self._runtime, self._quiet, self._wake, self._clock = runtime, quiet, wake, clock
+        self._abandoned = False
         self.window = window
         self._pid = os.getpid()
         self._next_s = 0.0
@@ -150,33 +152,42 @@ class Pins:
 
     @property
     def ended(self) -> bool:
-        """Whether there are arenas that ended and are registered."""
-        return bool(self._ended)
+        """Whether there are arenas that ended and are to be unregistered."""
+        return bool(self._ended) and not self._abandoned
 
-    def reap(self, now: float, *, busy: bool) -> bool:
-        """Unregister a window of what ended, whether there was one; beside jobs, if we are
-        ``busy``, now and then. Of a job that is settled no copy runs."""
-        due = bool(self._ended) and (not busy or now >= self._next_s)
+    def reap(self) -> bool:
+        """Unregister a window of what ended; whether one was due. As long as it took nothing is
+        done next: it takes the driver's locks from the engine. Of a job that is settled no copy
+        runs."""
+        begin = self._clock()
+        due = self.ended and begin >= self._next_s
         if due:
-            self._next_s = now + EVERY_S
-            if self._ended[0].let_go():
-                self._ended.popleft()
+            self._reap()
+            end = self._clock()
+            self._next_s = end + (end - begin)
         return due
 
-    def let_go(self, clock: Callable[[], float]) -> None:
+    def _reap(self) -> None:
+        one = self._ended[0]
+        if one.let_go():
+            self._ended.remove(one)
+
+    def let_go(self) -> None:
         """Unregister all, as long as there is time. No copy runs."""
         for _, end in self._known.values():
             end()
         self._known.clear()
-        until = clock() + PATIENCE_S
-        while self._ended and clock() < until:
-            self.reap(until, busy=False)
-        _left.extend(self._ended)
-        self._ended.clear()
+        until = self._clock() + PATIENCE_S
+        while self.ended and self._clock() < until:
+            self._reap()
+        if self.ended:
+            self.abandon()
 
     def abandon(self) -> None:
-        """Unregister nothing, ever: the device is dead."""
+        """Unregister nothing, ever: the device is dead, or silent, or there is no time. What is
+        registered stays mapped: the driver goes by addresses, and takes what comes there next for
+        pinned."""
+        self._abandoned = True
         for _, end in self._known.values():
             end.detach()
-        self._known.clear()
-        self._ended.clear()
+        _left.append(self)
