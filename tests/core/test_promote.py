@@ -537,6 +537,25 @@ def test_rows_that_are_not_retained_leave_at_the_last_release() -> None:
     assert rig.gauge("rows", "pins") == (0, 0)
 
 
+def test_what_leaves_while_the_tiers_are_asked_for_the_rest_is_asked_for_too() -> None:
+    """A lookup pins nothing while tiers are probed, and L1 may not keep what others promoted."""
+    rig = TierRig(core={"retain_promoted": False})
+    e = rig.ready()
+    stored(rig, e, "a", "b", "c")
+    (first,) = rig.look_up(e, "a", "b")
+    e.hand_over(leases=(first.lease,))
+    rig.begin(e, "a", "b", "c", "d")
+    (probe,) = rig.open_ops(TierProbe)
+    assert [len(batch.keys) for batch in probe.batches] == [2]
+    e.release(first.lease)
+    assert rig.status["rows"] == 0
+    rig.answer(probe)
+    (again,) = rig.open_ops(TierProbe)
+    assert [len(batch.keys) for batch in again.batches] == [3], "the one that is in none, too"
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [3]
+
+
 def test_what_was_prefetched_stays_for_its_first_reader() -> None:
     rig = TierRig(core={"retain_promoted": False})
     e = rig.ready()

@@ -37,6 +37,8 @@ LOAD_BYTES: Final = 16 << 20
 
 _NOT_AGAIN: Final = NOWHERE - 1
 """The home of a key that a prompt says twice: one row is enough."""
+_IN_NONE: Final = NOWHERE - 2
+"""... of a row that no tier has that was asked for it."""
 
 
 def begin(state: State, one: Promotion) -> None:
@@ -67,13 +69,31 @@ def _ask_next(state: State, one: Promotion) -> None:
             more = max(PROBE_CHUNKS, (begin - one.first) * PROBE_GROWTH)
             one.reach = min(one.first + more, len(one.keys))
             wanted = [
-                begin + np.flatnonzero(((rows == ABSENT) & (home == NOWHERE))[begin : one.reach])
+                begin + np.flatnonzero(((rows == ABSENT) & _homeless(home))[begin : one.reach])
                 for rows, home in zip(found, one.homes, strict=True)
             ]
             if any(map(len, wanted)):
                 _probe(state, one, tier, wanted)
                 return
-    _plan(state, one)
+    if tiers and _has_lost(one, found):
+        one.probing = -1
+        _ask_next(state, one)
+    else:
+        _plan(state, one)
+
+
+def _homeless(home: I64Array) -> BoolArray:
+    """Of which chunks no tier is known to hold the row."""
+    return np.isin(home, (NOWHERE, _IN_NONE))
+
+
+def _has_lost(one: Promotion, found: list[I64Array]) -> bool:
+    """Whether no tier was asked for some row because L1 had it, and L1 has it no more. Of these
+    at least one is asked for then, so this comes to an end."""
+    return any(
+        ((rows == ABSENT) & (home == NOWHERE))[one.first : one.reach].any()
+        for rows, home in zip(found, one.homes, strict=True)
+    )
 
 
 def resume(state: State) -> None:
@@ -108,7 +128,8 @@ def probed(state: State, event: Probed) -> None:
         return  # its time was up
     at = 0
     for home, wanted in zip(one.homes, op.wanted, strict=True):
-        home[wanted[event.held[at : at + len(wanted)]]] = op.tier
+        held = event.held[at : at + len(wanted)]
+        home[wanted[held]], home[wanted[~held]] = op.tier, _IN_NONE
         at += len(wanted)
     if one.epoch == one.namespace.epoch:
         _ask_next(state, one)
