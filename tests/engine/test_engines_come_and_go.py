@@ -38,7 +38,16 @@ SMALL: Final = {
 
 
 @pytest.fixture(scope="module")
-def small(daemon: Daemon, start: Starter) -> EngineProcess:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of LoRA adapters: an engine caches what is older than itself."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("one", "other", "kept", "changed")):
+        write_lora(folder / name, TINY, seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(daemon: Daemon, start: Starter, adapters: Path) -> EngineProcess:
     """An engine with room for 768 tokens, chunks of 64, and LoRA; on a fake GPU."""
     return start(
         "small",
@@ -126,12 +135,10 @@ def test_another_chunk_size_is_another_namespace(
 
 
 def test_a_lora_adapter_hits_only_itself(
-    small: EngineProcess, judge: Judge, tmp_path: Path, prompt: Make
+    small: EngineProcess, judge: Judge, adapters: Path, prompt: Make
 ) -> None:
     tokens = prompt(400)
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
-    write_lora(Path(one), TINY, seed=1)
-    write_lora(Path(other), TINY, seed=2)
+    one, other = str(adapters / "one"), str(adapters / "other")
     told = {}
     for lora in (one, other, None):
         cold = store(small, tokens, 8, lora=lora)
@@ -147,15 +154,13 @@ def test_a_lora_adapter_hits_only_itself(
 
 
 def test_another_engine_finds_an_adapters_rows_only_while_its_files_are_the_same(
-    small: EngineProcess, daemon: Daemon, start: Starter, tmp_path: Path, prompt: Make
+    small: EngineProcess, daemon: Daemon, start: Starter, adapters: Path, prompt: Make
 ) -> None:
     tokens = prompt(400)
-    kept, changed = tmp_path / "kept", tmp_path / "changed"
-    write_lora(kept, TINY, seed=1)
-    write_lora(changed, TINY, seed=2)
+    kept, changed = adapters / "kept", adapters / "changed"
     before = {lora: store(small, tokens, 8, lora=str(lora)) for lora in (kept, changed)}
     shutil.rmtree(changed)
-    write_lora(changed, TINY, seed=3)
+    write_lora(changed, TINY, seed=4)
     options = {"kvass.chunk_tokens": 64}
     another = start("another", socket=Path(daemon.socket), args=SMALL, options=options)
     warm = another.one(tokens, lora=str(kept))

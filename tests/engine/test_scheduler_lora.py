@@ -6,15 +6,18 @@ and the weights are not, or cannot be known.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from kvass.connectors.vllm import adapters, identity
+from kvass.connectors.vllm import adapt, adapters, identity
 from kvass.testing.fake_client import FakeClient
 from kvass.testing.vllm_scheduler import World, make_configs
 
@@ -28,6 +31,13 @@ def train(folder: Path, weights: bytes) -> Path:
     (folder / "adapter_config.json").write_text('{"r": 8}')
     (folder / "adapter_model.safetensors").write_bytes(weights)
     return folder
+
+
+def again(file: Path) -> None:
+    """Write ``file`` as it is; file systems tell times apart that are some milliseconds apart."""
+    before = file.stat().st_ctime_ns
+    while file.stat().st_ctime_ns == before:
+        file.write_bytes(file.read_bytes())
 
 
 def loaded(client: FakeClient, lora: Path | None, world: World | None = None) -> int:
@@ -49,6 +59,8 @@ def loaded(client: FakeClient, lora: Path | None, world: World | None = None) ->
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a thread may come late."""
     monkeypatch.setattr(adapters, "WAIT_S", 60.0)
+    monkeypatch.setattr(adapters, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(adapters, "PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -67,7 +79,26 @@ def test_equal_weights_at_the_same_path_are_found_by_another_engine(
     (one / "checkpoint-5").mkdir()
     (one / "trainer_state.json").write_text("of no meaning to vLLM")
     assert loaded(client, one) == 1
+    shutil.rmtree(one)
+    train(one, b"1234")
+    assert loaded(client, one) == 1, "its files were fetched anew"
     assert client.rows == rows
+
+
+def test_files_that_did_not_change_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = train(tmp_path / "one", b"1234")
+    first = identity.adapter_weights(str(one))
+    digest = Mock(wraps=hashlib.file_digest)
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    assert identity.adapter_weights(str(one), first) == first
+    assert digest.call_count == 0
+    again(one / "adapter_model.safetensors")
+    second = identity.adapter_weights(str(one), first)
+    assert digest.call_count == 2
+    assert second.content == first.content
+    assert second.state != first.state
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
@@ -87,9 +118,9 @@ def test_a_path_that_leads_elsewhere_now_is_another_adapter(
     client: FakeClient, tmp_path: Path
 ) -> None:
     latest = tmp_path / "latest"
-    for name in ("one", "two"):
+    for name in ("1234", "5678"):
         latest.unlink(missing_ok=True)
-        latest.symlink_to(train(tmp_path / name, b"1234"))
+        latest.symlink_to(train(tmp_path / name, name.encode()))
         assert loaded(client, latest) == 0
     assert len(client.rows) == 6
 
@@ -165,84 +196,272 @@ def test_without_a_look_at_its_files_an_adapter_is_uncached(
         assert loaded(client, tmp_path / "nowhere", world) == 0
     assert not client.rows
     assert sum("nowhere" in r.getMessage() for r in caplog.records) == 1
-    train(tmp_path / "nowhere", b"1234")
-    assert loaded(client, tmp_path / "nowhere", world) == 0
-    assert len(client.rows) == 3
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_an_adapter_that_changed_since_the_engine_began_is_uncached(
+    client: FakeClient, tmp_path: Path, caplog: pytest.LogCaptureFixture, link: bool
+) -> None:
+    """It may have loaded the old files at its start, before the adapter's first request."""
+    one = train(tmp_path / "one", b"1234")
+    if link:
+        (tmp_path / "latest").symlink_to(one)
+    world = World(client)
+    if link:
+        other = train(tmp_path / "other", b"5678")
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").symlink_to(other)
+        one = tmp_path / "latest"
+    else:
+        again(one / "adapter_model.safetensors")
+    for _ in range(2):
+        assert loaded(client, one, world) == 0
+    assert not client.rows
+    assert sum("younger" in r.getMessage() for r in caplog.records) == 1
+    assert loaded(client, one) == 0
+    assert len(client.rows) == 3, "an engine started anew knows what it loads"
 
 
 # ---------------------------------------------------------------- law 9
 
 
-class Stuck:
-    """A file system that answers when it is told to."""
+class Slow:
+    """A file system that answers when it is told to. ``looks``: the paths it was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.free = threading.Event()
-        self.looks = 0
+        self.free = threading.Semaphore(0)
+        self.looks: list[str] = []
+        self.jobs: list[Any] = []
+        ask = adapters.Adapters._ask
+
+        def note(salts: Any, path: str, files: Any) -> None:
+            ask(salts, path, files)
+            self.jobs.append(files.job)
+
+        monkeypatch.setattr(adapters.Adapters, "_ask", note)
         self._real = identity.adapter_weights
         monkeypatch.setattr(identity, "adapter_weights", self._look)
-        monkeypatch.setattr(adapters, "WAIT_S", 0.05)
+        monkeypatch.setattr(adapters, "WAIT_S", 0.005)
 
-    def let_go(self, salts: adapters.Adapters) -> str:
-        """Answer, from now on at once; what was too late, once it has come."""
-        self.free.set()
-        assert salts._late is not None
-        late = salts._late.result(60)
-        salts._wait_s = 60.0
-        salts.new_step()
-        return late
+    def answer(self) -> None:
+        """Answer the look that is on its way, and wait until it has come."""
+        job = next(job for job in self.jobs if not job.done())
+        self.free.release()
+        job.result(60)
 
-    def _look(self, path: str) -> str:
-        self.looks += 1
-        self.free.wait()
-        return self._real(path)
+    def _look(self, path: str, before: Any) -> Any:
+        self.looks.append(Path(path).name)
+        self.free.acquire()
+        return self._real(path, before)
 
 
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
-    found = Stuck(monkeypatch)
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    found = Slow(monkeypatch)
     yield found
-    found.free.set()
+    found.free.release(1000)
+    for job in found.jobs:  # or what comes late disturbs the next test
+        job.result(60)
 
 
-def test_a_file_system_that_hangs_does_not_hang_the_engine(
-    client: FakeClient, tmp_path: Path, stuck: Stuck
-) -> None:
-    world = World(client)
-    one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"1234")
-    waited: list[float] = []
+def waited(world: World) -> list[float]:
+    """How long each step of ``world`` waits for files, from now on."""
     salts: Any = world.connector._planner._adapters
+    waits: list[float] = []
     new_step = salts.new_step
 
     def step() -> None:
-        waited.append(adapters.WAIT_S - salts._left_s)
+        waits.append(adapters.WAIT_S - salts._left_s)
         new_step()
 
     salts.new_step = step
+    return waits
+
+
+def stored(world: World, client: FakeClient, steps: int) -> int:
+    """How many chunks are stored in so many steps."""
+    before = len(client.rows)
+    for _ in range(steps):
+        client.commit(store.reservation for store in world.step().stores)
+    return len(client.rows) - before
+
+
+def test_a_slow_file_system_is_served_late_and_waited_for_once(
+    client: FakeClient, tmp_path: Path, slow: Slow
+) -> None:
+    one, world = train(tmp_path / "one", b"1234"), World(client)
+    waits = waited(world)
+    request = world.add("a", TOKENS, max_tokens=60, lora=one)
+    assert stored(world, client, 5) == 0
+    assert request.num_computed_tokens == 0, "it is asked again"
+    slow.answer()
+    assert stored(world, client, 5) == 0
+    assert request.num_computed_tokens > 100
+    slow.answer()
+    assert stored(world, client, 1) == 3
+    assert len(waits) == 11
+    assert sum(wait > 0 for wait in waits) == 1
+    slow.answer()
+    another = World(client)
+    another.add("b", TOKENS, lora=one)
+    assert not another.step().loads
+    slow.answer()
+    assert len(another.step().loads) == 1
+
+
+def test_a_look_goes_for_what_was_there_when_it_began(
+    client: FakeClient, tmp_path: Path, slow: Slow
+) -> None:
+    one, world = train(tmp_path / "one", b"1234"), World(client)
+    world.add("a", range(40), max_tokens=100, lora=one)
+    world.step()
+    slow.answer()
+    assert stored(world, client, 60) == 0, "three chunks are computed, of one it was asked"
+    slow.answer()
+    assert stored(world, client, 1) == 1
+    slow.answer()
+    assert stored(world, client, 1) == 2
+
+
+def test_a_file_system_that_hangs_makes_requests_wait_no_longer_than_for_one_look(
+    client: FakeClient, tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "PATIENCE_S", 0.0)
+    one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"1234")
+    world = World(client)
+    waits = waited(world)
     for lora in (one, other):
         world.add(lora.name, TOKENS, lora=lora)
     world.run(client)
-    assert len(waited) >= 4
-    assert sum(one > 0 for one in waited) == 1, "who is not there is waited for once, in all"
-    assert stuck.looks == 1
+    assert len(waits) >= 4
+    assert sum(wait > 0 for wait in waits) <= 2
+    assert slow.looks == ["one"]
     assert not client.rows
-    salts.new_step = new_step
-    stuck.let_go(salts)
-    loaded(client, one, world)
-    assert len(client.rows) == 3
+    slow.answer()
+    slow.answer()
+    world.add("c", TOKENS, lora=one, max_tokens=60)
+    assert stored(world, client, 5) == 0
+    slow.answer()
+    assert stored(world, client, 1) == 3
 
 
-def test_an_answer_that_came_late_is_asked_for_again(tmp_path: Path, stuck: Stuck) -> None:
-    """It may be of before a change."""
+def test_each_path_has_its_turn(client: FakeClient, tmp_path: Path, slow: Slow) -> None:
+    folders = [train(tmp_path / name, b"1234") for name in "abc"]
+    world = World(client)
+    for lora in folders:
+        world.add(lora.name, TOKENS, lora=lora, max_tokens=100)
+    world.step()
+    for _ in range(6):
+        slow.answer()
+        stored(world, client, 1)
+    assert slow.looks[:6] == ["a", "b", "c"] * 2
+    assert len(client.rows) == 9
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_path_that_fails_or_is_late_is_left_alone_for_a_while(
+    client: FakeClient, tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    monkeypatch.setattr(adapters, "PAUSE_S", 60.0)
+    monkeypatch.setattr(adapters, "PATIENCE_S", 0.0 if late else 60.0)
+    one, world = tmp_path / "one", World(client)
+    if late:
+        one, world = train(one, b"1234"), World(client)
+    world.add("a", TOKENS, lora=one, max_tokens=60)
+    stored(world, client, 1)
+    slow.answer()
+    slow.free.release(1000)
+    stored(world, client, 40)
+    assert slow.looks == ["one"]
+    assert len(client.rows) == (3 if late else 0), "late is better than never"
+
+
+def test_a_late_look_ends_no_lookup_that_is_waited_for(
+    client: FakeClient, tmp_path: Path, slow: Slow
+) -> None:
     one = train(tmp_path / "one", b"1234")
-    salts = adapters.Adapters()
-    assert salts.salt("one", str(one)) is None
-    old = stuck.let_go(salts)
-    train(one, b"5678")
-    assert salts.salt("one", str(one)) is not None
-    assert stuck.looks == 2
-    assert list(salts._first.values()) != [old]
-    salts.close()
+    slow.free.release(100)
+    loaded(client, one)
+    while slow.free.acquire(blocking=False):
+        pass
+    world = World(client)
+    world.add("a", TOKENS, lora=one)
+    client.pending = 3
+    loads = stored(world, client, 1)
+    slow.answer()
+    for _ in range(5):
+        loads += len(world.step().loads)
+    assert loads == 1
+
+
+def test_a_look_that_fails_in_an_unforeseen_way_is_not_the_last(
+    client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, real = train(tmp_path / "one", b"1234"), identity.adapter_weights
+    look = Mock(side_effect=RuntimeError("a defect"))
+    monkeypatch.setattr(identity, "adapter_weights", look)
+    world = World(client)
+    assert loaded(client, one, world) == 0
+    assert not client.rows
+    look.side_effect = real
+    assert loaded(client, one, world) == 0
+    assert len(client.rows) == 3
+    with pytest.raises(FileNotFoundError):
+        real("~nosuchuser/adapter")
+
+
+def test_an_adapter_that_is_never_served_costs_nothing_in_later_steps(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    tables = Mock(wraps=adapt.step_blocks)
+    monkeypatch.setattr(adapt, "step_blocks", tables)
+    world = World(client)
+    world.add("a", TOKENS, lora=Path("some/adapter"), max_tokens=40)
+    world.step()
+    looks = Mock(wraps=world.connector._planner._adapters.salt)
+    monkeypatch.setattr(world.connector._planner._adapters, "salt", looks)
+    world.run(client)
+    assert not tables.called
+    assert not looks.called
+    assert not client.rows
+
+
+def test_without_a_daemon_no_files_are_looked_at(
+    client: FakeClient, tmp_path: Path, slow: Slow
+) -> None:
+    client.connected = False
+    world = World(client)
+    world.add("a", TOKENS, lora=train(tmp_path / "one", b"1234"))
+    world.run(client)
+    assert not slow.looks
+
+
+# ---------------------------------------------------------------- the keys
+
+
+def test_a_hash_is_salted_once(
+    client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed = Mock(wraps=hashlib.blake2b)
+    monkeypatch.setattr(adapt, "blake2b", mixed)
+    one, world = train(tmp_path / "one", b"1234"), World(client)
+    client.pending = 5
+    world.add("a", TOKENS, lora=one, max_tokens=60)
+    world.run(client)
+    assert len(client.rows) == mixed.call_count == 4
+
+
+def test_hashes_that_vllm_took_back_are_not_kept() -> None:
+    """A session that goes on may do that."""
+    old, new = [b"%04d" % i for i in range(10)], [b"%04d" % (i + 100) for i in range(10)]
+    salted = adapt.Salted()
+    salted.first(old, b"salt")
+    for plain, salt in ((old[:5] + new[:3], b"salt"), (old[:2], b"salt"), (old, b"pepper")):
+        assert salted.first(plain, salt) == adapt.Salted().first(plain, salt)
+    assert salted.first(old[:3], b"salt") == adapt.Salted().first(old, b"salt")[:12]
 
 
 # ---------------------------------------------------------------- by name
@@ -258,14 +477,14 @@ def test_an_adapter_by_its_name_on_the_hub_is_known_by_the_commit_that_is_there(
     there = tmp_path / "models--some--adapter"
     (there / "refs").mkdir(parents=True)
     (there / "snapshots").mkdir()
-    with pytest.raises(FileNotFoundError, match="fetch it"):
+    with pytest.raises(FileNotFoundError, match="fetched"):
         identity.adapter_weights("some/adapter")
     found = set()
     for commit in ("1" * 40, "2" * 40, "1" * 40):
         train(there / "snapshots" / commit, b"1234")
         (there / "refs" / "main").write_text(commit)
-        found.add(identity.adapter_weights("some/adapter"))
+        found.add(identity.adapter_weights("some/adapter").content)
     assert len(found) == 2
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE"):
+    with pytest.raises(identity.Indescribable, match="HF_HUB_OFFLINE"):
         identity.adapter_weights("some/adapter")

@@ -12,6 +12,7 @@ Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/ha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -57,18 +58,38 @@ def adapter(request: Any) -> tuple[str, str] | None:
     return None if lora is None else (lora.lora_name, lora.lora_path)
 
 
-def chunk_hashes(request: Any, chunks: int, setup: Setup, salt: bytes = b"") -> tuple[bytes, int]:
+@dataclass
+class Salted:
+    """Hashes of a request's chunks with ``salt`` mixed in, as far as they were needed, and vLLM's
+    that they are of. One of vLLM's stands for all before it too."""
+
+    salt: bytes = b""
+    plain: list[bytes] = field(default_factory=list)
+    hashes: bytearray = field(default_factory=bytearray)
+
+    def first(self, plain: Sequence[bytes], salt: bytes) -> bytes:
+        """``plain``, salted."""
+        kept, width = min(len(self.plain), len(plain)), len(plain[0])
+        if self.salt != salt or (kept and self.plain[kept - 1] != plain[kept - 1]):
+            self.salt, self.plain, self.hashes = salt, [], bytearray()
+        for one in plain[len(self.plain) :]:
+            self.plain.append(one)
+            self.hashes += blake2b(one, digest_size=width, key=salt).digest()
+        return bytes(self.hashes[: len(plain) * width])
+
+
+def chunk_hashes(
+    request: Any, chunks: int, setup: Setup, salt: bytes, salted: Salted
+) -> tuple[bytes, int]:
     """The hashes of the first ``chunks`` chunks of ``request``, back to back, and their width.
 
-    ``salt``, if any, is mixed in: what vLLM's hash does not know.
+    ``salt``, if any, is mixed in: what vLLM's hash does not know. ``salted`` keeps what that gave.
     """
     if chunks == 0:
         return b"", 0
     step = setup.chunk_tokens // setup.hash_tokens
     hashes = request.block_hashes[step - 1 : chunks * step : step]
-    if salt:
-        hashes = [blake2b(h, digest_size=len(h), key=salt).digest() for h in hashes]
-    return b"".join(hashes), len(hashes[0])
+    return salted.first(hashes, salt) if salt else b"".join(hashes), len(hashes[0])
 
 
 def hashed_chunks(request: Any, setup: Setup) -> int:

@@ -2,8 +2,8 @@
 
 Law of this file: the same model and settings give the same string in every process; what differs
 between processes (addresses, set order, ``hash()``) cannot get in, and what cannot be described is
-refused, not left out. Weights are known by where they lie and by the names, sizes and modification
-times of their files: reading them would take minutes.
+refused, not left out. A model's weights are known by where they lie and by the names, sizes and
+modification times of their files: reading them would take minutes. A LoRA adapter's are read.
 """
 
 from __future__ import annotations
@@ -68,26 +68,64 @@ def local_weights(path: Path) -> str:
     return digest(parts)
 
 
-def adapter_weights(path: str) -> str:
-    """Identity of a LoRA adapter by the path that vLLM was given: a local folder by the files that
-    vLLM reads of it (as ``local_weights``), anything else by name and commit.
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A LoRA adapter's files. ``content``: what any engine knows them by; ``state`` changes
+    whenever one of them does, ``newest_ns`` is when that was last."""
 
-    vLLM fetches the newest commit whenever it loads an adapter, amid a step: which one that is can
-    be told beforehand only if it fetches nothing. Raises OSError if the adapter cannot be known or
-    read, ValueError for what is no name.
+    content: str
+    state: str
+    newest_ns: int
+
+
+def adapter_weights(path: str, before: Weights | None = None) -> Weights:
+    """The LoRA adapter at the path that vLLM was given: a local folder by the contents of the files
+    that vLLM reads of it, anything else by name and commit.
+
+    What is in the state ``before`` is not read again. vLLM fetches the newest commit whenever it
+    loads an adapter, amid a step: which one that is can be told beforehand only if it fetches
+    nothing. Raises :class:`Indescribable` if it may, OSError if there is nothing to be read.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # as vLLM: what it cannot expand, it leaves
     if not (path.startswith(("/", "~")) or folder.exists()):
-        found = huggingface_hub.try_to_load_from_cache(path, ADAPTER_CONFIG)
-        if not constants.HF_HUB_OFFLINE or not isinstance(found, str):
-            raise FileNotFoundError("no local folder; give one, or fetch it and set HF_HUB_OFFLINE")
-        return digest(["hub", path, Path(found).parent.name])
-    parts = ["local", os.path.realpath(folder)]
-    for file in sorted(folder.glob("adapter_*")):
-        state = file.stat()
-        parts += [file.name, str(state.st_size), str(state.st_mtime_ns)]
-    parts.append(hashlib.sha256((folder / ADAPTER_CONFIG).read_bytes()).hexdigest())
-    return digest(parts)
+        return _hub_adapter(path)
+    now = _adapter_state(folder)
+    if before is not None and now == (before.state, before.newest_ns):
+        return before
+    parts = []
+    for file in _adapter_files(folder):
+        with file.open("rb") as opened:
+            parts += [file.name, hashlib.file_digest(opened, "sha256").hexdigest()]
+    if _adapter_state(folder) != now:
+        raise OSError("its files are being changed")
+    return Weights(digest(["local", *parts]), *now)
+
+
+def _adapter_files(folder: Path) -> list[Path]:
+    return [folder / ADAPTER_CONFIG, *sorted(folder.glob("adapter_model.*"))]
+
+
+def _adapter_state(folder: Path) -> tuple[str, int]:
+    """What changes with the files, or with links on the way to them, and when that was last."""
+    files = _adapter_files(folder)
+    states = [file.stat() for file in files]
+    states += [p.lstat() for p in (folder, *folder.parents, *files) if p.is_symlink()]
+    parts = [os.path.realpath(folder), *(file.name for file in files)]
+    for state in states:
+        parts += [str(state.st_size), str(state.st_mtime_ns), str(state.st_ctime_ns)]
+    return digest(parts), max(state.st_ctime_ns for state in states)
+
+
+def _hub_adapter(name: str) -> Weights:
+    if not constants.HF_HUB_OFFLINE:
+        raise Indescribable("no local folder; give one, or fetch it and set HF_HUB_OFFLINE")
+    found = huggingface_hub.try_to_load_from_cache(name, ADAPTER_CONFIG)
+    if not isinstance(found, str):
+        raise FileNotFoundError("no local folder, nor was it fetched")
+    snapshot = Path(found).parent
+    chosen = snapshot.parent.parent / "refs" / "main"
+    commit = digest(["hub", name, snapshot.name])
+    return Weights(commit, commit, chosen.stat().st_ctime_ns)
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.connectors.vllm import adapt
-from kvass.connectors.vllm.adapt import Pool
-from kvass.connectors.vllm.adapters import Adapters
+from kvass.connectors.vllm.adapt import Pool, Salted
+from kvass.connectors.vllm.adapters import Adapters, No
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
 from kvass.connectors.vllm.pace import Pace
@@ -49,12 +49,19 @@ CLEAR_TIMEOUT_S: Final = 0.2
 @dataclass
 class Tracked:
     """What we know of one live request. ``offered`` chunks are decided; ``local`` tokens were the
-    engine's own when it last asked for a match; ``attempted``: its one load was begun."""
+    engine's own when it last asked for a match; ``attempted``: its one load was begun.
+
+    Of one that an adapter computes: ``asked`` is the step in which its match was first asked for,
+    ``due`` the step since which so many chunks await word of the adapter; ``salted`` its hashes.
+    """
 
     request: Any
     offered: int = 0
     local: int = 0
     attempted: bool = False
+    asked: int | None = None
+    due: tuple[int, int] | None = None
+    salted: Salted = field(default_factory=Salted)
 
 
 @dataclass
@@ -118,6 +125,9 @@ class SchedulerSide:
             return 0
         if not adapt.reads_cache(request):
             return 0
+        if not self._client.connected:
+            self._client.settle(request.request_id)
+            return 0
         chunks, spare = adapt.hashed_chunks(request, self._setup), self._setup.spare
         if not spare and not self._setup.hits_whole_prompts:
             chunks = min(chunks, (adapt.known_tokens(request) - 1) // self._setup.chunk_tokens)
@@ -125,10 +135,13 @@ class SchedulerSide:
         if chunks - spare <= first:
             self._client.settle(request.request_id)
             return 0
-        if (salt := self._salt(request)) is None:
+        salt = self._salt_to_read(tracked)
+        if salt is No.YET:
+            return None
+        if isinstance(salt, No):
             self._client.settle(request.request_id)
             return 0
-        hashes, width = adapt.chunk_hashes(request, chunks, self._setup, salt)
+        hashes, width = adapt.chunk_hashes(request, chunks, self._setup, salt, tracked.salted)
         speed = self._pace.tokens_s
         found = self._client.match(request.request_id, hashes, width, first, speed)
         if isinstance(found, Pending):
@@ -136,16 +149,39 @@ class SchedulerSide:
         tracked.local = local
         return 0 if found is None else found.chunks * self._setup.chunk_tokens - local
 
-    def _salt(self, request: Any) -> bytes | None:
-        """What a request's keys need beyond vLLM's hashes; None: its adapter cannot be served."""
-        adapter = adapt.adapter(request)
-        return b"" if adapter is None else self._adapters.salt(*adapter)
+    def _salt_to_read(self, tracked: Tracked) -> bytes | No:
+        """What the keys of a match need beyond vLLM's hashes. A look at an adapter's files goes for
+        all asks of one match, however long that takes."""
+        if (adapter := adapt.adapter(tracked.request)) is None:
+            return b""
+        if tracked.asked is None:
+            tracked.asked = self._adapters.step
+        return self._adapters.salt(*adapter, tracked.asked)
+
+    def _salt_to_store(self, tracked: Tracked, ready: int) -> tuple[bytes | None, int]:
+        """What the keys of an offer need beyond vLLM's hashes, and of how many chunks: those that
+        were ready when it was asked for. None: nothing can be offered now."""
+        if (adapter := adapt.adapter(tracked.request)) is None:
+            return b"", ready
+        now = self._adapters.step, ready
+        if tracked.due is None or not tracked.offered < tracked.due[1] <= ready:
+            tracked.due = now
+        since, due = tracked.due
+        salt = self._adapters.salt(*adapter, since)
+        if isinstance(salt, bytes):
+            tracked.due = now
+            return salt, due
+        if salt is No.EVER:
+            tracked.offered = NEVER
+        return None, 0
 
     def allocated(self, request_id: str, blocks: Any, external: int) -> None:
         """The engine gave a request its blocks: begin the load, or give the match back.
 
         The second call for a request that loaded finds nothing left to give back.
         """
+        if (begun := self._tracked.get(request_id)) is not None:
+            begun.asked = begun.due = None  # it may have been preempted: its adapter is loaded anew
         if external == 0:
             self._client.settle(request_id)
             return
@@ -242,7 +278,10 @@ class SchedulerSide:
             left = adapt.boundary_states(output, tracked.request, self._setup, self._pool)
             if ready <= tracked.offered and not left:
                 continue
-            more, width_of = self._offers_of(output, tracked, ready, left)
+            salt, ready = self._salt_to_store(tracked, ready)
+            if salt is None:
+                continue
+            more, width_of = self._offers_of(output, tracked, ready, left, salt)
             keys = sum(len(offer.item.digests) for offer in more) // max(1, width_of)
             if more and keys <= budget:
                 budget -= keys
@@ -251,7 +290,12 @@ class SchedulerSide:
         return offers, width
 
     def _offers_of(
-        self, output: Any, tracked: Tracked, ready: int, left: Iterable[tuple[int, int, int]]
+        self,
+        output: Any,
+        tracked: Tracked,
+        ready: int,
+        left: Iterable[tuple[int, int, int]],
+        salt: bytes,
     ) -> tuple[list[Offer], int]:
         """What this step completes of one request: an item for each run of chunks of which the
         same groups can be stored, and one for each state that it left at a chunk's end."""
@@ -261,9 +305,9 @@ class SchedulerSide:
         ready = min(ready, self._spans.covered(table))
         states = {(group, chunk): block for group, block, chunk in left if chunk < ready}
         since = tracked.offered
-        if (salt := self._salt(tracked.request)) is None:
-            return [], 0
-        hashes, width = adapt.chunk_hashes(tracked.request, max(ready, 0), self._setup, salt)
+        hashes, width = adapt.chunk_hashes(
+            tracked.request, max(ready, 0), self._setup, salt, tracked.salted
+        )
         return [
             Offer(
                 tracked,
@@ -344,7 +388,7 @@ class SchedulerSide:
         for request_id in failed:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.offered != NEVER:
-                tracked.offered = 0
+                tracked.offered, tracked.due = 0, None
 
     # ------------------------------------------------------------ the engine's questions
 
