@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import KvassConnector, adapt, engine
 from kvass.connectors.vllm.memory import read_memory
 from kvass.errors import ConfigError, UsageError
@@ -154,6 +155,12 @@ def pooled(kind: str) -> Any:
     return change
 
 
+def pooled_by_step(config: Any, caches: Any) -> None:
+    """As vLLM leaves it: the type that is not used has the model's default."""
+    pooled("STEP")(config, caches)
+    config.model_config.pooler_config.seq_pooling_type = "LAST"
+
+
 def prefill_split(config: Any, caches: Any) -> None:
     config.parallel_config.prefill_context_parallel_size = 2
 
@@ -181,6 +188,7 @@ def unreadable(config: Any, caches: Any) -> None:
         (pooled("MEAN"), "pooled by MEAN"),
         (pooled("CLS"), "pooled by CLS"),
         (pooled("STEP"), "pooled by STEP"),
+        (pooled_by_step, "pooled by STEP"),
         (prefill_split, "prefill context parallelism"),
         (too_many_ranks, "129 ranks"),
         (two_machines, "several machines"),
@@ -200,6 +208,27 @@ def test_what_is_not_supported_is_inert_and_says_so_once(
     assert len(errors) == 1
     assert says in errors[0]
     assert all(r.levelno == logging.ERROR for r in caplog.records if "uncached" in r.getMessage())
+    workers = [r.getMessage() for r in caplog.records if "off in this worker" in r.getMessage()]
+    assert len(workers) == 1
+    assert says in workers[0]
+
+
+def test_one_worker_of_several_says_that_it_is_inert(caplog: pytest.LogCaptureFixture) -> None:
+    """Its scheduler, which sees the first layer of each group only, may not know."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    for rank in range(2):
+        config, caches = make_configs(strategy=ParallelStrategy(tp=2, rank=rank))
+        KvassConnector(config, adapt.KVConnectorRole.SCHEDULER, caches).shutdown()
+        (group,) = caches.kv_cache_groups
+        spec = group.kv_cache_spec
+        each = dict.fromkeys(group.layer_names, spec)
+        each[group.layer_names[-1]] = replace(spec, non_causal=True)
+        group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=each)
+        assert KvassConnector(config, adapt.KVConnectorRole.WORKER, caches)._copier is None
+    off = [r.getMessage() for r in caplog.records if "kvass is off" in r.getMessage()]
+    assert len(off) == 1
+    assert "not causal" in off[0]
 
 
 @pytest.mark.parametrize("kind", ["LAST", "ALL"])

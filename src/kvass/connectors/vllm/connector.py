@@ -37,6 +37,9 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         if isinstance(setup, engine.Inert):
             if plans:
                 log.error("kvass is off, the engine runs uncached: %s", setup.reason)
+            elif self._boundary.run(0, engine.worker_rank, vllm_config) == 0:
+                # The scheduler may not know: of layers of several kinds it sees the first.
+                log.warning("kvass is off in this worker: %s", setup.reason)
         elif plans:
             engine.recompute_failed_loads(vllm_config)
             readers = setup.strategy.readers

@@ -249,8 +249,11 @@ def _never_cached(model: Any, kv_cache_config: Any) -> str:
 
 
 def _pooling_of(model: Any) -> str:
-    """How a pooling model makes one vector of a prompt's, or of its tokens."""
+    """How a pooling model makes one vector of a prompt's, or of its tokens. vLLM fills in a default
+    for the one that is not used; of those for tokens STEP alone is a reason."""
     pooler = model.pooler_config
+    if pooler.tok_pooling_type == "STEP":
+        return "STEP"
     return str(pooler.seq_pooling_type or pooler.tok_pooling_type)
 
 
