@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
 import weakref
 from collections.abc import Callable, Iterator
 from mmap import mmap
@@ -27,6 +28,7 @@ from kvass.layout.describe import GroupPlanes, Plane
 from kvass.testing import engine_gpu
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.engine_gpu import NOISE, Break, EngineMover
+from kvass.testing.vllm_engine import EngineProcess
 from kvass.testing.vllm_rank import Engine, until
 from kvass.transfer.base import Outcome
 from kvass.types import PAGE, Slots
@@ -167,6 +169,21 @@ def watch_pieces(fake: Any) -> list[object]:
 
     fake._move = watching
     return moved
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "one", "then"),
+    [(None, False, False), (None, True, True), (True, False, True), (False, True, False)],
+)
+def test_pages_decides_where_every_real_engine_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, everywhere: bool | None, one: bool, then: bool
+) -> None:
+    """``pytest tests/engine --pages=gpu``, or ``host``."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr(EngineProcess, "all_on_gpu", everywhere)
+    EngineProcess(tmp_path, tmp_path / "log", gpu=one)
+    assert ("kvass.testing.vllm_gpu" in started[0][-1]) is then
 
 
 def test_other_calls_on_the_engines_thread_end_the_engine(engine: Callable[[], Engine]) -> None:
