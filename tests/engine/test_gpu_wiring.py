@@ -104,15 +104,8 @@ def test_mixed_devices_are_one_line_before_any_is_opened(
     opened: list[int] = []
     monkeypatch.setattr(worker, "open_gpu", opened.append)
     monkeypatch.setattr(worker, "read_memory", lambda *_: found)
-    setup: Any = SimpleNamespace(
-        strategy=ParallelStrategy(),
-        register=lambda *_: None,
-        chunk_tokens=0,
-        groups=(),
-        single_copies=False,
-    )
     boundary = Boundary()
-    side = worker.WorkerSide(setup, 0, boundary)
+    side = worker.WorkerSide(setup_of_a_worker(), 0, boundary)
     boundary.run(None, side.attach, None, {})
     (line,) = caplog.records
     assert line.exc_info is None
@@ -123,6 +116,17 @@ def test_mixed_devices_are_one_line_before_any_is_opened(
     assert not boundary.counters
     assert side._client is None
     assert opened == []
+
+
+def setup_of_a_worker(single_copies: bool = False) -> Any:
+    """What a worker must know before it has found its pages."""
+    return SimpleNamespace(
+        strategy=ParallelStrategy(),
+        register=lambda *_: None,
+        chunk_tokens=0,
+        groups=(),
+        single_copies=single_copies,
+    )
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -138,13 +142,7 @@ def test_a_rank_opens_its_gpu_in_the_mode_that_was_asked_for(
 
     monkeypatch.setattr(worker, "open_gpu", open_gpu)
     monkeypatch.setattr(worker, "read_memory", lambda *_: found)
-    setup: Any = SimpleNamespace(
-        strategy=ParallelStrategy(),
-        register=lambda *_: None,
-        chunk_tokens=0,
-        groups=(),
-        single_copies=single,
-    )
+    setup = setup_of_a_worker(single_copies=single)
     worker.WorkerSide(setup, 0, Boundary()).attach(None, {})
     assert opened == [(2, single)]
 
