@@ -32,8 +32,8 @@ def setup(**changes: Any) -> engine.Setup:
     [
         (
             {"kvass.chunk": 256},
-            "use one of kvass.chunk_tokens, kvass.gpu, kvass.gpu_copies, kvass.kv_layout, "
-            "kvass.socket, kvass.tag",
+            "use one of kvass.chunk_tokens, kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, "
+            "kvass.kv_layout, kvass.socket, kvass.tag",
         ),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
         ({"kvass.chunk_tokens": "256"}, "Expected `int`, got `str`"),
@@ -51,6 +51,7 @@ def setup(**changes: Any) -> engine.Setup:
         ({"kvass.gpu_copies": "one"}, "kvass.gpu_copies is 'one': give one of batch, single, or"),
         ({"kvass.gpu_copies": ""}, "give one of batch, single"),
         ({"kvass.gpu_copies": True}, "Expected `str`, got `bool`"),
+        ({"kvass.global_media_ids": "yes"}, "Expected `bool`, got `str`"),
     ],
 )
 def test_a_wrong_option_stops_the_start(options: dict[str, object], says: str) -> None:
@@ -174,8 +175,12 @@ def two_machines(config: Any, caches: Any) -> None:
     config.parallel_config.nnodes = 2
 
 
+def experts_returned(config: Any, caches: Any) -> None:
+    config.aux_output_config.enable_return_routed_experts = True
+
+
 def unreadable(config: Any, caches: Any) -> None:
-    config.attention_config = None
+    config.cache_config = None
 
 
 @pytest.mark.parametrize(
@@ -192,6 +197,7 @@ def unreadable(config: Any, caches: Any) -> None:
         (prefill_split, "prefill context parallelism"),
         (too_many_ranks, "129 ranks"),
         (two_machines, "several machines"),
+        (experts_returned, "--enable-return-routed-experts is not supported"),
         (unreadable, "reading the engine's configuration failed"),
     ],
 )

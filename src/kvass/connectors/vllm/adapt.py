@@ -1,9 +1,10 @@
 """vLLM's base classes, and what its requests, steps and block pool mean to us.
 
-Law of this file, ``engine.py`` (configuration), ``namespace.py`` (what of it is in a namespace),
-``device.py``, ``groups.py`` (cache groups) and ``memory.py`` (pages): no other file of the
-connector knows more of vLLM than the hooks of the connector base class and a request's id. Another
-version means changing these six and ``engine.TESTED``.
+Law of this file, ``engine.py`` (configuration), ``namespace.py`` (what of it is in a namespace,
+with ``fields.py``, ``settings.py``, ``variables.py`` and ``environment.py``), ``device.py``,
+``groups.py`` (cache groups) and ``memory.py`` (pages): no other file of the connector knows more of
+vLLM than the hooks of the connector base class and a request's id. Another version means changing
+these ten and ``engine.TESTED``.
 
 Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash.
@@ -11,10 +12,11 @@ Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/ha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -50,6 +52,9 @@ __all__ = [
 
 
 # ---------------------------------------------------------------- requests and steps
+
+CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
+"""vLLM's hash of an item's content: BLAKE3 or SHA-256, or SHA-512, in hex."""
 
 
 def adapter(request: Any) -> tuple[str, str] | None:
@@ -92,8 +97,27 @@ def chunk_hashes(
     return salted.first(hashes, salt) if salt else b"".join(hashes), len(hashes[0])
 
 
+def chooses_media_ids(request: Any) -> bool:
+    """Whether the hashes of ``request`` rest on an id of an image, a video or a sound that is not
+    a hash of its content: a client gave it (``multi_modal_uuids``), or vLLM numbered the item, as
+    it does without any cache of its own. The id may name another content for another engine.
+
+    An id is known by its form. vLLM may put the name of a LoRA adapter before a hash. It hashes a
+    client's id if the request has arguments for the processor: that one cannot be told.
+    """
+    for feature in request.mm_features:
+        content = getattr(feature, "mm_hash", None) or feature.identifier
+        named = feature.identifier.removesuffix(content)
+        if not CONTENT_HASH.fullmatch(content) or (named and not named.endswith(":")):
+            return True
+    return False
+
+
 def hashed_chunks(request: Any, setup: Setup) -> int:
-    """Chunks of ``request`` whose tokens are all known and hashed."""
+    """Chunks of ``request`` whose tokens are all known and hashed, by hashes that other engines may
+    know them by."""
+    if not setup.global_media_ids and chooses_media_ids(request):
+        return 0
     return len(request.block_hashes) * setup.hash_tokens // setup.chunk_tokens
 
 

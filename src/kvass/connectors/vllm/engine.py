@@ -72,6 +72,8 @@ class Setup:
     """Chunks that must be known to follow a hit (``messages.Lookup``)."""
     adapters: str = ""
     """Settings that change what a LoRA adapter computes (``adapters.py``)."""
+    global_media_ids: bool = False
+    """Whether clients' ids of images and the like name the same content for all engines."""
 
     @property
     def hits_whole_prompts(self) -> bool:
@@ -112,7 +114,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
     try:
         groups = read_groups(kv_cache_config, blocks)
         page_formats(kv_cache_config)  # raises here what a rank would find too late
-        fields = namespace.describe(vllm_config, kv_cache_config, version)
+        fields = namespace.describe(vllm_config, kv_cache_config, vllm.__version__)
         adapters = namespace.adapter_settings(vllm_config.lora_config)
     except (Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
@@ -121,7 +123,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
     return Setup(
         socket=options.socket or default_socket(),
         instance=transfer.engine_id,
-        identity=fields,
+        identity={name: identity.short(text) for name, text in fields.items()},
         strategy=_strategy(vllm_config.parallel_config, kv_cache_config),
         chunk_tokens=chunk_tokens,
         hash_tokens=hash_tokens,
@@ -131,6 +133,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         stores=transfer.is_kv_producer,
         spare=_spare_chunks(vllm_config, kv_cache_config, chunk_tokens),
         adapters=adapters,
+        global_media_ids=options.global_media_ids,
     )
 
 
@@ -220,6 +223,8 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> str:
         return f"device {kind!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"
     if kind not in DEVICES | ON_REQUEST:
         return f"device {kind!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
+    if _returns_experts(vllm_config):
+        return "--enable-return-routed-experts is not supported: of a hit vLLM has none, and raises"
     if not kv_cache_config.kv_cache_groups:
         return "a model without KV cache has nothing to share"
     stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -229,6 +234,14 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> str:
         # by that time they may have been stored.
         return "a model with states, pipeline stages and speculative decoding is not supported"
     return _never_cached(vllm_config.model_config, kv_cache_config)
+
+
+def _returns_experts(vllm_config: Any) -> bool:
+    """Whether vLLM returns which experts computed each token. Of the tokens of a hit its worker
+    looks for them in its own store, and raises ``BlockObjectStoreError``: they were never there.
+    Before 0.32 this was a setting of the model."""
+    parts = [getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config")]
+    return any(getattr(part, "enable_return_routed_experts", False) for part in parts)
 
 
 def _never_cached(model: Any, kv_cache_config: Any) -> str:

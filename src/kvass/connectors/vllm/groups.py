@@ -84,15 +84,15 @@ def _window(number: int, spec: Any) -> int:
 
 def has_states(kv_cache_config: Any) -> bool:
     """Whether some layer keeps a state rather than pages of tokens."""
-    return any(KINDS.get(type(spec).__name__) == "state" for spec in _all_specs(kv_cache_config))
+    return any(KINDS.get(type(spec).__name__) == "state" for spec in all_specs(kv_cache_config))
 
 
 def any_non_causal(kv_cache_config: Any) -> bool:
     """Whether some layer attends to tokens after the one that it computes (a "prefix LM")."""
-    return any(getattr(spec, "non_causal", False) for spec in _all_specs(kv_cache_config))
+    return any(getattr(spec, "non_causal", False) for spec in all_specs(kv_cache_config))
 
 
-def _all_specs(kv_cache_config: Any) -> list[Any]:
+def all_specs(kv_cache_config: Any) -> list[Any]:
     """Of every group those of its layers; its own if a pipeline stage has none of them."""
     return [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)]
 

@@ -28,6 +28,10 @@ from kvass.errors import UsageError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 
+MAX_TEXT: Final = 256
+PREFIX: Final = 128
+"""Characters of a field of an identity, and those that are kept of a longer one."""
+
 
 class Indescribable(UsageError):
     """A setting that has no name by which another process could know it."""
@@ -50,6 +54,13 @@ def digest(parts: Iterable[str]) -> str:
         raw = part.encode()
         state.update(len(raw).to_bytes(8, "little") + raw)
     return state.hexdigest()
+
+
+def short(text: str) -> str:
+    """A field of an identity: a long text by its beginning, for people, and its digest."""
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[:PREFIX]}... sha256:{digest([text])}"
 
 
 def local_weights(path: Path) -> str:

@@ -8,72 +8,73 @@ is in the layout that it reports. A file of vLLM's version (see ``adapt.py``).
 from __future__ import annotations
 
 import os
+import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from kvass.connectors.vllm import device, identity
+from kvass.connectors.vllm import device, environment, identity, settings
+from kvass.connectors.vllm.groups import all_specs
 
-CODE: Final = "hf_config_path config_format model_class_overrides model_impl code_revision"
-"""Settings of the model that choose the code which computes it."""
-ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
-LORA: Final = (
-    "lora_dtype target_modules enable_tower_connector_lora "
-    "enable_mixed_moe_lora_format enable_moe_shared_loras"
-)
+WHEEL: Final = re.compile(r"(^|\.)(cpu|cu\d+|rocm[\d.]*|xpu|tpu|empty)(?=\.|$)")
+"""What vLLM's own builds add to its version: the kind of device, which is a field of its own."""
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
-    """The tagged fields, but for those of parallelism and of the options.
+    """The tagged fields, but for those of parallelism and of the options. Empty ones are left out.
 
-    Raises ``identity.Indescribable``.
+    ``version`` is vLLM's, whole. Raises ``identity.Indescribable``.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    load, attention = vllm_config.load_config, vllm_config.attention_config
-    kinds = [attention.backend, attention.backend_per_kind]
-    kinds += [attention.use_non_causal, attention.indexer_kv_dtype]
-    return {
-        "engine": f"vllm {version}",
+    fields = {
+        "engine": f"vllm {code_version(version)}",
+        "plugins": environment.plugins(),
+        "environment": environment.variables(),
         "model": _model_name(model.model),
         "weights": _weights(model),
-        "config": identity.canonical(_without_origin(model.hf_config.to_dict()), "hf_config"),
-        "code": identity.canonical(
-            {name: getattr(model, name) for name in CODE.split()}, "model_config"
-        ),
-        "overrides": identity.canonical(model.hf_overrides, "hf_overrides"),
-        "loader": identity.canonical(
-            [load.load_format, load.model_loader_extra_config]
-            + ([model.seed] if str(load.load_format) == "dummy" else []),
-            "load_config",
-        ),
-        "dtype": str(model.dtype),
-        "quantization": identity.canonical(
-            [model.quantization, model.quantization_config], "quant"
-        ),
+        "seed": str(model.seed) if str(vllm_config.load_config.load_format) == "dummy" else "",
         "positions": _positions(model),
-        "kv_dtype": identity.canonical([cache.cache_dtype, cache.kv_cache_dtype_skip_layers]),
-        "states": _states(vllm_config),
+        "processors": _transformers(model),
+        "kv_dtype": _kv_dtype(cache, kv_cache_config),
+        "states": _states(),
         "kv_layout": str(kv_cache_config.kv_cache_layout),
         "hash": _hash_identity(cache.prefix_caching_hash_algo),
         "device": device.describe(),
-        "attention": identity.canonical(kinds, "attention_config"),
         "speculative": _speculative(vllm_config.speculative_config),
     }
+    for name, taken in settings.taken_of(vllm_config, "vllm_config").items():
+        fields[name] = identity.canonical(taken, name)
+    return {name: text for name, text in fields.items() if text}
 
 
-def _states(vllm_config: Any) -> str:
-    """What of the settings chooses how a state is kept (its shape is in the rank's layout)."""
+def code_version(version: str) -> str:
+    """vLLM's version. What somebody else's build adds to it stays, for its code may differ."""
+    release, _, local = version.partition("+")
+    local = WHEEL.sub("", local).strip(".")
+    return f"{release}+{local}" if local else release
+
+
+def _transformers(model: Any) -> str:
+    """The version of ``transformers``, which makes pixels of images, and in vLLM's backend of that
+    name computes the model. No release of vLLM names one version of it only."""
+    if model.multimodal_config is None and "Transformers" not in str(model.architecture):
+        return ""
+    return f"transformers {metadata.version('transformers')}"
+
+
+def _kv_dtype(cache: Any, kv_cache_config: Any) -> str:
+    """With some backends of MLA a worker writes ``fp8_ds_mla`` into its own settings when it loads
+    the model. The cache specs, which the scheduler is given, say so too."""
+    told = [getattr(spec, "cache_dtype_str", None) for spec in all_specs(kv_cache_config)]
+    dtype = "fp8_ds_mla" if "fp8_ds_mla" in told else cache.cache_dtype
+    return identity.canonical([dtype, cache.kv_cache_dtype_skip_layers], "cache_dtype")
+
+
+def _states() -> str:
+    """How a convolution's state lies in memory (its shape is in the rank's layout)."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
-    cache, mamba = vllm_config.cache_config, vllm_config.mamba_config
-    types = [cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype]
-    return identity.canonical([*types, get_conv_state_layout(), mamba.backend], "mamba_config")
-
-
-def _without_origin(config: Any) -> Any:
-    """A Hugging Face configuration but for where it and its parts lay."""
-    if not isinstance(config, dict):
-        return config
-    return {name: _without_origin(of) for name, of in config.items() if name not in ORIGIN}
+    return str(get_conv_state_layout())
 
 
 def _model_name(name: str) -> str:
@@ -91,11 +92,17 @@ def _weights(model: Any) -> str:
 
 
 def _positions(model: Any) -> str:
-    """With LongRoPE (formerly "su"), the engine's maximum length chooses the rotary factors."""
+    """Where the engine's maximum length reaches arithmetic: with LongRoPE (formerly "su") it
+    chooses the rotary factors; Llama 4 scales its queries if it is large, unless told otherwise."""
     config = model.hf_text_config
     rope = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     text = identity.canonical(rope)
-    return str(model.max_model_len) if "longrope" in text or '"su"' in text else ""
+    length = str(model.max_model_len) if "longrope" in text or '"su"' in text else ""
+    if "llama4" not in str(getattr(config, "model_type", "")):
+        return length
+    told = model.override_generation_config.get("attn_temperature_tuning")
+    scales = [model.max_model_len > 32768, model.generation_config, told]
+    return identity.canonical([length, *scales], "generation_config")
 
 
 def _hash_identity(algorithm: str) -> str:
@@ -117,4 +124,4 @@ def _speculative(config: Any) -> str:
 
 def adapter_settings(lora: Any) -> str:
     """Settings that change what LoRA adapters compute, of an engine that has some."""
-    return "" if lora is None else identity.canonical([getattr(lora, n) for n in LORA.split()])
+    return "" if lora is None else settings.describe(lora, "lora_config")

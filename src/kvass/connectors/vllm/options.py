@@ -28,6 +28,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     kv_layout: str = ""
     gpu: bool = False
     gpu_copies: str = "batch"
+    global_media_ids: bool = False
 
 
 def read_options(extra: Mapping[str, object]) -> Options:
