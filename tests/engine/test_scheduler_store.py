@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm.scheduler import HUNG_S
+from kvass.connectors.vllm.stores import HUNG_S
 from kvass.testing.fake_client import FakeClient, split
 from kvass.testing.vllm_scheduler import BLOCK, CHUNK, World
 
@@ -366,7 +366,7 @@ def test_a_defect_while_planning_stores_costs_the_store_alone(
 ) -> None:
     client = FakeClient()
     world = World(client)
-    monkeypatch.setattr(client, "reserve", lambda items, width: 1 / 0)
+    monkeypatch.setattr(client, "begin_reserve", lambda items, width: 1 / 0)
     world.tolerant = True
     request = world.add("a", range(64), max_tokens=4)
     world.run()

@@ -1,4 +1,5 @@
 """What an engine's scheduler gets for a request: a match, or word that it is too early to tell.
+And its reserve while that is unanswered.
 
 Law of this file: values, and what is known of one request; nothing here sends or waits.
 """
@@ -35,6 +36,16 @@ class Pending:
 
 
 PENDING: Final = Pending()
+
+
+class Reserving(msgspec.Struct):
+    """A reserve of ``items`` items, sent as ``seq`` at ``asked_s`` (CLOCK_MONOTONIC). ``wait_s``:
+    how long the first look for its answer may take."""
+
+    seq: int
+    items: int
+    asked_s: float
+    wait_s: float
 
 
 class Ask:

@@ -3,7 +3,8 @@
 Laws of this file:
 
 - Waits: ``step_wait_s`` per scheduler step for all lookups together, ``reserve_wait_s`` for the
-  reserve; after a timeout none until the daemon answered something.
+  reserve; after a timeout none until the daemon answered something. The answer to a reserve may
+  come in a later step, but at most ``LATE_S`` after it was sent: a later grant is aborted.
 - A lease is held by exactly one request, here, until ``take`` or ``settle``.
 - When the connection is lost, everything held or asked through it is void, even if the daemon lived
   on: it has given those slots to others. Ranks learn only of what was handed over on the connection
@@ -24,6 +25,7 @@ from kvass.client.match import PENDING as PENDING
 from kvass.client.match import Ask
 from kvass.client.match import Match as Match
 from kvass.client.match import Pending as Pending
+from kvass.client.match import Reserving as Reserving
 from kvass.client.session import Session
 from kvass.errors import KvassError, Unavailable, UsageError
 from kvass.messages import (
@@ -51,6 +53,9 @@ LONGEST_S: Final = 30.0
 """No request waits longer for tiers, however long its prompt."""
 CLEAR_AGAIN_S: Final = 1.0
 """A Clear that a tier could not note costs others of the namespace what L1 has, each time."""
+LATE_S: Final = 0.25
+"""How long an answer to a reserve may be on its way: the caller keeps what it offered until then.
+It is also how long a silent daemon is still sent reserves."""
 ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
 
@@ -101,10 +106,10 @@ class SchedulerClient:
 
     @property
     def answering(self) -> bool:
-        """Whether a daemon is there, no answer of its overdue and no Clear owed: worth preparing a
-        message."""
+        """Whether a daemon is there that answers within ``LATE_S``, and no Clear is owed: worth
+        preparing a reserve."""
         there = self._client.session is not None and not self._must_clear
-        return there and not self._client.silent_s
+        return there and self._client.silent_s <= LATE_S
 
     @property
     def counters(self) -> Counter[str]:
@@ -221,6 +226,8 @@ class SchedulerClient:
         if session is None or first * width >= len(digests):
             return 0.0
         timing = session.welcome.timing
+        if self._client.silent_s:
+            self._client.poll()  # what was late may have come since the last step
         silent_s, now_s = self._client.silent_s, time.monotonic()
         if silent_s > self._budget_s(timing.lookup_budget_ms / 1000):
             self.counters["timeouts"] += 1  # it would only cost this request its patience
@@ -340,30 +347,61 @@ class SchedulerClient:
 
     # ------------------------------------------------------------ writing
 
-    def reserve(self, items: Sequence[ReserveItem], width: int) -> Granted | None:
-        """Ask where to write; None: store nothing this step (a late grant is aborted).
+    def begin_reserve(self, items: Sequence[ReserveItem], width: int) -> Reserving | None:
+        """Ask where to write; then call ``granted`` until it says, or ``give_up``.
 
-        ``grants`` is parallel to ``items``. More keys than the daemon's limit are refused whole.
+        None: it cannot be asked now. More keys than the daemon's limit are refused whole.
         """
-        session = self._client.session
-        if not items or session is None or not self.answering:
+        if not items or not self.answering:
             return None
+        wait_s = 0.0 if self._client.silent_s else self._reserve_wait_s
         seq = self._submit(Reserve(items=list(items), width=width))
+        return Reserving(seq, len(items), time.monotonic(), wait_s) if seq else None
+
+    def granted(self, reserving: Reserving) -> Granted | Pending | None:
+        """Where to write; ``PENDING``: ask again in a later step; None: nowhere, it is over.
+
+        The first call waits for ``reserve_wait_s`` at most, unless the daemon owes other answers;
+        the others do not wait. ``grants`` is parallel to the items.
+        """
+        session, wait_s = self._client.session, reserving.wait_s
+        reserving.wait_s = 0.0
         try:
-            reply = self._client.wait(seq, self._reserve_wait_s) if seq else None
+            reply = self._client.wait(reserving.seq, wait_s)
         except Unavailable:
             return None
         if reply is None:
-            self.counters["timeouts"] += 1
-            self._client.discard(seq)
+            if max(self._client.silent_s, time.monotonic() - reserving.asked_s - wait_s) <= LATE_S:
+                return PENDING
+            self.give_up(reserving)
             return None
         if not isinstance(reply, Granted):
             self._refused(reply)
             return None
-        if reply.boot != session.boot or len(reply.grants) != len(items):
+        assert session is not None
+        if reply.boot != session.boot or len(reply.grants) != reserving.items:
             self._client.fault(session, "a grant of what was not asked for")
             return None
         self._giver = self._giver or session
+        return reply
+
+    def give_up(self, reserving: Reserving) -> None:
+        """Nobody waits for this answer any more: a grant is aborted when it comes."""
+        self.counters["timeouts"] += 1
+        self._client.discard(reserving.seq)
+
+    def reserve(self, items: Sequence[ReserveItem], width: int) -> Granted | None:
+        """Ask where to write; None: store nothing this step (a late grant is aborted).
+
+        ``grants`` is parallel to ``items``. More keys than the daemon's limit are refused whole.
+        Nothing is asked of a daemon of which an answer is overdue.
+        """
+        if self._client.silent_s or (reserving := self.begin_reserve(items, width)) is None:
+            return None
+        reply = self.granted(reserving)
+        if isinstance(reply, Pending):
+            self.give_up(reserving)
+            return None
         return reply
 
     def abort(self, boot: bytes, reservation: int) -> None:

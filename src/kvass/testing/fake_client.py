@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvass.client.scheduler import PENDING, Match, Pending
+from kvass.client.scheduler import PENDING, Match, Pending, Reserving
 from kvass.messages import Grant, Granted, Register, ReserveItem
 from kvass.types import Slots
 
 
 class FakeClient:
-    """A daemon in a dict. ``rows`` are the hashes held; ``silent`` answers no reserve, ``missing``
-    refuses each whole, ``refuse`` grants nothing; ``deaf`` cannot be told of a handing over;
-    ``pending`` lookups are told to ask again; writing may take until ``deadline_s``."""
+    """A daemon in a dict. ``rows`` are the hashes held; ``silent`` answers no reserve, and ``late``
+    each so many steps later; after ``patience`` steps the client gives up. ``missing`` refuses each
+    whole, ``refuse`` grants nothing; ``deaf`` cannot be told of a handing over; ``pending`` lookups
+    are told to ask again; writing may take until ``deadline_s``."""
 
     def __init__(self, socket: str = "", registration: Register | None = None) -> None:
         self.registration = registration
@@ -25,7 +26,10 @@ class FakeClient:
         self.rows: set[bytes] = set()
         self.boot = b"boot"
         self.deadline_s = 1e12
-        self.pending = 0
+        self.pending = self.late = 0
+        self.patience = 5
+        self.awaited: list[Reserving] = []
+        self.given_up = 0
         self.silent = self.missing = self.refuse = self.deaf = self._overdue = False
         self.reserves: list[list[ReserveItem]] = []
         self.lookups: list[tuple[str, int]] = []
@@ -98,12 +102,34 @@ class FakeClient:
         """A reservation granted, but not handed over."""
         del self.writing[reservation]
 
-    def reserve(self, items: Sequence[ReserveItem], width: int) -> Granted | None:
-        """Grants every chunk that is neither held nor being written."""
+    def begin_reserve(self, items: Sequence[ReserveItem], width: int) -> Reserving | None:
+        """Takes note of it."""
+        assert self.answering
         self.reserves.append(list(items))
-        self._overdue = self.silent
-        if self.silent or self.missing:
+        self.awaited.append(Reserving(len(self.reserves), width, self.steps, 0.0))
+        return self.awaited[-1]
+
+    def granted(self, reserving: Reserving) -> Granted | Pending | None:
+        """Grants every chunk that is neither held nor being written, when it is time."""
+        assert reserving is self.awaited[0], "the daemon answers in order"
+        waited = self.steps - reserving.asked_s
+        if self.connected and (self.silent or waited < self.late):
+            if waited < self.patience:
+                return PENDING
+            self._overdue = self.silent
+            self.give_up(reserving)
             return None
+        self.awaited.remove(reserving)
+        if self.missing or not self.connected:
+            return None
+        return self._grant(self.reserves[reserving.seq - 1], reserving.items)
+
+    def give_up(self, reserving: Reserving) -> None:
+        """A grant that comes now is aborted."""
+        self.awaited.remove(reserving)
+        self.given_up += 1
+
+    def _grant(self, items: Sequence[ReserveItem], width: int) -> Granted:
         grants = []
         for item in items:
             hashes = split(item.digests, width)

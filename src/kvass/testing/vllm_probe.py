@@ -155,8 +155,9 @@ def prepare(connector: Any, patient: bool) -> None:
     planner = connector._planner
     if planner is None:  # inert
         return
-    hold = planner._pool.hold
-    planner._pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)
+    pool = planner._stores._pool
+    hold = pool.hold
+    pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)
     if patient:
         client = planner._client
         client._reserve_wait_s = client._step_wait_s = client._left_s = PATIENCE_S

@@ -150,6 +150,11 @@ def step_tokens(output: Any) -> Iterable[tuple[str, int]]:
     return (dict.fromkeys(offered, 0) | scheduled).items()
 
 
+def computes(output: Any) -> bool:
+    """Whether a step computes anything; else it has no forward pass."""
+    return bool(output.total_num_scheduled_tokens)
+
+
 def block_table(blocks: Any) -> tuple[Sequence[int], ...]:
     """The block ids, by group, that ``update_state_after_alloc`` brings."""
     table: tuple[Sequence[int], ...] = blocks.get_block_ids()
@@ -211,6 +216,11 @@ class Pool:
             self._pool.blocks[block].block_hash == make_block_hash_with_group_id(digest, group)
         )
 
-    def waiting(self, held: Iterable[Any]) -> bool:
-        """Whether letting go of ``held`` would free a block: nobody else uses it."""
-        return any(block.ref_cnt == 1 for block in held)
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return int(self._pool.num_gpu_blocks)
+
+    def waiting(self, held: Iterable[Any]) -> int:
+        """How many blocks letting go of ``held`` would free: nobody else uses them."""
+        return sum(block.ref_cnt == 1 for block in held)

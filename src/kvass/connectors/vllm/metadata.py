@@ -36,10 +36,13 @@ class Load:
 class Store:
     """Blocks to copy into granted rows, after the forward pass of ``step``.
 
-    ``slots[g]`` and ``blocks[g]`` are empty for a group of which nothing was granted.
+    ``computed`` is the ``StepWork.number`` of the step that computed them: an earlier one if the
+    grant came late. ``slots[g]`` and ``blocks[g]`` are empty for a group of which nothing was
+    granted.
     """
 
     step: int
+    computed: int
     boot: bytes
     reservation: int
     given_s: float
@@ -52,10 +55,13 @@ class Store:
 class StepWork(KVConnectorMetadata):
     """Scheduler to workers: one step's loads and stores.
 
-    ``step`` > 0 says that blocks are held until every rank has reported this number.
+    ``step`` > 0 says that blocks are held until every rank has reported this number. ``number``
+    counts all steps. Without ``computes`` the step has no forward pass.
     """
 
     step: int = 0
+    number: int = 0
+    computes: bool = True
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
 

@@ -1,12 +1,7 @@
-"""The scheduler's side: what of a request to look up, load and store, and which blocks to hold.
+"""The scheduler's side: what of a request to look up and load; ``stores.py`` plans the stores.
 
 Laws of this file:
 
-- A chunk is offered once: in the step after which it is computed for good, its hash exists and the
-  daemon answers. Without an answer it is offered again; a key that is not granted is not.
-- Blocks are held from the step that plans their store until every rank has reported that step;
-  finish, abort and preemption need nothing more. The engine waits for them no longer than a copy
-  may take: one that hangs costs its blocks.
 - A request attempts one load in its life.
 - A lease we took either rides in the step's metadata or is given back; ``SchedulerClient`` keeps
   every other one, and one function of it, ``settle``, ends them.
@@ -14,75 +9,22 @@ Laws of this file:
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.connectors.vllm import adapt
-from kvass.connectors.vllm.adapt import Pool, Salted
+from kvass.connectors.vllm.adapt import Pool
 from kvass.connectors.vllm.adapters import Adapters, No
 from kvass.connectors.vllm.engine import Setup
-from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
+from kvass.connectors.vllm.metadata import Load, StepReport, StepWork
 from kvass.connectors.vllm.pace import Pace
-from kvass.layout.spans import Spans, States, Table
-from kvass.messages import Grant, Granted, ReserveItem
-from kvass.types import Slots
-
-KEYS_PER_STEP: Final = 32_768
-"""Chunks named in one reserve, half of what a message may carry; the rest waits a step."""
-
-MAX_PAUSE: Final = 8
-"""At most this many steps pass before a daemon that refused a whole reserve is asked again."""
-
-NEVER: Final = sys.maxsize
-
-HUNG_S: Final = 5.0
-"""What is reported so much after its deadline, if ever: a copy in order ends there, as too late."""
+from kvass.connectors.vllm.stores import NEVER, Stores, Tracked
+from kvass.layout.spans import Spans
 
 CLEAR_TIMEOUT_S: Final = 0.2
 """How long clearing the cache may hold up the engine; unanswered, it goes on in later steps."""
-
-
-@dataclass
-class Tracked:
-    """What we know of one live request. ``offered`` chunks are decided; ``local`` tokens were the
-    engine's own when it last asked for a match; ``attempted``: its one load was begun.
-
-    Of one that an adapter computes: ``asked`` is the step in which its match was first asked for,
-    ``due`` the step since which so many chunks await word of the adapter; ``salted`` its hashes.
-    """
-
-    request: Any
-    offered: int = 0
-    local: int = 0
-    attempted: bool = False
-    asked: int | None = None
-    due: tuple[int, int] | None = None
-    salted: Salted = field(default_factory=Salted)
-
-
-@dataclass
-class Offer:
-    """One item of a reserve, and what it takes to carry it out. ``since`` and ``ready``: the
-    request's chunks from one to the other are decided by the answer."""
-
-    tracked: Tracked
-    item: ReserveItem
-    since: int
-    ready: int
-    table: Table
-    states: States
-
-
-@dataclass
-class Hold:
-    """The blocks of one step's stores. ``until_s``: so long may the ranks' reports take."""
-
-    blocks: list[Any]
-    until_s: float
 
 
 class SchedulerSide:
@@ -92,20 +34,15 @@ class SchedulerSide:
         self._setup = setup
         self._spans = Spans(setup.groups, setup.chunk_tokens)
         self._client = client
-        self._pool: Pool | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._step = 0
-        self._pause = self._resting = 0
-        self._boot = b""
-        self._held: dict[int, Hold] = {}
-        self._reported: dict[int, int] = {}
         self._pace = Pace()
         self._adapters = Adapters(setup.adapters)
+        self._stores = Stores(setup, client, self._spans, self._adapters, self._tracked)
 
     def bind(self, pool: Pool) -> None:
         """The block pool, once the engine has made it."""
-        self._pool = pool
+        self._stores.bind(pool)
 
     # ------------------------------------------------------------ requests
 
@@ -157,23 +94,6 @@ class SchedulerSide:
         if tracked.asked is None:
             tracked.asked = self._adapters.step
         return self._adapters.salt(*adapter, tracked.asked)
-
-    def _salt_to_store(self, tracked: Tracked, ready: int) -> tuple[bytes | None, int]:
-        """What the keys of an offer need beyond vLLM's hashes, and of how many chunks: those that
-        were ready when it was asked for. None: nothing can be offered now."""
-        if (adapter := adapt.adapter(tracked.request)) is None:
-            return b"", ready
-        now = self._adapters.step, ready
-        if tracked.due is None or not tracked.offered < tracked.due[1] <= ready:
-            tracked.due = now
-        since, due = tracked.due
-        salt = self._adapters.salt(*adapter, since)
-        if isinstance(salt, bytes):
-            tracked.due = now
-            return salt, due
-        if salt is No.EVER:
-            tracked.offered = NEVER
-        return None, 0
 
     def allocated(self, request_id: str, blocks: Any, external: int) -> None:
         """The engine gave a request its blocks: begin the load, or give the match back.
@@ -234,118 +154,9 @@ class SchedulerSide:
         return work
 
     def plan_stores(self, output: Any, work: StepWork) -> None:
-        """Reserve rows for every chunk that this step completes, and add what was granted."""
+        """Add the step's stores to its metadata."""
         self._pace.step(sum(n for _, n in adapt.step_tokens(output)), time.monotonic())
-        if not self._setup.stores or not self._client.answering:
-            return
-        if self._resting > 0:
-            self._resting -= 1
-            return
-        offers, width = self._offers(output)
-        if not offers:
-            return
-        granted = self._client.reserve([offer.item for offer in offers], width)
-        if granted is None:
-            if self._client.answering:  # refused whole: a rank is not there yet
-                self._resting, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
-            return
-        self._pause = 0
-        if self._boot not in (b"", granted.boot):
-            self._offer_anew()
-        self._boot = granted.boot
-        owed = [grant.reservation for grant in granted.grants if grant.reservation]
-        try:
-            for offer, grant in zip(offers, granted.grants, strict=True):
-                if offer.since <= offer.tracked.offered:
-                    offer.tracked.offered = offer.ready
-                if grant.chunks:
-                    self._add_store(work, offer, granted, grant)
-                    owed.remove(grant.reservation)
-        finally:  # what planning did not come to is given back; the rest rides in ``work``
-            for reservation in owed:
-                self._client.abort(granted.boot, reservation)
-
-    def _offers(self, output: Any) -> tuple[list[Offer], int]:
-        """What this step completes, and the width of a hash."""
-        assert self._pool is not None
-        offers: list[Offer] = []
-        width, budget = 0, KEYS_PER_STEP
-        for request_id, scheduled in adapt.step_tokens(output):
-            tracked = self._tracked.get(request_id)
-            if tracked is None or tracked.offered == NEVER:
-                continue
-            ready = adapt.stored_chunks(tracked.request, scheduled, self._setup)
-            left = adapt.boundary_states(output, tracked.request, self._setup, self._pool)
-            if ready <= tracked.offered and not left:
-                continue
-            salt, ready = self._salt_to_store(tracked, ready)
-            if salt is None:
-                continue
-            more, width_of = self._offers_of(output, tracked, ready, left, salt)
-            keys = sum(len(offer.item.digests) for offer in more) // max(1, width_of)
-            if more and keys <= budget:
-                budget -= keys
-                width = width_of
-                offers += more
-        return offers, width
-
-    def _offers_of(
-        self,
-        output: Any,
-        tracked: Tracked,
-        ready: int,
-        left: Iterable[tuple[int, int, int]],
-        salt: bytes,
-    ) -> tuple[list[Offer], int]:
-        """What this step completes of one request: an item for each run of chunks of which the
-        same groups can be stored, and one for each state that it left at a chunk's end."""
-        name = tracked.request.request_id
-        table = adapt.step_blocks(output, name)
-        assert table is not None, "a request of the step has a block table"
-        ready = min(ready, self._spans.covered(table))
-        states = {(group, chunk): block for group, block, chunk in left if chunk < ready}
-        since = tracked.offered
-        hashes, width = adapt.chunk_hashes(
-            tracked.request, max(ready, 0), self._setup, salt, tracked.salted
-        )
-        return [
-            Offer(
-                tracked,
-                ReserveItem(name, hashes[: end * width], begin, mask),
-                since,
-                max(since, ready),
-                table,
-                states,
-            )
-            for begin, end, mask in self._spans.runs(table, states, since, ready)
-        ], width
-
-    def _offer_anew(self) -> None:
-        """What was offered so far is gone, and a chunk without its prefix is no use."""
-        for tracked in self._tracked.values():
-            if tracked.offered != NEVER:
-                tracked.offered = 0
-
-    def _add_store(self, work: StepWork, offer: Offer, granted: Granted, grant: Grant) -> None:
-        """Hold the blocks of one grant and put it into the step's metadata."""
-        assert self._pool is not None
-        mask, count = offer.item.groups, len(self._setup.groups)
-        blocks = self._spans.to_store(offer.table, offer.states, mask, grant.rows())
-        where = iter(grant.slots)
-        store = Store(
-            step=work.step or self._step + 1,
-            boot=granted.boot,
-            reservation=grant.reservation,
-            given_s=granted.given_s,
-            deadline_s=granted.deadline_s,
-            slots=tuple(next(where) if mask >> g & 1 else Slots() for g in range(count)),
-            blocks=blocks,
-        )
-        held = self._pool.hold(i for ids in blocks for i in ids)
-        self._step = work.step = store.step
-        hold = self._held.setdefault(work.step, Hold([], granted.deadline_s + HUNG_S))
-        hold.blocks += held
-        work.stores.append(store)
+        self._stores.plan(output, work)
 
     def hand_over(self, work: StepWork) -> bool:
         """Last act of a step: from here on the ranks settle, and the next step's waits begin.
@@ -365,46 +176,30 @@ class SchedulerSide:
 
     def revoke(self, work: StepWork) -> None:
         """Take everything back out of a step's metadata; its loads fail."""
-        self._offer_anew()
-        loads, stores, step = work.loads, work.stores, work.step
-        work.loads, work.stores, work.step = [Load(load.request) for load in loads], [], 0
-        if step in self._held:
-            assert self._pool is not None
-            self._pool.free(self._held.pop(step).blocks)
+        loads, work.loads = work.loads, [Load(load.request) for load in work.loads]
+        self._stores.revoke(work)
         for load in loads:
             if load.lease:
                 self._client.release(load.boot, load.lease)
-        for store in stores:
-            self._client.abort(store.boot, store.reservation)
 
     def settled(self, report: StepReport | None, failed: Iterable[str]) -> None:
         """What the ranks reported: finished stores free blocks, failed loads are stored anew."""
-        for step, ranks in report.steps.items() if report is not None else ():
-            self._reported[step] = self._reported.get(step, 0) + ranks
-            if self._reported[step] >= self._setup.strategy.ranks and step in self._held:
-                assert self._pool is not None
-                self._pool.free(self._held.pop(step).blocks)
-                del self._reported[step]
+        if report is not None:
+            self._stores.settled(report)
         for request_id in failed:
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.offered != NEVER:
-                tracked.offered, tracked.due = 0, None
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.offer_again()
+                tracked.due = None
 
     # ------------------------------------------------------------ the engine's questions
 
     def storing(self) -> bool:
-        """Whether ranks still owe a report that may come, so that the engine must keep stepping."""
-        return any(True for _ in self._awaited())
+        """Whether a store is under way, so that the engine must keep stepping."""
+        return self._stores.storing()
 
     def frees_blocks(self) -> bool:
         """Whether a store in progress is all that keeps some block from being free."""
-        held = (block for hold in self._awaited() for block in hold.blocks)
-        return self._pool is not None and self._pool.waiting(held)
-
-    def _awaited(self) -> Iterator[Hold]:
-        """What is held for copies of which none hangs, as far as we can tell."""
-        now_s = time.monotonic()
-        return (hold for hold in self._held.values() if now_s < hold.until_s)
+        return self._stores.frees_blocks()
 
     def clear(self) -> bool:
         """Forget the namespace. What live requests computed so far is never stored: it may come
@@ -413,6 +208,7 @@ class SchedulerSide:
         True even if no daemon confirmed it in time: until one has, nothing matches for this engine
         and nothing is stored. vLLM's sleep and pause would fail at anything else.
         """
+        self._stores.drop()
         for request_id, tracked in self._tracked.items():
             self._client.settle(request_id)
             if adapt.has_computed(tracked.request):

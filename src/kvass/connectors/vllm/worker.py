@@ -74,6 +74,7 @@ class WorkerSide:
         self._settled: dict[int, int] = {}
         self._unstored: StepWork | None = None
         self._computed = False
+        self._raised = 0
 
     def attach(self, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> None:
         """The engine made its KV caches: describe them, and register with the daemon.
@@ -109,12 +110,15 @@ class WorkerSide:
     def store(self, work: StepWork, computed: bool = True) -> None:
         """Begin this step's stores; the forward pass is over, and ``computed`` what it was for."""
         self._unstored = None
+        if not computed:
+            self._raised = work.number
         if work.step == 0:
             return
         stores = work.stores if self._strategy.writes else []
         self._open[work.step] = len(stores) + 1
         for store in stores:
-            if not computed or not self._boundary.run(False, self._begin_store, store):
+            good = store.computed > self._raised
+            if not good or not self._boundary.run(False, self._begin_store, store):
                 self._close_one(work.step)
                 self._boundary.run(None, self._refuse_store, store)
         self._close_one(work.step)
