@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
+from kvass.client.scheduler import PENDING
 from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm import engine as reading
 from kvass.testing.daemon import Daemon, running_daemon
@@ -72,6 +73,20 @@ def finish(engine: HybridEngine) -> None:
     until(lambda: engine.step() and not engine.world.scheduler.has_requests(), "the end")
 
 
+def delay(engine: HybridEngine, steps: Callable[[], int]) -> None:
+    """From now on each grant comes so many steps late."""
+    client, stores = engine.client, engine.world.connector._planner._stores
+    granted, due = client.granted, dict[int, int]()
+
+    def late(reserving: Any) -> Any:
+        now = stores._number
+        if now < due.setdefault(reserving.seq, now + steps()):
+            return PENDING
+        return granted(reserving)
+
+    client.granted = late
+
+
 def prompt(seed: int, tokens: int) -> list[int]:
     return random.Random(seed).choices(range(60), k=tokens)
 
@@ -81,8 +96,11 @@ def prompt(seed: int, tokens: int) -> list[int]:
 def test_d2_every_group_of_a_hit_is_right(
     daemon: Daemon, engine: Any, shapes: list[GroupShape], asynchronous: bool
 ) -> None:
-    """Lengths around the ends of blocks, windows and chunks; never the whole prompt."""
+    """Lengths around the ends of blocks, windows and chunks; never the whole prompt. Asynchronously
+    the grants come late, too: then hits are as long, also if the request has ended meanwhile."""
     a, b = engine(shapes), engine(shapes, asynchronous=asynchronous)
+    if asynchronous:
+        delay(a, lambda: 2)
     for seed, tokens in enumerate((64, 65, 127, 129, 193, 400)):
         a.generate(f"a{seed}", prompt(seed, tokens))
         _, found = b.load(f"b{seed}", prompt(seed, tokens))
@@ -135,6 +153,7 @@ def test_any_history_leaves_every_loaded_page_right(
     """Two engines, few blocks, several requests at once: windows are reused, requests preempted."""
     rng = random.Random(7)
     engines = [engine(shapes, blocks=150, batched=96, asynchronous=i == 1) for i in range(2)]
+    delay(engines[0], lambda: rng.randrange(5))
     trunks = [prompt(100 + i, 400) for i in range(3)]
     loads = 0
     for number in range(40):
@@ -159,17 +178,21 @@ def test_any_history_leaves_every_loaded_page_right(
     empty(daemon)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["granted at once", "granted late"])
 @pytest.mark.parametrize(
     ("held", "blocks"), [(True, 60), (False, 38)], ids=["held", "negative control"]
 )
 def test_window_blocks_are_held_until_they_are_copied(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, held: bool, blocks: int
+    engine: Any, monkeypatch: pytest.MonkeyPatch, held: bool, blocks: int, late: bool
 ) -> None:
-    """vLLM reuses what left the window in the very next step, while the copy still waits."""
+    """vLLM reuses what left the window in the very next step, while the copy still waits, or the
+    grant is still on its way."""
+    a, b = engine(GPT_OSS, blocks=blocks), engine(GPT_OSS)
     if not held:
         monkeypatch.setattr(adapt.Pool, "hold", lambda self, ids: [])
         monkeypatch.setattr(adapt.Pool, "free", lambda self, held: None)
-    a, b = engine(GPT_OSS, blocks=blocks), engine(GPT_OSS)
+    if late:
+        delay(a, lambda: 2)
     gate = Gate(a.rank, shut=True)
     tokens = prompt(5, 380)
     a.world.add("a", tokens, max_tokens=4)

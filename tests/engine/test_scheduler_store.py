@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm.stores import HUNG_S
+from kvass.connectors.vllm.stores import HUNG_S, POOL_SHARE
 from kvass.testing.fake_client import FakeClient, split
 from kvass.testing.vllm_scheduler import BLOCK, CHUNK, World
 
@@ -341,6 +341,183 @@ def test_a_step_counts_only_when_every_rank_reported_it() -> None:
 
     both = StepReport({1: 1, 2: 1}).aggregate(StepReport({2: 1, 3: 1}))
     assert both.steps == {1: 1, 2: 2, 3: 1}
+
+
+# ---------------------------------------------------------------- grants that come late
+
+
+LATE = pytest.mark.parametrize("late", [1, 3])
+
+
+def all_free(world: World) -> bool:
+    return world.free_blocks == world.pool.num_gpu_blocks - 1
+
+
+@BOTH
+@LATE
+@pytest.mark.parametrize("end", ["finish", "abort"])
+def test_a_grant_that_comes_after_the_request_is_used(
+    asynchronous: bool, late: int, end: str
+) -> None:
+    client = FakeClient()
+    client.late = late
+    world = World(client, asynchronous=asynchronous)
+    world.add("a", range(100), max_tokens=1)
+    output, work = world.schedule()
+    assert work.stores == []
+    table = world.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    if end == "abort":
+        world.abort("a")
+    world.finish(output)
+    for _ in range(late):
+        assert not world.scheduler.requests or asynchronous
+        assert world.scheduler.has_requests(), "the engine keeps stepping"
+        assert len(client.handed) == 0
+        assert world.pool.num_gpu_blocks - 1 - world.free_blocks == 6, "three chunks are held"
+        output, work = world.schedule()
+        world.finish(output)
+    (store,) = work.stores
+    assert store.blocks == (tuple(table[:6]),)
+    assert (store.computed, work.number) == (1, 1 + late)
+    assert client.handed == [store.reservation]
+    assert not all_free(world)
+    client.commit(client.handed)
+    world.run(client)
+    assert all_free(world)
+    assert len(client.rows) == 3
+    assert offered(client) == [(0, 3)]
+
+
+@LATE
+def test_later_chunks_are_offered_while_earlier_ones_await_their_grant(late: int) -> None:
+    client = FakeClient()
+    client.late = late
+    world = World(client, batched=48)
+    world.add("a", range(128))
+    world.run(client)
+    assert offered(client) == [(0, 1), (1, 3), (3, 4)], "each once"
+    assert len(client.rows) == 4
+    assert all_free(world)
+
+
+def test_what_a_late_answer_does_not_grant_is_given_back() -> None:
+    client = FakeClient()
+    client.late, client.refuse = 2, True
+    world = World(client)
+    world.add("a", range(64), max_tokens=1)
+    world.run(client)
+    assert all_free(world)
+    assert client.handed == []
+
+
+def test_a_preempted_request_is_stored_from_the_blocks_that_it_had() -> None:
+    """vLLM takes them away while no copy has begun: nobody else gets them until it is over."""
+    client = FakeClient()
+    client.late = client.patience = 3
+    world = World(client, blocks=12)
+    world.add("a", range(32), max_tokens=2)
+    output, _ = world.schedule()
+    table = list(world.scheduler.kv_cache_manager.get_block_ids("a")[0])
+    world.finish(output)
+    (request,) = world.scheduler.running
+    world.scheduler.running.remove(request)
+    world.scheduler._preempt_request(request, 0.0)
+    world.add("b", range(500, 516), max_tokens=1)
+    stores = []
+    for _ in range(4):
+        output, work = world.schedule()
+        stores += work.stores
+        world.finish(output)
+    assert stores[0].blocks == (tuple(table[:2]),)
+    world.run(client)
+    assert all_free(world)
+
+
+@pytest.mark.parametrize("what", ["lost", "hung"])
+@BOTH
+def test_without_an_answer_the_blocks_come_back(asynchronous: bool, what: str) -> None:
+    client = FakeClient()
+    client.silent = True
+    world = World(client, asynchronous=asynchronous)
+    world.add("gone", range(1000, 1064), max_tokens=1)
+    alive = world.add("a", range(64), max_tokens=60)
+    world.step()
+    world.step()
+    assert world.pool.num_gpu_blocks - 1 - world.free_blocks >= 8
+    if what == "lost":
+        client.connected = False
+        world.step()
+    else:
+        while not client.given_up:
+            world.step()
+    used = len(world.scheduler.kv_cache_manager.get_block_ids("a")[0])
+    assert world.pool.num_gpu_blocks - 1 - world.free_blocks == used, "the other's are free"
+    assert not world.connector.has_pending_push_work()
+    assert alive.num_tokens < 75
+    client.connected, client.silent = True, False
+    world.run(client)
+    assert client.rows >= {expected(alive, 0), expected(alive, 1)}, "offered again"
+    assert all_free(world)
+
+
+def test_a_hung_daemon_is_sent_nothing_more_until_it_answers() -> None:
+    client = FakeClient()
+    client.silent = True
+    world = World(client)
+    world.add("a", range(64), max_tokens=100)
+    while not client.given_up:
+        world.step()
+    asked = len(client.reserves)
+    for _ in range(40):
+        world.step()
+    assert len(client.reserves) == asked
+
+
+def test_vllm_gets_the_blocks_when_it_has_too_few() -> None:
+    """It preempts nobody for a grant that may come."""
+    client = FakeClient()
+    client.silent, client.patience = True, 10_000
+    world = World(client, blocks=11)
+    world.add("gone", range(1000, 1032), max_tokens=1)
+    a = world.add("a", range(32), max_tokens=110)
+    world.step()
+    assert a.num_preemptions == 0
+    world.step()
+    assert world.free_blocks == 10 - 2 - 3, "two of the request that is gone are held"
+    while world.scheduler.requests:
+        world.step()
+    assert a.num_tokens == 142, "it needed nine of the ten"
+    assert a.num_preemptions == 0
+    client.silent = False
+    world.run(client)
+    assert all_free(world)
+
+
+def test_waiting_for_grants_keeps_only_a_share_of_the_blocks_from_being_free() -> None:
+    client = FakeClient()
+    client.silent, client.patience = True, 10_000
+    world = World(client, blocks=65)
+    for number in range(20):
+        world.add(str(number), range(1000 * number, 1000 * number + 64), max_tokens=1)
+        world.step()
+        assert 64 - world.free_blocks <= 64 // POOL_SHARE + 4
+    assert client.given_up
+    client.silent = False
+    world.run(client)
+    assert all_free(world)
+
+
+def test_reset_cache_awaits_no_grant_of_before() -> None:
+    client = FakeClient()
+    client.late = 2
+    world = World(client)
+    world.add("a", range(64), max_tokens=1)
+    world.step()
+    assert world.connector.reset_cache() is True
+    assert all_free(world)
+    assert client.given_up == 1
+    world.run(client)
+    assert client.handed == []
 
 
 # ---------------------------------------------------------------- clearing, and defects of our own

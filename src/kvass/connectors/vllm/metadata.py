@@ -42,13 +42,13 @@ class Store:
     """
 
     step: int
-    computed: int
     boot: bytes
     reservation: int
     given_s: float
     deadline_s: float
     slots: tuple[Slots, ...]
     blocks: Blocks
+    computed: int = 0
 
 
 @dataclass
@@ -60,10 +60,10 @@ class StepWork(KVConnectorMetadata):
     """
 
     step: int = 0
-    number: int = 0
-    computes: bool = True
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    number: int = 0
+    computes: bool = True
 
 
 @dataclass

@@ -333,13 +333,13 @@ class Stores:
         where = iter(grant.slots)
         store = Store(
             step=work.step or self._step + 1,
-            computed=number,
             boot=granted.boot,
             reservation=grant.reservation,
             given_s=granted.given_s,
             deadline_s=granted.deadline_s,
             slots=tuple(next(where) if mask >> g & 1 else Slots() for g in range(count)),
             blocks=blocks,
+            computed=number,
         )
         held = self._pool.hold(i for ids in blocks for i in ids)
         self._step = work.step = store.step

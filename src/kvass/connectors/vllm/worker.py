@@ -7,7 +7,8 @@ Laws of this file:
   ``store`` vLLM forgot. By every rank: the engine counts them all.
 - Of ranks that hold equal bytes only the first stores; the others say nothing of it to the daemon.
 - What a copy owes the daemon is settled on the copy thread, right after the last byte: commit or
-  abort for a store, release for a load. The engine's thread neither copies nor waits.
+  abort for a store, release for a load. The engine's thread does not copy. It waits for copies
+  only in a step that computes nothing, for ``COPY_WAIT_S`` at most.
 - Memory of another boot than the metadata's is never touched.
 """
 
@@ -33,6 +34,10 @@ from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_runtime import MissingError, open_gpu
 from kvass.transfer.host import HostMover
 from kvass.types import Slots
+
+COPY_WAIT_S: Final = 0.001
+"""An engine in its caller's own process does not sleep after a step that computed nothing, as a
+served one does. Without this wait it would keep the GIL from the copy thread all the time."""
 
 _lost: Final[list[object]] = []
 """KV tensors that a device may still use after it failed: never let go of."""
@@ -74,7 +79,8 @@ class WorkerSide:
         self._settled: dict[int, int] = {}
         self._unstored: StepWork | None = None
         self._computed = False
-        self._raised = 0
+        self._idle = False
+        self._raised = -1
 
     def attach(self, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> None:
         """The engine made its KV caches: describe them, and register with the daemon.
@@ -100,7 +106,7 @@ class WorkerSide:
 
     def load(self, work: StepWork) -> None:
         """Begin this step's loads."""
-        self._unstored, self._computed = work, False
+        self._unstored, self._computed, self._idle = work, False, not work.computes
         for load in work.loads:
             if not self._boundary.run(False, self._begin_load, load):
                 self._finished.add(load.request)
@@ -108,7 +114,8 @@ class WorkerSide:
                 self._boundary.run(None, self._refuse_load, load)
 
     def store(self, work: StepWork, computed: bool = True) -> None:
-        """Begin this step's stores; the forward pass is over, and ``computed`` what it was for."""
+        """Begin this step's stores; the forward pass is over, and ``computed`` what it was for. If
+        not, nothing that was computed up to this step is stored, in this step or later."""
         self._unstored = None
         if not computed:
             self._raised = work.number
@@ -140,6 +147,9 @@ class WorkerSide:
         """
         self._computed = computed
         self._poll()
+        if self._idle and self._mover is not None and not (self._finished or self._settled):
+            self._mover.drain(COPY_WAIT_S)
+            self._poll()
         finished, failed = self._finished, self._failed
         self._finished, self._failed = set(), set()
         return finished, failed
