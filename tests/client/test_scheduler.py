@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvass.client.client import MAX_UNANSWERED
-from kvass.client.scheduler import PENDING, Match, SchedulerClient
+from kvass.client.scheduler import LATE_S, PENDING, Match, Reserving, SchedulerClient
 from kvass.messages import (
     Abort,
     Clear,
@@ -361,6 +361,64 @@ def test_a_late_grant_is_aborted_and_nothing_reserved_meanwhile(
     daemon.answers[Reserve] = daemon.grant
     scheduler._reserve_wait_s = 5
     assert scheduler.reserve(ITEMS, WIDTH) is not None  # it answers again
+
+
+def test_grants_that_come_in_a_later_step_are_handed_over(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    """Several may be on their way; none is waited for once the daemon is slow."""
+    slow = Slow(daemon)
+    daemon.answers[Reserve] = slow.hold(daemon.grant)
+    hasty(scheduler)
+    first, second = (asked(scheduler) for _ in range(2))
+    assert second.wait_s == 0
+    assert scheduler.granted(second) is PENDING
+    assert scheduler.answering
+    slow.let_go(2)
+    daemon.answers[Reserve] = daemon.grant
+    scheduler._client.call(Ping())  # behind them
+    scheduler.new_step()
+    reservations = []
+    for one in (first, second):
+        granted = scheduler.granted(one)
+        assert isinstance(granted, Granted)
+        reservations += [grant.reservation for grant in granted.grants]
+    assert scheduler.handed_over([], reservations, daemon.boot)
+    assert daemon.got(HandedOver)[0].reservations == tuple(reservations) == (1, 2, 3, 4)
+    assert daemon.got(Abort, 0) == []
+
+
+def asked(scheduler: SchedulerClient) -> Reserving:
+    """A reserve that is not answered at once."""
+    reserving = scheduler.begin_reserve(ITEMS, WIDTH)
+    assert reserving is not None
+    assert scheduler.granted(reserving) is PENDING
+    return reserving
+
+
+@pytest.mark.parametrize("how", ["gone", "silent", "refuses"])
+def test_a_grant_that_will_not_come_is_not_awaited(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, how: str
+) -> None:
+    slow = Slow(daemon)
+    daemon.answers[Reserve] = slow.hold(daemon.grant)
+    hasty(scheduler)
+    one = asked(scheduler)
+    if how == "gone":
+        daemon.kill()
+    elif how == "refuses":
+        assert eventually(lambda: bool(slow.held))
+        slow.held[:] = [Error(seq=one.seq, code="limit", text="too much")]
+        slow.let_go()
+    assert eventually(lambda: scheduler.granted(one) is None)
+    if how != "silent":
+        return
+    assert time.monotonic() - one.asked_s >= LATE_S
+    assert eventually(lambda: not scheduler.answering)
+    assert scheduler.begin_reserve(ITEMS, WIDTH) is None
+    slow.let_go()
+    assert [m.reservation for m in daemon.got(Abort, 2)] == [1, 2]
+    assert scheduler.answering
 
 
 def test_grants_of_something_else_end_the_connection(

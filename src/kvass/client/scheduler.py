@@ -371,7 +371,7 @@ class SchedulerClient:
         except Unavailable:
             return None
         if reply is None:
-            if max(self._client.silent_s, time.monotonic() - reserving.asked_s - wait_s) <= LATE_S:
+            if time.monotonic() - reserving.asked_s < max(LATE_S, wait_s):
                 return PENDING
             self.give_up(reserving)
             return None

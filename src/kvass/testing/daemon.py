@@ -24,11 +24,13 @@ GRACE_S = 1.0
 class Daemon:
     """One daemon process after another on one socket path. Use ``running_daemon``."""
 
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any], late_s: float = 0.0) -> None:
         self.socket = str(folder / "kvass.sock")
         self.ready = ""
         """The ``ready`` line."""
         self._options = {"socket": self.socket, **options}
+        late = ["kvass.testing.late_daemon", str(late_s)]
+        self._command = [sys.executable, "-m", *(late if late_s else ["kvass"]), "serve"]
         self._process: subprocess.Popen[str] | None = None
         self._log = folder / "daemon.log"
 
@@ -44,7 +46,7 @@ class Daemon:
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVASS_")}
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvass", "serve", *flags],
+                [*self._command, *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -133,9 +135,12 @@ class Daemon:
 
 
 @contextmanager
-def running_daemon(folder: Path, l1_size: str = "64MiB", **options: Any) -> Iterator[Daemon]:
-    """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``."""
-    daemon = Daemon(folder, {"l1_size": l1_size, "dma_grace_s": GRACE_S, **options})
+def running_daemon(
+    folder: Path, l1_size: str = "64MiB", late_s: float = 0.0, **options: Any
+) -> Iterator[Daemon]:
+    """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``. All that it
+    says comes ``late_s`` late."""
+    daemon = Daemon(folder, {"l1_size": l1_size, "dma_grace_s": GRACE_S, **options}, late_s)
     daemon.start()
     try:
         yield daemon
