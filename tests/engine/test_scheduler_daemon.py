@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvass.connectors.vllm.worker import COPY_WAIT_S
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.vllm_rank import Engine, until
+from kvass.testing.vllm_rank import Engine, Gate, until
 
 PROMPT = list(range(100))
 
@@ -241,6 +242,57 @@ def test_nothing_of_ours_raises_into_the_scheduler(
     a.world.connector.update_state_after_alloc(request, None, 32)
     counters = a.world.connector._boundary.counters
     assert counters["<lambda>"] >= 3
+
+
+def test_a_step_that_computes_nothing_waits_a_moment_for_a_copy(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in its caller's own process would keep the GIL from the copy thread."""
+    a, b = engine(), engine()
+    a.generate("a", PROMPT)
+    waits: list[float] = []
+    gate, drain = Gate(b.rank, shut=True), b.copier._mover.drain
+
+    def wait(timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        gate.open()
+        return drain(30)
+
+    monkeypatch.setattr(b.copier._mover, "drain", wait)
+    b.world.add("other", range(200, 210), max_tokens=1)
+    request = b.world.add("b", PROMPT)
+    output, work = b.world.schedule()
+    assert work.loads
+    assert output.num_scheduled_tokens == {"other": 10}
+    b.world.finish(output, **b.ranks.run(work))
+    assert waits == [], "a step that computes does not wait"
+    output, work = b.world.schedule()
+    assert output.num_scheduled_tokens == {}
+    ended = b.ranks.run(work, False)
+    assert waits == [COPY_WAIT_S]
+    assert ended["received"] == {"b"}, "it ended meanwhile, and is reported in this step"
+    b.world.finish(output, **ended)
+    until(lambda: b.step() and request.is_finished(), "the request's end")
+
+
+def test_what_a_failed_forward_pass_computed_is_not_stored_later_either(
+    daemon: Daemon, engine: Any
+) -> None:
+    """The grant comes after it, in a step in which nothing raises."""
+    a = engine()
+    a.delay_grants(lambda: 1)
+    a.world.add("a", PROMPT)
+    _, work = a.world.schedule()
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        a.ranks.run(work)
+    output, work = a.world.schedule()
+    assert work.stores
+    a.world.finish(output, **a.ranks.run(work))
+    assert a.rank.connector._boundary.counters["store_refused"] == 1
+    empty(daemon)
+    assert daemon.status()["rows"] == 0
 
 
 def test_another_tag_is_another_namespace(daemon: Daemon, engine: Any) -> None:

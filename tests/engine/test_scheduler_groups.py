@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.scheduler import PENDING
 from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm import engine as reading
 from kvass.testing.daemon import Daemon, running_daemon
@@ -73,20 +72,6 @@ def finish(engine: HybridEngine) -> None:
     until(lambda: engine.step() and not engine.world.scheduler.has_requests(), "the end")
 
 
-def delay(engine: HybridEngine, steps: Callable[[], int]) -> None:
-    """From now on each grant comes so many steps late."""
-    client, stores = engine.client, engine.world.connector._planner._stores
-    granted, due = client.granted, dict[int, int]()
-
-    def late(reserving: Any) -> Any:
-        now = stores._number
-        if now < due.setdefault(reserving.seq, now + steps()):
-            return PENDING
-        return granted(reserving)
-
-    client.granted = late
-
-
 def prompt(seed: int, tokens: int) -> list[int]:
     return random.Random(seed).choices(range(60), k=tokens)
 
@@ -100,7 +85,7 @@ def test_d2_every_group_of_a_hit_is_right(
     the grants come late, too: then hits are as long, also if the request has ended meanwhile."""
     a, b = engine(shapes), engine(shapes, asynchronous=asynchronous)
     if asynchronous:
-        delay(a, lambda: 2)
+        a.delay_grants(lambda: 2)
     for seed, tokens in enumerate((64, 65, 127, 129, 193, 400)):
         a.generate(f"a{seed}", prompt(seed, tokens))
         _, found = b.load(f"b{seed}", prompt(seed, tokens))
@@ -153,7 +138,7 @@ def test_any_history_leaves_every_loaded_page_right(
     """Two engines, few blocks, several requests at once: windows are reused, requests preempted."""
     rng = random.Random(7)
     engines = [engine(shapes, blocks=150, batched=96, asynchronous=i == 1) for i in range(2)]
-    delay(engines[0], lambda: rng.randrange(5))
+    engines[0].delay_grants(lambda: rng.randrange(5))
     trunks = [prompt(100 + i, 400) for i in range(3)]
     loads = 0
     for number in range(40):
@@ -192,7 +177,7 @@ def test_window_blocks_are_held_until_they_are_copied(
         monkeypatch.setattr(adapt.Pool, "hold", lambda self, ids: [])
         monkeypatch.setattr(adapt.Pool, "free", lambda self, held: None)
     if late:
-        delay(a, lambda: 2)
+        a.delay_grants(lambda: 2)
     gate = Gate(a.rank, shut=True)
     tokens = prompt(5, 380)
     a.world.add("a", tokens, max_tokens=4)

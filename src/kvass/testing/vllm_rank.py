@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.client.parallel import ParallelStrategy
+from kvass.client.scheduler import PENDING
 from kvass.testing.daemon import Daemon
 from kvass.testing.vllm_scheduler import ALONE, World, make_configs
 
@@ -209,6 +210,19 @@ class Engine:
             return boots == {self.daemon.boot} if self.daemon else None not in boots
 
         until(here, "the sessions of the scheduler and the ranks")
+
+    def delay_grants(self, steps: Callable[[], int]) -> None:
+        """From now on each grant comes ``steps()`` steps late."""
+        client, stores = self.client, self.world.connector._planner._stores
+        granted, due = client.granted, dict[int, int]()
+
+        def late(reserving: Any) -> Any:
+            now = stores._number
+            if now < due.setdefault(reserving.seq, now + steps()):
+                return PENDING
+            return granted(reserving)
+
+        client.granted = late
 
     def step(self) -> Any:
         """One step: what is scheduled is "computed", then the ranks' hooks run."""
