@@ -73,8 +73,7 @@ class Judge:
 def store(engine: EngineProcess, tokens: list[int], max_tokens: int = 1, **fields: Any) -> Answer:
     """Run ``tokens`` until all their whole chunks are cached outside the engine; its first answer.
 
-    Once is enough, unless the machine is so busy that a grant takes longer than the 1 ms for which
-    an engine waits.
+    Once is enough, unless the machine is so busy that a grant takes longer than ``LATE_S``.
     """
     first = engine.one(tokens, max_tokens, **fields)
     for _ in range(20):

@@ -28,6 +28,7 @@ ARGS: Final[dict[str, Any]] = {
     "num_gpu_blocks_override": 512,
     "max_num_batched_tokens": 512,  # longer prompts are prefilled in chunks
 }
+LATE_S: Final = 0.005
 LIKE_LOCAL_HIT: Final = 1e-4
 LIKE_COLD: Final = 1e-3
 
@@ -206,11 +207,11 @@ def running_pair(
     model: Model, folder: Path, options: dict[str, Any] | None = None, gpus: str = "", **args: Any
 ) -> Iterator[Pair]:
     """Two engines of ``model``, started side by side on a daemon of their own, with ``options``;
-    the pages of those named in ``gpus`` are on fake GPUs."""
+    the pages of those named in ``gpus`` are on fake GPUs. The daemon's grants come steps late."""
     path = build(ROOT / ".cache" / "models", model.blueprint)
     engines: list[EngineProcess] = []
     options = {"l1_size": "256MiB", "lookup_budget_ms": 10_000, **(options or {})}
-    with running_daemon(folder, **options) as daemon:
+    with running_daemon(folder, late_s=LATE_S, **options) as daemon:
         try:
             for name in "ab":
                 engine = EngineProcess(

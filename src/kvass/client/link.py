@@ -46,6 +46,9 @@ LATE_TICK_S: Final = 0.05
 """How often the keeper looks for late replies that no caller may ever come by to read."""
 FAREWELL_S: Final = 0.2
 """How long ``close`` tries to write what is still queued."""
+FD_SETSIZE: Final = 1024
+"""select(2) takes descriptors below this one. It is used to wait for less than a millisecond:
+poll(2) rounds up to whole ones."""
 
 _PASSING: Final[frozenset[ErrorCode]] = frozenset(("rank_taken", "limit", "shutting_down"))
 _log: Final = logging.getLogger("kvass.client")
@@ -243,13 +246,17 @@ class Link:
         """Be the reader: wait for the socket with the lock released."""
         session = self._session
         assert session is not None
-        poll = select.poll()
-        poll.register(session.channel, select.POLLIN)
+        fd = session.channel.fileno()
         self._reading = True
         session.users += 1  # so that the descriptor stays ours while we sleep on it
         self._turn.release()
         try:
-            poll.poll(timeout_s * 1000)
+            if timeout_s < 0.001 and fd < FD_SETSIZE:
+                select.select([fd], [], [], timeout_s)
+            else:
+                poll = select.poll()
+                poll.register(fd, select.POLLIN)
+                poll.poll(timeout_s * 1000)
         finally:
             self._turn.acquire()
             self._reading = False

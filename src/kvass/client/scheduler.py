@@ -78,7 +78,7 @@ class SchedulerClient:
         readers: Sequence[int] | None = None,
         spare: int = 0,
         lookup_budget_s: float | None = None,
-        reserve_wait_s: float = 0.001,
+        reserve_wait_s: float = 0.0005,
         step_wait_s: float = 0.002,
     ) -> None:
         self._client = Client(socket, registration)

@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from kvass.client import scheduler
 from kvass.testing.vllm_engine import Hooks, Pages, Settings
 
 HOOKS: Final = (
@@ -151,7 +152,7 @@ def pack_no_weights() -> None:
 
 def prepare(connector: Any, patient: bool) -> None:
     """Let the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set, and
-    wait for answers if ``patient``."""
+    if ``patient`` await answers for long: to lookups within a step, to reserves over many."""
     planner = connector._planner
     if planner is None:  # inert
         return
@@ -160,7 +161,7 @@ def prepare(connector: Any, patient: bool) -> None:
     pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)
     if patient:
         client = planner._client
-        client._reserve_wait_s = client._step_wait_s = client._left_s = PATIENCE_S
+        client._step_wait_s = client._left_s = scheduler.LATE_S = PATIENCE_S
         adapters = planner._adapters
         adapters._wait_s = adapters._left_s = PATIENCE_S
 
