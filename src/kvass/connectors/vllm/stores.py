@@ -343,8 +343,9 @@ class Stores:
         )
         held = self._pool.hold(i for ids in blocks for i in ids)
         self._step = work.step = store.step
-        hold = self._held.setdefault(work.step, Hold([], granted.deadline_s + HUNG_S))
+        hold = self._held.setdefault(work.step, Hold([], 0.0))
         hold.blocks += held
+        hold.until_s = max(hold.until_s, granted.deadline_s + HUNG_S)
         work.stores.append(store)
 
     def revoke(self, work: StepWork) -> None:
