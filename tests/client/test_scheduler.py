@@ -388,6 +388,19 @@ def test_grants_that_come_in_a_later_step_are_handed_over(
     assert daemon.got(Abort, 0) == []
 
 
+def test_a_lookup_is_waited_for_once_the_late_answer_is_there(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    """Also if nobody has read that answer yet."""
+    slow = Slow(daemon)
+    daemon.answers |= {Reserve: slow.hold(daemon.grant), Lookup: daemon.hit}
+    hasty(scheduler)
+    asked(scheduler)
+    slow.let_go()
+    scheduler._left_s = 5
+    assert isinstance(match(scheduler), Match)
+
+
 def asked(scheduler: SchedulerClient) -> Reserving:
     """A reserve that is not answered at once."""
     reserving = scheduler.begin_reserve(ITEMS, WIDTH)
