@@ -393,7 +393,12 @@ def test_a_lookup_is_waited_for_once_the_late_answer_is_there(
 ) -> None:
     """Also if nobody has read that answer yet."""
     slow = Slow(daemon)
-    daemon.answers |= {Reserve: slow.hold(daemon.grant), Lookup: daemon.hit}
+
+    def answer(message: FromClient) -> list[FromDaemon]:
+        time.sleep(0.05)  # not there yet when it is first looked for
+        return daemon.hit(message)
+
+    daemon.answers |= {Reserve: slow.hold(daemon.grant), Lookup: answer}
     hasty(scheduler)
     asked(scheduler)
     slow.let_go()
