@@ -220,6 +220,7 @@ def running_pair(
                     socket=Path(daemon.socket),
                     args={**ARGS, **model.args, **args},
                     patient=True,
+                    late=True,
                     gpu=name in gpus,
                 )
                 engines.append(engine)

@@ -62,7 +62,7 @@ class Engine:
         self.scheduler, self._executor = core.scheduler, core.model_executor
         if "connector" in config:
             self.probe.wrap(self.scheduler.connector)
-            vllm_probe.prepare(self.scheduler.connector, config["patient"])
+            vllm_probe.prepare(self.scheduler.connector, config["patient"], config["late"])
         self.pids: list[int] = self.ranks(vllm_probe.install)
         self.probe.count_preemptions(self.scheduler)
         self.hits: dict[str, tuple[int, int]] = {}

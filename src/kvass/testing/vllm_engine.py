@@ -132,7 +132,8 @@ class EngineProcess:
     """One vLLM engine. ``socket`` None runs it without kvass.
 
     ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: its
-    steps wait for the daemon's answers as long as it takes. ``layout_only``: it will never compute,
+    steps wait for the daemon's answers as long as it takes, but with ``late`` for no grant: a later
+    step has it. ``layout_only``: it will never compute,
     so that it starts where its kernels do not. ``gpu``: its pages are a fake GPU's (``vllm_gpu``).
     The constructor returns at once; the first call waits until the engine is up.
     """
@@ -151,11 +152,12 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 180.0,
         patient: bool = False,
+        late: bool = False,
         layout_only: bool = False,
         gpu: bool = False,
     ) -> None:
         config: dict[str, Any] = {"model": str(model), "args": dict(args or {})}
-        config |= {"patient": patient, "layout_only": layout_only}
+        config |= {"patient": patient, "late": late, "layout_only": layout_only}
         gpu = gpu if self.all_on_gpu is None else self.all_on_gpu
         config["module"] = f"kvass.{'testing.vllm_gpu' if gpu else 'connectors.vllm'}"
         if socket is not None:

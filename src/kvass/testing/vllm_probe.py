@@ -150,9 +150,9 @@ def pack_no_weights() -> None:
     attention._wrap_wo_a_process_weights_after_loading = lambda self: None
 
 
-def prepare(connector: Any, patient: bool) -> None:
+def prepare(connector: Any, patient: bool, late: bool) -> None:
     """Let the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set, and
-    if ``patient`` await answers for long: to lookups within a step, to reserves over many."""
+    wait for answers if ``patient``, but in no step for grants if they are to come ``late``."""
     planner = connector._planner
     if planner is None:  # inert
         return
@@ -162,6 +162,7 @@ def prepare(connector: Any, patient: bool) -> None:
     if patient:
         client = planner._client
         client._step_wait_s = client._left_s = scheduler.LATE_S = PATIENCE_S
+        client._reserve_wait_s = 0.0 if late else PATIENCE_S
         adapters = planner._adapters
         adapters._wait_s = adapters._left_s = PATIENCE_S
 
