@@ -133,8 +133,8 @@ class EngineProcess:
 
     ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: its
     steps wait for the daemon's answers as long as it takes, but with ``late`` for no grant: a later
-    step has it. ``layout_only``: it will never compute,
-    so that it starts where its kernels do not. ``gpu``: its pages are a fake GPU's (``vllm_gpu``).
+    step has it. ``layout_only``: it will never compute, so that it starts where its kernels do not.
+    ``gpu``: its pages are a fake GPU's (``vllm_gpu``).
     The constructor returns at once; the first call waits until the engine is up.
     """
 
