@@ -29,8 +29,9 @@ from kvass.types import Limits, RankLayout, Slots, Timing
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ("tiers",)
-"""Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``."""
+FEATURES: Final[tuple[str, ...]] = ("tiers", "generations")
+"""Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
+``generations``: ``Register.generation``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -78,6 +79,12 @@ class Register(Message, tag="register"):
     ``ranks`` is the number of worker processes, ``world_size`` that of distinct shards, ``shard``
     the one this worker holds, ``writer`` whether it is the rank that writes it. ``identity`` are
     the namespace's tagged fields; all sessions of an instance must send the same.
+
+    ``generation`` is the scheduler's to say, and part of the namespace too: empty while the engine
+    has the weights that ``identity`` names, a new random token whenever they may have been changed
+    in place. A scheduler that is registered sends its ``Register`` again with another generation:
+    the instance leaves its namespace for that of the new one, and what it was writing is discarded.
+    Needs the feature ``generations``.
     """
 
     instance: str
@@ -89,6 +96,7 @@ class Register(Message, tag="register"):
     shard: int = 0
     writer: bool = True
     layout: RankLayout | None = None
+    generation: bytes = b""
 
 
 class Registered(Message, tag="registered"):

@@ -161,6 +161,12 @@ class Link:
                 self._turn.wait(left_s)
             return self._session.welcome
 
+    def register_as(self, registration: Register) -> None:
+        """Whoever connects from now on says this; a connection that is just being made with what
+        was said before is given up. The one that is there stays."""
+        with self._turn:
+            self._registration = registration
+
     def close(self) -> None:
         """End the connection, so that the daemon sees EOF. Only after copies drained. Idempotent.
 
@@ -324,6 +330,8 @@ class Link:
 
     def _publish(self, session: Session) -> None:
         with self._turn:
+            if session.registration is not self._registration:
+                return  # it has changed meanwhile: nobody may ask anything through this one
             self._void()
             self._session = session
             self._attempts += 1

@@ -11,14 +11,20 @@ Laws of this file:
   it came through.
 - After ``clear`` nothing matches and nothing is reserved until a daemon has confirmed a Clear, on
   whatever connection; then what was stored or granted before can match no more.
+- After ``new_generation`` nothing matches and nothing is reserved until a daemon has registered us
+  under it, now or when we connect again. A daemon that keeps no generations apart is not used.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
+
+import msgspec
 
 from kvass.client.client import Client
 from kvass.client.match import PENDING as PENDING
@@ -41,6 +47,7 @@ from kvass.messages import (
     Ping,
     Prefetch,
     Register,
+    Registered,
     Release,
     Request,
     Reserve,
@@ -58,6 +65,8 @@ LATE_S: Final = 0.25
 It is also how long a silent daemon is still sent reserves."""
 ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
+GENERATION_BYTES: Final = 16
+_log: Final = logging.getLogger("kvass.client")
 
 
 class SchedulerClient:
@@ -82,6 +91,8 @@ class SchedulerClient:
         step_wait_s: float = 0.002,
     ) -> None:
         self._client = Client(socket, registration)
+        self._registration = registration
+        """How we want to be registered; the client has this too, once no Clear is owed."""
         ranks = tuple(range(registration.ranks) if readers is None else readers)
         self._readers = None if ranks == (0,) else ranks
         """None is how ``Lookup`` says "exactly rank 0"."""
@@ -98,6 +109,8 @@ class SchedulerClient:
         self._clear_after_s = 0.0
         self._clearing = 0
         """The ``seq`` of the owed Clear while it is in flight."""
+        self._moving = 0
+        """The ``seq`` of the ``Register`` that says a new generation, while it is in flight."""
 
     @property
     def connected(self) -> bool:
@@ -106,15 +119,26 @@ class SchedulerClient:
 
     @property
     def answering(self) -> bool:
-        """Whether a daemon is there that answers within ``LATE_S``, and no Clear is owed: worth
-        preparing a reserve."""
-        there = self._client.session is not None and not self._must_clear
+        """Whether a daemon is there that answers within ``LATE_S``, and no reset is unknown to it:
+        worth preparing a reserve."""
+        there = self._client.session is not None and not self._resetting
         return there and self._client.silent_s <= LATE_S
+
+    @property
+    def _resetting(self) -> bool:
+        """Whether a Clear is owed, or the daemon that is there takes us for what we were before."""
+        session = self._client.session
+        return self._must_clear or (session is not None and not self._known(session))
+
+    def _known(self, session: Session) -> bool:
+        """Whether the daemon of ``session`` has us registered under our generation."""
+        apart = not self._registration.generation or "generations" in session.welcome.features
+        return apart and session.registration is self._registration
 
     @property
     def counters(self) -> Counter[str]:
         """``lookups``, ``hits``, ``misses``, ``timeouts``, ``late_replies``, ``dropped``, ``lost``,
-        ``unproven``, ``connects``, ``refused_<code>``, ``failed_<error>``."""
+        ``unproven``, ``connects``, ``too_old``, ``refused_<code>``, ``failed_<error>``."""
         return self._client.counters
 
     def start(self) -> None:
@@ -122,12 +146,13 @@ class SchedulerClient:
         self._client.start()
 
     def new_step(self) -> None:
-        """A scheduler step begins: a new wait budget; late replies are settled, an owed Clear is
-        sent."""
+        """A scheduler step begins: a new wait budget; late replies are settled, an owed Clear and a
+        new generation are said."""
         self._left_s = self._step_wait_s
         self._giver = None
         self._client.poll()
-        self._confirm_clear(0.0)
+        if self._confirm_clear(0.0):
+            self._confirm_generation(0.0)
 
     # ------------------------------------------------------------ reading
 
@@ -146,7 +171,7 @@ class SchedulerClient:
         than half its time left, it is released and looked up again. ``prefill_tokens_s``: what the
         engine computes per second, 0 if it does not know; loading has to be faster.
         """
-        if self._must_clear:
+        if self._resetting:
             return None
         ask = self._asks.setdefault(request, Ask())
         if ask.first != first or self._lapsing(ask):
@@ -199,7 +224,7 @@ class SchedulerClient:
         Arguments as ``match``. Never blocks, and holds nothing.
         """
         session = self._client.session
-        if session is None or self._must_clear or "tiers" not in session.welcome.features:
+        if session is None or self._resetting or "tiers" not in session.welcome.features:
             return False
         most = session.welcome.limits.keys_per_message * width
         seq = self._submit(
@@ -459,6 +484,53 @@ class SchedulerClient:
                 if isinstance(reply, Error) and reply.code == "tier_down":
                     self._clear_after_s = time.monotonic() + CLEAR_AGAIN_S
         return not self._must_clear
+
+    def new_generation(self) -> None:
+        """The engine's weights may be others from now on: no row of before is ours any more, and
+        none of ours is anybody else's. Gives back every held match; owed Clears come first.
+
+        Waits for the daemon's answer no longer than a step may.
+        """
+        for request in list(self._asks):
+            self.settle(request)
+        if self._moving:
+            self._client.discard(self._moving)
+        self._moving = 0
+        generation = os.urandom(GENERATION_BYTES)
+        self._registration = msgspec.structs.replace(self._registration, generation=generation)
+        if self._confirm_clear(0.0):
+            began_s = time.monotonic()
+            self._confirm_generation(self._left_s)
+            self._left_s = max(self._left_s - (time.monotonic() - began_s), 0.0)
+
+    def _confirm_generation(self, wait_s: float) -> None:
+        """Have our generation registered, waiting at most ``wait_s``. No Clear is owed: that would
+        be one of the namespace we leave."""
+        self._client.register_as(self._registration)
+        session = self._client.session
+        if session is None or self._known(session):
+            return
+        if "generations" not in session.welcome.features:
+            if not self.counters["too_old"]:
+                _log.warning(
+                    "the daemon cannot tell new weights from old ones; uncached until it "
+                    "is upgraded, or the engine starts anew"
+                )
+            self.counters["too_old"] += 1
+            return
+        if not self._moving:
+            self._moving = self._submit(msgspec.structs.replace(self._registration))
+        try:
+            reply = self._client.wait(self._moving, wait_s) if self._moving else None
+        except Unavailable:  # whoever connects next says it
+            self._moving = 0
+            return
+        if reply is not None:
+            self._moving = 0
+            if isinstance(reply, Registered):
+                session.registration = self._registration
+            else:
+                self._refused(reply)
 
     def _drop_clear(self) -> None:
         """Wait no more for the Clear in flight."""

@@ -56,7 +56,11 @@ AT_ONCE_BYTES: Final = 256 << 20
 class Session:
     """A welcomed and registered connection. ``users`` counts the keeper and every arena lease."""
 
-    def __init__(self, channel: Channel, welcome: Welcome) -> None:
+    def __init__(
+        self, channel: Channel, welcome: Welcome, registration: Register | None = None
+    ) -> None:
+        self.registration = registration
+        """What the daemon knows us by."""
         self.channel = channel
         self.welcome = welcome
         self.registered: Registered | None = None
@@ -128,7 +132,7 @@ def open_session(path: str, registration: Register | None, *, wants_arena: bool)
     try:
         welcome, pushed = _greet(channel, wants_arena)
         channel.limit_frames(welcome.limits.frame_bytes)
-        session = Session(channel, welcome)
+        session = Session(channel, welcome, registration)
         if wants_arena:
             session.arena = _attach(channel, welcome.arena_bytes)
             if registration is None or registration.world_size == 1:

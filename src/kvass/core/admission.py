@@ -1,6 +1,7 @@
 """Registration: a session becomes one (instance, rank), a complete instance gets its namespace.
 
-Law of this file: a refused ``Register`` changes nothing.
+Law of this file: a refused ``Register`` changes nothing. An instance that moves to another
+generation leaves nothing behind that is still to be published, and takes nothing with it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from kvass.types import SCHEDULER
 
 
 def register(state: State, session: Session, msg: Register) -> Registered:
-    """Admit a session; said again with the same words, it is only answered again."""
+    """Admit a session; said again with the same words, it is only answered again, and with another
+    generation its instance moves."""
     terms = msgspec.structs.replace(msg, seq=0)
-    if session.registered is not None and session.registered != terms:
+    before = session.registered
+    if before is not None and msgspec.structs.replace(before, generation=terms.generation) != terms:
         raise Refused("already_registered", "this session is another (instance, rank) already")
-    if session.registered is None:
+    if before != terms:
         _admit(state, session, terms)
     instance = state.instances[msg.instance]
     ns = state.namespace_of(instance)
@@ -38,20 +41,35 @@ def register(state: State, session: Session, msg: Register) -> Registered:
 def _admit(state: State, session: Session, terms: Register) -> None:
     check_register(terms, state.config.limits)
     instance = state.instances.get(terms.instance) or Instance(id=terms.instance, terms=terms)
-    if terms.rank in instance.sessions:
+    if instance.sessions.get(terms.rank, session.id) != session.id:
         who = "its scheduler" if terms.rank == SCHEDULER else f"rank {terms.rank}"
         raise Refused("rank_taken", f"{who} of instance {terms.instance!r} is alive already")
     check_agrees(terms, instance)
     workers = dict(instance.workers)
     if terms.layout is not None:
         workers[terms.rank] = terms
-    complete = msgspec.structs.replace(instance, workers=workers)
-    if not complete.missing and instance.missing:
-        instance.namespace = _namespace_for(state, complete)
-    instance.workers = workers
+    generation = terms.generation if terms.rank == SCHEDULER else instance.generation
+    complete = msgspec.structs.replace(instance, workers=workers, generation=generation)
+    moves = generation != instance.generation
+    namespace = instance.namespace
+    if not complete.missing and (instance.missing or moves):
+        namespace = _namespace_for(state, complete)
+    if moves:
+        _leave(state, instance)
+    instance.workers, instance.generation, instance.namespace = workers, generation, namespace
     instance.sessions[terms.rank] = session.id
     session.registered = terms
     state.instances[instance.id] = instance
+
+
+def _leave(state: State, instance: Instance) -> None:
+    """The instance moves to another generation. Rows of a private one are of no use to anybody."""
+    state.custody.distrust(instance.id)
+    left, instance.namespace = state.namespace_of(instance), None
+    users = {i.namespace for i in state.instances.values()}
+    if left is not None and left.private and left.id not in users:
+        for one in left.classes:
+            state.l1.clear(one)
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
@@ -81,6 +99,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         classes=[state.l1.add_class(spec, new) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
         model=instance.terms.identity.get("model", ""),
+        private=bool(instance.generation),
     )
     state.by_digest[digest] = new
     epochs.welcome(state, state.namespaces[new])

@@ -6,7 +6,8 @@ rank owes any more and no dead writer's DMA may still land; only then do its slo
 (law 3).
 
 A commit counts only while its reservation is not discarded; it is discarded by its deadline, by a
-rank's abort or death, or by a clear of its namespace (laws 4, 8).
+rank's abort or death, by a clear of its namespace, or when its instance moves to another one
+(laws 4, 8).
 """
 
 from __future__ import annotations
@@ -133,6 +134,11 @@ class Custody:
             self.discards[reason] += 1
             for part in one.parts:
                 self.l1.discard(part.rows)
+
+    def distrust(self, instance: str) -> None:
+        """The instance's weights were replaced: it may have written with both what it has open."""
+        for one in self._reservations(instance):
+            self.discard(one, "moved")
 
     def _settle(self, one: Reservation, now: float) -> None:
         if one.owing or now < one.dirty_until:

@@ -22,7 +22,9 @@ ASK_AGAIN_S: Final = 1.0
 
 
 def welcome(state: State, ns: Namespace) -> None:
-    """A new namespace: ask every tier what it goes by there."""
+    """A new namespace: ask every tier what it goes by there. A private one uses none."""
+    if ns.private:
+        return
     ns.tier_epochs = [None] * len(state.config.tiers)
     ns.asked_s = [-math.inf] * len(state.config.tiers)
     for tier in range(len(state.config.tiers)):

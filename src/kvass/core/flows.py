@@ -85,7 +85,7 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
     if chunks > msg.first:  # for the rest of a prompt, no longer than computing the rest takes
         left_s = (len(keys) - chunks) * ns.chunk_tokens / (_speed(msg) or GUESS_TOKENS_S)
         due = min(due, state.now + max(left_s, least_s))
-    if chunks < len(keys) - msg.spare and state.config.tiers and due > state.now:
+    if chunks < len(keys) - msg.spare and ns.tier_epochs and due > state.now:
         promote.begin(state, _promotion(state, session, msg, ns, keys, msg.first, readers, due))
         return None
     if chunks == msg.first:
@@ -113,7 +113,7 @@ def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None
         return Prefetched()
     chunks, _ = _match(state, ns, keys, 0, 0)
     due = _due(state, msg.budget_ms / 1000 or PREFETCH_S)
-    if chunks == len(keys) or not state.config.tiers or not due > state.now:
+    if chunks == len(keys) or not ns.tier_epochs or not due > state.now:
         return Prefetched(chunks=chunks)
     promote.begin(state, _promotion(state, session, msg, ns, keys, 0, set(), due))
     return None

@@ -87,6 +87,8 @@ def hurry(state: State) -> None:
 
 def _queue(state: State, part: Part, tiers: Iterable[int]) -> None:
     state.l1.table.kept[part.rows] = True
+    if state.namespaces[state.l1.classes[part.row_class].namespace].private:
+        return
     keys = state.l1.table.keys_of(part.rows).copy()
     for tier in tiers:
         state.flushes.queues[tier].append(Queued(part.row_class, part.rows, keys))

@@ -52,6 +52,9 @@ class Namespace(msgspec.Struct):
 
     ``tier_epochs``: what its records in each tier go by; None: not known (yet), so that the tier is
     of no use to it. ``asked_s``: when each was last asked for (inf: the answer is awaited).
+
+    ``private``: of one engine's generation (``messages.Register``). No engine has it once that one
+    has left it. So its rows are in L1 only: no tier is asked for an epoch, both lists are empty.
     """
 
     id: int
@@ -59,6 +62,7 @@ class Namespace(msgspec.Struct):
     classes: list[RowClass]
     chunk_tokens: int
     model: str = ""
+    private: bool = False
     epoch: int = 0
     tier_epochs: list[int | None] = []
     asked_s: list[float] = []

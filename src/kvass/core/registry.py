@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
@@ -37,6 +38,8 @@ class Instance(msgspec.Struct):
     """What all its sessions must agree on, as the first one said it."""
     sessions: dict[int, int] = {}
     workers: dict[int, Register] = {}
+    generation: bytes = b""
+    """What its scheduler said last (``Register``)."""
     namespace: int | None = None
     """Set exactly while all its ranks are registered."""
 
@@ -70,6 +73,9 @@ class RowClassSpec(msgspec.Struct, frozen=True):
         return sum(self.shard_bytes)
 
 
+MAX_GENERATION: Final = 64
+
+
 def check_register(msg: Register, limits: Limits) -> None:
     """Refuse a ``Register`` that is wrong in itself.
 
@@ -90,6 +96,9 @@ def check_register(msg: Register, limits: Limits) -> None:
         raise Refused("bad_value", f"shard: {msg.shard} is not in 0..{msg.world_size - 1}")
     if msg.chunk_tokens < 1:
         raise Refused("bad_value", f"chunk_tokens: {msg.chunk_tokens} is not positive")
+    if len(msg.generation) > MAX_GENERATION or (msg.generation and msg.rank != SCHEDULER):
+        text = f"generation: a scheduler gives one of at most {MAX_GENERATION} bytes, a worker none"
+        raise Refused("bad_value", text)
     if (msg.rank == SCHEDULER) != (msg.layout is None):
         raise Refused("bad_value", "layout: every worker gives one and a scheduler none")
     if msg.layout is not None:
@@ -163,6 +172,8 @@ def namespace_digest(instance: Instance) -> bytes:
             h.update(raw)
 
     terms = instance.terms
+    if instance.generation:
+        field("generation", instance.generation.hex())
     field("chunk_tokens", terms.chunk_tokens)
     field("ranks", terms.ranks)
     field("world_size", terms.world_size)

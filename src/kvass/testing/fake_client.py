@@ -38,7 +38,7 @@ class FakeClient:
         self.taken: dict[int, str] = {}
         self.released: list[int] = []
         self.handed: list[int] = []
-        self.steps = 0
+        self.steps = self.generations = 0
         self.counters: Counter[str] = Counter()
         self._next = 0
 
@@ -155,6 +155,12 @@ class FakeClient:
         """Forget every row."""
         self.rows.clear()
         return self.connected
+
+    def new_generation(self) -> None:
+        """What is held is another namespace's."""
+        self.generations += 1
+        self.rows.clear()
+        self.writing = {reservation: [] for reservation in self.writing}
 
     def commit(self, reservations: Iterable[int]) -> None:
         """What a worker does: the rows of ``reservations`` are held from now on."""

@@ -161,7 +161,9 @@ class EngineProcess:
         gpu = gpu if self.all_on_gpu is None else self.all_on_gpu
         config["module"] = f"kvass.{'testing.vllm_gpu' if gpu else 'connectors.vllm'}"
         if socket is not None:
-            config["connector"] = {"kvass.socket": str(socket), **(options or {})}
+            # vLLM's own cache is reset so that the next hit comes from kvass: ``reset``
+            fixed = {"kvass.fixed_weights": True}
+            config["connector"] = {"kvass.socket": str(socket), **fixed, **(options or {})}
         self._log = log
         self._buffer = b""
         self._ranks: list[int] = []

@@ -27,6 +27,8 @@ BLOCK = 16
 CHUNK = 32
 """Tokens of a block and of a chunk: two blocks a chunk, so that a local hit can end inside one."""
 ALONE = ParallelStrategy()
+FIXED = {"kvass.fixed_weights": True}
+"""So that resetting vLLM's own cache is how a test has the next hit come from kvass."""
 
 
 def tiny_model() -> Path:
@@ -80,7 +82,7 @@ def _engine_config(
         "kv_connector": "KvassConnector",
         "kv_connector_module_path": "kvass.connectors.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK, **(options or {})},
+        "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK, **FIXED, **(options or {})},
     }
     model = ModelConfig(model=str(tiny_model()), skip_tokenizer_init=True, max_model_len=1024)
     parallel = ParallelConfig(

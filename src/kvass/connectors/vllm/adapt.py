@@ -7,7 +7,8 @@ vLLM than the hooks of the connector base class and a request's id. Another vers
 these ten and ``engine.TESTED``.
 
 Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
-``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash.
+``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
+``reset_prefix_cache`` puts a new map of hashes in the place of the old one, and nothing else does.
 """
 
 from __future__ import annotations
@@ -199,6 +200,13 @@ class Pool:
 
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool
+        self._map = block_pool.cached_block_hash_to_block
+        """vLLM's map of cached blocks when we last looked; kept, so that no new one has its id."""
+
+    def was_reset(self) -> bool:
+        """Whether vLLM's prefix cache was reset since this was last asked."""
+        before, self._map = self._map, self._pool.cached_block_hash_to_block
+        return before is not self._map
 
     def hold(self, ids: Iterable[int]) -> list[Any]:
         """Keep these blocks from being reused, whatever becomes of their requests."""

@@ -70,6 +70,8 @@ class Setup:
     """On a GPU: a call of the driver per run."""
     spare: int = 0
     """Chunks that must be known to follow a hit (``messages.Lookup``)."""
+    fixed_weights: bool = False
+    """The weights never change while the engine runs: a reset says nothing of them."""
     adapters: str = ""
     """Settings that change what a LoRA adapter computes (``adapters.py``)."""
     global_media_ids: bool = False
@@ -132,6 +134,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         spare=_spare_chunks(vllm_config, kv_cache_config, chunk_tokens),
+        fixed_weights=options.fixed_weights,
         adapters=adapters,
         global_media_ids=options.global_media_ids,
     )

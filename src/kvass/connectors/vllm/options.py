@@ -26,6 +26,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     chunk_tokens: int = 0
     tag: str = ""
     kv_layout: str = ""
+    fixed_weights: bool = False
     gpu: bool = False
     gpu_copies: str = "batch"
     global_media_ids: bool = False

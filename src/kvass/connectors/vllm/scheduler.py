@@ -3,6 +3,8 @@
 Laws of this file:
 
 - A request attempts one load in its life.
+- vLLM tells nobody when its prefix cache is reset, as is done after new weights. So whatever
+  matches or stores looks first whether it was. If so, nothing of before matches any more.
 - A lease we took either rides in the step's metadata or is given back; ``SchedulerClient`` keeps
   every other one, and one function of it, ``settle``, ends them.
 """
@@ -48,6 +50,7 @@ class SchedulerSide:
 
     def track(self, request: Any) -> None:
         """A request begins."""
+        self._notice_reset()
         self._tracked[request.request_id] = Tracked(request)
 
     def forget(self, request_id: str) -> None:
@@ -57,6 +60,7 @@ class SchedulerSide:
 
     def match(self, request: Any, local: int) -> int | None:
         """Tokens to load beyond the engine's own ``local``; 0: none; None: ask again later."""
+        self._notice_reset()
         tracked = self._tracked.get(request.request_id)
         if not self._setup.loads or tracked is None or tracked.attempted:
             return 0
@@ -155,6 +159,7 @@ class SchedulerSide:
 
     def plan_stores(self, output: Any, work: StepWork) -> None:
         """Add the step's stores to its metadata."""
+        self._notice_reset()
         self._pace.step(sum(n for _, n in adapt.step_tokens(output)), time.monotonic())
         self._stores.plan(output, work)
 
@@ -202,19 +207,32 @@ class SchedulerSide:
         return self._stores.frees_blocks()
 
     def clear(self) -> bool:
-        """Forget the namespace. What live requests computed so far is never stored: it may come
-        from weights that are being replaced.
+        """Forget the namespace, and leave it: the weights may be about to be replaced.
 
         True even if no daemon confirmed it in time: until one has, nothing matches for this engine
         and nothing is stored. vLLM's sleep and pause would fail at anything else.
         """
+        if self._pool is not None:
+            self._pool.was_reset()  # no second time for this one
+        self._distrust()
+        self._client.clear(CLEAR_TIMEOUT_S)
+        if not self._setup.fixed_weights:
+            self._client.new_generation()
+        return True
+
+    def _notice_reset(self) -> None:
+        """If vLLM's own prefix cache was reset, take it that the weights are others now."""
+        if self._pool is not None and self._pool.was_reset() and not self._setup.fixed_weights:
+            self._distrust()
+            self._client.new_generation()
+
+    def _distrust(self) -> None:
+        """What live requests computed so far may come from weights that are gone: it is never
+        stored. What they have yet to compute, all of it, is offered anew."""
         self._stores.drop()
         for request_id, tracked in self._tracked.items():
             self._client.settle(request_id)
-            if adapt.has_computed(tracked.request):
-                tracked.offered = NEVER
-        self._client.clear(CLEAR_TIMEOUT_S)
-        return True
+            tracked.offered = NEVER if adapt.has_computed(tracked.request) else 0
 
     def close(self) -> None:
         """End the session."""
