@@ -1,0 +1,279 @@
+"""Weights replaced in place: what an engine's scheduler says to the real daemon, to one that starts
+again, and to an older one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvass.client import link
+from kvass.client.scheduler import Match, SchedulerClient
+from kvass.client.session import open_session
+from kvass.messages import Clear, Error, FromClient, Lookup, Register, Release, Reserve
+from kvass.testing.daemon import Daemon
+from kvass.testing.scripted import ScriptedDaemon, eventually
+from tests.client.test_real_daemon import Engine, reconnect
+from tests.client.test_real_daemon import daemon as real_daemon
+from tests.client.test_scheduler import ITEMS, WIDTH, match, sync
+
+real = real_daemon
+Pair = tuple[Engine, Engine]
+
+
+def named(registration: Register, name: str) -> Register:
+    return msgspec.structs.replace(registration, instance=name)
+
+
+@pytest.fixture
+def pair(real: Daemon, registration: Register, worker_registration: Register) -> Iterator[Pair]:
+    """Two engines that share a namespace, and a row of both."""
+    a, b = (
+        Engine(real.socket, named(registration, name), named(worker_registration, name))
+        for name in "ab"
+    )
+    assert eventually(lambda: a.connected and b.connected)
+    assert a.store("old")
+    assert eventually(lambda: a.load("old") and b.load("old"))
+    yield a, b
+    a.close()
+    b.close()
+
+
+def check_apart(a: Engine, b: Engine) -> None:
+    """Neither finds what the other stores from now on, and each what it stores itself."""
+    for who, prompt in ((a, "of a"), (b, "of b")):
+        assert eventually(lambda who=who, prompt=prompt: who.store(prompt) or who.load(prompt))  # type: ignore[misc]
+        assert eventually(lambda who=who, prompt=prompt: who.load(prompt))  # type: ignore[misc]
+    assert not a.load("of b")
+    assert not b.load("of a")
+
+
+def test_from_a_new_generation_on_two_engines_share_nothing(pair: Pair) -> None:
+    a, b = pair
+    a.scheduler.new_generation()
+    assert not a.load("old")
+    assert b.load("old"), "b has the weights of before"
+    check_apart(a, b)
+    assert a.store("old"), "nobody of this generation has it"
+    assert eventually(lambda: a.load("old"))
+    a.scheduler.new_generation()
+    assert not a.load("of a")
+
+
+def test_a_clear_before_it_is_for_everybody(pair: Pair) -> None:
+    a, b = pair
+    assert a.scheduler.clear(10)
+    a.scheduler.new_generation()
+    assert not a.load("old")
+    assert not b.load("old")
+    check_apart(a, b)
+
+
+def test_a_scheduler_that_connects_again_is_of_the_same_generation(pair: Pair) -> None:
+    a, b = pair
+    a.scheduler.new_generation()
+    assert a.store("x")
+    reconnect(a.scheduler._client)
+    assert eventually(lambda: a.load("x")), "a lost connection loses no row"
+    assert not a.load("old")
+    check_apart(a, b)
+
+
+def test_a_daemon_that_starts_again_learns_the_generation(real: Daemon, pair: Pair) -> None:
+    a, b = pair
+    a.scheduler.new_generation()
+    real.kill()
+    assert eventually(lambda: not (a.connected or b.connected))
+    real.start()
+    assert eventually(lambda: a.connected and b.connected)
+    check_apart(a, b)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_reset_that_no_daemon_hears_is_known_to_the_next(
+    real: Daemon, pair: Pair, clears: bool
+) -> None:
+    a, b = pair
+    real.kill()
+    assert eventually(lambda: not a.connected)
+    if clears:
+        assert not a.scheduler.clear(0.05)
+    a.scheduler.new_generation()
+    real.start()
+    assert eventually(lambda: a.connected and b.connected)
+    check_apart(a, b)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_suspended_daemon_gives_no_row_of_before(real: Daemon, pair: Pair, clears: bool) -> None:
+    a, b = pair
+    a.scheduler._step_wait_s = a.scheduler._left_s = 0.02
+    real.suspend()
+    if clears:
+        assert not a.scheduler.clear(0.05)
+    a.scheduler.new_generation()
+    assert not a.scheduler.answering
+    assert not a.load("old")
+    assert not a.store("meanwhile")
+    a.scheduler.new_generation()  # the first is still on its way
+    real.resume()
+
+    def known() -> bool:
+        assert not a.load("old")
+        return a.scheduler.answering
+
+    assert eventually(known)
+    a.scheduler._step_wait_s = 20
+    assert not a.load("old")
+    assert b.load("old") != clears
+    check_apart(a, b)
+
+
+# ---------------------------------------------------------------- what is said, and when
+
+
+@pytest.fixture
+def scheduler(daemon: ScriptedDaemon, registration: Register) -> Iterator[SchedulerClient]:
+    """Of a daemon that keeps generations apart, and hits every lookup."""
+    knows(daemon)
+    client = connect(daemon, registration)
+    yield client
+    client.close()
+
+
+def knows(daemon: ScriptedDaemon) -> None:
+    daemon.welcome = lambda welcome: msgspec.structs.replace(welcome, features=("generations",))
+    daemon.answers[Lookup] = daemon.hit
+
+
+def connect(daemon: ScriptedDaemon, registration: Register) -> SchedulerClient:
+    client = SchedulerClient(daemon.path, registration, reserve_wait_s=5, step_wait_s=5)
+    client.start()
+    assert eventually(lambda: client.connected)
+    return client
+
+
+def said(daemon: ScriptedDaemon) -> list[FromClient]:
+    """Who said what it is, and what was cleared, in order."""
+    return [one for one in daemon.received if isinstance(one, Register | Clear)]
+
+
+def test_a_clear_is_confirmed_in_the_namespace_that_is_left(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    """So a clear that no tier could note is not one of the generation that nobody has yet."""
+    clears = daemon.answers[Clear]
+    daemon.answers[Clear] = lambda m: [Error(seq=m.seq, code="tier_down", text="later")]
+    assert isinstance(match(scheduler), Match)
+    assert not scheduler.clear(5)
+    scheduler.new_generation()
+    assert match(scheduler) is None
+    daemon.restart()
+    assert eventually(lambda: scheduler.counters["connects"] == 2)
+    daemon.answers[Clear] = clears
+    scheduler._clear_after_s = 0.0
+    assert eventually(lambda: scheduler.new_step() or scheduler.answering)  # type: ignore[func-returns-value]
+    assert isinstance(match(scheduler), Match)
+    old, *others, new = said(daemon)
+    assert [type(one) for one in others] == [Clear, Register, Clear]
+    assert [one.generation for one in (old, others[1]) if isinstance(one, Register)] == [b"", b""]
+    assert isinstance(new, Register)
+    assert len(new.generation) == 16
+    daemon.restart()
+    assert eventually(lambda: scheduler.counters["connects"] == 3)
+    last = daemon.got(Register, 4)[-1]
+    assert last.generation == new.generation
+
+
+def test_every_generation_is_another(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    for _ in range(3):
+        scheduler.new_generation()
+        assert isinstance(match(scheduler), Match)
+    sync(scheduler, daemon)
+    generations = [m.generation for m in daemon.got(Register, 4)]
+    assert len(set(generations)) == 4
+
+
+def test_what_was_held_is_given_back(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
+    found = match(scheduler)
+    assert isinstance(found, Match)
+    scheduler.new_generation()
+    assert scheduler.take("r") is None
+    sync(scheduler, daemon)
+    assert [m.lease for m in daemon.got(Release)] == [found.lease]
+    assert isinstance(match(scheduler), Match)
+
+
+def test_a_refused_move_is_said_again_and_nothing_matches_till_then(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    registers = daemon.answers[Register]
+    daemon.answers[Register] = lambda m: [Error(seq=m.seq, code="limit", text="namespaces")]
+    scheduler.new_generation()
+    assert match(scheduler) is None
+    assert scheduler.reserve(ITEMS, WIDTH) is None
+    daemon.answers[Register] = registers
+    assert eventually(lambda: scheduler.new_step() or scheduler.answering)  # type: ignore[func-returns-value]
+    assert isinstance(match(scheduler), Match)
+    assert scheduler.counters["refused_limit"] >= 1
+
+
+def test_who_was_just_connecting_as_before_is_not_let_in(
+    daemon: ScriptedDaemon, registration: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a lookup that saw no connection could go out on one that is of the old weights."""
+    client = SchedulerClient(daemon.path, registration)
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        opened = open_session(*args, **options)
+        if not client._registration.generation:
+            client.new_generation()
+        return opened
+
+    knows(daemon)
+    monkeypatch.setattr(link, "open_session", slowly)
+    client.start()
+    assert eventually(lambda: client.connected)
+    session = client._client.session
+    assert session is not None
+    assert session.registration is not None
+    assert session.registration.generation
+    client.close()
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_with_an_older_daemon_a_reset_engine_runs_uncached(
+    daemon: ScriptedDaemon,
+    registration: Register,
+    caplog: pytest.LogCaptureFixture,
+    clears: bool,
+) -> None:
+    daemon.answers[Lookup] = daemon.hit
+    client = connect(daemon, registration)
+    assert isinstance(match(client), Match)
+    if clears:
+        assert client.clear(5)
+    client.new_generation()
+    for _ in range(3):
+        client.new_step()
+        assert not client.answering
+        assert match(client) is None
+        assert client.reserve(ITEMS, WIDTH) is None
+    daemon.restart()  # as old as before
+    assert eventually(lambda: client.counters["connects"] == 2)
+    client.new_step()
+    assert match(client) is None
+    assert client.connected
+    assert [len(daemon.got(kind, 0)) for kind in (Lookup, Clear, Reserve)] == [1, int(clears), 0]
+    lines = [r for r in caplog.records if r.levelno >= logging.WARNING and "weights" in r.message]
+    assert len(lines) == 1
+    knows(daemon)
+    daemon.restart()  # upgraded
+    assert eventually(lambda: client.counters["connects"] == 3)
+    assert isinstance(match(client), Match)
+    assert daemon.got(Register, 3)[-1].generation
+    client.close()
