@@ -84,9 +84,10 @@ def test_killed_while_it_holds_leases_and_reservations(
     store(b, storing)  # its key is not blocked
 
 
-def test_changed_weights_in_the_same_folder_never_hit(
+def test_changed_weights_never_hit(
     daemon: Daemon, model: Path, start: Starter, judge: Judge, tmp_path: Path, prompt: Make
 ) -> None:
+    """In the same folder, seen by the next engine; then in place, while that one runs."""
     tokens = prompt(600)
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
@@ -95,12 +96,39 @@ def test_changed_weights_in_the_same_folder_never_hit(
     judge.check(tokens, first)
     before.kill()
     write_model(folder, TINY, seed=1)
-    after = start("after", folder_of=folder, socket=Path(daemon.socket))
+    options = {"kvass.fixed_weights": False}  # the default
+    after = start("after", folder_of=folder, socket=Path(daemon.socket), options=options)
     second = after.one(tokens)
     assert second.cached == 0
     truth = after.one(tokens, skip_prefix_cache=True)
     assert second.tokens == truth.tokens != first.tokens
+    known = [first.tokens, second.tokens]
+    for _ in range(2):  # as a trainer does
+        after.replace_weights(1)
+        assert after.reset(), "vLLM's own cache alone: the connector is told nothing"
+        next_one = after.one(tokens)
+        assert next_one.cached == 0
+        truth = after.one(tokens, skip_prefix_cache=True)
+        assert next_one.tokens == truth.tokens not in known
+        assert next_one.logprobs == pytest.approx(truth.logprobs, abs=1e-3)
+        known.append(truth.tokens)
     assert after.close() == 0
+
+
+def test_weights_that_are_said_to_be_fixed_must_be(a: EngineProcess, prompt: Make) -> None:
+    """The negative control: rows of the old weights give other tokens, so the test above is one."""
+    tokens = prompt(600)
+    old = store(a, tokens, 8)
+    a.replace_weights(1)
+    assert a.reset()
+    wrong, truth = a.one(tokens), a.one(tokens, skip_prefix_cache=True)
+    a.replace_weights(-1)
+    assert a.reset(connector=True)
+    assert wrong.external == 512
+    assert wrong.tokens != truth.tokens != old.tokens
+    again = a.one(tokens)
+    assert again.cached == 0
+    assert again.tokens == old.tokens
 
 
 def test_preemption_under_a_tiny_budget(

@@ -32,7 +32,8 @@ def setup(**changes: Any) -> engine.Setup:
     [
         (
             {"kvass.chunk": 256},
-            "use one of kvass.chunk_tokens, kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, "
+            "use one of kvass.chunk_tokens, kvass.fixed_weights, kvass.global_media_ids, kvass.gpu, "
+            "kvass.gpu_copies, "
             "kvass.kv_layout, kvass.socket, kvass.tag",
         ),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
@@ -278,7 +279,7 @@ def test_inside_a_multiconnector_failed_loads_are_recomputed_too() -> None:
         "kv_connector": "KvassConnector",
         "kv_connector_module_path": "kvass.connectors.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvass.chunk_tokens": 32},
+        "kv_connector_extra_config": {"kvass.chunk_tokens": 32, "kvass.fixed_weights": True},
     }
     config, caches = make_configs(
         kv_connector="MultiConnector",

@@ -247,6 +247,9 @@ def serve(engine: Engine, commands: TextIO, answer: Callable[[object], None]) ->
             case "disturb":
                 engine.ranks(vllm_probe.disturb, fields["rank"], fields["settings"])
                 answer(None)
+            case "replace_weights":
+                engine.ranks(vllm_probe.replace_weights, fields["by"])
+                answer(None)
             case "scrub":
                 engine.ranks(vllm_probe.scrub)
                 answer(None)

@@ -258,6 +258,10 @@ class EngineProcess:
         """Make every row that any rank copies take this much longer."""
         self.disturb(Settings(copy_delay_s=seconds))
 
+    def replace_weights(self, by: int) -> None:
+        """Replace weights in place, as a trainer does: token t is embedded as t - ``by`` was."""
+        self.call("replace_weights", by=by)
+
     def scrub(self) -> None:
         """Fill every page of every rank with noise. Only between requests."""
         self.call("scrub")

@@ -218,6 +218,13 @@ def scrub(worker: Any) -> None:
         region[:] = 0x3A + worker.rank
 
 
+def replace_weights(worker: Any, by: int) -> None:
+    """Other weights in the same memory: token t is embedded as t - ``by`` was."""
+    for name, weight in worker.get_model().named_parameters():
+        if "embed_tokens" in name:
+            weight.data.copy_(weight.data.roll(by, 0))
+
+
 def pages(worker: Any) -> Pages:
     """What this rank's pages held when they were stored and when they had been loaded."""
     return _here.pages

@@ -36,6 +36,7 @@ class SchedulerSide:
         self._setup = setup
         self._spans = Spans(setup.groups, setup.chunk_tokens)
         self._client = client
+        self._pool: Pool | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._pace = Pace()
@@ -44,6 +45,7 @@ class SchedulerSide:
 
     def bind(self, pool: Pool) -> None:
         """The block pool, once the engine has made it."""
+        self._pool = pool
         self._stores.bind(pool)
 
     # ------------------------------------------------------------ requests

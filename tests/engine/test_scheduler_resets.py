@@ -1,0 +1,164 @@
+"""vLLM resets its prefix cache without a word to the connector, as after new weights: from then on
+nothing of before is loaded, and nothing that old weights computed is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvass.testing.fake_client import FakeClient
+from kvass.testing.vllm_scheduler import CHUNK, FIXED, World, make_configs
+
+PROMPT = range(100)
+OFTEN: dict[str, object] = {"kvass.fixed_weights": False}
+"""The default: the weights may be replaced."""
+
+
+def multi() -> Any:
+    """Configurations in which our connector is one of a ``MultiConnector``."""
+    child = {
+        "kv_connector": "KvassConnector",
+        "kv_connector_module_path": "kvass.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK},
+    }
+    return make_configs(
+        kv_connector="MultiConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={"connectors": [child]},
+    )
+
+
+def stored(**options: Any) -> tuple[FakeClient, World]:
+    """A world whose daemon holds all whole chunks of ``PROMPT``; nothing was reset yet."""
+    client = FakeClient()
+    world = World(client, **{"options": OFTEN, **options})
+    world.add("writer", PROMPT, max_tokens=1)
+    world.run(client)
+    assert len(client.rows) == 3
+    assert client.generations == 0
+    return client, world
+
+
+@pytest.mark.parametrize("inside", ["alone", "MultiConnector"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_after_a_plain_reset_everything_is_computed_and_stored_anew(
+    inside: str, asynchronous: bool
+) -> None:
+    configs = multi() if inside == "MultiConnector" else None
+    client, world = stored(asynchronous=asynchronous, configs=configs)
+    assert world.scheduler.reset_prefix_cache()
+    world.add("b", PROMPT, max_tokens=1)
+    output, work = world.schedule()
+    assert output.num_scheduled_tokens == {"b": 100}
+    assert work.loads == []
+    assert client.generations == 1
+    assert client.rows == set()
+    client.commit(store.reservation for store in work.stores)
+    world.finish(output, reported=list(world.open_steps))
+    world.run(client)
+    assert len(client.rows) == 3
+    assert client.generations == 1, "one reset is one generation"
+
+
+def test_with_fixed_weights_a_reset_says_nothing() -> None:
+    """The control, and what the other tests of this folder rely on."""
+    client, world = stored(options=FIXED)
+    assert world.scheduler.reset_prefix_cache()
+    world.add("b", PROMPT)
+    assert len(world.step().loads) == 1
+    world.step(received=["b"])
+    world.run(client)
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    assert client.rows == set()
+    assert client.generations == 0
+
+
+def test_the_connectors_own_reset_is_one_generation_too() -> None:
+    client, world = stored()
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    assert client.generations == 1
+    world.add("b", PROMPT)
+    world.run(client)
+    assert client.generations == 1
+    assert world.scheduler.reset_prefix_cache()
+    assert world.scheduler.reset_prefix_cache()
+    world.add("c", PROMPT)
+    assert client.generations == 2, "of two resets that nobody used anything between, one is seen"
+
+
+def new_request(world: World, request: Any, step: Any) -> None:
+    world.connector.on_new_request(request)
+
+
+def matching(world: World, request: Any, step: Any) -> None:
+    assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def planning(world: World, request: Any, step: Any) -> None:
+    world.connector.build_connector_meta(step)
+
+
+@pytest.mark.parametrize("hook", [new_request, matching, planning])
+def test_the_first_hook_after_a_reset_notices_it(hook: Callable[..., None]) -> None:
+    client, world = stored()
+    step, _ = world.schedule()  # there is nothing to do
+    request = world.add("b", PROMPT)
+    assert world.scheduler.reset_prefix_cache()
+    assert client.generations == 0
+    hook(world, request, step)
+    assert client.generations == 1
+
+
+def test_a_reset_that_vllm_refused_is_none() -> None:
+    client, world = stored()
+    world.add("b", range(64), max_tokens=64)
+    world.step()
+    assert not world.scheduler.reset_prefix_cache()
+    world.step()
+    assert client.generations == 0
+
+
+def test_a_match_of_before_is_given_back_and_not_loaded() -> None:
+    client, world = stored()
+    world.pool.evict_blocks(set(range(world.pool.num_gpu_blocks)))
+    request = world.add("b", PROMPT)
+    assert world.connector.get_num_new_matched_tokens(request, 0) == (96, True)
+    lease = client.held["b"].lease
+    assert world.scheduler.reset_prefix_cache()
+    output, work = world.schedule()
+    assert output.num_scheduled_tokens == {"b": 100}
+    assert work.loads == []
+    assert client.released == [lease]
+
+
+def test_requests_that_are_computed_again_are_stored_by_the_new_weights() -> None:
+    """vLLM takes the blocks of running requests away, and computes all of these anew."""
+    client, world = stored()
+    request = world.add("b", range(200, 300), max_tokens=50)
+    world.step()
+    world.step()
+    rows = len(client.writing)
+    assert world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.num_preemptions == 1
+    work = world.step()
+    assert client.generations == 1
+    (store,) = work.stores
+    assert len(store.slots[0]) == 3
+    assert len(client.writing) == rows + 1
+
+
+def test_what_runs_on_across_a_reset_of_the_connector_is_never_stored() -> None:
+    """vLLM keeps its blocks, so what it computes next attends to KV of the old weights."""
+    client, world = stored()
+    world.add("b", range(200, 264), max_tokens=64)
+    world.step()
+    reserves = len(client.reserves)
+    assert not world.scheduler.reset_prefix_cache(reset_connector=True), "blocks are in use"
+    assert client.generations == 1
+    for _ in range(50):
+        world.step()
+    assert len(client.reserves) == reserves
+    assert client.generations == 1
