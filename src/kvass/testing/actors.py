@@ -127,6 +127,8 @@ class Engine:
         self.workers = [Process(r) for r in range(model.ranks)]
         self.held: list[Held] = []
         self.complete = False  # as far as the scheduler was told
+        self.generation, self.generations = b"", 0
+        self.trainer: random.Random | None = None  # who replaces its weights in place, and when
         self.requests = self.reads = self.late_reads = self.deaths = 0
 
     @property
@@ -138,8 +140,14 @@ class Engine:
     def connect(self, process: Process) -> Peer:
         peer = process.peer = self.world.connect()
         peer.sent.append(m.Hello(seq=1, clock_s=self.world.now, wants_arena=process.rank >= 0))
-        peer.ask(self.model.register(self.name, process.rank))
+        peer.ask(self._register(process.rank))
         return peer
+
+    def _register(self, rank: int) -> m.Register:
+        said = self.model.register(self.name, rank)
+        if rank == SCHEDULER:
+            said.generation = self.generation
+        return said
 
     def die(self, process: Process) -> None:
         """The process ends and is started anew later; what it was writing may still land."""
@@ -152,6 +160,8 @@ class Engine:
         if process is self.scheduler:
             self.held.clear()
             self.complete = False
+            if self.trainer is not None and self.trainer.random() < 0.5:
+                self.generation = b""  # not only its connection broke: it reads its weights again
         if peer is not None:
             peer.closing = True
             process.peer = None
@@ -240,12 +250,17 @@ class Engine:
         if peer is None:
             self.connect(self.scheduler)
             return
+        if self.trainer is not None and self.trainer.random() < 0.03:
+            self.generations += 1
+            self.generation = f"{self.name} {self.generations}".encode()
+            peer.ask(self._register(SCHEDULER))
+            return
         what = rng.random()
         if what < 0.6 and self.held:
             self._settle(peer, rng.choice(self.held))
         elif not self.complete and what < 0.9:
             if len(peer.asked) < 2:
-                peer.ask(self.model.register(self.name, SCHEDULER))
+                peer.ask(self._register(SCHEDULER))
         elif what < 0.73:
             self._lookup(peer)
         elif what < 0.75:

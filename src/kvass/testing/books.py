@@ -31,6 +31,8 @@ class Space:
     shard_bytes: tuple[tuple[int, ...], ...]  # [group][shard]
     layouts: tuple[GroupLayout, ...]
     chunk_tokens: int
+    private: bool = False
+    """Of one engine's generation."""
     epoch: int = 0
     floor: int = 0
     """What was written before so many clears, of all boots, must not match."""
@@ -101,6 +103,7 @@ class Member:
 
     name: str
     first: m.Register
+    generation: bytes = b""
     workers: dict[int, m.Register] = field(default_factory=dict)
     sessions: dict[int, int] = field(default_factory=dict)
     space: Space | None = None

@@ -86,6 +86,10 @@ class Simulation:
             Engine(f"e{i}", self.models[i % len(self.models)], self)
             for i in range(rng.choice([2, 3, 4]))
         ]
+        chance = random.Random(f"weights {seed}")  # its own: other seeds' lives stay as they were
+        if chance.random() < 0.2:
+            for engine in self.engines:
+                engine.trainer = chance
         crowd = sum(len(engine.processes) for engine in self.engines)
         self.limits = Limits(
             leases_per_instance=rng.choice([4, 1000]),

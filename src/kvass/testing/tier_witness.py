@@ -106,6 +106,8 @@ class TierWitness(WaitingWitness):
         elif isinstance(effect, TierClear):
             self.emptied = True
         elif isinstance(effect, TierEpoch):
+            if self.by_digest[effect.namespace].private:
+                raise BrokenLawError(f"a tier is to note an epoch of one engine's own: {effect}")
             self.asked[effect.op] = self.archive.clears[self.by_digest[effect.namespace].key]
         if isinstance(effect, TierEpoch | TierClear) and one is not None:
             one.awaits.add(effect.op)
@@ -296,6 +298,8 @@ class TierWitness(WaitingWitness):
     def _flushed(self) -> None:
         """Tiers that are well have all that is READY, where it is written through and stays."""
         for (space, group, key), (source, _) in self.ready.items():
+            if space.private:
+                continue
             digest = next(d for d, s in self.by_digest.items() if s is space)
             held = [
                 any(self._has(digest, epoch, group, key, tier) for epoch in told[-1:])

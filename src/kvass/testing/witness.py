@@ -191,6 +191,8 @@ class Witness(WriteWitness):
         self.roles[session] = (member, msg.rank)
         if msg.rank >= 0:
             member.workers[msg.rank] = msg
+        elif msg.generation != member.generation:
+            self._moves(member, msg.generation)
         missing = tuple(r for r in range(msg.ranks) if r not in member.workers)
         if bool(reply.namespace) == bool(missing):
             raise BrokenLawError(f"{msg.instance} lacks {missing}, yet was told {reply}")
@@ -200,6 +202,20 @@ class Witness(WriteWitness):
         if self.by_digest.setdefault(reply.namespace, member.space) is not member.space:
             raise BrokenLawError("law 10: two layouts or identities in one namespace")
 
+    def _moves(self, member: Member, generation: bytes) -> None:
+        """Its weights are others now. What it was writing may be of both, and what only it had is
+        of no use to anybody."""
+        for w in self.writings.values():
+            w.failed = w.failed or (bool(w.owing) and w.member.name == member.name)
+        left, member.space, member.generation = member.space, None, generation
+        if (
+            left is not None
+            and left.private
+            and all(x.space is not left for x in self.members.values())
+        ):
+            for row in [row for row in self.ready if row[0] is left]:
+                del self.ready[row]
+
     def _space(self, member: Member) -> Space:
         first = member.first
         workers = [member.workers[r] for r in range(first.ranks)]
@@ -207,16 +223,19 @@ class Witness(WriteWitness):
             next(w.layout for w in workers if w.shard == s and w.layout is not None)
             for s in range(first.world_size)
         ]
-        key = (
+        key: tuple[object, ...] = (
             tuple(sorted(first.identity.items())),
             first.chunk_tokens,
             tuple((w.shard, w.writer, w.layout) for w in workers),
         )
+        if member.generation:
+            key += (member.generation,)
         weights = tuple(
             tuple(layout.groups[g].shard_bytes(first.chunk_tokens) for layout in shards)
             for g in range(len(shards[0].groups))
         )
-        made = Space(key, weights, shards[0].groups, first.chunk_tokens)
+        private = bool(member.generation)
+        made = Space(key, weights, shards[0].groups, first.chunk_tokens, private)
         made.floor = self.archive.floor.get(key, 0)
         return self.spaces.setdefault(key, made)
 
