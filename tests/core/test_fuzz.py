@@ -61,18 +61,21 @@ registers = st.builds(
     shard=st.just(0) | numbers,
     writer=st.booleans(),
     layout=layouts,
+    generation=st.sampled_from([b"", b"", b"new"]) | st.binary(max_size=70),
 )
 joins = st.builds(
-    lambda instance, rank: m.Register(
+    lambda instance, rank, generation: m.Register(
         seq=1,
         instance=instance,
         identity={},
         chunk_tokens=16,
         rank=rank,
         layout=good_layout if rank == 0 else None,
+        generation=generation if rank < 0 else b"",
     ),
     instance=st.sampled_from("ab"),
     rank=st.sampled_from([-1, 0]),
+    generation=st.sampled_from([b"", b"", b"one", b"two"]),
 )
 items = st.builds(
     m.ReserveItem,

@@ -49,7 +49,7 @@ BREAKS = [
         "a second live session of a rank is admitted",
         2,
         "admission.py",
-        "if terms.rank in instance.sessions:",
+        "if instance.sessions.get(terms.rank, session.id) != session.id:",
         "if False:",
     ),
     one(
@@ -260,6 +260,20 @@ BREAKS = [
         '        """READY ``rows`` stop matching now, and are freed once nobody reads them."""\n'
         "        self._unindex(rows)\n",
         "",
+    ),
+    one(
+        "an engine of a new generation stays in its namespace",
+        10,
+        "registry.py",
+        "    if instance.generation:\n",
+        "    if False:\n",
+    ),
+    one(
+        "what old and new weights wrote together is published",
+        10,
+        "admission.py",
+        "    state.custody.distrust(instance.id)\n",
+        "    pass\n",
     ),
     one("a bad row stays", 8, "flows.py", "        state.l1.forget(rows)\n", ""),
 ]
