@@ -25,6 +25,7 @@ def status(state: State) -> dict[str, Any]:
             "namespace": ns.digest.hex(),
             "model": ns.model,
             "epoch": ns.epoch,
+            "private": ns.private,
             "chunk_tokens": ns.chunk_tokens,
             "groups": [_group(state, one) for one in ns.classes],
         }

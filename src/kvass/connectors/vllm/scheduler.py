@@ -43,10 +43,10 @@ class SchedulerSide:
         self._adapters = Adapters(setup.adapters)
         self._stores = Stores(setup, client, self._spans, self._adapters, self._tracked)
 
-    def bind(self, pool: Pool) -> None:
+    def bind(self, block_pool: Any) -> None:
         """The block pool, once the engine has made it."""
-        self._pool = pool
-        self._stores.bind(pool)
+        self._pool = Pool(block_pool)
+        self._stores.bind(self._pool)
 
     # ------------------------------------------------------------ requests
 
@@ -224,7 +224,10 @@ class SchedulerSide:
 
     def _notice_reset(self) -> None:
         """If vLLM's own prefix cache was reset, take it that the weights are others now."""
-        if self._pool is not None and self._pool.was_reset() and not self._setup.fixed_weights:
+        if self._setup.fixed_weights:
+            return
+        assert self._pool is not None, "without the block pool no reset can be seen"
+        if self._pool.was_reset():
             self._distrust()
             self._client.new_generation()
 
