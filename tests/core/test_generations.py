@@ -127,7 +127,7 @@ def test_a_generation_has_no_records_in_tiers() -> None:
     move(a, "a")
     a.store("x")
     assert a.holds("x") == 1
-    assert not any(rig.open_ops(kind) for kind in (TierEpoch, TierStore, TierLoad))
+    assert not [one for one in rig.asked if isinstance(one, TierEpoch | TierStore | TierLoad)]
     assert rig.machine.state.flushes.rows == [0]
     rig.forget_l1()
     assert rig.look_up(a, "old")[0].chunks == 0
