@@ -95,8 +95,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=3600,
-            description="seconds that slots rest which a dead engine was writing; "
-            "a second more for each 8GiB of --l1-size above 250GiB if engines have GPUs",
+            description="seconds that slots rest which a lost engine was writing, if the end of "
+            "its process cannot be seen; then with GPUs a second more for each 8GiB of --l1-size "
+            "above 250GiB",
         ),
     ] = Timing().dma_grace_s
     lookup_budget_ms: Annotated[

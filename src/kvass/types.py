@@ -159,6 +159,15 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
         return found
 
 
+DEVICE_S: Final = 1.0
+"""How long slots rest after the process that was writing them has ended.
+
+By then the kernel has released its files, a GPU's among them, which stops the GPU. The rest covers
+releases that are put off: the file of a mapping while another process reads ``/proc/PID/smaps``, or
+the GPU's while the machine goes to sleep.
+"""
+
+
 class Limits(msgspec.Struct, frozen=True):
     """What one client may ask (law 12); the daemon tells them all in the handshake.
 
@@ -187,11 +196,14 @@ class Timing(msgspec.Struct, frozen=True):
     lease_s: float = 60.0
     reserve_s: float = 60.0
     dma_grace_s: float = 30.0
-    """How long after a process's EOF its device may still write to the arena (law 3).
+    """How long after its EOF a writer's device may still write to the arena (law 3), where the end
+    of its process cannot be seen.
 
-    A process that exits gives up its memory, then its descriptors, those opened last first: the end
-    of our socket may come before the GPU's descriptors are released, and it is their release that
-    stops the GPU and unpins. With 243 GB pinned that took 26 s (sgl-project/sglang#32829). Only
-    slots wait, and only those the process was writing: their keys are anybody's at once.
+    A process that exits gives up its memory, then its descriptors one by one: the end of our socket
+    may come before the GPU's descriptors are released, and it is their release that stops the GPU
+    and unpins. With 243 GB pinned that took 26 s (sgl-project/sglang#32829). So what counts is the
+    end of the process; this bound is for a writer that lives on without its connection, and for one
+    whose end the daemon cannot see (``core/custody.py``). Only slots wait, and only those the
+    process was writing: their keys are anybody's at once.
     """
     lookup_budget_ms: float = 100.0

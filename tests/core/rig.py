@@ -79,9 +79,9 @@ class Rig:
             self.say(self._sessions, m.Hello(seq=1, **{"clock_s": self.now, **fields}))
         return self._sessions
 
-    def lose(self, *sessions: int) -> None:
+    def lose(self, *sessions: int, exiting: bool = False) -> None:
         for session in sessions:
-            self.step(Lost(session))
+            self.step(Lost(session, exiting))
 
     def say(self, session: int, message: m.FromClient) -> list[Any]:
         """The messages that come back to ``session``."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvass import messages as m
-from kvass.types import PAGE
+from kvass.core.effects import ProcessEnded, Watch
+from kvass.types import DEVICE_S, PAGE, Timing
 from tests.core.rig import BOOT, GRACE_S, RESERVE_S, WIDTH, Rig, digests, layout
 
 CLEAN = (0, 0)
@@ -164,6 +167,73 @@ def test_a_dead_writers_slots_come_clean_after_the_dma_grace(rig: Rig) -> None:
     rig.wait(0.01)
     assert held(rig) == CLEAN
     assert rig.gauge("rows") == (0,)
+
+
+def test_an_exiting_writers_slots_wait_for_its_end_however_late(rig: Rig) -> None:
+    e = rig.engine()
+    grant = e.reserve("a")
+    e.hand_over(reservations=(grant.reservation,))
+    rig.lose(e.workers[0], exiting=True)
+    assert rig.last == [Watch(e.workers[0], math.inf)]
+    rig.wait(100 * (GRACE_S + RESERVE_S))
+    assert held(rig) == (1, PAGE)
+    assert rig.machine.next_deadline() is None
+    rig.step(ProcessEnded(e.workers[0]))
+    assert held(rig) == (1, PAGE)
+    rig.wait(min(DEVICE_S, GRACE_S))
+    assert held(rig) == CLEAN
+
+
+def test_the_end_of_a_writers_process_frees_its_slots_before_a_long_grace() -> None:
+    rig = Rig(core={"timing": Timing(dma_grace_s=300.0)})
+    e = rig.engine()
+    grant = e.reserve("a")
+    e.hand_over(reservations=(grant.reservation,))
+    rig.lose(e.workers[0])
+    assert rig.last == [Watch(e.workers[0], rig.now + 300.0)]
+    rig.wait(10.0)
+    rig.step(ProcessEnded(e.workers[0]))
+    rig.wait(DEVICE_S - 0.01)
+    assert held(rig) == (1, PAGE)
+    rig.wait(0.01)
+    assert held(rig) == CLEAN
+
+
+def test_an_end_late_in_the_grace_does_not_prolong_it(rig: Rig) -> None:
+    e = rig.engine()
+    grant = e.reserve("a")
+    e.hand_over(reservations=(grant.reservation,))
+    rig.lose(e.workers[0])
+    rig.wait(GRACE_S - 0.01)
+    rig.step(ProcessEnded(e.workers[0]))
+    rig.wait(0.01)
+    assert held(rig) == CLEAN
+    rig.step(ProcessEnded(e.workers[0]))
+    assert held(rig) == CLEAN
+
+
+def test_each_lost_writer_is_waited_for(rig: Rig) -> None:
+    """The end of one process says nothing about another one's device."""
+    e = rig.engine(ranks=2)
+    grant = e.reserve("a")
+    e.hand_over(reservations=(grant.reservation,))
+    rig.lose(*e.workers, exiting=True)
+    for worker in e.workers:
+        rig.wait(GRACE_S)
+        assert held(rig) == (1, 2 * PAGE)
+        rig.step(ProcessEnded(worker))
+    rig.wait(GRACE_S)
+    assert held(rig) == CLEAN
+
+
+def test_who_owed_nothing_is_not_watched(rig: Rig) -> None:
+    e = rig.engine()
+    lease = e.store("a") and e.lookup("a").lease
+    assert lease
+    assert rig.machine.owes(e.workers[0])
+    assert not rig.machine.owes(e.scheduler)
+    rig.lose(e.scheduler, *e.workers, exiting=True)
+    assert not any(isinstance(effect, Watch) for effect in rig.last)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

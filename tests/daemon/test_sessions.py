@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvass.daemon import processes
+from kvass.daemon.processes import Process, process_behind
 from kvass.errors import Unavailable
 from kvass.messages import (
     Clear,
@@ -225,7 +227,8 @@ def hold_everything(path: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_debts_of_a_killed_process_are_settled(daemon: Daemon) -> None:
+def start_holding(daemon: Daemon) -> int:
+    """A process that holds leases and a reservation; its pid."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -235,9 +238,80 @@ def test_debts_of_a_killed_process_are_settled(daemon: Daemon) -> None:
     os.waitpid(pid, os.WUNTRACED)
     status = daemon.status()
     assert (status["leases"], status["reservations"]) == (2, 1)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+    return pid
+
+
+class BlindDaemon(Daemon):
+    """One on a kernel without pidfds."""
+
+    program = (
+        "-c",
+        "from kvass.cli.main import main; import kvass.daemon.loop as loop, sys;"
+        "loop.process_behind = lambda sock, pid: None; sys.exit(main())",
+    )
+
+
+def test_debts_of_a_killed_process_are_settled_at_its_end(tmp_path: Path) -> None:
+    """Not by the clock: the grace is far longer than the test. A daemon that cannot see the end
+    has nothing else to go by."""
+    (tmp_path / "blind").mkdir()
+    blind = BlindDaemon(tmp_path / "blind", {"l1_size": "4MiB", "dma_grace_s": 3600})
+    blind.start()
+    try:
+        with running_daemon(tmp_path, "4MiB", dma_grace_s=3600) as daemon:
+            for pid in [start_holding(blind), start_holding(daemon)]:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+        held = blind.wait_until(leases=0, pins=0, instances=0)
+        assert held["reservations"] == 1
+        assert held["quarantined_bytes"] > 0
+    finally:
+        blind.kill()
+
+
+@pytest.mark.parametrize("how", ["EOF", "exit"])
+def test_a_process_that_lives_on_is_told_from_one_that_exits(how: str) -> None:
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(theirs.fileno(), 3)
+        os.closerange(4, 1024)
+        if how == "EOF":
+            os.close(3)
+            signal.pause()
+        os._exit(0)
+    theirs.close()
+    process = Process(os.pidfd_open(pid), pid)
+    try:
+        with ours:
+            assert ours.recv(1) == b""
+        assert process.exiting == (how == "exit")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert process.exiting
+    process.close()
+
+
+def test_the_process_behind_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        client.connect(str(tmp_path / "s"))
+        with listener.accept()[0] as sock:
+            for pid in [os.getpid(), 0]:  # 0: of another PID namespace
+                if (process := process_behind(sock, pid)) is not None:  # Linux 6.5
+                    assert not process.exiting
+                    process.close()
+            monkeypatch.setattr(processes, "_SO_PEERPIDFD", 9999)  # an older kernel
+            process = process_behind(sock, os.getpid())
+            assert process is not None
+            assert not process.exiting
+            process.close()
+            assert process_behind(sock, 0) is None
+            monkeypatch.setattr(os, "pidfd_open", lambda pid: os.close(-1))  # and an even older one
+            assert process_behind(sock, os.getpid()) is None
 
 
 def test_nobody_waits_for_a_dead_engines_slots(tmp_path: Path) -> None:

@@ -2,8 +2,21 @@
 
 Law of this file: every way a lease or reservation can end is here, and each ends once. A lease
 ends when its last owing rank released or its deadline passed. A reservation is *settled* when no
-rank owes any more and no dead writer's DMA may still land; only then do its slots change hands
+rank owes any more and no lost writer's DMA may still land; only then do its slots change hands
 (law 3).
+
+When a lost writer's DMA is over. Its EOF alone proves nothing: a process that exits closes our
+socket before or after the GPU's files, and only their release stops the GPU. The end of the process
+proves it: the kernel releases a process's files before it reports its end. So
+
+- if the process was seen to be exiting at EOF, its slots wait for its end, however long that takes;
+  with much pinned memory it takes longer than any grace one would want to wait without need;
+- if not, it either lives on (a client of kvass closes its socket only when its copies have ended)
+  or cannot be seen. Its slots wait for ``dma_grace_s``, or for its end if that is seen sooner.
+
+After the end they rest ``DEVICE_S`` more. Not covered: a device that was told by another process
+than the one that connected (a forked child, or whoever was passed the socket), and one whose driver
+goes on after it was released.
 
 A commit counts only while its reservation is not discarded; it is discarded by its deadline, by a
 rank's abort or death, by a clear of its namespace, or when its instance moves to another one
@@ -12,6 +25,7 @@ rank's abort or death, by a clear of its namespace, or when its instance moves t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -20,7 +34,7 @@ import numpy as np
 from kvass.core.l1 import L1
 from kvass.core.leases import Lease, Ledger, Part, Reservation
 from kvass.core.rows import QUARANTINED, WRITING
-from kvass.types import Timing
+from kvass.types import DEVICE_S, Timing
 
 
 class Custody:
@@ -141,7 +155,7 @@ class Custody:
             self.discard(one, "moved")
 
     def _settle(self, one: Reservation, now: float) -> None:
-        if one.owing or now < one.dirty_until:
+        if not one.settled(now):
             return
         self.ledger.drop_reservation(one)
         for part in one.parts:
@@ -166,17 +180,38 @@ class Custody:
                     self.discard(one, "late")
                 self._settle(one, now)
 
-    def rank_lost(self, instance: str, rank: int, now: float) -> None:
-        """A worker's EOF settles that rank's debts: all it may still do is finish a DMA."""
+    def rank_lost(
+        self, instance: str, rank: int, session: int, exiting: bool, now: float
+    ) -> float | None:
+        """A worker's EOF settles that rank's debts: all it may still do is finish a DMA.
+
+        Until when that may be; None: it was not writing.
+        """
+        until = math.inf if exiting else now + self._timing.dma_grace_s
+        writing = False
         for lease in self._leases(instance):
             self.release(lease, rank)
         for one in self._reservations(instance):
             if rank in one.owing:
                 self.discard(one, "writer_lost")
                 one.owing.discard(rank)
-                one.dirty_until = max(one.dirty_until, now + self._timing.dma_grace_s)
-                self.ledger.wake_at(one.dirty_until, one.id)
-                self._settle(one, now)
+                self._soil(one, session, until, now)
+                writing = True
+        return until if writing else None
+
+    def process_ended(self, session: int, now: float) -> None:
+        """The process behind a lost session is gone: its DMA is over, but for ``DEVICE_S``."""
+        until = now + min(DEVICE_S, self._timing.dma_grace_s)
+        for one in list(self.ledger.reservations.values()):
+            if until < one.dirty.get(session, 0.0):
+                self._soil(one, session, until, now)
+
+    def _soil(self, one: Reservation, session: int, until: float, now: float) -> None:
+        """What ``session`` was writing may change until then; infinity: until its process ends."""
+        one.dirty[session] = until
+        if until < math.inf:
+            self.ledger.wake_at(until, one.id)
+        self._settle(one, now)
 
     def scheduler_lost(self, instance: str, now: float) -> None:
         """A scheduler's EOF cancels only what it never handed over."""
@@ -230,7 +265,7 @@ class Custody:
         assert counted == pins, f"rows count the pins {counted}, leases {pins}"
         owed = dict[str, int]()
         for one in self.ledger.reservations.values():
-            assert one.owing or now < one.dirty_until, "a settled reservation is still held"
+            assert not one.settled(now), "a settled reservation is still held"
             assert one.discarded or one.deadline > now, "a reservation outlived its deadline"
             want = QUARANTINED if one.discarded else WRITING
             for part in one.parts:

@@ -46,7 +46,17 @@ class Faulted(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """EOF: the only proof that the peer will not write to the arena again."""
+    """EOF: the peer asks for no more writes. What its device was told before may still land.
+
+    ``exiting``: its process was seen to exit. Then its end comes, and is told if it is watched.
+    """
+
+    session: SessionId
+    exiting: bool = False
+
+
+class ProcessEnded(msgspec.Struct, frozen=True):
+    """The process behind a lost session has ended, and the kernel has released its files."""
 
     session: SessionId
 
@@ -120,7 +130,8 @@ class TierReport(msgspec.Struct, frozen=True, tag=True):
 
 
 FromTier = Probed | Loaded | Stored | EpochIs | Emptied
-Event = Opened | Received | Faulted | Lost | PopulatedTo | Tick | Stopping | TierReport | FromTier
+FromSession = Opened | Received | Faulted | Lost | ProcessEnded
+Event = FromSession | PopulatedTo | Tick | Stopping | TierReport | FromTier
 
 
 # ---------------------------------------------------------------- effects
@@ -147,6 +158,16 @@ class HalfClose(msgspec.Struct, frozen=True):
     """
 
     session: SessionId
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """A lost session owed commits: if its process ends before ``until``, say ``ProcessEnded``.
+
+    ``until``: CLOCK_MONOTONIC, seconds; infinity for a process that is exiting.
+    """
+
+    session: SessionId
+    until: float
 
 
 class Records(msgspec.Struct, frozen=True):
@@ -214,4 +235,4 @@ class TierClear(msgspec.Struct, frozen=True, tag=True):
 
 ToSession = Send | Close | HalfClose
 ToTier = TierProbe | TierLoad | TierStore | TierEpoch | TierClear
-Effect = ToSession | ToTier
+Effect = ToSession | Watch | ToTier

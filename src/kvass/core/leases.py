@@ -41,7 +41,8 @@ class Reservation(msgspec.Struct):
     """Rows being written by the ranks in ``owing``.
 
     ``discarded``: will publish nothing, whatever its writers still say; its rows are QUARANTINED.
-    ``dirty_until``: a writer died; its DMA may still land until then.
+    ``dirty``: of writers that were lost, by session: until when their DMA may still land. Infinity:
+    until their process has ended.
     """
 
     id: int
@@ -54,7 +55,11 @@ class Reservation(msgspec.Struct):
     size_bytes: int
     handed_over: bool = False
     discarded: bool = False
-    dirty_until: float = 0.0
+    dirty: dict[int, float] = {}
+
+    def settled(self, now: float) -> bool:
+        """Whether nobody can write to its slots any more."""
+        return not self.owing and all(until <= now for until in self.dirty.values())
 
 
 class Ledger:

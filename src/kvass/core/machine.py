@@ -26,11 +26,14 @@ from kvass.core.effects import (
     Opened,
     PopulatedTo,
     Probed,
+    ProcessEnded,
     Received,
     Send,
+    SessionId,
     Stopping,
     Stored,
     TierReport,
+    Watch,
 )
 from kvass.core.registry import Session
 from kvass.core.state import CoreConfig, State
@@ -119,6 +122,8 @@ class CacheMachine:
             self._lost(event)
         elif type(event) is Faulted:
             self._faulted(event)
+        elif type(event) is ProcessEnded:
+            state.custody.process_ended(event.session, now)
         elif type(event) is PopulatedTo:
             self._populated(event)
         else:
@@ -158,6 +163,12 @@ class CacheMachine:
             return state.ledger.next_due
         due = state.ledger.next_due, state.promotions.next_due, state.flushes.next_due
         return min((when for when in due if when is not None), default=None)
+
+    def owes(self, session: SessionId) -> bool:
+        """Whether a session is a worker's that may still read or write the arena."""
+        one = self.state.sessions.get(session)
+        who = None if one is None else one.registered
+        return who is not None and self.state.custody.owes(who.instance, who.rank)
 
     @property
     def flushing(self) -> bool:
@@ -236,7 +247,11 @@ class CacheMachine:
             self.state.custody.scheduler_lost(instance.id, self.state.now)
         else:
             instance.workers.pop(who.rank, None)
-            self.state.custody.rank_lost(instance.id, who.rank, self.state.now)
+            until = self.state.custody.rank_lost(
+                instance.id, who.rank, event.session, event.exiting, self.state.now
+            )
+            if until is not None:
+                self._out.append(Watch(event.session, until))
         instance.namespace = None if instance.missing else instance.namespace
         if not instance.sessions:
             del self.state.instances[instance.id]

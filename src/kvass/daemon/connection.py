@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvass.core.effects import SessionId
+from kvass.daemon.processes import Process
 from kvass.wire import framing
 from kvass.wire.channel import send_with_fd
 
@@ -42,9 +43,12 @@ class Connection:
         sock: socket.socket,
         session: SessionId,
         on_readable: Callable[[Connection], None],
+        process: Process | None = None,
     ) -> None:
         self.session = session
         self.decoder = framing.from_clients()
+        self.process = process
+        """Who connected, if its end can be seen."""
         self.ignoring = False
         """Ended but still connected: what arrives is dropped until EOF."""
         self._loop = loop
@@ -117,8 +121,15 @@ class Connection:
         self._linger = self._loop.call_later(LINGER_S, self.close_now)
         self.flush()
 
+    def take_process(self) -> Process | None:
+        """``process``, which the caller closes from now on."""
+        process, self.process = self.process, None
+        return process
+
     def close_now(self) -> None:
         """Close. Idempotent."""
+        if (process := self.take_process()) is not None:
+            process.close()
         if self._linger is not None:
             self._linger.cancel()
         if self._sock.fileno() >= 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import signal
 import socket
 import threading
@@ -27,16 +28,19 @@ from kvass.core.effects import (
     Lost,
     Opened,
     PopulatedTo,
+    ProcessEnded,
     Received,
     Send,
     SessionId,
     Stopping,
     Tick,
     ToTier,
+    Watch,
 )
 from kvass.core.machine import CacheMachine
 from kvass.daemon.connection import Connection
 from kvass.daemon.populate import populate
+from kvass.daemon.processes import Process, process_behind
 from kvass.daemon.tier_process import TierProcess, close_all
 from kvass.errors import FrameError
 from kvass.wire import framing
@@ -70,6 +74,8 @@ class Server:
         self._listener = listener
         self._refusal = refusal
         self._connections: dict[SessionId, Connection] = {}
+        self._watched: dict[SessionId, Process] = {}
+        """Of lost sessions whose slots wait for it."""
         self._talked: dict[SessionId, Connection] = {}
         self._sessions = 0
         self._scratch = memoryview(bytearray(READ_BYTES))
@@ -108,6 +114,8 @@ class Server:
             self._shut_the_door()
             for connection in self._connections.values():
                 connection.close_now()
+            for session in list(self._watched):
+                self._unwatch(session)
             close_all(self._tiers)
             for name, rows in self._machine.unflushed():
                 _log.warning("tier %s: %d rows were not flushed", name, rows)
@@ -164,8 +172,9 @@ class Server:
             return
         self._sessions += 1
         session = self._sessions
-        refusal = self._refusal(peer_of(sock))
-        self._connections[session] = Connection(self._loop, sock, session, self._readable)
+        peer = peer_of(sock)
+        refusal, process = self._refusal(peer), process_behind(sock, peer.pid)
+        self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         self._step(Opened(session))
         if refusal is not None:
             self._step(Faulted(session, "forbidden", refusal))
@@ -188,9 +197,27 @@ class Server:
         session = connection.session
         if connection.decoder.inside_frame and not connection.ignoring:
             self._step(Faulted(session, "bad_frame", "the stream ended inside a frame"))
-        self._step(Lost(session))
+        process = connection.process
+        exiting = process is not None and self._machine.owes(session) and process.exiting
+        self._step(Lost(session, exiting))
         if (left := self._connections.pop(session, None)) is not None:
             left.close_now()
+
+    def _watch(self, watch: Watch) -> None:
+        if (process := self._connections[watch.session].take_process()) is not None:
+            self._watched[watch.session] = process
+            self._loop.add_reader(process, self._process_ended, watch.session)
+            if watch.until < math.inf:
+                self._loop.call_at(watch.until, self._unwatch, watch.session)
+
+    def _unwatch(self, session: SessionId) -> None:
+        if (process := self._watched.pop(session, None)) is not None:
+            self._loop.remove_reader(process)
+            process.close()
+
+    def _process_ended(self, session: SessionId) -> None:
+        self._unwatch(session)
+        self._turn(ProcessEnded(session))
 
     def _turn(self, event: Event) -> None:
         self._step(event)
@@ -214,6 +241,8 @@ class Server:
         elif type(effect) is HalfClose:
             if (connection := self._connections.get(effect.session)) is not None:
                 connection.half_close()
+        elif type(effect) is Watch:
+            self._watch(effect)
         elif isinstance(effect, ToTier):
             self._tiers[effect.tier].submit(effect)
 

@@ -20,10 +20,10 @@ from kvass.config import Config, Size
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.listen import Door, listening
 from kvass.daemon.loop import Server
-from kvass.daemon.tier_process import DEVICE_S, TierProcess, close_all
+from kvass.daemon.tier_process import TierProcess, close_all
 from kvass.errors import ConfigError
 from kvass.tiers.url import tier_name
-from kvass.types import PAGE, Timing
+from kvass.types import DEVICE_S, PAGE, Timing
 
 BOOT_BYTES: Final = 16
 _M_MMAP_THRESHOLD: Final = -3  # malloc.h

@@ -40,10 +40,6 @@ UNANSWERED: Final = 60
 """So many: it is killed."""
 OPEN_S: Final = 120.0
 """What opening may take."""
-DEVICE_S: Final = 1.0
-"""How long the slots of a dead process's loads rest. It is reaped when all its descriptors are
-released, a device's too: unlike an engine's EOF, after which ``dma_grace_s`` has to wait for that.
-It is short, since what is LOADING blocks its keys."""
 _SAY_S: Final = 10.0
 _REAP_S: Final = 0.01
 _PAUSE_S: Final = 1.0

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from kvass import messages as m
 from kvass.testing.books import BrokenLawError, Place, Tag, list_places
 from kvass.testing.layouts import WIDTH, Model
-from kvass.types import SCHEDULER, Slots, Timing
+from kvass.types import DEVICE_S, SCHEDULER, Slots, Timing
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +42,9 @@ class Peer:
     seq: int = 2
     closing: bool = False  # the client hung up: EOF follows what it sent
     hung_up: bool = False  # the daemon hung up, and the client may find out
+    visible: bool = False  # the daemon can see its process end
+    exits: bool = False  # it hung up because its process exits
+    ends: float = inf  # when its process has ended
 
     def ask(self, message: m.Request) -> None:
         self.seq = message.seq = self.seq + 1
@@ -75,8 +78,8 @@ class World(Protocol):
         """A worker's bytes arrive now."""
         ...
 
-    def straggle(self, memory: Memory, left: list[tuple[int, Tag | None]]) -> None:
-        """A dead worker's bytes arrive within ``dma_grace_s``."""
+    def straggle(self, memory: Memory, left: list[tuple[int, Tag | None]], until: float) -> None:
+        """A lost worker's bytes arrive, the last of them by then."""
         ...
 
 
@@ -150,12 +153,16 @@ class Engine:
         return said
 
     def die(self, process: Process) -> None:
-        """The process ends and is started anew later; what it was writing may still land."""
+        """The process ends, or only gives up its socket; what it was writing may still land.
+
+        Another one, or the same, connects later.
+        """
         rng, peer = self.world.rng, process.peer
         self.deaths += 1
+        until = self.world.now if peer is None else self._give_up(peer)
         for job in process.jobs:
             if job.held.writes and not self._stale(process, job) and rng.random() < 0.7:
-                self.world.straggle(job.held.memory, job.left)
+                self.world.straggle(job.held.memory, job.left, until)
         process.jobs.clear()
         if process is self.scheduler:
             self.held.clear()
@@ -165,6 +172,15 @@ class Engine:
         if peer is not None:
             peer.closing = True
             process.peer = None
+
+    def _give_up(self, peer: Peer) -> float:
+        """A socket is closed; until when its process's device may write: what the daemon reckons
+        with (``core/custody.py``). The end of an exit that it can see may be long in coming."""
+        rng, now, grace_s = self.world.rng, self.world.now, self.world.timing.dma_grace_s
+        peer.exits = rng.random() < 0.7
+        peer.ends = now + rng.choice([0.0, rng.random() * grace_s, rng.random() * 4 * grace_s])
+        stops = peer.ends + min(DEVICE_S, grace_s) if peer.visible else inf
+        return stops if peer.visible and peer.exits else min(stops, now + grace_s)
 
     def daemon_gone(self, memory: Memory | None) -> None:
         """Every socket broke; copies go on in the old mapping, but for those that were void."""

@@ -130,7 +130,8 @@ class Writing:
     handed: bool = False
     failed: bool = False
     published: bool = False
-    free_at: float = 0.0
+    dirty: dict[int, float] = field(default_factory=dict)
+    """Of writers that were lost, by session: until when their bytes may still arrive."""
     keys: dict[RowKey, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,17 +143,16 @@ class Writing:
 
     def over(self, now: float) -> bool:
         """Nobody can write to its pages any more."""
-        return not self.owing and now >= self.free_at
+        return not self.owing and all(now >= until for until in self.dirty.values())
 
     def holds(self, now: float) -> bool:
         """It may still become READY, so its keys are taken."""
         return bool(self.owing) and not self.failed and now < self.deadline
 
-    def cancel(self, now: float) -> None:
+    def cancel(self) -> None:
         """Given back before any rank heard of it."""
         self.owing.clear()
         self.failed = True
-        self.free_at = max(self.free_at, now)
 
 
 @dataclass(eq=False, slots=True)

@@ -24,13 +24,16 @@ GRACE_S = 1.0
 class Daemon:
     """One daemon process after another on one socket path. Use ``running_daemon``."""
 
+    program: tuple[str, ...] = ("-m", "kvass")
+    """What Python runs."""
+
     def __init__(self, folder: Path, options: dict[str, Any], late_s: float = 0.0) -> None:
         self.socket = str(folder / "kvass.sock")
         self.ready = ""
         """The ``ready`` line."""
         self._options = {"socket": self.socket, **options}
-        late = ["kvass.testing.late_daemon", str(late_s)]
-        self._command = [sys.executable, "-m", *(late if late_s else ["kvass"]), "serve"]
+        if late_s:
+            self.program = ("-m", "kvass.testing.late_daemon", str(late_s))
         self._process: subprocess.Popen[str] | None = None
         self._log = folder / "daemon.log"
 
@@ -46,7 +49,7 @@ class Daemon:
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVASS_")}
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [*self._command, *flags],
+                [sys.executable, *self.program, "serve", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
-from kvass.core.effects import Effect, Event, Opened, Received, Send, ToSession
+from kvass.core.effects import Effect, Event, Opened, Received, Send, ToTier
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.layout.spans import Spans
 from kvass.testing.reference_memory import BLOCKS, Memory
@@ -335,7 +335,7 @@ class Reference:
         effects = self.machine.step(event, 100.0)
         self.machine.validate()
         for effect in list(effects):
-            if not isinstance(effect, ToSession):
+            if isinstance(effect, ToTier):
                 assert self.tier is not None
                 effects += self._step(self.tier.perform(effect))
         return effects

@@ -35,11 +35,13 @@ from kvass.core.effects import (
     Faulted,
     Lost,
     Opened,
+    ProcessEnded,
     Received,
     Send,
     Stopping,
     Tick,
     ToSession,
+    Watch,
 )
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.core.tiers import FlushMode
@@ -120,7 +122,7 @@ class Simulation:
 
     def connect(self) -> Peer:
         self.sessions += 1
-        peer = self.peers[self.sessions] = Peer(self.sessions)
+        peer = self.peers[self.sessions] = Peer(self.sessions, visible=self.rng.random() < 0.6)
         self.step(Opened(peer.session))
         return peer
 
@@ -132,9 +134,9 @@ class Simulation:
             self.witness.landing(tag[1], page, self.now)
         memory.pages[page] = tag
 
-    def straggle(self, memory: Memory, left: list[tuple[int, Tag | None]]) -> None:
+    def straggle(self, memory: Memory, left: list[tuple[int, Tag | None]], until: float) -> None:
         for page, tag in left:
-            when = self.now + self.rng.random() * self.timing.dma_grace_s
+            when = self.now + self.rng.random() * (until - self.now)
             self.later(when, partial(self.land, memory, page, tag))
 
     def later(self, when: float, action: Callable[[], None]) -> None:
@@ -188,6 +190,8 @@ class Simulation:
         if len(self.trace) % 8 == 0:
             self.witness.compare(self.machine.status())
         for effect in effects:
+            if isinstance(effect, Watch):
+                continue
             if not isinstance(effect, ToSession):
                 self.tiers.take(effect)
                 continue
@@ -223,7 +227,9 @@ class Simulation:
         """The daemon reads the next message of a socket, or its end."""
         if not peer.sent:
             del self.peers[peer.session]
-            self.step(Lost(peer.session))
+            effects = self.step(Lost(peer.session, exiting=peer.visible and peer.exits))
+            if peer.visible:
+                self.watch(peer, effects)
             return
         message = peer.sent.popleft()
         if message is None:
@@ -231,6 +237,16 @@ class Simulation:
         elif not peer.hung_up:
             self.said.append((peer.session, message))
             self.step(Received(peer.session, message))
+
+    def watch(self, peer: Peer, effects: list[Effect]) -> None:
+        """The end of a lost session's process is told if the core asked for it, and in time."""
+        for effect in effects:
+            if isinstance(effect, Watch) and peer.ends < effect.until:
+                ended = partial(self._process_ended, effect.session)
+                self.later(max(self.now, peer.ends), ended)
+
+    def _process_ended(self, session: int) -> None:
+        self.step(ProcessEnded(session))
 
     # ------------------------------------------------------------ chance
 

@@ -23,6 +23,7 @@ from kvass.core.effects import (
     Opened,
     PopulatedTo,
     Probed,
+    ProcessEnded,
     Received,
     Stopping,
     Stored,
@@ -37,7 +38,7 @@ Traced = list[tuple[float, Event]]
 _EVENTS: dict[str, type[Event]] = {
     e.__name__: e
     for e in (
-        *(Opened, Received, Faulted, Lost, PopulatedTo, Tick, Stopping),
+        *(Opened, Received, Faulted, Lost, ProcessEnded, PopulatedTo, Tick, Stopping),
         *(Probed, Loaded, Stored, EpochIs, Emptied, TierReport),
     )
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from math import inf
 
 from kvass import messages as m
 from kvass.core.effects import (
@@ -23,9 +24,11 @@ from kvass.core.effects import (
     HalfClose,
     Lost,
     Opened,
+    ProcessEnded,
     Received,
     Send,
     ToSession,
+    Watch,
 )
 from kvass.testing.books import (
     BrokenLawError,
@@ -44,7 +47,7 @@ from kvass.testing.books import (
 )
 from kvass.testing.waiting_witness import Pending
 from kvass.testing.write_witness import WriteWitness
-from kvass.types import SCHEDULER, RankLayout
+from kvass.types import DEVICE_S, SCHEDULER, RankLayout
 
 
 class Witness(WriteWitness):
@@ -75,10 +78,14 @@ class Witness(WriteWitness):
         ):
             raise BrokenLawError("law 11: a malformed frame did not end its session")
         if isinstance(event, Lost):
-            self._lost(event.session, now)
+            self._lost(event.session, now, event.exiting)
+        if isinstance(event, ProcessEnded):
+            self._stopped(event.session, now + min(DEVICE_S, self.timing.dma_grace_s))
         clear = self._clear_of(event)
         for i, effect in enumerate(effects):
-            if not isinstance(effect, ToSession):
+            if isinstance(effect, Watch):
+                self._watched(effect)
+            elif not isinstance(effect, ToSession):
                 self.tier_asked(effect, clear, now)
             elif i not in late:
                 self._effect(event, effect, now)
@@ -239,7 +246,7 @@ class Witness(WriteWitness):
         made.floor = self.archive.floor.get(key, 0)
         return self.spaces.setdefault(key, made)
 
-    def _lost(self, session: int, now: float) -> None:
+    def _lost(self, session: int, now: float, exiting: bool = False) -> None:
         self.open.discard(session)
         self.deaf.discard(session)
         self.forget(session)
@@ -248,11 +255,11 @@ class Witness(WriteWitness):
             return
         for w in self.writings.values():
             if w.member is member and rank == SCHEDULER and not w.handed:
-                w.cancel(now)
+                w.cancel()
             elif w.member is member and rank in w.owing:
                 w.owing.discard(rank)
                 w.failed = True
-                w.free_at = max(w.free_at, now + self.timing.dma_grace_s)
+                w.dirty[session] = inf if exiting else now + self.timing.dma_grace_s
         for r in self.readings.values():
             if r.member is member and rank == SCHEDULER and not r.handed:
                 r.owing.clear()
@@ -263,6 +270,18 @@ class Witness(WriteWitness):
             member.space = None  # incomplete: nothing may be asked until the rank is back
         if not member.sessions:
             del self.members[member.name]
+
+    def _watched(self, watch: Watch) -> None:
+        """Its process is to be watched for as long as its bytes may still arrive."""
+        waits = {w.dirty[watch.session] for w in self.writings.values() if watch.session in w.dirty}
+        if waits != {watch.until}:
+            raise BrokenLawError(f"law 3: {watch}, but slots wait until {waits}")
+
+    def _stopped(self, session: int, until: float) -> None:
+        """The process of a lost session has ended."""
+        for w in self.writings.values():
+            if session in w.dirty:
+                w.dirty[session] = min(w.dirty[session], until)
 
     # ------------------------------------------------------------ reading
 

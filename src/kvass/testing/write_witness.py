@@ -154,7 +154,7 @@ class WriteWitness(TierWitness):
         if w is None or w.member is not member or rank != msg.rank:
             return
         if rank == SCHEDULER and not w.handed:
-            w.cancel(now)
+            w.cancel()
         elif rank in w.owing:
             w.owing.discard(rank)
             w.failed = True

@@ -1,0 +1,73 @@
+"""The process at the other end of a session, as far as its end can be seen.
+
+Law of this file: what it says is true of the very process that connected. A pidfd names a process
+and not a number that another one may have by now. Where the kernel gives none (older than 5.3, or
+older than 6.5 and the process is in another PID namespace), nothing is said: the core has its own
+bound then.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from typing import Final
+
+_SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
+_PF_EXITING: Final = 0x4  # include/linux/sched.h
+
+
+class Process:
+    """Who connected. ``fileno`` becomes readable when it has ended.
+
+    A process is reported as ended when its last thread is past releasing its files
+    (``kernel/exit.c: do_exit`` runs ``exit_files`` and ``exit_task_work`` before ``exit_notify``).
+    """
+
+    def __init__(self, pidfd: int, pid: int) -> None:
+        self._pidfd = pidfd
+        self._pid = pid
+
+    def fileno(self) -> int:
+        """The pidfd."""
+        return self._pidfd
+
+    @property
+    def exiting(self) -> bool:
+        """Whether it has ended or is about to. False also where ``/proc`` does not show it.
+
+        If its exit is why a session ended, this is true by then: its files are closed when the last
+        of its threads is exiting.
+        """
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        if poll.poll(0):
+            return True
+        try:
+            with open(f"/proc/{self._pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            return bool(int(fields[6]) & _PF_EXITING)  # proc_pid_stat(5): the 9th, of which 2 went
+        except (OSError, IndexError, ValueError):
+            return False
+
+    def close(self) -> None:
+        """Watch no longer."""
+        os.close(self._pidfd)
+
+
+def process_behind(sock: socket.socket, pid: int) -> Process | None:
+    """The process that connected ``sock``; None if its end cannot be seen.
+
+    ``pid``: what SO_PEERCRED says; 0 for a process of another PID namespace. If another process has
+    that number by now, then the one that connected has ended, and its device is released: whatever
+    is said of the other one is late and never too early.
+    """
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
+        return Process(int.from_bytes(raw, "little"), pid)
+    except OSError:
+        pass  # an older kernel
+    try:
+        return Process(os.pidfd_open(pid), pid) if pid > 0 else None
+    except OSError:
+        return None
