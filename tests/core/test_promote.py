@@ -10,7 +10,6 @@ import pytest
 from kvass import messages as m
 from kvass.core import epochs
 from kvass.core.effects import (
-    EpochIs,
     Faulted,
     Loaded,
     Stopping,
@@ -233,20 +232,6 @@ def test_an_epoch_that_was_asked_for_before_a_clear_is_not_used_after_it(rig: Ti
         assert [r.chunks for r in again.look_up(e, "a") if isinstance(r, m.Matched)] == [0]
         again.wait(1.0)
     assert again.notes[0][e.namespace] != first.fresh
-
-
-def test_of_questions_that_crossed_the_tiers_note_counts(rig: TierRig) -> None:
-    e = rig.engine()
-    rig.say(e.scheduler, m.Clear(seq=11))
-    first, renewal = rig.open_ops(TierEpoch)
-    rig.asked.clear()
-    rig.notes[0][e.namespace] = first.fresh  # it found no note, and was slow to make one
-    rig.step(EpochIs(first.op, first.fresh))
-    rig.step(EpochIs(renewal.op, renewal.fresh))
-    rig.settle()
-    e.store("a")
-    rig.settle()
-    assert {one[1] for one in rig.shelves[0]} == {first.fresh}
 
 
 def test_a_clear_of_one_that_went_is_confirmed_to_nobody(rig: TierRig) -> None:

@@ -24,6 +24,7 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
+from kvass.core.epochs import to_note
 from tests.core.rig import WIDTH, Engine, Rig, digests
 
 Asked = TypeVar("Asked", TierProbe, TierLoad, TierStore, TierEpoch, TierClear)
@@ -69,10 +70,10 @@ class TierRig(Rig):
         self.asked.remove(op)
         shelf = self.shelves[op.tier]
         if isinstance(op, TierEpoch):
-            fresh = op.renew or op.namespace not in self.notes[op.tier]
-            if fresh and not self.down:
-                self.notes[op.tier][op.namespace] = op.fresh
-            self.step(EpochIs(op.op, None if self.down else self.notes[op.tier][op.namespace]))
+            notes = self.notes[op.tier]
+            if not self.down:
+                notes[op.namespace] = to_note(op, notes.get(op.namespace), self.now)
+            self.step(EpochIs(op.op, None if self.down else notes[op.namespace]))
         elif isinstance(op, TierClear):
             if not self.down:
                 shelf.clear()

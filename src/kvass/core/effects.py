@@ -216,7 +216,9 @@ class TierStore(msgspec.Struct, frozen=True, tag=True):
 class TierEpoch(msgspec.Struct, frozen=True, tag=True):
     """Ask for the namespace's epoch in a tier; ``EpochIs`` is its end.
 
-    If the tier has no note of it, or with ``renew`` whatever it has, ``fresh`` is noted there.
+    ``core.epochs.to_note`` says what is to be noted there: the higher one of the note and of
+    ``known``, or, if there is neither, and always with ``renew``, a fresh one. ``known``: the
+    highest epoch that was seen there before, 0 if none was; ``fresh``: random bits for a fresh one.
     """
 
     tier: int
@@ -224,6 +226,7 @@ class TierEpoch(msgspec.Struct, frozen=True, tag=True):
     namespace: bytes
     fresh: int
     renew: bool = False
+    known: int = 0
 
 
 class TierClear(msgspec.Struct, frozen=True, tag=True):

@@ -4,6 +4,14 @@ Law of this file: a tier is used for a namespace only under an epoch that the ti
 One that has no note gets a fresh epoch, which no record goes by, so a lost note costs records and
 never makes old ones match. A clear is done when every tier has noted a fresh one; a tier that could
 not is asked again, and is of no use to the namespace until it has.
+
+Epochs have an order, and of two the higher one is the newer. An epoch is a counter (high 32 bits)
+and random bits (low 32). A fresh one has a counter above every one that was seen, and at least the
+time in seconds since 1970: so it is the higher one too where the earlier note was lost.
+
+A store that goes back to a snapshot has an old note and the records of that time. A daemon notes
+the highest epoch it has seen again when it reads a lower one. It looks when it meets a namespace,
+when a tier is back that was down, and every ``LOOK_AGAIN_S``.
 """
 
 from __future__ import annotations
@@ -19,6 +27,28 @@ from kvass.messages import Cleared, Error
 
 ASK_AGAIN_S: Final = 1.0
 """How long a tier that could not tell an epoch is left alone."""
+LOOK_AGAIN_S: Final = 30.0
+"""How often a tier's note is read again: a request per namespace and tier each time."""
+_RANDOM_BITS: Final = 32
+_RANDOM: Final = (1 << _RANDOM_BITS) - 1
+_MOST: Final = (1 << 32) - 1
+"""No counter is as high: a note that says so is damaged."""
+_LATEST: Final = _MOST - (1 << 24)
+"""A clock that is later is wrong; counters above it are left for clears."""
+
+
+def to_note(asked: TierEpoch, noted: int | None, clock_s: float) -> int:
+    """The epoch that a tier's note has to say when it is asked ``asked`` and says ``noted``.
+
+    ``None``: it has no note. ``clock_s``: the time in seconds since 1970.
+    """
+    if noted is None or noted >> _RANDOM_BITS >= _MOST:
+        noted = 0
+    highest = max(asked.known, noted)
+    if highest and not asked.renew:
+        return highest
+    counter = max((highest >> _RANDOM_BITS) + 1, min(int(clock_s), _LATEST))
+    return counter << _RANDOM_BITS | asked.fresh & _RANDOM
 
 
 def welcome(state: State, ns: Namespace) -> None:
@@ -45,6 +75,15 @@ def rest_no_more(state: State) -> None:
         ns.asked_s = [when if when == math.inf else -math.inf for when in ns.asked_s]
 
 
+def look_again(state: State, back: int | None = None) -> None:
+    """Have every note read again that was not for a while, or at once those of the tier ``back``:
+    whatever it was down for, its store may be an older one now."""
+    for ns in state.namespaces.values():
+        for tier, when in enumerate(ns.asked_s):
+            if when != math.inf and (tier == back or state.now - when >= LOOK_AGAIN_S):
+                _ask(state, ns, tier)
+
+
 def awaited(ns: Namespace) -> bool:
     """Whether no tier is usable, and one may be soon: it has been asked."""
     return math.inf in ns.asked_s and all(epoch is None for epoch in ns.tier_epochs)
@@ -68,56 +107,35 @@ def empty(state: State, clearing: Clearing) -> None:
 
 
 def _ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None) -> None:
+    """Ask a tier for its note. But for a clear's, only one question is open at a time."""
     ns.asked_s[tier] = math.inf  # not again before the answer
     named = ns.digest, tier
-    if _open(state, named):
-        state.tiers.crossed.add(named)
     renew = named in state.tiers.owed
-    op = state.tiers.begin(Asking(tier, ns, renew, clearing))
-    fresh = state.tiers.fresh_epoch(ns.digest)
-    state.out.append(TierEpoch(tier, op, ns.digest, fresh, renew))
-
-
-def _open(state: State, named: tuple[bytes, int]) -> bool:
-    """Whether this tier is asked for this namespace's epoch: a clear asks in any case."""
-    return any(
-        isinstance(op, Asking) and (op.namespace.digest, op.tier) == named
-        for op in state.tiers.ops.values()
-    )
+    op = state.tiers.begin(Asking(tier, ns, ns.epoch, renew, clearing))
+    fresh, known = state.tiers.fresh_epoch(ns.digest), state.tiers.known.get(named, 0)
+    state.out.append(TierEpoch(tier, op, ns.digest, fresh, renew, known))
 
 
 def answered(state: State, event: EpochIs) -> int:
     """A tier told what epoch it has noted, or could not; which tier that was.
 
-    Of questions that crossed, which note has stayed is not known: then it is asked once more.
+    What was asked before a clear tells nothing of what the tier goes by after it: the clear has
+    asked again.
     """
     op = state.tiers.end(event.op, Asking)
-    tiers, tier, named = state.tiers, op.tier, (op.namespace.digest, op.tier)
+    tiers, tier, ns, named = state.tiers, op.tier, op.namespace, (op.namespace.digest, op.tier)
     if event.epoch is None:
         tiers.counters[tier]["epochs_unknown"] += 1
-    if not _open(state, named):
-        _last_answer(state, named, None if named in tiers.owed and not op.renew else event.epoch)
+    else:
+        tiers.known[named] = max(event.epoch, tiers.known.get(named, 0))
+    if op.epoch == ns.epoch:
+        ns.asked_s[tier] = state.now
+        if event.epoch is not None and (op.renew or ns.tier_epochs[tier] is None):
+            tiers.owed.discard(named)
+            ns.tier_epochs[tier] = event.epoch
     if op.clearing is not None:
         _cleared(state, op.clearing, tier, event.epoch is not None)
     return tier
-
-
-def _last_answer(state: State, named: tuple[bytes, int], epoch: int | None) -> None:
-    """No other question about this namespace is open to this tier."""
-    digest, tier = named
-    crossed = named in state.tiers.crossed
-    state.tiers.crossed.discard(named)
-    if epoch is not None:
-        state.tiers.owed.discard(named)
-    number = state.by_digest.get(digest)
-    if number is None:
-        return  # nobody has it any more
-    ns = state.namespaces[number]
-    ns.asked_s[tier] = state.now
-    if epoch is not None and crossed:
-        _ask(state, ns, tier)
-    elif epoch is not None:
-        ns.tier_epochs[tier] = epoch
 
 
 def emptied(state: State, event: Emptied) -> None:

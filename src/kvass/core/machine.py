@@ -32,6 +32,7 @@ from kvass.core.effects import (
     SessionId,
     Stopping,
     Stored,
+    Tick,
     TierReport,
     Watch,
 )
@@ -150,7 +151,12 @@ class CacheMachine:
         elif type(event) is Emptied:
             epochs.emptied(state, event)
         elif type(event) is TierReport:
+            back = event.fields.get("up") and not state.tiers.reports[event.tier].get("up", True)
             state.tiers.reports[event.tier] = event.fields
+            if back:
+                epochs.look_again(state, event.tier)
+        elif type(event) is Tick:
+            epochs.look_again(state)
         elif type(event) is Stopping:
             state.stopping = True
             flush.hurry(state)

@@ -57,10 +57,14 @@ class Flushing(msgspec.Struct):
 
 
 class Asking(msgspec.Struct):
-    """A ``TierEpoch``, with ``renew`` of a fresh one; ``clearing``: the clear that waits for it."""
+    """A ``TierEpoch``, with ``renew`` of a fresh one; ``clearing``: the clear that waits for it.
+
+    ``epoch``: the namespace's own (``Namespace.epoch``) when it was asked.
+    """
 
     tier: int
     namespace: Namespace
+    epoch: int
     renew: bool
     clearing: Clearing | None
 
@@ -134,8 +138,9 @@ class Tiers:
         self.counters = [Counter[str]() for _ in names]
         self.owed: set[tuple[bytes, int]] = set()
         """(namespace digest, tier) that were cleared, and whose tier does not know yet."""
-        self.crossed: set[tuple[bytes, int]] = set()
-        """Of which more than one question for the epoch was open at a time."""
+        self.known: dict[tuple[bytes, int], int] = {}
+        """(namespace digest, tier) -> the highest epoch that was ever seen there. Some 100 bytes
+        each, kept also of namespaces that are forgotten: they may come again."""
         self._boot = boot
         self._next = 1
         self._epochs = 0
@@ -153,7 +158,7 @@ class Tiers:
         return op
 
     def fresh_epoch(self, digest: bytes) -> int:
-        """An epoch that no record of any daemon's life goes by: 64 bits of this life's boot id."""
+        """Random bits for a fresh epoch, made of this life's boot id."""
         self._epochs += 1
         seed = b"".join([self._boot, digest, self._epochs.to_bytes(8, "big")])
         return int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")

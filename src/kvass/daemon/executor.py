@@ -4,8 +4,9 @@ Law of this file: ``submit`` never blocks and never raises for a tier's trouble,
 is ended by exactly one event. A tier that is dead, slow or broken costs itself alone: its records
 are misses, at once, until it serves again.
 
-A tier has three *lanes*, each with threads and a breaker of its own, so that no probe queues behind
-bulk loads, no load behind stores, and a disk that has become read-only still serves. What the tier
+A tier has four *lanes*, each with threads and a breaker of its own, so that no probe queues behind
+bulk loads, no load behind stores, and a disk that has become read-only still serves. Questions for
+epochs have one thread: between reading a note and setting it no other one is set. What the tier
 raises opens its lane's breaker. A call that runs for too long, unless it is a clear, shuts all
 lanes until it returns: what is queued falls out, what runs cannot be taken back. A further thread
 watches for that, says when a tier goes down or is back, and reports; it sleeps while nothing
@@ -38,9 +39,9 @@ from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Tier
 from kvass.tiers.url import shown
 
-ASK, LOAD, STORE = "ask", "load", "store"
-_THREADS: Final = {ASK: 2, LOAD: 4, STORE: 2}
-_NICE: Final = {ASK: 0, LOAD: 5, STORE: 10}
+ASK, NOTE, LOAD, STORE = "ask", "note", "load", "store"
+_THREADS: Final = {ASK: 2, NOTE: 1, LOAD: 4, STORE: 2}
+_NICE: Final = {ASK: 0, NOTE: 0, LOAD: 5, STORE: 10}
 """Bulk work gives way to what answers engines, and to engines."""
 ROOM: Final = 1024
 """Effects that may wait in a lane."""
@@ -272,8 +273,10 @@ class Executor:
 
 
 def _kind(effect: ToTier) -> str:
-    if isinstance(effect, TierProbe | TierEpoch):
+    if isinstance(effect, TierProbe):
         return ASK
+    if isinstance(effect, TierEpoch):
+        return NOTE
     return LOAD if isinstance(effect, TierLoad) else STORE
 
 

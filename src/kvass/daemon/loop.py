@@ -37,6 +37,7 @@ from kvass.core.effects import (
     ToTier,
     Watch,
 )
+from kvass.core.epochs import LOOK_AGAIN_S
 from kvass.core.machine import CacheMachine
 from kvass.daemon.connection import Connection
 from kvass.daemon.populate import populate
@@ -101,6 +102,8 @@ class Server:
         self._listen()
         for tier in self._tiers:
             tier.serve(loop, self._turn)
+        if self._tiers:
+            loop.call_later(LOOK_AGAIN_S, self._look_again)
         on_ready()
         gc.freeze()  # what exists now lives as long as we do
         gc.set_threshold(50_000, 20, 100)
@@ -265,4 +268,9 @@ class Server:
 
     def _ticked(self) -> None:
         self._tick = None
+        self._turn(Tick())
+
+    def _look_again(self) -> None:
+        """The core asks tiers for their notes with a tick, also where nothing else is due."""
+        self._loop.call_later(LOOK_AGAIN_S, self._look_again)
         self._turn(Tick())

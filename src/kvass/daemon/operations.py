@@ -28,11 +28,14 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
+from kvass.core.epochs import to_note
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Shards, Tier
 from kvass.tiers.codec import record_key
 from kvass.types import Slots
 
+_NOTE: Final = "epoch2."
+"""``epoch.`` were notes whose values have no order."""
 _EPOCH_BYTES: Final = 8
 _MEET_S: Final = 0.2
 """Daemons that meet over an empty store within this time agree about its epoch."""
@@ -102,13 +105,16 @@ def _store(effect: TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_
 
 
 def _epoch(effect: TierEpoch, tier: Tier) -> int | None:
-    name = "epoch." + effect.namespace.hex()
-    known = None if effect.renew else _noted(tier, name)
-    if known is not None:
-        return known
-    tier.set_note(name, effect.fresh.to_bytes(_EPOCH_BYTES, "big"))
-    if effect.renew:
-        return effect.fresh
+    """Read the note, and set it if it has to say something else. Nobody else in this process does
+    meanwhile (``Executor``); another daemon may, and sets its own again if ours was lower."""
+    name = _NOTE + effect.namespace.hex()
+    noted = _noted(tier, name)
+    epoch = to_note(effect, noted, time.time())
+    if epoch == noted:
+        return epoch
+    tier.set_note(name, epoch.to_bytes(_EPOCH_BYTES, "big"))
+    if effect.renew or effect.known:
+        return epoch
     time.sleep(_MEET_S)
     return _noted(tier, name)  # another daemon may have found none either: the last one counts
 

@@ -24,6 +24,7 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
+from kvass.core.epochs import to_note
 from kvass.transfer.base import U8Array
 
 RecordKey = tuple[bytes, int, int, bytes]
@@ -49,9 +50,8 @@ class ReferenceTier:
                 self._records[key] = [run.copy() for run in runs]
             return Stored(effect.op, np.ones(len(effect.records.keys), np.bool_))
         if isinstance(effect, TierEpoch):
-            if effect.renew:
-                self._notes[effect.namespace] = effect.fresh
-            epoch = self._notes.setdefault(effect.namespace, effect.fresh)
+            epoch = to_note(effect, self._notes.get(effect.namespace), 0.0)
+            self._notes[effect.namespace] = epoch
             return EpochIs(effect.op, epoch)
         self._records.clear()
         return Emptied(effect.op, True)

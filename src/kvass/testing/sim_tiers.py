@@ -3,6 +3,10 @@
 Law of this file: what a real tier may do, at any moment between an effect and its end, these do. A
 record is what its slot's pages held when the tier read them; a load that fails may have scribbled.
 They outlive the daemon; what it had under way when it ended may still come to pass.
+
+A tier may go back to a snapshot, records and notes. That makes old records match again only if no
+daemon was there that knew better: so a daemon that reads a note after that has to put it right, and
+of one that ended before it could, the note is put right here.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
+from kvass.core.epochs import to_note
 from kvass.testing.actors import Memory
 from kvass.testing.books import BrokenLawError, Place, Tag, list_places
 from kvass.testing.tier_witness import digests_of
@@ -70,6 +75,11 @@ class SimTier:
     records: dict[RecordKey, Content] = field(default_factory=dict)
     notes: dict[bytes, int] = field(default_factory=dict)
     down_until: float = 0.0
+    snapshot: tuple[dict[RecordKey, Content], dict[bytes, int]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    put_back: dict[bytes, int] = field(default_factory=dict)
+    """Notes before the tier went back to its snapshot, which nobody has asked for since."""
 
 
 @dataclass(eq=False, slots=True)
@@ -117,6 +127,9 @@ class SimTiers:
             if rng.random() < 0.5:
                 self._outlives(under)
         self.open.clear()
+        for tier in self.tiers:
+            tier.notes.update(tier.put_back)
+            tier.put_back.clear()
 
     def _outlives(self, under: Under) -> None:
         effect, tier = under.effect, under.tier
@@ -141,6 +154,8 @@ class SimTiers:
             self._decay(tier)
         if rng.random() < tier.ill / 4:
             tier.down_until = world.now + rng.random() * 4
+        if rng.random() < tier.ill / 4:
+            self._go_back(tier, effect.tier)
         lasts = rng.expovariate(1 / tier.mean_s)
         if rng.random() < tier.ill:
             lasts = rng.random() * 9
@@ -179,6 +194,20 @@ class SimTiers:
         if rng.random() < 0.3:
             tier.notes.clear()
 
+    def _go_back(self, tier: SimTier, number: int) -> None:
+        """It takes a snapshot, or starts again from its last one, which is told."""
+        rng = self.world.rng
+        if rng.random() < 0.3:
+            tier.snapshot = dict(tier.records), dict(tier.notes)
+            return
+        for namespace, epoch in tier.notes.items():
+            tier.put_back[namespace] = max(epoch, tier.put_back.get(namespace, 0))
+        records, notes = tier.snapshot
+        tier.records, tier.notes = dict(records), dict(notes)
+        for up in (False, True):
+            when = self.world.now + up * rng.random()
+            self.world.later(when, partial(self._tell, TierReport(number, {"up": up})))
+
     # ------------------------------------------------------------ operations
 
     def _look(self, under: Under) -> None:
@@ -188,11 +217,12 @@ class SimTiers:
         under.held = [(key in under.tier.records) != (rng.random() < ill / 4) for key in under.keys]
 
     def _note(self, under: Under) -> None:
-        effect, notes = under.effect, under.tier.notes
+        effect, tier = under.effect, under.tier
         assert isinstance(effect, TierEpoch)
-        if effect.renew:
-            notes[effect.namespace] = effect.fresh
-        under.told = notes.setdefault(effect.namespace, effect.fresh)
+        clock_s = self.world.now * 1000  # faster than anybody clears
+        under.told = to_note(effect, tier.notes.get(effect.namespace), clock_s)
+        tier.notes[effect.namespace] = under.told
+        tier.put_back.pop(effect.namespace, None)
 
     def _empty(self, under: Under) -> None:
         records = under.tier.records

@@ -333,7 +333,7 @@ class Witness(WriteWitness):
         most = space.longest(lambda g, k: (space, g, k) in self.ready, keys, first, spare)
         if chunks > most:
             raise BrokenLawError(f"{chunks} chunks are told, but {most} are READY")
-        if self.roomy and (late is None or late.space is space):
+        if self.roomy and (late is None or (late.space is space and late.epoch == space.epoch)):
             sure = self.sure(late, now) if late is not None else self._sure_of(space)
             least = space.longest(sure, keys, first, spare)
             if chunks < least:

@@ -16,7 +16,8 @@ are) can be read and written by devices directly; a tier has to accept all other
 
 **Notes** are the few small facts that have to outlive records: each namespace's epoch. Nobody
 evicts them, they do not expire, and ``clear`` leaves them. One that gets lost all the same costs
-records and makes nothing wrong: whoever finds none begins a new epoch, that no record has.
+records and makes nothing wrong: whoever finds none begins a new epoch, that no record has. Values
+of a note have an order, that of their bytes: one that is set is higher than what was read before.
 
 **Answers.** One bool per key, in the order asked. What is wrong with one record is a value: absent,
 of other lengths than asked for, damaged, no room, an error of the device: ``False``, and the batch

@@ -1,7 +1,7 @@
 """The notes that a tier has read or set in this life, for a server that may evict them.
 
 Law of this file: no I/O; whoever asks what is due gets it, and says later what the server had. Of
-two daemons' values the one that stands in the server counts.
+two values the higher one counts: a server that has a lower one was put back to an older state.
 
 A server that keeps its capacity by ``allkeys-lru`` takes notes for what is needed least, since a
 namespace's epoch is read once in a daemon's life. Without it no record is found again.
@@ -23,7 +23,7 @@ class Kept:
         self._next = clock() + every_s
 
     def remember(self, name: str, value: bytes) -> None:
-        """The server has it."""
+        """It was set."""
         with self._lock:
             self._values[name] = value
 
@@ -36,8 +36,7 @@ class Kept:
             self._next = now + self._every_s
             return list(self._values.items())
 
-    def found(self, name: str, shown: bytes, value: bytes) -> None:
-        """The server has ``value``, and was shown another. What we set since then is newer."""
+    def found(self, name: str, value: bytes) -> None:
+        """The server has ``value``."""
         with self._lock:
-            if self._values.get(name) == shown:
-                self._values[name] = value
+            self._values[name] = max(value, self._values.get(name, b""))

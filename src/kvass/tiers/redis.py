@@ -145,7 +145,7 @@ class RedisTier:
                 raise self._down(value) from value
             if value is None:
                 return None
-            self._kept.remember(name, bytes(value))
+            self._kept.found(name, bytes(value))
             return bytes(value)
 
     def set_note(self, name: str, value: bytes) -> None:
@@ -172,9 +172,9 @@ class RedisTier:
             answers = self._ask(commands)[1::2]
         except TierDown:  # the next call's own commands will tell
             return
-        for (name, value), answer in zip(due, answers, strict=True):
+        for (name, _), answer in zip(due, answers, strict=True):
             if isinstance(answer, bytes):
-                self._kept.found(name, value, answer)
+                self._kept.found(name, answer)
 
     def _record_name(self, key: bytes) -> bytes:
         return self._prefix + _RECORD + key
