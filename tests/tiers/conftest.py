@@ -16,7 +16,7 @@ OpenDisk = Callable[..., DiskTier]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "tier"
-    made.mkdir()
+    made.mkdir(mode=0o755)
     return made
 
 

@@ -54,7 +54,7 @@ class Mounted:
             )
             try:
                 disk = cls(shell, point)
-                if disk._does(f"mount -t tmpfs -o size={SIZE} kvass-test '{point}'"):
+                if disk._does(f"mount -t tmpfs -o size={SIZE},mode=0755 kvass-test '{point}'"):
                     yield disk
                     return
             finally:
@@ -85,13 +85,13 @@ class Counted:
         real_open, real_allocate, real_stat = os.open, os.posix_fallocate, os.statvfs
 
         def open_(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-            if self._read_only and flags & (os.O_WRONLY | os.O_RDWR) and self._has(path):
+            if self._read_only and flags & (os.O_WRONLY | os.O_RDWR) and self._has(path, **more):
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
             return real_open(path, flags, *rest, **more)
 
         def allocate(fd: int, at: int, size: int) -> None:
             missing = at + size - os.fstat(fd).st_blocks * 512
-            if missing > self._free() and self._has(os.readlink(f"/proc/self/fd/{fd}")):
+            if missing > self._free() and self._has(fd):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             real_allocate(fd, at, size)
 
@@ -108,7 +108,11 @@ class Counted:
     def remount(self, how: str) -> None:
         self._read_only = how == "ro"
 
-    def _has(self, path: Any) -> bool:
+    def _has(self, path: Any, dir_fd: int | None = None) -> bool:
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
+        if dir_fd is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
         return Path(path).is_relative_to(self.folder)
 
     def _free(self) -> int:

@@ -14,6 +14,7 @@ import pytest
 from kvass.testing.tier_suite import data_of
 from kvass.tiers import book, segment
 from kvass.tiers.disk import DiskTier
+from kvass.tiers.owned import Folder
 from kvass.tiers.slots import page_buffer
 from kvass.types import PAGE
 from tests.tiers.conftest import OpenDisk
@@ -102,7 +103,7 @@ def test_every_slot_written_out_of_order_stays_within_its_segments_estimate(
 ) -> None:
     """The worst for a file system's notes: every other slot of what was only allocated."""
     slots = 20_000
-    made = segment.SegmentFile.create(folder, 1, 2 * PAGE, slots, direct=True)
+    made = segment.SegmentFile.create(Folder(folder), 1, 2 * PAGE, slots, direct=True)
     page = page_buffer()
     for slot in range(0, slots, 2):
         made.write(slot, [page])
@@ -273,7 +274,7 @@ def test_a_hundred_thousand_rows_take_little_memory_and_come_back_by_the_log(
     both. That a start needs no header is seen by forbidding to read one."""
     rows = 100_000
     for number in range(1, 5):
-        made = segment.SegmentFile.create(folder, number, 2 * PAGE, rows // 4, direct=False)
+        made = segment.SegmentFile.create(Folder(folder), number, 2 * PAGE, rows // 4, direct=False)
         for slot in range(made.slots):
             made.note(slot, book.fingerprint(b"%d/%d" % (number, slot)), slot + 1)
         made.close()

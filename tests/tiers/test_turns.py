@@ -18,6 +18,7 @@ from kvass.testing.tier_suite import data_of, fetch, same
 from kvass.tiers import turns
 from kvass.tiers.base import Buffer
 from kvass.tiers.codec import payload_check
+from kvass.tiers.owned import Folder
 from kvass.tiers.segment import SegmentFile
 from kvass.tiers.slots import page_buffer
 from kvass.tiers.turns import CHECKED, MOVED, give_way, in_turns
@@ -128,7 +129,7 @@ def test_a_slot_is_written_and_read_in_turns(
 ) -> None:
     monkeypatch.setattr("kvass.tiers.segment.MOVED", TURN)
     slot, slots = sum(pages) * PAGE, 3
-    file = SegmentFile.create(folder, 1, slot, slots, direct=True)
+    file = SegmentFile.create(Folder(folder), 1, slot, slots, direct=True)
     written, read = Calls(monkeypatch, "pwritev"), Calls(monkeypatch, "preadv")
     parts = [[noise(n * PAGE, 100 * i + k) for k, n in enumerate(pages)] for i in range(slots)]
     for i in reversed(range(slots)):

@@ -109,6 +109,8 @@ class SimTiers:
             for _ in range(count)
         ]
         self.open: dict[int, Under] = {}
+        self.unsettled = False
+        """A tier went back and the daemon has seen it: the worst moment for another boot."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,6 +129,7 @@ class SimTiers:
             if rng.random() < 0.5:
                 self._outlives(under)
         self.open.clear()
+        self.unsettled = False
         for tier in self.tiers:
             tier.notes.update(tier.put_back)
             tier.put_back.clear()
@@ -221,8 +224,11 @@ class SimTiers:
         assert isinstance(effect, TierEpoch)
         clock_s = self.world.now * 1000  # faster than anybody clears
         under.told = to_note(effect, tier.notes.get(effect.namespace), clock_s)
+        if effect.renew and tier.ill and self.world.rng.random() < 0.5:
+            tier.snapshot = dict(tier.records), dict(tier.notes)  # just before: the worst moment
         tier.notes[effect.namespace] = under.told
-        tier.put_back.pop(effect.namespace, None)
+        seen = tier.put_back.pop(effect.namespace, None)
+        self.unsettled = self.unsettled or (seen is not None and self.world.rng.random() < 0.3)
 
     def _empty(self, under: Under) -> None:
         records = under.tier.records

@@ -256,7 +256,7 @@ class Simulation:
         for _ in range(steps * (1 + max(model.ranks for model in self.models) // 8)):
             stall = self.rng.random() < self.stalls
             self.pass_time(self.rng.random() * 6 if stall else self.rng.expovariate(100.0))
-            if self.rng.random() < self.reboots:
+            if self.rng.random() < self.reboots or (self.reboots and self.tiers.unsettled):
                 self.boot()
             self._something()
         self._drain()

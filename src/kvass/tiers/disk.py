@@ -15,11 +15,11 @@ Not here: no fsync (a cache that a power loss thins out is right, only smaller),
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -29,13 +29,13 @@ from kvass.tiers.book import Book, Place, Segment, fingerprint
 from kvass.tiers.codec import Header, decode_header, payload_check
 from kvass.tiers.folder import (
     check_capacity,
-    own,
     read_note,
     reopen_segments,
     write_note,
 )
 from kvass.tiers.gate import Gate
 from kvass.tiers.hands import Hands
+from kvass.tiers.owned import Folder
 from kvass.tiers.segment import UNKNOWN, SegmentFile
 from kvass.tiers.slots import arrived, incoming, outgoing, page_buffer, slot_bytes
 from kvass.types import PAGE, Size
@@ -52,6 +52,8 @@ _COUNTS: Final = (
     "read_errors",
     "write_errors",
 )
+_CHECK_S: Final = 1.0
+"""How often it is looked up whether the folder is still ours."""
 _GROW_AGAIN_S: Final = 10.0
 """After the disk had no room, how long until it is asked again."""
 _log = logging.getLogger("kvass.tiers")
@@ -80,7 +82,6 @@ class DiskTier:
         verify_always: bool = True,
         direct: bool = True,
     ) -> None:
-        self._folder = Path(folder)
         self._verify_always = verify_always
         self._direct = direct
         self._book = Book(capacity, time.time_ns())
@@ -93,13 +94,15 @@ class DiskTier:
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         if not self._book.fits(2 * PAGE):
             raise ConfigError(f"{folder}: a capacity of {Size(capacity)} holds not one row")
-        self._lock_fd = own(self._folder)
+        self._folder = Folder(Path(folder))
         try:
+            self._folder.lock()
             check_capacity(self._folder, capacity)
             found, self._number = reopen_segments(self._folder, self._book.capacity, direct)
         except BaseException:
-            os.close(self._lock_fd)
+            self._folder.close()
             raise
+        self._checked = time.monotonic()
         for file in found:
             self._book.add(Segment(file, fresh=False), reserved=False)
         self._hands = Hands(threads, str(folder))
@@ -112,20 +115,20 @@ class DiskTier:
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
         """Which are held; from memory."""
         check_batch(keys)
-        with self._gate.call(), self._lock:
+        with self._call(), self._lock:
             return [self._book.holds(fingerprint(key)) for key in keys]
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
         """See ``Tier.load``."""
         check_batch(keys, into)
-        with self._gate.call():
+        with self._call():
             return self._hands.each(lambda i: self._load(keys[i], into[i]), range(len(keys)))
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         """See ``Tier.store``. Of a key's several records in one batch only the last is written."""
         check_batch(keys, data)
         last = {key: i for i, key in enumerate(keys)}
-        with self._gate.call():
+        with self._call():
             done = self._hands.each(lambda i: self._store(keys[i], data[i]), list(last.values()))
         held = dict(zip(last, done, strict=True))
         return [held[key] for key in keys]
@@ -133,7 +136,7 @@ class DiskTier:
     def delete(self, keys: Sequence[bytes]) -> None:
         """See ``Tier.delete``."""
         check_batch(keys)
-        with self._gate.call():
+        with self._call():
             for key in keys:
                 with self._lock:
                     place = self._book.forget(fingerprint(key))
@@ -142,7 +145,7 @@ class DiskTier:
 
     def clear(self) -> None:
         """See ``Tier.clear``."""
-        with self._gate.call():
+        with self._call(now=True):
             with self._lock:
                 gone = list(self._book.segments.values())
                 for segment in gone:
@@ -151,27 +154,27 @@ class DiskTier:
                 for segment in gone:  # even of those that are still read: their names go now
                     segment.file.unlink()
             except OSError as error:
-                raise TierDown(f"{self._folder}: {error}") from error
+                raise TierDown(f"{self._folder.path}: {error.strerror}") from error
             finally:
                 self._bury()
 
     def note(self, name: str) -> bytes | None:
         """See ``Tier.note``. A damaged one is none."""
         check_note(name)
-        with self._gate.call():
+        with self._call(now=True):
             try:
                 return read_note(self._folder, name)
             except OSError as error:
-                raise TierDown(f"{self._folder}: {error}") from error
+                raise TierDown(f"{self._folder.path}: {error.strerror}") from error
 
     def set_note(self, name: str, value: bytes) -> None:
         """See ``Tier.set_note``: synced, unlike records."""
         check_note(name, value)
-        with self._gate.call(), self._noting:
+        with self._call(now=True), self._noting:
             try:
                 write_note(self._folder, name, value)
             except OSError as error:
-                raise TierDown(f"{self._folder}: {error}") from error
+                raise TierDown(f"{self._folder.path}: {error.strerror}") from error
 
     def close(self) -> None:
         """See ``Tier.close``."""
@@ -183,7 +186,20 @@ class DiskTier:
         self._bury()
         for segment in self._book.segments.values():
             segment.file.close()
-        os.close(self._lock_fd)
+        self._folder.close()
+
+    @contextmanager
+    def _call(self, now: bool = False) -> Iterator[None]:
+        """A call that comes in. ``TierDown`` if the folder is not ours any more: looked up ``now``,
+        else every ``_CHECK_S``."""
+        with self._gate.call():
+            if now or self._folder.lost or time.monotonic() - self._checked > _CHECK_S:
+                try:
+                    self._folder.check()
+                except OSError as error:
+                    raise TierDown(f"{self._folder.path}: {error.strerror}") from error
+                self._checked = time.monotonic()
+            yield
 
     # ------------------------------------------------------------ for people
 
@@ -320,7 +336,7 @@ class DiskTier:
             first = self._counts["too_large"] == 1
         if first:
             line = "%s: rows that take %s are not kept: one is more than the capacity or %s"
-            _log.warning(line, self._folder, Size(size), Size(_MOST_BYTES))
+            _log.warning(line, self._folder.path, Size(size), Size(_MOST_BYTES))
 
     def _grow(self, size: int, slots: int) -> None:
         """Make a segment of bytes that are set aside; if the disk has them not, wait a while."""
@@ -328,7 +344,7 @@ class DiskTier:
         try:
             file = SegmentFile.create(self._folder, self._number, size, slots, self._direct)
         except OSError as error:
-            _log.warning("%s: no new segment: %s", self._folder, error)
+            _log.warning("%s: no new segment: %s", self._folder.path, error.strerror)
             self._grow_after = time.monotonic() + _GROW_AGAIN_S
             with self._lock:
                 self._book.unreserve(size, slots)
@@ -347,7 +363,7 @@ class DiskTier:
             try:
                 segment.file.unlink()
             except OSError as error:
-                _log.warning("%s: cannot remove a segment: %s", self._folder, error)
+                _log.warning("%s: cannot remove a segment: %s", self._folder.path, error.strerror)
                 with self._lock:
                     self._book.dead += dead[i:]
                 return False
@@ -366,7 +382,7 @@ class DiskTier:
             try:
                 self._adopt_segment(segment)
             except OSError as error:
-                _log.warning("%s: a segment is lost: %s", self._folder, error)
+                _log.warning("%s: a segment is lost: %s", self._folder.path, error)
                 with self._lock:
                     self._counts["read_errors"] += 1
                     if not segment.gone:

@@ -21,7 +21,7 @@ import errno
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -29,6 +29,7 @@ import xxhash
 
 from kvass.errors import ConfigError
 from kvass.tiers.base import Buffer
+from kvass.tiers.owned import Folder
 from kvass.tiers.slots import page_buffer
 from kvass.tiers.turns import MOVED, give_way
 from kvass.types import PAGE, U64Array, align_up
@@ -66,28 +67,30 @@ class SegmentFile:
     """An open segment. Methods raise ``OSError``; a slot is used by one thread at a time."""
 
     def __init__(
-        self, folder: Path, number: int, slot_bytes: int, slots: int, direct: bool
+        self, folder: Folder, number: int, slot_bytes: int, slots: int, direct: bool
     ) -> None:
         """``create`` and ``reopen`` make one."""
         self.number = number
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.bytes = disk_bytes(slot_bytes, slots)
-        self._path = folder / f"{number:08x}{SEGMENT}"
-        self._table_path = self._path.with_suffix(TABLE)
+        self._folder = folder
+        self._name = f"{number:08x}{SEGMENT}"
+        self._table_name = f"{number:08x}{TABLE}"
         self._direct = direct
         self._fd = -1
         self._table_fd = -1
 
     @classmethod
     def create(
-        cls, folder: Path, number: int, slot_bytes: int, slots: int, direct: bool
+        cls, folder: Folder, number: int, slot_bytes: int, slots: int, direct: bool
     ) -> SegmentFile:
         """A new segment, every slot free. Raises ``OSError`` and leaves nothing behind."""
         new = cls(folder, number, slot_bytes, slots, direct)
         try:
-            new._table_fd = os.open(new._table_path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-            new._fd = os.open(new._path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            folder.check()
+            new._table_fd = folder.open(new._table_name, _FLAGS | os.O_CREAT | os.O_EXCL)
+            new._fd = folder.open(new._name, _FLAGS | os.O_CREAT | os.O_EXCL)
             os.posix_fallocate(new._fd, 0, PAGE + slot_bytes * slots)
             os.posix_fallocate(new._table_fd, 0, PAGE + _ENTRY_BYTES * slots)
             free = np.zeros((slots, 3), np.uint64)
@@ -99,24 +102,25 @@ class SegmentFile:
             _write(new._fd, page, 0)  # last: a segment without it is none
             new._go_direct()
         except OSError:
-            new.unlink()
+            with suppress(OSError):
+                new.unlink()
             new.close()
             raise
         return new
 
     @classmethod
-    def reopen(cls, folder: Path, number: int, direct: bool) -> SegmentFile | None:
+    def reopen(cls, folder: Folder, number: int, direct: bool) -> SegmentFile | None:
         """The segment of that number, or ``None`` if the file is not ours or of an older format.
 
         Raises:
             ConfigError: its format is newer than ours.
             OSError: it cannot be read.
         """
-        path = folder / f"{number:08x}{SEGMENT}"
-        fd = os.open(path, _FLAGS)
+        name = f"{number:08x}{SEGMENT}"
+        fd = folder.open(name, _FLAGS)
         try:
             page = os.pread(fd, PAGE, 0)
-            described = _describe(path, page)
+            described = _describe(str(folder.path / name), page)
             if described is None or described[0] != number:
                 os.close(fd)
                 return None
@@ -137,8 +141,8 @@ class SegmentFile:
 
     def unlink(self) -> None:
         """Remove its files; open descriptors, and so the space, stay until ``close``."""
-        for path in (self._path, self._table_path):
-            path.unlink(missing_ok=True)
+        for name in (self._name, self._table_name):
+            self._folder.unlink(name)
 
     def close(self) -> None:
         """Close its files. Idempotent."""
@@ -204,7 +208,7 @@ class SegmentFile:
 
     def _reopen_table(self, page: bytes) -> None:
         """Open the table; one that is lost or another segment's is made anew, knowing nothing."""
-        self._table_fd = os.open(self._table_path, _FLAGS | os.O_CREAT, 0o600)
+        self._table_fd = self._folder.open(self._table_name, _FLAGS | os.O_CREAT)
         if os.pread(self._table_fd, PAGE, 0) != page:
             os.ftruncate(self._table_fd, 0)
             os.posix_fallocate(self._table_fd, 0, PAGE + _ENTRY_BYTES * self.slots)
@@ -222,7 +226,7 @@ class SegmentFile:
             return
         page = page_buffer()
         try:
-            fd = os.open(self._path, _FLAGS | os.O_DIRECT)
+            fd = self._folder.open(self._name, _FLAGS | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -244,7 +248,7 @@ UNKNOWN: Final = (1 << 64) - 1
 """Stands for a fingerprint in ``SegmentFile.table``: the table does not know this slot."""
 
 _PIECE: Final = 4096
-_FLAGS: Final = os.O_RDWR | os.O_CLOEXEC
+_FLAGS: Final = os.O_RDWR
 
 
 def _move(
@@ -279,7 +283,7 @@ def _turns(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:
         yield turn
 
 
-def _describe(path: Path, page: bytes) -> tuple[int, int, int] | None:
+def _describe(path: str, page: bytes) -> tuple[int, int, int] | None:
     """(number, slot bytes, slots) from a segment's first page."""
     if len(page) < PAGE:
         return None

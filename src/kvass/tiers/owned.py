@@ -1,0 +1,203 @@
+"""The disk tier's folder: whose it is, and how files in it are opened.
+
+Law of this file: a file is opened, made or removed by its name in the folder that was opened first
+(``dir_fd``), and never through a symbolic link. Nobody but us may write to that folder. It is used
+only while the lock file that we hold is still the one in it; once it is not, the folder is another
+owner's, and is never touched again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Final
+
+from kvass.errors import ConfigError
+
+_LOCK: Final = "lock"
+_PATIENCE_S: Final = 2.0
+_ORPHANS_S: Final = 60.0
+"""It gives back its memory first: 0.1 to 0.3 s per GiB."""
+_LOOK_S: Final = 0.02
+_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Folder:
+    """An open folder. ``ConfigError`` for one that is not there, or that others may write to.
+
+    ``path`` may be a symbolic link; it is followed once, here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = -1
+        self.lost = ""
+        """Why it is ours no more; empty: it was ours when it was looked up last."""
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            text = f"{path}: no such folder; make it, or mount what should be there"
+            raise ConfigError(text) from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be opened: {error.strerror}") from error
+        if why := _untrusted(path, os.fstat(self.fd)):
+            self.close()
+            raise ConfigError(f"{path}: {why}")
+
+    def close(self) -> None:
+        """Let go of it, and of the lock. Idempotent."""
+        for fd in (self._lock_fd, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock_fd = self.fd = -1
+
+    # ------------------------------------------------------------ files
+
+    def names(self) -> list[str]:
+        """What is in it. Raises ``OSError``."""
+        return os.listdir(self.fd)
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a file of ours; the descriptor. ``OSError``, also for what is no file of ours."""
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would keep us waiting
+        try:
+            fd = os.open(name, flags, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise OSError(errno.ELOOP, f"{name} is a symbolic link: remove it") from error
+            raise
+        found = os.fstat(fd)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid():
+            return fd
+        os.close(fd)
+        text = f"{name} is no file of this daemon's alone (a link, or another user's): remove it"
+        raise OSError(errno.EPERM, text)
+
+    def unlink(self, name: str) -> None:
+        """Remove a name, if it is there. Raises ``OSError``."""
+        self.check()
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            pass
+
+    def put(self, name: str, data: bytes) -> None:
+        """Have a file say ``data``, past any power loss; one caller at a time. ``OSError``."""
+        written = name + ".new"
+        self.unlink(written)  # of a life that ended here
+        with os.fdopen(self.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self.check()
+        os.replace(written, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
+
+    # ------------------------------------------------------------ the owner
+
+    def lock(self) -> None:
+        """Own it, for this process, until ``close``. ``ConfigError`` if another daemon does."""
+        while True:
+            try:
+                fd = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                raise ConfigError(f"{self.path}: cannot be written: {error.strerror}") from error
+            try:
+                _lock(fd)
+                if self._in_place(fd):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, b"%d %d" % (os.getpid(), os.getppid()), 0)
+                    self._lock_fd = fd
+                    return
+                os.close(fd)  # it was removed while we waited for it
+            except OSError as error:
+                owner, daemon = _owner(fd)
+                os.close(fd)
+                if isinstance(error, BlockingIOError):
+                    raise ConfigError(
+                        f"{self.path}: in use by process {owner}, started by process {daemon}: "
+                        "a folder is one daemon's; choose another"
+                    ) from error
+                text = f"{self.path}: cannot be locked and written: {error.strerror}"
+                raise ConfigError(text) from error
+
+    def check(self) -> None:
+        """Raise ``OSError`` if it is locked no more, now or at an earlier look: it may have another
+        owner. Takes some microseconds."""
+        if self._lock_fd < 0 or self.lost:
+            pass
+        elif not self._in_place(self._lock_fd):
+            self.lost = "its lock file was removed or replaced"
+        elif not self._is_at_path():
+            self.lost = "it was moved, or replaced by another folder"
+        elif why := _untrusted(self.path, os.fstat(self.fd)):
+            self.lost = why
+        if self.lost:
+            text = f"{self.lost}; it is not used any more: put it right and restart the daemon"
+            raise OSError(errno.ESTALE, text)
+
+    def _in_place(self, fd: int) -> bool:
+        """Whether an open lock file is the one in the folder."""
+        try:
+            there = os.stat(_LOCK, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(fd))
+
+    def _is_at_path(self) -> bool:
+        """Whether the path still leads here."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+def _untrusted(path: Path, folder: os.stat_result) -> str:
+    """Why a folder cannot be used; empty if it can. An ACL that lets others write shows in the
+    group's bits."""
+    us = os.geteuid()
+    if folder.st_uid not in (us, 0):
+        return (
+            f"it belongs to user {folder.st_uid}, and this is user {us}: "
+            f"`chown -R {us} {path}`, or name a folder of your own in it"
+        )
+    if folder.st_mode & _OTHERS:
+        mode = stat.S_IMODE(folder.st_mode)
+        return (
+            f"other users may write to it (mode {mode:04o}): `chmod go-w {path}`, "
+            "or name a folder of your own in it"
+        )
+    return ""
+
+
+def _lock(fd: int) -> None:
+    """Lock it; who had it last may have been killed a moment ago, and be giving back an arena."""
+    begun = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            waited = time.monotonic() - begun
+            if waited > _ORPHANS_S or (waited > _PATIENCE_S and not _is_orphan(*_owner(fd))):
+                raise
+            time.sleep(_LOOK_S)
+
+
+def _owner(fd: int) -> tuple[str, str]:
+    """Who wrote the lock file last, and who had started it."""
+    words = os.pread(fd, 40, 0).decode(errors="replace").split()
+    return (words[0], words[1]) if len(words) == 2 else ("?", "?")
+
+
+def _is_orphan(owner: str, daemon: str) -> bool:
+    """Whether a process has lost the daemon that started it; so it is ending."""
+    try:
+        status = Path(f"/proc/{int(owner)}/status").read_text()
+    except (OSError, ValueError):  # of another namespace, for all we know
+        return False
+    return f"PPid:\t{daemon}\n" not in status
