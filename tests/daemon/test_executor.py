@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 
 from kvass.core.effects import (
@@ -21,6 +24,7 @@ from tests.daemon.tier_rig import (
     PAGE,
     SPACE,
     Memory,
+    Rig,
     key,
     probe,
     records,
@@ -104,45 +108,88 @@ def test_clear() -> None:
 
 # ---------------------------------------------------------------- epochs
 
-NOTE = "epoch." + SPACE.hex()
+NOTE = "epoch2." + SPACE.hex()
+
+
+def told(made: Rig, asked: TierEpoch) -> int:
+    """What the tier answers; its note says so, too."""
+    made.submit(asked)
+    end = made.end(asked.op)
+    assert isinstance(end, EpochIs)
+    assert end.epoch is not None
+    return end.epoch
+
+
+def noted(epoch: int) -> dict[str, bytes]:
+    return {NOTE: epoch.to_bytes(8, "big")}
 
 
 def test_an_epoch_is_noted_once_and_then_found() -> None:
     tier = Memory()
     with rig(tier) as made:
-        made.submit(TierEpoch(0, 1, SPACE, fresh=300))
-        assert made.end(1) == EpochIs(1, 300)
-        assert tier.notes == {NOTE: (300).to_bytes(8, "big")}
-        made.submit(TierEpoch(0, 2, SPACE, fresh=400))
-        assert made.end(2) == EpochIs(2, 300)
-        made.submit(TierEpoch(0, 3, SPACE, fresh=500, renew=True))
-        assert made.end(3) == EpochIs(3, 500)
-        made.submit(TierEpoch(0, 4, SPACE, fresh=600))
-        assert made.end(4) == EpochIs(4, 500)
+        first = told(made, TierEpoch(0, 1, SPACE, fresh=300))
+        assert (first & 0xFFFFFFFF, tier.notes) == (300, noted(first))
+        assert abs((first >> 32) - time.time()) < 600
+        assert told(made, TierEpoch(0, 2, SPACE, fresh=400)) == first
+        renewed = told(made, TierEpoch(0, 3, SPACE, fresh=200, renew=True))
+        assert (renewed > first, tier.notes) == (True, noted(renewed))
+        assert told(made, TierEpoch(0, 4, SPACE, fresh=600)) == renewed
+
+
+def test_a_note_below_what_was_seen_is_set_again() -> None:
+    tier = Memory()
+    with rig(tier) as made:
+        first = told(made, TierEpoch(0, 1, SPACE, fresh=300))
+        tier.notes |= noted(first - 1)
+        assert told(made, TierEpoch(0, 2, SPACE, fresh=400, known=first)) == first
+        assert tier.notes == noted(first)
+        tier.notes.clear()
+        assert told(made, TierEpoch(0, 3, SPACE, fresh=500, known=first)) == first
+        assert tier.notes == noted(first)
 
 
 def test_a_malformed_note_is_none() -> None:
     tier = Memory()
     tier.notes[NOTE] = b"seven"
     with rig(tier) as made:
-        made.submit(TierEpoch(0, 1, SPACE, fresh=8))
-        assert made.end(1) == EpochIs(1, 8)
+        assert told(made, TierEpoch(0, 1, SPACE, fresh=8)) & 0xFFFFFFFF == 8
 
 
 def test_another_daemon_may_be_first() -> None:
     tier = Memory()
-    theirs = (77).to_bytes(8, "big")
     asked: list[str] = []
 
     def they_write_last(method: str) -> None:
         asked.append(method)
         if asked == ["note", "set_note", "note"]:
-            tier.notes[NOTE] = theirs
+            tier.notes |= noted(77)
 
     tier.hook = they_write_last
     with rig(tier) as made:
-        made.submit(TierEpoch(0, 1, SPACE, fresh=8))
-        assert made.end(1) == EpochIs(1, 77)
+        assert told(made, TierEpoch(0, 1, SPACE, fresh=8)) == 77
+
+
+def test_notes_are_read_and_set_by_one_question_at_a_time() -> None:
+    """A clear's question comes while another one is between reading the note and setting it."""
+    tier = Memory()
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow(method: str) -> None:
+        if method == "set_note" and not reading.is_set():
+            reading.set()
+            assert go_on.wait(20)
+
+    tier.hook = slow
+    with rig(tier) as made:
+        made.submit(TierEpoch(0, 1, SPACE, fresh=8, known=5 << 32))
+        assert reading.wait(20)
+        made.submit(TierEpoch(0, 2, SPACE, fresh=9, known=5 << 32, renew=True))
+        go_on.set()
+        assert made.end(1) == EpochIs(1, 5 << 32)
+        renewed = made.end(2)
+    assert isinstance(renewed, EpochIs)
+    assert renewed.epoch is not None
+    assert tier.notes == noted(renewed.epoch)
 
 
 def test_a_tier_that_keeps_no_notes_has_no_epoch() -> None:
