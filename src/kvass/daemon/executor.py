@@ -6,7 +6,8 @@ are misses, at once, until it serves again.
 
 A tier has four *lanes*, each with threads and a breaker of its own, so that no probe queues behind
 bulk loads, no load behind stores, and a disk that has become read-only still serves. Questions for
-epochs have one thread: between reading a note and setting it no other one is set. What the tier
+epochs have one thread: between reading a note and setting it no other one is set. (Their breaker is
+that of probes, which are asked more often, so that a tier is soon seen to be back.) What the tier
 raises opens its lane's breaker. A call that runs for too long, unless it is a clear, shuts all
 lanes until it returns: what is queued falls out, what runs cannot be taken back. A further thread
 watches for that, says when a tier goes down or is back, and reports; it sleeps while nothing
@@ -82,6 +83,7 @@ class Executor:
         self._lock = threading.Lock()
         """Guards what follows, and is held for no longer than it takes to change it."""
         self._breakers = {kind: Breaker() for kind in _THREADS}
+        self._breakers[NOTE] = self._breakers[ASK]  # notes are asked for so rarely
         self._errors = self._refused = 0
         self._trouble = ""
         self._seen: set[type[BaseException]] = set()
