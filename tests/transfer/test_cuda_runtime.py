@@ -1,6 +1,6 @@
 """The driver's runtime without a driver: what it says of machines that cannot, and of errors.
 
-What a real driver makes of these calls only a GPU can show (docs/gpu.md).
+That the calls are those of CUDA's ABI: ``test_cuda_abi.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ from kvass.transfer.kernel_tables import Table, Tables
 from kvass.transfer.runtime import Batch, Event, Fault, Region, Stream
 from kvass.types import I64Array
 from tests.transfer.python_driver import OURS, THEIRS, Driver, kernel_batch, runtime
-from tests.transfer.test_cuda_kernels import triton_folder
+from tests.transfer.stub_driver import headers
 
 
 @pytest.mark.parametrize(
@@ -85,19 +84,9 @@ def test_errors_are_values_and_some_are_the_end(result: int, dead: bool) -> None
     assert runtime(driver).done(Event(1)) == Fault(fault.text.replace("batch copy", "copy"), dead)
 
 
-def triton() -> Path:
-    """Its package, which brings CUDA's header."""
-    if folder := triton_folder():
-        return Path(folder, "triton")
-    found = find_spec("triton")
-    assert found is not None
-    assert found.origin is not None
-    return Path(found.origin).parent
-
-
 def test_what_ends_a_process_by_cudas_own_words_is_fatal() -> None:
     """As its header says of each error; where it says nothing of that, and we cannot go on, too."""
-    header = (triton() / "backends/nvidia/include/cuda.h").read_text()
+    header = (headers() / "cuda.h").read_text()
     listed = header.split("typedef enum cudaError_enum")[1].split("} CUresult;")[0]
     errors = re.findall(r"/\*\*(.*?)\*/\s*CUDA_ERROR_\w+\s*=\s*(\d+)", listed, re.DOTALL)
     says = {int(number): " ".join(text.replace("*", " ").split()) for text, number in errors}

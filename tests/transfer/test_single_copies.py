@@ -1,7 +1,7 @@
 """Copies one by one, for drivers that cannot take batches: the same bytes, and less that flies.
 
-A driver made of Python moves the bytes, late; what a real one makes of these calls only a GPU can
-show (docs/gpu.md).
+A driver made of Python moves the bytes, late. That the calls are those of CUDA's ABI:
+``test_cuda_abi.py``.
 """
 
 from __future__ import annotations
