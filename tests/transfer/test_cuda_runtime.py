@@ -332,7 +332,7 @@ def test_a_device_that_tells_no_priorities_is_one_warning(caplog: pytest.LogCapt
     assert driver.priorities == [0, 0, 0]
     (line,) = caplog.records
     assert line.getMessage() == (
-        "kvass: stores may slow the engine's own work on this device: "
+        "kvass: loads may wait for the engine's kernels on this device: "
         "priorities of streams: CUDA error 1"
     )
 

@@ -1,4 +1,5 @@
-"""The real ``Runtime``: CUDA's driver, by ctypes. **Never run on a GPU yet** (docs/gpu.md).
+"""The real ``Runtime``: CUDA's driver, by ctypes. **Never run on a GPU yet** (docs/gpu.md). That the
+calls are those of NVIDIA's ``cuda.h``: ``tests/transfer/test_cuda_abi.py``.
 
 Laws of this file:
 
@@ -149,7 +150,7 @@ class DriverRuntime(Runtime):
 
     def _priority(self, kind: Kind) -> c_int | Fault:
         """The lowest for stores, the highest for loads; the default if the device does not say
-        which those are."""
+        which those are. By ``cuda.h`` a priority has an effect on kernels only, not on copies."""
         low, high = c_int(), c_int()
         asked = self._driver.cuCtxGetStreamPriorityRange(byref(low), byref(high))
         fault = self._fault("priorities of streams", asked)
@@ -160,7 +161,7 @@ class DriverRuntime(Runtime):
         if not self._no_priorities:
             self._no_priorities = True
             _log.warning(
-                "kvass: stores may slow the engine's own work on this device: %s", fault.text
+                "kvass: loads may wait for the engine's kernels on this device: %s", fault.text
             )
         return c_int(0)
 
