@@ -82,7 +82,8 @@ class Runtime(Protocol):
         ...
 
     def open_stream(self, kind: Kind) -> Stream | Fault:
-        """A stream of our own for copies of ``kind``, never the legacy one; stores yield."""
+        """A stream of our own for copies of ``kind``, never the legacy one. The kernel of loads
+        goes before the engine's, where the device has priorities."""
         ...
 
     def close_stream(self, stream: Stream) -> None:
