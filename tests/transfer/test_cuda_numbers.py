@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvass.transfer import cuda_copies, cuda_driver
@@ -119,8 +120,9 @@ def everything_said() -> dict[str, int]:
     said = {in_c: number[name] for name, in_c in NUMBERS.items()}
     for name, structure in found(is_type(ctypes.Structure)).items():
         said.update(layout(structure, *STRUCTURES[name]))
-    # What batches are made of, in arrays of numpy's: ``U64Array``.
-    return {**said, "sizeof(CUdeviceptr)": 8, "sizeof(size_t)": 8}
+    # What batches are made of, in arrays of numpy's: ``U64Array``. What every call returns.
+    said["sizeof(CUdeviceptr)"] = said["sizeof(size_t)"] = np.dtype(np.uint64).itemsize
+    return {**said, "sizeof(CUresult)": ctypes.sizeof(ctypes.c_int)}
 
 
 def test_what_python_knows_of_c_is_all_in_these_tables() -> None:
