@@ -34,7 +34,7 @@ def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
 # ---------------------------------------------------------------- the lists
 
 
-def classes() -> Iterator[type]:
+def classes() -> Iterator[Any]:
     """Every class of settings of the vLLM that is installed."""
     import vllm.config
 
@@ -47,23 +47,23 @@ def classes() -> Iterator[type]:
 
 
 def unlisted() -> set[str]:
-    missing = set()
+    from vllm import envs
+
+    missing = set(envs.environment_variables) - VARIABLES.named()
     for one in classes():
         if one.__name__ not in NO_SETTINGS:
             named = LISTS.get(one.__name__, Lists()).named()
             missing |= {f"{one.__name__}.{f.name}" for f in dataclasses.fields(one)} - {
                 f"{one.__name__}.{name}" for name in named
             }
-    from vllm import envs
-
-    return missing | (envs.environment_variables.keys() - VARIABLES.named())
+    return missing
 
 
 def test_every_field_and_variable_of_vllm_is_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails: read what the field does in vLLM, then add it to ``fields.py`` (a variable to
     ``variables.py``) and write the page anew. In doubt it goes in."""
     assert unlisted() == set()
-    cut = LISTS["SchedulerConfig"].left | {fields.MEMORY: ""}
+    cut = {**LISTS["SchedulerConfig"].left, fields.MEMORY: ""}
     monkeypatch.setitem(LISTS, "SchedulerConfig", Lists(left=cut))
     monkeypatch.setattr("vllm.envs.environment_variables", {"VLLM_NEW": lambda: 1})
     assert unlisted() == {"SchedulerConfig.encoder_cache_size", "VLLM_NEW"}, "the check sees it"
