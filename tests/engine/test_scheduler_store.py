@@ -350,7 +350,7 @@ LATE = pytest.mark.parametrize("late", [1, 3])
 
 
 def all_free(world: World) -> bool:
-    return world.free_blocks == world.pool.num_gpu_blocks - 1
+    return bool(world.free_blocks == world.pool.num_gpu_blocks - 1)
 
 
 @BOTH

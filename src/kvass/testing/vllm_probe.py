@@ -161,7 +161,8 @@ def prepare(connector: Any, patient: bool, late: bool) -> None:
     pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)
     if patient:
         client = planner._client
-        client._step_wait_s = client._left_s = scheduler.LATE_S = PATIENCE_S
+        client._step_wait_s = client._left_s = PATIENCE_S
+        vars(scheduler)["LATE_S"] = PATIENCE_S
         client._reserve_wait_s = 0.0 if late else PATIENCE_S
         adapters = planner._adapters
         adapters._wait_s = adapters._left_s = PATIENCE_S
