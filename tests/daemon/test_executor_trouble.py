@@ -299,18 +299,29 @@ def test_memory_is_registered_before_anything_is_asked() -> None:
 
 
 def test_a_registration_that_hangs_is_a_slow_call() -> None:
+    """Its end is seen, also if nothing else happens then."""
+
     class Registering(Memory):
+        looks = 0
+
         def register_memory(self, arena: Any) -> None:
             self.hook("register")
 
+        def report(self) -> dict[str, Any]:
+            self.looks += 1
+            return {}
+
     gate = Gate("register")
-    with rig(Registering(gate), slow_s=10.0) as made:
+    tier = Registering(gate)
+    with rig(tier, slow_s=10.0) as made:
         made.submit(probe(0, 1))
         made.clock.now += 11
         assert not made.end(0).held.any()
         made.submit(probe(1, 1))
         assert not made.end(1).held.any()
         assert made.reported(up=False, refused=2)
+        seen = tier.looks
+        assert eventually(lambda: tier.looks > seen + 1), "a look that finds nothing new"
         gate.open.set()
         assert made.reported(up=True)
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
+from kvass.daemon import executor
 from kvass.daemon.executor import Executor
 from kvass.testing.scripted import eventually
 from kvass.tiers.base import Shards
@@ -104,7 +106,7 @@ class Rig:
         self.executors[effect.tier].submit(effect)
 
     def close(self, timeout_s: float) -> bool:
-        closed = [executor.close(timeout_s) for executor in self.executors]
+        closed = [one.close(timeout_s) for one in self.executors]
         return all(closed)
 
     def end(self, op: int) -> Any:
@@ -133,11 +135,13 @@ class Rig:
 
 @contextmanager
 def rig(*tiers: Any, **options: Any) -> Iterator[Rig]:
-    made = Rig(*tiers, **options)
-    try:
-        yield made
-    finally:
-        made.close(WAIT_S)
+    """Its executors report as soon as there is something to report: no test waits for that."""
+    with patch.object(executor, "_REPORT_S", 0.01):
+        made = Rig(*tiers, **options)
+        try:
+            yield made
+        finally:
+            made.close(WAIT_S)
     assert made.events.empty(), "an operation ended twice"
 
 

@@ -159,6 +159,7 @@ class Executor:
         except BaseException as error:  # noqa: BLE001 - as above; it can serve without
             _log.warning("tier %s: it cannot use the arena directly: %s", self._name, _words(error))
         self._registering_since = None
+        self._stirred.set()  # it may have been reported as slow
         self._start()
 
     def _start(self) -> None:
