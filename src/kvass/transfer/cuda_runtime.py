@@ -1,5 +1,6 @@
-"""The real ``Runtime``: CUDA's driver, by ctypes. **Never run on a GPU yet** (docs/gpu.md). That the
-calls are those of NVIDIA's ``cuda.h``: ``tests/transfer/test_cuda_abi.py``.
+"""The real ``Runtime``: CUDA's driver, by ctypes. **Never run on a GPU yet** (docs/gpu.md).
+
+That the calls are those of NVIDIA's ``cuda.h``: ``tests/transfer/test_cuda_abi.py``.
 
 Laws of this file:
 
