@@ -180,6 +180,11 @@ class Limits(msgspec.Struct, frozen=True):
     leases_per_instance: int = 16_384
     reservations_per_instance: int = 16_384
     sessions: int = 1024
+    sessions_per_uid: int = 512
+    """Of one user, so that no user alone takes all: 56 engines of TP 8, each of 9 sessions."""
+    waiting_bytes: int = 64 << 20
+    """What lookups that wait for tiers take of the daemon's memory, a quarter of it for one
+    instance. A lookup of 65,536 chunks takes 2.5 MiB and more; one of 1,000 takes 40 KiB."""
     namespaces: int = 1024
     instance_write_share: float = 0.25
     """reserved + quarantined bytes of one instance, as a share of L1."""
@@ -207,3 +212,5 @@ class Timing(msgspec.Struct, frozen=True):
     process was writing: their keys are anybody's at once.
     """
     lookup_budget_ms: float = 100.0
+    hello_s: float = 5.0
+    """How long a session may take to say Hello."""

@@ -199,7 +199,7 @@ KINDS: list[tuple[Machine, str, str, str]] = [
     # Limits.
     (PLAIN, "descriptors", "ok", "ulimit -n 1024; 1048576; 1024 sessions"),
     (replace(PLAIN, descriptors=(1024, -1)), "descriptors", "ok", "hard limit unlimited"),
-    (replace(PLAIN, descriptors=(256, 256)), "descriptors", "warning", "192 sessions; 1088"),
+    (replace(PLAIN, descriptors=(256, 256)), "descriptors", "warning", "96 sessions; 2112"),
     # The daemon.
     (PLAIN, "daemon", "note", "none at /run/kvass.sock; kvass serve --socket; --l1-size 8GiB"),
     (replace(PLAIN, socket_trouble="there is no folder /x"), "daemon", "error", "no folder /x"),

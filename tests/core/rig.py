@@ -72,9 +72,9 @@ class Rig:
         self.now += seconds
         self.step(Tick())
 
-    def open(self, hello: bool = True, **fields: Any) -> int:
+    def open(self, hello: bool = True, uid: int = 0, own: bool = False, **fields: Any) -> int:
         self._sessions += 1
-        self.step(Opened(self._sessions))
+        self.step(Opened(self._sessions, uid, own))
         if hello:
             self.say(self._sessions, m.Hello(seq=1, **{"clock_s": self.now, **fields}))
         return self._sessions
@@ -112,13 +112,15 @@ class Rig:
             terms["layout"] = layout(1)
         return self.ask(session, m.Register(seq=2, instance=instance, **terms))
 
-    def engine(self, instance: str = "e", ranks: int = 1, **fields: Any) -> Engine:
+    def engine(
+        self, instance: str = "e", ranks: int = 1, uid: int = 0, own: bool = False, **fields: Any
+    ) -> Engine:
         """A complete instance: its scheduler, and ``ranks`` ranks, each with a shard of its own."""
         common = {"ranks": ranks, "world_size": ranks, **fields}
         shape = common.pop("layout", layout(1))
-        scheduler = self.open()
+        scheduler = self.open(uid=uid, own=own)
         self.register(scheduler, instance, **common)
-        workers = [self.open() for _ in range(ranks)]
+        workers = [self.open(uid=uid, own=own) for _ in range(ranks)]
         for rank, session in enumerate(workers):
             mine = {"rank": rank, "shard": rank % common["world_size"], "layout": shape}
             reply = self.register(session, instance, **{**common, **mine})

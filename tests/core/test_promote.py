@@ -331,6 +331,29 @@ def test_a_tier_that_cannot_tell_its_epoch_is_not_used(rig: TierRig) -> None:
 # ---------------------------------------------------------------- room
 
 
+def test_when_too_many_bytes_wait_the_answer_is_what_l1_has() -> None:
+    """A shorter match and no error; of one instance a quarter may wait."""
+    chunk_bytes = 32 + 8  # a key, and which tier holds its row
+    rig = TierRig(waiting_bytes=4 * 10 * chunk_bytes)
+    one, *others, last = [rig.ready(f"e{i}") for i in range(5)]
+    rig.begin(one, *range(6))
+    rig.begin(one, *range(4))
+    assert rig.status["promotions"] == 2
+    rig.begin(one, "a")
+    assert [r.chunks for r in rig.replies(one.scheduler)] == [0]
+    assert rig.ask(one.scheduler, m.Prefetch("p", digests("a"), WIDTH)).chunks == 0
+    assert rig.count("lookups_not_waited") == 2
+    for other in others:
+        rig.begin(other, *range(10))
+    assert rig.status["promotions"] == 5
+    rig.begin(last, "a")
+    assert [r.chunks for r in rig.replies(last.scheduler)] == [0]
+    rig.wait(BUDGET_S)
+    assert rig.status["promotions"] == 0
+    rig.begin(one, *range(10))
+    assert rig.status["promotions"] == 1
+
+
 def test_loading_takes_half_of_l1_at_most() -> None:
     rig = TierRig(pages=16, extent=1)
     e = rig.ready()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 import time
@@ -32,7 +34,7 @@ from kvass.messages import (
 )
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.peer import Peer, engine
-from kvass.types import MAX_RANKS
+from kvass.types import MAX_RANKS, Limits
 from kvass.wire import framing
 
 
@@ -333,6 +335,45 @@ def test_nobody_waits_for_a_dead_engines_slots(tmp_path: Path) -> None:
             assert scheduler.ask(Clear(), Cleared).rows == 2
         daemon.wait_until(quarantined_bytes=held, reservations=1)
         assert daemon.stop() == 0
+
+
+class HastyDaemon(Daemon):
+    """One that waits for a Hello for two seconds only."""
+
+    program = (
+        "-c",
+        "from kvass.cli.main import main; import kvass.daemon.main as daemon, sys\n"
+        "from msgspec.structs import replace\n"
+        "make = daemon.core_config\n"
+        "def hasty(*args):\n"
+        "    core = make(*args)\n"
+        "    return replace(core, timing=replace(core.timing, hello_s=2.0))\n"
+        "daemon.core_config = hasty; sys.exit(main())",
+    )
+
+
+def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
+    """The daemon can be asked how it is, serves an engine, and ends them by and by."""
+    most = Limits().sessions + 100
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    daemon = HastyDaemon(tmp_path, {"l1_size": "4MiB"})
+    daemon.start()
+    try:
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(Peer(daemon.socket)) for _ in range(most)]
+            assert daemon.status()["rows"] == 0
+            with engine(daemon.socket) as (scheduler, _):
+                assert scheduler.reserve("a").grants[0].chunks == (0,)
+                for peer in silent:
+                    (error,) = peer.rest()
+                    assert isinstance(error, Error)
+                    assert (error.code, error.fatal) == ("limit", True)
+                scheduler.ask(Ping(), Pong)
+                assert daemon.status()["sessions"] == 3
+    finally:
+        daemon.kill()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_eof_of_the_daemon_is_seen(daemon: Daemon) -> None:

@@ -40,6 +40,7 @@ def register(state: State, session: Session, msg: Register) -> Registered:
 
 def _admit(state: State, session: Session, terms: Register) -> None:
     check_register(terms, state.config.limits)
+    state.places.check(session)
     instance = state.instances.get(terms.instance) or Instance(id=terms.instance, terms=terms)
     if instance.sessions.get(terms.rank, session.id) != session.id:
         who = "its scheduler" if terms.rank == SCHEDULER else f"rank {terms.rank}"
@@ -54,6 +55,7 @@ def _admit(state: State, session: Session, terms: Register) -> None:
     namespace = instance.namespace
     if not complete.missing and (instance.missing or moves):
         namespace = _namespace_for(state, complete)
+    state.places.settle(session)
     if moves:
         _leave(state, instance)
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace

@@ -25,9 +25,15 @@ SessionId = int
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A peer connected (its uid was accepted by the shell); it must say ``Hello`` first."""
+    """A peer of user ``uid`` connected; it must say ``Hello`` first, and soon.
+
+    ``own``: it is the daemon's user, or root. ``refusal``: why it may not connect; empty: it may.
+    """
 
     session: SessionId
+    uid: int = 0
+    own: bool = False
+    refusal: str = ""
 
 
 class Received(msgspec.Struct, frozen=True):

@@ -85,8 +85,10 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
     if chunks > msg.first:  # for the rest of a prompt, no longer than computing the rest takes
         left_s = (len(keys) - chunks) * ns.chunk_tokens / (_speed(msg) or GUESS_TOKENS_S)
         due = min(due, state.now + max(left_s, least_s))
-    if chunks < len(keys) - msg.spare and ns.tier_epochs and due > state.now:
-        promote.begin(state, _promotion(state, session, msg, ns, keys, msg.first, readers, due))
+    more = chunks < len(keys) - msg.spare and ns.tier_epochs and due > state.now
+    if more and promote.begin(
+        state, _promotion(state, session, msg, ns, keys, msg.first, readers, due)
+    ):
         return None
     if chunks == msg.first:
         return promote.miss(state, msg.first)
@@ -113,10 +115,10 @@ def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None
         return Prefetched()
     chunks, _ = _match(state, ns, keys, 0, 0)
     due = _due(state, msg.budget_ms / 1000 or PREFETCH_S)
-    if chunks == len(keys) or not ns.tier_epochs or not due > state.now:
-        return Prefetched(chunks=chunks)
-    promote.begin(state, _promotion(state, session, msg, ns, keys, 0, set(), due))
-    return None
+    more = chunks < len(keys) and ns.tier_epochs and due > state.now
+    if more and promote.begin(state, _promotion(state, session, msg, ns, keys, 0, set(), due)):
+        return None
+    return Prefetched(chunks=chunks)
 
 
 def _asker(session: Session) -> str:

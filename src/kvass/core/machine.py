@@ -127,6 +127,8 @@ class CacheMachine:
             state.custody.process_ended(event.session, now)
         elif type(event) is PopulatedTo:
             self._populated(event)
+        elif type(event) is Tick:
+            self._hurry()
         else:
             self._of_tier(event)
         if state.custody.published:
@@ -165,9 +167,9 @@ class CacheMachine:
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before."""
         state = self.state
-        if not state.config.tiers:
-            return state.ledger.next_due
-        due = state.ledger.next_due, state.promotions.next_due, state.flushes.next_due
+        due = [state.ledger.next_due, state.places.next_due]
+        if state.config.tiers:
+            due += [state.promotions.next_due, state.flushes.next_due]
         return min((when for when in due if when is not None), default=None)
 
     def owes(self, session: SessionId) -> bool:
@@ -193,9 +195,19 @@ class CacheMachine:
 
     def _opened(self, event: Opened) -> None:
         assert event.session not in self.state.sessions, "a session id was reused"
-        session = self.state.sessions[event.session] = Session(id=event.session)
-        if len(self.state.sessions) > self.state.config.limits.sessions:
-            self._end(session, "limit", f"at most {self.state.config.limits.sessions} sessions")
+        session = Session(id=event.session, uid=event.uid, own=event.own)
+        self.state.sessions[event.session] = session
+        if event.refusal:
+            self._end(session, "forbidden", event.refusal)
+        elif (leaver := self.state.places.admit(session, self.state.now)) is not None:
+            text = "there are too many sessions: end some"
+            self._end(self.state.sessions[leaver], "limit", text)
+
+    def _hurry(self) -> None:
+        """Who has said nothing yet makes room."""
+        for session in self.state.places.overdue(self.state.now):
+            text = f"say Hello within {self.state.config.timing.hello_s:g} s"
+            self._end(self.state.sessions[session], "limit", text)
 
     def _received(self, event: Received) -> None:
         session = self.state.sessions.get(event.session)
@@ -244,7 +256,10 @@ class CacheMachine:
     def _lost(self, event: Lost) -> None:
         session = self.state.sessions.pop(event.session, None)
         promote.forget(self.state, event.session)
-        if session is None or session.registered is None:
+        if session is None:
+            return
+        self.state.places.leave(session)
+        if session.registered is None:
             return
         who = session.registered
         instance = self.state.instances[who.instance]
@@ -287,6 +302,7 @@ class CacheMachine:
             text = "your CLOCK_MONOTONIC is not this daemon's: share the host's time namespace"
             self._end(session, "incompatible_clock", text, msg.seq)
             return
+        self.state.places.greeted(session)
         session.greeted, session.client, session.wants_arena = True, msg.client, msg.wants_arena
         welcome = Welcome(
             seq=msg.seq,

@@ -41,12 +41,19 @@ _IN_NONE: Final = NOWHERE - 2
 """... of a row that no tier has that was asked for it."""
 
 
-def begin(state: State, one: Promotion) -> None:
-    """Find out what the tiers hold of a prompt, and promote it; the answer comes by itself."""
+def begin(state: State, one: Promotion) -> bool:
+    """Find out what the tiers hold of a prompt, and promote it; the answer comes by itself.
+
+    False: so many wait that nothing was begun. The asker has what L1 has.
+    """
+    if not state.promotions.room(one, state.config.limits.waiting_bytes):
+        state.counters["lookups_not_waited"] += 1
+        return False
     state.promotions.add(one)
     for home in one.homes:
         home[repeated(one.keys)] = _NOT_AGAIN
     _ask_next(state, one)
+    return True
 
 
 def _ask_next(state: State, one: Promotion) -> None:

@@ -20,9 +20,12 @@ from kvass.types import MAX_RANKS, SCHEDULER, GroupLayout, Limits, RankLayout
 
 
 class Session(msgspec.Struct):
-    """One connection. ``ending``: it was told to go; what it still says is ignored."""
+    """One connection. ``own``: of the daemon's user. ``ending``: it was told to go; what it still
+    says is ignored."""
 
     id: int
+    uid: int = 0
+    own: bool = False
     greeted: bool = False
     ending: bool = False
     wants_arena: bool = False

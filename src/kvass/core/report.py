@@ -118,6 +118,9 @@ def _validate_tiers(state: State) -> None:
     size = sum(op.size_bytes for op in loading.values())
     assert size == tiers.loading_bytes, "LOADING bytes were miscounted"
     assert size <= state.config.arena_bytes * LOADING_SHARE, "more is LOADING than may be"
+    waiting = sum(one.size_bytes for one in promotions.all.values())
+    assert waiting == promotions.bytes == sum(promotions.bytes_of.values()), "miscounted bytes"
+    assert waiting <= state.config.limits.waiting_bytes, "more waits than may"
     for one in promotions.all.values():
         assert one.deadline > state.now, "a promotion outlived its deadline"
         awaited = {rows[r] for p in one.pinned for r in p.rows.tolist() if r in rows}

@@ -12,6 +12,7 @@ import msgspec
 from kvass.core.custody import Custody
 from kvass.core.effects import Effect, Send
 from kvass.core.l1 import L1, Namespace
+from kvass.core.places import Places
 from kvass.core.registry import Instance, Session
 from kvass.core.tiers import Flushes, FlushMode, Promotions, Tiers
 from kvass.messages import FromClient, FromDaemon
@@ -48,6 +49,7 @@ class State:
         self.custody = Custody(self.l1, config.timing)
         self.ledger = self.custody.ledger
         self.sessions: dict[int, Session] = {}
+        self.places = Places(config.limits, config.timing.hello_s)
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}

@@ -170,6 +170,8 @@ class Tiers:
 
 
 NOWHERE: Final = -1
+INSTANCE_SHARE: Final = 0.25
+"""Of ``Limits.waiting_bytes``: what one instance may take."""
 
 
 class Promotion(msgspec.Struct):
@@ -210,6 +212,11 @@ class Promotion(msgspec.Struct):
         """All that it holds."""
         return self.parts + self.proof
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of the daemon's memory while it waits, near enough."""
+        return self.keys.nbytes + sum(home.nbytes for home in self.homes)
+
 
 class Promotions:
     """All of them, and which is due when."""
@@ -217,6 +224,10 @@ class Promotions:
     def __init__(self) -> None:
         self.all: dict[int, Promotion] = {}
         self.of_instance: Counter[str] = Counter()
+        self.bytes_of: Counter[str] = Counter()
+        """``size_bytes`` of those of an instance, """
+        self.bytes = 0
+        """and of all."""
         self.loading: dict[int, int] = {}
         """LOADING row -> the operation that fills it."""
         self._due: list[tuple[float, int]] = []
@@ -226,19 +237,29 @@ class Promotions:
         self._next += 1
         return self._next - 1
 
+    def room(self, one: Promotion, limit_bytes: int) -> bool:
+        """Whether all that wait stay within ``limit_bytes`` with one more, and those of its
+        instance within ``INSTANCE_SHARE`` of it."""
+        size, mine = one.size_bytes, self.bytes_of.get(one.instance, 0)
+        return self.bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE
+
     def add(self, one: Promotion) -> None:
         self.all[one.id] = one
         if len(self._due) > 2 * len(self.all) + _DUE:  # most were answered long before their time
             self._due = [due for due in self._due if due[1] in self.all]
             heapq.heapify(self._due)
         self.of_instance[one.instance] += 1
+        self.bytes_of[one.instance] += one.size_bytes
+        self.bytes += one.size_bytes
         heapq.heappush(self._due, (one.deadline, one.id))
 
     def drop(self, one: Promotion) -> None:
         del self.all[one.id]
         self.of_instance[one.instance] -= 1
+        self.bytes_of[one.instance] -= one.size_bytes
+        self.bytes -= one.size_bytes
         if not self.of_instance[one.instance]:
-            del self.of_instance[one.instance]
+            del self.of_instance[one.instance], self.bytes_of[one.instance]
 
     def due(self, now: float) -> list[Promotion]:
         """Those whose time is up."""

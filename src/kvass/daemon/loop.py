@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -176,11 +177,10 @@ class Server:
         self._sessions += 1
         session = self._sessions
         peer = peer_of(sock)
-        refusal, process = self._refusal(peer), process_behind(sock, peer.pid)
+        process = process_behind(sock, peer.pid)
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
-        self._step(Opened(session))
-        if refusal is not None:
-            self._step(Faulted(session, "forbidden", refusal))
+        own = peer.uid in (0, os.geteuid())
+        self._step(Opened(session, peer.uid, own, self._refusal(peer) or ""))
         self._settle()
 
     def _readable(self, connection: Connection) -> None:

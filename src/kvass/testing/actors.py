@@ -218,7 +218,8 @@ class Engine:
         elif isinstance(reply, m.Error) and asked is not None:
             if reply.code in ("bad_value", "bad_rank", "bad_message"):
                 raise BrokenLawError(f"{self.name} said {asked} and was told {reply}")
-            if reply.code in ("rank_taken", "contradiction"):
+            full = isinstance(asked, m.Register) and reply.code == "limit"
+            if full or reply.code in ("rank_taken", "contradiction"):
                 self.die(process)
 
     def _matched(self, asked: m.Lookup, reply: m.Matched) -> None:

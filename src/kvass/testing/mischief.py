@@ -83,8 +83,8 @@ def _stranger(sim: Simulation) -> None:
     """Somebody who is none of the engines connects, says anything, or leaves."""
     rng = sim.rng
     sim.strangers = [s for s in sim.strangers if s.session in sim.peers]
-    if len(sim.strangers) < 3 and rng.random() < 0.4:
-        sim.strangers.append(sim.connect())
+    if len(sim.strangers) < sim.crowd and rng.random() < 0.4:
+        sim.strangers.append(sim.connect(uid=rng.choice([1, 2])))
         if rng.random() < 0.9:
             sim.strangers[-1].sent.append(m.Hello(seq=1, clock_s=sim.now))
     if not sim.strangers:

@@ -57,6 +57,9 @@ from kvass.testing.warm import warm_tiers
 from kvass.testing.witness import Witness
 from kvass.types import Limits, Timing
 
+OWN_UID = 1
+"""Whose the daemon is, and the engines."""
+
 
 class Simulation:
     """One seed. ``trace`` holds what the core of the current boot saw, and when.
@@ -93,11 +96,15 @@ class Simulation:
             for engine in self.engines:
                 engine.trainer = chance
         crowd = sum(len(engine.processes) for engine in self.engines)
+        self.crowd = rng.choice([3, 3, 3, 40])
+        """How many strangers there may be."""
         self.limits = Limits(
             leases_per_instance=rng.choice([4, 1000]),
             reservations_per_instance=rng.choice([4, 1000]),
             sessions=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
+            sessions_per_uid=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
             keys_per_message=rng.choice([8, 1000]),
+            waiting_bytes=rng.choice([400, 2_000, 1 << 20]),
         )
         self.strangers: list[Peer] = []
         self.said: list[tuple[int, m.FromClient]] = []
@@ -120,10 +127,10 @@ class Simulation:
 
     # ------------------------------------------------------------ what actors see (World)
 
-    def connect(self) -> Peer:
+    def connect(self, uid: int = OWN_UID) -> Peer:
         self.sessions += 1
         peer = self.peers[self.sessions] = Peer(self.sessions, visible=self.rng.random() < 0.6)
-        self.step(Opened(peer.session))
+        self.step(Opened(peer.session, uid, own=uid == OWN_UID))
         return peer
 
     def expected(self, lease: int) -> dict[int, Tag | None]:

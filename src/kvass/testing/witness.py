@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from math import inf
+from typing import Any
 
 from kvass import messages as m
 from kvass.core.effects import (
@@ -27,6 +28,7 @@ from kvass.core.effects import (
     ProcessEnded,
     Received,
     Send,
+    Tick,
     ToSession,
     Watch,
 )
@@ -45,6 +47,7 @@ from kvass.testing.books import (
     rows_of,
     split,
 )
+from kvass.testing.doors import Doors
 from kvass.testing.waiting_witness import Pending
 from kvass.testing.write_witness import WriteWitness
 from kvass.types import DEVICE_S, SCHEDULER, RankLayout
@@ -52,6 +55,10 @@ from kvass.types import DEVICE_S, SCHEDULER, RankLayout
 
 class Witness(WriteWitness):
     """Reads what passes between clients and core, and judges it."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.doors = Doors(self.limits, self.timing.hello_s)
 
     # ------------------------------------------------------------ the one door
 
@@ -67,6 +74,9 @@ class Witness(WriteWitness):
             self.tier_ended(event)
         if isinstance(event, Opened):
             self.open.add(event.session)
+            self.doors.opened(event, effects, now)
+        elif isinstance(event, Tick):
+            self.doors.ticked(effects, now)
         if isinstance(event, Received) and event.session in self.open - self.deaf:
             self._received(event, prompt, now)
         elif (
@@ -129,8 +139,10 @@ class Witness(WriteWitness):
             self.deaf.add(session)
         elif session in self.deaf:
             raise BrokenLawError("sent to a session after half-closing it")
-        elif session != getattr(event, "session", None) and not isinstance(
-            effect.message, m.Populated
+        elif (
+            session != getattr(event, "session", None)
+            and not isinstance(effect.message, m.Populated)
+            and not self.doors.may_end(session, event, effect.message)
         ):
             raise BrokenLawError(f"law 11: {effect.message} went to a session that did not ask")
 
@@ -188,6 +200,9 @@ class Witness(WriteWitness):
 
     # ------------------------------------------------------------ sessions
 
+    def _on_hello(self, session: int, msg: m.Hello, reply: m.Welcome, now: float) -> None:
+        self.doors.greeted(session)
+
     def _on_register(self, session: int, msg: m.Register, reply: m.Registered, now: float) -> None:
         if not (1 <= msg.ranks <= 128 and -1 <= msg.rank < msg.ranks):
             raise BrokenLawError(f"law 2: registered rank {msg.rank} of {msg.ranks}")
@@ -196,6 +211,7 @@ class Witness(WriteWitness):
             raise BrokenLawError(f"two live sessions of {msg.instance} rank {msg.rank}")
         member.sessions[msg.rank] = session
         self.roles[session] = (member, msg.rank)
+        self.doors.registered(session)
         if msg.rank >= 0:
             member.workers[msg.rank] = msg
         elif msg.generation != member.generation:
@@ -249,6 +265,7 @@ class Witness(WriteWitness):
     def _lost(self, session: int, now: float, exiting: bool = False) -> None:
         self.open.discard(session)
         self.deaf.discard(session)
+        self.doors.left(session)
         self.forget(session)
         member, rank = self.roles.pop(session, (None, 0))
         if member is None:

@@ -194,16 +194,17 @@ def descriptors(m: Machine) -> Finding:
     name, (soft, hard) = "descriptors", m.descriptors
     found = f"ulimit -n {limit_shown(soft)}, hard limit {limit_shown(hard)}"
     most = Limits().sessions
-    if hard == resource.RLIM_INFINITY or hard >= most + SPARE_DESCRIPTORS:
+    needed = 2 * most + SPARE_DESCRIPTORS  # of each session its socket and its process
+    if hard == resource.RLIM_INFINITY or hard >= needed:
         used = f"the hard limit: up to {most} sessions; an engine has one, and one per rank"
         return Finding(name, "ok", found, used)
     return Finding(
         name,
         "warning",
         found,
-        f"the hard limit: some {max(0, hard - SPARE_DESCRIPTORS)} sessions",
+        f"the hard limit: some {max(0, hard - SPARE_DESCRIPTORS) // 2} sessions",
         "engines beyond that run uncached; one has a session, and one per rank",
-        f"a hard limit of {most + SPARE_DESCRIPTORS} or more (LimitNOFILE=, --ulimit nofile=)",
+        f"a hard limit of {needed} or more (LimitNOFILE=, --ulimit nofile=)",
     )
 
 
