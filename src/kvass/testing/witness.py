@@ -90,11 +90,11 @@ class Witness(WriteWitness):
         if isinstance(event, Lost):
             self._lost(event.session, now, event.exiting)
         if isinstance(event, ProcessEnded):
-            self._stopped(event.session, now + min(DEVICE_S, self.timing.dma_grace_s))
+            self.stopped(event.session, now + min(DEVICE_S, self.timing.dma_grace_s))
         clear = self._clear_of(event)
         for i, effect in enumerate(effects):
             if isinstance(effect, Watch):
-                self._watched(effect)
+                self.watched(effect)
             elif not isinstance(effect, ToSession):
                 self.tier_asked(effect, clear, now)
             elif i not in late:
@@ -287,18 +287,6 @@ class Witness(WriteWitness):
             member.space = None  # incomplete: nothing may be asked until the rank is back
         if not member.sessions:
             del self.members[member.name]
-
-    def _watched(self, watch: Watch) -> None:
-        """Its process is to be watched for as long as its bytes may still arrive."""
-        waits = {w.dirty[watch.session] for w in self.writings.values() if watch.session in w.dirty}
-        if waits != {watch.until}:
-            raise BrokenLawError(f"law 3: {watch}, but slots wait until {waits}")
-
-    def _stopped(self, session: int, until: float) -> None:
-        """The process of a lost session has ended."""
-        for w in self.writings.values():
-            if session in w.dirty:
-                w.dirty[session] = min(w.dirty[session], until)
 
     # ------------------------------------------------------------ reading
 

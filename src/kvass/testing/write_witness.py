@@ -7,6 +7,7 @@ owed a commit has given it in time, and by nothing else; what may still be writt
 from __future__ import annotations
 
 from kvass import messages as m
+from kvass.core.effects import Watch
 from kvass.testing.books import (
     BrokenLawError,
     Member,
@@ -42,6 +43,18 @@ class WriteWitness(TierWitness):
             raise BrokenLawError(f"law 12: {member.name} holds {held} of {self.quota} bytes")
         if easy and member.space is not None:
             self._room(member, member.space, msg, reply)
+
+    def watched(self, watch: Watch) -> None:
+        """Its process is to be watched for as long as its bytes may still arrive."""
+        waits = {w.dirty[watch.session] for w in self.writings.values() if watch.session in w.dirty}
+        if waits != {watch.until}:
+            raise BrokenLawError(f"law 3: {watch}, but slots wait until {waits}")
+
+    def stopped(self, session: int, until: float) -> None:
+        """The process of a lost session has ended."""
+        for w in self.writings.values():
+            if session in w.dirty:
+                w.dirty[session] = min(w.dirty[session], until)
 
     def _grant(
         self,
