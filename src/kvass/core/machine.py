@@ -129,6 +129,7 @@ class CacheMachine:
             self._populated(event)
         elif type(event) is Tick:
             self._hurry()
+            epochs.look_again(state)
         else:
             self._of_tier(event)
         if state.custody.published:
@@ -157,8 +158,6 @@ class CacheMachine:
             state.tiers.reports[event.tier] = event.fields
             if back:
                 epochs.look_again(state, event.tier)
-        elif type(event) is Tick:
-            epochs.look_again(state)
         elif type(event) is Stopping:
             state.stopping = True
             flush.hurry(state)
