@@ -308,6 +308,51 @@ def test_a_refused_registration_is_said_and_a_passing_one_tried_again(
         assert len(daemon.got(Register)) == before
 
 
+@pytest.mark.parametrize(
+    ("code", "longest_s"),
+    [("rank_taken", link.BACKOFF_MAX_S), ("limit", link.BACKOFF_LASTING_S)],
+)
+def test_a_refusal_is_said_once_and_one_by_a_limit_is_tried_again_ever_later(
+    daemon: ScriptedDaemon,
+    registration: Register,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    code: ErrorCode,
+    longest_s: float,
+) -> None:
+    """A limit may be one of a field that will never be smaller, or of places that become free."""
+    pauses: list[float] = []
+
+    def pause(self: Client, seconds: float, tried: object) -> None:
+        pauses.append(seconds)
+        with self._turn:
+            self._turn.wait(0.005)
+
+    monkeypatch.setattr(Client, "_pause", pause)
+    answer = daemon.answers[Register]
+    daemon.answers[Register] = refuse(code)
+    with Client(daemon.path, registration) as client:
+        client.start()
+        assert eventually(lambda: len(pauses) > 16)
+        assert pauses[:3] == [0.01, 0.02, 0.04]
+        assert pauses[15] == longest_s
+        assert len(said(caplog, code)) == 1
+        daemon.answers[Register] = refuse("bad_value")
+        assert eventually(lambda: len(said(caplog, "bad_value")) == 1)
+        daemon.answers[Register] = refuse(code)
+        assert eventually(lambda: len(said(caplog, code)) == 2)
+        pauses.clear()
+        daemon.restart()  # another daemon is asked anew
+        assert eventually(lambda: 0.01 in pauses)
+        daemon.answers[Register] = answer
+        assert eventually(lambda: client.connected)
+
+
+def said(caplog: pytest.LogCaptureFixture, code: str) -> list[str]:
+    """The lines about a refusal."""
+    return [r.getMessage() for r in caplog.records if f"runs uncached: {code}" in r.getMessage()]
+
+
 @pytest.mark.parametrize("code", ["too_large", "contradiction"])
 def test_a_daemon_in_the_place_of_one_that_refused_is_found_soon(
     daemon: ScriptedDaemon, registration: Register, code: ErrorCode

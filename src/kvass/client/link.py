@@ -69,7 +69,9 @@ class Link:
         self._wants_arena = wants_arena
         self._closed = False
         self.counters: Counter[str] = Counter()
-        """What happened, by name; each kind of failure is also logged once."""
+        """What happened, by name; each kind of failure is also logged once, and each refusal."""
+        self._told: dict[str, str] = {}
+        """By kind: what was logged last."""
         self._begin()
         _alive.add(self)
 
@@ -285,21 +287,26 @@ class Link:
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
-    def _note(self, kind: str, text: str) -> None:
+    def _note(self, kind: str, text: str, again: bool = False) -> None:
+        """Count, and log the first of its kind; with ``again`` also one that says something else
+        than the last one that was logged."""
         self.counters[kind] += 1
-        if self.counters[kind] == 1:
+        if self.counters[kind] == 1 or (again and self._told.get(kind) != text):
             level = logging.DEBUG if self._registration is None else logging.WARNING
             _log.log(level, "%s (counted from now on, not logged)", text)
+            self._told[kind] = text
 
     # ------------------------------------------------------------ the keeper
 
     def _keep(self) -> None:
         """The keeper thread: connect, watch, and again, with back-off."""
-        backoff_s = BACKOFF_MIN_S
+        backoff_s, found = BACKOFF_MIN_S, None
         while not self._closed:
             began_s = time.monotonic()
-            pause_s = backoff_s
-            found = _socket_file(self._path)
+            before, found = found, _socket_file(self._path)
+            if found != before:  # another daemon, which may know nothing of what the last one said
+                backoff_s = BACKOFF_MIN_S
+            pause_s, longest_s = backoff_s, BACKOFF_MAX_S
             try:
                 session = open_session(
                     self._path, self._registration, wants_arena=self._wants_arena
@@ -307,7 +314,10 @@ class Link:
             except (KvassError, OSError) as error:  # OSError: this process has no descriptor left
                 failure = error if isinstance(error, KvassError) else Unavailable(str(error))
                 self._fail(failure)
-                pause_s = BACKOFF_LASTING_S if _lasting(failure) else backoff_s
+                if _lasting(failure):
+                    pause_s = BACKOFF_LASTING_S
+                elif isinstance(failure, Refused) and failure.code == "limit":
+                    longest_s = BACKOFF_LASTING_S  # of places, or of what will never be smaller
             else:
                 self._publish(session)
                 while self._watch(session):
@@ -316,7 +326,7 @@ class Link:
                 if time.monotonic() - began_s >= STEADY_S:
                     backoff_s = pause_s = BACKOFF_MIN_S
             self._pause(pause_s, found)
-            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+            backoff_s = min(backoff_s * 2, longest_s)
         with self._turn:
             wake, self._wake = self._wake, -1
             os.close(wake)
@@ -325,7 +335,8 @@ class Link:
         with self._turn:
             self._attempts += 1
             self._failure = error
-            self._note(f"failed_{type(error).__name__.lower()}", f"runs uncached: {error}")
+            kind, again = f"failed_{type(error).__name__.lower()}", isinstance(error, Refused)
+            self._note(kind, f"runs uncached: {error}", again)
             self._turn.notify_all()
 
     def _publish(self, session: Session) -> None:
