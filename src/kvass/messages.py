@@ -78,7 +78,8 @@ class Register(Message, tag="register"):
 
     ``ranks`` is the number of worker processes, ``world_size`` that of distinct shards, ``shard``
     the one this worker holds, ``writer`` whether it is the rank that writes it. ``identity`` are
-    the namespace's tagged fields; all sessions of an instance must send the same.
+    the namespace's tagged fields; all sessions of an instance must send the same. ``model`` is the
+    model's name for people, and no part of the namespace.
 
     ``generation`` is the scheduler's to say, and part of the namespace too: empty while the engine
     has the weights that ``identity`` names, a new random token whenever they may have been changed
@@ -97,6 +98,7 @@ class Register(Message, tag="register"):
     writer: bool = True
     layout: RankLayout | None = None
     generation: bytes = b""
+    model: str = ""
 
 
 class Registered(Message, tag="registered"):

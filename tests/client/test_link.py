@@ -175,6 +175,27 @@ def test_reconnects_and_registers_again(
         assert [m.lease for m in daemon.got(Release)] == [2]
 
 
+def test_an_incomplete_registration_is_kept_back_until_it_is_complete(
+    daemon: ScriptedDaemon, registration: Register
+) -> None:
+    client = Client(daemon.path, registration, incomplete=True)
+    client.start()
+    client.poll()
+    assert not client.submit(Ping())
+    with pytest.raises(TimedOut):
+        client.connect(0.05)
+    assert daemon.received == []
+    client.complete({"weights": "w"})
+    client.connect(5)
+    (sent,) = [one for one in daemon.received if isinstance(one, Register)]
+    assert sent.identity == {"model": "tiny", "weights": "w"}
+    client.close()
+    late = Client(daemon.path, registration, incomplete=True)
+    late.close()
+    late.complete({})
+    assert late._keeper is None, "what is closed does not connect any more"
+
+
 def test_restarts_do_not_end_it(daemon: ScriptedDaemon) -> None:
     with Client(daemon.path) as client:
         for _ in range(5):

@@ -171,6 +171,19 @@ def test_an_instance_is_forgotten_with_its_last_session(rig: Rig) -> None:
     assert rig.engine(identity={"model": "other"}).namespace
 
 
+def test_a_models_name_for_people_separates_nothing(rig: Rig) -> None:
+    """Nor does it contradict: older engines have it among the fields, and give no other."""
+    one = rig.engine("one", model="/a/model", identity={"weights": "w"})
+    two = rig.engine("two", model="/b/copy", identity={"weights": "w"})
+    old = rig.engine("old", identity={"weights": "w", "model": "/c/old"})
+    assert one.namespace == two.namespace != old.namespace
+    assert (
+        rig.register(rig.open(), "one", model="/d", identity={"weights": "w"}).code == "rank_taken"
+    )
+    shown = [space["model"] for space in rig.machine.status()["namespaces"]]
+    assert shown == ["/a/model", "/c/old"]
+
+
 def test_namespaces_are_limited_and_unused_empty_ones_make_way() -> None:
     rig = Rig(namespaces=2)
     full, empty = rig.engine("f"), rig.engine("g", identity={"model": "g"})

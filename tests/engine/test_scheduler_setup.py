@@ -33,7 +33,7 @@ def setup(**changes: Any) -> engine.Setup:
         (
             {"kvass.chunk": 256},
             "use one of kvass.chunk_tokens, kvass.fixed_weights, kvass.global_media_ids, "
-            "kvass.gpu, kvass.gpu_copies, kvass.kv_layout, kvass.socket, kvass.tag",
+            "kvass.gpu, kvass.gpu_copies, kvass.kv_layout, kvass.model_id, kvass.socket, kvass.tag",
         ),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
         ({"kvass.chunk_tokens": "256"}, "Expected `int`, got `str`"),
@@ -44,6 +44,7 @@ def setup(**changes: Any) -> engine.Setup:
         ({"kvass.chunk_tokens": 40}, "give a multiple of 16"),
         ({"kvass.socket": 7}, "Expected `str`, got `int`"),
         ({"kvass.tag": None}, "Expected `str`, got `null`"),
+        ({"kvass.model_id": ""}, "kvass.model_id is empty: give the weights a name"),
         ({"kvass.kv_layout": "LBHNC"}, "'LBHNC': give one of blocks, BLNHC, BLHNC, or leave"),
         ({"kvass.kv_layout": "BHLNC"}, "give one of blocks, BLNHC, BLHNC"),
         ({"kvass.kv_layout": ""}, "give one of blocks, BLNHC, BLHNC"),

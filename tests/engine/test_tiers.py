@@ -11,6 +11,7 @@ same reason the daemons do not weigh loading against computing, and lookups are 
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -52,12 +53,21 @@ class Movable(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def movables(start: Starter, folder: Path) -> Iterator[list[Movable]]:
-    """Two, started side by side. The first has its pages on a fake GPU. The second waits for
-    nothing in a step: as long as a tier loads, it is told to ask again, as in production."""
+def movables(start: Starter, folder: Path, model: Path) -> Iterator[list[Movable]]:
+    """Two, started side by side. The first has its pages on a fake GPU. The second has a copy of
+    the model in another folder, and waits for nothing in a step: as long as a tier loads, it is
+    told to ask again, as in production."""
     links = [folder / f"tiers-{name}.sock" for name in "ab"]
-    first = links[0]
-    made = [Movable(start(x.stem, socket=x, patient=x is first, gpu=x is first), x) for x in links]
+    copied = folder / "tiers-model"
+    shutil.copytree(model, copied, copy_function=shutil.copyfile)
+    fields: list[dict[str, Any]] = [
+        {"patient": True, "gpu": True},
+        {"patient": False, "folder_of": copied},
+    ]
+    made = [
+        Movable(start(link.stem, socket=link, **own), link)
+        for link, own in zip(links, fields, strict=True)
+    ]
     for one in made:
         one.engine.wait_ready()
     yield made

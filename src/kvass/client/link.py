@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Final, Self
 
@@ -59,13 +59,20 @@ class Link:
     """What ``Client`` stands on. Thread-safe: one lock, ``_turn``, over everything.
 
     ``registration``: sent after every (re)connect; a client without one can only look.
+    ``incomplete``: it lacks fields of the identity, so nobody connects before ``complete``.
     """
 
     def __init__(
-        self, socket: str, registration: Register | None = None, *, wants_arena: bool = False
+        self,
+        socket: str,
+        registration: Register | None = None,
+        *,
+        wants_arena: bool = False,
+        incomplete: bool = False,
     ) -> None:
         self._path = socket
         self._registration = registration
+        self._incomplete = incomplete
         self._wants_arena = wants_arena
         self._closed = False
         self.counters: Counter[str] = Counter()
@@ -120,7 +127,7 @@ class Link:
         """
         if self._pid != os.getpid():
             self.forked()
-        if self._keeper is not None:
+        if self._keeper is not None or self._incomplete:
             return
         with self._turn:
             if self._keeper is None and not self._closed:
@@ -128,6 +135,14 @@ class Link:
                     self._start_keeper()
                 except (OSError, RuntimeError) as error:  # no descriptor, no thread left: absent
                     self._fail(Unavailable(f"cannot begin to connect: {error}"))
+
+    def complete(self, identity: Mapping[str, str]) -> None:
+        """The fields that the registration's identity lacked: begin connecting. From any thread."""
+        with self._turn:
+            assert self._registration is not None
+            self._registration.identity.update(identity)
+            self._incomplete = False
+        self.start()
 
     def _start_keeper(self) -> None:
         if self._wake < 0:

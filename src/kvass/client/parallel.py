@@ -98,8 +98,11 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         identity: Mapping[str, str],
         chunk_tokens: int,
         layout: RankLayout | None = None,
+        *,
+        model: str = "",
     ) -> Register:
-        """This process's registration; ``layout`` is a worker's own and None for the scheduler.
+        """This process's registration; ``layout`` is a worker's own and None for the scheduler,
+        ``model`` a name for people.
 
         Raises ``UsageError`` if a worker gives none or a scheduler one.
         """
@@ -115,4 +118,5 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
             shard=self.shard,
             writer=self.rank == SCHEDULER or self.writes,
             layout=layout,
+            model=model,
         )

@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -76,7 +76,8 @@ class SchedulerClient:
     default all of the registration's. ``spare``: of every ``Lookup``; a match by a daemon that does
     not know it is given back. ``lookup_budget_s``: how long in all one request may be told
     ``PENDING``; None takes the daemon's ``lookup_budget_ms``, or, if it has tiers, the time it
-    would take to compute what is asked for.
+    would take to compute what is asked for. ``incomplete``: the registration's identity lacks
+    fields, so ``complete`` it to connect.
     """
 
     def __init__(
@@ -89,8 +90,9 @@ class SchedulerClient:
         lookup_budget_s: float | None = None,
         reserve_wait_s: float = 0.0005,
         step_wait_s: float = 0.002,
+        incomplete: bool = False,
     ) -> None:
-        self._client = Client(socket, registration)
+        self._client = Client(socket, registration, incomplete=incomplete)
         self._registration = registration
         """How we want to be registered; the client has this too, once no Clear is owed."""
         ranks = tuple(range(registration.ranks) if readers is None else readers)
@@ -144,6 +146,10 @@ class SchedulerClient:
     def start(self) -> None:
         """Begin connecting in the background, in this process (after any fork). Never blocks."""
         self._client.start()
+
+    def complete(self, identity: Mapping[str, str]) -> None:
+        """``start`` with the fields that the registration's identity lacked. From any thread."""
+        self._client.complete(identity)
 
     def new_step(self) -> None:
         """A scheduler step begins: a new wait budget; late replies are settled, an owed Clear and a

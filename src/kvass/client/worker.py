@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -59,17 +59,18 @@ class WorkerClient:
     """Thread-safe: engine thread and copy thread. No call blocks or raises for an absent daemon.
 
     ``registration`` carries this rank and its layout. Call ``start`` once in the worker process:
-    until every rank registered, the namespace is incomplete and every lookup a miss.
+    until every rank registered, the namespace is incomplete and every lookup a miss. Of an
+    ``incomplete`` registration, ``complete`` it instead.
     """
 
-    def __init__(self, socket: str, registration: Register) -> None:
+    def __init__(self, socket: str, registration: Register, *, incomplete: bool = False) -> None:
         self._rank = registration.rank
         self._shard = registration.shard
         layout, many = registration.layout, registration.world_size > 1
         groups = layout.groups if layout is not None and many else ()
         self._shard_bytes = [g.shard_bytes(registration.chunk_tokens) for g in groups]
         """By group; none if a row has one shard, for then all of the arena is populated."""
-        self._client = Client(socket, registration, wants_arena=True)
+        self._client = Client(socket, registration, wants_arena=True, incomplete=incomplete)
 
     @property
     def connected(self) -> bool:
@@ -84,6 +85,10 @@ class WorkerClient:
     def start(self) -> None:
         """Begin connecting in the background, in this process (after any fork). Never blocks."""
         self._client.start()
+
+    def complete(self, identity: Mapping[str, str]) -> None:
+        """``start`` with the fields that the registration's identity lacked. From any thread."""
+        self._client.complete(identity)
 
     def arena(
         self, boot: bytes, given_s: float = math.inf, slots: Sequence[Slots] = ()

@@ -100,8 +100,8 @@ def _namespace_for(state: State, instance: Instance) -> int:
         digest=digest,
         classes=[state.l1.add_class(spec, new) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
-        model=instance.terms.identity.get("model", ""),
         private=bool(instance.generation),
+        model=instance.terms.model or instance.terms.identity.get("model", ""),
     )
     state.by_digest[digest] = new
     epochs.welcome(state, state.namespaces[new])

@@ -87,7 +87,8 @@ def check_register(msg: Register, limits: Limits) -> None:
     """
     if not msg.instance or len(msg.instance) > limits.request_id_bytes:
         raise Refused("bad_value", "instance: give a non-empty id of at most 512 characters")
-    if sum(len(k) + len(v) for k, v in msg.identity.items()) > limits.identity_bytes:
+    fields = sum(len(k) + len(v) for k, v in msg.identity.items())
+    if fields + len(msg.model) > limits.identity_bytes:
         raise Refused("limit", f"identity: at most {limits.identity_bytes} bytes of fields")
     if not 1 <= msg.ranks <= MAX_RANKS:
         raise Refused("bad_rank", f"ranks: {msg.ranks} is not in 1..{MAX_RANKS}")

@@ -7,7 +7,7 @@ once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvass.client.scheduler import PENDING, Match, Pending, Reserving
 from kvass.messages import Grant, Granted, Register, ReserveItem
@@ -43,6 +43,9 @@ class FakeClient:
         self._next = 0
 
     def start(self) -> None:
+        """Nothing to connect to."""
+
+    def complete(self, identity: Mapping[str, str]) -> None:
         """Nothing to connect to."""
 
     def close(self) -> None:

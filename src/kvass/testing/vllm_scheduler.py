@@ -46,15 +46,18 @@ def make_configs(
     drafter: str = "ngram",
     strategy: ParallelStrategy = ALONE,
     dcp: int = 1,
+    model: Path | None = None,
     **transfer: Any,
 ) -> tuple[Any, Any]:
     """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens.
 
     The worker's of ``strategy``, that of rank 0 for a scheduler's, as vLLM gives it. ``dcp`` is the
     decode context parallel size; ``drafts`` are proposed by ``drafter``, a speculative method, if
-    there are any. An "eagle" has no layers of its own here.
+    there are any. An "eagle" has no layers of its own here. ``model`` is a folder of which the
+    weights count; without one they are dummies.
     """
-    config = _engine_config(options, batched, _drafter(drafter, drafts), strategy, dcp, transfer)
+    drafting = _drafter(drafter, drafts)
+    config = _engine_config(options, batched, drafting, strategy, dcp, model, transfer)
     config.cache_config.num_gpu_blocks = blocks
     return config, _cache_config(blocks, strategy, dcp)
 
@@ -65,12 +68,14 @@ def _engine_config(
     speculative: dict[str, Any],
     strategy: ParallelStrategy,
     dcp: int,
+    folder: Path | None,
     transfer: dict[str, Any],
 ) -> Any:
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
         KVTransferConfig,
+        LoadConfig,
         ModelConfig,
         ParallelConfig,
         SchedulerConfig,
@@ -84,7 +89,9 @@ def _engine_config(
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK, **FIXED, **(options or {})},
     }
-    model = ModelConfig(model=str(tiny_model()), skip_tokenizer_init=True, max_model_len=1024)
+    load = LoadConfig(load_format="auto" if folder else "dummy")
+    folder = folder or tiny_model()
+    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=1024)
     parallel = ParallelConfig(
         tensor_parallel_size=strategy.tp,
         pipeline_parallel_size=strategy.pp,
@@ -95,6 +102,7 @@ def _engine_config(
         speculative |= {"target_model_config": model, "target_parallel_config": parallel}
     return VllmConfig(
         model_config=model,
+        load_config=load,
         device_config=DeviceConfig("cpu"),
         parallel_config=parallel,
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),

@@ -7,7 +7,9 @@ connector has neither side and answers every hook as if nothing were ever cached
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from kvass.client.scheduler import SchedulerClient
@@ -32,24 +34,27 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._boundary = Boundary()
         self._planner: SchedulerSide | None = None
         self._copier: WorkerSide | None = None
+        self._weights: Future[str] | None = None
         plans = role == adapt.KVConnectorRole.SCHEDULER
+        says = plans or self._boundary.run(0, engine.worker_rank, vllm_config) == 0
         setup = self._read(vllm_config, kv_cache_config)
         if isinstance(setup, engine.Inert):
-            if plans:
-                log.error("kvass is off, the engine runs uncached: %s", setup.reason)
-            elif self._boundary.run(0, engine.worker_rank, vllm_config) == 0:
-                # The scheduler may not know: of layers of several kinds it sees the first.
-                log.warning("kvass is off in this worker: %s", setup.reason)
-        elif plans:
+            if says:
+                _off(plans, setup.reason)
+            return
+        self._weights = setup.weights
+        if plans:
             engine.recompute_failed_loads(vllm_config)
-            readers = setup.strategy.readers
+            readers, spare = setup.strategy.readers, setup.spare
             client = SchedulerClient(
-                setup.socket, setup.register(), readers=readers, spare=setup.spare
+                setup.socket, setup.register(), readers=readers, spare=spare, incomplete=True
             )
-            client.start()
+            setup.when_named(client.complete)
             self._planner = SchedulerSide(setup, client)
         else:
             self._copier = self._boundary.run(None, self._copies, setup, vllm_config)
+        if says and not setup.named:
+            _tell(plans, setup.weights)
 
     def _read(self, vllm_config: Any, kv_cache_config: Any) -> engine.Setup | engine.Inert:
         try:
@@ -197,9 +202,38 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def shutdown(self) -> None:
         """End copies and sessions, in this order."""
+        if self._weights is not None:
+            self._weights.cancel()
         for side in (self._planner, self._copier):
             if side is not None:
                 self._boundary.run(None, side.close)
+
+
+def _off(plans: bool, reason: object) -> None:
+    """One line for the engine, or for a worker that knows more than its scheduler: of layers of
+    several kinds that sees the first."""
+    if plans:
+        log.error("kvass is off, the engine runs uncached: %s", reason)
+    else:
+        log.warning("kvass is off in this worker: %s", reason)
+
+
+def _tell(plans: bool, weights: Future[str]) -> None:
+    """Say when the weights' name is known, or why it will not be."""
+    began_s = time.monotonic()
+
+    def named(name: Future[str]) -> None:
+        if name.cancelled():
+            return
+        if (error := name.exception()) is not None:
+            _off(plans, error)
+        elif plans:
+            seconds = time.monotonic() - began_s
+            log.warning("the weight files are read after %.0f s: caching begins", seconds)
+
+    if plans:
+        log.warning("the weight files are being read to name them by content; uncached until then")
+    weights.add_done_callback(named)
 
 
 def _raising() -> bool:

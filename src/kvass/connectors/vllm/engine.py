@@ -15,8 +15,9 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import vllm
@@ -24,7 +25,7 @@ import vllm
 from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
-from kvass.connectors.vllm import device, identity, namespace
+from kvass.connectors.vllm import device, identity, namespace, weights
 from kvass.connectors.vllm.groups import (
     Unsupported,
     any_non_causal,
@@ -76,6 +77,10 @@ class Setup:
     """Settings that change what a LoRA adapter computes (``adapters.py``)."""
     global_media_ids: bool = False
     """Whether clients' ids of images and the like name the same content for all engines."""
+    model: str = ""
+    """The model's name for people: no part of the namespace."""
+    weights: Future[str] = field(default_factory=Future, compare=False)
+    """The last field of the identity: known now, later (``weights.py``), or never."""
 
     @property
     def hits_whole_prompts(self) -> bool:
@@ -89,9 +94,26 @@ class Setup:
     def register(
         self, strategy: ParallelStrategy | None = None, layout: RankLayout | None = None
     ) -> Register:
-        """How the scheduler, or the worker of ``strategy`` and ``layout``, registers."""
+        """How the scheduler, or the worker of ``strategy`` and ``layout``, registers, once its
+        identity is complete (``when_named``)."""
         chosen = strategy or self.strategy
-        return chosen.register(self.instance, self.identity, self.chunk_tokens, layout)
+        return chosen.register(
+            self.instance, self.identity, self.chunk_tokens, layout, model=self.model
+        )
+
+    @property
+    def named(self) -> bool:
+        """Whether the identity is complete."""
+        return self.weights.done() and self.weights.exception() is None
+
+    def when_named(self, complete: Callable[[Mapping[str, str]], None]) -> None:
+        """Call ``complete`` with the rest of the identity: now, or on the thread that finds it."""
+
+        def named(name: Future[str]) -> None:
+            if not name.cancelled() and self.named:
+                complete({"weights": name.result()})
+
+        self.weights.add_done_callback(named)
 
 
 def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
@@ -118,6 +140,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         page_formats(kv_cache_config)  # raises here what a rank would find too late
         fields = namespace.describe(vllm_config, kv_cache_config, vllm.__version__)
         adapters = namespace.adapter_settings(vllm_config.lora_config)
+        name = weights.begin(weights.sources(vllm_config, options.model_id))
+        weights.wait(name)
     except (Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
     fields["parallel"] = identity.canonical(_parallel_identity(vllm_config.parallel_config))
@@ -137,7 +161,15 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         fixed_weights=options.fixed_weights,
         adapters=adapters,
         global_media_ids=options.global_media_ids,
+        model=options.model_id or _model_name(vllm_config.model_config),
+        weights=name,
     )
+
+
+def _model_name(model: Any) -> str:
+    """For people: where it was fetched from, a path without links, or its name on the Hub."""
+    name = str(model.model_weights or model.model)
+    return os.path.realpath(name) if os.path.exists(name) else name
 
 
 def wanted_layout(vllm_config: Any) -> str | None:

@@ -90,7 +90,7 @@ LISTS: Final[dict[str, Lists]] = {
             NESTED: "pooler_config multimodal_config",
         },
         read={
-            "as `model` (for people) and `weights`": "model model_weights revision",
+            "by `weights`": "model model_weights revision",
             "a digest, without where it lay and without what models set while they load": (
                 "hf_config"
             ),

@@ -2,8 +2,7 @@
 
 Law of this file: the same model and settings give the same string in every process; what differs
 between processes (addresses, set order, ``hash()``) cannot get in, and what cannot be described is
-refused, not left out. A model's weights are known by where they lie and by the names, sizes and
-modification times of their files: reading them would take minutes. A LoRA adapter's are read.
+refused, not left out. A model's weights have a file of their own (``weights.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
@@ -61,22 +60,6 @@ def short(text: str) -> str:
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:PREFIX]}... sha256:{digest([text])}"
-
-
-def local_weights(path: Path) -> str:
-    """Identity of the weights at ``path``, a folder or a file: any changed file changes it.
-
-    ``config.json`` counts by content, every other file by name, size and modification time. Raises
-    OSError if it cannot be read.
-    """
-    parts = [os.path.realpath(path)]
-    for file in _files(path):
-        state = file.stat()
-        parts += [str(file.relative_to(path)), str(state.st_size), str(state.st_mtime_ns)]
-    config = path / "config.json"
-    if config.is_file():
-        parts.append(hashlib.sha256(config.read_bytes()).hexdigest())
-    return digest(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,18 +120,6 @@ def _hub_adapter(name: str) -> Weights:
     chosen = snapshot.parent.parent / "refs" / "main"
     commit = digest(["hub", name, snapshot.name])
     return Weights(commit, commit, chosen.stat().st_ctime_ns)
-
-
-def _files(path: Path) -> Iterator[Path]:
-    """Every file that could hold weights, in a fixed order: caches and hidden files come and go."""
-    if path.is_file():
-        yield path
-        return
-    for file in sorted(path.rglob("*")):
-        inner = file.relative_to(path).parts
-        hidden = any(part.startswith(".") or part == "__pycache__" for part in inner)
-        if not hidden and file.is_file():
-            yield file
 
 
 def _plain(value: object, field: str) -> Any:

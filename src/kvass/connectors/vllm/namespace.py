@@ -7,10 +7,8 @@ is in the layout that it reports. A file of vLLM's version (see ``adapt.py``).
 
 from __future__ import annotations
 
-import os
 import re
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 from kvass.connectors.vllm import device, environment, identity, settings
@@ -21,7 +19,7 @@ WHEEL: Final = re.compile(r"(^|\.)(cpu|cu\d+|rocm[\d.]*|xpu|tpu|empty)(?=\.|$)")
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
-    """The tagged fields, but for those of parallelism and of the options. Empty ones are left out.
+    """The tagged fields, but for those of weights, parallelism and options, and empty ones.
 
     ``version`` is vLLM's, whole. Raises ``identity.Indescribable``.
     """
@@ -30,8 +28,6 @@ def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, 
         "engine": f"vllm {code_version(version)}",
         "plugins": environment.plugins(),
         "environment": environment.variables(),
-        "model": _model_name(model.model),
-        "weights": _weights(model),
         "seed": str(model.seed) if str(vllm_config.load_config.load_format) == "dummy" else "",
         "positions": _positions(model),
         "processors": _transformers(model),
@@ -77,20 +73,6 @@ def _states() -> str:
     return str(get_conv_state_layout())
 
 
-def _model_name(name: str) -> str:
-    """For people (``kvass status``): a local path in its one spelling, anything else as it is."""
-    return os.path.realpath(name) if os.path.exists(name) else name
-
-
-def _weights(model: Any) -> str:
-    """A local path by its files, anything else by name and revision (and commit, if known)."""
-    for name in (model.model, model.model_weights):
-        if name and os.path.exists(name):
-            return f"local:{identity.local_weights(Path(name))}"
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    return identity.canonical([model.model, model.model_weights, model.revision, commit])
-
-
 def _positions(model: Any) -> str:
     """Where the engine's maximum length reaches arithmetic: with LongRoPE (formerly "su") it
     chooses the rotary factors; Llama 4 scales its queries if it is large, unless told otherwise."""
@@ -115,11 +97,10 @@ def _hash_identity(algorithm: str) -> str:
 
 
 def _speculative(config: Any) -> str:
-    """The draft model's layers share the cache, so its weights are part of the bytes."""
+    """The draft model's layers share the cache. Its weights are in ``weights``."""
     if config is None:
         return ""
-    weights = _weights(draft) if (draft := config.draft_model_config) is not None else ""
-    return identity.canonical([config.method, config.num_speculative_tokens, weights])
+    return identity.canonical([config.method, config.num_speculative_tokens])
 
 
 def adapter_settings(lora: Any) -> str:

@@ -25,6 +25,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     socket: str = ""
     chunk_tokens: int = 0
     tag: str = ""
+    model_id: str = ""
     kv_layout: str = ""
     fixed_weights: bool = False
     gpu: bool = False
@@ -47,6 +48,8 @@ def read_options(extra: Mapping[str, object]) -> Options:
         raise ConfigError(f"a kvass option of kv_connector_extra_config: {error}") from None
     if options.chunk_tokens < 0 or (options.chunk_tokens == 0 and "kvass.chunk_tokens" in ours):
         raise ConfigError(f"kvass.chunk_tokens is {options.chunk_tokens}: give a positive number")
+    if not options.model_id and "kvass.model_id" in ours:
+        raise ConfigError("kvass.model_id is empty: give the weights a name, or leave it out")
     for key, known_values in (("kv_layout", KV_LAYOUTS), ("gpu_copies", GPU_COPIES)):
         given = getattr(options, key)
         if given not in known_values and f"kvass.{key}" in ours:

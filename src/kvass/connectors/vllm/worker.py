@@ -99,8 +99,8 @@ class WorkerSide:
             log.error("kvass is off, the engine runs uncached: %s", reason)
             self._mover = self._client = None
             return
-        self._client = WorkerClient(setup.socket, registration)
-        self._client.start()
+        self._client = WorkerClient(setup.socket, registration, incomplete=True)
+        setup.when_named(self._client.complete)
 
     # ------------------------------------------------------------ a step
 

@@ -1,0 +1,597 @@
+"""Names of weights: equal for equal content wherever it lies, another for anything else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import runpy
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvass.connectors.vllm import contents, engine, weights
+from kvass.connectors.vllm.identity import Indescribable
+from kvass.connectors.vllm.weights import Local
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.redis_server import RedisServer
+from kvass.testing.vllm_rank import Engine, until
+from kvass.testing.vllm_scheduler import make_configs, tiny_model
+
+PROMPT = list(range(100))
+FILES = {
+    "config.json": b"{}",
+    "model-1.safetensors": b"1234",
+    "model-2.safetensors": b"5678",
+    "model.safetensors.index.json": b"{}",
+    "quantize_config.json": b"{}",
+    "preprocessor_config.json": b"{}",
+    "model.py": b"pass",
+    "part/model.safetensors": b"9",
+    "tokenizer.json": b"{}",
+    "README.md": b"text",
+}
+COMMIT = "0123456789" * 4
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder of the test's own, in an engine that starts when all its files are there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".kvass"))
+    monkeypatch.setattr(contents, "started_ns", lambda: time.time_ns() + 10**9)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files of which the digest was computed."""
+    found: list[str] = []
+    real = contents._compute
+
+    def compute(file: Path, stopped: Callable[[], bool]) -> str:
+        found.append(file.name)
+        return real(file, stopped)
+
+    monkeypatch.setattr(contents, "_compute", compute)
+    return found
+
+
+def write(folder: Path, files: dict[str, bytes] = FILES) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def name(path: Path, load_format: str = "auto") -> str:
+    return weights.name_of((Local(path, load_format),))
+
+
+def write_later(file: Path, content: bytes, than_ns: int) -> None:
+    """Write until the file's clock is past ``than_ns``: it ticks every few milliseconds."""
+    while not file.exists() or file.stat().st_ctime_ns <= than_ns:
+        file.write_bytes(content)
+
+
+# ---------------------------------------------------------------- content
+
+
+def test_copies_have_the_same_name_wherever_they_lie(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "one"), write(tmp_path / "elsewhere" / "other")
+    os.utime(other / "model-1.safetensors", ns=(1, 1))
+    for unread in ("README.md", "tokenizer.json", "config.json"):
+        (other / unread).write_bytes(b"[]")
+    write(other, {".cache/x": b"", "original/model.safetensors": b"", "pytorch_model.bin": b""})
+    assert name(one) == name(other)
+    (tmp_path / "link").symlink_to(one)
+    assert name(tmp_path / "link") == name(one)
+
+
+COUNTING = [f for f in FILES if not f.startswith(("config", "model.safetensors", "token", "READ"))]
+
+
+@pytest.mark.parametrize("changed", COUNTING)
+def test_one_byte_makes_another_name(tmp_path: Path, changed: str) -> None:
+    before = name(write(tmp_path))
+    state = (tmp_path / changed).stat()
+    content = FILES[changed]
+    write_later(tmp_path / changed, content[:-1] + b"!", state.st_ctime_ns)
+    os.utime(tmp_path / changed, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert name(tmp_path) != before
+
+
+def test_which_files_hold_what_counts(tmp_path: Path) -> None:
+    before = name(write(tmp_path))
+    found = {before}
+    for change in ("added.safetensors", "model-3.safetensors"):
+        (tmp_path / change).write_bytes(b"x")
+        found.add(name(tmp_path))
+        (tmp_path / change).unlink()
+    (tmp_path / "model-1.safetensors").rename(tmp_path / "model-0.safetensors")
+    found.add(name(tmp_path))
+    assert len(found) == 4
+    assert before not in (name(tmp_path, "pt"), name(tmp_path, "of-a-plugin"))
+
+
+def test_a_loader_that_nobody_knows_may_read_any_file(tmp_path: Path) -> None:
+    before = name(write(tmp_path), "of-a-plugin")
+    (tmp_path / "README.md").write_bytes(b"other")
+    assert name(tmp_path, "of-a-plugin") != before
+    (tmp_path / "file.gguf").write_bytes(b"1")
+    (tmp_path / "copy.gguf").write_bytes(b"1")
+    assert name(tmp_path / "file.gguf", "gguf") == name(tmp_path / "copy.gguf", "gguf")
+
+
+def test_a_folder_without_weights_has_no_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Indescribable, match=r"no weight files are in .*: set kvass\.model_id"):
+        name(tmp_path)
+    with pytest.raises(Indescribable, match="no weight files"):
+        name(tmp_path / "gone")
+
+
+# ---------------------------------------------------------------- what the Hub's client noted
+
+
+def hub(cache: Path, files: dict[str, bytes] = FILES, repo: str = "some/model") -> Path:
+    """A snapshot in the Hub's cache as its client makes it; large files' blobs by SHA-256."""
+    top = cache / ("models--" + repo.replace("/", "--"))
+    snapshot = top / "snapshots" / COMMIT
+    (top / "blobs").mkdir(parents=True)
+    for name, content in files.items():
+        large = name.endswith(".safetensors")
+        digest = hashlib.sha256(content).hexdigest() if large else hashlib.sha1(content).hexdigest()
+        blob, link = top / "blobs" / digest, snapshot / name
+        if not blob.exists():
+            blob.write_bytes(content)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return snapshot
+
+
+def download(folder: Path, noted_s: float = 0.0) -> Path:
+    """A folder as the Hub's client downloads to it, noted now or at ``noted_s``."""
+    for file in write(folder).rglob("*.safetensors"):
+        inner = str(file.relative_to(folder))
+        digest = hashlib.sha256(FILES[inner]).hexdigest()
+        note = f"{COMMIT}\n{digest}\n{noted_s or time.time()}\n"
+        write(folder / ".cache/huggingface/download", {f"{inner}.metadata": note.encode()})
+    return folder
+
+
+@pytest.mark.parametrize("make", [hub, download])
+def test_what_the_hub_noted_is_not_read_and_equals_a_copy(
+    make: Callable[[Path], Path], tmp_path: Path, computed: list[str]
+) -> None:
+    noted = name(make(tmp_path / "noted"))
+    assert not [file for file in computed if file.endswith(".safetensors")]
+    assert noted == name(write(tmp_path / "copy"))
+    assert [file for file in computed if file.endswith(".safetensors")]
+
+
+def test_what_was_written_after_the_note_is_read(tmp_path: Path, computed: list[str]) -> None:
+    copy = write(tmp_path / "copy", FILES | {"model-1.safetensors": b"12!4"})
+    snapshot, folder = hub(tmp_path / "hub"), download(tmp_path / "local")
+    for made in (snapshot, folder):
+        file = made / "model-1.safetensors"
+        newest = max(file.lstat().st_ctime_ns, time.time_ns())
+        write_later(file, b"12!4", newest)
+        os.utime(file, ns=(1, 1))  # as a copy that keeps its times
+        assert name(made) == name(copy)
+    computed.clear()
+    (tmp_path / "bad").mkdir()
+    name(download(tmp_path / "bad" / "old", noted_s=1.0))
+    (folder / ".cache/huggingface/download/model-2.safetensors.metadata").write_text("garbage")
+    assert name(folder) == name(copy)
+
+
+# ---------------------------------------------------------------- changes
+
+
+def started_now(monkeypatch: pytest.MonkeyPatch) -> int:
+    now_ns = time.time_ns()
+    monkeypatch.setattr(contents, "started_ns", lambda: now_ns)
+    return now_ns
+
+
+def test_files_written_since_the_engine_started_have_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    now_ns = started_now(monkeypatch)
+    first = name(tmp_path)
+    write_later(tmp_path / "README.md", b"nobody reads it", now_ns)
+    write_later(tmp_path / ".cache", b"", now_ns)
+    assert name(tmp_path) == first
+    write_later(tmp_path / "model-1.safetensors", b"1234", now_ns)
+    with pytest.raises(Indescribable, match=r"changed since this engine started.*restart"):
+        name(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["link", "link to a link", "move", "file's link"])
+def test_what_was_put_in_their_place_since_the_engine_started_has_no_name(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = write(tmp_path / "one"), write(tmp_path / "other")
+    middle, link = tmp_path / "middle", tmp_path / "link"
+    link.symlink_to(middle if how == "link to a link" else one)
+    middle.symlink_to(one)
+    asked = link if how.startswith("link") else one
+    file = one / "model-1.safetensors"
+    if how == "file's link":
+        file.unlink()
+        file.symlink_to(other / file.name)
+    now_ns = started_now(monkeypatch)
+    name(asked)
+    changed = {"link": link, "link to a link": middle, "file's link": file}.get(how, one)
+    while changed.lstat().st_ctime_ns <= now_ns:
+        if changed is one:
+            one.rename(tmp_path / "gone")
+            other.rename(one)
+            (tmp_path / "gone").rename(other)
+        else:
+            changed.unlink()
+            changed.symlink_to(other / file.name if changed is file else other)
+    with pytest.raises(Indescribable, match="changed since this engine started"):
+        name(asked)
+
+
+def test_files_written_while_they_are_read_have_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    real = contents._compute
+
+    def compute(file: Path, stopped: Callable[[], bool]) -> str:
+        digest = real(file, stopped)
+        write_later(file, b"4321", file.stat().st_ctime_ns)
+        return digest
+
+    monkeypatch.setattr(contents, "_compute", compute)
+    with pytest.raises(Indescribable, match="changed since"):
+        name(tmp_path)
+    assert not any(file.stat().st_size for file in entries(tmp_path)), "nothing is remembered"
+
+
+def test_when_a_process_started() -> None:
+    fresh = runpy.run_path(contents.__file__)  # the fixture replaced what was imported
+    boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    began_s = boot_s + ticks / os.sysconf("SC_CLK_TCK")
+    assert fresh["started_ns"]() / 1e9 == pytest.approx(began_s + 0.1, abs=0.05)
+
+
+# ---------------------------------------------------------------- remembered digests
+
+
+def entries(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / ".kvass/kvass/weights").glob("*"))
+
+
+def test_a_digest_is_computed_once(tmp_path: Path, computed: list[str]) -> None:
+    first = name(write(tmp_path / "model"))
+    assert sorted(computed) == sorted(Path(file).name for file in COUNTING)
+    computed.clear()
+    assert name(tmp_path / "model") == first
+    assert computed == []
+    for entry in entries(tmp_path):
+        entry.write_text("not a digest")
+    assert name(tmp_path / "model") == first
+    assert len(computed) == len(COUNTING)
+    file = tmp_path / "model" / "model-1.safetensors"
+    computed.clear()
+    write_later(file, b"4321", file.stat().st_ctime_ns)
+    assert name(tmp_path / "model") != first
+    assert computed == [file.name]
+
+
+def test_who_needs_a_digest_that_is_being_computed_waits_for_it(
+    tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path) / "model-1.safetensors"
+    inner, begun, go = contents._compute, threading.Event(), threading.Event()
+
+    def compute(file: Path, stopped: Callable[[], bool]) -> str:
+        begun.set()
+        assert go.wait(30)
+        return inner(file, stopped)
+
+    monkeypatch.setattr(contents, "_compute", compute)
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(contents.sha256, file, lambda: False)
+        assert begun.wait(30)
+        asked = threading.Event()
+
+        def stopped() -> bool:
+            asked.set()  # it found the entry locked
+            return False
+
+        second = threads.submit(contents.sha256, file, stopped)
+        third = threads.submit(contents.sha256, file, lambda: True)
+        assert asked.wait(30)
+        assert isinstance(third.exception(30), contents.Stopped)
+        go.set()
+        assert first.result(30) == second.result(30) == hashlib.sha256(b"1234").hexdigest()
+    assert computed == [file.name]
+
+
+@pytest.mark.parametrize("where", ["/proc/none", "relative", "/dev/null/below"])
+def test_without_a_cache_folder_each_process_computes(
+    where: str, tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remembered = name(write(tmp_path / "model"))
+    monkeypatch.setenv("XDG_CACHE_HOME", where)
+    monkeypatch.chdir(tmp_path)
+    computed.clear()
+    assert name(tmp_path / "model") == remembered == name(tmp_path / "model")
+    assert len(computed) == 2 * len(COUNTING)
+
+
+def test_where_times_are_whole_seconds_nothing_is_remembered(tmp_path: Path) -> None:
+    fields = {"st_dev": 1, "st_ino": 2, "st_size": 3, "st_mtime_ns": 4}
+    whole: Any = SimpleNamespace(**fields, st_ctime_ns=5_000_000_000)
+    assert contents._open_entry(whole) == -1
+    assert entries(tmp_path) == []
+
+
+# ---------------------------------------------------------------- where weights are
+
+
+def config(**fields: Any) -> Any:
+    """As much of vLLM's configuration as says where weights are."""
+    model: dict[str, Any] = {"model": "some/model", "model_weights": "", "revision": None}
+    model["hf_config"] = SimpleNamespace()
+    load = {"load_format": "auto", "download_dir": fields.pop("download_dir", None)}
+    load["load_format"] = fields.pop("load_format", "auto")
+    draft = fields.pop("draft", None)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**(model | fields)),
+        load_config=SimpleNamespace(**load),
+        speculative_config=draft
+        and SimpleNamespace(draft_model_config=draft, draft_load_config=None),
+    )
+
+
+def test_a_name_that_the_user_gives_needs_no_file() -> None:
+    given = weights.sources(config(model="/nowhere"), "mine")
+    assert given == ("id:mine",)
+    assert weights.name_of(given) == '["id:mine"]'
+
+
+def test_weights_in_an_object_store_are_known_by_their_address(tmp_path: Path) -> None:
+    """vLLM fetches the small files anew at each start, to a folder that is named by the address."""
+    found = set()
+    for uri in ("s3://bucket/one", "gs://bucket/two"):
+        made = config(model=str(write(tmp_path)), model_weights=uri)
+        first = weights.name_of(weights.sources(made, ""))
+        write_later(tmp_path / "config.json", b"{}", time.time_ns())
+        assert weights.name_of(weights.sources(made, "")) == first
+        found.add(first)
+    assert len(found) == 2
+
+
+class Resolved(str):
+    """A revision as vLLM resolves it at start."""
+
+    resolved = COMMIT
+
+
+@pytest.mark.parametrize("revision", [Resolved("main"), COMMIT, None])
+def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path, revision: str | None) -> None:
+    snapshot = hub(tmp_path / "hub")
+    write(snapshot.parent.parent, {"refs/main": COMMIT.encode()})
+    made = config(revision=revision, download_dir=str(tmp_path / "hub"))
+    assert weights.sources(made, "") == (Local(snapshot, "auto"),)
+    assert name(snapshot) == name(write(tmp_path / "copy"))
+
+
+def test_a_model_that_the_engine_itself_has_fetched_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = started_now(monkeypatch)
+    while time.time_ns() < now_ns + 20_000_000:
+        pass  # the file system's clock is some milliseconds late
+    snapshot = hub(tmp_path / "hub")
+    assert contents.look(snapshot, Local(snapshot, "auto").files()).changed_ns <= now_ns
+    assert name(snapshot)
+
+
+def test_a_model_of_the_hub_without_a_known_commit_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = hub(tmp_path)
+    note = snapshot.parent.parent / "refs" / "main"
+    made = config(download_dir=str(tmp_path))
+    with pytest.raises(Indescribable, match="which commit of some/model was loaded is not known"):
+        weights.sources(made, "")
+    note.parent.mkdir()
+    write_later(note, COMMIT.encode(), started_now(monkeypatch))
+    with pytest.raises(Indescribable, match=r"commit as the revision, or set kvass\.model_id"):
+        weights.sources(made, "")
+    made.model_config.hf_config._commit_hash = COMMIT
+    assert weights.sources(made, "") == (Local(snapshot, "auto"),)
+    other = config(model=str(tmp_path), model_weights="some/other", revision=COMMIT)
+    with pytest.raises(Indescribable, match="which weights of some/other were loaded"):
+        weights.sources(other, "")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    with pytest.raises(Indescribable, match="which weights of some/model were loaded is not known"):
+        weights.sources(made, "")
+    monkeypatch.delenv("VLLM_USE_MODELSCOPE")
+    made = config(revision="f" * 40, download_dir=str(tmp_path))
+    with pytest.raises(Indescribable, match="are not in"):
+        weights.sources(made, "")
+
+
+def test_the_drafters_weights_and_configuration_count(tmp_path: Path) -> None:
+    model = write(tmp_path / "model")
+    changes: tuple[dict[str, bytes], ...]
+    changes = ({}, {"a.safetensors": b"1"}, {"config.json": b'{"rope_theta": 1}'})
+    drafters = [write(tmp_path / f"drafter {i}", FILES | new) for i, new in enumerate(changes)]
+    made = [config(model=str(model), draft=config(model=str(one)).model_config) for one in drafters]
+    found = [weights.name_of(weights.sources(one, "")) for one in [config(model=str(model)), *made]]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("load_format", ["ipc_cache", "tensorizer"])
+def test_weights_that_come_from_elsewhere_have_no_name(load_format: str) -> None:
+    with pytest.raises(Indescribable, match=r"set kvass\.model_id"):
+        weights.sources(config(load_format=load_format), "")
+    assert weights.sources(config(load_format="dummy"), "") == ("dummy",)
+
+
+# ---------------------------------------------------------------- engines
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Of any folder, vLLM reads the configuration only: there is no engine here."""
+    return copy(tiny_model(), tmp_path / "model")
+
+
+def copy(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to, copy_function=shutil.copyfile)
+    return to
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def start_one(daemon: Daemon, model: Path, **options: Any) -> Engine:
+        made.append(Engine(daemon.socket, daemon, model=model, **options))
+        return made[-1]
+
+    yield start_one
+    for one in made:
+        one.close()
+
+
+def test_daemons_on_one_redis_share_rows_of_copies(
+    tmp_path: Path, model: Path, start: Callable[..., Engine]
+) -> None:
+    elsewhere, changed = copy(model, tmp_path / "b"), copy(model, tmp_path / "c")
+    file = changed / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    server = RedisServer()
+    try:
+        tier: dict[str, Any] = {
+            "tier": f"redis:{server.address}",
+            "weigh_loads": "no",
+            "lookup_budget_ms": 10_000,
+        }
+        folders = [tmp_path / "one", tmp_path / "two"]
+        for folder in folders:
+            folder.mkdir()
+        with running_daemon(folders[0], **tier) as one, running_daemon(folders[1], **tier) as two:
+            a = start(one, model)
+            a.wait_connected()
+            a.generate("a", PROMPT)
+            until(lambda: one.status()["tiers"][0]["stored_rows"] == 3, "the rows in Redis")
+            for folder, computes in ((elsewhere, 4), (changed, 100)):
+                b = start(two, folder)
+                b.wait_connected()
+                request, scheduled = b.load("b", PROMPT)
+                assert scheduled == computes
+                if computes == 4:
+                    b.check(request, 96)
+            shown = [space["model"] for space in two.status()["namespaces"]]
+            assert shown == [str(elsewhere), str(changed)]
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is read before it is set; an engine that starts waits for a moment only."""
+    monkeypatch.setattr(weights, "READY_S", 0.01)
+    opened, real = threading.Event(), contents._compute
+
+    def compute(file: Path, stopped: Callable[[], bool]) -> str:
+        while not opened.wait(0.01):
+            if stopped():
+                raise contents.Stopped
+        return real(file, stopped)
+
+    monkeypatch.setattr(contents, "_compute", compute)
+    return opened
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name == "kvass.vllm"]
+
+
+def test_an_engine_runs_uncached_until_its_weights_are_read(
+    tmp_path: Path,
+    model: Path,
+    start: Callable[..., Engine],
+    gate: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running_daemon(tmp_path) as daemon:
+        one = start(daemon, model)
+        one.generate("early", PROMPT)
+        assert one.world.connector.reset_cache() is True
+        assert daemon.status()["sessions"] == 1, "that which asks"
+        assert said(caplog) == [
+            "the weight files are being read to name them by content; uncached until then"
+        ]
+        gate.set()
+        one.wait_connected()
+        assert said(caplog)[1:] == ["the weight files are read after 0 s: caching begins"]
+        until(lambda: one.step() and one.client.answering, "the clear that is owed")
+        one.generate("late", range(200, 300))
+        assert daemon.status()["rows"] == 3
+
+
+def test_an_engine_whose_weights_cannot_be_read_says_so_once(
+    tmp_path: Path,
+    model: Path,
+    start: Callable[..., Engine],
+    gate: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running_daemon(tmp_path) as daemon:
+        one = start(daemon, model)
+        (model / "model.safetensors").unlink()
+        gate.set()
+        threads = threading.enumerate
+        until(lambda: not [t for t in threads() if t.name == "kvass-weights"], "the threads")
+        one.generate("a", PROMPT)
+        assert daemon.status()["rows"] == 0
+    assert [text.partition(":")[0] for text in said(caplog)[1:]] == [
+        "kvass is off, the engine runs uncached",
+        "kvass is off in this worker",
+    ]
+
+
+def test_an_engine_may_end_before_its_weights_are_read(
+    tmp_path: Path, model: Path, gate: threading.Event
+) -> None:
+    with running_daemon(tmp_path) as daemon:
+        Engine(daemon.socket, daemon, model=model).close()
+        threads = threading.enumerate
+        until(lambda: not [t for t in threads() if t.name == "kvass-weights"], "the threads")
+        assert daemon.status()["sessions"] == 1
+
+
+def test_an_engine_whose_weights_changed_is_inert(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, caches = make_configs(model=model)
+    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+    monkeypatch.setattr(contents, "started_ns", lambda: 1)
+    found = engine.read_setup(config, caches)
+    assert isinstance(found, engine.Inert)
+    assert "restart the engine" in found.reason
+    config.kv_transfer_config.kv_connector_extra_config["kvass.model_id"] = "mine"
+    named = engine.read_setup(config, caches)
+    assert isinstance(named, engine.Setup)
+    assert named.weights.result() == '["id:mine"]'
+    assert named.register().model == "mine"
