@@ -4,9 +4,9 @@ Law of this file: what a real tier may do, at any moment between an effect and i
 record is what its slot's pages held when the tier read them; a load that fails may have scribbled.
 They outlive the daemon; what it had under way when it ended may still come to pass.
 
-A tier may go back to a snapshot, records and notes. That makes old records match again only if no
-daemon was there that knew better: so a daemon that reads a note after that has to put it right, and
-of one that ended before it could, the note is put right here.
+A tier may go back to a snapshot, records and notes. Old records match again then if there is no
+daemon that knows better. So notes go back of which the daemon has seen the highest epoch. If it
+reads such a note after that, it has to put it right; if it ends before, the note is put right here.
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ class SimTier:
     )
     put_back: dict[bytes, int] = field(default_factory=dict)
     """Notes before the tier went back to its snapshot, which nobody has asked for since."""
+    highest: dict[bytes, int] = field(default_factory=dict)
+    """Of each namespace the highest epoch that was ever noted, and what the daemon was told."""
+    told: dict[bytes, int] = field(default_factory=dict)
+    went_back: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -108,6 +112,7 @@ class SimTiers:
             SimTier(0.0 if healthy else rng.choice([0.02, 0.1, 0.3]), rng.choice([0.002, 0.02]))
             for _ in range(count)
         ]
+        self.goes_back = rng.choice([0.0, 0.02, 0.1])
         self.open: dict[int, Under] = {}
         self.unsettled = False
         """A tier went back and the daemon has seen it: the worst moment for another boot."""
@@ -133,6 +138,7 @@ class SimTiers:
         for tier in self.tiers:
             tier.notes.update(tier.put_back)
             tier.put_back.clear()
+            tier.told.clear()
 
     def _outlives(self, under: Under) -> None:
         effect, tier = under.effect, under.tier
@@ -157,8 +163,11 @@ class SimTiers:
             self._decay(tier)
         if rng.random() < tier.ill / 4:
             tier.down_until = world.now + rng.random() * 4
-        if rng.random() < tier.ill / 4:
-            self._go_back(tier, effect.tier)
+        if tier.ill and rng.random() < self.goes_back:
+            if rng.random() < 0.3 or not tier.snapshot[1]:
+                self.take_snapshots()
+            else:
+                self.go_back(effect.tier)
         lasts = rng.expovariate(1 / tier.mean_s)
         if rng.random() < tier.ill:
             lasts = rng.random() * 9
@@ -197,18 +206,23 @@ class SimTiers:
         if rng.random() < 0.3:
             tier.notes.clear()
 
-    def _go_back(self, tier: SimTier, number: int) -> None:
-        """It takes a snapshot, or starts again from its last one, which is told."""
-        rng = self.world.rng
-        if rng.random() < 0.3:
+    def take_snapshots(self) -> None:
+        """Each tier's state is what it goes back to next."""
+        for tier in self.tiers:
             tier.snapshot = dict(tier.records), dict(tier.notes)
-            return
-        for namespace, epoch in tier.notes.items():
-            tier.put_back[namespace] = max(epoch, tier.put_back.get(namespace, 0))
+
+    def go_back(self, number: int) -> None:
+        """A tier starts again from its last snapshot, and the core is told that it was down."""
+        tier = self.tiers[number]
         records, notes = tier.snapshot
-        tier.records, tier.notes = dict(records), dict(notes)
+        tier.records, tier.notes, tier.went_back = dict(records), dict(notes), self.world.now
+        for namespace, epoch in tier.highest.items():
+            if tier.told.get(namespace) == epoch:
+                tier.put_back[namespace] = epoch
+            else:  # the daemon cannot know better
+                tier.notes[namespace] = epoch
         for up in (False, True):
-            when = self.world.now + up * rng.random()
+            when = self.world.now + up * self.world.rng.random()
             self.world.later(when, partial(self._tell, TierReport(number, {"up": up})))
 
     # ------------------------------------------------------------ operations
@@ -227,8 +241,10 @@ class SimTiers:
         if effect.renew and tier.ill and self.world.rng.random() < 0.5:
             tier.snapshot = dict(tier.records), dict(tier.notes)  # just before: the worst moment
         tier.notes[effect.namespace] = under.told
-        seen = tier.put_back.pop(effect.namespace, None)
-        self.unsettled = self.unsettled or (seen is not None and self.world.rng.random() < 0.3)
+        tier.highest[effect.namespace] = max(under.told, tier.highest.get(effect.namespace, 0))
+        if under.began >= tier.went_back:
+            seen = tier.put_back.pop(effect.namespace, None)
+            self.unsettled = self.unsettled or (seen is not None and self.world.rng.random() < 0.3)
 
     def _empty(self, under: Under) -> None:
         records = under.tier.records
@@ -305,7 +321,11 @@ class SimTiers:
             late = under.told is None or self._fails(under.tier)
             if late and rng.random() < 0.5:  # it comes to pass when nobody expects it any more
                 self.world.later(self.world.now + rng.random() * 5, partial(self._note, under))
-            return EpochIs(effect.op, None if late else under.told)
+            if late or under.told is None:
+                return EpochIs(effect.op, None)
+            told = under.tier.told
+            told[effect.namespace] = max(under.told, told.get(effect.namespace, 0))
+            return EpochIs(effect.op, under.told)
         return Emptied(effect.op, bool(under.told))
 
     def _keep(self, under: Under) -> npt.NDArray[np.bool_]:

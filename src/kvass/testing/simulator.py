@@ -53,7 +53,7 @@ from kvass.testing.reference import run_reference
 from kvass.testing.room import prove_room
 from kvass.testing.sim_tiers import SimTiers
 from kvass.testing.traces import Traced, dump_trace, replay
-from kvass.testing.warm import warm_tiers
+from kvass.testing.warm import put_back_tiers, warm_tiers
 from kvass.testing.witness import Witness
 from kvass.types import Limits, Timing
 
@@ -114,13 +114,15 @@ class Simulation:
         flush, warm = rng.choice(modes), rng.random() < 0.8
         self.retain, self.weigh = rng.random() < 0.7, rng.random() < 0.5
         self.reboots = rng.choice([0.0, 0.002, 0.01]) if self.tiers.names else 0.0
-        self.clears = rng.choice([0.0, 0.0, 0.03]) if self.tiers.names else 0.0
+        self.clears = rng.choice([0.0, 0.01, 0.03]) if self.tiers.names else 0.0
         self.archive = Archive()
         self.boots = 0
         if self.tiers.names and warm:
             self.arena_bytes = 5_000 * chunk_bytes
             self.boot()
             warm_tiers(self)
+            if not self.tiers.healthy and rng.random() < 0.3:
+                put_back_tiers(self)
             self.arena_bytes = rows * chunk_bytes
         self.flush = flush
         self.boot()

@@ -32,6 +32,21 @@ def warm_tiers(sim: Simulation) -> None:
                 sim.catch_up(inf)
 
 
+def put_back_tiers(sim: Simulation) -> None:
+    """All is cleared, and then the tiers go back to what they were before that. The daemon that
+    cleared lives, so the next one must find nothing of before."""
+    sim.tiers.take_snapshots()
+    for engine in sim.engines:
+        peer = engine.scheduler.peer
+        if peer is not None and peer.session in sim.peers:
+            peer.ask(m.Clear())
+            sim.deliver(peer)
+    sim.catch_up(inf)
+    for number in range(len(sim.tiers.tiers)):
+        sim.tiers.go_back(number)
+    sim.catch_up(inf)
+
+
 def register(sim: Simulation, engine: Engine) -> list[bool]:
     """Connect all of an engine; which of its processes are heard."""
     alive = []
