@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from math import inf
 
 from kvass import messages as m
 from kvass.types import PAGE, GroupLayout, Limits, Slots, Timing
@@ -253,9 +254,11 @@ class Books:
             raise BrokenLawError(f"law 2: {told}, but {leases} and {reservations} are open")
 
     def quiet(self, due: float | None, status: dict[str, object]) -> None:
-        """Law 7, clients gone: what is left ends within the grace, then nothing is left."""
+        """Law 7, clients gone: what is left ends within the grace or with a process that exits,
+        then nothing is left."""
         held = status["leases"] or status["reservations"] or status["promotions"]
-        if due is not None and held and due > self.now + self.timing.dma_grace_s:
+        exiting = any(inf in w.dirty.values() for w in self.writings.values())
+        if due is not None and held and not exiting and due > self.now + self.timing.dma_grace_s:
             raise BrokenLawError(f"law 7: clients gone by {self.now}, yet {due} is waited for")
         for name in (
             "leases", "reservations", "pins", "rows_loading", "quarantined_bytes", "promotions",
