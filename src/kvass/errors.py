@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Literal
 
 ErrorCode = Literal[
-    "bad_message",  # undecodable, of an unknown type, or a field of a wrong type
+    "bad_message",  # undecodable, of an unknown type, or a field of a wrong type or out of bounds
     "bad_frame",  # the length prefix or size is out of bounds
     "bad_value",  # decodes, but a value is out of its domain
     "not_registered",  # needs Register first

@@ -17,15 +17,36 @@ message that names arena memory, a lease or a reservation carries it.
 
 Digests: a blob of equally wide chunk hashes, ``width`` bytes each, chunk 0 first, so a token list
 never crosses the wire.
+
+Bounds: every number a client sends has a range and everything else a length, declared by the types
+of the fields (``types.py``). A message outside of them is no message: ``bad_message``, with the
+field's name, and the session ends.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
-from kvass.types import Limits, RankLayout, Slots, Timing
+from kvass.types import (
+    Digests,
+    Int32,
+    Int64,
+    Limits,
+    Many32,
+    Many64,
+    Name,
+    Names,
+    RankLayout,
+    Ranks,
+    Seconds,
+    ShortBytes,
+    Slots,
+    Text,
+    Timing,
+)
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
@@ -37,7 +58,7 @@ FEATURES: Final[tuple[str, ...]] = ("tiers", "generations")
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
     """Base of all: ``seq`` pairs a reply with its request."""
 
-    seq: int = 0
+    seq: Int64 = 0
 
 
 # ---------------------------------------------------------------- session
@@ -46,11 +67,11 @@ class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
 class Hello(Message, tag="hello"):
     """First message of a client. ``clock_s`` is its CLOCK_MONOTONIC when it sent this."""
 
-    protocol_min: int = 1  # as any default here: what a peer that says nothing means, for ever
-    protocol_max: int = 1
-    features: tuple[str, ...] = ()
-    client: str = ""
-    clock_s: float = 0.0
+    protocol_min: Int32 = 1  # as any default here: what a peer that says nothing means, for ever
+    protocol_max: Int32 = 1
+    features: Names = ()
+    client: Name = ""
+    clock_s: Seconds = 0.0
     wants_arena: bool = False
 
 
@@ -88,17 +109,17 @@ class Register(Message, tag="register"):
     Needs the feature ``generations``.
     """
 
-    instance: str
-    identity: dict[str, str]
-    chunk_tokens: int
-    rank: int = -1
-    ranks: int = 1
-    world_size: int = 1
-    shard: int = 0
+    instance: Name
+    identity: Annotated[dict[Text, Text], Meta(max_length=4096)]
+    chunk_tokens: Int32
+    rank: Int32 = -1
+    ranks: Int32 = 1
+    world_size: Int32 = 1
+    shard: Int32 = 0
     writer: bool = True
     layout: RankLayout | None = None
-    generation: bytes = b""
-    model: str = ""
+    generation: ShortBytes = b""
+    model: Name = ""
 
 
 class Registered(Message, tag="registered"):
@@ -124,14 +145,14 @@ class Lookup(Message, tag="lookup"):
     longer than computing it at ``prefill_tokens_s`` (0: not known) is not promoted.
     """
 
-    request: str
-    digests: bytes
-    width: int = 32
-    first: int = 0
-    readers: tuple[int, ...] | None = None
-    spare: int = 0
-    budget_ms: float = 0.0
-    prefill_tokens_s: float = 0.0
+    request: Name
+    digests: Digests
+    width: Int32 = 32
+    first: Int32 = 0
+    readers: Ranks | None = None
+    spare: Int32 = 0
+    budget_ms: Seconds = 0.0
+    prefill_tokens_s: Seconds = 0.0
 
 
 class Prefetch(Message, tag="prefetch"):
@@ -141,11 +162,11 @@ class Prefetch(Message, tag="prefetch"):
     ``budget_ms`` as there (0: a minute). Needs the feature ``tiers``.
     """
 
-    request: str
-    digests: bytes
-    width: int = 32
-    namespace: bytes = b""
-    budget_ms: float = 0.0
+    request: Name
+    digests: Digests
+    width: Int32 = 32
+    namespace: ShortBytes = b""
+    budget_ms: Seconds = 0.0
 
 
 class Prefetched(Message, tag="prefetched"):
@@ -180,17 +201,17 @@ class Release(Message, tag="release"):
     ``bad`` are indices into the lease's chunks whose bytes proved wrong: those rows are dropped.
     """
 
-    boot: bytes
-    lease: int
-    rank: int = -1
-    bad: tuple[int, ...] = ()
+    boot: ShortBytes
+    lease: Int64
+    rank: Int32 = -1
+    bad: Many32 = ()
 
 
 class Renew(Message, tag="renew"):
     """Push a lease's deadline out. Refused with ``unknown_lease`` once it lapsed."""
 
-    boot: bytes
-    lease: int
+    boot: ShortBytes
+    lease: Int64
 
 
 class Renewed(Message, tag="renewed"):
@@ -209,18 +230,18 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     will each send one ``Commit``; missing means every rank that registered as a writer.
     """
 
-    request: str
-    digests: bytes
-    first: int = 0
-    groups: int = 1
-    writers: tuple[int, ...] | None = None
+    request: Name
+    digests: Digests
+    first: Int32 = 0
+    groups: Int64 = 1
+    writers: Ranks | None = None
 
 
 class Reserve(Message, tag="reserve"):
     """One per scheduler step: all chunks that become storable in it."""
 
-    items: list[ReserveItem]
-    width: int = 32
+    items: Annotated[list[ReserveItem], Meta(max_length=4096)]
+    width: Int32 = 32
 
 
 class Grant(msgspec.Struct, omit_defaults=True):
@@ -256,25 +277,25 @@ class Granted(Message, tag="granted"):
 class Commit(Message, tag="commit"):
     """One-way: ``rank`` has written its shard of every row of the reservation."""
 
-    boot: bytes
-    reservation: int
-    rank: int = 0
+    boot: ShortBytes
+    reservation: Int64
+    rank: Int32 = 0
 
 
 class Abort(Message, tag="abort"):
     """One-way: ``rank`` will not write (any more). -1: the scheduler, before handing over."""
 
-    boot: bytes
-    reservation: int
-    rank: int = -1
+    boot: ShortBytes
+    reservation: Int64
+    rank: Int32 = -1
 
 
 class HandedOver(Message, tag="handed_over"):
     """One-way, from the scheduler: from here on only the ranks settle these."""
 
-    boot: bytes
-    leases: tuple[int, ...] = ()
-    reservations: tuple[int, ...] = ()
+    boot: ShortBytes
+    leases: Many64 = ()
+    reservations: Many64 = ()
 
 
 # ---------------------------------------------------------------- looking, clearing
@@ -296,7 +317,7 @@ class Clear(Message, tag="clear"):
     cannot is an ``Error`` of ``tier_down``: say it again.
     """
 
-    namespace: bytes = b""
+    namespace: ShortBytes = b""
     everything: bool = False
     tiers: bool = False
 

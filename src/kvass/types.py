@@ -7,17 +7,21 @@ socket, a clock or an engine. Units are in the names: ``*_bytes``, ``*_tokens``,
 from __future__ import annotations
 
 import re
-from typing import Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 PAGE: Final = 4096
 """Slots and shards are padded to this many bytes, so that O_DIRECT and DMA need no bounce."""
 
 MAX_RANKS: Final = 128
 """At most this many worker processes in one instance (law 2)."""
+
+MAX_GROUPS: Final = 63
+"""At most this many layer groups: a mask of them fits int64."""
 
 SCHEDULER: Final = -1
 """The rank under which an instance's scheduler session is known; workers are 0..ranks-1."""
@@ -30,6 +34,25 @@ U16Array = npt.NDArray[np.uint16]
 I64Array = npt.NDArray[np.int64]
 Tokens = TypeVar("Tokens", int, I64Array)
 """A number of tokens, or many of them."""
+
+# What a field of a message may hold. Decoding refuses all else (``wire/framing.py``), so the
+# arithmetic behind it cannot overflow: tokens of the longest prompt (65,536 keys of 2**31 tokens)
+# and bytes of the largest row fit int64. Whether a value makes sense is for the core to check.
+
+Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+PageBytes = Annotated[int, Meta(ge=0, le=1 << 40)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+"""Also milliseconds, and tokens per second: finite, and not negative."""
+Name = Annotated[str, Meta(max_length=4096)]
+"""At most so many characters. The daemon's ``Limits`` allow fewer of some."""
+Text = Annotated[str, Meta(max_length=65_536)]
+ShortBytes = Annotated[bytes, Meta(max_length=256)]
+Digests = Annotated[bytes, Meta(max_length=4 << 20)]
+Names = Annotated[tuple[Name, ...], Meta(max_length=4096)]
+Ranks = Annotated[tuple[Int32, ...], Meta(max_length=4096)]
+Many32 = Annotated[tuple[Int32, ...], Meta(max_length=65_536)]
+Many64 = Annotated[tuple[Int64, ...], Meta(max_length=65_536)]
 
 
 def align_up(value: int, to: int = PAGE) -> int:
@@ -75,10 +98,10 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     kind: GroupKind
-    block_tokens: int
-    layers: tuple[str, ...]
-    page_bytes: tuple[int, ...]
-    window_tokens: int = 0
+    block_tokens: Int32
+    layers: Names
+    page_bytes: Annotated[tuple[PageBytes, ...], Meta(max_length=4096)]
+    window_tokens: Int32 = 0
 
     def needs(self, tokens: Tokens) -> Tokens:
         """The first token whose pages a hit of ``tokens`` needs: all of [that, ``tokens``).
@@ -129,7 +152,7 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """All the daemon must know about the bytes of one rank: its groups, in group-id order."""
 
-    groups: tuple[GroupLayout, ...]
+    groups: Annotated[tuple[GroupLayout, ...], Meta(max_length=256)]
 
 
 class Slots(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from kvass import messages as m
 from kvass.core.effects import Faulted, HalfClose, Lost, Opened, PopulatedTo, Received, Send, Tick
 from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.errors import FrameError
 from kvass.types import PAGE, GroupLayout, Limits, RankLayout, Timing
+from kvass.wire import framing
 from tests.core.rig import BOOT, WIDTH
 
 CONFIG = CoreConfig(
@@ -142,6 +144,14 @@ def test_no_message_raises_or_breaks_a_law(happenings: list[tuple[str, int, Any]
         machine.validate()
         return effects
 
+    def say(session: int, message: Any) -> list[Any]:
+        """As a frame: what does not decode ends its session, as in the daemon."""
+        try:
+            (decoded,) = framing.from_clients().feed(framing.encode(message))
+        except FrameError as fault:
+            return step(Faulted(session, fault.code, str(fault)))
+        return step(Received(session, decoded))
+
     def open_one(name: int) -> None:
         nonlocal opened
         opened += 1
@@ -156,12 +166,12 @@ def test_no_message_raises_or_breaks_a_law(happenings: list[tuple[str, int, Any]
         if what == "say":
             known = session in machine.state.sessions
             deaf = known and machine.state.sessions[session].ending
-            effects = step(Received(session, message))
+            effects = say(session, message)
             answers = [e for e in effects if isinstance(e, Send)]
             assert all(e.session == session for e in effects)
             if isinstance(message, m.Request) and known and not deaf:
                 assert len(answers) == 1
-                assert answers[0].message.seq == message.seq
+                assert answers[0].message.seq == message.seq or answers[0].message.fatal
         elif what == "lost":
             step(Lost(session))
         elif what == "fault":

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvass.core.effects import Opened
+from kvass.core.event_lines import parse
 from kvass.daemon import connection as module
 from kvass.daemon.connection import OUT_BYTES, Connection
 
@@ -158,7 +160,7 @@ def test_hang_up_with_words_unread_is_eof() -> None:
     play(scene)
 
 
-def test_broken_invariant_ends_the_daemon(tmp_path: Path) -> None:
+def test_broken_invariant_ends_the_daemon_and_its_event_is_logged(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from kvass.core.machine import CacheMachine\n"
@@ -181,4 +183,7 @@ def test_broken_invariant_ends_the_daemon(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as peer:
             peer.connect(path)
             assert process.wait(timeout=30) == 1
-        assert b"broken on purpose" in process.stderr.read()
+        told = process.stderr.read().decode()
+    assert "broken on purpose" in told
+    (logged,) = [x for x in told.splitlines() if "the core failed at this event" in x]
+    assert parse(logged[logged.index("[") :])[1] == Opened(1)

@@ -16,9 +16,9 @@ from kvass.wire import framing
 
 MESSAGES = st.one_of(
     st.builds(Ping, seq=st.integers(0, 2**32)),
-    st.builds(Hello, client=st.text(max_size=20), clock_s=st.floats(allow_nan=False)),
+    st.builds(Hello, client=st.text(max_size=20), clock_s=st.floats(0, 1e12)),
     st.builds(Lookup, request=st.text(max_size=9), digests=st.binary(max_size=300)),
-    st.builds(Commit, boot=st.binary(max_size=16), reservation=st.integers(0, 2**63)),
+    st.builds(Commit, boot=st.binary(max_size=16), reservation=st.integers(0, 2**63 - 1)),
     st.builds(
         Reserve,
         items=st.lists(

@@ -16,7 +16,7 @@ import msgspec
 
 from kvass.errors import Refused
 from kvass.messages import Register
-from kvass.types import MAX_RANKS, SCHEDULER, GroupLayout, Limits, RankLayout
+from kvass.types import MAX_GROUPS, MAX_RANKS, SCHEDULER, GroupLayout, Limits, RankLayout
 
 
 class Session(msgspec.Struct):
@@ -110,11 +110,13 @@ def check_register(msg: Register, limits: Limits) -> None:
 
 
 def _check_layout(layout: RankLayout, chunk_tokens: int) -> None:
-    if not 1 <= len(layout.groups) <= 64:
-        raise Refused("bad_value", f"layout: {len(layout.groups)} groups, must be 1..64")
+    if not 1 <= len(layout.groups) <= MAX_GROUPS:
+        many = len(layout.groups)
+        raise Refused("bad_value", f"layout: {many} groups, must be 1..{MAX_GROUPS}")
     for i, g in enumerate(layout.groups):
         where = f"layout.groups[{i}]"
-        if (g.window_tokens > 0) != (g.kind in ("sliding_window", "chunked_local")):
+        windowed = g.kind in ("sliding_window", "chunked_local")
+        if g.window_tokens < 0 or (g.window_tokens > 0) != windowed:
             raise Refused(
                 "bad_value", f"{where}.window_tokens: {g.window_tokens} for a {g.kind} group"
             )

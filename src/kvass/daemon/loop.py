@@ -2,7 +2,8 @@
 
 Law of this file: it carries out what the core says and decides nothing about the cache. Whatever
 is wrong with a session becomes an event (``Faulted``, ``Lost``), so that the core alone knows when
-a session may be closed (law 3). An exception that gets here is a broken invariant: the daemon ends.
+a session may be closed (law 3). An exception that gets here is a broken invariant: the daemon logs
+the event that raised it, on one line, and ends.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from kvass.core.effects import (
     Watch,
 )
 from kvass.core.epochs import LOOK_AGAIN_S
+from kvass.core.event_lines import line
 from kvass.core.machine import CacheMachine
 from kvass.daemon.connection import Connection
 from kvass.daemon.populate import populate
@@ -229,7 +231,13 @@ class Server:
     # ------------------------------------------------------------ the core and its effects
 
     def _step(self, event: Event) -> None:
-        for effect in self._machine.step(event, time.monotonic()):
+        now = time.monotonic()
+        try:
+            effects = self._machine.step(event, now)
+        except Exception:  # a defect of ours: say what led to it, and end
+            _log.critical("the core failed at this event, so the daemon ends: %s", line(now, event))
+            raise
+        for effect in effects:
             self._carry_out(effect)
 
     def _carry_out(self, effect: Effect) -> None:

@@ -1,0 +1,45 @@
+"""Events as lines of text, and back: for logs, traces and replays.
+
+Law of this file: pure. A line is JSON, ``[time, event's name, fields]``, bytes in base64; ``parse``
+gives back what ``line`` was given, unless that was cut.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, get_args
+
+import msgspec
+import numpy as np
+
+from kvass.core.effects import Event
+
+MAX_CHARS: Final = 64 << 10
+"""A longer line is cut in a log; a lookup of 1,000 chunks still fits."""
+
+_KINDS: Final[dict[str, type[Event]]] = {kind.__name__: kind for kind in get_args(Event)}
+
+
+def line(now: float, event: Event, max_chars: int | None = MAX_CHARS) -> str:
+    """One line of at most ``max_chars`` characters (and a remark, if it was cut)."""
+    plain = msgspec.to_builtins(event, enc_hook=_plain)
+    text = json.dumps([now, type(event).__name__, plain])
+    if max_chars is None or len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]} (cut: {len(text)} characters)"
+
+
+def parse(text: str) -> tuple[float, Event]:
+    """When, and what. Raises ``ValueError`` for a line that was cut."""
+    now, kind, fields = json.loads(text)
+    event: Event = msgspec.convert(fields, _KINDS[kind], dec_hook=_array)
+    return now, event
+
+
+def _plain(value: Any) -> Any:
+    assert isinstance(value, np.ndarray), value
+    return value.tolist()
+
+
+def _array(kind: Any, value: Any) -> Any:
+    return np.array(value, np.bool_)
