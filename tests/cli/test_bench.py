@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvass.cli import bench
+from kvass.cli.bench import longest
 from kvass.cli.bench.copies import (
     CHUNK_TOKENS,
     LLAMA_8B,
@@ -96,6 +97,12 @@ def test_pings(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "64MiB") as daemon:
         assert measure_pings(daemon.socket, 3) > 0
         assert measure_coverage()["p50"] > 0
+
+
+def test_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest, "HELD", 10)
+    figures = longest.measure_longest(rounds=1, arena_bytes=64 << 30)["longest_step_ms"]
+    assert all(0 < figure < 10_000 for figure in figures.values()), figures
 
 
 def test_negative_control_a_shard_of_another_row_is_seen(tmp_path: Path) -> None:

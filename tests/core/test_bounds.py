@@ -154,9 +154,10 @@ class World:
 
     def examples(self) -> list[m.FromClient]:
         """One good value of every message, with every field set."""
-        blob, boot = digests("a", "b", "c"), {"boot": BOOT}
+        blob = digests("a", "b", "c")
+        boot: dict[str, Any] = {"boot": BOOT}
         item = m.ReserveItem(request="r", digests=blob, first=1, groups=7, writers=(0,))
-        terms = {"identity": {"model": "n"}, "chunk_tokens": 48, "seq": 3}
+        terms: dict[str, Any] = {"identity": {"model": "n"}, "chunk_tokens": 48, "seq": 3}
         return [
             m.Hello(seq=1, clock_s=self.rig.now),
             *(m.Register(instance="new", rank=0, layout=one, **terms) for one in (FULL, HYBRID)),

@@ -171,7 +171,9 @@ def test_no_message_raises_or_breaks_a_law(happenings: list[tuple[str, int, Any]
             assert all(e.session == session for e in effects)
             if isinstance(message, m.Request) and known and not deaf:
                 assert len(answers) == 1
-                assert answers[0].message.seq == message.seq or answers[0].message.fatal
+                answer = answers[0].message
+                fatal = isinstance(answer, m.Error) and answer.fatal
+                assert fatal or answer.seq == message.seq
         elif what == "lost":
             step(Lost(session))
         elif what == "fault":

@@ -123,6 +123,7 @@ class TierRig(Rig):
         """L1 loses what it holds, and the tiers do not."""
         for one in self.machine.state.l1.classes.values():
             self.machine.state.l1.clear(one)
+        self.machine.state.l1.reclaim()
 
 
 def names(records: Records) -> list[Record]:

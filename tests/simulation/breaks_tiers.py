@@ -13,8 +13,8 @@ BREAKS = [
         "a clear frees what a tier is still writing to",
         3,
         "l1.py",
-        "        self.table.doomed[rows[state == LOADING]] = True\n",
-        "        self.free(rows[state == LOADING])\n",
+        "_IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)",
+        "_IN_TRANSIT: Final = (WRITING, QUARANTINED)",
     ),
     one(
         "a row that a tier could not give is still found",
@@ -27,15 +27,8 @@ BREAKS = [
         "a row that a tier could not give is published",
         4,
         "promote.py",
-        "    good = event.which & ~table.doomed[rows]\n",
-        "    good = ~table.doomed[rows]\n",
-    ),
-    one(
-        "what was loaded for a cleared namespace is published",
-        8,
-        "promote.py",
-        "    good = event.which & ~table.doomed[rows]\n",
         "    good = event.which\n",
+        "    good = np.ones_like(event.which)\n",
     ),
     one(
         "a promotion does not wait for what it uses",

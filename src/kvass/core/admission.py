@@ -127,8 +127,6 @@ def _drop_least_used(state: State) -> None:
     ]
     if idle:
         ns = state.namespaces[min(idle)[1]]
-        for one in ns.classes:
-            state.l1.clear(one)
         _drop(state, ns)
 
 
@@ -137,4 +135,5 @@ def _drop(state: State, ns: Namespace) -> None:
     promote.void(state, ns)  # a tier may not have said yet what it holds
     for one in ns.classes:
         state.l1.remove_class(one)
+    state.l1.reclaim()
     del state.namespaces[ns.id], state.by_digest[ns.digest]

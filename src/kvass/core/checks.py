@@ -1,6 +1,7 @@
 """What a session may say: every claim in a message is checked here before anything changes.
 
-Law of this file: it reads, and raises ``Refused`` naming what to do; it changes nothing.
+Law of this file: it reads, and raises ``Refused`` naming what to do; it changes nothing. (What a
+lost session left to be settled has happened already: naming it has it carried out.)
 """
 
 from __future__ import annotations
@@ -82,10 +83,11 @@ def open_lease(state: State, session: Session, boot: bytes, an_id: int) -> Lease
     _check_boot(state, boot)
     if not state.ledger.issued(an_id):
         raise Refused("unknown_lease", f"lease {an_id} was never given")
+    state.custody.settle(an_id)
     lease = state.ledger.leases.get(an_id)
     if lease is not None and lease.instance != instance.id:
         raise Refused("not_yours", f"lease {an_id} is another instance's")
-    return lease
+    return None if lease is not None and lease.deadline <= state.now else lease
 
 
 def open_reservation(state: State, session: Session, boot: bytes, an_id: int) -> Reservation | None:
@@ -94,6 +96,7 @@ def open_reservation(state: State, session: Session, boot: bytes, an_id: int) ->
     _check_boot(state, boot)
     if not state.ledger.issued(an_id):
         raise Refused("unknown_reservation", f"reservation {an_id} was never given")
+    state.custody.settle(an_id)
     one = state.ledger.reservations.get(an_id)
     if one is not None and one.instance != instance.id:
         raise Refused("not_yours", f"reservation {an_id} is another instance's")

@@ -1,73 +1,86 @@
 """Where extent sets lie in the arena, and which of them would have to go to make room.
 
 Law of this file: extents never overlap, and lie in ``[0, size)``. It knows bytes and row ids, not
-keys: whether a set may go, and what it is worth, it is told.
+keys or owners: whether a set may go, and what it is worth, it is told.
 
 An extent set holds ``slots`` slots of one (namespace, group): one extent per distinct shard, each
 ``slots * shard_bytes[shard]`` long. Different layouts want extents of different lengths, so room
-is a matter of contiguous windows: a set is handed over with its neighbours if need be.
+is a matter of contiguous runs: a set goes with its neighbours if need be.
+
+At 1 TiB there are 16,384 sets, so nothing here loops over them in Python: the extents and the free
+spans are arrays, in the order of the arena.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from itertools import count
+import heapq
+from collections.abc import Iterator
+from typing import Final
 
 import msgspec
+import numpy as np
+
+from kvass.types import I64Array
+
+STAYS: Final = 1 << 62
+"""What a set is worth that may not go."""
+_HOLE: Final = -STAYS
+"""What free space is worth."""
+_NEW: Final = 256
+"""So many extents are put in their places at a time, since one by one takes longer."""
 
 
 class Spans:
     """Free space of a line of ``size`` units: first fit, neighbours coalesce."""
 
     def __init__(self, size: int) -> None:
-        self._free: list[tuple[int, int]] = [(0, size)] if size else []
+        self.starts: I64Array = np.array([0] if size else [], np.int64)
+        self.lengths: I64Array = np.array([size] if size else [], np.int64)
+        self.total = size
+        """Free units in all."""
 
     def copy(self) -> Spans:
         other = Spans(0)
-        other._free = list(self._free)
+        other.starts, other.lengths, other.total = self.starts, self.lengths.copy(), self.total
         return other
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """(start, length) of every free span, in order."""
-        return iter(self._free)
-
-    @property
-    def total(self) -> int:
-        """Free units in all."""
-        return sum(n for _, n in self._free)
+        return iter(zip(self.starts.tolist(), self.lengths.tolist(), strict=True))
 
     def take(self, n: int) -> int | None:
         """The start of ``n`` contiguous units, now taken; ``None`` if no span is long enough."""
-        for i, (start, length) in enumerate(self._free):
-            if length >= n:
-                if length == n:
-                    del self._free[i]
-                else:
-                    self._free[i] = (start + n, length - n)
-                return start
-        return None
+        fits = self.lengths >= n
+        i = int(fits.argmax()) if len(fits) else 0
+        if not len(fits) or not fits[i]:
+            return None
+        start = int(self.starts[i])
+        self.total -= n
+        if self.lengths[i] == n:
+            self.starts, self.lengths = np.delete(self.starts, i), np.delete(self.lengths, i)
+        else:
+            self.starts = self.starts.copy()  # a copy of these spans may have the same array
+            self.starts[i] += n
+            self.lengths[i] -= n
+        return start
 
-    def give(self, start: int, n: int) -> None:
-        """Return ``[start, start + n)``; it must be taken now."""
-        i = bisect_left(self._free, (start, 0))
-        assert i == len(self._free) or start + n <= self._free[i][0], "given back twice"
-        assert i == 0 or sum(self._free[i - 1]) <= start, "given back twice"
-        if i < len(self._free) and start + n == self._free[i][0]:
-            n += self._free.pop(i)[1]
-        if i > 0 and sum(self._free[i - 1]) == start:
-            i -= 1
-            start, m = self._free.pop(i)
-            n += m
-        self._free.insert(i, (start, n))
+    def give(self, starts: I64Array, lengths: I64Array) -> None:
+        """Return all ``[start, start + length)``; they must be taken now."""
+        starts = np.concatenate([self.starts, starts])
+        order = np.argsort(starts, kind="stable")
+        starts, lengths = starts[order], np.concatenate([self.lengths, lengths])[order]
+        ends = starts + lengths
+        assert (ends[:-1] <= starts[1:]).all(), "given back twice"
+        first = np.flatnonzero(np.append(True, starts[1:] != ends[:-1]))
+        last = np.append(first[1:], len(starts)) - 1
+        self.starts, self.lengths = starts[first], ends[last] - starts[first]
+        self.total = int(self.lengths.sum())
 
 
 class ExtentSet(msgspec.Struct, frozen=True):
     """``bases[r]``: where shard ``r``'s extent begins in the arena, in bytes."""
 
     id: int
-    owner: int
-    """The row class it belongs to."""
     slots: int
     first_row: int
     bases: tuple[int, ...]
@@ -78,6 +91,24 @@ class ExtentSet(msgspec.Struct, frozen=True):
         return self.first_row + self.slots
 
 
+class _Line(msgspec.Struct):
+    """The whole arena in order: extents, and holes between them.
+
+    ``set_of``: -1 of a hole; ``cost``: what the set is worth.
+    """
+
+    lengths: I64Array
+    cost: I64Array
+    set_of: I64Array
+
+    def runs(self, limit: int) -> tuple[I64Array, I64Array, I64Array]:
+        """Where runs of what is worth no more than ``limit`` begin and end, and their bytes."""
+        edges = np.diff(np.concatenate([[False], self.cost <= limit, [False]]).astype(np.int8))
+        first, end = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+        upto = np.concatenate([[0], np.cumsum(self.lengths)])
+        return first, end, upto[end] - upto[first]
+
+
 class ExtentMap:
     """All extent sets of an arena of ``size`` bytes."""
 
@@ -86,12 +117,17 @@ class ExtentMap:
         self.sets: dict[int, ExtentSet] = {}
         self._bytes = Spans(size)
         self._row_ids = Spans(1 << 48)
+        self._unused_ids: list[int] = []
+        none = np.empty(0, np.int64)
+        self._base, self._length, self._set = none, none, none
+        """Extents, in the order of the arena; new ones are put in when somebody looks."""
+        self._new: list[tuple[int, int, int]] = []
 
     @property
     def free_bytes(self) -> int:
         return self._bytes.total
 
-    def add(self, owner: int, shard_bytes: tuple[int, ...], slots: int) -> ExtentSet | None:
+    def add(self, shard_bytes: tuple[int, ...], slots: int) -> ExtentSet | None:
         """A new set of ``slots`` slots, or of as many as fit (at least one), or ``None``."""
         slots = min(slots, self._bytes.total // sum(shard_bytes))
         while slots:
@@ -99,83 +135,135 @@ class ExtentMap:
             trial = self._bytes.copy()
             bases = [trial.take(n) for n in needs]
             if None not in bases:
-                return self._place(owner, slots, trial, bases, needs)
+                return self._place(slots, trial, bases, needs)
             slots //= 2
         return None
 
     def _place(
-        self, owner: int, slots: int, taken: Spans, bases: list[int | None], needs: list[int]
+        self, slots: int, taken: Spans, bases: list[int | None], needs: list[int]
     ) -> ExtentSet:
         self._bytes = taken
         first_row = self._row_ids.take(slots)
         assert first_row is not None, "row ids ran out"
-        made = ExtentSet(
-            id=next(i for i in count() if i not in self.sets),  # dense: they index arrays
-            owner=owner,
+        made = ExtentSet(  # ids are dense: they index arrays
+            id=heapq.heappop(self._unused_ids) if self._unused_ids else len(self.sets),
             slots=slots,
             first_row=first_row,
             bases=tuple(b for b in bases if b is not None),
             extent_bytes=tuple(needs),
         )
         self.sets[made.id] = made
+        self._new += [(base, n, made.id) for base, n in zip(made.bases, needs, strict=True)]
+        if len(self._new) > _NEW:
+            self._put_in()
         return made
 
-    def remove(self, gone: ExtentSet) -> None:
-        """Give back all extents of a set whose rows are all FREE."""
-        del self.sets[gone.id]
-        self._row_ids.give(gone.first_row, gone.slots)
-        for base, n in zip(gone.bases, gone.extent_bytes, strict=True):
-            self._bytes.give(base, n)
+    def remove(self, gone: I64Array) -> None:
+        """Give back all extents of sets (their ids) whose rows are all FREE."""
+        sets = [self.sets.pop(i) for i in gone.tolist()]
+        for i in gone.tolist():
+            heapq.heappush(self._unused_ids, i)
+        rows = np.array([(s.first_row, s.slots) for s in sets], np.int64).reshape(-1, 2)
+        self._row_ids.give(rows[:, 0], rows[:, 1])
+        self._put_in()
+        marked = np.zeros(1 + int(self._set.max()), np.bool_)
+        marked[gone] = True
+        leaves = marked[self._set]
+        self._bytes.give(self._base[leaves], self._length[leaves])
+        self._base, self._length = self._base[~leaves], self._length[~leaves]
+        self._set = self._set[~leaves]
+
+    def _put_in(self) -> None:
+        if self._new:
+            new = np.array(self._new, np.int64)
+            self._new.clear()
+            base = np.concatenate([self._base, new[:, 0]])
+            order = np.argsort(base, kind="stable")
+            self._base = base[order]
+            self._length = np.concatenate([self._length, new[:, 1]])[order]
+            self._set = np.concatenate([self._set, new[:, 2]])[order]
+
+    # ------------------------------------------------------------ making room
 
     def cheapest(
-        self, shard_bytes: tuple[int, ...], slots: int, value: Mapping[int, int]
-    ) -> list[ExtentSet]:
-        """The sets of least value whose removal lets ``add(shard_bytes, slots)`` succeed in full.
+        self, shard_bytes: tuple[int, ...], slots: int, count: int, value: I64Array
+    ) -> I64Array:
+        """The ids of the sets of least value whose removal lets ``add(shard_bytes, slots)`` succeed
+        in full ``count`` times, or as often as can be. Empty: not even once.
 
-        ``value`` maps the ids of the sets that may go to what they are worth; a choice is as dear
-        as its dearest set. Empty if nothing that may go makes enough room.
+        ``value[i]``: what set number ``i`` is worth, ``STAYS`` if it may not go. A choice is as
+        dear as its dearest set: the least value is found for which what is worth no more, and the
+        free spans between, have room enough in contiguous runs.
         """
-        trial, chosen = self._bytes.copy(), list[ExtentSet]()
-        while lacking := self._lacking(trial, [slots * n for n in shard_bytes]):
-            window = self._window(trial, lacking, value, {s.id for s in chosen})
-            if not window:
-                return []
-            for one in window:
-                for base, n in zip(one.bases, one.extent_bytes, strict=True):
-                    trial.give(base, n)
-            chosen += window
-        return chosen
+        needs = [slots * n for n in shard_bytes]
+        line = self._line(value)
+        dear = np.sort(line.cost[(line.cost > _HOLE) & (line.cost < STAYS)])
+        if not len(dear):
+            return np.empty(0, np.int64)
+        _, room = _fill(line.runs(int(dear[-1]))[2], needs, count)
+        if not room and count > 1:
+            return self.cheapest(shard_bytes, slots, 1, value)
+        low, high = 0, len(dear) - 1
+        while room and low < high:
+            middle = (low + high) // 2
+            if _fill(line.runs(int(dear[middle]))[2], needs, room)[1] >= room:
+                high = middle
+            else:
+                low = middle + 1
+        if not room:
+            return np.empty(0, np.int64)
+        first, end, size = line.runs(int(dear[high]))
+        used, _ = _fill(size, needs, room)
+        chosen = np.zeros(len(value), np.bool_)
+        for i in np.flatnonzero(used).tolist():
+            chosen[_leaving(line, int(first[i]), int(end[i]), int(used[i]), needs)] = True
+        return np.flatnonzero(chosen)
 
-    @staticmethod
-    def _lacking(spans: Spans, needs: list[int]) -> int:
-        """The first of ``needs`` that finds no place in ``spans``; 0 if all do."""
-        trial = spans.copy()
-        return next((n for n in needs if trial.take(n) is None), 0)
+    def _line(self, value: I64Array) -> _Line:
+        self._put_in()
+        holes = self._bytes
+        base = np.concatenate([self._base, holes.starts])
+        order = np.argsort(base, kind="stable")
+        nothing = np.full(len(holes.starts), _HOLE, np.int64)
+        return _Line(
+            lengths=np.concatenate([self._length, holes.lengths])[order],
+            cost=np.concatenate([value[self._set], nothing])[order],
+            set_of=np.concatenate([self._set, np.full(len(nothing), -1, np.int64)])[order],
+        )
 
-    def _window(
-        self, free: Spans, need: int, value: Mapping[int, int], gone: set[int]
-    ) -> list[ExtentSet]:
-        """The cheapest run of neighbouring extents and holes of at least ``need`` bytes.
 
-        Runs that need no set to go are passed over: the caller has used them up already.
-        """
-        spans: list[tuple[int, int, ExtentSet | None]] = [(a, n, None) for a, n in free]
-        for one in self.sets.values():
-            if one.id not in gone:
-                spans += [(a, n, one) for a, n in zip(one.bases, one.extent_bytes, strict=True)]
-        spans.sort(key=lambda s: s[0])
-        best: tuple[int, int, list[ExtentSet]] | None = None
-        for i in range(len(spans)):
-            length, cost, members = 0, -2, dict[int, ExtentSet]()
-            for _, n, owner in spans[i:]:
-                if owner is not None:
-                    if owner.id not in value:
-                        break
-                    cost = max(cost, value[owner.id])
-                    members[owner.id] = owner
-                length += n
-                if length >= need:
-                    if members and (best is None or (cost, len(members)) < best[:2]):
-                        best = (cost, len(members), list(members.values()))
-                    break
-        return best[2] if best else []
+def _fill(runs: I64Array, needs: list[int], count: int) -> tuple[I64Array, int]:
+    """How many bytes of each run are used for up to ``count`` times ``needs``, and how many times
+    they found room.
+
+    Exact for one time, and for needs that are equal; else each need counts as the largest.
+    """
+    if count == 1:
+        return _first_fit(runs, needs)
+    each = runs // max(needs)
+    room = min(count, int(each.sum()) // len(needs))
+    upto = np.minimum(np.cumsum(each), room * len(needs))
+    return np.diff(upto, prepend=0) * max(needs), room
+
+
+def _first_fit(runs: I64Array, needs: list[int]) -> tuple[I64Array, int]:
+    left = runs.copy()
+    for need in needs:
+        fits = left >= need
+        if not fits.any():
+            return left, 0
+        left[fits.argmax()] -= need
+    return runs - left, 1
+
+
+def _leaving(line: _Line, first: int, end: int, used: int, needs: list[int]) -> I64Array:
+    """The sets of a run that go so that ``used`` bytes in a row are free: the fewest for a single
+    need, else those at its beginning."""
+    upto = np.concatenate([[0], np.cumsum(line.lengths[first:end])])
+    stop = np.searchsorted(upto, upto + used)
+    starts = np.flatnonzero(stop < len(upto)) if used in needs else np.zeros(1, np.int64)
+    extents = np.concatenate([[0], np.cumsum(line.set_of[first:end] >= 0)])
+    best = int(starts[(extents[stop[starts]] - extents[starts]).argmin()])
+    chosen = line.set_of[first + best : first + int(stop[best])]
+    going: I64Array = chosen[chosen >= 0]
+    return going

@@ -220,10 +220,11 @@ def release(state: State, session: Session, msg: Release) -> None:
 
 def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
     """Rows whose bytes proved wrong never match again (law 8); a tier's record is checked anew."""
+    named = np.array(bad, np.int64)
     for part in lease.parts:
         begin = lease.chunks - len(part.rows)  # a window's rows are those of the last chunks
-        wrong = [part.rows[i - begin] for i in set(bad) if begin <= i < lease.chunks]
-        rows = np.unique(np.array(wrong, np.int64))
+        wrong = named[(begin <= named) & (named < lease.chunks)]
+        rows = np.unique(part.rows[wrong - begin])
         rows = rows[~state.l1.table.doomed[rows]]
         state.counters["bad_rows"] += len(rows)
         state.l1.forget(rows)
@@ -380,8 +381,9 @@ def commit(state: State, session: Session, msg: Commit) -> None:
     rank = own_rank(session, msg.rank)
     if one is None or rank not in one.owing:
         return  # said twice, or settled meanwhile: nothing left to publish
-    ns = state.namespaces[state.l1.classes[one.parts[0].row_class].namespace]
-    state.custody.commit(one, rank, ns.epoch, state.now)
+    row_class = state.l1.classes.get(one.parts[0].row_class)  # gone: cleared, and then unused
+    epoch = None if row_class is None else state.namespaces[row_class.namespace].epoch
+    state.custody.commit(one, rank, epoch, state.now)
 
 
 def abort(state: State, session: Session, msg: Abort) -> None:
@@ -421,6 +423,7 @@ def clear(state: State, session: Session, msg: Clear) -> Cleared | None:
         promote.void(state, ns)
         one.rows += sum(state.l1.clear(c) for c in ns.classes)
         epochs.clear(state, ns, one)
+    state.l1.reclaim()
     if msg.tiers:
         epochs.empty(state, one)
     return None if one.awaits else Cleared(rows=one.rows)

@@ -21,6 +21,7 @@ import hashlib
 from typing import Final
 
 import numpy as np
+import numpy.ma  # np.unique would import it when first called, which takes 20 ms
 import numpy.typing as npt
 
 from kvass.core.rows import KEY_WORDS, RowTable, cache_lines

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvass.core.eviction import EvictionPolicy, Lru
-from kvass.core.extents import ExtentMap, ExtentSet
+from kvass.core.extents import STAYS, ExtentMap
 from kvass.core.index import ABSENT, KeyIndex
 from kvass.core.registry import RowClassSpec
 from kvass.core.rows import (
@@ -32,11 +33,19 @@ from kvass.core.rows import (
     WRITING,
     RowTable,
 )
+from kvass.core.sets import CLEARED, SetTable
+from kvass.core.slots import FreeSlots
 from kvass.types import I64Array, Slots, U64Array
+
+_IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
 
 
 class RowClass(msgspec.Struct):
-    """The rows of one (namespace, group): equally large, one index, one eviction policy."""
+    """The rows of one (namespace, group): equally large, one index, one eviction policy.
+
+    ``slots``: of all its sets. ``rows``: how many of them are in each state, but for FREE ones.
+    ``doomed``: how many READY rows stopped matching while somebody reads them.
+    """
 
     id: int
     namespace: int
@@ -44,7 +53,10 @@ class RowClass(msgspec.Struct):
     policy: EvictionPolicy
     slots_per_set: int
     index: KeyIndex
-    free: I64Array
+    free: FreeSlots
+    slots: int = 0
+    rows: list[int] = []
+    doomed: int = 0
 
 
 class Namespace(msgspec.Struct):
@@ -77,6 +89,7 @@ class L1:
         extent_bytes: int,
         seed: bytes = b"",
         policy: Callable[[RowTable], EvictionPolicy] = Lru,
+        slice_slots: int = 2048,
     ) -> None:
         self.table = RowTable()
         self.extents = ExtentMap(arena_bytes)
@@ -86,14 +99,14 @@ class L1:
         """Rows evicted, by reason."""
         self._extent_bytes = extent_bytes
         self._policy = policy
+        self._slice_slots = slice_slots
         self._next_class = 0
         self._leaving = 0
         """READY rows that are doomed or passing, so that most unpins need not look for any."""
         self._seed = seed
-        self._newest: I64Array = np.empty(0, np.int64)
-        """Per extent set: no row of it was used later."""
-        self._owner: I64Array = np.empty(0, np.int64)
-        """Per extent set: its class, or ``NOBODY``."""
+        self.sets = SetTable()
+        self.pinned = 0
+        """Pins on all rows; one of a lease that names a row twice counts twice."""
 
     # ------------------------------------------------------------ classes
 
@@ -106,7 +119,8 @@ class L1:
             policy=self._policy(self.table),
             slots_per_set=self._slots_per_set(spec),
             index=KeyIndex(self.table, self._seed),
-            free=np.empty(0, np.int64),
+            free=FreeSlots(),
+            rows=[0] * len(STATE_NAMES),
         )
         self._next_class += 1
         self.classes[made.id] = made
@@ -121,9 +135,8 @@ class L1:
         return min(-(-self._extent_bytes // max(spec.shard_bytes)), -(-most // spec.row_bytes))
 
     def remove_class(self, gone: RowClass) -> None:
-        """Give back the extents of a class none of whose slots is in use."""
-        for one in [s for s in self.extents.sets.values() if s.owner == gone.id]:
-            self._remove_set(one)
+        """Forget a class; its slots are given back by ``reclaim``."""
+        self.clear(gone)
         del self.classes[gone.id]
         self._of_namespace[gone.namespace].remove(gone)
 
@@ -147,7 +160,7 @@ class L1:
         if len(rows):
             oldest_first = rows[::-1] if one.spec.layout.kind == "full" else rows
             one.policy.touched(oldest_first, self.table.stamp_rows(oldest_first))
-            self._newest[self.table.set_of[rows]] = self.table.clock - 1
+            self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def slots(self, rows: I64Array) -> Slots:
         """Where ``rows`` lie."""
@@ -169,6 +182,8 @@ class L1:
     def pin(self, rows: I64Array) -> None:
         """One more lease holds ``rows``; a row named twice in it counts once."""
         self.table.pins[rows] += 1
+        np.add.at(self.sets.held, self._sets_of(rows), 1)
+        self.pinned += len(rows)
 
     def unpin(self, rows: I64Array, ahead: bool = False) -> None:
         """Undo one ``pin`` of the same ``rows``; those that only stayed for it are freed.
@@ -177,6 +192,8 @@ class L1:
         """
         table = self.table
         table.pins[rows] -= 1
+        np.subtract.at(self.sets.held, self._sets_of(rows), 1)
+        self.pinned -= len(rows)
         if not self._leaving:
             return
         over = table.doomed[rows] if ahead else table.doomed[rows] | table.passing[rows]
@@ -184,6 +201,9 @@ class L1:
         if leaving.any():
             gone = np.unique(rows[leaving])
             self._leaving -= len(gone)
+            owner = self.class_of(gone)
+            if owner is not None:
+                owner.doomed -= int(table.doomed[gone].sum())
             self.free(gone)
 
     # ------------------------------------------------------------ writing
@@ -197,19 +217,36 @@ class L1:
         distinct, and none is in the index.
         """
         self._make_room(one, len(keys), protect)
-        rows, one.free = np.split(one.free, [min(len(keys), len(one.free))])
-        self.table.move(rows, FREE, state)
+        rows = one.free.take(len(keys))
+        self._move(rows, FREE, state)
         self.table.key[rows] = keys[: len(rows)]
         one.index.add(rows)
         return rows
 
+    def _move(self, rows: I64Array, before: int, after: int) -> None:
+        """Move ``rows``, all of one class and in state ``before``, and count them."""
+        if not len(rows):
+            return
+        self.table.move(rows, before, after)
+        sets = self._sets_of(rows)
+        if held := (after in _IN_TRANSIT) - (before in _IN_TRANSIT):
+            np.add.at(self.sets.held, sets, held)
+        if used := (before == FREE) - (after == FREE):
+            np.add.at(self.sets.used, sets, used)
+        if after == FREE:
+            self.sets.newest[sets[self.sets.used[sets] == 0]] = NEVER
+        owner = self.class_of(rows)
+        if owner is not None:
+            owner.rows[before] -= len(rows)
+            owner.rows[after] += len(rows)
+
     def publish(self, rows: I64Array) -> None:
         """Every shard of ``rows`` is written: they are readable from here on."""
-        self.table.move(rows, WRITING, READY)
+        self._move(rows, WRITING, READY)
 
     def promoted(self, rows: I64Array, retain: bool) -> None:
         """A tier has filled LOADING ``rows``: they are readable from here on."""
-        self.table.move(rows, LOADING, READY)
+        self._move(rows, LOADING, READY)
         self.table.kept[rows] = True
         if not retain:
             self.table.passing[rows] = True
@@ -222,16 +259,17 @@ class L1:
     def discard(self, rows: I64Array) -> None:
         """``rows`` will never be readable, and may still be written."""
         self._unindex(rows)
-        self.table.move(rows, WRITING, QUARANTINED)
+        self._move(rows, WRITING, QUARANTINED)
 
     def free(self, rows: I64Array) -> None:
         """Nobody reads or writes ``rows`` (all of one class and in one state) any more."""
         if not len(rows):
             return
         self._unindex(rows)
-        self.table.move(rows, int(self.table.state[rows[0]]), FREE)
-        owner = self.class_of(int(rows[0]))
-        owner.free = np.concatenate([rows, owner.free])  # the last freed is the next given
+        self._move(rows, int(self.table.state[rows[0]]), FREE)
+        owner = self.class_of(rows)
+        if owner is not None:
+            owner.free.give_back(rows)
 
     def forget(self, rows: I64Array) -> None:
         """READY ``rows`` stop matching now, and are freed once nobody reads them."""
@@ -242,41 +280,68 @@ class L1:
         table.passing[rows] = False
         table.doomed[rows[pinned]] = True
         self._leaving += int(pinned.sum())
+        owner = self.class_of(rows)
+        if owner is not None:
+            owner.doomed += int(pinned.sum())
         self.free(rows[~pinned])
 
     def clear(self, one: RowClass) -> int:
-        """Forget all READY rows of a class; WRITING ones stay for their reservation to discard,
-        LOADING ones for their tier to be done with."""
-        rows = one.index.rows()
-        state = self.table.state[rows]
-        self.table.doomed[rows[state == LOADING]] = True
-        ready = rows[state == READY]
-        self.forget(ready)
-        one.index.clear()
-        for gone in [s for s in self.extents.sets.values() if s.owner == one.id]:
-            if (self.table.state[gone.first_row : gone.end_row] == FREE).all():
-                self._remove_set(gone)
-        return len(ready)
+        """Nothing of a class matches any more, at once; how many rows did.
 
-    def class_of(self, row: int) -> RowClass:
-        """The class whose slot ``row`` is."""
-        return self.classes[self.extents.sets[int(self.table.set_of[row])].owner]
+        Its sets are ``CLEARED``. Who reads or writes there goes on; what nobody does is given back
+        by ``reclaim``, or to the next one who needs room.
+        """
+        matched = one.rows[READY] - one.doomed
+        sets = np.flatnonzero(self.sets.owner == one.id)
+        self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
+        self.sets.cleared += len(sets)
+        one.index = KeyIndex(self.table, self._seed)
+        one.policy = self._policy(self.table)
+        one.free, one.slots, one.doomed = FreeSlots(), 0, 0
+        one.rows = [0] * len(STATE_NAMES)
+        return matched
+
+    @property
+    def reclaimable(self) -> bool:
+        """Whether ``reclaim`` has something to do now."""
+        return bool(self.sets.cleared) and bool(len(self._idle_cleared()))
+
+    def reclaim(self) -> None:
+        """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
+        one set, so that it does not take long."""
+        if self.sets.cleared and len(sets := self._idle_cleared()):
+            upto = np.cumsum(self.sets.slots[sets])
+            self._evict_sets(
+                sets[: max(1, int(np.searchsorted(upto, self._slice_slots, side="right")))]
+            )
+
+    def _idle_cleared(self) -> I64Array:
+        return np.flatnonzero((self.sets.owner == CLEARED) & (self.sets.held == 0))
+
+    def class_of(self, rows: I64Array) -> RowClass | None:
+        """The class whose slots ``rows`` are; ``None`` if they are none's, or it was cleared."""
+        if not len(rows):
+            return None
+        return self.classes.get(int(self.sets.owner[self.table.set_of[rows[0]]]))
+
+    def _sets_of(self, rows: I64Array) -> I64Array:
+        """The sets of ``rows``, in the type in which numpy counts by them twice as fast."""
+        return self.table.set_of[rows].astype(np.int64)
 
     def _unindex(self, rows: I64Array) -> None:
-        if not len(rows):
-            return
-        index = self.class_of(int(rows[0])).index
-        index.remove(rows[index.find(self.table.key[rows]) == rows])
+        owner = self.class_of(rows)
+        if owner is not None:
+            owner.index.remove(rows[owner.index.find(self.table.key[rows]) == rows])
 
     # ------------------------------------------------------------ room
 
     def _make_room(self, one: RowClass, count: int, protect: int) -> None:
-        while len(one.free) < count:
+        while (lacking := count - len(one.free)) > 0:
             if self._add_set(one):
                 continue
-            victims = one.policy.victims(count - len(one.free), protect)
+            victims = one.policy.victims(lacking, protect)
             oldest = int(self.table.stamp[victims[0]]) if len(victims) else protect
-            if self._take_over(one, below=oldest):
+            if self._take_over(one, lacking, below=oldest):
                 continue
             if not len(victims):
                 return
@@ -307,77 +372,84 @@ class L1:
         self.free(rows)
 
     def _add_set(self, one: RowClass) -> bool:
-        made = self.extents.add(one.id, one.spec.shard_bytes, one.slots_per_set)
+        made = self.extents.add(one.spec.shard_bytes, one.slots_per_set)
         if made is None:
             return False
         self.table.grow(made.end_row)
-        if made.id >= len(self._owner):
-            more = made.id + 1 - len(self._owner)
-            self._owner = np.concatenate([self._owner, np.full(more, NOBODY, np.int64)])
-            self._newest = np.concatenate([self._newest, np.full(more, NEVER, np.int64)])
-        self._owner[made.id], self._newest[made.id] = one.id, NEVER
+        self.sets.add(made, one.id)
         self.table.set_of[made.first_row : made.end_row] = made.id
         self.table.slot[made.first_row : made.end_row] = np.arange(made.slots)
-        one.free = np.concatenate([one.free, np.arange(made.first_row, made.end_row)])
+        one.free.give_new(np.arange(made.first_row, made.end_row))
+        one.slots += made.slots
         return True
 
-    def _take_over(self, asker: RowClass, below: int) -> bool:
-        """Evict other classes' sets, all last used before stamp ``below``, so that a set fits."""
-        others = (self._owner != NOBODY) & (self._owner != asker.id) & (self._newest < below)
-        value = {
-            i: last_used
-            for i in np.flatnonzero(others).tolist()
-            if (last_used := self._last_use_if_idle(self.extents.sets[i])) < below
-        }
-        if not value:
+    def _take_over(self, asker: RowClass, lacking: int, below: int) -> bool:
+        """Give back cleared sets, and other classes' that were last used before stamp ``below``, so
+        that sets of ``lacking`` slots fit, or as many as can be."""
+        owner, newest = self.sets.owner, self.sets.newest
+        may_go = (owner == CLEARED) | ((owner >= 0) & (owner != asker.id) & (newest < below))
+        may_go &= self.sets.held == 0
+        if not may_go.any():
             return False
-        wanted = asker.spec.shard_bytes, asker.slots_per_set, value
-        chosen = self.extents.cheapest(*wanted) or self.extents.cheapest(wanted[0], 1, value)
-        for one in chosen:
-            self._evict_set(one)
-        return bool(chosen)
+        value = np.where(may_go, newest, STAYS)
+        shard_bytes, slots = asker.spec.shard_bytes, asker.slots_per_set
+        chosen = self.extents.cheapest(shard_bytes, slots, -(-lacking // slots), value)
+        if not len(chosen):
+            chosen = self.extents.cheapest(shard_bytes, 1, lacking, value)
+        if len(chosen):
+            self._evict_sets(chosen)
+        return bool(len(chosen))
 
-    def _last_use_if_idle(self, one: ExtentSet) -> int:
-        """The newest stamp in a set, or a huge one while any of its slots is in use."""
-        span = slice(one.first_row, one.end_row)
-        state, pins = self.table.state[span], self.table.pins[span]
-        if pins.any() or not ((state == FREE) | (state == READY)).all():
-            return 1 << 62
-        return int(self.table.stamp[span].max())
+    def _evict_sets(self, sets: I64Array) -> None:
+        """Free the rows of ``sets``, which nobody reads or writes, and give the sets back."""
+        owners = self.sets.owner[sets]
+        for owner in sorted(set(owners.tolist())):
+            rows = self.sets.rows_of(sets[owners == owner])
+            held = rows[self.table.state[rows] == READY]
+            if owner == CLEARED:
+                self._drop(held)
+            else:
+                self.evicted["handed_over"] += len(held)
+                self._evict(self.classes[owner], held)
+        self._remove_sets(sets)
 
-    def _evict_set(self, one: ExtentSet) -> None:
-        rows = np.arange(one.first_row, one.end_row, dtype=np.int64)
-        held = rows[self.table.state[rows] == READY]
-        self.evicted["handed_over"] += len(held)
-        self._evict(self.classes[one.owner], held)
-        self._remove_set(one)
-
-    def _remove_set(self, one: ExtentSet) -> None:
-        span = slice(one.first_row, one.end_row)
-        assert (self.table.state[span] == FREE).all(), "an extent set in use was given away"
-        owner = self.classes[one.owner]
-        owner.free = owner.free[(owner.free < one.first_row) | (owner.free >= one.end_row)]
-        self.table.set_of[span] = NOBODY
-        self._owner[one.id] = NOBODY
-        self.extents.remove(one)
+    def _remove_sets(self, sets: I64Array) -> None:
+        rows = self.sets.rows_of(sets)
+        assert (self.table.state[rows] == FREE).all(), "an extent set in use was given away"
+        owners = self.sets.owner[sets]
+        gone = np.zeros(len(self.table), np.bool_)
+        gone[rows] = True
+        for owner in sorted({*owners.tolist()} - {CLEARED}):
+            one = self.classes[owner]
+            one.slots -= int(self.sets.slots[sets[owners == owner]].sum())
+            one.free.drop(gone)
+        self.sets.cleared -= int((owners == CLEARED).sum())
+        self.table.set_of[rows] = NOBODY
+        self.sets.owner[sets] = NOBODY
+        self.extents.remove(sets)
 
     # ------------------------------------------------------------ looking
 
     def last_use(self, one: RowClass) -> int:
-        """The newest stamp in a class, or a huge one while any of its slots is in use."""
-        sets = (s for s in self.extents.sets.values() if s.owner == one.id)
-        return max(map(self._last_use_if_idle, sets), default=NEVER)
+        """When a row of a class was last used, or a huge stamp while any is in use."""
+        own = self.sets.owner == one.id
+        if self.sets.held[own].any():
+            return STAYS
+        return int(self.sets.newest[own].max(initial=NEVER))
 
     def in_use(self, one: RowClass) -> bool:
         """Whether any slot of the class is not FREE."""
-        total = sum(s.slots for s in self.extents.sets.values() if s.owner == one.id)
-        return total != len(one.free)
+        return one.slots != len(one.free)
+
+    @property
+    def cleared_bytes(self) -> int:
+        """What cleared sets still take of the arena."""
+        if not self.sets.cleared:
+            return 0
+        sets = np.flatnonzero(self.sets.owner == CLEARED).tolist()
+        return sum(sum(self.extents.sets[i].extent_bytes) for i in sets)
 
     def census(self, one: RowClass) -> dict[str, int]:
         """Rows of a class by state name."""
-        counts = np.zeros(len(STATE_NAMES), np.int64)
-        for s in self.extents.sets.values():
-            if s.owner == one.id:
-                states = self.table.state[s.first_row : s.end_row]
-                counts += np.bincount(states, minlength=len(STATE_NAMES))
-        return dict(zip(STATE_NAMES, counts.tolist(), strict=True))
+        rows = [one.slots - sum(one.rows[FREE + 1 :]), *one.rows[FREE + 1 :]]
+        return dict(zip(STATE_NAMES, rows, strict=True))

@@ -116,10 +116,13 @@ class Ledger:
             self._due = [d for d in self._due if d[1] in self.leases or d[1] in self.reservations]
             heapq.heapify(self._due)
 
-    def due(self, now: float) -> list[int]:
-        """Ids whose time has come, each perhaps settled or renewed since: the caller looks."""
-        ids = []
-        while self._due and self._due[0][0] <= now:
+    def due(self, now: float, most: int) -> list[int]:
+        """Ids whose time has come, each perhaps settled or renewed since: the caller looks.
+
+        At most ``most`` of them: the next call gives the rest.
+        """
+        ids: list[int] = []
+        while self._due and self._due[0][0] <= now and len(ids) < most:
             ids.append(heapq.heappop(self._due)[1])
         return ids
 

@@ -130,6 +130,7 @@ class CacheMachine:
         elif type(event) is Tick:
             self._hurry()
             epochs.look_again(state)
+            state.l1.reclaim()
         else:
             self._of_tier(event)
         if state.custody.published:
@@ -166,6 +167,8 @@ class CacheMachine:
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before."""
         state = self.state
+        if state.l1.reclaimable or state.custody.behind(state.now):
+            return state.now  # a slice of work is left to do
         due = [state.ledger.next_due, state.places.next_due]
         if state.config.tiers:
             due += [state.promotions.next_due, state.flushes.next_due]
@@ -264,7 +267,7 @@ class CacheMachine:
         instance = self.state.instances[who.instance]
         del instance.sessions[who.rank]
         if who.rank == SCHEDULER:
-            self.state.custody.scheduler_lost(instance.id, self.state.now)
+            self.state.custody.scheduler_lost(instance.id, event.session, self.state.now)
         else:
             instance.workers.pop(who.rank, None)
             until = self.state.custody.rank_lost(

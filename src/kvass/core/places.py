@@ -7,6 +7,7 @@ named here who may owe a commit or a release (law 3): only who has not registere
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Final
 
@@ -17,6 +18,9 @@ from kvass.types import Limits
 LOOKERS: Final = 16
 """Places beyond the limits, for the daemon's own user. Who has one of them can look (``kvass
 status``) and not register. If they are all taken, the one taken first is given to the next."""
+
+SLICE: Final = 64
+"""So many sessions end in one step: 2 ms of work."""
 
 
 class Places:
@@ -73,13 +77,9 @@ class Places:
                 del self._of_uid[one.uid]
 
     def overdue(self, now: float) -> list[int]:
-        """Sessions that should have said Hello by now."""
-        late = []
-        for session, due in self._silent.items():
-            if due > now:
-                break
-            late.append(session)
-        return late
+        """Sessions that should have said Hello by now: ``SLICE`` of them, the next tick has more."""
+        first = itertools.islice(self._silent.items(), SLICE)
+        return [session for session, due in first if due <= now]
 
     @property
     def next_due(self) -> float | None:

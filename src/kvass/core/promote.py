@@ -331,10 +331,10 @@ def _let_go(state: State, one: Promotion) -> None:
 def loaded(state: State, event: Loaded) -> None:
     """A tier is done with some slots: they are READY, or free."""
     op = state.tiers.end(event.op, Loading)
-    rows, table = op.part.rows, state.l1.table
+    rows = op.part.rows
     for row in rows.tolist():
         del state.promotions.loading[row]
-    good = event.which & ~table.doomed[rows]
+    good = event.which
     size = op.size_bytes // len(rows)
     state.tiers.speeds[op.tier].end(op.size_bytes, int(event.which.sum()) * size, state.now)
     counters = state.tiers.counters[op.tier]

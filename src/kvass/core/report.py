@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvass.core.promote import LOADING_SHARE
-from kvass.core.rows import FREE, LOADING, NEVER, NOBODY, READY
+from kvass.core.rows import FREE, LOADING, NEVER, NOBODY, READY, STATE_NAMES
+from kvass.core.sets import CLEARED
 from kvass.core.tiers import Flushing, Loading, Probing
 
 if TYPE_CHECKING:
     from kvass.core.l1 import RowClass
+    from kvass.core.leases import Part
     from kvass.core.state import State
 
 
@@ -40,11 +42,14 @@ def status(state: State) -> dict[str, Any]:
         "instances": len(state.instances),
         "leases": len(ledger.leases),
         "reservations": len(ledger.reservations),
-        "pins": int(state.l1.table.pins.sum()),
+        "pins": state.l1.pinned,
         "rows": sum(g["rows"] for g in groups),
-        "rows_loading": sum(g["rows_loading"] for g in groups),
-        "quarantined_bytes": sum(g["quarantined_bytes"] for g in groups),
-        "l1_used_bytes": sum(g["used_bytes"] for g in groups),
+        "rows_loading": len(state.promotions.loading),
+        "quarantined_bytes": sum(
+            one.size_bytes for one in ledger.reservations.values() if one.discarded
+        ),
+        "l1_used_bytes": sum(g["used_bytes"] for g in groups) + state.l1.cleared_bytes,
+        "l1_cleared_bytes": state.l1.cleared_bytes,
         "l1_capacity_bytes": state.config.arena_bytes,
         "l1_populated_bytes": state.populated_bytes,
         "promotions": len(state.promotions.all),
@@ -93,6 +98,8 @@ def validate(state: State) -> None:
     others = [part for one in state.promotions.all.values() for part in one.pinned]
     others += [op.part for op in state.tiers.ops.values() if isinstance(op, Flushing)]
     state.custody.validate(state.now, others)
+    leased = [part for one in state.ledger.leases.values() for part in one.parts]
+    _validate_counts(state, [*leased, *others])
     _validate_tiers(state)
     quota = state.config.arena_bytes * state.config.limits.instance_write_share
     for owed in state.ledger.bytes_of.values():
@@ -158,28 +165,55 @@ def _validate_rows(state: State) -> None:
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.doomed[free].any(), "a FREE row is doomed"
     assert not table.key[free].any(), "a FREE row keeps a key"
-    home, owner = np.full(len(table), NOBODY), np.full(len(table), NOBODY)
+    home = np.full(len(table), NOBODY)
     for one in state.l1.extents.sets.values():
         home[one.first_row : one.end_row] = one.id
-        owner[one.first_row : one.end_row] = one.owner
     assert (table.set_of == home).all(), "a row left its set"
+    owner = np.full(len(table), NOBODY)
+    owner[home != NOBODY] = state.l1.sets.owner[home[home != NOBODY]]
+    cleared = owner == CLEARED
     listed = np.zeros(len(table), np.int64)
     matches = np.zeros(len(table), np.bool_)
     for kind in classes:
-        np.add.at(listed, kind.free, 1)
-        assert (owner[kind.free] == kind.id).all(), "a free slot of another class"
+        np.add.at(listed, kind.free.listed(), 1)
+        assert (owner[kind.free.listed()] == kind.id).all(), "a free slot of another class"
         if len(kind.index):
             rows = kind.index.rows()
             assert len(rows) == len(kind.index), "the index miscounts"
             assert (kind.index.find(table.key[rows]) == rows).all(), "the index and a row disagree"
             assert (owner[rows] == kind.id).all(), "the index names another class's row"
             matches[rows] = True
-    assert (listed == (free & (home != NOBODY))).all(), (
-        "a slot is free and used, twice free, or lost"
-    )
+    assert (listed == (free & (owner >= 0))).all(), "a slot is free and used, twice free, or lost"
     assert not (matches & (free | table.doomed)).any(), "a FREE or doomed row still matches"
-    assert (matches | table.doomed)[ready].all(), "a READY row is lost"
-    assert (matches | table.doomed)[table.state == LOADING].all(), "a LOADING row is lost"
+    known = matches | table.doomed | cleared
+    assert known[ready].all(), "a READY row is lost"
+    assert matches[(table.state == LOADING) & ~cleared].all(), "a LOADING row is lost"
     assert ready[table.passing].all(), "a row passes that is not READY"
     assert (table.pins[ready & table.doomed] > 0).all(), "a doomed row that nobody reads"
     assert (table.stamp[ready] != NEVER).all(), "a READY row that eviction cannot see"
+
+
+def _validate_counts(state: State, parts: list[Part]) -> None:
+    """What is counted per set and class is so. ``parts``: all that is pinned."""
+    l1, table, sets = state.l1, state.l1.table, state.l1.sets
+    held, used = np.zeros_like(sets.held), np.zeros_like(sets.used)
+    filled = table.set_of[table.state != FREE]
+    np.add.at(used, filled, 1)
+    np.add.at(held, table.set_of[(table.state != FREE) & (table.state != READY)], 1)
+    for part in parts:
+        np.add.at(held, table.set_of[part.rows], 1)
+    there = sets.owner != NOBODY
+    assert sorted(l1.extents.sets) == np.flatnonzero(there).tolist(), "a set is lost"
+    assert sets.cleared == (sets.owner == CLEARED).sum(), "cleared sets were miscounted"
+    assert (held == sets.held)[there].all(), "what holds a set was miscounted"
+    assert (used == sets.used)[there].all(), "the rows of a set were miscounted"
+    assert l1.pinned == sum(len(part.rows) for part in parts), "pins were miscounted"
+    older = table.stamp[table.state != FREE] <= sets.newest[filled]
+    assert (older | (sets.owner[filled] == CLEARED)).all(), "a set seems older than its rows"
+    for one in l1.classes.values():
+        rows = sets.rows_of(np.flatnonzero(sets.owner == one.id))
+        assert len(rows) == one.slots, "a class miscounts its slots"
+        counted = np.bincount(table.state[rows], minlength=len(STATE_NAMES)).tolist()
+        assert counted == [*l1.census(one).values()], "a class miscounts its rows"
+        doomed = table.doomed[rows] & (table.state[rows] == READY)
+        assert doomed.sum() == one.doomed, "a class miscounts its doomed rows"

@@ -12,10 +12,9 @@ set. States:
 - READY: every shard is written; readable while pinned.
 - QUARANTINED: its writers failed or were too late and may still write: given to nobody.
 
-A READY row that is *doomed* stopped matching (cleared, or reported bad) while somebody reads it; it
-is freed at its last unpin. A LOADING row that is doomed (cleared) is freed when its tier is done. A
-READY row that is *passing* was promoted not to be retained: it is freed at its last unpin, and
-matches until then. *Kept*: a tier has the row, or was asked to.
+A READY row that is *doomed* stopped matching (reported bad) while somebody reads it; it is freed at
+its last unpin. A READY row that is *passing* was promoted not to be retained: it is freed at its
+last unpin, and matches until then. *Kept*: a tier has the row, or was asked to.
 """
 
 from __future__ import annotations

@@ -266,11 +266,12 @@ class Server:
                     connection.mute()
                     self._step(Faulted(session, "limit", "too many replies left unread"))
         due = self._machine.next_deadline()
-        if due is not None and (self._tick is None or due < self._tick.when()):
-            if self._tick is not None:
-                self._tick.cancel()
-            soonest = time.monotonic() + _TICK_S
-            self._tick = self._loop.call_at(max(due, soonest), self._ticked)
+        if due is not None:
+            when = max(due, time.monotonic() + _TICK_S)
+            if self._tick is None or when < self._tick.when():  # messages must not put it off
+                if self._tick is not None:
+                    self._tick.cancel()
+                self._tick = self._loop.call_at(when, self._ticked)
         if self._leaving and not self._machine.flushing:
             self._leave()
 

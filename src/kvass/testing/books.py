@@ -262,6 +262,7 @@ class Books:
             raise BrokenLawError(f"law 7: clients gone by {self.now}, yet {due} is waited for")
         for name in (
             "leases", "reservations", "pins", "rows_loading", "quarantined_bytes", "promotions",
+            "l1_cleared_bytes",
         ):  # fmt: skip
             if due is None and status[name]:
                 raise BrokenLawError(f"law 7: {name} is {status[name]} after quiescence")

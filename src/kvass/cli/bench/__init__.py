@@ -24,6 +24,8 @@ What the names mean:
 - ``coverage_3x512_us``: how far 512 chunks reach in three layer groups at once (full, a window, a
   state), once the rows are found: the arithmetic alone, in the bench's own process.
 - ``ping_rps``: empty round trips a second by 1 client, and by 16 that each wait for their own.
+- ``longest_step_ms``: of the core with 1 TiB of 1 MiB rows, by what it is asked, in processor time;
+  nobody else is answered meanwhile. It takes a minute.
 - ``daemon_rss_mib``: VmRSS - RssShmem, so without the arena. ``daemon_idle_cpu_percent`` of a core.
 """
 
@@ -38,6 +40,7 @@ from typing import Any
 from kvass._version import __version__
 from kvass.cli.bench.copies import MLA, measure_copies
 from kvass.cli.bench.index import measure_coverage, measure_index, measure_pings
+from kvass.cli.bench.longest import measure_longest
 from kvass.cli.bench.machine import first_touch_gbps, say, start_daemon
 from kvass.config import Parser, Size, load
 from kvass.errors import ConfigError
@@ -117,6 +120,8 @@ def measure(socket: str | None, l1_bytes: int, rounds: int) -> dict[str, Any]:
         say("pings")
         figures["coverage_3x512_us"] = measure_coverage()
         figures["ping_rps"] = {str(n): measure_pings(daemon.socket, n) for n in (1, 16)}
+        say("the longest step at 1 TiB of 1 MiB rows")
+        figures |= measure_longest()
         say("an idle daemon")
         figures["daemon_rss_mib"] = daemon.rss_mib()
         figures["daemon_idle_cpu_percent"] = daemon.idle_cpu_percent()

@@ -1,0 +1,224 @@
+"""The longest step of the core with 1 TiB of 1 MiB rows: nobody is answered meanwhile.
+
+The core alone, in the bench's own process: its arena is a number, so this takes no memory but that
+of its tables (150 MiB). Work that goes on in slices is counted too: each slice is a step. What is
+counted is the time that the processor spent on a step, so that other processes do not matter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from statistics import median
+from typing import Any, Final
+
+from kvass.core.effects import Event, Lost, Opened, Received, Send, Tick
+from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.messages import (
+    Clear,
+    Cleared,
+    Commit,
+    FromClient,
+    Granted,
+    HandedOver,
+    Hello,
+    Lookup,
+    Matched,
+    Register,
+    Registered,
+    Reserve,
+    ReserveItem,
+    Status,
+)
+from kvass.types import SCHEDULER, GroupLayout, Limits, RankLayout, Timing
+
+ARENA_BYTES: Final = 1 << 40
+ROW_BYTES: Final = 1 << 20
+FILL_KEYS: Final = 16_384
+HELD: Final = 10_000
+WIDTH: Final = 32
+_CHUNK_TOKENS: Final = 256
+_BLOCKS: Final = 16
+
+
+class Core:
+    """A machine whose steps are timed. ``slowest``: seconds of the slowest since it was reset."""
+
+    def __init__(self, arena_bytes: int) -> None:
+        self.arena_bytes = arena_bytes
+        limits = Limits(namespaces=3)
+        self.machine = CacheMachine(
+            CoreConfig(boot=bytes(16), arena_bytes=arena_bytes, limits=limits, timing=Timing())
+        )
+        self.now = 1000.0
+        self.slowest = 0.0
+        self.sessions = count(1)
+        self.keys = count()
+
+    def step(self, event: Event) -> list[Any]:
+        """The messages that it sends."""
+        began_s = time.process_time()
+        effects = self.machine.step(event, self.now)
+        self.slowest = max(self.slowest, time.process_time() - began_s)
+        return [effect.message for effect in effects if isinstance(effect, Send)]
+
+    def ask(self, session: int, message: FromClient) -> Any:
+        """The answer, and all that goes on behind it."""
+        answers = self.step(Received(session, message))
+        self.go_on()
+        return answers[0] if answers else None
+
+    def go_on(self) -> None:
+        """Ticks, until nothing is left to do at once."""
+        while (due := self.machine.next_deadline()) is not None and due <= self.now:
+            self.step(Tick())
+
+    def pass_time(self) -> None:
+        """All that is due within two minutes."""
+        end = self.now + 120.0
+        while (due := self.machine.next_deadline()) is not None and due <= end:
+            self.now = max(self.now, due)
+            self.step(Tick())
+        self.now = end
+
+    def connect(self) -> int:
+        """A session that has said Hello."""
+        session = next(self.sessions)
+        self.step(Opened(session))
+        self.step(Received(session, Hello(seq=1, clock_s=self.now)))
+        return session
+
+    def fresh(self, chunks: int) -> bytes:
+        """Keys that nobody has yet."""
+        raw = [next(self.keys).to_bytes(8, "little") for _ in range(chunks)]
+        return b"".join(key * 4 for key in raw)
+
+
+class Model:
+    """An engine of one rank whose rows are of ``row_bytes``."""
+
+    def __init__(self, core: Core, name: str, row_bytes: int = ROW_BYTES) -> None:
+        self.core = core
+        self.scheduler, self.worker = core.connect(), core.connect()
+        page = GroupLayout("full", _CHUNK_TOKENS // _BLOCKS, ("0",), (row_bytes // _BLOCKS,))
+        for rank, session in ((SCHEDULER, self.scheduler), (0, self.worker)):
+            layout = None if rank == SCHEDULER else RankLayout((page,))
+            terms = Register(
+                seq=2,
+                instance=name,
+                identity={"model": name},
+                chunk_tokens=_CHUNK_TOKENS,
+                rank=rank,
+                layout=layout,
+            )
+            reply = core.ask(session, terms)
+            assert isinstance(reply, Registered), reply
+
+    def reserve(self, digests: bytes) -> Granted:
+        items = [ReserveItem(request="r", digests=digests)]
+        granted = self.core.ask(self.scheduler, Reserve(seq=3, items=items, width=WIDTH))
+        assert isinstance(granted, Granted), granted
+        return granted
+
+    def store(self, chunks: int) -> bytes:
+        """The keys of new rows, written and handed over."""
+        digests = self.core.fresh(chunks)
+        granted = self.reserve(digests)
+        number = granted.grants[0].reservation
+        assert len(granted.grants[0].chunks) == chunks, "there was no room"
+        self.core.ask(self.scheduler, HandedOver(boot=granted.boot, reservations=(number,)))
+        self.core.ask(self.worker, Commit(boot=granted.boot, reservation=number))
+        return digests
+
+    def fill(self) -> list[bytes]:
+        """The arena full of its rows; the keys, one blob for each store."""
+        return [
+            self.store(FILL_KEYS) for _ in range(self.core.arena_bytes // ROW_BYTES // FILL_KEYS)
+        ]
+
+    def look_up(self, digests: bytes) -> Matched:
+        matched = self.core.ask(
+            self.scheduler, Lookup(seq=4, request="r", digests=digests, width=WIDTH)
+        )
+        assert isinstance(matched, Matched), matched
+        return matched
+
+    def clear(self) -> int:
+        """How many rows stopped matching."""
+        cleared = self.core.ask(self.scheduler, Clear(seq=5))
+        assert isinstance(cleared, Cleared), cleared
+        return cleared.rows
+
+    def quit(self) -> None:
+        """The engine's sessions end."""
+        for session in (self.worker, self.scheduler):
+            self.core.step(Lost(session))
+            self.core.go_on()
+
+
+def measure_longest(rounds: int = 3, arena_bytes: int = ARENA_BYTES) -> dict[str, Any]:
+    """``longest_step_ms`` by what is done: the median over ``rounds`` of the longest step."""
+    lives = [_life(arena_bytes) for _ in range(rounds)]
+    return {"longest_step_ms": {name: median(one[name] for one in lives) for name in lives[0]}}
+
+
+def _life(arena_bytes: int) -> dict[str, float]:
+    """What the longest step of each kind took, in ms."""
+    core, figures = Core(arena_bytes), dict[str, float]()
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        core.slowest = 0.0
+        yield
+        figures[name] = core.slowest * 1e3
+
+    a = Model(core, "a")
+    stored = a.fill()
+    with timed("lookup of 4,096 keys"):
+        a.look_up(stored[0][: 4096 * WIDTH])
+    with timed("lookup of 16,384 keys"):
+        a.look_up(stored[1])
+    with timed("status"):
+        core.ask(a.scheduler, Status(seq=6))
+    with timed("reserve of 32 chunks"):
+        a.reserve(core.fresh(32))
+    with timed("reserve of 4,096 chunks"):
+        a.reserve(core.fresh(4096))
+    core.pass_time()
+    _hold(a, stored[-1])
+    with timed("10,000 leases and reservations lapse"):
+        core.pass_time()
+    a.quit()
+    core.pass_time()
+    a = Model(core, "a")
+    b = Model(core, "b", 2 * ROW_BYTES)
+    with timed("reserve of 32 chunks of another layout"):
+        b.reserve(core.fresh(32))
+    with timed("reserve of 4,096 chunks of another layout"):
+        b.reserve(core.fresh(4096))
+    core.pass_time()
+    _hold(a, stored[-1])
+    with timed("an engine that holds 10,000 leases and reservations ends"):
+        a.quit()
+    core.pass_time()
+    with timed("another engine of the same model comes"):
+        a = Model(core, "a")
+    a.fill()
+    with timed("clear"):
+        a.clear()
+    a.fill()
+    a.quit()
+    with timed("a namespace makes way for another"):
+        Model(core, "c")
+        Model(core, "d")
+    return figures
+
+
+def _hold(model: Model, digests: bytes) -> None:
+    """Take leases of 10 rows each, and reservations of one row each."""
+    for i in range(HELD):
+        begin = i * WIDTH % (len(digests) - 10 * WIDTH)
+        model.look_up(digests[begin : begin + 10 * WIDTH])
+        model.reserve(model.core.fresh(1))

@@ -1,0 +1,174 @@
+"""Work that would take long goes on in slices; what it is about has ended at once all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvass import messages as m
+from kvass.core import custody
+from kvass.types import PAGE
+from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, Rig, layout
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """Gives back one set at a time."""
+    return Rig(pages=64, extent=4, instance_write_share=1.0, core={"slice_slots": 1})
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Ends two leases or reservations at a time."""
+    monkeypatch.setattr(custody, "SLICE", 2)
+    return Rig(pages=64, extent=4, instance_write_share=1.0)
+
+
+def ticks(rig: Rig) -> int:
+    """How many slices are left to do."""
+    done = 0
+    while (due := rig.machine.next_deadline()) is not None and due <= rig.now:
+        rig.wait(0)
+        done += 1
+        assert done < 1000
+    return done
+
+
+def test_what_was_cleared_matches_nothing_before_it_is_given_back(rig: Rig) -> None:
+    e = rig.engine()
+    e.store(*range(64))
+    assert e.clear() == 64
+    assert e.holds(*range(64)) == 0
+    assert rig.gauge("rows") == (0,)
+    assert rig.status["l1_cleared_bytes"] > 50 * PAGE
+    assert ticks(rig) == 15, "one slice was done at once"
+    assert rig.gauge("l1_cleared_bytes", "l1_used_bytes") == (0, 0)
+
+
+def test_what_was_cleared_makes_room_before_anything_else_does(rig: Rig) -> None:
+    e, other = rig.engine(), rig.engine("o", layout=layout(2))
+    e.store(*range(56))
+    other.store("kept")
+    e.clear()
+    grant = e.store(*range(56))
+    assert len(grant.chunks) == 56
+    assert other.holds("kept") == 1
+    assert e.holds(*range(56)) == 56
+    ticks(rig)
+    assert rig.gauge("l1_cleared_bytes") == (0,)
+
+
+def test_a_cleared_row_that_is_read_keeps_its_place(rig: Rig) -> None:
+    e = rig.engine()
+    e.store(*range(64))
+    found = e.lookup(0)
+    place = {*found.slots[0].offsets(0, PAGE).tolist()}
+    e.clear()
+    ticks(rig)
+    for i in range(3):
+        written = e.store(*range(100 * i, 100 * i + 60)).slots[0].offsets(0, PAGE).tolist()
+        assert not place & {*written}
+    e.release(found.lease)
+    ticks(rig)
+    assert rig.gauge("l1_cleared_bytes") == (0,)
+
+
+def test_a_cleared_row_that_is_written_keeps_its_place_and_is_never_published(rig: Rig) -> None:
+    e = rig.engine()
+    grant = e.reserve("late")
+    place = {*grant.slots[0].offsets(0, PAGE).tolist()}
+    e.hand_over(reservations=(grant.reservation,))
+    e.clear()
+    ticks(rig)
+    assert not place & {*e.store(*range(60)).slots[0].offsets(0, PAGE).tolist()}
+    e.commit(grant.reservation)
+    ticks(rig)
+    assert e.holds("late") == 0
+    assert rig.gauge("l1_cleared_bytes", "quarantined_bytes") == (0, 0)
+
+
+def test_a_commit_of_a_namespace_that_is_gone_frees_its_slots() -> None:
+    rig = Rig(pages=64, extent=4, namespaces=2, instance_write_share=1.0)
+    e = rig.engine(ranks=2)
+    grant = e.reserve("a")
+    e.hand_over(reservations=(grant.reservation,))
+    e.clear()
+    rig.lose(e.scheduler, e.workers[0])
+    worker = e.workers[1]
+    rig.engine("x", identity={"model": "x"})
+    rig.engine("y", identity={"model": "y"})
+    message = m.Commit(boot=BOOT, reservation=grant.reservation, rank=1)
+    assert rig.say(worker, message) == []
+    rig.wait(GRACE_S)
+    ticks(rig)
+    assert rig.gauge("reservations", "quarantined_bytes", "l1_used_bytes") == (0, 0, 0)
+
+
+def test_of_a_lost_rank_everything_ends_slice_by_slice(few: Rig) -> None:
+    e = few.engine(ranks=2, world_size=2)
+    e.store(*range(8))
+    leases = [e.lookup(i, readers=(0, 1)).lease for i in range(8)]
+    grants = [e.reserve(100 + i).reservation for i in range(8)]
+    e.hand_over(tuple(leases), tuple(grants))
+    for i in range(8):
+        e.release(leases[i], 1)
+        e.commit(grants[i], 1)
+    few.lose(e.workers[0])
+    assert few.gauge("leases", "reservations") != (0, 8)
+    assert ticks(few) > 3
+    assert few.gauge("leases", "reservations") == (0, 8)
+    few.wait(GRACE_S)
+    ticks(few)
+    assert few.gauge("reservations", "quarantined_bytes") == (0, 0)
+
+
+def test_a_rank_that_is_back_commits_nothing_of_the_one_before_it(few: Rig) -> None:
+    e = few.engine()
+    grants = [e.reserve(i).reservation for i in range(40)]
+    e.hand_over(reservations=tuple(grants))
+    few.lose(e.workers[0])
+    e.workers[0] = few.open()
+    few.register(e.workers[0], rank=0)
+    for grant in reversed(grants):
+        e.commit(grant)
+    assert [e.holds(i) for i in range(40)] == [0] * 40
+    few.wait(GRACE_S)
+    ticks(few)
+    assert few.gauge("reservations", "quarantined_bytes") == (0, 0)
+
+
+def test_what_a_lost_scheduler_never_handed_over_ends_slice_by_slice(few: Rig) -> None:
+    e = few.engine()
+    e.store(*range(8))
+    for i in range(8):
+        e.lookup(i)
+        e.reserve(100 + i)
+    few.lose(e.scheduler)
+    assert few.gauge("leases", "reservations") != (0, 0)
+    ticks(few)
+    assert few.gauge("leases", "reservations", "quarantined_bytes") == (0, 0, 0)
+
+
+def test_a_lapsed_lease_is_over_before_its_turn_comes(few: Rig) -> None:
+    e = few.engine()
+    e.store(*range(9))
+    leases = [e.lookup(i).lease for i in range(9)]
+    few.now += LEASE_S
+    last = m.Renew(seq=3, boot=BOOT, lease=leases[-1])
+    assert few.code(e.scheduler, last) == "unknown_lease"
+    assert few.gauge("leases") != (0,)
+    ticks(few)
+    assert few.gauge("leases", "pins") == (0, 0)
+
+
+def test_a_late_commit_publishes_nothing_before_its_turn_comes(few: Rig) -> None:
+    e = few.engine()
+    grants = [e.reserve(i).reservation for i in range(9)]
+    e.hand_over(reservations=tuple(grants))
+    few.now += RESERVE_S
+    e.commit(grants[-1])
+    assert e.holds(8) == 0
+    ticks(few)
+    for grant in grants:
+        e.commit(grant)
+    assert [e.holds(i) for i in range(9)] == [0] * 9
+    assert few.gauge("reservations", "quarantined_bytes") == (0, 0)
