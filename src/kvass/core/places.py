@@ -77,7 +77,7 @@ class Places:
                 del self._of_uid[one.uid]
 
     def overdue(self, now: float) -> list[int]:
-        """Sessions that should have said Hello by now: ``SLICE`` of them, the next tick has more."""
+        """``SLICE`` of the sessions that should have said Hello by now; the next tick has more."""
         first = itertools.islice(self._silent.items(), SLICE)
         return [session for session, due in first if due <= now]
 
