@@ -62,7 +62,7 @@ def test_the_world_gets_around(cores: ProcessPoolExecutor) -> None:
     """Every way a reservation or lease can end, and every way room is made, happens by itself."""
     seen: Counter[str] = Counter()
     reads = 0
-    for counted, read in cores.map(what_happens, range(60), chunksize=5):
+    for counted, read in cores.map(what_happens, range(60, 120), chunksize=5):
         seen.update(counted)
         reads += read
     assert reads > 60
