@@ -205,4 +205,18 @@ def test_a_log_of_stale_touches_stays_small_and_right() -> None:
         lru.touched(rows, table.stamp_rows(rows))
         assert lru.victims(1, table.clock).tolist() == [0]
     assert lru.victims(9, table.clock).tolist() == [0, 2, 4, 6, 7, 5, 3, 1]
-    assert len(lru._rows) < 10_000
+    assert len(lru._segments) <= 3
+
+
+def test_a_log_of_many_rows_stays_short_and_in_order() -> None:
+    table = ready_table(40_000)
+    lru = Lru(table)
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        rows = rng.permutation(40_000)[:2000].astype(np.int64)
+        lru.touched(rows, table.stamp_rows(rows))
+    entries = sum(len(rows) for rows, _ in lru._segments)
+    assert entries < 2.5 * 40_000, "of 600,000 touches"
+    oldest_first = np.argsort(table.stamp, kind="stable")
+    oldest_first = oldest_first[table.stamp[oldest_first] >= 0]
+    assert lru.victims(40_000, table.clock).tolist() == oldest_first.tolist()

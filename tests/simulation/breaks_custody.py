@@ -280,7 +280,7 @@ BREAKS = [
         "a cleared class still finds its rows",
         4,
         "l1.py",
-        "        one.index = KeyIndex(self.table, self._seed)\n",
+        "        one.index = self._new_index(one.spec)\n",
         "",
     ),
     one(

@@ -33,58 +33,85 @@ class EvictionPolicy(Protocol):
         ...
 
 
-_WINDOW: Final = 2048
-"""How much of the log is looked at in one numpy call."""
-_SMALLEST: Final = 4096
-"""A log shorter than this is not worth compacting."""
+_SEGMENT: Final = 4096
+"""Entries of the log that are looked at in one numpy call."""
+_TIDIED: Final = 2
+"""How many old segments are tidied for each new one: more keeps the log shorter, for more work."""
+
+Segment = tuple[I64Array, I64Array]
+"""Rows, and the stamps that they were given: ascending."""
 
 
 class Lru:
     """Exact LRU as a log of touches: appending and scanning are vectorised, nothing is sorted.
 
-    An entry is stale once its row has another stamp. Compaction drops stale entries when the log is
-    full and doubles it only if most are live: amortised O(1) per touch, 24 bytes a row and more.
+    An entry is stale once its row has another stamp. The log is a list of segments. Whenever a
+    segment is full, the next ``_TIDIED`` old ones, in turn, lose their stale entries and are joined
+    to their neighbours. So no touch takes long, and the log has some twice its live entries at most.
     """
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
-        self._rows: I64Array = np.empty(_SMALLEST, np.int64)
-        self._stamps: I64Array = np.empty(_SMALLEST, np.int64)
-        self._head = 0
-        self._tail = 0
+        self._segments: list[Segment] = []
+        """Full ones, the oldest first."""
+        self._tidied = 0
+        """The next to be tidied."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new last segment."""
+        self._rows: I64Array = np.empty(_SEGMENT, np.int64)
+        self._stamps: I64Array = np.empty(_SEGMENT, np.int64)
+        self._used = 0
 
     def touched(self, rows: I64Array, stamps: I64Array) -> None:
-        n = len(rows)
-        if self._tail + n > len(self._rows):
-            self._compact(n)
-        self._rows[self._tail : self._tail + n] = rows
-        self._stamps[self._tail : self._tail + n] = stamps
-        self._tail += n
+        while len(rows):
+            n = min(len(rows), _SEGMENT - self._used)
+            self._rows[self._used : self._used + n] = rows[:n]
+            self._stamps[self._used : self._used + n] = stamps[:n]
+            self._used += n
+            rows, stamps = rows[n:], stamps[n:]
+            if self._used == _SEGMENT:
+                self._segments.append((self._rows, self._stamps))
+                self._begin()
+                for _ in range(_TIDIED):
+                    self._tidy()
+
+    def _tidy(self) -> None:
+        """Take the stale entries out of one segment, and join it to the one before if both fit."""
+        at = self._tidied % len(self._segments)
+        rows, stamps = self._segments[at]
+        live = self._table.stamp[rows] == stamps
+        kept = rows[live], stamps[live]
+        if at and len(self._segments[at - 1][0]) + len(kept[0]) <= _SEGMENT:
+            before = self._segments[at - 1]
+            kept = np.concatenate([before[0], kept[0]]), np.concatenate([before[1], kept[1]])
+            self._segments[at - 1 : at + 1] = [kept]
+            self._tidied = at
+        else:
+            self._segments[at] = kept
+            self._tidied = at + 1
 
     def victims(self, count: int, protect: int) -> I64Array:
-        table, found, missing = self._table, [], count
-        at, only_stale = self._head, True
-        while missing > 0 and at < self._tail:
-            end = min(at + _WINDOW, self._tail)
-            rows, stamps = self._rows[at:end], self._stamps[at:end]
-            if stamps[0] >= protect:
+        table, found, missing = self._table, list[I64Array](), count
+        self._drop_stale()
+        for rows, stamps in (*self._segments, (self._rows[: self._used], self._stamps)):
+            if not missing or (len(rows) and stamps[0] >= protect):
                 break  # the log is in stamp order
-            live = table.stamp[rows] == stamps
-            if only_stale:  # the head moves over leading stale entries only
-                first = int(live.argmax()) if live.any() else end - at
-                self._head = at + first
-                only_stale = first == end - at
-            chosen = rows[live & table.evictable(rows) & (stamps < protect)][:missing]
+            stamps = stamps[: len(rows)]
+            live = (table.stamp[rows] == stamps) & (stamps < protect)
+            chosen = rows[live & table.evictable(rows)][:missing]
             found.append(chosen)
             missing -= len(chosen)
-            at = end
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def _compact(self, room: int) -> None:
-        rows, stamps = self._rows[self._head : self._tail], self._stamps[self._head : self._tail]
-        live = self._table.stamp[rows] == stamps
-        rows, stamps = rows[live], stamps[live]
-        size = max(_SMALLEST, 4 * len(rows), 2 * (len(rows) + room))
-        self._rows, self._stamps = np.empty(size, np.int64), np.empty(size, np.int64)
-        self._rows[: len(rows)], self._stamps[: len(rows)] = rows, stamps
-        self._head, self._tail = 0, len(rows)
+    def _drop_stale(self) -> None:
+        """Take the stale entries off the log's beginning."""
+        while self._segments:
+            rows, stamps = self._segments[0]
+            live = self._table.stamp[rows] == stamps
+            if live.any():
+                first = int(live.argmax())
+                self._segments[0] = rows[first:], stamps[first:]
+                return
+            del self._segments[0]

@@ -24,12 +24,16 @@ import numpy as np
 import numpy.ma  # np.unique would import it when first called, which takes 20 ms
 import numpy.typing as npt
 
-from kvass.core.rows import KEY_WORDS, RowTable, cache_lines
+from kvass.core.rows import CACHE_LINE, KEY_WORDS, RowTable, cache_lines
 from kvass.types import I64Array, U32Array, U64Array
 
 SLOTS: Final = 8  # a cache line; _in_bucket shifts by 3
 ABSENT: Final = -1
 """What ``find`` says of a key that has no row."""
+
+WARMED: Final = (2 << 20) // CACHE_LINE
+"""Buckets that ``warm`` touches: those of one huge page. A smaller index is not worth it."""
+_PAGE_BUCKETS: Final = 4096 // CACHE_LINE
 
 _EMPTY: Final = 0
 _HALF: Final = np.uint64(32)
@@ -40,13 +44,18 @@ _FILL: Final = 0.4
 
 
 class KeyIndex:
-    """An index over rows of ``table``. Arrays of keys: uint64, shape ``(n, KEY_WORDS)``."""
+    """An index over rows of ``table``. Arrays of keys: uint64, shape ``(n, KEY_WORDS)``.
 
-    def __init__(self, table: RowTable, seed: bytes = b"") -> None:
+    ``rows``: for so many it has room from the beginning. To make room later takes long for many:
+    0.3 s for a million. So does memory that nobody has touched before: ``warm`` touches it.
+    """
+
+    def __init__(self, table: RowTable, seed: bytes = b"", rows: int = 0) -> None:
         self._table = table
+        self._least = max(_SMALLEST, _buckets(rows))
         drawn = np.frombuffer(hashlib.sha256(seed).digest(), "<u8")
         self._odd: U64Array = drawn[:KEY_WORDS] | _ONE
-        self._make(_SMALLEST)
+        self._make(self._least)
 
     def __len__(self) -> int:
         return self._count
@@ -58,7 +67,17 @@ class KeyIndex:
 
     def clear(self) -> None:
         """Forget every key."""
-        self._make(_SMALLEST)
+        self._make(self._least)
+
+    @property
+    def cold(self) -> bool:
+        """Whether ``warm`` has something to do."""
+        return self._cold < len(self._entry)
+
+    def warm(self) -> None:
+        """Touch the next ``WARMED`` buckets, so that no step has the kernel find memory for all."""
+        begin, self._cold = self._cold, self._cold + WARMED
+        self._entry[begin : self._cold : _PAGE_BUCKETS, 0] |= np.uint64(0)
 
     def find(self, keys: U64Array) -> I64Array:
         """The row of each key, or ``ABSENT``."""
@@ -78,7 +97,7 @@ class KeyIndex:
         """Index ``rows`` under their keys in the table, distinct and none of them in the index."""
         if self._count + len(rows) > _FILL * self._mark.size:
             known = self.rows()
-            self._make(int((len(known) + len(rows)) / (_FILL * SLOTS)) + 1)
+            self._make(_buckets(len(known) + len(rows)))
             self._insert(known)
         self._insert(rows)
 
@@ -97,7 +116,7 @@ class KeyIndex:
     # ------------------------------------------------------------ buckets
 
     def _make(self, buckets: int) -> None:
-        size = max(_SMALLEST, 1 << (buckets - 1).bit_length())
+        size = max(self._least, buckets)
         self._mask = size - 1
         entries = cache_lines(size).view(np.uint32).reshape(size, SLOTS, 2)
         self._entry: U64Array = entries.view(np.uint64).reshape(size, SLOTS)
@@ -105,6 +124,7 @@ class KeyIndex:
         self._row: U32Array = entries[:, :, 0]
         self._spilled: npt.NDArray[np.int32] = np.zeros(size, np.int32)
         self._count = 0
+        self._cold = 0 if size > WARMED else size
 
     def _place(self, keys: U64Array) -> tuple[I64Array, U64Array]:
         """Home bucket and fingerprint of each key; a fingerprint is never ``_EMPTY``."""
@@ -157,6 +177,12 @@ class KeyIndex:
             self._row[bucket[fits], slot[fits]] = rows[fits]
             np.add.at(self._spilled, bucket[~fits], 1)
             rows, bucket, mark = rows[~fits], (bucket[~fits] + 1) & self._mask, mark[~fits]
+
+
+def _buckets(rows: int) -> int:
+    """How many buckets are room for so many rows: a power of two."""
+    least = int(rows / (_FILL * SLOTS)) + 1
+    return 1 << (least - 1).bit_length()
 
 
 def repeated(keys: U64Array) -> I64Array:

@@ -39,6 +39,11 @@ from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
 
+TYPICAL_ROW: Final = 1 << 20
+ROOM: Final = 9 << 17
+"""The tables have room from the beginning for as many rows of ``TYPICAL_ROW`` bytes as the arena
+holds, and for so many at most: 1 TiB and an eighth. For more they grow, in steps of up to 0.3 s."""
+
 
 class RowClass(msgspec.Struct):
     """The rows of one (namespace, group): equally large, one index, one eviction policy.
@@ -92,6 +97,7 @@ class L1:
         slice_slots: int = 2048,
     ) -> None:
         self.table = RowTable()
+        self.table.grow(min(arena_bytes // TYPICAL_ROW, ROOM))
         self.extents = ExtentMap(arena_bytes)
         self.classes: dict[int, RowClass] = {}
         self._of_namespace: dict[int, list[RowClass]] = {}
@@ -118,7 +124,7 @@ class L1:
             spec=spec,
             policy=self._policy(self.table),
             slots_per_set=self._slots_per_set(spec),
-            index=KeyIndex(self.table, self._seed),
+            index=self._new_index(spec),
             free=FreeSlots(),
             rows=[0] * len(STATE_NAMES),
         )
@@ -126,6 +132,11 @@ class L1:
         self.classes[made.id] = made
         self._of_namespace.setdefault(namespace, []).append(made)
         return made
+
+    def _new_index(self, spec: RowClassSpec) -> KeyIndex:
+        """With room for all rows of the class that the arena holds, or for ``ROOM`` of them."""
+        most = min(self.extents.size // spec.row_bytes, ROOM)
+        return KeyIndex(self.table, self._seed, most)
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
         """So many that an extent is as large as wished; but a set of many shards, each with an
@@ -295,7 +306,7 @@ class L1:
         sets = np.flatnonzero(self.sets.owner == one.id)
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
-        one.index = KeyIndex(self.table, self._seed)
+        one.index = self._new_index(one.spec)
         one.policy = self._policy(self.table)
         one.free, one.slots, one.doomed = FreeSlots(), 0, 0
         one.rows = [0] * len(STATE_NAMES)
@@ -314,6 +325,18 @@ class L1:
             self._evict_sets(
                 sets[: max(1, int(np.searchsorted(upto, self._slice_slots, side="right")))]
             )
+
+    @property
+    def cold(self) -> bool:
+        """Whether ``warm`` has something to do."""
+        return any(one.index.cold for one in self.classes.values())
+
+    def warm(self) -> None:
+        """Touch some memory of an index that is new, so that the first stores need not."""
+        for one in self.classes.values():
+            if one.index.cold:
+                one.index.warm()
+                return
 
     def _idle_cleared(self) -> I64Array:
         return np.flatnonzero((self.sets.owner == CLEARED) & (self.sets.held == 0))

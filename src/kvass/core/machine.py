@@ -131,6 +131,7 @@ class CacheMachine:
             self._hurry()
             epochs.look_again(state)
             state.l1.reclaim()
+            state.l1.warm()
         else:
             self._of_tier(event)
         if state.custody.published:
@@ -167,7 +168,7 @@ class CacheMachine:
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before."""
         state = self.state
-        if state.l1.reclaimable or state.custody.behind(state.now):
+        if state.l1.reclaimable or state.l1.cold or state.custody.behind(state.now):
             return state.now  # a slice of work is left to do
         due = [state.ledger.next_due, state.places.next_due]
         if state.config.tiers:
