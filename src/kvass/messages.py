@@ -240,7 +240,7 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
 class Reserve(Message, tag="reserve"):
     """One per scheduler step: all chunks that become storable in it."""
 
-    items: Annotated[list[ReserveItem], Meta(max_length=4096)]
+    items: Annotated[list[ReserveItem], Meta(max_length=1024)]
     width: Int32 = 32
 
 
@@ -250,12 +250,16 @@ class Grant(msgspec.Struct, omit_defaults=True):
     Rows already held, being written or refused are not in it; ``reservation`` 0 means none was.
     ``slots[i]`` belongs to the i-th group named in the item's mask: one row for each of
     ``chunks``, or of ``which[i]`` if the groups differ.
+
+    ``later``: the chunk from which on nothing was decided, because that would have taken too long;
+    -1: all was. Reserve the item again with this as its ``first``.
     """
 
     reservation: int = 0
     chunks: tuple[int, ...] = ()
     slots: tuple[Slots, ...] = ()
     which: tuple[tuple[int, ...], ...] = ()
+    later: int = -1
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """The granted chunks of each group of the mask, parallel to ``slots``."""

@@ -199,7 +199,8 @@ class Limits(msgspec.Struct, frozen=True):
 
     frame_bytes: int = 4 << 20
     """Largest frame either side accepts after the handshake."""
-    keys_per_message: int = 65_536
+    keys_per_message: int = 32_768
+    """To find more takes one step of the daemon too long (10 ms)."""
     leases_per_instance: int = 16_384
     reservations_per_instance: int = 16_384
     sessions: int = 1024
@@ -207,7 +208,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Of one user, so that no user alone takes all: 56 engines of TP 8, each of 9 sessions."""
     waiting_bytes: int = 64 << 20
     """What lookups that wait for tiers take of the daemon's memory, a quarter of it for one
-    instance. A lookup of 65,536 chunks takes 2.5 MiB and more; one of 1,000 takes 40 KiB."""
+    instance. A lookup of 32,768 chunks takes 1.3 MiB and more; one of 1,000 takes 40 KiB."""
     namespaces: int = 1024
     instance_write_share: float = 0.25
     """reserved + quarantined bytes of one instance, as a share of L1."""

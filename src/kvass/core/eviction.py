@@ -47,7 +47,7 @@ class Lru:
 
     An entry is stale once its row has another stamp. The log is a list of segments. Whenever a
     segment is full, the next ``_TIDIED`` old ones, in turn, lose their stale entries and are joined
-    to their neighbours. So no touch takes long, and the log has some twice its live entries at most.
+    to their neighbours. So no touch takes long, and the log has twice its live entries, or so.
     """
 
     def __init__(self, table: RowTable) -> None:

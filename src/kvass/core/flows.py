@@ -55,6 +55,12 @@ PREFETCH_S: Final = 60.0
 """How long a prefetch may take that does not say."""
 GUESS_TOKENS_S: Final = 5_000.0
 """What an engine computes per second that does not know it yet."""
+ROWS_A_STEP: Final = 4096
+"""So many chunks of an item one step decides at most: others wait for it."""
+COST_OF_AN_ITEM: Final = 256
+COST_A_STEP: Final = 24 * COST_OF_AN_ITEM
+"""What one step does for a ``Reserve``, in chunks that it grants: an item takes as long as 256 of
+them, and to find eight that are there as long as one."""
 LONGEST_S: Final = 300.0
 """No lookup waits longer, whatever it asks."""
 
@@ -243,12 +249,16 @@ def reserve(state: State, session: Session, msg: Reserve) -> Granted:
     if total > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
     protect = state.l1.table.clock
-    for item, (keys, _) in zip(msg.items, asked, strict=True):
+    now = _items_now(msg.items, asked)
+    used = [
         _touch(state, instance, item, keys)  # all of them, before any makes room for itself
-    grants = [
-        _grant(state, instance, item, keys, writers, protect)
-        for item, (keys, writers) in zip(msg.items, asked, strict=True)
+        for item, (keys, _) in zip(msg.items[:now], asked, strict=False)
     ]
+    grants = [
+        _grant(state, instance, item, keys, writers, protect, found)
+        for item, (keys, writers), found in zip(msg.items[:now], asked, used, strict=False)
+    ]
+    grants += [Grant(later=item.first) for item in msg.items[now:]]
     flush.ahead(state)
     return Granted(
         boot=state.config.boot,
@@ -256,6 +266,15 @@ def reserve(state: State, session: Session, msg: Reserve) -> Granted:
         deadline_s=state.now + state.config.timing.reserve_s,
         grants=grants,
     )
+
+
+def _items_now(items: list[ReserveItem], asked: list[tuple[U64Array, set[int]]]) -> int:
+    """How many of the items one step carries out."""
+    costs = [
+        COST_OF_AN_ITEM + len(keys) - item.first + len(keys) // 8
+        for item, (keys, _) in zip(items, asked, strict=True)
+    ]
+    return max(1, int(np.searchsorted(np.cumsum(costs), COST_A_STEP, side="right")))
 
 
 def _check_item(
@@ -283,29 +302,34 @@ def _grant(
     keys: U64Array,
     writers: set[int],
     protect: int,
+    used: list[Used],
 ) -> Grant:
     """WRITING rows for the chunks of ``item`` that nobody has, as far as they fit."""
     ns = state.namespace_of(instance)
     assert ns is not None, "reserve() asked already"
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
-    lacking = _lacking(ns, item, keys)[[c.spec.group for c in classes]]
+    until = min(item.first + ROWS_A_STEP, len(keys))
+    later = until if until < len(keys) else -1
+    lacking = _lacking(ns, item, keys[:until])[[c.spec.group for c in classes]]
     _cut(lacking, classes, _allowance(state, instance))
-    wanted = [np.flatnonzero(each) for each in lacking]
+    wanted = [np.flatnonzero(each) + item.first for each in lacking]
     if not any(map(len, wanted)):
-        return Grant()
+        return Grant(later=later)
     state.counters["chunks_wanted"] += int(lacking.any(axis=0).sum())
     rows = [
         state.l1.allocate(one, keys[w], protect) for one, w in zip(classes, wanted, strict=True)
     ]
     end = min(
         (int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)),
-        default=len(keys),
+        default=until,
     )  # the first chunk for which there was no room in some group
     for i, w in enumerate(wanted):
         kept = int(np.searchsorted(w, end))
         _take_back(state, rows[i][kept:])
         wanted[i], rows[i] = w[:kept], rows[i][:kept]
-    _touch(state, instance, item, keys)  # once more, with the new rows: they are deeper, so older
+    _touch_new(
+        state, ns, used, {c.id: (w, r) for c, w, r in zip(classes, wanted, rows, strict=True)}
+    )
     parts = tuple(Part(c.id, r) for c, r in zip(classes, rows, strict=True) if len(r))
     if not parts:
         return Grant()
@@ -320,30 +344,54 @@ def _grant(
         chunks=chunks,
         slots=tuple(map(state.l1.slots, rows)),
         which=() if all(each == chunks for each in which) else which,
+        later=later,
     )
 
 
-def _touch(state: State, instance: Instance, item: ReserveItem, keys: U64Array) -> None:
+Used = tuple[int, I64Array]
+"""Of one class: a chunk, and the rows from there on (or ``ABSENT``) that a prompt has."""
+
+
+def _touch(state: State, instance: Instance, item: ReserveItem, keys: U64Array) -> list[Used]:
     """The prompt that ``item`` names is in use, also by who asks to write the rest of it.
 
     Of windows and states that means what it asks to write, and what a hit of all of it needs.
     """
     ns = state.namespace_of(instance)
     assert ns is not None, "reserve() asked already"
+    used = []
     for one in ns.classes:
         begin = min(item.first, first_chunk(one.spec.layout, len(keys), ns.chunk_tokens))
-        state.l1.touch(one, _present(one.index.find(keys[begin:])))
+        found = one.index.find(keys[begin:])
+        state.l1.touch(one, _present(found))
+        used.append((begin, found))
+    return used
+
+
+def _touch_new(
+    state: State, ns: Namespace, used: list[Used], new: dict[int, tuple[I64Array, I64Array]]
+) -> None:
+    """Once more, with the new rows, by class the chunks and the rows: they are deeper, so older.
+
+    Nothing of ``used`` has been evicted since it was touched: that is protected.
+    """
+    for one, (begin, found) in zip(ns.classes, used, strict=True):
+        if one.id in new:
+            chunks, rows = new[one.id]
+            found[chunks - begin] = rows
+        state.l1.touch(one, _present(found))
 
 
 def _lacking(ns: Namespace, item: ReserveItem, keys: U64Array) -> npt.NDArray[np.bool_]:
-    """Which rows nobody has of those that ``item`` asks for: bool, shape ``(groups, chunks)``.
+    """Which rows nobody has of those that ``item`` asks for: bool, ``(groups, chunks)``, from chunk
+    ``item.first`` on.
 
     A window or a state is worth writing only where the chunk's full rows are, or will be.
     """
+    keys = keys[item.first :]
     absent = np.stack([one.index.find(keys) == ABSENT for one in ns.classes])
     asked = np.array([item.groups >> g & 1 for g in range(len(absent))], np.bool_)
     lacking: npt.NDArray[np.bool_] = absent & asked[:, None]
-    lacking[:, : item.first] = False
     columns = np.flatnonzero(lacking.any(axis=0))
     if len(columns) > 1:  # a key said twice is written once
         lacking[:, columns[repeated(keys[columns])]] = False

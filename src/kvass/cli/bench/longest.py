@@ -36,7 +36,7 @@ from kvass.types import SCHEDULER, GroupLayout, Limits, RankLayout, Timing
 
 ARENA_BYTES: Final = 1 << 40
 ROW_BYTES: Final = 1 << 20
-FILL_KEYS: Final = 16_384
+FILL_KEYS: Final = 2048
 HELD: Final = 10_000
 WIDTH: Final = 32
 _CHUNK_TOKENS: Final = 256
@@ -122,6 +122,12 @@ class Model:
         assert isinstance(granted, Granted), granted
         return granted
 
+    def reserve_many(self, items: int, chunks: int) -> None:
+        """One reserve of so many prompts, each of so many chunks."""
+        asked = [ReserveItem(request="r", digests=self.core.fresh(chunks)) for _ in range(items)]
+        granted = self.core.ask(self.scheduler, Reserve(seq=3, items=asked, width=WIDTH))
+        assert isinstance(granted, Granted), granted
+
     def store(self, chunks: int) -> bytes:
         """The keys of new rows, written and handed over."""
         digests = self.core.fresh(chunks)
@@ -175,17 +181,22 @@ def _life(arena_bytes: int) -> dict[str, float]:
         figures[name] = core.slowest * 1e3
 
     a = Model(core, "a")
-    stored = a.fill()
+    with timed("first fill"):
+        stored = a.fill()
     with timed("lookup of 4,096 keys"):
-        a.look_up(stored[0][: 4096 * WIDTH])
-    with timed("lookup of 16,384 keys"):
-        a.look_up(stored[1])
+        a.look_up(b"".join(stored[:2]))
+    with timed("lookup of 32,768 keys"):
+        a.look_up(b"".join(stored[:16]))
     with timed("status"):
         core.ask(a.scheduler, Status(seq=6))
     with timed("reserve of 32 chunks"):
         a.reserve(core.fresh(32))
-    with timed("reserve of 4,096 chunks"):
-        a.reserve(core.fresh(4096))
+    with timed("reserve of 2,048 chunks"):
+        a.reserve(core.fresh(2048))
+    with timed("reserve of 32,768 chunks"):
+        a.reserve(core.fresh(32_768))
+    with timed("reserve of 1,024 prompts of 4 chunks"):
+        a.reserve_many(1024, 4)
     core.pass_time()
     _hold(a, stored[-1])
     with timed("10,000 leases and reservations lapse"):
@@ -196,8 +207,8 @@ def _life(arena_bytes: int) -> dict[str, float]:
     b = Model(core, "b", 2 * ROW_BYTES)
     with timed("reserve of 32 chunks of another layout"):
         b.reserve(core.fresh(32))
-    with timed("reserve of 4,096 chunks of another layout"):
-        b.reserve(core.fresh(4096))
+    with timed("reserve of 2,048 chunks of another layout"):
+        b.reserve(core.fresh(2048))
     core.pass_time()
     _hold(a, stored[-1])
     with timed("an engine that holds 10,000 leases and reservations ends"):

@@ -20,8 +20,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+import msgspec
 
 from kvass.client.scheduler import Pending, Reserving, SchedulerClient
 from kvass.connectors.vllm import adapt
@@ -33,8 +35,11 @@ from kvass.layout.spans import Spans, States, Table
 from kvass.messages import Grant, Granted, ReserveItem
 from kvass.types import Slots
 
-KEYS_PER_STEP: Final = 32_768
+KEYS_PER_STEP: Final = 16_384
 """Chunks named in one reserve, half of what a message may carry; the rest waits a step."""
+
+ITEMS_PER_STEP: Final = 1024
+"""Items in one reserve, as many as a message may have; the rest waits a step."""
 
 MAX_PAUSE: Final = 8
 """At most this many steps pass before a daemon that refused a whole reserve is asked again."""
@@ -93,6 +98,7 @@ class Asked:
 
     reserving: Reserving
     offers: list[Offer]
+    width: int
     number: int
     held: list[Any] = field(default_factory=list)
 
@@ -153,17 +159,18 @@ class Stores:
             return
         offers, width = self._offers(output)
         if offers:
-            self._ask(offers, width, work)
+            self._ask(offers, width, self._number, work)
 
-    def _ask(self, offers: list[Offer], width: int, work: StepWork) -> None:
-        """Send the step's reserve. If it is not answered now, hold the blocks and await it."""
+    def _ask(self, offers: list[Offer], width: int, number: int, work: StepWork) -> None:
+        """Send a reserve for what step ``number`` completed. If it is not answered now, hold the
+        blocks and await it."""
         reserving = self._client.begin_reserve([offer.item for offer in offers], width)
         if reserving is None:
             self._refused()
             return
         for offer in offers:
             offer.tracked.offered = max(offer.tracked.offered, offer.ready)
-        asked = Asked(reserving, offers, self._number)
+        asked = Asked(reserving, offers, width, number)
         granted = self._client.granted(reserving)
         if isinstance(granted, Pending):
             assert self._pool is not None
@@ -215,6 +222,22 @@ class Stores:
         finally:  # what planning did not come to is given back; the rest rides in ``work``
             for reservation in owed:
                 self._client.abort(granted.boot, reservation)
+        self._ask_again(asked, granted, work)
+
+    def _ask_again(self, asked: Asked, granted: Granted, work: StepWork) -> None:
+        """Ask for what the daemon put off, so that others need not wait for it."""
+        pairs = list(zip(asked.offers, granted.grants, strict=True))
+        left = [
+            replace(o, item=msgspec.structs.replace(o.item, first=g.later))
+            for o, g in pairs
+            if o.item.first <= g.later < o.end
+        ]
+        decided = any(g.later != o.item.first for o, g in pairs)
+        if left and decided and self._client.answering:
+            self._ask(left, asked.width, asked.number, work)
+        else:
+            for offer in left:
+                offer.tracked.offer_again(offer.since)
 
     def drop(self) -> None:
         """Await no answer any more: give the blocks back, and offer the chunks again some steps
@@ -263,7 +286,7 @@ class Stores:
                 continue
             more, width_of = self._offers_of(output, tracked, ready, left, salt)
             keys = sum(len(offer.item.digests) for offer in more) // max(1, width_of)
-            if more and keys <= budget:
+            if more and keys <= budget and len(offers) + len(more) <= ITEMS_PER_STEP:
                 budget -= keys
                 width = width_of
                 offers += more
