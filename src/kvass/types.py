@@ -99,7 +99,8 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: GroupKind
     block_tokens: Int32
-    layers: Names
+    layers: Annotated[tuple[Text, ...], Meta(max_length=4096)]
+    """A name may be those of many layers, joined."""
     page_bytes: Annotated[tuple[PageBytes, ...], Meta(max_length=4096)]
     window_tokens: Int32 = 0
 

@@ -66,7 +66,7 @@ def _admit(state: State, session: Session, terms: Register) -> None:
 
 def _leave(state: State, instance: Instance) -> None:
     """The instance moves to another generation. Rows of a private one are of no use to anybody."""
-    state.custody.distrust(instance.id)
+    state.custody.distrust(instance.id, state.now)
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:

@@ -83,7 +83,7 @@ def open_lease(state: State, session: Session, boot: bytes, an_id: int) -> Lease
     _check_boot(state, boot)
     if not state.ledger.issued(an_id):
         raise Refused("unknown_lease", f"lease {an_id} was never given")
-    state.custody.settle(an_id)
+    state.custody.settle(an_id, state.now)
     lease = state.ledger.leases.get(an_id)
     if lease is not None and lease.instance != instance.id:
         raise Refused("not_yours", f"lease {an_id} is another instance's")
@@ -96,7 +96,7 @@ def open_reservation(state: State, session: Session, boot: bytes, an_id: int) ->
     _check_boot(state, boot)
     if not state.ledger.issued(an_id):
         raise Refused("unknown_reservation", f"reservation {an_id} was never given")
-    state.custody.settle(an_id)
+    state.custody.settle(an_id, state.now)
     one = state.ledger.reservations.get(an_id)
     if one is not None and one.instance != instance.id:
         raise Refused("not_yours", f"reservation {an_id} is another instance's")

@@ -46,13 +46,16 @@ SLICE: Final = 64
 """How many leases and reservations end in one step, at most: 2 ms of work."""
 
 
+MOVED: Final = -2
+
+
 class Loss(msgspec.Struct):
-    """A session that was lost at ``when``, and the numbers of what it may owe still. Its device may
-    write ``until`` then (infinity: until its process ends)."""
+    """A session that was lost, and the numbers of what it may owe still. Its device may write
+    ``until`` then (infinity: until its process ends). ``rank``: ``MOVED`` if it is not lost, but
+    its instance has moved to another generation."""
 
     rank: int
     session: int
-    when: float
     until: float
     ids: set[int]
 
@@ -173,10 +176,11 @@ class Custody:
             for part in one.parts:
                 self.l1.discard(part.rows)
 
-    def distrust(self, instance: str) -> None:
+    def distrust(self, instance: str, now: float) -> None:
         """The instance's weights were replaced: it may have written with both what it has open."""
-        for one in self._reservations(instance):
-            self.discard(one, "moved")
+        ids = set(self.ledger.reservations_of.get(instance, ()))
+        self._losses.append(Loss(MOVED, 0, now, ids))
+        self._carry_out_losses(now)
 
     def _settle(self, one: Reservation, now: float) -> None:
         if not one.settled(now):
@@ -193,7 +197,7 @@ class Custody:
 
     def lapse(self, now: float) -> None:
         """Carry out what is due: leases end, late reservations are discarded, slots come clean."""
-        self._carry_out_losses()
+        self._carry_out_losses(now)
         for an_id in self.ledger.due(now, SLICE):
             lease = self.ledger.leases.get(an_id)
             if lease is not None and lease.deadline <= now:
@@ -219,8 +223,8 @@ class Custody:
         """
         until = math.inf if exiting else now + self._timing.dma_grace_s
         writing = any(rank in one.owing for one in self._reservations(instance))
-        self._losses.append(Loss(rank, session, now, until, self._ids(instance)))
-        self._carry_out_losses()
+        self._losses.append(Loss(rank, session, until, self._ids(instance)))
+        self._carry_out_losses(now)
         return until if writing else None
 
     def process_ended(self, session: int, now: float) -> None:
@@ -235,40 +239,45 @@ class Custody:
 
     def scheduler_lost(self, instance: str, session: int, now: float) -> None:
         """A scheduler's EOF cancels only what it never handed over."""
-        self._losses.append(Loss(SCHEDULER, session, now, now, self._ids(instance)))
-        self._carry_out_losses()
+        self._losses.append(Loss(SCHEDULER, session, now, self._ids(instance)))
+        self._carry_out_losses(now)
 
-    def settle(self, an_id: int) -> None:
+    def settle(self, an_id: int, now: float) -> None:
         """Somebody names ``an_id``: what was lost of it is carried out now."""
         for loss in self._losses:
             if an_id in loss.ids:
                 loss.ids.discard(an_id)
-                self._lose(loss, an_id)
+                self._lose(loss, an_id, now)
 
-    def _carry_out_losses(self) -> None:
+    def _carry_out_losses(self, now: float) -> None:
         left = SLICE
         while self._losses and left:
             loss = self._losses[0]
             while loss.ids and left:
-                self._lose(loss, loss.ids.pop())
+                self._lose(loss, loss.ids.pop(), now)
                 left -= 1
             if not loss.ids:
                 self._losses.popleft()
 
-    def _lose(self, loss: Loss, an_id: int) -> None:
+    def _lose(self, loss: Loss, an_id: int, now: float) -> None:
         lease, one = self.ledger.leases.get(an_id), self.ledger.reservations.get(an_id)
         if loss.rank == SCHEDULER:
-            self._scheduler_lost(lease, one, loss.when)
+            self._scheduler_lost(lease, one, now)
+        elif loss.rank == MOVED:
+            if one is not None:
+                self.discard(one, "moved")
         else:
-            self._rank_lost(lease, one, loss)
+            self._rank_lost(lease, one, loss, now)
 
-    def _rank_lost(self, lease: Lease | None, one: Reservation | None, loss: Loss) -> None:
+    def _rank_lost(
+        self, lease: Lease | None, one: Reservation | None, loss: Loss, now: float
+    ) -> None:
         if lease is not None:
             self.release(lease, loss.rank)
         if one is not None and loss.rank in one.owing:
             self.discard(one, "writer_lost")
             one.owing.discard(loss.rank)
-            self._soil(one, loss.session, loss.until, loss.when)
+            self._soil(one, loss.session, loss.until, now)
 
     def _soil(self, one: Reservation, session: int, until: float, now: float) -> None:
         """What ``session`` was writing may change until then; infinity: until its process ends."""

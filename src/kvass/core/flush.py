@@ -87,7 +87,8 @@ def hurry(state: State) -> None:
 
 def _queue(state: State, part: Part, tiers: Iterable[int]) -> None:
     state.l1.table.kept[part.rows] = True
-    if state.namespaces[state.l1.classes[part.row_class].namespace].private:
+    one = state.l1.classes.get(part.row_class)  # gone: cleared, and then unused
+    if one is None or state.namespaces[one.namespace].private:
         return
     keys = state.l1.table.keys_of(part.rows).copy()
     for tier in tiers:

@@ -90,6 +90,8 @@ class Simulation:
         chunk_bytes = max(model.row_bytes for model in self.models)
         self.arena_bytes = rows * chunk_bytes
         parts = rng.choice([64, 32, 20])
+        if self.roomy:  # a cleared set in which somebody still writes is room that nobody has
+            parts = 1_000
         self.extent_bytes = None if parts == 64 else self.arena_bytes // parts
         self.engines = [
             Engine(f"e{i}", self.models[i % len(self.models)], self)
