@@ -209,7 +209,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Of one user, so that no user alone takes all: 56 engines of TP 8, each of 9 sessions."""
     waiting_bytes: int = 64 << 20
     """What lookups that wait for tiers take of the daemon's memory, a quarter of it for one
-    instance. A lookup of 32,768 chunks takes 1.3 MiB and more; one of 1,000 takes 40 KiB."""
+    instance. A lookup of 32,768 chunks takes 1.3 MiB and more; one of 1,000 takes 42 KiB."""
     namespaces: int = 1024
     instance_write_share: float = 0.25
     """reserved + quarantined bytes of one instance, as a share of L1."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvass import messages as m
-from kvass.core import epochs
+from kvass.core import epochs, promote, tiers
 from kvass.core.effects import (
     Faulted,
     Loaded,
@@ -18,6 +18,7 @@ from kvass.core.effects import (
     TierProbe,
     TierStore,
 )
+from kvass.core.tiers import PROMOTION_BYTES
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, LEASE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig, names
@@ -334,7 +335,8 @@ def test_a_tier_that_cannot_tell_its_epoch_is_not_used(rig: TierRig) -> None:
 def test_when_too_many_bytes_wait_the_answer_is_what_l1_has() -> None:
     """A shorter match and no error; of one instance a quarter may wait."""
     chunk_bytes = 32 + 8  # a key, and which tier holds its row
-    rig = TierRig(waiting_bytes=4 * 10 * chunk_bytes)
+    two_bytes = 2 * (PROMOTION_BYTES + len("r")) + 10 * chunk_bytes
+    rig = TierRig(waiting_bytes=4 * two_bytes)
     one, *others, last = [rig.ready(f"e{i}") for i in range(5)]
     rig.begin(one, *range(6))
     rig.begin(one, *range(4))
@@ -344,8 +346,9 @@ def test_when_too_many_bytes_wait_the_answer_is_what_l1_has() -> None:
     assert rig.ask(one.scheduler, m.Prefetch("p", digests("a"), WIDTH)).chunks == 0
     assert rig.count("lookups_not_waited") == 2
     for other in others:
-        rig.begin(other, *range(10))
-    assert rig.status["promotions"] == 5
+        rig.begin(other, *range(6))
+        rig.begin(other, *range(4))
+    assert rig.status["promotions"] == 8
     rig.begin(last, "a")
     assert [r.chunks for r in rig.replies(last.scheduler)] == [0]
     rig.wait(BUDGET_S)
@@ -966,3 +969,40 @@ def test_records_are_named_after_namespace_epoch_group_and_chunk(rig: TierRig) -
         assert epoch == rig.notes[0][e.namespace]
         assert key == b"a".ljust(32, b"\0")
     assert BOOT not in {e.namespace}
+
+
+def test_what_is_loaded_for_a_namespace_that_was_cleared_and_forgotten_is_nobodys() -> None:
+    rig = TierRig()
+    e = rig.ready()
+    e.store("a")
+    rig.settle()
+    rig.forget_l1()
+    rig.begin(e, "a")
+    rig.settle(TierProbe)
+    (load,) = rig.open_ops(TierLoad)
+    rig.say(e.scheduler, m.Clear(seq=11))
+    e.quit()
+    rig.engine("other", chunk_tokens=32)
+    rig.answer(load, True)
+    rig.wait(0)
+    assert rig.gauge("rows", "rows_loading", "l1_used_bytes") == (0, 0, 0)
+
+
+def test_lookups_that_wait_for_an_epoch_go_on_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promote, "SLICE", 2)
+    monkeypatch.setattr(tiers, "SLICE", 2)
+    rig = TierRig()
+    e = rig.engine("e")
+    for i in range(7):
+        rig.begin(e, f"prompt {i}")
+    rig.settle(TierEpoch)
+    asked = len(rig.open_ops(TierProbe))
+    assert asked == 2, "two go on in the step that brings the epoch"
+    for _ in range(3):
+        rig.wait(0)
+    assert len(rig.open_ops(TierProbe)) == 7
+    rig.wait(BUDGET_S)
+    assert rig.status["promotions"] == 5
+    for _ in range(3):
+        rig.wait(0)
+    assert rig.status["promotions"] == 0

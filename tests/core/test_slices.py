@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvass import messages as m
-from kvass.core import custody
+from kvass.core import custody, flows, index
 from kvass.types import PAGE
-from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, Rig, layout
+from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, Rig, digests, layout
 
 
 @pytest.fixture
@@ -172,3 +174,69 @@ def test_a_late_commit_publishes_nothing_before_its_turn_comes(few: Rig) -> None
         e.commit(grant)
     assert [e.holds(i) for i in range(9)] == [0] * 9
     assert few.gauge("reservations", "quarantined_bytes") == (0, 0)
+
+
+def test_what_a_lost_scheduler_leaves_is_settled_by_the_time_it_is_carried_out(few: Rig) -> None:
+    """Its slots are clean by then, though they were not when it was lost."""
+    e, busy = few.engine(ranks=2), few.engine("busy", chunk_tokens=32)
+    e.reserve("x")
+    few.wait(RESERVE_S)
+    few.lose(e.workers[0])
+    busy.reserve_items(*[m.ReserveItem(request="r", digests=digests(i)) for i in range(40)])
+    few.wait(GRACE_S - 0.001)
+    few.lose(busy.workers[0], e.scheduler)
+    few.wait(0.001)
+    ticks(few)
+    few.lose(e.workers[1], busy.scheduler)
+    ticks(few)
+    few.wait(GRACE_S)
+    ticks(few)
+    assert few.gauge("reservations", "quarantined_bytes") == (0, 0)
+
+
+def test_a_move_of_many_reservations_goes_on_in_slices(few: Rig) -> None:
+    e = few.engine()
+    grants = e.reserve_items(*[m.ReserveItem(request="r", digests=digests(i)) for i in range(20)])
+    e.hand_over(reservations=tuple(g.reservation for g in grants))
+    terms: dict[str, Any] = {"instance": "e", "identity": {"model": "m"}, "chunk_tokens": 16}
+    few.say(e.scheduler, m.Register(seq=2, generation=b"new", **terms))
+    assert few.count("discarded_moved") == 2
+    e.commit(grants[-1].reservation)
+    assert few.count("discarded_moved") == 5, "two more, and the one that was named"
+    assert e.holds(19) == 0
+    ticks(few)
+    assert few.count("discarded_moved") == 20
+
+
+def test_a_reserve_that_would_take_long_is_decided_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flows, "COST_A_STEP", 3 * flows.COST_OF_AN_ITEM)
+    monkeypatch.setattr(flows, "ROWS_A_STEP", 4)
+    rig = Rig(pages=64, extent=4, instance_write_share=1.0)
+    e = rig.engine()
+    items = [m.ReserveItem(request="r", digests=digests(f"{i}a", f"{i}b")) for i in range(5)]
+    grants = e.reserve_items(*items)
+    assert [g.chunks for g in grants] == [(0, 1), (0, 1), (), (), ()]
+    assert [g.later for g in grants] == [-1, -1, 0, 0, 0]
+    grants = e.reserve_items(*items[2:])
+    assert [g.chunks for g in grants] == [(0, 1), (0, 1), ()]
+    long = m.ReserveItem(request="l", digests=digests(*range(10)), first=1)
+    (grant,) = e.reserve_items(long)
+    assert (grant.chunks, grant.later) == ((1, 2, 3, 4), 5)
+    long.first = grant.later
+    (grant,) = e.reserve_items(long)
+    assert (grant.chunks, grant.later) == ((5, 6, 7, 8), 9)
+
+
+def test_a_new_index_is_warm_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "WARMED", 64)
+    rig = Rig(pages=4096, extent=64)
+    e = rig.engine()
+    assert rig.machine.state.l1.cold
+    assert ticks(rig) > 5
+    assert not rig.machine.state.l1.cold
+    e.store("a")
+    assert e.clear() == 1
+    assert ticks(rig) > 5
+    assert e.holds("a") == 0

@@ -233,7 +233,8 @@ class Custody:
         for loss in self._losses:
             if loss.session == session:
                 loss.until = min(loss.until, until)
-        for one in list(self.ledger.reservations.values()):
+        dirty = [one for one in self.ledger.reservations.values() if one.dirty]
+        for one in dirty:
             if until < one.dirty.get(session, 0.0):
                 self._soil(one, session, until, now)
 

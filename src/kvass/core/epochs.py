@@ -80,7 +80,7 @@ def look_again(state: State, back: int | None = None) -> None:
     whatever it was down for, its store may be an older one now."""
     for ns in state.namespaces.values():
         for tier, when in enumerate(ns.asked_s):
-            if when != math.inf and (tier == back or state.now - when >= LOOK_AGAIN_S):
+            if when != math.inf and (tier == back or state.now - when >= LOOK_AGAIN_S - 1):
                 _ask(state, ns, tier)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvass.core.effects import Event
 
-MAX_CHARS: Final = 64 << 10
-"""A longer line is cut in a log; a lookup of 1,000 chunks still fits."""
+MAX_CHARS: Final = 8 << 20
+"""A longer line is cut in a log. The largest frame fits."""
 
 _KINDS: Final[dict[str, type[Event]]] = {kind.__name__: kind for kind in get_args(Event)}
 

@@ -132,6 +132,7 @@ class CacheMachine:
             epochs.look_again(state)
             state.l1.reclaim()
             state.l1.warm()
+            promote.go_on(state)
         else:
             self._of_tier(event)
         if state.custody.published:
@@ -168,7 +169,8 @@ class CacheMachine:
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before."""
         state = self.state
-        if state.l1.reclaimable or state.l1.cold or state.custody.behind(state.now):
+        behind = state.custody.behind(state.now) or state.promotions.behind(state.now)
+        if behind or state.l1.reclaimable or state.l1.cold:
             return state.now  # a slice of work is left to do
         due = [state.ledger.next_due, state.places.next_due]
         if state.config.tiers:

@@ -12,6 +12,7 @@ and waits; ``_answer``. Rows that another promotion is loading already are share
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Final
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvass.core.l1 import Namespace, RowClass
 from kvass.core.leases import Part
 from kvass.core.rows import LOADING, READY
 from kvass.core.state import State
-from kvass.core.tiers import NOWHERE, Loading, Probing, Promotion
+from kvass.core.tiers import NOWHERE, SLICE, Loading, Probing, Promotion
 from kvass.messages import Matched, Prefetched
 from kvass.types import I64Array, Slots, U64Array
 
@@ -105,8 +106,18 @@ def _has_lost(one: Promotion, found: list[I64Array]) -> bool:
 
 def resume(state: State) -> None:
     """A tier has told an epoch, or that it cannot: go on with those who came before that."""
-    for one in [one for one in state.promotions.all.values() if one.early]:
-        _ask_next(state, one)
+    promotions = state.promotions
+    promotions.early = deque(one.id for one in promotions.all.values() if one.early)
+    go_on(state)
+
+
+def go_on(state: State) -> None:
+    """Those whose turn has come, ``SLICE`` in a step."""
+    early = state.promotions.early
+    for _ in range(min(len(early), SLICE)):
+        one = state.promotions.all.get(early.popleft())
+        if one is not None and one.early:
+            _ask_next(state, one)
 
 
 def _gap(one: Promotion, coming: list[BoolArray]) -> bool:

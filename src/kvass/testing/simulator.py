@@ -110,7 +110,7 @@ class Simulation:
             sessions=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
             sessions_per_uid=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
             keys_per_message=rng.choice([8, 1000]),
-            waiting_bytes=rng.choice([400, 2_000, 1 << 20]),
+            waiting_bytes=rng.choice([9_000, 30_000, 1 << 20]),
         )
         self.strangers: list[Peer] = []
         self.said: list[tuple[int, m.FromClient]] = []
