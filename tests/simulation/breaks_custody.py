@@ -309,7 +309,7 @@ BREAKS = [
         "what old and new weights wrote together is published",
         10,
         "admission.py",
-        "    state.custody.distrust(instance.id)\n",
+        "    state.custody.distrust(instance.id, state.now)\n",
         "    pass\n",
     ),
     one("a bad row stays", 8, "flows.py", "        state.l1.forget(rows)\n", ""),

@@ -135,22 +135,29 @@ BREAKS = [
         "a rank that comes back commits what the one before it owed",
         4,
         "checks.py",
-        "    state.custody.settle(an_id)\n    one =",
+        "    state.custody.settle(an_id, state.now)\n    one =",
         "    one =",
     ),
     # ------------------------------------------------------------ law 7: quiescence
     one(
+        "what a lost scheduler leaves is settled by the time it was lost",
+        7,
+        "custody.py",
+        "self._scheduler_lost(lease, one, now)",
+        "self._scheduler_lost(lease, one, loss.until)",
+    ),
+    one(
         "a dead rank still owes its releases",
         7,
         "custody.py",
-        "            self.release(lease, rank)\n",
+        "            self.release(lease, loss.rank)\n",
         "            pass\n",
     ),
     one(
         "a dead rank still owes its commits",
         7,
         "custody.py",
-        "        if one is not None and rank in one.owing:\n",
+        "        if one is not None and loss.rank in one.owing:\n",
         "        if False:\n",
     ),
     one(

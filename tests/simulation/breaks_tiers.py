@@ -255,7 +255,7 @@ BREAKS = [
         "notes are never read again",
         8,
         "epochs.py",
-        "(tier == back or state.now - when >= LOOK_AGAIN_S)",
+        "(tier == back or state.now - when >= LOOK_AGAIN_S - 1)",
         "tier == back",
     ),
     one(
