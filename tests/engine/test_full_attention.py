@@ -24,9 +24,9 @@ FROZEN: Final = Path(__file__).parent / "full_attention.json"
 
 
 def said(message: Message) -> Any:
-    """A message as it is encoded, but for what differs from run to run."""
+    """A message as it is encoded, but for what differs from run to run. ``model`` is a path."""
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
-    for name in ("seq", "boot", "instance", "identity", "clock_s"):
+    for name in ("seq", "boot", "instance", "identity", "clock_s", "model"):
         fields.pop(name, None)
     for group in (fields.get("layout") or {}).get("groups", ()):  # without their pages' formats
         group["layers"] = [layer.partition("@")[0] for layer in group["layers"]]

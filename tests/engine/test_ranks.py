@@ -103,14 +103,16 @@ class Latent(NamedTuple):
 
 @pytest.fixture(scope="module")
 def mla(daemon: Daemon, start: Starter) -> Iterator[Latent]:
+    """The backend is vLLM's reference: the one it prefers on CPUs with AMX refuses float32."""
     model = build(ROOT / ".cache" / "models", TINY_LATENT)
+    args = {"block_size": LATENT_BLOCK, "attention_backend": "CPU_MLA"}
     engines = Latent(
         *(
             start(
                 f"mla-{tp}",
                 folder_of=model,
                 socket=Path(daemon.socket),
-                args={"tensor_parallel_size": tp, "block_size": LATENT_BLOCK},
+                args={**args, "tensor_parallel_size": tp},
                 start_timeout_s=START_S,
                 gpu=tp == 1,
             )
