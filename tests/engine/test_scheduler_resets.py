@@ -112,13 +112,45 @@ def test_the_first_hook_after_a_reset_notices_it(hook: Callable[..., None]) -> N
     assert client.generations == 1
 
 
-def test_a_reset_that_vllm_refused_is_none() -> None:
+def test_a_reset_that_vllm_refused_begins_a_generation_too() -> None:
+    """The weights may be others by now, even if vLLM has to keep its own cache."""
     client, world = stored()
-    world.add("b", range(64), max_tokens=64)
+    world.add("b", range(200, 264), max_tokens=64)
     world.step()
-    assert not world.scheduler.reset_prefix_cache()
+    reserves = len(client.reserves)
+    assert not world.scheduler.reset_prefix_cache(), "a running request has blocks"
+    for _ in range(50):
+        world.step()
+    assert client.generations == 1
+    assert len(client.reserves) == reserves, "what it computes attends to KV of the old weights"
+    assert client.rows == set()
+
+
+def test_a_reset_does_not_fail_at_blocks_of_an_unanswered_offer() -> None:
+    """Without it an engine in one's own process, which stops stepping with its last request, would
+    go on with the rows of the old weights."""
+    client, world = stored()
+    client.silent = True
+    world.add("b", range(200, 300), max_tokens=1)
     world.step()
-    assert client.generations == 0
+    assert not world.scheduler.running
+    assert world.connector.has_pending_push_work(), "the offer's blocks are held"
+    assert world.scheduler.reset_prefix_cache()
+    assert client.given_up == 1
+    world.add("c", PROMPT)
+    assert client.generations == 1
+
+
+def test_a_defect_while_a_reset_is_noticed_loses_no_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for explicit in (False, True):
+        client, world = stored()
+        world.tolerant = True
+        monkeypatch.setattr(client, "settle", lambda request: 1 / 0)
+        world.add("b", range(200, 300))
+        world.scheduler.reset_prefix_cache(reset_connector=explicit)
+        world.add("c", PROMPT)
+        assert client.generations == 1
+        assert client.rows == set()
 
 
 def test_a_match_of_before_is_given_back_and_not_loaded() -> None:

@@ -8,13 +8,14 @@ these ten and ``engine.TESTED``.
 
 Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
-``reset_prefix_cache`` puts a new map of hashes in the place of the old one, and nothing else does.
+``reset_prefix_cache`` puts a new map of hashes in the place of the old one, and nothing else does;
+it refuses while a block is in use. vLLM calls it on the pool object.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
@@ -196,17 +197,34 @@ def known_tokens(request: Any) -> int:
 
 
 class Pool:
-    """The engine's block pool: blocks are held until we let go of them."""
+    """The engine's block pool: blocks are held until we let go of them.
 
-    def __init__(self, block_pool: Any) -> None:
+    ``before_reset`` is called before vLLM resets its prefix cache, to give back what can be given
+    back: a reset fails while blocks are held. It must not raise.
+    """
+
+    def __init__(self, block_pool: Any, before_reset: Callable[[], None]) -> None:
         self._pool = block_pool
+        self._before_reset = before_reset
+        self._reset = block_pool.reset_prefix_cache
+        block_pool.reset_prefix_cache = self._attempt
+        self._attempted = False
+        """Whether a reset was called for since we last looked, even if vLLM refused it."""
         self._map = block_pool.cached_block_hash_to_block
         """vLLM's map of cached blocks when we last looked; kept, so that no new one has its id."""
 
+    def _attempt(self) -> bool:
+        """In the place of the pool's ``reset_prefix_cache``."""
+        self._attempted = True
+        self._before_reset()
+        return bool(self._reset())
+
     def was_reset(self) -> bool:
-        """Whether vLLM's prefix cache was reset since this was last asked."""
+        """Whether vLLM's prefix cache was reset since this was last asked, or should have been:
+        whoever calls for it may have replaced the weights, even if blocks in use prevent it."""
         before, self._map = self._map, self._pool.cached_block_hash_to_block
-        return before is not self._map
+        attempted, self._attempted = self._attempted, False
+        return attempted or before is not self._map
 
     def hold(self, ids: Iterable[int]) -> list[Any]:
         """Keep these blocks from being reused, whatever becomes of their requests."""

@@ -83,7 +83,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Called with the scheduler's block pool, once it exists."""
         if self._planner is not None:
-            self._boundary.run(None, self._planner.bind, gpu_block_pool)
+            self._boundary.run(None, self._planner.bind, gpu_block_pool, self._boundary)
 
     def on_new_request(self, request: Any) -> None:
         """A request was added."""

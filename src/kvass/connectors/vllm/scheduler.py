@@ -4,7 +4,8 @@ Laws of this file:
 
 - A request attempts one load in its life.
 - vLLM tells nobody when its prefix cache is reset, as is done after new weights. So whatever
-  matches or stores looks first whether it was. If so, nothing of before matches any more.
+  matches or stores looks first whether it was, or should have been: a reset that vLLM refused is
+  one too. If so, nothing of before matches any more.
 - A lease we took either rides in the step's metadata or is given back; ``SchedulerClient`` keeps
   every other one, and one function of it, ``settle``, ends them.
 """
@@ -19,6 +20,7 @@ from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import Pool
 from kvass.connectors.vllm.adapters import Adapters, No
+from kvass.connectors.vllm.boundary import Boundary
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.metadata import Load, StepReport, StepWork
 from kvass.connectors.vllm.pace import Pace
@@ -43,9 +45,9 @@ class SchedulerSide:
         self._adapters = Adapters(setup.adapters)
         self._stores = Stores(setup, client, self._spans, self._adapters, self._tracked)
 
-    def bind(self, block_pool: Any) -> None:
+    def bind(self, block_pool: Any, boundary: Boundary) -> None:
         """The block pool, once the engine has made it."""
-        self._pool = Pool(block_pool)
+        self._pool = Pool(block_pool, lambda: boundary.run(None, self._stores.drop))
         self._stores.bind(self._pool)
 
     # ------------------------------------------------------------ requests
@@ -216,10 +218,14 @@ class SchedulerSide:
         """
         if self._pool is not None:
             self._pool.was_reset()  # no second time for this one
-        self._distrust()
-        self._client.clear(CLEAR_TIMEOUT_S)
-        if not self._setup.fixed_weights:
-            self._client.new_generation()
+        try:
+            self._distrust()
+        finally:  # a defect of ours must not keep what old weights computed
+            try:
+                self._client.clear(CLEAR_TIMEOUT_S)
+            finally:
+                if not self._setup.fixed_weights:
+                    self._client.new_generation()
         return True
 
     def _notice_reset(self) -> None:
@@ -228,8 +234,10 @@ class SchedulerSide:
             return
         assert self._pool is not None, "without the block pool no reset can be seen"
         if self._pool.was_reset():
-            self._distrust()
-            self._client.new_generation()
+            try:
+                self._distrust()
+            finally:  # the reset is not seen again
+                self._client.new_generation()
 
     def _distrust(self) -> None:
         """What live requests computed so far may come from weights that are gone: it is never
