@@ -27,6 +27,8 @@ from kvass.testing.vllm_scheduler import make_configs, tiny_model
 PROMPT = list(range(100))
 FILES = {
     "config.json": b"{}",
+    "generation_config.json": b"{}",
+    "params.json": b"{}",
     "model-1.safetensors": b"1234",
     "model-2.safetensors": b"5678",
     "model.safetensors.index.json": b"{}",
@@ -84,7 +86,7 @@ def write_later(file: Path, content: bytes, than_ns: int) -> None:
 def test_copies_have_the_same_name_wherever_they_lie(tmp_path: Path) -> None:
     one, other = write(tmp_path / "one"), write(tmp_path / "elsewhere" / "other")
     os.utime(other / "model-1.safetensors", ns=(1, 1))
-    for unread in ("README.md", "tokenizer.json", "config.json"):
+    for unread in ("README.md", "tokenizer.json"):
         (other / unread).write_bytes(b"[]")
     write(other, {".cache/x": b"", "original/model.safetensors": b"", "pytorch_model.bin": b""})
     assert name(one) == name(other)
@@ -92,7 +94,7 @@ def test_copies_have_the_same_name_wherever_they_lie(tmp_path: Path) -> None:
     assert name(tmp_path / "link") == name(one)
 
 
-COUNTING = [f for f in FILES if not f.startswith(("config", "model.safetensors", "token", "READ"))]
+COUNTING = [f for f in FILES if not f.startswith(("token", "READ"))]
 
 
 @pytest.mark.parametrize("changed", COUNTING)
@@ -427,6 +429,11 @@ def test_a_model_of_the_hub_without_a_known_commit_has_no_name(
         weights.sources(made, "")
 
 
+def test_a_drafter_in_the_models_own_files_is_read_once(tmp_path: Path) -> None:
+    one = config(model=str(write(tmp_path)))
+    assert len(weights.sources(config(model=str(tmp_path), draft=one.model_config), "")) == 1
+
+
 def test_the_drafters_weights_and_configuration_count(tmp_path: Path) -> None:
     model = write(tmp_path / "model")
     changes: tuple[dict[str, bytes], ...]
@@ -569,6 +576,31 @@ def test_an_engine_whose_weights_cannot_be_read_says_so_once(
         "kvass is off, the engine runs uncached",
         "kvass is off in this worker",
     ]
+
+
+def test_who_awaits_the_name_runs_at_normal_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts threads that stay; the thread that hashes gives way."""
+    found, done, real = [], threading.Event(), contents._compute
+
+    def note() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    def compute(file: Path, stopped: Callable[[], bool]) -> str:
+        assert begun.wait(30)
+        if not found:
+            note()
+        return real(file, stopped)
+
+    begun = threading.Event()
+    monkeypatch.setattr(contents, "_compute", compute)
+    name = weights.begin((Local(write(tmp_path), "auto"),))
+    name.add_done_callback(lambda _: (note(), done.set()))
+    begun.set()
+    assert done.wait(30)
+    normal = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert found == [min(normal + weights.NICE, 19), normal]
 
 
 def test_an_engine_may_end_before_its_weights_are_read(

@@ -30,8 +30,9 @@ SET_BY_MODELS: Final = frozenset(
         "use_sep_token",
     }
 )
-"""Attributes of a Hugging Face configuration that models set while a worker loads them. The files
-and ``hf_overrides`` have what they are set from; ``positions`` has the rule for Llama 4."""
+"""Attributes of a Hugging Face configuration that models set while a worker loads them. The model's
+files (``config.json`` and others, see ``weights.READ``) and ``hf_overrides`` have what they are set
+from; ``positions`` has the rule for Llama 4."""
 
 ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
 

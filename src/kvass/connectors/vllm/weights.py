@@ -48,9 +48,12 @@ ELSEWHERE: Final = frozenset(("ipc_cache", "modelexpress", "tensorizer"))
 """Load formats that read their weights from another place than the model's."""
 
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt")
-READ: Final = (*WEIGHTS, "*quant*.json", "*processor_config.json", "*.py")
-"""Weights, how they are quantized, how images are prepared, and a model's own code. The model's
-configuration is a field of its own, and tokenizers do not count: what comes in are token ids."""
+SMALL: Final = ("*quant*.json", "*processor_config.json", "*.safetensors.index.json", "*.py")
+CONFIGURATIONS: Final = ("config.json", "params.json", "generation_config.json")
+READ: Final = (*WEIGHTS, *SMALL, *CONFIGURATIONS)
+"""Weights, how they are quantized, how images are prepared, which weight files are read, a model's
+own code, and its configuration: a field of the identity has that too, but not all of it (see
+``settings.SET_BY_MODELS``). Tokenizers do not count: what comes in are token ids."""
 UNREAD_FOLDERS: Final = ("original", "metal", "onnx", "openvino")
 """The same weights once more, for other programs."""
 UNREAD_BESIDE: Final = ("pytorch_model*.bin", "training_args.bin", "optimizer.*", "scheduler.pt")
@@ -62,14 +65,10 @@ COMMIT: Final = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Local:
-    """Weights in a folder, or in one file. ``load_format`` is vLLM's.
-
-    ``drafter``: the folder's ``config.json`` counts too, because no field of the identity has it.
-    """
+    """Weights in a folder, or in one file. ``load_format`` is vLLM's."""
 
     root: Path
     load_format: str
-    drafter: bool = False
 
     def files(self) -> dict[str, Path]:
         """The files that count, by name relative to the root, in a fixed order. Raises OSError."""
@@ -86,8 +85,7 @@ class Local:
         first = self.load_format in SAFETENSORS_FIRST and any(
             fnmatch(name, "*.safetensors") and "/" not in name for name in found
         )
-        config = {"config.json"} if self.drafter else set()
-        return {n: file for n, file in found.items() if n in config or _counts(n, first)}
+        return {name: file for name, file in found.items() if _counts(name, first)}
 
 
 def _counts(name: str, safetensors: bool) -> bool:
@@ -118,11 +116,11 @@ def sources(vllm_config: Any, model_id: str) -> tuple[Source, ...]:
     found = _sources_of(vllm_config.model_config, load)
     if speculative is not None and speculative.draft_model_config is not None:
         load = speculative.draft_load_config or load
-        found += _sources_of(speculative.draft_model_config, load, drafter=True)
+        found += _sources_of(speculative.draft_model_config, load)
     return tuple(dict.fromkeys(found))
 
 
-def _sources_of(model: Any, load: Any, drafter: bool = False) -> list[Source]:
+def _sources_of(model: Any, load: Any) -> list[Source]:
     load_format = str(load.load_format)
     if load_format == "dummy":
         return ["dummy"]  # the seed is in the loader's field
@@ -131,7 +129,7 @@ def _sources_of(model: Any, load: Any, drafter: bool = False) -> list[Source]:
     if "://" in model.model_weights:  # the model is a folder of small files, fetched at each start
         return [identity.canonical(["store", model.model_weights, model.revision])]
     names = [model.model, *filter(None, [model.model_weights])]
-    return [Local(_path(name, model, load), load_format, drafter) for name in names]
+    return [Local(_path(name, model, load), load_format) for name in names]
 
 
 def _path(name: str, model: Any, load: Any) -> Path:
@@ -175,7 +173,8 @@ def _commit(repo: Path, model: Any) -> str | None:
 def begin(found: tuple[Source, ...]) -> Future[str]:
     """Name these weights, on a thread that reads what must be read.
 
-    The result is the name, or ``Indescribable`` with the reason. Cancel it to end the thread.
+    The result is the name, or ``Indescribable`` with the reason. Cancel it to end the thread. Its
+    callbacks run on another thread, of normal priority: threads that they start inherit it.
     """
     name: Future[str] = Future()
     threading.Thread(target=_run, args=(name, found), name="kvass-weights", daemon=True).start()
@@ -190,16 +189,26 @@ def wait(name: Future[str]) -> None:
 
 
 def _run(name: Future[str], found: tuple[Source, ...]) -> None:
-    with suppress(OSError):  # on Linux this is the thread's own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    hashed: Future[str] = Future()
+    args = hashed, found, name.cancelled
+    threading.Thread(target=_hash, args=args, name="kvass-hashing", daemon=True).start()
     try:
-        named = name_of(found, name.cancelled)
+        named = hashed.result()
     except contents.Stopped:
         return
     except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
         _settle(name.set_exception, error)
     else:
         _settle(name.set_result, named)
+
+
+def _hash(hashed: Future[str], found: tuple[Source, ...], stopped: Callable[[], bool]) -> None:
+    with suppress(OSError):  # on Linux this is the thread's own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    try:
+        hashed.set_result(name_of(found, stopped))
+    except Exception as error:  # noqa: BLE001 - ``_run`` says what becomes of it
+        hashed.set_exception(error)
 
 
 def _settle(set_: Callable[[Any], None], value: Any) -> None:
