@@ -42,7 +42,8 @@ Tokens = TypeVar("Tokens", int, I64Array)
 Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 PageBytes = Annotated[int, Meta(ge=0, le=1 << 40)]
-Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+MOST_SECONDS: Final = 1e12
+Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 """Also milliseconds, and tokens per second: finite, and not negative."""
 Name = Annotated[str, Meta(max_length=4096)]
 """At most so many characters. The daemon's ``Limits`` allow fewer of some."""

@@ -222,6 +222,21 @@ def test_a_refused_move_is_said_again_and_nothing_matches_till_then(
     assert scheduler.counters["refused_limit"] >= 1
 
 
+def test_a_refused_move_is_not_said_again_in_every_step(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    daemon.answers[Register] = lambda m: [Error(seq=m.seq, code="limit", text="namespaces")]
+    scheduler.new_generation()
+    for _ in range(20):
+        scheduler._move_after_s += 60  # as if no time passed
+        scheduler.new_step()
+    sync(scheduler, daemon)
+    assert len(daemon.got(Register)) == 2
+    scheduler.new_generation()
+    sync(scheduler, daemon)
+    assert len(daemon.got(Register)) == 3, "another reset is said at once"
+
+
 def test_who_was_just_connecting_as_before_is_not_let_in(
     daemon: ScriptedDaemon, registration: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:

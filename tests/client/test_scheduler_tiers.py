@@ -20,6 +20,7 @@ from kvass.messages import (
     Ping,
     Pong,
     Prefetch,
+    Prefetched,
     Register,
     Release,
     Reserve,
@@ -90,6 +91,22 @@ def test_the_daemon_is_told_how_long(tiers: ScriptedDaemon, scheduler: Scheduler
     ):
         assert most - 0.05 < budget < most
         assert speed == told
+
+
+@pytest.mark.parametrize("strange", [float("inf"), float("nan"), -1.0])
+def test_strange_budgets_and_speeds_end_no_session(
+    tiers: ScriptedDaemon, registration: Register, strange: float
+) -> None:
+    client = SchedulerClient(tiers.path, registration, lookup_budget_s=strange)
+    client.start()
+    assert eventually(lambda: client.connected)
+    client.match("r", DIGESTS, WIDTH, 0, strange)
+    assert client.prefetch(DIGESTS, WIDTH, strange)
+    tiers.answers[Prefetch] = lambda m: [Prefetched(seq=m.seq)]
+    assert client._client.prefetch(b"n" * 32, DIGESTS, WIDTH, budget_s=strange) == 0
+    assert len(tiers.got(Prefetch, 2)) == 2, "the daemon's decoder lets them through"
+    assert not client.counters["lost"]
+    client.close()
 
 
 def test_a_daemon_without_tiers_is_told_nothing_new(

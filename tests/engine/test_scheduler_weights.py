@@ -176,6 +176,17 @@ def test_what_the_hub_noted_is_not_read_and_equals_a_copy(
     assert [file for file in computed if file.endswith(".safetensors")]
 
 
+@pytest.mark.parametrize("place", ["snapshots/1", "mine"])
+def test_a_folder_of_blobs_that_is_not_the_hubs_is_read(place: str, tmp_path: Path) -> None:
+    """Each name is that of the Hub's client in one respect only."""
+    wrong = "weights" if place.startswith("snapshots") else "0" * 64
+    blobs = write(tmp_path / "blobs", {wrong: b"1234"})
+    model = write(tmp_path / place, {n: FILES[n] for n in FILES if n != "model-1.safetensors"})
+    (model / "model-1.safetensors").symlink_to(blobs / wrong)
+    assert name(model) == name(write(tmp_path / "copy"))
+    assert not contents._blob(model / "model-1.safetensors", (blobs / wrong).stat())
+
+
 def test_what_was_written_after_the_note_is_read(tmp_path: Path, computed: list[str]) -> None:
     copy = write(tmp_path / "copy", FILES | {"model-1.safetensors": b"12!4"})
     snapshot, folder = hub(tmp_path / "hub"), download(tmp_path / "local")

@@ -42,6 +42,7 @@ from kvass.messages import (
     StatusReply,
     Welcome,
 )
+from kvass.types import MOST_SECONDS
 from kvass.wire.framing import one_line
 
 MAX_UNANSWERED: Final = 256
@@ -60,6 +61,11 @@ _ANSWERS: Final[dict[type[Request], type[FromDaemon]]] = {
     Clear: Cleared,
     Status: StatusReply,
 }
+
+
+def bounded(value: float) -> float:
+    """``value`` as a message may carry it (``Seconds``): a negative one and NaN are 0."""
+    return min(max(0.0, value), MOST_SECONDS)  # in this order: ``max`` keeps its first for a NaN
 
 
 class Client(Link):
@@ -143,9 +149,9 @@ class Client(Link):
             digests=digests,
             width=width,
             namespace=namespace,
-            budget_ms=budget_s * 1000,
+            budget_ms=bounded(budget_s * 1000),
         )
-        reply = self.call(message, budget_s + 5.0)
+        reply = self.call(message, message.budget_ms / 1000 + 5.0)
         assert isinstance(reply, Prefetched)
         return reply.chunks
 

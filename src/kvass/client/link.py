@@ -279,7 +279,7 @@ class Link:
             else:
                 poll = select.poll()
                 poll.register(fd, select.POLLIN)
-                poll.poll(timeout_s * 1000)
+                poll.poll(min(timeout_s, 3600) * 1000)  # a C int; who waits longer comes again
         finally:
             self._turn.acquire()
             self._reading = False

@@ -26,7 +26,7 @@ from typing import Final
 
 import msgspec
 
-from kvass.client.client import Client
+from kvass.client.client import Client, bounded
 from kvass.client.match import PENDING as PENDING
 from kvass.client.match import Ask
 from kvass.client.match import Match as Match
@@ -60,6 +60,8 @@ LONGEST_S: Final = 30.0
 """No request waits longer for tiers, however long its prompt."""
 CLEAR_AGAIN_S: Final = 1.0
 """A Clear that a tier could not note costs others of the namespace what L1 has, each time."""
+MOVE_AGAIN_S: Final = 1.0
+"""When a new generation that the daemon refused is said again."""
 LATE_S: Final = 0.25
 """How long an answer to a reserve may be on its way: the caller keeps what it offered until then.
 It is also how long a silent daemon is still sent reserves."""
@@ -113,6 +115,7 @@ class SchedulerClient:
         """The ``seq`` of the owed Clear while it is in flight."""
         self._moving = 0
         """The ``seq`` of the ``Register`` that says a new generation, while it is in flight."""
+        self._move_after_s = 0.0
 
     @property
     def connected(self) -> bool:
@@ -235,7 +238,10 @@ class SchedulerClient:
         most = session.welcome.limits.keys_per_message * width
         seq = self._submit(
             Prefetch(
-                request="prefetch", digests=digests[:most], width=width, budget_ms=budget_s * 1000
+                request="prefetch",
+                digests=digests[:most],
+                width=width,
+                budget_ms=bounded(budget_s * 1000),
             ),
             late=True,
         )
@@ -253,7 +259,7 @@ class SchedulerClient:
         prefill_tokens_s: float,
     ) -> float:
         """Send the lookup, if there is a daemon that answers; how long to wait for it."""
-        session = self._client.session
+        session, prefill_tokens_s = self._client.session, bounded(prefill_tokens_s)
         if session is None or first * width >= len(digests):
             return 0.0
         timing = session.welcome.timing
@@ -277,7 +283,7 @@ class SchedulerClient:
             spare=self._spare,
         )
         if tiers:
-            lookup.budget_ms = 1000 * max(ask.patience_s - now_s - ANSWER_S, 0.001)
+            lookup.budget_ms = bounded(1000 * max(ask.patience_s - now_s - ANSWER_S, 0.001))
             lookup.prefill_tokens_s = prefill_tokens_s
         ask.seq, ask.first, ask.session = self._submit(lookup, late=tiers > 0), first, session
         self.counters["lookups"] += 1
@@ -497,13 +503,13 @@ class SchedulerClient:
 
         Waits for the daemon's answer no longer than a step may.
         """
+        generation = os.urandom(GENERATION_BYTES)
+        self._registration = msgspec.structs.replace(self._registration, generation=generation)
         for request in list(self._asks):
             self.settle(request)
         if self._moving:
             self._client.discard(self._moving)
-        self._moving = 0
-        generation = os.urandom(GENERATION_BYTES)
-        self._registration = msgspec.structs.replace(self._registration, generation=generation)
+        self._moving, self._move_after_s = 0, 0.0
         if self._confirm_clear(0.0):
             began_s = time.monotonic()
             self._confirm_generation(self._left_s)
@@ -524,7 +530,7 @@ class SchedulerClient:
                 )
             self.counters["too_old"] += 1
             return
-        if not self._moving:
+        if not self._moving and time.monotonic() >= self._move_after_s:
             self._moving = self._submit(msgspec.structs.replace(self._registration))
         try:
             reply = self._client.wait(self._moving, wait_s) if self._moving else None
@@ -537,6 +543,7 @@ class SchedulerClient:
                 session.registration = self._registration
             else:
                 self._refused(reply)
+                self._move_after_s = time.monotonic() + MOVE_AGAIN_S
 
     def _drop_clear(self) -> None:
         """Wait no more for the Clear in flight."""

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Final
 
 SHA256: Final = re.compile("[0-9a-f]{64}")
+BLOB: Final = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+"""How the Hub's client names a blob: by the SHA-1 that git has of a small file, or by SHA-256."""
 PIECE_BYTES: Final = 1 << 20
 """Read and hashed at a time; after each we may be told to stop."""
 AGAIN_S: Final = 0.05
@@ -109,12 +111,14 @@ def noted(root: Path, name: str, file: Path) -> str:
 
 
 def _blob(file: Path, state: os.stat_result) -> str:
-    """The name of the blob that ``file`` links to, unless it was written to since."""
+    """The name of the blob that ``file`` links to, unless it was written to since. Links of others
+    may lead to a folder of that name too."""
     if not file.is_symlink():
         return ""
     blob = file.parent / os.readlink(file)
+    named = blob.parent.name == "blobs" and BLOB.fullmatch(blob.name)
     settled = state.st_ctime_ns <= file.lstat().st_ctime_ns
-    return blob.name if blob.parent.name == "blobs" and settled else ""
+    return blob.name if named and settled and "snapshots" in file.parent.resolve().parts else ""
 
 
 # ---------------------------------------------------------------- hashing
