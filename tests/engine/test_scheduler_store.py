@@ -174,6 +174,34 @@ def test_a_reserve_refused_whole_is_repeated_ever_more_rarely() -> None:
     assert [len(store.blocks[0]) for _ in range(9) for store in world.step().stores] == [6]
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_the_daemon_puts_off_is_asked_for_again(late: int) -> None:
+    """Until all is stored, also if each answer comes in a later step and the requests are gone."""
+    client = FakeClient()
+    client.most_items, client.late = 2, late
+    world = World(client, batched=1000, blocks=400)
+    free = world.free_blocks
+    for i in range(5):
+        world.add(f"r{i}", range(200 * i, 200 * i + 100), max_tokens=1)
+    world.run(client)
+    assert [len(items) for items in client.reserves] == [5, 3, 1]
+    assert len(client.rows) == 15
+    assert world.free_blocks == free
+    assert not client.writing
+
+
+def test_a_daemon_that_puts_off_everything_is_not_asked_for_ever() -> None:
+    client = FakeClient()
+    client.most_items = 0
+    world = World(client)
+    free = world.free_blocks
+    world.add("a", range(64), max_tokens=1)
+    world.step()
+    assert len(client.reserves) == 1
+    world.run(client)
+    assert world.free_blocks == free
+
+
 def test_an_absent_daemon_is_not_asked() -> None:
     client = FakeClient()
     client.connected = False

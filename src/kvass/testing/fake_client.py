@@ -17,8 +17,9 @@ from kvass.types import Slots
 class FakeClient:
     """A daemon in a dict. ``rows`` are the hashes held; ``silent`` answers no reserve, and ``late``
     each so many steps later; after ``patience`` steps the client gives up. ``missing`` refuses each
-    whole, ``refuse`` grants nothing; ``deaf`` cannot be told of a handing over; ``pending`` lookups
-    are told to ask again; writing may take until ``deadline_s``."""
+    whole, ``refuse`` grants nothing, ``most_items`` puts off all items but the first so many;
+    ``deaf`` cannot be told of a handing over; ``pending`` lookups are told to ask again; writing
+    may take until ``deadline_s``."""
 
     def __init__(self, socket: str = "", registration: Register | None = None) -> None:
         self.registration = registration
@@ -27,6 +28,7 @@ class FakeClient:
         self.boot = b"boot"
         self.deadline_s = 1e12
         self.pending = self.late = 0
+        self.most_items = 1 << 30
         self.patience = 5
         self.awaited: list[Reserving] = []
         self.given_up = 0
@@ -133,7 +135,7 @@ class FakeClient:
 
     def _grant(self, items: Sequence[ReserveItem], width: int) -> Granted:
         grants = []
-        for item in items:
+        for item in items[: self.most_items]:
             hashes = split(item.digests, width)
             busy = {hash_ for rows in self.writing.values() for hash_ in rows} | self.rows
             wanted = range(item.first, len(hashes))
@@ -142,6 +144,7 @@ class FakeClient:
             if chunks:
                 self.writing[number] = [hashes[c] for c in chunks]
             grants.append(Grant(number, tuple(chunks), (_slots(len(chunks)),)))
+        grants += [Grant(later=item.first) for item in items[self.most_items :]]
         return Granted(boot=self.boot, given_s=1e9, deadline_s=self.deadline_s, grants=grants)
 
     def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
