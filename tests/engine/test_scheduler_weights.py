@@ -595,7 +595,7 @@ def test_who_awaits_the_name_runs_at_normal_priority(
     """It starts threads that stay; the thread that hashes gives way."""
     found, done, real = [], threading.Event(), contents._compute
 
-    def note() -> None:
+    def note(_: object = None) -> None:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     def compute(file: Path, stopped: Callable[[], bool]) -> str:
@@ -607,7 +607,8 @@ def test_who_awaits_the_name_runs_at_normal_priority(
     begun = threading.Event()
     monkeypatch.setattr(contents, "_compute", compute)
     name = weights.begin((Local(write(tmp_path), "auto"),))
-    name.add_done_callback(lambda _: (note(), done.set()))
+    name.add_done_callback(note)
+    name.add_done_callback(lambda _: done.set())
     begun.set()
     assert done.wait(30)
     normal = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
