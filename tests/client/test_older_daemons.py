@@ -164,7 +164,7 @@ def test_a8_what_a_later_daemon_adds_is_ignored(daemon: ScriptedDaemon, engine: 
     later(daemon)
     scheduler, worker = connected(engine).scheduler, engine.worker
     welcome = engine.clients[0].connect(PATIENCE_S)
-    assert (welcome.limits.frame_bytes, welcome.limits.keys_per_message) == (1 << 20, 65_536)
+    assert (welcome.limits.frame_bytes, welcome.limits.keys_per_message) == (1 << 20, 32_768)
     assert (welcome.timing.lease_s, welcome.timing.reserve_s) == (30.5, 60.0)
     assert isinstance(scheduler.match("r", KEYS, WIDTH, 0), Match)
     found = scheduler.take("r")
