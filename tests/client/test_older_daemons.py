@@ -80,11 +80,11 @@ def least(daemon: ScriptedDaemon) -> None:
 def later(daemon: ScriptedDaemon) -> None:
     """``daemon`` says more than this client knows."""
     welcome = {
-        "limits": {"frame_bytes": 1 << 20, "later": 7},
-        "timing": {"lease_s": 30.5, "later": 7.5},
-        "later": {"deeply": [1, {"nested": b"x"}]},
+        "limits": {"frame_bytes": 1 << 20, "from_a_later_minor": 7},
+        "timing": {"lease_s": 30.5, "from_a_later_minor": 7.5},
+        "from_a_later_minor": {"deeply": [1, {"nested": b"x"}]},
     }
-    script(daemon, welcome, lambda: {"given_s": time.monotonic(), "later": [1, None]})
+    script(daemon, welcome, lambda: {"given_s": time.monotonic(), "from_a_later_minor": [1, None]})
 
 
 class Engine:

@@ -53,6 +53,8 @@ class KeyIndex:
     def __init__(self, table: RowTable, seed: bytes = b"", rows: int = 0) -> None:
         self._table = table
         self._least = max(_SMALLEST, _buckets(rows))
+        self._cold = 0
+        """The first bucket that is not warm."""
         drawn = np.frombuffer(hashlib.sha256(seed).digest(), "<u8")
         self._odd: U64Array = drawn[:KEY_WORDS] | _ONE
         self._make(self._least)
