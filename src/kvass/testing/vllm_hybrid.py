@@ -125,6 +125,14 @@ class HybridRank(Rank):
         at = tensor.offset + layer * tensor.layer_stride + block * tensor.block_stride
         return self._bytes[at : at + PAGE]
 
+    def copy_blocks(self, copies: Iterable[Any]) -> None:
+        """As vLLM's runner: a request that hits inside a block goes on in a copy of it."""
+        synchronize(self.connector)
+        stride = self._tensors[0].block_stride
+        blocks = self._bytes.reshape(-1, stride)
+        for one in copies:
+            blocks[one.dst_block_id] = blocks[one.src_block_id]
+
 
 class HybridEngine(Engine):
     """A scheduler and one rank of groups ``shapes``, on the daemon at ``socket``."""
@@ -160,6 +168,8 @@ class HybridEngine(Engine):
         """As ``Engine.step``. Verifies what a request that computes for the first time (again,
         after a preemption) begins with; its own pages are those of the tokens it computes."""
         output, work = self.world.schedule()
+        if output.kv_cache_block_copies:
+            self.rank.copy_blocks(output.kv_cache_block_copies)  # type: ignore[attr-defined]
         fresh = {new.req_id for new in output.scheduled_new_reqs}
         fresh |= set(output.scheduled_cached_reqs.resumed_req_ids)
         for name, count in output.num_scheduled_tokens.items():
@@ -199,10 +209,10 @@ class HybridEngine(Engine):
         layouts = self.world.connector._planner._setup.groups
         for group, ids in enumerate(self.tables(request.request_id)):
             one, layers = layouts[group], self.shapes[group][3]
-            if one.kind == "state" and tokens % one.block_tokens:
-                continue  # a hit inside a block: vLLM's runner copies that state, this one does not
             for number in one.blocks(one.needs(tokens), tokens):
                 upto = tokens if one.kind == "state" else (number + 1) * one.block_tokens
+                if upto > tokens:
+                    continue  # a hit inside a block: what it holds so far is not made up
                 assert ids[number], f"group {group}: block {number} is not there"
                 for layer in range(layers):
                     page = self.rank.page(group, layer, ids[number])  # type: ignore[attr-defined]
