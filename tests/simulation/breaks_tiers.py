@@ -69,7 +69,7 @@ BREAKS = [
         "any share of L1 may be LOADING",
         12,
         "promote.py",
-        "    left = int(state.config.arena_bytes * LOADING_SHARE) - state.tiers.loading_bytes\n",
+        "    left = int(state.config.arena_bytes * LOADING_SHARE) - state.loading_bytes\n",
         "    left = 1 << 60\n",
     ),
     one(
@@ -119,7 +119,7 @@ BREAKS = [
         "a namespace is forgotten, and promoted for",
         7,
         "admission.py",
-        "    promote.void(state, ns)  # a tier may not have said yet what it holds\n",
+        "    promote.void(state, gone)  # a tier may not have said yet what it holds\n",
         "",
     ),
     one(

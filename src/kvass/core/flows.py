@@ -468,9 +468,10 @@ def clear(state: State, session: Session, msg: Clear) -> Cleared | None:
     one = Clearing(session=session.id, seq=msg.seq, rows=0)
     for ns in chosen:
         ns.epoch += 1
-        promote.void(state, ns)
-        one.rows += sum(state.l1.clear(c) for c in ns.classes)
+    promote.void(state, chosen)
+    for ns in chosen:
         epochs.clear(state, ns, one)
+    one.rows = state.l1.clear([c for ns in chosen for c in ns.classes])
     state.l1.reclaim()
     if msg.tiers:
         epochs.empty(state, one)
