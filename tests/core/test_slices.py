@@ -8,7 +8,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core import custody, flows, index, l1, promote
-from kvass.core.effects import TierLoad, TierProbe
+from kvass.core.effects import TierLoad, TierProbe, TierStore
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig
@@ -311,3 +311,18 @@ def test_all_indexes_together_begin_with_so_much_room(monkeypatch: pytest.Monkey
     engines[0].quit()
     rig.engine("new", identity={"model": "new"})
     assert [one.index.room >= 400 for one in classes] == [True, False, True]
+
+
+def test_the_queue_of_a_dead_tier_stays_in_proportion_to_l1() -> None:
+    """Rows that left L1 leave the queue, a few at a time; what is still there is flushed later."""
+    rig = TierRig(pages=256, extent=4, instance_write_share=1.0)
+    e = rig.ready()
+    rig.down = True
+    for first in range(0, 3_000, 10):
+        e.store(*range(first, first + 10))
+        rig.settle(TierStore)
+        assert rig.machine.state.flushes.rows[0] <= 3 * 256 + 256
+    rig.down = False
+    rig.wait(300)
+    rig.settle()
+    assert len(rig.shelves[0]) == 256
