@@ -20,7 +20,7 @@ BREAKS = [
         "a row that a tier could not give is still found",
         4,
         "promote.py",
-        "    state.l1.fail(bad)\n",
+        "    state.l1.fail(failed.rows)\n",
         "",
     ),
     one(
@@ -93,6 +93,27 @@ BREAKS = [
         "promote.py",
         "        state.promotions.drop(one)\n        _let_go(state, one)\n",
         "        state.promotions.drop(one)\n",
+    ),
+    one(
+        "what a tier could not give is never free",
+        7,
+        "promote.py",
+        "            state.l1.free(head.failed.rows)\n",
+        "            pass\n",
+    ),
+    one(
+        "lookups beyond the first slice are forgotten",
+        7,
+        "promote.py",
+        "            if not left:\n                return\n",
+        "            if not left:\n                return waking.clear()\n",
+    ),
+    one(
+        "a lookup goes on though its asker is gone",
+        7,
+        "promote.py",
+        "            if one.gone or one.epoch",
+        "            if one.epoch",
     ),
     one(
         "a lookup's budget is ignored",
