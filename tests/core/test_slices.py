@@ -253,7 +253,7 @@ def test_a_new_index_is_warm_before_it_is_used(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(pages=4096, extent=64)
     e = rig.engine()
     assert ticks(rig) > 5
-    assert not rig.machine.state.l1.cold
+    assert not rig.machine.state.l1.unfinished
     e.store("a")
     assert e.clear() == 1
     assert ticks(rig) > 5

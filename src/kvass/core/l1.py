@@ -111,6 +111,8 @@ class L1:
         self._slice_slots = slice_slots
         self._next_class = 0
         self._index_room = INDEX_ROOM
+        self._cold: list[KeyIndex] = []
+        """Indexes whose memory nobody has touched yet."""
         self._leaving = 0
         """READY rows that are doomed or passing, so that most unpins need not look for any."""
         self._seed = seed
@@ -142,6 +144,7 @@ class L1:
         most = min(self.extents.size // spec.row_bytes, ROOM)
         index = KeyIndex(self.table, self._seed, most if most <= self._index_room else 0)
         self._index_room -= index.room
+        self._cold += [index] if index.cold else []
         return index
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
@@ -156,6 +159,7 @@ class L1:
         self._disown(gone)
         for one in gone:
             self._index_room += one.index.room
+            self._cold = [index for index in self._cold if index is not one.index]
             del self.classes[one.id]
             self._of_namespace[one.namespace].remove(one)
 
@@ -314,6 +318,8 @@ class L1:
         self._disown(classes)
         for one in classes:
             one.index.clear()
+            if one.index.cold and one.index not in self._cold:
+                self._cold.append(one.index)
             one.policy = self._policy(self.table)
             one.free, one.slots, one.doomed = FreeSlots(), 0, 0
             one.rows = [0] * len(STATE_NAMES)
@@ -326,9 +332,9 @@ class L1:
         self.sets.cleared += len(sets)
 
     @property
-    def reclaimable(self) -> bool:
-        """Whether ``reclaim`` has something to do now."""
-        return bool(self.sets.cleared) and bool(len(self._idle_cleared()))
+    def unfinished(self) -> bool:
+        """Whether ``reclaim`` or ``warm`` has something to do now."""
+        return bool(self._cold or (self.sets.cleared and len(self._idle_cleared())))
 
     def reclaim(self) -> None:
         """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
@@ -339,17 +345,12 @@ class L1:
                 sets[: max(1, int(np.searchsorted(upto, self._slice_slots, side="right")))]
             )
 
-    @property
-    def cold(self) -> bool:
-        """Whether ``warm`` has something to do."""
-        return any(one.index.cold for one in self.classes.values())
-
     def warm(self) -> None:
         """Touch some memory of an index that is new, so that the first stores need not."""
-        for one in self.classes.values():
-            if one.index.cold:
-                one.index.warm()
-                return
+        if self._cold:
+            self._cold[0].warm()
+            if not self._cold[0].cold:
+                del self._cold[0]
 
     def _idle_cleared(self) -> I64Array:
         return np.flatnonzero((self.sets.owner == CLEARED) & (self.sets.held == 0))
