@@ -119,7 +119,7 @@ BREAKS = [
         "a lookup's budget is ignored",
         5,
         "promote.py",
-        "    for one in state.promotions.due(state.now):\n",
+        "    for one in state.promotions.due(state.now, state.config.slice_ends):\n",
         "    for one in ():\n",
     ),
     one(

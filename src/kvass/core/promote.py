@@ -26,7 +26,7 @@ from kvass.core.l1 import Namespace, RowClass
 from kvass.core.leases import Part
 from kvass.core.rows import LOADING, READY
 from kvass.core.state import State
-from kvass.core.tiers import NOWHERE, SLICE, Loading, Probing, Promotion, Waking
+from kvass.core.tiers import NOWHERE, Loading, Probing, Promotion, Waking
 from kvass.messages import Matched, Prefetched
 from kvass.types import I64Array, Slots, U64Array
 
@@ -116,7 +116,7 @@ def go_on(state: State) -> None:
     """What a step before this one left to do of this kind, a slice of it."""
     _wake(state)
     early = state.promotions.early
-    for _ in range(min(len(early), SLICE)):
+    for _ in range(min(len(early), state.config.slice_ends)):
         one = state.promotions.all.get(early.popleft())
         if one is not None and one.early:
             _ask_next(state, one)
@@ -364,8 +364,8 @@ def loaded(state: State, event: Loaded) -> None:
 
 
 def _wake(state: State, more: Waking | None = None) -> None:
-    """Let those go on that wait for what has happened, in its order, ``SLICE`` in a step."""
-    waking, left = state.promotions.waking, SLICE
+    """Let those go on that wait for what has happened, in its order, a slice of them."""
+    waking, left = state.promotions.waking, state.config.slice_ends
     if more is not None:
         waking.append(more)
     while waking:
@@ -456,7 +456,7 @@ def match(
 
 def lapse(state: State) -> None:
     """Answer those whose time is up with what is READY by now."""
-    for one in state.promotions.due(state.now):
+    for one in state.promotions.due(state.now, state.config.slice_ends):
         state.counters["promotions_late"] += 1
         _aim(state, one, (READY,))
 

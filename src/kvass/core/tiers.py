@@ -27,8 +27,6 @@ REST_S: Final = 1.0
 _FASTEST: Final = 1e15
 _GIVE_UP: Final = 7
 _DUE: Final = 1024
-SLICE: Final = 64
-"""So many waiting lookups go on or are answered in one step: 5 ms of work."""
 PROMOTION_BYTES: Final = 2048
 """What one takes of the daemon's memory, but for its keys."""
 _FRESH: Final = 0.5
@@ -287,10 +285,10 @@ class Promotions:
         if not self.of_instance[one.instance]:
             del self.of_instance[one.instance], self.bytes_of[one.instance]
 
-    def due(self, now: float) -> list[Promotion]:
-        """Those whose time is up: ``SLICE`` of them, the next call gives more."""
+    def due(self, now: float, most: int) -> list[Promotion]:
+        """Those whose time is up: ``most`` of them, the next call gives more."""
         late = list[Promotion]()
-        while self._due and self._due[0][0] <= now and len(late) < SLICE:
+        while self._due and self._due[0][0] <= now and len(late) < most:
             one = self.all.get(heapq.heappop(self._due)[1])
             if one is not None:
                 late.append(one)

@@ -224,6 +224,8 @@ class Books:
         self.limits = limits
         self.roomy = roomy
         self.now = 0.0
+        self.behind = False
+        """Whether a slice of what is due by now is still to come."""
         self.open: set[int] = set()
         self.deaf: set[int] = set()
         self.roles: dict[int, tuple[Member, int]] = {}

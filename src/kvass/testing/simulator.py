@@ -122,6 +122,7 @@ class Simulation:
         self.reboots = rng.choice([0.0, 0.002, 0.01]) if self.tiers.names else 0.0
         self.clears = rng.choice([0.0, 0.01, 0.03]) if self.tiers.names else 0.0
         self.slice_slots = (1, 5, 2048)[seed % 3]
+        self.slice_ends = (64, 1, 3)[seed // 3 % 3]
         self.archive = Archive()
         self.boots = 0
         if self.tiers.names and warm:
@@ -177,6 +178,7 @@ class Simulation:
                 retain_promoted=self.retain,
                 weigh_loads=self.weigh,
                 slice_slots=self.slice_slots,
+                slice_ends=self.slice_ends,
             )
         )
         self.witness = Witness(
@@ -203,8 +205,10 @@ class Simulation:
         effects = self.machine.step(event, self.now)
         if self.validate:
             self.machine.validate()
+        due = self.machine.next_deadline()
+        self.witness.behind = due is not None and due <= self.now
         self.witness.observe(event, effects, self.now)
-        if len(self.trace) % 8 == 0:
+        if len(self.trace) % 8 == 0 and not self.witness.behind:
             self.witness.compare(self.machine.status())
         for effect in effects:
             if isinstance(effect, Watch):

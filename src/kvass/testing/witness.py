@@ -76,7 +76,7 @@ class Witness(WriteWitness):
             self.open.add(event.session)
             self.doors.opened(event, effects, now)
         elif isinstance(event, Tick):
-            self.doors.ticked(effects, now)
+            self.doors.ticked(effects, now, self.behind)
         if isinstance(event, Received) and event.session in self.open - self.deaf:
             self._received(event, prompt, now)
         elif (
