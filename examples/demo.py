@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvass.testing.daemon import running_daemon
-from kvass.testing.models import Shape, build
-from kvass.testing.vllm_engine import Answer, EngineProcess
+from tests.support.vllm.models import Shape, build
+from tests.support.vllm.process import Answer, EngineProcess
 
 CACHE: Final = Path(__file__).parent.parent / ".cache" / "models"
 SHAPE: Final = Shape(vocab=4096, hidden=512, intermediate=1408, layers=6, heads=8, head_dim=64)

@@ -72,8 +72,9 @@ def test_import_contracts_are_kept() -> None:
         ("transfer/host.py", "from kvass.wire import channel"),
         ("connectors/vllm/worker.py", "from kvass.daemon import loop"),
         ("connectors/vllm/worker.py", "from kvass.core import rows"),
-        ("cli/main.py", "from kvass.testing import models"),
-        ("client/client.py", "from kvass.testing import models"),
+        ("cli/main.py", "from kvass.testing import daemon"),
+        ("client/client.py", "from kvass.testing import daemon"),
+        ("testing/daemon.py", "from tests.support.wire import raw_session"),
     ],
 )
 def test_a_forbidden_import_is_caught(tree: Path, module: str, planted: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.testing.layouts import GRIDS
-from kvass.testing.simulator import Simulation
+from tests.support.simulation.random_models import GRIDS
+from tests.support.simulation.simulator import Simulation
 
 WORLDS = [
     *(ParallelStrategy(tp, pp) for tp, pp in GRIDS),

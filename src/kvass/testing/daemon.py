@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,18 @@ GRACE_S = 1.0
 class Daemon:
     """One daemon process after another on one socket path. Use ``running_daemon``."""
 
-    program: tuple[str, ...] = ("-m", "kvass")
+    program: Sequence[str] = ("-m", "kvass")
     """What Python runs."""
 
-    def __init__(self, folder: Path, options: dict[str, Any], late_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, options: dict[str, Any], program: Sequence[str] | None = None
+    ) -> None:
         self.socket = str(folder / "kvass.sock")
         self.ready = ""
         """The ``ready`` line."""
         self._options = {"socket": self.socket, **options}
-        if late_s:
-            self.program = ("-m", "kvass.testing.late_daemon", str(late_s))
+        if program is not None:
+            self.program = program
         self._process: subprocess.Popen[str] | None = None
         self._log = folder / "daemon.log"
 
@@ -139,11 +141,11 @@ class Daemon:
 
 @contextmanager
 def running_daemon(
-    folder: Path, l1_size: str = "64MiB", late_s: float = 0.0, **options: Any
+    folder: Path, l1_size: str = "64MiB", program: Sequence[str] | None = None, **options: Any
 ) -> Iterator[Daemon]:
-    """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``. All that it
-    says comes ``late_s`` late."""
-    daemon = Daemon(folder, {"l1_size": l1_size, "dma_grace_s": GRACE_S, **options}, late_s)
+    """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``. Python
+    runs ``program``, or else ``-m kvass``."""
+    daemon = Daemon(folder, {"l1_size": l1_size, "dma_grace_s": GRACE_S, **options}, program)
     daemon.start()
     try:
         yield daemon

@@ -1,0 +1,175 @@
+"""A fake GPU under a whole engine, whose own kernels are late as well.
+
+Laws of this file:
+
+- When a mover hears of a store, the pages are not computed yet: until the engine's stream has done
+  what it was given they hold noise. When it hears of a load, kernels given before still write into
+  those blocks. A mover that does not wait for the engine's stream moves noise.
+- Who looks at pages on the engine's behalf waits for its stream first (``synchronize``). An engine
+  that asks the device for more than ``order`` on its own thread is noticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Final, Literal
+
+from kvass.layout.describe import GroupPlanes
+from kvass.transfer.base import Done, Job, U8Array
+from kvass.transfer.checks import check_job
+from kvass.transfer.cuda import CudaMover
+from kvass.transfer.descriptors import plan_runs
+from kvass.transfer.runtime import Event, Fault, Kind, Stream
+from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.fake_device import COMPUTE
+
+NOISE: Final = 0x3D
+"""As a float it is small: attention multiplies what it masks with 0, and NaN would stay."""
+LONG: Final = 40
+"""Pieces of work that an engine's kernel takes: copies that do not wait for it are done by then."""
+Break = Literal["", "unordered", "hasty"]
+"""What a device never does, so that tests can see that they would notice: streams wait for no
+event; the end of every copy is said to be there at once."""
+_seeds = count()
+
+
+class EngineCuda(FakeCuda):
+    """See above."""
+
+    broken: Break = ""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, eager=40, watched=False)
+        self._ends = set[Event]()
+
+    def break_(self, how: Break) -> None:
+        """Do wrong from now on; all that was given before is done."""
+        if how != self.broken:
+            self.run()
+            self.broken = how
+
+    def finish(self) -> None:
+        """Do all that the engine's stream was given."""
+        with self._lock:
+            ops = self.streams[COMPUTE]
+            while ops:
+                self._do(ops.popleft())
+
+    def wait(self, stream: Stream, event: Event) -> Fault | None:
+        return None if self.broken == "unordered" else super().wait(stream, event)
+
+    def done(self, event: Event) -> bool | Fault:
+        return True if self.broken == "hasty" and event in self._ends else super().done(event)
+
+    def mark(self, stream: Stream) -> Event | Fault:
+        event = super().mark(stream)
+        if not isinstance(event, Fault):
+            self._ends.add(event)
+        return event
+
+
+class EngineMover(CudaMover):
+    """What copies between ``regions``, memory of the host that is taken for a device's."""
+
+    def __init__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> None:
+        self.fake = EngineCuda(next(_seeds))
+        self._memory = [self.fake.adopt(region) for region in regions]
+        self._known = {one.group: one for one in planes}
+        self._late: list[tuple[Kind, list[tuple[int, int]]]] = []
+        """Of each kernel that the engine's stream has not done: for which kind of job it is late,
+        addresses and lengths."""
+        super().__init__(self.fake, self._memory, planes, window=1 << 20, batch_bytes=50_000)
+
+    def submit(self, job: Job) -> None:
+        check_job(job, self._known)
+        self._delay(job)
+        with self.fake.engine_thread():
+            super().submit(replace(job, on_done=self._ended(job.on_done)))
+
+    def slow(self, row_s: float) -> None:
+        """The device takes so much longer to copy a row; of several groups, the largest."""
+        rows = [sum(x.run for x in one.planes) * one.chunk_blocks for one in self._known.values()]
+        self.fake.byte_s = row_s / max(rows)
+
+    def synchronize(self) -> None:
+        """Wait for all that the engine's stream was given."""
+        self.fake.finish()
+
+    def begin_step(self) -> None:
+        """A forward pass may read what it was not told to load: all that was computed is there."""
+        if any(kind == "store" for kind, _ in list(self._late)):
+            self.synchronize()
+
+    def check(self) -> None:
+        """Raise AssertionError if anything was done that CUDA forbids."""
+        assert not self.fake.violations, self.fake.violations
+
+    def check_closed(self) -> None:
+        """... and, after ``close``, if anything is left; a dead device keeps what it had."""
+        self.check()
+        assert self.fake.dead or not self.fake.registered
+        assert self.fake.dead or not self.fake.live_events
+
+    def _delay(self, job: Job) -> None:
+        """What the engine did to the job's blocks before is a kernel that its stream has yet to do:
+        of a store it writes the pages, of a load it overwrites them with noise."""
+        runs = [
+            run
+            for some in plan_runs(job.plans, self._memory, 1 << 62)
+            for run in zip(some.device.tolist(), some.count.tolist(), strict=True)
+        ]
+        if any(_meet(run, one) for _, late in list(self._late) for one in late for run in runs):
+            self.synchronize()
+        pages = [ctypes.string_at(*run) if job.kind == "store" else b"" for run in runs]
+        if job.kind == "store":
+            _write_noise(runs)
+
+        def kernel() -> None:
+            if job.kind == "load":
+                _write_noise(runs)
+            for (address, _), page in zip(runs, pages, strict=True):
+                ctypes.memmove(address, page, len(page))
+            self._late.remove((job.kind, runs))  # now: until then a step that begins waits
+
+        self._late.append((job.kind, runs))
+        for _ in range(LONG):
+            self.fake.queue(lambda: None)
+        self.fake.queue(kernel)
+
+    def _ended(self, on_done: Callable[[Done], None] | None) -> Callable[[Done], None]:
+        """The end of a job, whose blocks are the engine's again: in its stream's order."""
+
+        def ended(done: Done) -> None:
+            self.synchronize()
+            if on_done is not None:
+                on_done(done)
+
+        return ended
+
+
+class EngineGpus:
+    """Makes movers as ``testing.rank.Rank`` wants them."""
+
+    def __init__(self) -> None:
+        self.made: list[EngineMover] = []
+
+    def __call__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> EngineMover:
+        self.made.append(EngineMover(regions, planes))
+        return self.made[-1]
+
+    def check_closed(self) -> None:
+        """As ``EngineMover.check_closed``, of all that were made."""
+        for mover in self.made:
+            mover.check_closed()
+
+
+def _write_noise(runs: Sequence[tuple[int, int]]) -> None:
+    for address, length in runs:
+        ctypes.memset(address, NOISE, length)
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < sum(other) and other[0] < sum(one)
