@@ -1,12 +1,9 @@
-"""What goes wrong in a simulated world: engines die, clients lie, strangers talk.
+"""Faults of a simulated world: processes die, clients send wrong messages, strangers connect.
 
-Law of this file: all of it is what a real process could do to a daemon, and nothing of it is an
-excuse: after it the laws hold as before.
+Every fault is something that a real process can do to a daemon. The laws must hold all the same.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,14 +12,12 @@ from kvass.core.effects import PopulatedTo
 from tests.support.simulation.clients import ClientConnection, Process, SimulatedEngine
 from tests.support.simulation.random_messages import any_message
 from tests.support.simulation.random_models import WIDTH
+from tests.support.simulation.world import World
 from tests.support.witness.records import Lease, Reservation
 
-if TYPE_CHECKING:
-    from tests.support.simulation.simulator import Simulation
 
-
-def do_mischief(sim: Simulation) -> None:
-    """One misdeed, of any kind."""
+def inject_fault(sim: World) -> None:
+    """One random fault."""
     rng = sim.rng
     what = rng.random()
     engine = rng.choice(sim.engines)
@@ -37,24 +32,24 @@ def do_mischief(sim: Simulation) -> None:
     elif what < 0.38 and process.peer is not None:
         process.peer.sent.append(None)
         if process is engine.scheduler:
-            engine.die(process)  # it must not hand over behind the garbage
+            engine.die(process)  # the daemon reads no HandedOver after the garbage
     elif what < 0.45 and process.peer is not None:
         mine = (x for session, x in sim.said if session == process.peer.session)
         if sent := [x for x in mine if isinstance(x, m.OneWay)]:
             process.peer.sent.append(rng.choice(sent))
     elif what < 0.55 and process.peer is not None:
-        _meddle(sim, engine, process, process.peer)
+        _settle_wrongly(sim, engine, process, process.peer)
     elif what < 0.58:
         sim.step(PopulatedTo(rng.randint(0, sim.arena_bytes)))
     else:
-        _stranger(sim)
+        _act_as_stranger(sim)
 
 
-def _meddle(
-    sim: Simulation, engine: SimulatedEngine, process: Process, peer: ClientConnection
+def _settle_wrongly(
+    sim: World, engine: SimulatedEngine, process: Process, peer: ClientConnection
 ) -> None:
-    """Settle what is another's to settle: another instance's, rank's, or boot's; or have rows
-    written by ranks that do not hold them."""
+    """Settle a lease or reservation of another instance, rank or boot; or name as writers ranks
+    that do not hold the rows."""
     rng, boot, rank = sim.rng, sim.memory.boot, process.rank
     if process is engine.scheduler and rng.random() < 0.5:
         item = m.ReserveItem("r", b"".join(engine.model.prompts[0]))
@@ -81,8 +76,8 @@ def _meddle(
         peer.sent.append(m.Abort(boot=boot, reservation=one.id, rank=rank))
 
 
-def _stranger(sim: Simulation) -> None:
-    """Somebody who is none of the engines connects, says anything, or leaves."""
+def _act_as_stranger(sim: World) -> None:
+    """A client that is no engine connects, sends anything, or leaves."""
     rng = sim.rng
     sim.strangers = [s for s in sim.strangers if s.session in sim.peers]
     if len(sim.strangers) < sim.crowd and rng.random() < 0.4:

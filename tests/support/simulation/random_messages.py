@@ -1,7 +1,7 @@
-"""Clients that mean no good, or mean nothing: any message, in any order, with any number in it.
+"""Random messages of hostile or confused clients.
 
-Law of this file: every message here decodes; whether it may be said is for the core to judge.
-Numbers are drawn small, so that they meet the ids and ranks that others were really given.
+Every message decodes; whether it is allowed is for the core to decide. Numbers are mostly small, so
+that they meet ids and ranks that are in use.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _layout(rng: Rng) -> RankLayout | None:
 
 
 def _register(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
-    # Its own name and identity, or a real engine's name with an identity that contradicts it.
+    # A name of its own, or that of a real engine with an identity that contradicts it.
     name = rng.choice(["stranger", "stranger", "stranger2", "e0"])
     rank = rng.choice([-1, 0])
     terms = m.Register(
@@ -175,5 +175,5 @@ _MAKERS: list[Callable[[Rng, bytes, list[Model], int], m.FromClient]] = [
 
 
 def any_message(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClient:
-    """Anything a peer could say. Requests carry ``seq``."""
+    """Any message of a client. Requests carry ``seq``."""
     return rng.choice(_MAKERS)(rng, boot, models, seq)

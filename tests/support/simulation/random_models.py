@@ -1,7 +1,4 @@
-"""Models that simulated engines serve: layouts of all shapes, and prompts that share prefixes.
-
-Law of this file: a model is a value; whoever has its seed has it again.
-"""
+"""Random models for simulated engines: layouts of all kinds, and prompts that share prefixes."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.types import PAGE, SCHEDULER, GroupKind, GroupLayout, RankLayout
 
 WIDTH: Final = 8
-"""Bytes of a chunk hash here."""
+"""Bytes of a chunk hash."""
 
 CHUNK_TOKENS: Final = 16
 
 GRIDS: Final = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4))
-"""``(tp, pp)`` of the worlds that engines are run on."""
+"""``(tp, pp)`` of the parallel strategies that tests cover."""
 
 _SMALL: Final = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Model:
-    """What an engine serves: its namespace, and the prompts (chunk hashes) its users send."""
+    """A model as the daemon knows it, and the prompts (chunk hashes) that its users send."""
 
     identity: dict[str, str]
     world: ParallelStrategy
@@ -53,7 +50,7 @@ class Model:
 
     @property
     def row_bytes(self) -> int:
-        """Of one chunk in all groups and shards."""
+        """Bytes of one chunk in all groups and shards."""
         return sum(sum(self.shard_bytes(g)) for g in range(self.groups))
 
     def register(self, instance: str, rank: int) -> m.Register:
@@ -71,7 +68,7 @@ Shape = tuple[GroupKind, int, int]
 
 
 def random_shapes(rng: random.Random, chunk_tokens: int) -> list[Shape]:
-    """One to three groups: mostly whole prompts, else any mix; seldom none that is ``full``."""
+    """One to four groups: mostly ``full`` alone, else any mix, seldom without a ``full`` one."""
     shapes: list[Shape] = []
     hybrid = rng.random() < 0.5
     for number in range(rng.choice([1, 1, 2, 3]) + hybrid):
@@ -89,7 +86,7 @@ def random_shapes(rng: random.Random, chunk_tokens: int) -> list[Shape]:
 
 
 def random_layout(rng: random.Random, shapes: list[Shape], stage: int = 0) -> RankLayout:
-    """Shards of one to a few pages. A pipeline ``stage`` has layers of its own, seldom none."""
+    """Shards of a few pages. Each pipeline ``stage`` has its own layers, seldom none."""
     groups = []
     for number, (kind, block_tokens, window) in enumerate(shapes):
         pages = tuple(rng.randint(1, n * block_tokens // 8) for n in (PAGE // 2, PAGE))
@@ -101,15 +98,15 @@ def random_layout(rng: random.Random, shapes: list[Shape], stage: int = 0) -> Ra
 
 
 def random_world(rng: random.Random) -> ParallelStrategy:
-    """Mostly up to four ranks, seldom any of ``GRIDS``; dense, GQA or MLA."""
+    """Mostly up to four ranks, seldom any of ``GRIDS``; KV heads replicated or not."""
     tp, pp = rng.choice(GRIDS if rng.random() < 0.03 else _SMALL)
     return ParallelStrategy(tp, pp, rng.choice([1, tp, *(n for n in (2, 4) if tp % n == 0)]))
 
 
 def random_model(rng: random.Random, name: str, world: ParallelStrategy | None = None) -> Model:
-    """A random world unless it is given, groups of any kind, a tree of prompts.
+    """A model of random groups and prompts; its strategy is random unless ``world`` is given.
 
-    The shards differ in size, within a stage too: then whoever takes one for another is noticed.
+    Shards differ in size, also within a stage, so that mixing them up is noticed.
     """
     world = random_world(rng) if world is None else world
     shapes = random_shapes(rng, CHUNK_TOKENS)
@@ -126,7 +123,7 @@ def random_model(rng: random.Random, name: str, world: ParallelStrategy | None =
 
 
 def even_model(name: str, groups: int, world: ParallelStrategy, shard_bytes: int) -> Model:
-    """Every shard is of ``shard_bytes``."""
+    """A model of full attention groups, each shard of a chunk ``shard_bytes`` long."""
     group = GroupLayout(kind="full", block_tokens=16, layers=("a",), page_bytes=(shard_bytes,))
     layouts = (RankLayout((group,) * groups),) * world.world_size
     return Model({"model": name}, world, layouts, ())

@@ -1,284 +1,65 @@
-"""A seeded world over the core: engines, strangers, a clock, and an arena that remembers writes.
+"""Random histories of a simulated world: the core under crashes, stalls, faults and restarts.
 
-Law of this file: a run is a function of its seed. After every event the core's own ``validate()``
-and the witness's laws must hold; at the end everything drains and any namespace can still get room.
+A run is a function of its seed. At the end all clients leave, everything the core holds must end,
+and any namespace must still get room.
 
 ::
 
     python -m tests.support.simulation.simulator --seeds 1000 --start 0 --jobs 2
     python -m tests.support.simulation.simulator --replay sim-17.jsonl
 
-A failing run prints its seed and leaves a trace (one JSON line per event the core saw), which
-``--replay`` feeds to the core again, also after the simulator itself has changed.
+A failing run prints its seed and writes a trace: one JSON line per event the core saw. ``--replay``
+feeds a trace to the core again, also after the simulator itself has changed.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import os
-import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvass import messages as m
-from kvass.client.parallel import ParallelStrategy
-from kvass.core.effects import (
-    Close,
-    Effect,
-    Event,
-    Faulted,
-    Lost,
-    Opened,
-    ProcessEnded,
-    Received,
-    Send,
-    Stopping,
-    Tick,
-    ToSession,
-    Watch,
-)
-from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.core.tiers import FlushMode
-from kvass.types import Limits, Timing
+from kvass.core.effects import Stopping, Tick
 from tests.support.reference.engine import run_reference
-from tests.support.simulation.clients import (
-    ArenaContents,
-    ClientConnection,
-    Process,
-    SimulatedEngine,
-    some,
-)
-from tests.support.simulation.faults import do_mischief
-from tests.support.simulation.random_models import random_model
-from tests.support.simulation.starvation import prove_room
-from tests.support.simulation.tiers import SimTiers
-from tests.support.simulation.traces import Traced, dump_trace, replay
+from tests.support.simulation.clients import ClientConnection, Process, SimulatedEngine, some
+from tests.support.simulation.faults import inject_fault
+from tests.support.simulation.starvation import check_no_starvation
+from tests.support.simulation.traces import dump_trace, replay
 from tests.support.simulation.warm_start import put_back_tiers, warm_tiers
-from tests.support.witness.records import Archive, BrokenLawError, Tag
-from tests.support.witness.witness import Witness
-
-OWN_UID = 1
-"""Whose the daemon is, and the engines."""
+from tests.support.simulation.world import World
+from tests.support.witness.records import BrokenLawError
 
 SLICES: Final = 1000
-"""Work that goes on in slices is done after so many ticks."""
+"""Ticks after which work that the core does in slices must be over."""
 
 
-class Simulation:
-    """One seed. ``trace`` holds what the core of the current boot saw, and when.
+class Simulation(World):
+    """A world and its history. ``options`` are those of ``World``."""
 
-    With ``validate`` off the witness judges alone, without the core's own word. ``world``: what
-    every engine is spread over, instead of chance.
-    """
-
-    def __init__(
-        self, seed: int, validate: bool = True, world: ParallelStrategy | None = None
-    ) -> None:
-        self.validate = validate
-        rng = self.rng = random.Random(seed)
-        self.now = 1000.0
-        self.timing = Timing(lease_s=4.0, reserve_s=4.0, dma_grace_s=0.5)
-        self.mischief = rng.choice([0.0, 0.02, 0.05, 0.15])
-        self.stalls = rng.choice([0.0, 0.005, 0.02])
-        name = rng.choice(["m{}", "m"])  # in one namespace's name, layouts alone must do
-        self.models = [
-            random_model(rng, name.format(i), world) for i in range(rng.choice([2, 2, 3]))
-        ]
-        self.roomy = rng.random() < 0.3
-        rows = 5_000 if self.roomy else rng.choice([4, 5, 8, 12, 25])
-        chunk_bytes = max(model.row_bytes for model in self.models)
-        self.arena_bytes = rows * chunk_bytes
-        parts = rng.choice([64, 32, 20])
-        if self.roomy:  # a cleared set in which somebody still writes is room that nobody has
-            parts = 1_000
-        self.extent_bytes = None if parts == 64 else self.arena_bytes // parts
-        self.engines = [
-            SimulatedEngine(f"e{i}", self.models[i % len(self.models)], self)
-            for i in range(rng.choice([2, 3, 4]))
-        ]
-        chance = random.Random(f"weights {seed}")  # its own: other seeds' lives stay as they were
-        if chance.random() < 0.2:
-            for engine in self.engines:
-                engine.trainer = chance
-        crowd = sum(len(engine.processes) for engine in self.engines)
-        self.crowd = rng.choice([3, 3, 3, 40])
-        """How many strangers there may be."""
-        self.limits = Limits(
-            leases_per_instance=rng.choice([4, 1000]),
-            reservations_per_instance=rng.choice([4, 1000]),
-            sessions=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
-            sessions_per_uid=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
-            keys_per_message=rng.choice([8, 1000]),
-            waiting_bytes=rng.choice([9_000, 30_000, 1 << 20]),
-        )
-        self.strangers: list[ClientConnection] = []
-        self.said: list[tuple[int, m.FromClient]] = []
-        modes: list[FlushMode] = ["write_through", "write_through", "on_evict", "none"]
-        self.tiers = SimTiers(self, rng.choice([0, 1, 1, 2]), rng.random() < 0.4)
-        self.flush: FlushMode = "write_through"
-        flush, warm = rng.choice(modes), rng.random() < 0.8
-        self.retain, self.weigh = rng.random() < 0.7, rng.random() < 0.5
-        self.reboots = rng.choice([0.0, 0.002, 0.01]) if self.tiers.names else 0.0
-        self.clears = rng.choice([0.0, 0.01, 0.03]) if self.tiers.names else 0.0
-        self.slice_slots = (1, 5, 2048)[seed % 3]
-        self.archive = Archive()
-        self.boots = 0
-        if self.tiers.names and warm:
-            self.arena_bytes = 5_000 * chunk_bytes
-            self.boot()
-            warm_tiers(self)
-            if not self.tiers.healthy and rng.random() < 0.3:
-                put_back_tiers(self)
-            self.arena_bytes = rows * chunk_bytes
-        self.flush = flush
+    def __init__(self, seed: int, **options: Any) -> None:
+        super().__init__(seed, **options)
+        if self.tiers.names and self.warm:
+            self._warm_up()
         self.boot()
 
-    # ------------------------------------------------------------ what actors see (World)
-
-    def connect(self, uid: int = OWN_UID) -> ClientConnection:
-        self.sessions += 1
-        peer = self.peers[self.sessions] = ClientConnection(
-            self.sessions, visible=self.rng.random() < 0.6
-        )
-        self.step(Opened(peer.session, uid, own=uid == OWN_UID))
-        return peer
-
-    def expected(self, lease: int) -> dict[int, Tag | None]:
-        return self.witness.expected(lease)
-
-    def land(self, memory: ArenaContents, page: int, tag: Tag | None) -> None:
-        if memory is self.memory and tag is not None:
-            self.witness.landing(tag[1], page, self.now)
-        memory.pages[page] = tag
-
-    def straggle(
-        self, memory: ArenaContents, left: list[tuple[int, Tag | None]], until: float
-    ) -> None:
-        for page, tag in left:
-            when = self.now + self.rng.random() * (until - self.now)
-            self.later(when, partial(self.land, memory, page, tag))
-
-    def later(self, when: float, action: Callable[[], None]) -> None:
-        self.laters += 1
-        heapq.heappush(self.late, (when, self.laters, action))
-
-    # ------------------------------------------------------------ the daemon
-
-    def boot(self) -> None:
-        """A daemon starts: empty books, new memory; every old session broke."""
-        self.boots += 1
-        boot = b"%016d" % self.boots
-        self.machine = CacheMachine(
-            CoreConfig(
-                boot=boot,
-                arena_bytes=self.arena_bytes,
-                extent_bytes=self.extent_bytes,
-                timing=self.timing,
-                limits=self.limits,
-                tiers=self.tiers.names,
-                flush=self.flush,
-                retain_promoted=self.retain,
-                weigh_loads=self.weigh,
-                slice_slots=self.slice_slots,
-            )
-        )
-        self.witness = Witness(
-            boot, self.arena_bytes, self.timing, self.limits, self.roomy, self.archive
-        )
-        self.witness.watch(self.tiers.names, self.retain, self.weigh)
-        if self.tiers.healthy:
-            self.witness.holds = self.tiers.holds
-        self.tiers.boot()
-        gone: ArenaContents | None = getattr(self, "memory", None)
-        self.memory = ArenaContents(boot)
-        self.peers: dict[int, ClientConnection] = {}
-        self.sessions = self.laters = 0
-        self.late: list[tuple[float, int, Callable[[], None]]] = []
-        self.trace: Traced = []
-        self.strangers.clear()
-        self.said.clear()
-        for engine in self.engines:
-            engine.daemon_gone(gone)
-
-    def step(self, event: Event) -> list[Effect]:
-        """One event into the core; its effects travel; every law is checked."""
-        self.trace.append((self.now, event))
-        effects = self.machine.step(event, self.now)
-        if self.validate:
-            self.machine.validate()
-        self.witness.observe(event, effects, self.now)
-        if len(self.trace) % 8 == 0:
-            self.witness.compare(self.machine.status())
-        for effect in effects:
-            if isinstance(effect, Watch):
-                continue
-            if not isinstance(effect, ToSession):
-                self.tiers.take(effect)
-                continue
-            peer = self.peers.get(effect.session)
-            if peer is None:
-                continue
-            if isinstance(effect, Send):
-                peer.inbox.append(effect.message)
-            else:
-                peer.hung_up = True
-                peer.sent.clear()
-                if isinstance(effect, Close):
-                    del self.peers[effect.session]
-        return effects
-
-    def pass_time(self, seconds: float) -> None:
-        """Let time pass; late bytes land on their way, and due ticks come, or come late."""
-        until = self.now + seconds
-        self.catch_up(until)
-        self.now = until
-        due = self.machine.next_deadline()
-        if due is not None and due <= until and self.rng.random() < 0.7:
-            self.step(Tick())
-
-    def catch_up(self, until: float) -> None:
-        """What was to happen by then happens."""
-        while self.late and self.late[0][0] <= until:
-            when, _, action = heapq.heappop(self.late)
-            self.now = max(self.now, when)
-            action()
-
-    def deliver(self, peer: ClientConnection) -> None:
-        """The daemon reads the next message of a socket, or its end."""
-        if not peer.sent:
-            del self.peers[peer.session]
-            effects = self.step(Lost(peer.session, exiting=peer.visible and peer.exits))
-            if peer.visible:
-                self.watch(peer, effects)
-            return
-        message = peer.sent.popleft()
-        if message is None:
-            self.step(Faulted(peer.session, "bad_frame", "garbage"))
-        elif not peer.hung_up:
-            self.said.append((peer.session, message))
-            self.step(Received(peer.session, message))
-
-    def watch(self, peer: ClientConnection, effects: list[Effect]) -> None:
-        """The end of a lost session's process is told if the core asked for it, and in time."""
-        for effect in effects:
-            if isinstance(effect, Watch) and peer.ends < effect.until:
-                ended = partial(self._process_ended, effect.session)
-                self.later(max(self.now, peer.ends), ended)
-
-    def _process_ended(self, session: int) -> None:
-        self.step(ProcessEnded(session))
-
-    # ------------------------------------------------------------ chance
+    def _warm_up(self) -> None:
+        """An earlier daemon, with a large arena and ``write_through``, fills the tiers."""
+        flush, self.flush = self.flush, "write_through"
+        arena_bytes, self.arena_bytes = self.arena_bytes, 5_000 * self.chunk_bytes
+        self.boot()
+        warm_tiers(self)
+        if not self.tiers.healthy and self.rng.random() < 0.3:
+            put_back_tiers(self)
+        self.flush, self.arena_bytes = flush, arena_bytes
 
     def run(self, steps: int = 350) -> None:
-        """A random life, the longer the wider its worlds, then quiescence."""
+        """A random history, longer for engines of many ranks; then everything ends."""
         self._engines_start()
         for _ in range(steps * (1 + max(model.ranks for model in self.models) // 8)):
             stall = self.rng.random() < self.stalls
@@ -288,10 +69,10 @@ class Simulation:
             self._something()
         self._drain()
         if not self.roomy and self.rng.random() < 0.5:
-            prove_room(self)
+            check_no_starvation(self)
 
     def _engines_start(self) -> None:
-        """Mostly all at once and unhindered; else they register while others work already."""
+        """Mostly all register before anything else; else some register while others work."""
         at_once = self.rng.random() < 0.7
         for engine in self.engines:
             for process in [*engine.workers, engine.scheduler]:
@@ -301,13 +82,13 @@ class Simulation:
                     engine.hear(process, peer)
 
     def _something(self) -> None:
-        """Mischief, a message on its way in, one on its way out, a copy, or a scheduler's idea."""
+        """One of: a fault, a message read by the daemon or by a client, a copy, a request."""
         rng, engine = self.rng, self.rng.choice(self.engines)
         what = rng.random()
         if self.clears and rng.random() < self.clears and engine.scheduler.peer is not None:
             engine.scheduler.peer.ask(m.Clear())
         if what < self.mischief:
-            do_mischief(self)
+            inject_fault(self)
             return
         sent = [p for p in self.peers.values() if p.sent or p.closing]
         if what < 0.5 and sent:
@@ -338,7 +119,7 @@ class Simulation:
     # ------------------------------------------------------------ the end
 
     def _drain(self) -> None:
-        """Law 7: clients gone and their grace over: nothing is pinned, reserved or quarantined."""
+        """Law 7: after all clients have gone and their grace has passed, nothing is held."""
         for engine in self.engines:
             for process in engine.processes:
                 engine.die(process)
@@ -362,9 +143,9 @@ class Simulation:
                 raise BrokenLawError(f"{SLICES} ticks at {self.now} left something due at {again}")
         self.witness.quiet(None, self.machine.status())
         if self.witness.busy(self.now + self.timing.dma_grace_s):
-            raise BrokenLawError("law 7: the core has forgotten what its clients may still touch")
+            raise BrokenLawError("law 7: the core forgot pages that clients may still touch")
         if self.machine.flushing:
-            raise BrokenLawError("law 7: no tier has anything to do, yet the core awaits it")
+            raise BrokenLawError("law 7: the core waits for tiers that have nothing to do")
         self.witness.settled(self.machine.status(), self.flush == "write_through")
         self.pass_time(self.timing.dma_grace_s)
 
@@ -375,13 +156,13 @@ class Simulation:
 def run_seed(
     seed: int, steps: int = 350, trace_to: Path | None = None, validate: bool = True
 ) -> str | None:
-    """Run one seed; ``None``, or what went wrong and where its trace lies."""
+    """Run one seed: ``None``, or a text that says what failed and where its trace is."""
     sim: Simulation | None = None
     try:
-        sim = Simulation(seed, validate)
+        sim = Simulation(seed, validate=validate)
         sim.run(steps)
         run_reference(seed)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this seed
+    except Exception as error:  # noqa: BLE001 - the report names the seed
         told = "".join(traceback.format_exception(error, limit=-6))
         last = [] if sim is None else [f"{t:.4f} {e}" for t, e in sim.trace[-12:]]
         if sim is not None and trace_to is not None:
@@ -395,11 +176,11 @@ def run_seed(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run seeds, or replay a trace; 1 if any broke a law."""
+    """Run seeds, or replay a trace. The exit status is 1 if any seed failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.simulation.simulator")
     parser.add_argument("--seeds", type=int, default=1000, help="how many to run")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--steps", type=int, default=350, help="how long each life is")
+    parser.add_argument("--steps", type=int, default=350, help="how long each history is")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--traces", type=Path, default=Path("."), help="where traces are left")
     parser.add_argument("--replay", type=Path, help="a trace to feed to the core again")

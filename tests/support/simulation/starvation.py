@@ -1,12 +1,11 @@
-"""Proof that an idle arena has room for anybody (laws 6 and 12), whatever filled it before.
+"""An idle arena has room for any namespace (laws 6 and 12), whatever filled it before.
 
-Law of this file: nothing random is in the way, so whoever is refused was starved.
+Nothing random happens here, so every refusal is starvation.
 """
 
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
@@ -15,14 +14,12 @@ from kvass.types import PAGE
 from tests.support.simulation.clients import SimulatedEngine
 from tests.support.simulation.random_models import WIDTH, even_model
 from tests.support.simulation.warm_start import ask, register, store
+from tests.support.simulation.world import World
 from tests.support.witness.records import BrokenLawError
 
-if TYPE_CHECKING:
-    from tests.support.simulation.simulator import Simulation
 
-
-def prove_room(sim: Simulation) -> None:
-    """A newcomer fills the arena over and over, then one of another layout."""
+def check_no_starvation(sim: World) -> None:
+    """A new instance fills the arena several times, then one with another layout does."""
     pair = ParallelStrategy(tp=2, replicas=sim.rng.choice([1, 2]))
     for i, groups, world in ((0, 1, ParallelStrategy()), (1, 2, pair)):
         pages = sim.arena_bytes // PAGE // sim.rng.choice([16, 25, 33])
@@ -31,17 +28,17 @@ def prove_room(sim: Simulation) -> None:
         step = int(sim.arena_bytes * sim.limits.instance_write_share) // model.row_bytes
         step = min(step, sim.limits.keys_per_message)
         if not step:
-            continue  # not even one row may be written at a time
+            continue  # one row exceeds the instance's quota
         engine = SimulatedEngine(f"room{i}", model, sim)
         register(sim, engine)
         for n in range(0, (1 - i) * sim.arena_bytes // model.row_bytes + 2 * step, step):
             sim.pass_time(0.01)
-            sim.catch_up(inf)  # what tiers are doing, too
+            sim.catch_up(inf)  # tiers end what they do
             _store(sim, engine, [b"room%04d" % (n + i) for i in range(step)])
 
 
-def _store(sim: Simulation, engine: SimulatedEngine, keys: list[bytes]) -> None:
-    """Store a prompt and find it again."""
+def _store(sim: World, engine: SimulatedEngine, keys: list[bytes]) -> None:
+    """Store a prompt, then look it up."""
     peer, boot = engine.scheduler.peer, sim.memory.boot
     assert peer is not None
     granted = store(sim, engine, keys)

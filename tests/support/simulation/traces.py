@@ -1,6 +1,6 @@
-"""A run as the core saw it, as text: JSON lines that can be fed to the core again.
+"""Traces: the events that a core saw, as JSON lines that can be fed to a core again.
 
-The first line is ``{"config": .., "roomy": ..}``; each other is an event
+The first line is ``{"config": .., "roomy": ..}``, every other one an event
 (``core/event_lines.py``).
 """
 

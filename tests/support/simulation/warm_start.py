@@ -1,25 +1,19 @@
-"""A life before the first: tiers get to hold what a daemon of before was given.
-
-Law of this file: nothing goes wrong in it. What does not fit at once is left out.
-"""
+"""A daemon before the first one fills the tiers. No faults happen here."""
 
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
 
 from kvass import messages as m
 from kvass.core.effects import Received, Send
 from tests.support.simulation.clients import ClientConnection, SimulatedEngine
 from tests.support.simulation.random_models import WIDTH
+from tests.support.simulation.world import World
 from tests.support.witness.records import list_places
 
-if TYPE_CHECKING:
-    from tests.support.simulation.simulator import Simulation
 
-
-def warm_tiers(sim: Simulation) -> None:
-    """Every model's prompts are stored once, and flushed."""
+def warm_tiers(sim: World) -> None:
+    """Store the prompts of every model once, and flush them; what is not granted is skipped."""
     seen = set[int]()
     for engine in sim.engines:
         if id(engine.model) in seen:
@@ -32,9 +26,9 @@ def warm_tiers(sim: Simulation) -> None:
                 sim.catch_up(inf)
 
 
-def put_back_tiers(sim: Simulation) -> None:
-    """All is cleared, and then the tiers go back to what they were before that. The daemon that
-    cleared lives, so the next one must find nothing of before."""
+def put_back_tiers(sim: World) -> None:
+    """Clear everything, then restore the tiers from a snapshot taken before the clear. The daemon
+    that cleared still runs, so the next daemon must not find the old records."""
     sim.tiers.take_snapshots()
     for engine in sim.engines:
         peer = engine.scheduler.peer
@@ -47,8 +41,8 @@ def put_back_tiers(sim: Simulation) -> None:
     sim.catch_up(inf)
 
 
-def register(sim: Simulation, engine: SimulatedEngine) -> list[bool]:
-    """Connect all of an engine; which of its processes are heard."""
+def register(sim: World, engine: SimulatedEngine) -> list[bool]:
+    """Connect all processes of an engine; for each whether the daemon kept its session."""
     alive = []
     for process in [*engine.workers, engine.scheduler]:
         peer = engine.connect(process)
@@ -58,8 +52,8 @@ def register(sim: Simulation, engine: SimulatedEngine) -> list[bool]:
     return alive
 
 
-def store(sim: Simulation, engine: SimulatedEngine, keys: list[bytes]) -> m.Grant | None:
-    """Store what is granted of a prompt."""
+def store(sim: World, engine: SimulatedEngine, keys: list[bytes]) -> m.Grant | None:
+    """Store a prompt; the grant, or None if nothing was granted."""
     peer, boot = engine.scheduler.peer, sim.memory.boot
     assert peer is not None
     every = (1 << engine.model.groups) - 1
@@ -78,8 +72,8 @@ def store(sim: Simulation, engine: SimulatedEngine, keys: list[bytes]) -> m.Gran
     return granted.grants[0]
 
 
-def _write(sim: Simulation, engine: SimulatedEngine, grant: m.Grant) -> None:
-    """Every writer's bytes land."""
+def _write(sim: World, engine: SimulatedEngine, grant: m.Grant) -> None:
+    """Write every page of the grant."""
     at = 0
     for group, slots in enumerate(grant.slots):
         for place in list_places(slots, engine.model.shard_bytes(group)):
@@ -89,8 +83,8 @@ def _write(sim: Simulation, engine: SimulatedEngine, grant: m.Grant) -> None:
             at += 1
 
 
-def ask(sim: Simulation, peer: ClientConnection, message: m.Request) -> m.FromDaemon:
-    """What is answered at once."""
+def ask(sim: World, peer: ClientConnection, message: m.Request) -> m.FromDaemon:
+    """Send a request; its reply, which comes in the same step."""
     peer.seq = message.seq = peer.seq + 1
     effects = sim.step(Received(peer.session, message))
     return next(e.message for e in effects if isinstance(e, Send) and e.session == peer.session)
