@@ -1,8 +1,7 @@
-"""A fake engine: a scheduler and its ranks over a real daemon, with no torch and no model.
+"""A fake engine: a scheduler and its ranks over a real daemon, without torch and without a model.
 
-Law of this file: it keeps every rule that a connector keeps, and can die like an engine: ``kill``
-leaves a rank's debts as SIGKILL would. Pages are position-coded (``pages``), so whatever a load
-brought can be told right or wrong by itself.
+It follows all rules of a connector. ``kill`` ends a rank as SIGKILL does: what it owes stays open.
+The content of a page follows from its place (``pages``), so every loaded page can be checked.
 
 ::
 
@@ -12,7 +11,7 @@ brought can be told right or wrong by itself.
         assert engine.load(range(64)) == 4
         engine.verify()
 
-For a rank to die in the middle, take the steps of ``store`` and ``load`` one by one: ``reserve`` or
+To kill a rank in the middle, take the steps of ``store`` and ``load`` one by one: ``reserve`` or
 ``match``, ``hand_over``, ``copy``, ``wait``.
 """
 
@@ -42,19 +41,19 @@ from kvass.types import SCHEDULER, I64Array, RankLayout
 WIDTH: Final = 16
 """Bytes of a chunk hash: SHA-256 cut to 128 bits."""
 PATIENCE_S: Final = 30.0
-"""How long to wait for what must come; generous, for loaded machines."""
+"""How long to wait for an answer; generous, for loaded machines."""
 
 SLOW_TOKENS_S: Final = 0.01
-"""What it says to compute per second, so that it is given all the time it asks for."""
+"""Its prefill speed in tokens per second: so slow that waiting for a tier always pays."""
 
 _names = itertools.count()
 
 
 def spread(world: ParallelStrategy, layout: RankLayout) -> tuple[RankLayout, ...]:
-    """By shard, what it holds of a model's ``layout``: each pipeline stage has its own layers.
+    """The part of a model's ``layout`` that each shard holds, by shard.
 
-    A group's layers are cut into ``world.pp`` runs, as even as can be; page sizes are those of one
-    shard. Raises ``UsageError`` for a group of fewer layers than stages.
+    Each group's layers are divided evenly among the ``world.pp`` pipeline stages; page sizes are
+    those of one shard. Raises ``UsageError`` if a group has fewer layers than there are stages.
     """
     if any(len(group.layers) < world.pp for group in layout.groups):
         raise UsageError(f"{world.pp} stages: give every group at least as many layers")
@@ -71,7 +70,7 @@ def spread(world: ParallelStrategy, layout: RankLayout) -> tuple[RankLayout, ...
 
 
 def chunk_keys(prompt: Sequence[int], chunk_tokens: int) -> list[bytes]:
-    """A key per whole chunk, chained: SHA-256 over the parent's and the packed uint32 tokens."""
+    """One key per whole chunk: SHA-256 of the previous key and the tokens as uint32."""
     keys, parent = list[bytes](), b""
     for at in range(0, len(prompt) - chunk_tokens + 1, chunk_tokens):
         tokens = prompt[at : at + chunk_tokens]
@@ -81,13 +80,14 @@ def chunk_keys(prompt: Sequence[int], chunk_tokens: int) -> list[bytes]:
 
 
 class FakeEngine:
-    """An instance of ``world``; ``layouts`` by shard (``spread`` makes them).
+    """An instance with the ranks of ``world``; ``layouts`` by shard (see ``spread``).
 
-    ``blocks`` block ids per group, of which 0 is the null block, are given out in an order drawn
-    from ``seed``. Waits until all of it is registered. One thread uses it.
+    Each group has ``blocks`` block ids, of which 0 is the null block; ``seed`` decides the order in
+    which they are used. The constructor waits until all processes are registered. Use it from one
+    thread.
 
     Raises ``Unavailable`` if there is no daemon within ``PATIENCE_S``, and ``UsageError`` if a
-    prompt needs more blocks than are left.
+    prompt needs more blocks than are free.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class FakeEngine:
         return scheduler
 
     def wait_connected(self) -> None:
-        """Wait until every process that lives is registered. Raises ``Unavailable``."""
+        """Wait until every living process is registered. Raises ``Unavailable``."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not all(client.connected for client in self._living()):
             if time.monotonic() > deadline_s:
@@ -155,11 +155,11 @@ class FakeEngine:
     # ------------------------------------------------------------ whole requests
 
     def store(self, prompt: Sequence[int]) -> int:
-        """Compute ``prompt`` and store what of it nobody has; the chunks that are now READY."""
+        """Compute ``prompt`` and store its missing chunks; returns how many were stored."""
         return self._whole(self.reserve(prompt))
 
     def load(self, prompt: Sequence[int]) -> int:
-        """Load what is there of ``prompt`` from its beginning; the chunks that every rank got."""
+        """Load the longest cached prefix of ``prompt``; returns how many chunks every rank got."""
         return self._whole(self.match(prompt))
 
     def _whole(self, what: Transfer | None) -> int:
@@ -172,9 +172,9 @@ class FakeEngine:
         return self.wait(what)
 
     def verify(self) -> int:
-        """Check every page of every rank that was loaded since the last call: how many there were.
+        """Check every page that was loaded since the last call; returns how many there were.
 
-        Raises ``WrongPageError``. A rank that died since has lost its pages.
+        Raises ``WrongPageError``. Ranks that died since then are skipped.
         """
         right = 0
         for what, ranks in self._loaded:
@@ -188,7 +188,7 @@ class FakeEngine:
     # ------------------------------------------------------------ step by step
 
     def reserve(self, prompt: Sequence[int]) -> Transfer | None:
-        """Compute ``prompt`` on all ranks and ask where to store it; None: nowhere, or held."""
+        """Compute ``prompt`` on all ranks and reserve its missing chunks; None without a grant."""
         keys = chunk_keys(prompt, self.chunk_tokens)
         every = (1 << len(self.layouts[0].groups)) - 1
         item = ReserveItem(f"{next(self._requests)}", b"".join(keys), groups=every)
@@ -217,7 +217,7 @@ class FakeEngine:
         return what
 
     def match(self, prompt: Sequence[int]) -> Transfer | None:
-        """Look ``prompt`` up, and find blocks for what is there; None: nothing."""
+        """Look ``prompt`` up and take blocks for the hit; None without a hit."""
         keys, request = chunk_keys(prompt, self.chunk_tokens), f"{next(self._requests)}"
         self.scheduler.new_step()
         asked = request, b"".join(keys), WIDTH, 0, SLOW_TOKENS_S
@@ -244,13 +244,13 @@ class FakeEngine:
         return what
 
     def hand_over(self, *what: Transfer) -> bool:
-        """The step's metadata is built: from here on only the ranks settle."""
+        """The step's metadata is built: from now on only the ranks settle. False if it failed."""
         leases = [one.id for one in what if one.kind == "load"]
         reservations = [one.id for one in what if one.kind == "store"]
         return self.scheduler.handed_over(leases, reservations, what[0].boot)
 
     def give_back(self, what: Transfer) -> None:
-        """The scheduler settles what it did not hand over."""
+        """Settle, in the scheduler, what was not handed over."""
         if what.kind == "load":
             self.scheduler.release(what.boot, what.id)
         else:
@@ -258,12 +258,12 @@ class FakeEngine:
         self._give_blocks(what.tables)
 
     def copy(self, what: Transfer, ranks: Iterable[int] | None = None) -> None:
-        """Have these ranks begin their part; by default all who owe one."""
+        """Start the copies of these ranks; by default of all that take part."""
         for rank in what.ranks if ranks is None else ranks:
             self.ranks[rank].copy(what)
 
     def wait(self, what: Transfer) -> int:
-        """Finish ``what``: the chunks that arrived whole, which is all or none."""
+        """Wait for all ranks; returns the chunks that arrived: all or none."""
         self.wait_ranks(what, what.ranks)
         if what.kind == "load" and what.whole:
             self._loaded.append((what, [self.ranks[rank] for rank in what.ranks]))
@@ -272,7 +272,7 @@ class FakeEngine:
         return len(what.keys) if what.whole else 0
 
     def wait_ranks(self, what: Transfer, ranks: Iterable[int]) -> None:
-        """Wait until these ranks' copies are over, and the daemon has heard what they said of it.
+        """Wait until the copies of these ranks have ended and the daemon has read their reports.
 
         Raises ``Unavailable`` after ``PATIENCE_S``.
         """
@@ -286,22 +286,22 @@ class FakeEngine:
         self.flush(names)
 
     def flush(self, ranks: Iterable[int]) -> None:
-        """Return once the daemon has carried out all that these ranks said."""
+        """Return once the daemon has handled all messages of these ranks."""
         for rank in ranks:
             if self.ranks[rank].alive:
                 self.ranks[rank].client._client.call(Ping(), PATIENCE_S)
 
-    # ------------------------------------------------------------ death
+    # ------------------------------------------------------------ processes end
 
     def kill(self, rank: int) -> None:
-        """A process ends as by SIGKILL (``SCHEDULER``: the scheduler's)."""
+        """End a process as SIGKILL does (``SCHEDULER``: the scheduler's)."""
         if rank == SCHEDULER:
             hang_up(self.scheduler._client)
         else:
             self.ranks[rank].kill()
 
     def revive(self, rank: int) -> None:
-        """A process starts in its place, with empty memory, and is waited for."""
+        """Start a process in its place, with empty memory, and wait until it is registered."""
         if rank == SCHEDULER:
             self.scheduler = self._new_scheduler()
         else:
@@ -309,7 +309,7 @@ class FakeEngine:
         self.wait_connected()
 
     def close(self) -> None:
-        """End in good order: copies, then sessions."""
+        """End copies, then sessions."""
         for rank in self.ranks:
             if rank.alive:
                 rank.close()

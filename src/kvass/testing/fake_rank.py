@@ -1,7 +1,7 @@
-"""One rank of a fake engine, and what passes between it and the scheduler.
+"""One rank of a fake engine, and the transfers that it gets from the scheduler.
 
-Law of this file: a rank settles what it owes right after its last byte, on the copy thread; but a
-dead one settles nothing, and its EOF must do.
+A rank settles a transfer right after its last byte, on the copy thread. A dead rank settles
+nothing; the daemon sees its EOF.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MakeMover = Callable[[Sequence[U8Array], Sequence[GroupPlanes]], Mover]
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """A grant or a match, from the scheduler to the end of its last copy.
+    """A grant or a match, until its last copy has ended.
 
-    ``keys`` are those of the chunks that move; ``tables[g]`` their blocks in group ``g``.
+    ``keys``: the keys of its chunks; ``tables[g]``: their blocks in group ``g``.
     """
 
     kind: Literal["store", "load"]
@@ -42,36 +42,36 @@ class Transfer:
     slots: tuple[Slots, ...]
     tables: tuple[I64Array, ...]
     ranks: tuple[int, ...]
-    """Who owes a commit or a release."""
+    """The ranks that owe a commit or a release."""
     which: tuple[tuple[int, ...], ...] = ()
-    """By group: the places in ``keys`` that move; none given: all of every group."""
+    """By group: the indices in ``keys`` of the chunks that move; empty: all in every group."""
     outcomes: dict[int, str] = field(default_factory=dict)
-    """By rank: how its copy ended; ``done``, or another word."""
+    """By rank: how its copy ended; ``done`` is success."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def report(self, rank: int, outcome: str) -> None:
-        """A rank's copy is over, or never will be; the first word counts."""
+        """A rank's copy has ended, or never will; the first report counts."""
         with self.changed:
             self.outcomes.setdefault(rank, outcome)
             self.changed.notify_all()
 
     @property
     def moving(self) -> tuple[I64Array, ...]:
-        """The blocks of each group that move."""
+        """The blocks that move, by group."""
         if not self.which:
             return self.tables
         return tuple(t[list(w)] for t, w in zip(self.tables, self.which, strict=True))
 
     @property
     def whole(self) -> bool:
-        """Whether every rank did its part in time: partial success is none."""
+        """Whether every rank copied its part in time."""
         return all(self.outcomes.get(rank) == "done" for rank in self.ranks)
 
 
 class FakeRank:
     """One worker process: ``blocks`` blocks of KV memory, its copies, its session.
 
-    ``mover`` makes what copies: from memory of the host, or of a fake GPU.
+    ``mover`` makes the mover, for host memory or for a fake GPU.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FakeRank:
         self.client.start()
 
     def copy(self, what: Transfer) -> None:
-        """Begin this rank's part; it is settled on the copy thread."""
+        """Start this rank's copy; it is settled on the copy thread."""
         if not self.alive:
             what.report(self.rank, "dead")
             return
@@ -123,19 +123,19 @@ class FakeRank:
             self.client.abort(what.boot, what.id)
 
     def kill(self) -> None:
-        """End as by SIGKILL: copies stop where they are, nothing is settled, then EOF."""
+        """End as SIGKILL does: copies stop, nothing is settled, the daemon sees EOF."""
         self.alive = False
         self.mover.close()
         hang_up(self.client._client)
 
     def close(self) -> None:
-        """End in good order: copies, then the session."""
+        """End copies, then the session."""
         self.mover.close()
         self.client.close()
 
 
 def hang_up(client: Client) -> None:
-    """End a session as its process's death would: EOF at once, nothing more said, no return."""
+    """Close a session as its process's death does: EOF, without a message, for good."""
     with client._turn:
         client._closed = True
         if client._session is not None:

@@ -1,12 +1,10 @@
-"""A fake GPU under a whole engine, whose own kernels are late as well.
+"""A mover over a fake GPU for whole engines. The engine's own kernels are late too.
 
-Laws of this file:
-
-- When a mover hears of a store, the pages are not computed yet: until the engine's stream has done
-  what it was given they hold noise. When it hears of a load, kernels given before still write into
-  those blocks. A mover that does not wait for the engine's stream moves noise.
-- Who looks at pages on the engine's behalf waits for its stream first (``synchronize``). An engine
-  that asks the device for more than ``order`` on its own thread is noticed.
+- When the mover gets a store, the pages are not computed yet: they hold noise until the engine's
+  stream has run. When it gets a load, earlier kernels still write to those blocks. So a mover that
+  does not wait for the engine's stream copies noise.
+- Whoever looks at pages for the engine calls ``synchronize`` first. Calls other than ``order`` on
+  the engine's thread are noticed.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from tests.support.gpu.fake_cuda import FakeCuda
 from tests.support.gpu.fake_device import COMPUTE
 
 NOISE: Final = 0x3D
-"""As a float it is small: attention multiplies what it masks with 0, and NaN would stay."""
+"""A small float: attention multiplies masked values with 0, and a NaN would stay a NaN."""
 LONG: Final = 40
-"""Pieces of work that an engine's kernel takes: copies that do not wait for it are done by then."""
+"""Pieces of work before an engine's kernel: copies that do not wait for it come first."""
 Break = Literal["", "unordered", "hasty"]
-"""What a device never does, so that tests can see that they would notice: streams wait for no
-event; the end of every copy is said to be there at once."""
+"""Faults that no device has, to show that tests notice them. ``unordered``: streams wait for no
+event. ``hasty``: every copy is reported as done at once."""
 _seeds = count()
 
 
@@ -46,13 +44,13 @@ class EngineCuda(FakeCuda):
         self._ends = set[Event]()
 
     def break_(self, how: Break) -> None:
-        """Do wrong from now on; all that was given before is done."""
+        """Have this fault from now on. Work submitted before is done first."""
         if how != self.broken:
             self.run()
             self.broken = how
 
     def finish(self) -> None:
-        """Do all that the engine's stream was given."""
+        """Do all work of the engine's stream."""
         with self._lock:
             ops = self.streams[COMPUTE]
             while ops:
@@ -72,15 +70,14 @@ class EngineCuda(FakeCuda):
 
 
 class EngineMover(CudaMover):
-    """What copies between ``regions``, memory of the host that is taken for a device's."""
+    """A mover for ``regions``, host memory that is treated as device memory."""
 
     def __init__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> None:
         self.fake = EngineCuda(next(_seeds))
         self._memory = [self.fake.adopt(region) for region in regions]
         self._known = {one.group: one for one in planes}
         self._late: list[tuple[Kind, list[tuple[int, int]]]] = []
-        """Of each kernel that the engine's stream has not done: for which kind of job it is late,
-        addresses and lengths."""
+        """Of each kernel that has not run: the kind of job it belongs to, addresses and lengths."""
         super().__init__(self.fake, self._memory, planes, window=1 << 20, batch_bytes=50_000)
 
     def submit(self, job: Job) -> None:
@@ -90,32 +87,32 @@ class EngineMover(CudaMover):
             super().submit(replace(job, on_done=self._ended(job.on_done)))
 
     def slow(self, row_s: float) -> None:
-        """The device takes so much longer to copy a row; of several groups, the largest."""
+        """Make a row's copy take so much longer (a row of the largest group)."""
         rows = [sum(x.run for x in one.planes) * one.chunk_blocks for one in self._known.values()]
         self.fake.byte_s = row_s / max(rows)
 
     def synchronize(self) -> None:
-        """Wait for all that the engine's stream was given."""
+        """Wait for the engine's stream."""
         self.fake.finish()
 
     def begin_step(self) -> None:
-        """A forward pass may read what it was not told to load: all that was computed is there."""
+        """A forward pass may read any computed page, so these are computed first."""
         if any(kind == "store" for kind, _ in list(self._late)):
             self.synchronize()
 
     def check(self) -> None:
-        """Raise AssertionError if anything was done that CUDA forbids."""
+        """Raise ``AssertionError`` if anything was done that CUDA forbids."""
         assert not self.fake.violations, self.fake.violations
 
     def check_closed(self) -> None:
-        """... and, after ``close``, if anything is left; a dead device keeps what it had."""
+        """The same after ``close``; also if anything is still registered, unless it is dead."""
         self.check()
         assert self.fake.dead or not self.fake.registered
         assert self.fake.dead or not self.fake.live_events
 
     def _delay(self, job: Job) -> None:
-        """What the engine did to the job's blocks before is a kernel that its stream has yet to do:
-        of a store it writes the pages, of a load it overwrites them with noise."""
+        """Queue the engine's earlier work on the job's blocks as a kernel that has not run yet: for
+        a store it writes the pages, for a load it overwrites them with noise."""
         runs = [
             run
             for some in plan_runs(job.plans, self._memory, 1 << 62)
@@ -132,7 +129,7 @@ class EngineMover(CudaMover):
                 _write_noise(runs)
             for (address, _), page in zip(runs, pages, strict=True):
                 ctypes.memmove(address, page, len(page))
-            self._late.remove((job.kind, runs))  # now: until then a step that begins waits
+            self._late.remove((job.kind, runs))  # not before: a step that begins must wait for it
 
         self._late.append((job.kind, runs))
         for _ in range(LONG):
@@ -140,7 +137,7 @@ class EngineMover(CudaMover):
         self.fake.queue(kernel)
 
     def _ended(self, on_done: Callable[[Done], None] | None) -> Callable[[Done], None]:
-        """The end of a job, whose blocks are the engine's again: in its stream's order."""
+        """When a job ends, the engine may use its blocks again, in its stream's order."""
 
         def ended(done: Done) -> None:
             self.synchronize()
@@ -151,7 +148,7 @@ class EngineMover(CudaMover):
 
 
 class EngineGpus:
-    """Makes movers as ``testing.rank.Rank`` wants them."""
+    """Makes movers for ``FakeRank``."""
 
     def __init__(self) -> None:
         self.made: list[EngineMover] = []
@@ -161,7 +158,7 @@ class EngineGpus:
         return self.made[-1]
 
     def check_closed(self) -> None:
-        """As ``EngineMover.check_closed``, of all that were made."""
+        """``EngineMover.check_closed`` of every mover."""
         for mover in self.made:
             mover.check_closed()
 

@@ -1,11 +1,9 @@
-"""A ``Runtime`` that is as unkind as CUDA allows, on memory of the CPU.
+"""A fake CUDA ``Runtime`` on memory of the CPU: the worst behaviour that CUDA allows.
 
-Laws of this file:
-
-- What is asked for happens later, torn and in any order (``fake_device``). The source of a load may
-  be read the moment it is submitted.
-- What CUDA forbids is refused (a :class:`Fault`) or, where CUDA would say nothing and move wrong
-  bytes, noted in ``violations``.
+- Work happens later, in pieces and in any order (``fake_device``). The source of a load may already
+  be read when it is submitted.
+- What CUDA forbids is refused (a :class:`Fault`). Where CUDA would silently move wrong bytes, it is
+  noted in ``violations``.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from tests.support.gpu.fake_device import COMPUTE, Copy, FakeDevice, Mark, Piece
 DEAD = Fault("unspecified launch failure", dead=True)
 PIECES = 3
 MOST_RUNS = 8192
-"""That a stream takes at once, without keeping whoever gives them."""
+"""Runs that a stream accepts without blocking the caller."""
 
 
 @dataclass(eq=False)
 class Plans:
-    """What goes wrong: the n-th call (from 0) that is to fail, by its name."""
+    """Planned failures: by a call's name, which calls of it fail, counted from 0."""
 
     fail: dict[str, set[int]] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
@@ -45,7 +43,7 @@ class Plans:
 
 
 class FakeCuda(FakeDevice, Runtime):
-    """See above. ``eager``: ``done`` also lets the device do up to so many pieces of work."""
+    """See above. ``eager``: each ``done`` lets the device do up to so many pieces of work."""
 
     def __init__(self, seed: int, eager: int = 4, watched: bool = True) -> None:
         super().__init__(seed, watched)
@@ -54,7 +52,7 @@ class FakeCuda(FakeDevice, Runtime):
         self.most_runs = MOST_RUNS
         self.tables = Tables(np.zeros((3, TABLE_WORDS), np.int64))
         self.stopped = False
-        """Nothing happens by itself: a device that hangs."""
+        """The device hangs: nothing happens by itself."""
         self._eager = eager
         self._forgotten = set[Event]()
         self._numbers = iter(range(100, 1 << 60))
@@ -64,7 +62,7 @@ class FakeCuda(FakeDevice, Runtime):
 
     @contextmanager
     def engine_thread(self) -> Iterator[None]:
-        """What is asked within is asked on the engine's thread."""
+        """Calls within this context count as the engine thread's."""
         was, self._engine.here = self._on_engine, True
         try:
             yield
@@ -78,7 +76,7 @@ class FakeCuda(FakeDevice, Runtime):
     def order(self) -> Event | Fault:
         event = self._mark(COMPUTE, "order")
         if not isinstance(event, Fault) and not self._on_engine:
-            with self._lock:  # any other thread's stream is another one, and has no work
+            with self._lock:  # another thread has another current stream, without work
                 self.streams[COMPUTE].pop()
                 self._events[event] = True
         return event
@@ -136,7 +134,7 @@ class FakeCuda(FakeDevice, Runtime):
 
     @property
     def live_events(self) -> int:
-        """Events that nobody has forgotten."""
+        """Events that were not forgotten."""
         return len(self._events) - len(self._forgotten)
 
     def register(self, address: int, count: int) -> Fault | None:
@@ -175,7 +173,7 @@ class FakeCuda(FakeDevice, Runtime):
             for piece in self._cut(*run, batch, told)
         ]
         fault = self._fault("copy")
-        if fault is not None and self.rng.random() < 0.7:  # a part was given all the same
+        if fault is not None and self.rng.random() < 0.7:  # a part was submitted all the same
             pieces = pieces[: self.rng.randint(0, len(pieces))]
         elif fault is not None:
             pieces = []
@@ -205,8 +203,8 @@ class FakeCuda(FakeDevice, Runtime):
         return None
 
     def _would_keep(self, stream: Stream, batch: Batch) -> None:
-        """Note a batch whose giver the driver would keep, with its locks, until work before it is
-        done; one batch, of whatever size, is none."""
+        """Note a batch for which the driver would block its caller, with locks held, until earlier
+        work is done. A single batch never blocks, whatever its size."""
         ops = self.streams[stream]
         flying = [op.runs for op in ops if isinstance(op, Copy)]
         if flying and sum(flying) + len(batch.bytes) > self.most_runs:
@@ -220,7 +218,7 @@ class FakeCuda(FakeDevice, Runtime):
         return zip(batch.target.tolist(), batch.source.tolist(), batch.bytes.tolist(), strict=True)
 
     def _told(self, batch: Batch) -> Sequence[I64Array | None]:
-        """Where each run is read, if a kernel does, and there is a table for it."""
+        """The table row of each run, if a kernel copies it and a table is free."""
         table = self.tables.take(batch) if batch.way == "kernel" else None
         if table is None:
             return [None] * len(batch.bytes)

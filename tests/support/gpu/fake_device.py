@@ -1,14 +1,12 @@
-"""The memory and the streams of a GPU that is as unkind as CUDA allows (``fake_cuda``).
+"""Memory and streams of a fake GPU (``fake_cuda``).
 
-Laws of this file:
+- Nothing happens when it is submitted. Streams are queues; each ``step`` does one piece of one of
+  them, chosen by a seeded generator, so that every order CUDA allows occurs. Copies are torn: their
+  runs are cut, and the pieces done in any order.
+- Where a real device would silently move wrong bytes, it is noted in ``violations``.
 
-- Nothing happens when it is asked for. Streams are queues; each ``step`` does one piece of one of
-  them, chosen by a seeded generator, so that any order CUDA allows occurs. A copy tears: its runs
-  are cut and done in any order.
-- What moves wrong bytes while a real device would say nothing is noted in ``violations``.
-
-"Device memory" is made by ``allocate``, host memory whose unmapping is watched by ``map``. ``kill``
-makes the context dead; what was queued goes on happening for a while, or not.
+``allocate`` makes device memory, ``map`` host memory whose unmapping is watched. ``kill`` ends the
+context; queued work may go on for a while.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ COMPUTE = Stream(7)
 
 @dataclass(eq=False)
 class Piece:
-    """A part of a copy. ``read``: the bytes, if the source was read already."""
+    """A piece of a copy. ``read``: the bytes, if the source was already read."""
 
     target: int
     source: int
@@ -45,7 +43,7 @@ class Piece:
     read: bytes | None = None
     run: tuple[int, int, int] = (0, 0, 0)
     told: I64Array | None = None
-    """Where a kernel reads ``run``, when it comes to it."""
+    """The table row from which a kernel reads ``run`` when it starts."""
 
     @property
     def host(self) -> int:
@@ -80,7 +78,7 @@ Op = Copy | Mark | Wait | Kernel
 
 
 class FakeDevice:
-    """See above. Unless ``watched``, host memory may be any, and its unmapping goes unnoticed."""
+    """See above. Unless ``watched``, any host memory may be used and unmapped."""
 
     def __init__(self, seed: int, watched: bool = True) -> None:
         self._watched = watched
@@ -90,7 +88,7 @@ class FakeDevice:
         self.streams: dict[Stream, deque[Op]] = {COMPUTE: deque()}
         self.dead = False
         self.byte_s = 0.0
-        """For so long after it has copied a byte the device copies no other."""
+        """Seconds that copying a byte takes."""
         self._next_s = 0.0
         self._events: dict[Event, bool] = {}
         self._mapped: dict[int, int] = {}
@@ -101,18 +99,18 @@ class FakeDevice:
     # ------------------------------------------------------------ memory
 
     def allocate(self, count: int) -> tuple[Region, U8Array]:
-        """Device memory, and how to look at it."""
+        """Device memory, and an array over it."""
         memory = np.zeros(count, np.uint8)
         return self.adopt(memory), memory
 
     def adopt(self, memory: U8Array) -> Region:
-        """Memory that is the device's from now on."""
+        """Treat ``memory`` as device memory from now on."""
         self._keep.append(memory)
         self._device.append((memory.ctypes.data, memory.nbytes))
         return Region(memory.ctypes.data, memory.nbytes)
 
     def map(self, count: int) -> U8Array:
-        """An arena: its unmapping is noticed."""
+        """An arena; its unmapping is noticed."""
         backing = _Mapping(-1, count)
         array = np.frombuffer(backing, np.uint8)
         address = array.ctypes.data
@@ -139,7 +137,7 @@ class FakeDevice:
     # ------------------------------------------------------------ the device
 
     def queue(self, work: Callable[[], None]) -> None:
-        """Give the engine's stream a kernel."""
+        """Submit a kernel to the engine's stream."""
         with self._lock:
             self.streams[COMPUTE].append(Kernel(work))
 
@@ -155,7 +153,7 @@ class FakeDevice:
             )
 
     def step(self) -> bool:
-        """Do one piece of work; False if there is none that can be done."""
+        """Do one piece of work; False if none can be done."""
         with self._lock:
             while True:
                 ready = [s for s, ops in self.streams.items() if ops and self._ready(ops[0])]
@@ -177,7 +175,7 @@ class FakeDevice:
         return not isinstance(op, Wait) or self._events.get(op.event, True)
 
     def _do(self, op: Op) -> bool:
-        """A piece of ``op``; whether it is over."""
+        """Do a piece of ``op``; whether it is finished."""
         if isinstance(op, Mark):
             self._events[op.event] = True
         elif isinstance(op, Kernel):
@@ -193,7 +191,7 @@ class FakeDevice:
             self.violations.append("host memory was unregistered under a copy")
             return
         if piece.told is not None and tuple(piece.told.tolist()) != piece.run:
-            self.violations.append("a kernel's table was written anew while it ran")
+            self.violations.append("a kernel's table was overwritten while it ran")
         got = piece.read or ctypes.string_at(piece.source, piece.count)
         ctypes.memmove(piece.target, got, piece.count)
         self._next_s = monotonic() + self.byte_s * piece.count
@@ -205,7 +203,7 @@ class FakeDevice:
         self.dead = True
 
     def _window(self, address: int, count: int) -> int | None:
-        """The registration in which these bytes lie, all of them."""
+        """The address of the registration that contains all these bytes."""
         for at, n in self.registered.items():
             if holds(at, n, address, count):
                 return at

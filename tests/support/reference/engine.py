@@ -1,13 +1,10 @@
-"""A reference engine over the core: random layer groups, and every loaded page checked by content.
+"""A reference engine over the core: random layer groups; every loaded page is checked by content.
 
-Law of this file: a run is a function of its seed. What a page must hold follows from its group, its
-layer, its shard and the tokens up to its end, so a page of the wrong token range, group, layer or
-rank is noticed. Blocks live as in vLLM: one id space for all groups, pages of different groups over
-each other, what leaves a window freed (and overwritten) after the step, id 0 for what is gone.
-
-::
-
-    python -m tests.support.simulation.simulator --seeds 1000  # runs one of these per seed
+A run is a function of its seed. The content of a page follows from its group, layer, shard and the
+tokens up to its end, so a page of the wrong token range, group, layer or rank is noticed. Blocks
+are managed as in vLLM: one id space for all groups, pages of different groups share a block's
+memory, blocks that leave a window are freed (and overwritten) after the step, id 0 stands for a
+freed block. The simulator runs one of these for every seed.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.layout.spans import Spans
 from kvass.types import SCHEDULER, GroupKind, GroupLayout, Limits, RankLayout, Slots
 from tests.support.reference.memory import BLOCKS, RankPages
-from tests.support.reference.memory import WrongPageError as WrongPageError
 from tests.support.reference.tier import ReferenceTier
 
 WIDTH: Final = 16
@@ -37,7 +33,7 @@ MAX_TOKENS: Final = 120
 
 
 def read_next(one: GroupLayout, tokens: int) -> list[int]:
-    """The tokens whose KV computing the token after ``tokens`` reads: the definition, spelt out."""
+    """The tokens whose KV is read to compute the token after ``tokens``: the definition itself."""
     window = one.window_tokens
     if one.kind == "sliding_window":
         return [t for t in range(tokens) if tokens - t < window]
@@ -58,7 +54,7 @@ class Request:
 
 
 class ReferenceEngine:
-    """An instance of the world's model: its block pool, its ranks' memory, its sessions."""
+    """One instance: its block pool, its ranks' memory, its sessions."""
 
     def __init__(self, world: Reference, name: str) -> None:
         self.world, self.name = world, name
@@ -90,14 +86,14 @@ class ReferenceEngine:
             self.free.insert(0, block)
 
     def _grow(self, request: Request, tokens: int, fresh: bool) -> None:
-        """Blocks for ``tokens`` tokens: where none was computed here, none for what is not read."""
+        """Add blocks up to ``tokens``; if ``fresh``, none for what no later token reads."""
         for table, one in zip(request.tables, self.world.groups, strict=True):
             first = one.needs(tokens) // one.block_tokens if fresh or one.kind == "state" else 0
             for number in range(len(table), len(one.blocks(0, tokens))):
                 table.append(self._take(request) if number >= first else 0)
 
     def _shed(self, request: Request) -> None:
-        """After a step: what no later token reads is freed."""
+        """After a step: free the blocks that no later token reads."""
         for table, one in zip(request.tables, self.world.groups, strict=True):
             for number in range(one.needs(request.computed) // one.block_tokens):
                 if number < len(table) and table[number]:
@@ -105,14 +101,14 @@ class ReferenceEngine:
                     table[number] = 0
 
     def end(self, request: Request) -> None:
-        """The request is over."""
+        """Free all blocks of a request."""
         for block in list(request.owned):
             self._give(request, block)
 
-    # ------------------------------------------------------------ a request's life
+    # ------------------------------------------------------------ requests
 
     def begin(self, tokens: Sequence[int], local: int) -> Request:
-        """A request of which the engine has the first ``local`` tokens itself."""
+        """A request whose first ``local`` tokens are in the engine's own prefix cache."""
         digest, prefixes = b"", [b""]
         for token in tokens:
             digest = blake2b(digest + token.to_bytes(2, "little"), digest_size=WIDTH).digest()
@@ -125,7 +121,7 @@ class ReferenceEngine:
         return request
 
     def _written(self, request: Request, begin: int, end: int) -> Iterator[tuple[int, int, bytes]]:
-        """Group, block and prefix of all that computing tokens ``[begin, end)`` fills."""
+        """Group, block and prefix of every block that computing tokens ``[begin, end)`` fills."""
         for group, one in enumerate(self.world.groups):
             table = request.tables[group]
             if one.kind == "state":
@@ -143,7 +139,7 @@ class ReferenceEngine:
                 memory.write(group, block, prefix)
 
     def step(self, request: Request, tokens: int) -> None:
-        """Compute so many tokens, store what that completes, then free what is not read again."""
+        """Compute so many tokens, store the chunks that are now complete, free what is not read."""
         begin, end = request.computed, request.computed + tokens
         for group, one in enumerate(self.world.groups):
             if one.kind == "state" and begin % one.block_tokens:
@@ -190,7 +186,7 @@ class ReferenceEngine:
                     )
 
     def load(self, request: Request) -> int:
-        """Look the rest of a request up and load it; the tokens that it has then, all checked."""
+        """Look up the rest of a request, load and check it; returns the tokens it has then."""
         world, chunk, local = self.world, self.world.chunk, request.computed
         last = len(request.prefixes) - 1
         chunks = last // chunk if world.all_full or world.spare else (last - 1) // chunk
@@ -219,7 +215,7 @@ class ReferenceEngine:
         return tokens
 
     def _adopt(self, old: Request, new: Request, tokens: int) -> None:
-        """Tables for ``tokens``, with the blocks of ``old`` where they are still read."""
+        """Fill the tables of ``new`` for ``tokens``, with blocks of ``old`` that are still read."""
         for group, one in enumerate(self.world.groups):
             first = one.needs(tokens) // one.block_tokens
             had = old.tables[group]
@@ -236,7 +232,7 @@ class ReferenceEngine:
         self.end(old)
 
     def verify(self, request: Request) -> None:
-        """All that the next token reads is in the request's blocks. Raises ``WrongPageError``."""
+        """Check every page that the next token reads. Raises ``WrongPageError``."""
         tokens = request.computed
         for group, one in enumerate(self.world.groups):
             for number in sorted({t // one.block_tokens for t in read_next(one, tokens)}):
@@ -260,16 +256,16 @@ class ReferenceEngine:
             self.memories[shard].copy(kind, self.world.arena, blocks, slots, skips)
 
     def ask(self, message: Any) -> Any:
-        """The scheduler's request, answered."""
+        """Send a request of the scheduler; its reply."""
         return self.world.ask(self.sessions[SCHEDULER], message)
 
     def say(self, rank: int, message: Any) -> None:
-        """A rank's one-way message."""
+        """Send a one-way message of a rank."""
         assert not self.world.step(self.sessions[rank], message)
 
 
 class Reference:
-    """One seed: a model of random groups, two engines of it, one core, one arena."""
+    """One seed: a model of random groups, two engines, one core, one arena."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
@@ -311,7 +307,7 @@ class Reference:
     # ------------------------------------------------------------ the core
 
     def _start(self) -> bytes:
-        """A daemon's life, its arena full of what was there before; its boot id."""
+        """Start a core whose arena holds old bytes; its boot id."""
         boot = b"reference %06d" % next(self._boots)
         config = CoreConfig(
             boot=boot,
@@ -324,14 +320,14 @@ class Reference:
         return boot
 
     def restart(self) -> None:
-        """The daemon is killed, and comes back with an empty L1."""
+        """The daemon is killed and starts again with an empty row store."""
         self.arena[:] = self.rng.randrange(256)
         self.boot = self._start()
         for engine in self.engines:
             engine.sessions = engine.connect()
 
     def _step(self, event: Event) -> list[Effect]:
-        """What the core has done, its tier's answers included."""
+        """The effects of an event, and of the tier's answers to them."""
         effects = self.machine.step(event, 100.0)
         self.machine.validate()
         for effect in list(effects):
@@ -341,17 +337,17 @@ class Reference:
         return effects
 
     def step(self, session: int, message: Any) -> list[Any]:
-        """What the core answers."""
+        """The messages that the core sends to the session."""
         effects = self._step(Received(session, message))
         return [e.message for e in effects if isinstance(e, Send) and e.session == session]
 
     def ask(self, session: int, message: Any) -> Any:
-        """The one answer."""
+        """The only reply."""
         (reply,) = self.step(session, message)
         return reply
 
     def open(self, name: str, rank: int) -> int:
-        """A session, greeted and registered."""
+        """A registered session."""
         session = next(self._sessions)
         self._step(Opened(session))
         self.ask(session, m.Hello(seq=1, clock_s=100.0))
@@ -366,7 +362,7 @@ class Reference:
     # ------------------------------------------------------------ histories
 
     def run(self, requests: int = 10) -> None:
-        """Requests that share prefixes, on either engine. Raises ``WrongPageError``."""
+        """Run requests that share prefixes on both engines. Raises ``WrongPageError``."""
         rng = self.rng
         trunks = [[rng.randrange(9) for _ in range(MAX_TOKENS)] for _ in range(2)]
         for _ in range(requests):
@@ -389,7 +385,7 @@ class Reference:
         assert [status[name] for name in ("pins", "leases", "reservations")] == [0, 0, 0]
 
     def _tokens(self, request: Request) -> int:
-        """Tokens of a step; with states a long one ends where a block does, as vLLM's do."""
+        """Tokens of a step; with state groups a long step ends at a block boundary, as in vLLM."""
         tokens = self.rng.choice([1, 3, 17, 40, 200])
         sizes = [one.block_tokens for one in self.groups if one.kind == "state"]
         if sizes:
@@ -399,7 +395,7 @@ class Reference:
 
 
 def run_reference(seed: int) -> Reference:
-    """One seed, run to its end."""
+    """Run one seed to its end."""
     world = Reference(seed)
     world.run()
     return world

@@ -1,7 +1,6 @@
-"""The KV pages of the reference engine's ranks, and what each of them must hold.
+"""The KV pages of the reference engine's ranks, with content that can be checked.
 
-Law of this file: what a page must hold follows from its group, its layer, its shard and the tokens
-up to its end, and nothing else; what was never written, or is another's now, is none of that.
+The content of a page follows from its group, layer, shard and the tokens up to its end alone.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ import numpy as np
 
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, describe_group
+from kvass.testing.pages import WrongPageError
 from kvass.transfer.base import U8Array
 from kvass.types import RankLayout, Slots
 
 BLOCKS: Final = 400
-"""Of a rank's memory."""
-
-
-class WrongPageError(AssertionError):
-    """A page does not hold what its tokens, group, layer and shard say."""
+"""In a rank's memory."""
 
 
 def content(group: int, layer: int, shard: int, prefix: bytes, size: int) -> U8Array:
@@ -34,7 +30,7 @@ def content(group: int, layer: int, shard: int, prefix: bytes, size: int) -> U8A
 
 
 class RankPages:
-    """One rank's KV pages: a block is as long as the largest group's pages of it."""
+    """One rank's KV pages. All groups share the blocks; the largest group gives a block's size."""
 
     def __init__(self, rng: random.Random, layout: RankLayout, shard: int, chunk: int) -> None:
         self.layout, self.shard, self._rng = layout, shard, rng
@@ -59,20 +55,20 @@ class RankPages:
         return self.bytes[at : at + plane.run]
 
     def write(self, group: int, block: int, prefix: bytes) -> None:
-        """The forward pass: a block's pages in every layer."""
+        """The forward pass: write a block's page in every layer."""
         for layer in range(len(self.layout.groups[group].layers)):
             page = self.page(group, layer, block)
             page[:] = content(group, layer, self.shard, prefix, len(page))
 
     def check(self, group: int, block: int, prefix: bytes) -> None:
-        """Raises ``WrongPageError``."""
+        """Check a block's page in every layer. Raises ``WrongPageError``."""
         for layer in range(len(self.layout.groups[group].layers)):
             page = self.page(group, layer, block)
             if not np.array_equal(page, content(group, layer, self.shard, prefix, len(page))):
                 raise WrongPageError(f"group {group}, layer {layer}, shard {self.shard}")
 
     def scribble(self, block: int) -> None:
-        """The block is another's now."""
+        """Overwrite the whole block."""
         stride = len(self.bytes) // BLOCKS
         self.bytes[block * stride : (block + 1) * stride] = self._rng.randrange(256)
 
@@ -84,7 +80,7 @@ class RankPages:
         slots: Sequence[Slots],
         skips: Sequence[int],
     ) -> None:
-        """Every group's rows, page by page: a mover without anything clever."""
+        """Copy every group's rows page by page: the simplest possible mover."""
         for planes, ids, where, skip in zip(self.planes, blocks, slots, skips, strict=True):
             if not ids or not planes.planes:
                 continue

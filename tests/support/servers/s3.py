@@ -1,8 +1,6 @@
-"""A real S3 server of a test's own.
+"""A real S3 server: moto's, which keeps everything in memory.
 
-Law of this file: a process on a port of its own; the program is moto's server, which keeps
-everything in memory. Tests look into it over plain HTTP, not through the client that
-they test.
+Tests inspect it over plain HTTP, not through the client under test.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ USER: Final = "tester"
 
 
 class S3Server(Server):
-    """One bucket, ``BUCKET``; ``endpoint`` is what stands behind ``endpoint=`` in a tier URL."""
+    """A server with one bucket, ``BUCKET``; ``endpoint`` is that of a tier URL."""
 
     def __init__(self) -> None:
         self.port = free_port(22_000, 32_000)
@@ -42,20 +40,20 @@ class S3Server(Server):
         return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
 
     def complaints(self) -> int:
-        return subprocess.DEVNULL  # every request
+        return subprocess.DEVNULL  # it logs every request
 
     def answers(self) -> bool:
-        """With an empty bucket."""
+        """Create the bucket."""
         try:
             self.ask("PUT", BUCKET)
         except OSError:
             return False
         return True
 
-    # ------------------------------------------------------------ a look inside
+    # ------------------------------------------------------------ inspection
 
     def names(self, prefix: str = "") -> list[str]:
-        """Of the objects in the bucket."""
+        """The names of the objects in the bucket."""
         query = urllib.parse.urlencode({"list-type": 2, "prefix": prefix})
         return re.findall("<Key>([^<]*)</Key>", self.ask("GET", f"{BUCKET}?{query}").decode())
 
@@ -66,7 +64,7 @@ class S3Server(Server):
         self.ask("PUT", f"{BUCKET}/{name}", value, **headers)
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
-        """One request, in the name of somebody whom only a guarded server would refuse."""
+        """One request, with a signature that only a guarded server refuses."""
         request = urllib.request.Request(f"{self.endpoint}/{path}", data=body, method=method)
         usual = {"authorization": _SIGNED.format("s3"), "content_type": "application/octet-stream"}
         for name, value in (usual | headers).items():
@@ -76,7 +74,7 @@ class S3Server(Server):
         return got
 
     def guard(self) -> tuple[str, str]:
-        """Ask for credentials from here on; the ones that it takes."""
+        """Check credentials from now on; returns those that are accepted."""
         self._iam("CreateUser")
         self._iam("PutUserPolicy", PolicyName="all", PolicyDocument=_ALL)
         answer = self._iam("CreateAccessKey")
@@ -105,7 +103,7 @@ _ALL: Final = """{"Version": "2012-10-17",
 
 @contextmanager
 def credentials(key: str = "test", secret: str = "s3cr&t") -> Iterator[None]:
-    """What a tier that is opened now will sign with; it reaches this machine by no proxy."""
+    """Set the environment's credentials for tiers opened here; use no proxy for 127.0.0.1."""
     mine = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
     mine |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
     before = {name: os.environ.get(name) for name in mine}

@@ -1,7 +1,4 @@
-"""What all servers of a test's own have in common.
-
-Law of this file: a process that is ended by its pid, whatever becomes of its start.
-"""
+"""Servers that tests start as processes of their own: start, pause, kill."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ WAIT_S = 60.0
 
 
 class Server:
-    """``start`` it (again, empty), ``pause`` it, ``kill`` it, ``close`` what it had."""
+    """A server process, started by the constructor. It is ended also if its start fails."""
 
     def __init__(self) -> None:
-        """Start it. What its methods need has to be there before."""
+        """Start it. A subclass first sets what ``command`` and ``answers`` need."""
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self.start()
         except BaseException:
-            self.close()  # or nobody would end it
+            self.close()  # nobody else would end it
             raise
 
     def start(self) -> None:
@@ -41,44 +38,44 @@ class Server:
             time.sleep(0.02)
 
     def command(self) -> Sequence[str | Path]:
-        """What to run."""
+        """The command line."""
         raise NotImplementedError
 
     def complaints(self) -> int | None:
-        """Where its standard error goes; ``None``: where ours does."""
+        """Where its standard error goes, as for ``subprocess``; ``None``: to ours."""
         return None
 
     def answers(self) -> bool:
-        """Whether it serves."""
+        """Whether it serves requests."""
         raise NotImplementedError
 
     def pause(self, stop: bool) -> None:
-        """Make it answer nothing, or go on."""
+        """Stop it (SIGSTOP), or let it continue."""
         assert self._process is not None
         pause(self._process, stop)
 
     def kill(self) -> None:
-        """End it, and all it had."""
+        """End it; its data is lost. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=30)
             self._process = None
 
     def close(self) -> None:
-        """End it, and leave nothing."""
+        """End it and remove its files. Idempotent."""
         self.kill()
 
 
 def pause(process: subprocess.Popen[Any], stop: bool) -> None:
-    """Make a child stand still, all its threads, or go on."""
+    """Stop all threads of a child (SIGSTOP) and wait for that, or let it continue."""
     process.send_signal(signal.SIGSTOP if stop else signal.SIGCONT)
     if stop:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def free_port(lowest: int, highest: int, beside: int | None = None) -> int:
-    """A port of this machine's own address, and another ``beside`` it, that nobody listens on. Not
-    one of those that the system hands out by itself, if ``highest`` is below 32,768."""
+    """A free TCP port on 127.0.0.1; with ``beside``, the port that much higher is free as well.
+    Below 32,768 the system itself gives out none."""
     while True:
         port = random.randrange(lowest, highest)
         with socket.socket() as one, socket.socket() as other:

@@ -1,11 +1,11 @@
-"""Engines and strangers as the daemon meets them: processes, sockets, and the memory they share.
+"""Simulated clients: engines of several processes, their connections, and the arena they write to.
 
-Law of this file: everything random comes from the world's one generator, so a seed is a run. Actors
-know what a real process would know: what it was sent and has read so far, and the host's clock.
+All chance comes from the world's generator. A process knows only what a real one knows: what it has
+read so far, and the host's clock.
 
-A process keeps the rules the clients of kvass keep: a scheduler sends ``HandedOver`` before its
-ranks hear of a grant or a match, and a worker refuses what was issued before its own session began.
-It may still die, stall, give back, speak twice or speak too late at any point.
+Engines keep the rules of kvass's clients: a scheduler sends ``HandedOver`` before its ranks hear of
+a grant or a match, and a worker refuses what was issued before its own session began. Still, a
+process may die, stall, give back, repeat a message or send it too late at any point.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.witness.records import BrokenLawError, Place, Tag, list_place
 
 @dataclass(eq=False, slots=True)
 class ArenaContents:
-    """One boot's arena: what was last written to each page."""
+    """The arena of one boot: which writer last wrote each page."""
 
     boot: bytes
     pages: dict[int, Tag | None] = field(default_factory=dict)
@@ -32,18 +32,18 @@ class ArenaContents:
 
 @dataclass(eq=False, slots=True)
 class ClientConnection:
-    """One connection, seen from the client: what is on its way in both directions."""
+    """One connection, seen from the client: the messages on their way in both directions."""
 
     session: int
-    since: float = inf  # registered at; what was issued earlier is not for this session
-    sent: deque[m.FromClient | None] = field(default_factory=deque)  # None: bytes that are garbage
+    since: float = inf  # when it registered; what was issued earlier is not for this session
+    sent: deque[m.FromClient | None] = field(default_factory=deque)  # None: garbage bytes
     inbox: deque[m.FromDaemon] = field(default_factory=deque)
     asked: dict[int, m.Request] = field(default_factory=dict)
     seq: int = 2
-    closing: bool = False  # the client hung up: EOF follows what it sent
-    hung_up: bool = False  # the daemon hung up, and the client may find out
+    closing: bool = False  # the client closed it: EOF follows what it sent
+    hung_up: bool = False  # the daemon closed it
     visible: bool = False  # the daemon can see its process end
-    exits: bool = False  # it hung up because its process exits
+    exits: bool = False  # it was closed because its process exits
     ends: float = inf  # when its process has ended
 
     def ask(self, message: m.Request) -> None:
@@ -56,12 +56,12 @@ Item = TypeVar("Item")
 
 
 def some(rng: random.Random, among: list[Item]) -> list[Item]:
-    """One of a few, several of many: a world of 33 processes gets on as one of three does."""
+    """A quarter of ``among``, at least one: so a world of 33 processes advances like one of 3."""
     return rng.sample(among, -(-len(among) // 4))
 
 
 class EngineWorld(Protocol):
-    """What an actor needs of the world around it."""
+    """What an engine needs of the world."""
 
     rng: random.Random
     now: float
@@ -71,17 +71,17 @@ class EngineWorld(Protocol):
     def connect(self) -> ClientConnection: ...
 
     def expected(self, lease: int) -> dict[int, Tag | None]:
-        """What the pages of a lease must hold, by the witness."""
+        """What the witness says that the pages of a lease hold."""
         ...
 
     def land(self, memory: ArenaContents, page: int, tag: Tag | None) -> None:
-        """A worker's bytes arrive now."""
+        """A worker's bytes arrive on ``page`` now."""
         ...
 
     def straggle(
         self, memory: ArenaContents, left: list[tuple[int, Tag | None]], until: float
     ) -> None:
-        """A lost worker's bytes arrive, the last of them by then."""
+        """The bytes of a lost worker arrive later, all of them by ``until``."""
         ...
 
 
@@ -90,7 +90,7 @@ class EngineWorld(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A match or a grant on its way through an engine."""
+    """A match or a grant that an engine holds."""
 
     writes: bool
     id: int
@@ -105,7 +105,7 @@ class Held:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """What one worker has to do for it: ``left`` are the pages yet to be written or looked at."""
+    """A worker's part of it: ``left`` are the pages yet to be written or read."""
 
     held: Held
     left: list[tuple[int, Tag | None]]
@@ -114,7 +114,7 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Process:
-    """One process of an engine: its socket, and the copies it runs."""
+    """One process of an engine: its connection, and the copies it runs."""
 
     rank: int
     peer: ClientConnection | None = None
@@ -131,9 +131,9 @@ class SimulatedEngine:
         self.scheduler = Process(SCHEDULER)
         self.workers = [Process(r) for r in range(model.ranks)]
         self.held: list[Held] = []
-        self.complete = False  # as far as the scheduler was told
+        self.complete = False  # the scheduler was told that all ranks have registered
         self.generation, self.generations = b"", 0
-        self.trainer: random.Random | None = None  # who replaces its weights in place, and when
+        self.trainer: random.Random | None = None  # when its weights are replaced in place
         self.requests = self.reads = self.late_reads = self.deaths = 0
 
     @property
@@ -155,9 +155,9 @@ class SimulatedEngine:
         return said
 
     def die(self, process: Process) -> None:
-        """The process ends, or only gives up its socket; what it was writing may still land.
+        """The process ends, or only closes its connection; its bytes may still land.
 
-        Another one, or the same, connects later.
+        Later it, or another one in its place, connects again.
         """
         rng, peer = self.world.rng, process.peer
         self.deaths += 1
@@ -170,14 +170,14 @@ class SimulatedEngine:
             self.held.clear()
             self.complete = False
             if self.trainer is not None and self.trainer.random() < 0.5:
-                self.generation = b""  # not only its connection broke: it reads its weights again
+                self.generation = b""  # a new process reads its weights from disk
         if peer is not None:
             peer.closing = True
             process.peer = None
 
     def _give_up(self, peer: ClientConnection) -> float:
-        """A socket is closed; until when its process's device may write: what the daemon reckons
-        with (``core/custody.py``). The end of an exit that it can see may be long in coming."""
+        """Close a connection; returns until when the process's device may still write: the time
+        that the daemon allows for (``core/custody.py``). A visible exit may take long."""
         rng, now, grace_s = self.world.rng, self.world.now, self.world.timing.dma_grace_s
         peer.exits = rng.random() < 0.7
         peer.ends = now + rng.choice([0.0, rng.random() * grace_s, rng.random() * 4 * grace_s])
@@ -185,7 +185,7 @@ class SimulatedEngine:
         return stops if peer.visible and peer.exits else min(stops, now + grace_s)
 
     def daemon_gone(self, memory: ArenaContents | None) -> None:
-        """Every socket broke; copies go on in the old mapping, but for those that were void."""
+        """All connections break. Copies go on in the old mapping, but not those already void."""
         for process in self.processes:
             since = inf if process.peer is None else process.peer.since
             process.jobs = [
@@ -198,7 +198,7 @@ class SimulatedEngine:
         self.complete = False
 
     def hear(self, process: Process, peer: ClientConnection) -> None:
-        """Take the next reply off the socket, or find that the daemon hung up."""
+        """Read the next reply, or find that the daemon closed the connection."""
         if not peer.inbox:
             self.die(process)
             return
@@ -214,12 +214,12 @@ class SimulatedEngine:
                 if held.id == asked.lease:
                     held.deadline = reply.deadline_s
         elif isinstance(reply, m.Registered):
-            peer.since = min(peer.since, self.world.now)  # the first one counts
+            peer.since = min(peer.since, self.world.now)  # of several replies the first
             if process is self.scheduler:
                 self.complete = bool(reply.namespace)
         elif isinstance(reply, m.Error) and asked is not None:
             if reply.code in ("bad_value", "bad_rank", "bad_message"):
-                raise BrokenLawError(f"{self.name} said {asked} and was told {reply}")
+                raise BrokenLawError(f"{self.name} sent {asked} and got {reply}")
             full = isinstance(asked, m.Register) and reply.code == "limit"
             if full or reply.code in ("rank_taken", "contradiction"):
                 self.die(process)
@@ -257,14 +257,14 @@ class SimulatedEngine:
                 )
 
     def _rows(self, slots: tuple[Slots, ...], groups: list[int] | range) -> list[Place]:
-        """In the witness's order: group by group."""
+        """The place of every row, group by group."""
         by_group = zip(slots, groups, strict=True)
         return [place for s, g in by_group for place in list_places(s, self.model.shard_bytes(g))]
 
     # ------------------------------------------------------------ the scheduler
 
     def schedule(self) -> None:
-        """One thing a scheduler does."""
+        """One action of the scheduler."""
         rng, peer = self.world.rng, self.scheduler.peer
         if peer is None:
             self.connect(self.scheduler)
@@ -298,7 +298,7 @@ class SimulatedEngine:
         rng = self.world.rng
         prompt = rng.choice(self.model.prompts)
         if rng.random() < 0.03:
-            prompt = prompt + prompt  # which no real prompt's hashes are
+            prompt = prompt + prompt  # repeated keys, which no real prompt has
         first = rng.choice([0, 0, 0, rng.randint(0, len(prompt))])
         readers: tuple[int, ...] | None = self.model.world.readers
         if rng.random() < 0.3:
@@ -341,14 +341,14 @@ class SimulatedEngine:
         peer.ask(m.Reserve(items=items, width=WIDTH))
 
     def _writers(self) -> tuple[int, ...] | None:
-        """By default the first rank of each shard; whoever is named may be any other."""
+        """None: the first rank of each shard. Else any rank of each shard."""
         rng, world = self.world.rng, self.model.world
         if rng.random() < 0.8:
             return None
         return tuple(rank + rng.randrange(world.replicas) for rank in world.writers)
 
     def _settle(self, peer: ClientConnection, held: Held) -> None:
-        """Hand it over with others, give it back, renew it, or leave it lying around."""
+        """Hand it over with others, give it back, renew it, or do nothing."""
         rng, boot, what = self.world.rng, self.world.memory.boot, self.world.rng.random()
         if what < 0.65:
             chosen = [h for h in self.held if h is held or rng.random() < 0.3]
@@ -369,7 +369,7 @@ class SimulatedEngine:
             peer.ask(m.Renew(boot=boot, lease=held.id))
 
     def _dispatch(self, held: Held) -> None:
-        """The step's metadata reaches every rank that owes something for it."""
+        """The step's metadata reaches every rank that takes part."""
         for rank in held.ranks:
             shard = self.model.shard_of(rank)
             left: list[tuple[int, Tag | None]]
@@ -387,7 +387,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------ the workers
 
     def work(self, process: Process) -> None:
-        """One thing a worker does."""
+        """One action of a worker."""
         if process.peer is None:
             self.connect(process)
         elif self.world.rng.random() < 0.002:
@@ -403,7 +403,7 @@ class SimulatedEngine:
                 self._read(process, process.peer, job)
 
     def _stale(self, process: Process, job: Job) -> bool:
-        """Issued before this process registered: no debt of its own protects those slots."""
+        """Whether it was issued before this process registered: then nothing protects its slots."""
         since = inf if process.peer is None else process.peer.since
         return job.held.memory is self.world.memory and job.held.issued < since
 
@@ -424,7 +424,7 @@ class SimulatedEngine:
             peer.sent.append(ends)
 
     def _read(self, process: Process, peer: ClientConnection, job: Job) -> None:
-        """Copy out in two halves: what was seen in time must be what the key says (law 5)."""
+        """Copy out in two steps: what is read before the deadline must be right (law 5)."""
         rng, held, now = self.world.rng, job.held, self.world.now
         if now < held.deadline:
             for page, tag in job.left:

@@ -1,12 +1,12 @@
-"""Tiers of a simulated world: slow, ill, forgetful, lying; what they give is what they were given.
+"""Simulated tiers: they are slow, fail, lose records and give wrong answers to probes.
 
-Law of this file: what a real tier may do, at any moment between an effect and its end, these do. A
-record is what its slot's pages held when the tier read them; a load that fails may have scribbled.
-They outlive the daemon; what it had under way when it ended may still come to pass.
+They do what a real tier may do, at any moment between an operation's begin and end. A record holds
+what the slot's pages held when the tier read them; a failed load may have written garbage. Tiers
+outlive the daemon: operations that were open when it ended may still take effect.
 
-A tier may go back to a snapshot, records and notes. Old records match again then if there is no
-daemon that knows better. So notes go back of which the daemon has seen the highest epoch. If it
-reads such a note after that, it has to put it right; if it ends before, the note is put right here.
+A tier may be restored from a snapshot of records and notes. Then old records would match again if
+no daemon knew better. So only those notes are restored whose highest epoch the daemon has seen. If
+it reads such a note later, it must correct it; if it ends before, the note is corrected here.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ RecordKey = tuple[bytes, int, int, bytes]
 """(namespace, epoch, group, chunk hash)."""
 
 Content = list[list[Tag | None]]
-"""What the pages of a row held, by shard."""
+"""What the pages of a row held, per shard."""
 
 
 class TierWorld(Protocol):
-    """What tiers need of the world around them."""
+    """What tiers need of the world."""
 
     rng: random.Random
     now: float
@@ -60,7 +60,7 @@ class TierWorld(Protocol):
     witness: Witness
 
     def later(self, when: float, action: Callable[[], None]) -> None:
-        """Have ``action`` happen then, unless the daemon ends before."""
+        """Do ``action`` then, unless the daemon ends before."""
         ...
 
     def step(self, event: Event) -> list[Effect]: ...
@@ -68,7 +68,7 @@ class TierWorld(Protocol):
 
 @dataclass(eq=False, slots=True)
 class SimTier:
-    """One tier's own memory. ``ill``: how often something goes wrong with it."""
+    """The state of one tier. ``ill``: the probability that an operation fails."""
 
     ill: float
     mean_s: float
@@ -79,16 +79,17 @@ class SimTier:
         default_factory=lambda: ({}, {})
     )
     put_back: dict[bytes, int] = field(default_factory=dict)
-    """Notes before the tier went back to its snapshot, which nobody has asked for since."""
+    """Notes from before the tier was restored, which nobody has asked for since."""
     highest: dict[bytes, int] = field(default_factory=dict)
-    """Of each namespace the highest epoch that was ever noted, and what the daemon was told."""
+    """By namespace: the highest epoch that was ever noted."""
     told: dict[bytes, int] = field(default_factory=dict)
+    """By namespace: the highest epoch that the daemon of this boot was told."""
     went_back: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One operation under way."""
+    """One open operation."""
 
     effect: ToTier
     tier: SimTier
@@ -102,7 +103,7 @@ class Operation:
 
 
 class SimTiers:
-    """All of a world's, and what they are doing."""
+    """All tiers of a world, and their open operations."""
 
     def __init__(self, world: TierWorld, count: int, healthy: bool) -> None:
         rng = world.rng
@@ -115,7 +116,7 @@ class SimTiers:
         self.goes_back = rng.choice([0.0, 0.02, 0.1])
         self.open: dict[int, Operation] = {}
         self.unsettled = False
-        """A tier went back and the daemon has seen it: the worst moment for another boot."""
+        """A tier was restored and the daemon has seen it: a hard moment for a restart."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ class SimTiers:
     # ------------------------------------------------------------ the daemon
 
     def boot(self) -> None:
-        """The daemon is gone: of what was under way some comes to pass, and some does not."""
+        """The daemon is gone: of its open operations some take effect, and some do not."""
         rng = self.world.rng
         for under in self.open.values():
             if rng.random() < 0.5:
@@ -156,7 +157,7 @@ class SimTiers:
             tier.records.clear()
 
     def take(self, effect: ToTier) -> None:
-        """Begin what the core asks for."""
+        """Begin an operation that the core asks for."""
         world, rng = self.world, self.world.rng
         tier = self.tiers[effect.tier]
         if rng.random() < tier.ill / 4:
@@ -191,7 +192,7 @@ class SimTiers:
             world.later(under.ends, partial(self._tell, report))
 
     def _at(self, under: Operation, what: Callable[[Operation], None]) -> None:
-        """At some moment before it ends."""
+        """Do ``what`` at some moment before the operation ends."""
         when = under.began + self.world.rng.random() * (under.ends - under.began)
         self.world.later(when, partial(what, under))
 
@@ -207,19 +208,19 @@ class SimTiers:
             tier.notes.clear()
 
     def take_snapshots(self) -> None:
-        """Each tier's state is what it goes back to next."""
+        """Take a snapshot of every tier."""
         for tier in self.tiers:
             tier.snapshot = dict(tier.records), dict(tier.notes)
 
     def go_back(self, number: int) -> None:
-        """A tier starts again from its last snapshot, and the core is told that it was down."""
+        """Restore a tier from its last snapshot, and tell the core that it was down."""
         tier = self.tiers[number]
         records, notes = tier.snapshot
         tier.records, tier.notes, tier.went_back = dict(records), dict(notes), self.world.now
         for namespace, epoch in tier.highest.items():
             if tier.told.get(namespace) == epoch:
                 tier.put_back[namespace] = epoch
-            else:  # the daemon cannot know better
+            else:  # the daemon could not notice
                 tier.notes[namespace] = epoch
         for up in (False, True):
             when = self.world.now + up * self.world.rng.random()
@@ -236,10 +237,13 @@ class SimTiers:
     def _note(self, under: Operation) -> None:
         effect, tier = under.effect, under.tier
         assert isinstance(effect, TierEpoch)
-        clock_s = self.world.now * 1000  # faster than anybody clears
+        clock_s = self.world.now * 1000  # it runs faster than clears come
         under.told = to_note(effect, tier.notes.get(effect.namespace), clock_s)
         if effect.renew and tier.ill and self.world.rng.random() < 0.5:
-            tier.snapshot = dict(tier.records), dict(tier.notes)  # just before: the worst moment
+            tier.snapshot = (
+                dict(tier.records),
+                dict(tier.notes),
+            )  # just before the note: a hard moment
         tier.notes[effect.namespace] = under.told
         tier.highest[effect.namespace] = max(under.told, tier.highest.get(effect.namespace, 0))
         if under.began >= tier.went_back:
@@ -253,7 +257,7 @@ class SimTiers:
             del records[key]
 
     def _move(self, under: Operation, store: bool) -> None:
-        """Every shard of every row at a moment of its own."""
+        """Copy every shard of every row, each at its own moment."""
         for i, place in enumerate(under.places):
             if store:
                 under.contents[i] = [[] for _ in place]
@@ -279,13 +283,15 @@ class SimTiers:
             return
         for i, page in enumerate(run):
             if content is not None and len(content[shard]) != len(run):
-                raise BrokenLawError(f"law 10: a record of another shape: {under.keys[number]}")
+                raise BrokenLawError(
+                    f"law 10: a record with other shard sizes: {under.keys[number]}"
+                )
             self.world.witness.tier_writes(op, page, self.world.now)
             garbage = b"garbage", op, number, shard
             self.world.memory.pages[page] = garbage if content is None else content[shard][i]
 
     def _found(self, under: Operation, number: int) -> Content | None:
-        """The record; None: it is not there, or its checksum will say that it is not whole."""
+        """The record; None: it is missing, or its checksum will be wrong."""
         if number not in under.contents:
             found = under.tier.records.get(under.keys[number])
             under.contents[number] = None if self._fails(under.tier) else found
@@ -319,7 +325,7 @@ class SimTiers:
             return Stored(effect.op, self._keep(under))
         if isinstance(effect, TierEpoch):
             late = under.told is None or self._fails(under.tier)
-            if late and rng.random() < 0.5:  # it comes to pass when nobody expects it any more
+            if late and rng.random() < 0.5:  # it takes effect after the timeout
                 self.world.later(self.world.now + rng.random() * 5, partial(self._note, under))
             if late or under.told is None:
                 return EpochIs(effect.op, None)
@@ -344,7 +350,7 @@ def _keys(records: Records) -> list[RecordKey]:
 
 
 def _one(seen: list[Tag | None]) -> Tag | None:
-    """What all pages of a shard hold."""
+    """The tag that all pages of a shard hold."""
     if any(tag != seen[0] for tag in seen):
         raise BrokenLawError(f"a record of several writers' pages: {seen}")
     return seen[0] if seen else None

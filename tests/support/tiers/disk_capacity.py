@@ -1,17 +1,17 @@
 """The disk tier at its full size: ``python -m tests.support.tiers.disk_capacity`` (``--help``).
 
-A tier that can hold ROWS rows of 4 KiB is given three times as many. What is reported, as JSON:
+A tier with room for ROWS rows of 4 KiB is given three times as many. It reports, as JSON:
 
-- ``bytes_most``: the most that the folder took on disk at any moment, by the file system's word,
-  against ``capacity_bytes``;
-- ``records`` that it holds then, and whether what it gives back is right: ``wrong`` and, of the
-  thousand stored last, ``missed``;
-- of a process that opens it anew, with a cold index log: ``open_s`` until it serves, ``index_s``
-  until it has found all, ``bytes_a_row`` by which the process grew;
-- ``index_without_log_s``: the same from the records' headers alone.
+- ``bytes_most``: the most that the folder took on disk at any moment, as the file system counts,
+  to compare with ``capacity_bytes``;
+- ``records``: how many it holds then; ``wrong``: how many of a sample come back wrong; ``missed``:
+  how many of the thousand stored last are gone;
+- for a new process with a cold index log: ``open_s`` until it serves, ``index_s`` until the index
+  is complete, ``bytes_a_row``: memory per row;
+- ``index_without_log_s``: the same without the log, from the records' headers.
 
-A number that is worse than promised (``LIMITS``) is an exit status of 1. It takes 8.5 GiB on disk
-for a million rows, and minutes; what it wrote is removed.
+The exit status is 1 if a number is worse than ``LIMITS``. A million rows take minutes and 8.5 GiB
+on disk, which are freed at the end.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from kvass.types import PAGE
 ROWS: Final = 1_000_000
 LIMITS: Final = {"bytes_over": 0, "wrong": 0, "missed": 0, "index_s": 5.0, "bytes_a_row": 200.0}
 _SLOT_BYTES: Final = 2 * PAGE + 100
-"""Of the capacity, for a row: header, data, its entry, what the file system notes of it."""
+"""Capacity for a row: header, data, index entry, the file system's metadata."""
 _BESIDE: Final = 1 << 20
 _BATCH: Final = 1000
 _LOOK_EVERY_S: Final = 0.005
 
 
 class Watch:
-    """Looks at the folder all the time, and remembers the most that it took on disk."""
+    """Watches a folder, and keeps the most that it took on disk."""
 
     def __init__(self, folder: Path) -> None:
         self.most = 0
@@ -82,7 +82,7 @@ class Watch:
 
 
 def measure(folder: Path, rows: int, *, without_log: bool = True) -> dict[str, Any]:
-    """What stands at the top of this file."""
+    """The figures that the top of this file explains."""
     capacity = rows * _SLOT_BYTES + _BESIDE
     watch = Watch(folder)
     began = time.monotonic()
@@ -119,7 +119,7 @@ def measure(folder: Path, rows: int, *, without_log: bool = True) -> dict[str, A
 
 
 def worse(figures: dict[str, Any]) -> list[str]:
-    """What is not as promised."""
+    """The figures that are worse than ``LIMITS``, as text."""
     return [
         f"{name}: {figures[name]}, promised {limit}"
         for name, limit in LIMITS.items()
@@ -132,18 +132,18 @@ def _key(number: int) -> bytes:
 
 
 def _data(numbers: range) -> list[list[Buffer]]:
-    """Rows that say which they are, at both ends; they lie as slots of the arena do."""
+    """Rows with their number at both ends, page-aligned as slots of the arena are."""
     memory = page_buffer(PAGE * len(numbers)).view(np.uint64).reshape(len(numbers), -1)
     memory[:, 0] = memory[:, -1] = numbers
     return [[row.view(np.uint8)] for row in memory]
 
 
 def _check(tier: DiskTier, rows: int) -> tuple[int, int]:
-    """Of some rows: how many are wrong, and of the last ones missed."""
+    """How many rows of a sample are wrong, and how many of the last ones are missing."""
     step = max(3 * rows // 10_000, 1)
     wrong = missed = 0
     for some, last in ((range(0, 3 * rows, step), False), (range(3 * rows)[-_BATCH:], True)):
-        into = _data(range(3 * rows, 3 * rows + len(some)))  # what no row says
+        into = _data(range(3 * rows, 3 * rows + len(some)))  # other numbers than any row's
         for number, shards, held in zip(
             some, into, tier.load([_key(number) for number in some], into), strict=True
         ):
@@ -171,7 +171,7 @@ def _in_a_new_process(folder: Path, capacity: int) -> dict[str, Any]:
 
 
 def _open(folder: str, capacity: int) -> dict[str, Any]:
-    """What the new process runs."""
+    """The program of the new process."""
     before = _resident()
     began = time.monotonic()
     tier = DiskTier(folder, capacity)

@@ -1,13 +1,12 @@
-"""A tier that does as it is told: keeps records in another one, and is dead, slow, or lies.
+"""A tier that fails on request: it keeps records in another tier, and is dead, slow or wrong.
 
-Law of this file: what it spoils it spoils as the world does, behind the protocol's back; it keeps
-the protocol itself, so that what a daemon gets wrong with it is the daemon's.
+Apart from ``raise`` it keeps the tier protocol.
 
 ::
 
     --tier 'tests.support.tiers.faulty:FaultyTier?inner=disk:/folder%3Fcapacity=64MiB&orders=/file'
 
-``orders``: a file that names what is wrong now: words of ``ORDERS``, or nothing.
+``orders``: a file that names the faults of this moment: words of ``ORDERS``, or nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from kvass.tiers.url import open_tier
 
 ORDERS: Final = (
     "dead",  # every call raises TierDown
-    "raise",  # every call raises what no tier may
+    "raise",  # every call raises an error that no tier may raise
     "slow",  # a load or store takes a second
-    "hang",  # a load or store does not come back while this stands there
-    "promise",  # a probe says that everything is held
-    "spoil",  # a load scribbles into its buffers, and fails
+    "hang",  # a load or store does not return while this order stands
+    "promise",  # a probe answers that everything is held
+    "spoil",  # a load writes garbage into its buffers, and fails
 )
 _SLOW_S: Final = 1.0
 _LOOK_S: Final = 0.01

@@ -1,11 +1,11 @@
-"""The child's half of ``vllm_engine``: one in-process vLLM engine behind stdin and stdout.
+"""The child's half of ``process``: one vLLM engine behind stdin and stdout.
 
-Law of this file: it drives vLLM through public calls, and measures and disturbs the connector only
-from outside (``vllm_probe``), so what is tested is what is shipped. With one rank all is in this
-process; of several each is a process that vLLM spawns, with a probe of its own.
+It drives vLLM through public calls, and measures and disturbs the connector only from outside
+(``instruments``), so the shipped code is what is tested. One rank runs in this process; several run
+in processes that vLLM spawns, each with its own probe.
 
-The in-process engine spins after a step that did nothing, where a served one sleeps 1 ms; the loop
-here sleeps like the served one, or threads of the connector would starve for the GIL.
+vLLM's in-process engine spins after a step that did nothing, where a served one sleeps 1 ms. The
+loop here sleeps too, or threads of the connector would not get the GIL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ChildEngine:
     """vLLM's ``LLMEngine`` with the few things a test asks of it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        gc.disable()  # while importing and building it looks at ever more, of which nothing goes
+        gc.disable()  # imports only add objects: collections would take time and free nothing
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -77,15 +77,15 @@ class ChildEngine:
         return results
 
     def hooks(self) -> Hooks:
-        """What all probes measured."""
+        """The measurements of all probes."""
         several = len(self.pids) > 1
         return instruments.merged(
             [self.probe.report()] + (self.ranks(instruments.report) if several else [])
         )
 
     def lay_out(self, name: str, tokens: list[int]) -> list[object]:
-        """A request without a forward pass (``vllm_layout``): the tokens it found, what was wrong
-        with them."""
+        """A request without a forward pass (``layout_only``): the tokens it found, and which page
+        was wrong."""
         from tests.support.vllm.layout_only import LayoutEngine
 
         core = self.engine.engine_core.engine_core
@@ -93,7 +93,7 @@ class ChildEngine:
         return [world.run(name, tokens), world.wrong]
 
     def groups(self) -> list[dict[str, Any]]:
-        """Its KV cache groups (``vllm_engine.Group``)."""
+        """Its KV cache groups (``process.CacheGroup``)."""
         pages = instruments.page_sizes()
         return [
             {
@@ -127,14 +127,14 @@ class ChildEngine:
         return noting
 
     def step(self) -> list[Any]:
-        """One step as a served engine takes it."""
+        """One step, with the pause of a served engine."""
         outputs: list[Any] = self.engine.step()
         if not outputs:
             time.sleep(0.001)
         return outputs
 
     def generate(self, prompts: list[Prompt]) -> list[Answer]:
-        """Run to the end, then drain what finished requests left behind."""
+        """Run the prompts to the end, then drain the stores they left."""
         start = time.monotonic()
         ids = [self._add(prompt) for prompt in prompts]
         first: dict[str, float] = {}
@@ -199,7 +199,7 @@ class ChildEngine:
             self.step()
 
     def reset(self, connector: bool) -> bool:
-        """Drop vLLM's own prefix cache (and kvass's); False if some block is still held."""
+        """Clear vLLM's own prefix cache (and kvass's); False if some block is still held."""
         self.drain()
         return bool(self.engine.reset_prefix_cache(reset_connector=connector))
 
@@ -214,7 +214,7 @@ def _lora(folder: str | None) -> Any:
 
 
 def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None]) -> None:
-    """Carry out one line after the other until stdin ends."""
+    """Carry out the commands until stdin ends."""
     probe = engine.probe
     for line in commands:
         fields = json.loads(line)
@@ -272,7 +272,7 @@ def main() -> int:
         say({"ok": "ready"})
         serve(engine, sys.stdin, lambda value: say({"ok": value}))
         engine.engine.engine_core.shutdown()
-    except Exception as error:  # noqa: BLE001 - the parent is told, whatever it was
+    except Exception as error:  # noqa: BLE001 - the parent is told
         traceback.print_exc()
         say({"error": f"{type(error).__name__}: {error}"})
         return 1

@@ -1,7 +1,6 @@
-"""``SchedulerClient`` without a daemon: a cache in a dict, with the answers that a test asks for.
+"""A ``SchedulerClient`` without a daemon: rows in a set, and the answers that a test chooses.
 
-Law of this file: it asserts its caller's duties: a lease taken is handed over or released, exactly
-once.
+It checks its caller: a lease that was taken is handed over or released exactly once.
 """
 
 from __future__ import annotations
@@ -15,11 +14,15 @@ from kvass.types import Slots
 
 
 class FakeClient:
-    """A daemon in a dict. ``rows`` are the hashes held; ``silent`` answers no reserve, and ``late``
-    each so many steps later; after ``patience`` steps the client gives up. ``missing`` refuses each
-    whole, ``refuse`` grants nothing, ``most_items`` puts off all items but the first so many;
-    ``deaf`` cannot be told of a handing over; ``pending`` lookups are told to ask again; writing
-    may take until ``deadline_s``."""
+    """``rows`` are the hashes held. Settings:
+
+    - ``silent``: no reserve is answered. ``late``: each is answered so many steps later. After
+      ``patience`` steps without an answer the client gives up.
+    - ``missing``: a reserve gets no answer that counts. ``refuse``: grants are empty.
+      ``most_items``: all items but the first so many are put off.
+    - ``deaf``: ``handed_over`` fails. ``pending``: so many lookups are told to ask again.
+    - ``deadline_s``: until when granted rows may be written.
+    """
 
     def __init__(self, socket: str = "", registration: Register | None = None) -> None:
         self.registration = registration
@@ -54,7 +57,7 @@ class FakeClient:
         """Nothing to end."""
 
     def new_step(self) -> None:
-        """Counts steps; the late answer, if there is one."""
+        """Count steps."""
         self.steps += 1
         self._overdue = self._overdue and self.silent
 
@@ -108,14 +111,14 @@ class FakeClient:
         del self.writing[reservation]
 
     def begin_reserve(self, items: Sequence[ReserveItem], width: int) -> Reserving | None:
-        """Takes note of it."""
+        """Keep the request."""
         assert self.answering
         self.reserves.append(list(items))
         self.awaited.append(Reserving(len(self.reserves), width, self.steps, 0.0))
         return self.awaited[-1]
 
     def granted(self, reserving: Reserving) -> Granted | Pending | None:
-        """Grants every chunk that is neither held nor being written, when it is time."""
+        """Grant every chunk that is neither held nor being written, once it is time."""
         waited = self.steps - reserving.asked_s
         if self.connected and (self.silent or waited < self.late):
             if waited < self.patience:
@@ -129,7 +132,7 @@ class FakeClient:
         return self._grant(self.reserves[reserving.seq - 1], reserving.items)
 
     def give_up(self, reserving: Reserving) -> None:
-        """A grant that comes now is aborted."""
+        """A grant that comes later is aborted."""
         self.awaited.remove(reserving)
         self.given_up += 1
 
@@ -148,7 +151,7 @@ class FakeClient:
         return Granted(boot=self.boot, given_s=1e9, deadline_s=self.deadline_s, grants=grants)
 
     def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
-        """From here on the ranks settle."""
+        """From now on the ranks settle."""
         if self.deaf:
             return False
         for lease in leases:
@@ -163,13 +166,13 @@ class FakeClient:
         return self.connected
 
     def new_generation(self) -> None:
-        """What is held is another namespace's."""
+        """The rows held belong to the old namespace."""
         self.generations += 1
         self.rows.clear()
         self.writing = {reservation: [] for reservation in self.writing}
 
     def commit(self, reservations: Iterable[int]) -> None:
-        """What a worker does: the rows of ``reservations`` are held from now on."""
+        """As the workers do: the rows of ``reservations`` are held from now on."""
         for reservation in reservations:
             self.rows.update(self.writing.pop(reservation))
 

@@ -1,7 +1,6 @@
-"""The connector over a fake GPU: the ``kv_connector_module_path`` of tests, and of nobody else.
+"""The connector with a fake GPU's mover: a ``kv_connector_module_path`` for tests.
 
-Law of this file: only the mover is another one. vLLM's pages stay where they are, in memory of the
-host; what is wrong with how the device is used ends the engine.
+Only the mover differs. vLLM's pages stay in host memory. Wrong use of the device ends the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from tests.support.gpu.engine_mover import EngineMover
 
 
 def open_mover(memory: Memory) -> EngineMover:
-    """What copies these pages, as if they were a GPU's."""
+    """A mover that treats these pages as device memory."""
     return EngineMover(memory.regions, memory.planes)
 
 
@@ -27,12 +26,12 @@ class KvassConnector(connector.KvassConnector):
 
     @property
     def mover(self) -> EngineMover | None:
-        """This rank's, once its pages are known."""
+        """This rank's mover, once its pages are known."""
         mover = self._copier and self._copier._mover
         return mover if isinstance(mover, EngineMover) else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Where a step begins."""
+        """Called where a step begins."""
         super().handle_preemptions(kv_connector_metadata)
         if self.mover is not None:
             self.mover.begin_step()
@@ -49,6 +48,6 @@ class KvassConnector(connector.KvassConnector):
             self.mover.check_closed()
 
     def synchronize(self) -> None:
-        """Wait for what the engine's stream was given."""
+        """Wait for the engine's stream."""
         if self.mover is not None:
             self.mover.synchronize()

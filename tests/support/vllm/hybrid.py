@@ -1,8 +1,7 @@
-"""An engine of several layer groups without a model: vLLM's scheduler, our connector, own pages.
+"""``StubModelEngine`` for several layer groups: vLLM's scheduler, our connector, no model.
 
-Law of this file: as ``vllm_rank``'s; and what a page holds follows from its group, its layer and
-the tokens up to its end, so that a page of the wrong group, layer or token range is seen. Whatever
-a request begins with, found or loaded, is verified.
+The content of a page follows from its group, its layer and the tokens up to its end, so a page of
+the wrong group, layer or token range is noticed. All that a request begins with is verified.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def make_hybrid_configs(
 ) -> tuple[Any, Any]:
     """vLLM's own and its KV cache configuration, for groups of these shapes.
 
-    Every layer has a page of its own in one storage, where groups lie over each other as vLLM lays
-    them: a block belongs to one group at a time. ``alignment`` 0 takes vLLM's own; a request has
-    ``draft_states`` blocks for states of drafts; ``retention`` is vLLM's interval.
+    As in vLLM, all groups share one storage: a block belongs to one group at a time. ``alignment``
+    0 means vLLM's own; ``draft_states`` are the blocks of a request for states of drafts;
+    ``retention`` is vLLM's interval.
     """
     from vllm.v1.core.kv_cache_utils import (
         resolve_cache_hit_alignment_tokens,
@@ -78,7 +77,7 @@ def make_hybrid_configs(
 
 
 def _spec(kind: str, block_tokens: int, window: int, page: int, draft_states: int) -> Any:
-    """A spec whose page takes ``page`` bytes, whatever its block."""
+    """A spec with pages of ``page`` bytes, whatever its block size."""
     import torch
     from vllm.v1 import kv_cache_interface as kv
 
@@ -106,14 +105,14 @@ def _spec(kind: str, block_tokens: int, window: int, page: int, draft_states: in
 
 
 class HybridRank(StubModelRank):
-    """A worker of several groups; ``page(g, l, b)`` is a page of layer ``l`` of group ``g``."""
+    """A worker with several groups."""
 
     def __init__(self, config: Any, caches: Any) -> None:
         import torch
 
         self.gate, self.speculative = None, False
         self._tensors = caches.kv_cache_tensors
-        """One per group, as ``make_hybrid_configs`` has them."""
+        """One per group, as ``make_hybrid_configs`` makes them."""
         memory = torch.zeros(caches.kv_cache_tensors[0].size, dtype=torch.uint8)
         self._bytes: npt.NDArray[np.uint8] = memory.numpy()
         self.connector = worker_connector(config, caches)
@@ -126,14 +125,14 @@ class HybridRank(StubModelRank):
         )
 
     def page(self, group: int, layer: int, block: int) -> npt.NDArray[np.uint8]:
-        """The page itself, for the engine to look at and to write."""
+        """The page of a block in a layer of a group; the engine reads and writes it."""
         synchronize(self.connector)
         tensor = self._tensors[group]
         at = tensor.offset + layer * tensor.layer_stride + block * tensor.block_stride
         return self._bytes[at : at + PAGE]
 
     def copy_blocks(self, copies: Iterable[Any]) -> None:
-        """As vLLM's runner: a request that hits inside a block goes on in a copy of it."""
+        """As vLLM's runner: a request that hits inside a block continues in a copy of it."""
         synchronize(self.connector)
         stride = self._tensors[0].block_stride
         blocks = self._bytes.reshape(-1, stride)
@@ -162,7 +161,7 @@ class HybridEngine(StubModelEngine):
         self.ranks = Ranks([HybridRank(config, caches)])
         self.loads: list[Any] = []
         self.found: dict[str, int] = {}
-        """Requests that have begun, and the tokens that they found cached or loaded."""
+        """By request that has begun: the tokens that it found cached or loaded."""
         self.daemon = daemon
         self.chunk = int(self.world.connector._planner._setup.chunk_tokens)
 
@@ -172,8 +171,8 @@ class HybridEngine(StubModelEngine):
         return found
 
     def step(self) -> Any:
-        """As ``Engine.step``. Verifies what a request that computes for the first time (again,
-        after a preemption) begins with; its own pages are those of the tokens it computes."""
+        """``StubModelEngine.step``, which also verifies what a request begins with when it first
+        computes, or first computes after a preemption."""
         output, work = self.world.schedule()
         if output.kv_cache_block_copies:
             self.rank.copy_blocks(output.kv_cache_block_copies)  # type: ignore[attr-defined]
@@ -212,14 +211,14 @@ class HybridEngine(StubModelEngine):
             page[:] = content(group, layer, tokens[:upto], len(page))
 
     def verify(self, request: Any, tokens: int) -> None:
-        """All that the next token after ``tokens`` reads lies in the request's blocks."""
+        """Check every page that the token after ``tokens`` reads."""
         layouts = self.world.connector._planner._setup.groups
         for group, ids in enumerate(self.tables(request.request_id)):
             one, layers = layouts[group], self.shapes[group][3]
             for number in one.blocks(one.needs(tokens), tokens):
                 upto = tokens if one.kind == "state" else (number + 1) * one.block_tokens
                 if upto > tokens:
-                    continue  # a hit inside a block: what it holds so far is not made up
+                    continue  # a hit inside a block, whose page is not complete
                 assert ids[number], f"group {group}: block {number} is not there"
                 for layer in range(layers):
                     page = self.rank.page(group, layer, ids[number])  # type: ignore[attr-defined]
@@ -228,13 +227,13 @@ class HybridEngine(StubModelEngine):
                     assert (page == said).all(), f"{where} of {tokens} tokens"
 
     def load(self, name: str, tokens: Iterable[int]) -> Any:
-        """Add a request, and step until it computes; it and the tokens it began with."""
+        """Add a request, and step until it computes; returns it and the tokens it began with."""
         request = self.world.add(name, tokens)
         until(lambda: self.step() and name in self.found, "the request's first tokens")
         return request, self.found[name]
 
 
 def content(group: int, layer: int, tokens: Sequence[int], size: int) -> npt.NDArray[np.uint8]:
-    """What a page holds that ends with the last of ``tokens``."""
+    """The content of a page that ends with the last of ``tokens``."""
     seed = hashlib.sha256(f"{group}.{layer}.{list(tokens)}".encode()).digest()
     return np.resize(np.frombuffer(seed, np.uint8), size)

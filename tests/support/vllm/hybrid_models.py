@@ -1,11 +1,11 @@
-"""Models of several KV cache groups, tiny and random: what ``models.build`` makes of them.
+"""Tiny random models of several KV cache groups, for ``models.build``.
 
-Law of this file: names and shapes are those that vLLM's loader and Hugging Face's configuration
-know; sizes are the smallest that vLLM runs on a CPU and that still have every kind of group.
+Names and shapes are those of vLLM's loaders and of Hugging Face's configurations; sizes are the
+smallest that vLLM runs on a CPU and that still have every kind of group.
 
-Weights matter as in ``models``: norms whose weight counts from zero are 0 here, and what a state
-forgets per token is little enough for it to matter hundreds of tokens later. None ties its output
-to its embeddings: a random model that does says the last token again, whatever its cache holds.
+As in ``models``, the KV cache matters for the output: norms that add 1 to their weight are 0 here,
+and states forget so little per token that they matter hundreds of tokens later. No output is tied
+to the embeddings: such a random model would repeat the last token, whatever its cache holds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _model(
 
 
 def _attention(at: str, heads: int, kv_heads: int, dim: int, gate: int = 1) -> Iterator[Tensor]:
-    """Projections of ``heads`` queries (``gate`` 2: with an output gate beside them)."""
+    """Projections of ``heads`` queries; with ``gate`` 2 they include an output gate."""
     yield weight(f"{at}q_proj.weight", gate * heads * dim, HIDDEN)
     yield weight(f"{at}k_proj.weight", kv_heads * dim, HIDDEN)
     yield weight(f"{at}v_proj.weight", kv_heads * dim, HIDDEN)
@@ -62,7 +62,7 @@ def _gated(at: str, width: int) -> Iterator[Tensor]:
 
 
 def gpt_oss(layers: int = 4, window: int = 128) -> Blueprint:
-    """Sliding and full attention in turn, with sinks and biases; experts."""
+    """Alternating sliding and full attention, with sinks and biases; experts."""
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     config: dict[str, object] = {
         "model_type": "gpt_oss",
@@ -105,7 +105,7 @@ def _gpt_oss_layer(at: str, experts: int = 4, width: int = 128) -> Iterator[Tens
 
 
 def gemma3(layers: int = 6, window: int = 300) -> Blueprint:
-    """Two layers of sliding attention to one of full attention; the window is no whole block."""
+    """Two layers of sliding attention per full one; the window is no multiple of a block."""
     config: dict[str, object] = {
         "model_type": "gemma3_text",
         "intermediate_size": 256,
@@ -143,7 +143,7 @@ def _gemma3_layer(at: str) -> Iterator[Tensor]:
 
 
 def qwen3_next(layers: int = 4) -> Blueprint:
-    """Linear attention (gated delta rule) and full attention in turn; experts."""
+    """Alternating linear attention (gated delta rule) and full attention; experts."""
     config: dict[str, object] = {
         "model_type": "qwen3_next",
         "intermediate_size": 256,
@@ -272,8 +272,8 @@ def _nemotron_mlp(at: str) -> Iterator[Tensor]:
 
 
 def deepseek_v4() -> Blueprint:
-    """Latent pages of five kinds, compressed by 1, 4 and 128, with an indexer and windows. Without
-    weights: no CPU computes it, but vLLM lays out its caches (``load_format="dummy"``)."""
+    """Five kinds of latent pages, compressed by 1, 4 and 128, with an indexer and windows. It has
+    no weights: no CPU can compute it, but vLLM lays out its caches (``load_format="dummy"``)."""
     config: dict[str, object] = {
         "hidden_size": 512,
         "model_type": "deepseek_v4",

@@ -1,8 +1,8 @@
-"""What a test measures and disturbs inside an engine's processes, at the connector's hooks.
+"""Measures and disturbs the connector inside an engine's processes, from outside.
 
-Law of this file: from outside. Hooks are wrapped and the mover's clock is replaced, once the engine
-is up; no shipped code knows of it. Functions that take ``worker`` run in a rank's own process,
-through vLLM's ``collective_rpc``.
+Once the engine is up, the connector's hooks are wrapped and the mover's clock is replaced; shipped
+code knows nothing of it. Functions that take ``worker`` run in a rank's process, through vLLM's
+``collective_rpc``.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PATIENCE_S: Final = 10.0
 
 
 class Probe:
-    """Times every hook of a connector and sends armed signals at its calls."""
+    """Times every hook of a connector, and sends armed signals when hooks are called."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was measured and disarm."""
+        """Forget all measurements and disarm all signals."""
         self.longest: dict[str, float] = {}
         self.calls: dict[str, int] = {}
         self.none_since: dict[str, float] = {}
@@ -65,23 +65,23 @@ class Probe:
         self.armed[hook, when] = [(pid, number, after_s) for pid, number, after_s in signals]
 
     def clock(self) -> float:
-        """A mover's clock."""
+        """The clock of a mover."""
         return time.monotonic() + self.settings.ahead_s
 
     def slow_clock(self) -> float:
-        """The host mover's, read before every row on the copy thread."""
+        """The clock of a host mover, which reads it before every row on the copy thread."""
         if threading.current_thread() is not threading.main_thread():
             time.sleep(self.settings.copy_delay_s)
         return self.clock()
 
     def wrap(self, connector: object) -> None:
-        """Put the probe around every hook the connector has."""
+        """Wrap every hook that the connector has."""
         for name in HOOKS:
             if hasattr(connector, name):
                 setattr(connector, name, self._timed(name, getattr(connector, name)))
 
     def count_preemptions(self, scheduler: Any) -> None:
-        """Note every time a running request loses its blocks."""
+        """Count preemptions."""
         preempt = scheduler._preempt_request
 
         def counting(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ class Probe:
                 os.kill(pid, signal)
 
     def report(self) -> Hooks:
-        """What was measured."""
+        """The measurements."""
         return Hooks(
             longest_s=self.longest,
             calls=self.calls,
@@ -143,7 +143,7 @@ def here() -> Probe:
 
 
 def pack_no_weights() -> None:
-    """DeepSeek-V4 packs weights with kernels that not every CPU has: let it not."""
+    """Keep DeepSeek-V4 from packing weights with kernels that not every CPU has."""
     from vllm.models.deepseek_v4.cpu import cpu_sparse
 
     attention: Any = cpu_sparse.DeepseekV4CPUAttention
@@ -151,8 +151,8 @@ def pack_no_weights() -> None:
 
 
 def prepare(connector: Any, patient: bool, late: bool) -> None:
-    """Let the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set, and
-    wait for answers if ``patient``, but in no step for grants if they are to come ``late``."""
+    """Make the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set. If
+    ``patient``, it waits for answers without a timeout; if ``late``, not for grants."""
     planner = connector._planner
     if planner is None:  # inert
         return
@@ -172,7 +172,7 @@ def prepare(connector: Any, patient: bool, late: bool) -> None:
 
 
 def install(worker: Any) -> int:
-    """Put this process's probe around the connector; the process's id."""
+    """Wrap this process's connector; returns the process's id."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     _make_stage_buffers(worker.model_runner)
@@ -187,12 +187,12 @@ def install(worker: Any) -> int:
 
 
 def report(worker: Any) -> Hooks:
-    """What this rank's probe measured."""
+    """The measurements of this rank."""
     return _here.report()
 
 
 def clear(worker: Any) -> None:
-    """Forget what was measured, and disturb nothing any more."""
+    """Forget all measurements, and disturb nothing."""
     _here.clear()
     _disturb_gpu()
 
@@ -205,34 +205,35 @@ def disturb(worker: Any, rank: int | None, settings: dict[str, Any]) -> None:
 
 
 def arm(worker: Any, rank: int, hook: str, when: str, signals: list[list[Any]]) -> None:
-    """As ``Probe.arm``, in the process of this ``rank``."""
+    """``Probe.arm`` in the process of this ``rank``."""
     if rank == worker.rank:
         _here.arm(hook, when, signals)
 
 
 def scrub(worker: Any) -> None:
-    """Fill every page with one byte, another on each rank: what is right afterwards was loaded.
+    """Fill every page with a byte that differs by rank: then only loaded pages are right.
 
-    The bytes make small finite floats: attention multiplies what it masks with 0, and NaN stays.
+    The bytes make small finite floats: attention multiplies masked values with 0, and a NaN would
+    stay a NaN.
     """
     for region in regions(connector()):
         region[:] = 0x3A + worker.rank
 
 
 def replace_weights(worker: Any, by: int) -> None:
-    """Other weights in the same memory: token t is embedded as t - ``by`` was."""
+    """Replace weights in place: token t is embedded as t - ``by`` was."""
     for name, weight in worker.get_model().named_parameters():
         if "embed_tokens" in name:
             weight.data.copy_(weight.data.roll(by, 0))
 
 
 def pages(worker: Any) -> Pages:
-    """What this rank's pages held when they were stored and when they had been loaded."""
+    """Digests of this rank's pages, when they were stored and after they were loaded."""
     return _here.pages
 
 
 def merged(reports: Sequence[Hooks]) -> Hooks:
-    """What the probes of one engine measured, as one."""
+    """The measurements of all probes of an engine as one."""
     names = {name for one in reports for name in one.longest_s}
     return Hooks(
         longest_s={n: max(one.longest_s.get(n, 0.0) for one in reports) for n in names},
@@ -251,7 +252,7 @@ def connector() -> Any:
 
 
 def _gpu() -> Any:
-    """What copies on this rank's fake GPU; None if it has none."""
+    """The mover of this rank's fake GPU; None if it has none."""
     from vllm.distributed.kv_transfer import has_kv_transfer_group
 
     return getattr(connector(), "mover", None) if has_kv_transfer_group() else None
@@ -264,8 +265,8 @@ def _disturb_gpu() -> None:
 
 
 def _make_stage_buffers(runner: Any) -> None:
-    """What a later pipeline stage receives into. vLLM 0.32 makes it in its warm-up, which an eager
-    engine on a CPU skips, and then fails in the first step."""
+    """Make the buffers into which a later pipeline stage receives. vLLM 0.32 makes them in its
+    warm-up, which an eager engine on a CPU skips; then its first step fails."""
     from vllm.distributed.parallel_state import get_pp_group
 
     if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -275,7 +276,7 @@ def _make_stage_buffers(runner: Any) -> None:
 
 
 def _watch(connector: Any) -> None:
-    """Note, or spoil, the pages of every copy (``Settings``)."""
+    """Digest or spoil the pages of every copy (``Settings``)."""
     load, save, results = (
         connector.start_load_kv,
         connector.wait_for_save,
@@ -296,7 +297,7 @@ def _watch(connector: Any) -> None:
                 _here.pages.stored.extend(_digests(connector, one.blocks))
         if _here.settings.late_stores:
             late.append((_here.settings.late_stores, connector._get_connector_metadata()))
-            connector._copier._unstored = None  # else it would be made up for in the next step
+            connector._copier._unstored = None  # else the next step would store it
         else:
             save()
 
@@ -324,7 +325,7 @@ def _watch(connector: Any) -> None:
 
 
 def page_sizes() -> list[list[tuple[int, int]]]:
-    """``Group.pages`` of every group, as this process's connector found them; none if inert."""
+    """``CacheGroup.pages`` of every group, as the connector found them; none if it is inert."""
     copier = connector()._copier
     if copier is None:
         return []
@@ -332,7 +333,7 @@ def page_sizes() -> list[list[tuple[int, int]]]:
 
 
 def regions(connector: Any) -> list[Any]:
-    """The engine's KV memory, as its planes count it."""
+    """The engine's KV memory, in the order of its planes' ``region``."""
     return [
         np.ctypeslib.as_array((ctypes.c_uint8 * one.nbytes()).from_address(one.data_ptr()))
         for one in connector._copier._owners

@@ -1,7 +1,6 @@
-"""A real engine whose model computes nothing: its scheduler, its KV memory, our connector.
+"""``HybridEngine`` over an engine that vLLM itself has set up, but whose model never computes.
 
-Law of this file: as ``vllm_hybrid``'s, over an engine that vLLM itself set up: what is proved is
-that our layout is vLLM's, whether or not this machine has the kernels of the model.
+It proves that our layout is vLLM's, also where this machine lacks the kernels of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from tests.support.vllm.scheduler import SchedulerHarness
 
 
 class _Rank(HybridRank):
-    """The worker of an engine that is up, in this process."""
+    """The worker of a running engine, in this process."""
 
     def __init__(self, connector: Any) -> None:
         self.gate = None
@@ -24,7 +23,7 @@ class _Rank(HybridRank):
         self._regions = instruments.regions(connector)
 
     def page(self, group: int, layer: int, block: int) -> Any:
-        """As ``HybridRank.page``."""
+        """See ``HybridRank.page``."""
         synchronize(self.connector)
         plane = self.copier._planes[group].planes[layer]
         at = plane.base + block * plane.block_stride
@@ -47,17 +46,17 @@ class LayoutEngine(HybridEngine):
         self.found: dict[str, int] = {}
         self.daemon = None
         self.wrong = ""
-        """The first page that a request began with and that was not what its tokens say."""
+        """The first wrong page that a request began with."""
 
     def verify(self, request: Any, tokens: int) -> None:
-        """As ``HybridEngine.verify``, but ``wrong`` says it, and the engine goes on."""
+        """``HybridEngine.verify``, but a failure is kept in ``wrong`` and the engine continues."""
         try:
             super().verify(request, tokens)
         except AssertionError as error:
             self.wrong = self.wrong or str(error)
 
     def run(self, name: str, tokens: list[int]) -> int:
-        """One request to its end, and the stores it left: the tokens that it began with."""
+        """Run one request and its stores to the end; returns the tokens that it began with."""
         request = self.world.add(name, tokens, max_tokens=2)
         until(lambda: self.step() and request.is_finished(), "the request's end")
         until(lambda: self.step() and not self.world.scheduler.has_requests(), "its stores")

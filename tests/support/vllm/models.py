@@ -1,15 +1,12 @@
-"""A model with random weights in a folder of its own: config, tokenizer, safetensors.
+"""Writes models with random weights: config, tokenizer, safetensors. Needs numpy only, no torch.
 
-A llama or DeepSeek is made from its sizes; ``hybrids`` has models of several KV cache groups.
+A llama or DeepSeek is made from its sizes; ``hybrid_models`` has models of several KV cache groups.
+The same ``(shape, seed)`` gives the same bytes everywhere.
 
-Law of this file: numpy and the standard library only, so that anyone may build a model without
-torch, and the same ``(shape, seed)`` gives the same bytes everywhere.
+vLLM's ``load_format="dummy"`` would not do: its weights are so small that a zeroed KV cache yields
+the same tokens. Here embeddings have deviation 1 and every projection ``2 / sqrt(fan_in)``, so
+attention matters and a wrong page changes the output.
 
-Why not vLLM's ``load_format="dummy"``: its weights are so small that a zeroed KV cache yields the
-same tokens, so nothing could be proved with it. Here the embeddings are drawn with deviation 1 and
-every projection with ``2 / sqrt(fan_in)``: attention matters, and a wrong page changes the output.
-
-File formats: ``config.json`` and ``tokenizer.json`` as Hugging Face reads them;
 ``model.safetensors`` is ``u64 little-endian header length`` + JSON header (name -> dtype, shape,
 offsets) + raw tensors.
 """
@@ -31,13 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 FORMAT: Final = 1
-"""Raised whenever the bytes made from one ``Shape`` change; part of the folder's name."""
+"""Increase it when the bytes made from a ``Shape`` change; it is part of the folder's name."""
 
 F32Array = npt.NDArray[np.float32]
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A weight by Hugging Face's name, drawn from a normal distribution."""
+    """A weight with Hugging Face's name, drawn from a normal distribution."""
 
     name: str
     size: tuple[int, ...]
@@ -46,8 +43,8 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Blueprint(msgspec.Struct, frozen=True):
-    """A model of any family, spelled out (``hybrids``). ``name`` is its folder's; ``config`` what
-    its ``config.json`` adds to, or changes of, what all models have."""
+    """A model of any family (``hybrid_models``). ``name`` begins its folder's name; ``config`` is
+    merged into the ``config.json`` that all models have."""
 
     name: str
     vocab: int
@@ -57,7 +54,7 @@ class Blueprint(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Sizes of a llama. Weights and KV are float32: greedy ties then never flip between kernels."""
+    """Sizes of a llama. Weights and KV are float32, so kernels do not differ in greedy choices."""
 
     vocab: int = 1024
     hidden: int = 256
@@ -70,7 +67,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of all layers, float32."""
+        """K and V of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * 4
 
 
@@ -93,12 +90,12 @@ class LatentShape(msgspec.Struct, frozen=True):
 Sizes = Shape | LatentShape | Blueprint
 
 TINY: Final = Shape()
-"""For tests: computes thousands of tokens a second on one core."""
+"""Computes thousands of tokens a second on one core."""
 TINY_LATENT: Final = LatentShape()
 
 
 def build(folder: Path, shape: Sizes = TINY, seed: int = 0) -> Path:
-    """The folder of this model inside ``folder``, made on first use, atomically, then reused."""
+    """The folder of this model inside ``folder``; written on first use, atomically."""
     target = folder / f"{_name(shape)}-seed{seed}"
     if target.is_dir():
         return target
@@ -108,7 +105,7 @@ def build(folder: Path, shape: Sizes = TINY, seed: int = 0) -> Path:
         write_model(scratch, shape, seed)
         os.rename(scratch, target)
     except OSError:
-        if not target.is_dir():  # else: another process was faster, and made the same bytes
+        if not target.is_dir():  # else another process wrote the same bytes first
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -116,7 +113,7 @@ def build(folder: Path, shape: Sizes = TINY, seed: int = 0) -> Path:
 
 
 def _name(shape: Sizes) -> str:
-    """Of the folder: whatever changes the bytes is in it."""
+    """The name of the folder; it contains everything that changes the bytes."""
     if isinstance(shape, Blueprint):
         digest = hashlib.sha256(msgspec.json.encode(shape)).hexdigest()[:16]
         return f"{shape.name}-v{FORMAT}-{digest}"
@@ -212,7 +209,7 @@ def _config(shape: Sizes) -> dict[str, object]:
         "v_head_dim": shape.value,
         "attention_bias": False,
         "rope_scaling": None,
-        # every layer is dense, so none of these is used, but vLLM asks for them
+        # every layer is dense: vLLM reads these and does not use them
         "first_k_dense_replace": shape.layers,
         "moe_intermediate_size": shape.intermediate,
         "moe_layer_freq": 1,
@@ -229,7 +226,7 @@ def _config(shape: Sizes) -> dict[str, object]:
 
 
 def _tokenizer(vocab: int) -> dict[str, object]:
-    """A word-level tokenizer: ``t17`` is token 17, blanks separate, anything else is ``<unk>``."""
+    """A word-level tokenizer: ``t17`` is token 17, anything unknown is ``<unk>``."""
     words = ["<pad>", "<s>", "</s>", "<unk>", *(f"t{i}" for i in range(4, vocab))]
     special = [
         {
@@ -263,8 +260,8 @@ def _tokenizer(vocab: int) -> dict[str, object]:
 def weight(
     name: str, *size: int, deviation: float | None = None, mean: float | None = None
 ) -> Tensor:
-    """A weight as it is drawn unless told otherwise: a vector is all ones, embeddings have
-    deviation 1, a projection ``2 / sqrt(fan_in)``, its last size."""
+    """A weight with defaults: a vector is all ones, embeddings have deviation 1, a projection
+    ``2 / sqrt(fan_in)``, where ``fan_in`` is its last size."""
     if len(size) == 1:
         return Tensor(name, size, deviation or 0.0, 1.0 if mean is None else mean)
     usual = 1.0 if "embed" in name else 2.0 / float(size[-1]) ** 0.5
@@ -297,8 +294,8 @@ def _heads(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def eagle_head(target: Shape = TINY) -> Blueprint:
-    """A drafter of one layer for ``target``, as ``EagleLlamaForCausalLM`` reads it. It shares the
-    embeddings and the output of its target."""
+    """A drafter of one layer for ``target``, as ``EagleLlamaForCausalLM`` reads it. It shares its
+    target's embeddings and output."""
     tensors = [weight("fc.weight", target.hidden, 2 * target.hidden)]
     at = "model.layers.0."
     tensors += [

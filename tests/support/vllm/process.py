@@ -1,10 +1,8 @@
-"""A real vLLM engine as a child process of its own, driven by JSON lines.
+"""A real vLLM engine in a child process, driven by JSON lines.
 
-Law of this file: the parent's half. It imports no vLLM and no torch; ``vllm_child`` is the other.
-One child is one engine process: start two and they can only meet in the daemon.
-
-Every command is one line on the child's stdin, ``{"op": ..., ...}``, answered by one line,
-``{"ok": ...}`` or ``{"error": text}``. What vLLM itself prints goes to ``log``.
+This is the parent's half, which imports neither vLLM nor torch; ``child`` is the other half. Each
+command is one line on the child's stdin, ``{"op": ..., ...}``, and is answered by one line,
+``{"ok": ...}`` or ``{"error": text}``. What vLLM prints goes to ``log``.
 """
 
 from __future__ import annotations
@@ -48,14 +46,14 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of it. Times are seconds since the request was added."""
+    """The result of a prompt. Times are seconds since the request was added."""
 
     tokens: list[int]
     logprobs: list[float]
     local: int
-    """Prompt tokens vLLM found in its own prefix cache."""
+    """Prompt tokens found in vLLM's own prefix cache."""
     external: int
-    """Prompt tokens the connector promised (a failed load is counted too)."""
+    """Prompt tokens that the connector promised (including loads that failed)."""
     first_token_s: float
     total_s: float
     finish_reason: str | None = None
@@ -67,7 +65,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Hooks(msgspec.Struct, frozen=True):
-    """What the connector's hooks took since the last ``reset_hooks``, in seconds."""
+    """Times of the connector's hooks since the last ``reset_hooks``, in seconds."""
 
     longest_s: dict[str, float]
     calls: dict[str, int]
@@ -76,31 +74,31 @@ class Hooks(msgspec.Struct, frozen=True):
     told_none: int
     """Requests that were told ``None`` at least once."""
     preemptions: int
-    """Times vLLM took a running request's blocks away."""
+    """How often vLLM preempted a running request."""
 
     @property
     def longest(self) -> float:
-        """The longest that any one hook kept the engine."""
+        """The longest call of any hook."""
         return max(self.longest_s.values(), default=0.0)
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How the copies of a rank are disturbed, or watched."""
+    """How the copies of a rank are disturbed or watched."""
 
     copy_delay_s: float = 0.0
     """Every row takes this much longer."""
     ahead_s: float = 0.0
-    """Its clock runs ahead: large enough, and every copy is late."""
+    """Its clock runs ahead; with a large value every copy misses its deadline."""
     spoil: bool = False
-    """Pages are zeroed when they have been loaded."""
+    """Loaded pages are zeroed."""
     spoil_group: int | None = None
-    """Those of this layer group alone."""
+    """Loaded pages of this layer group are zeroed."""
     watch: bool = False
-    """``pages`` are noted."""
+    """Digests of ``pages`` are kept."""
     late_stores: int = 0
-    """Stores begin so many steps later, from blocks that nobody holds."""
+    """Stores begin so many steps later, from blocks that are not held."""
     broken_gpu: str = ""
-    """What its fake GPU does wrong (``engine_gpu.Break``)."""
+    """The fault of its fake GPU (``engine_mover.Break``)."""
 
     def spoils(self, group: int) -> bool:
         """Whether pages of ``group`` are zeroed."""
@@ -108,16 +106,16 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Pages(msgspec.Struct, frozen=True):
-    """A digest of every block a rank's copies began at, or ended in, since ``reset_hooks``; in
-    token order, as seen before each store and after each load."""
+    """Digests of the blocks that a rank stored or loaded since ``reset_hooks``, in token order: as
+    they were before each store and after each load."""
 
     stored: list[str]
     loaded: list[str]
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
-    """One of vLLM's KV cache groups: the names of its layers' specs, and its own block size.
-    ``pages``: of each layer the bytes of a page, and from one block's to the next's."""
+    """A KV cache group of vLLM: its layers' spec classes and its block size. ``pages``: for each
+    layer the bytes of a page and the stride between blocks."""
 
     specs: list[str]
     block_tokens: int
@@ -126,21 +124,21 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
 
 class EngineDied(Exception):
-    """The child ended or did not answer in time; the text carries the end of its log."""
+    """The child ended or did not answer in time; the text has the end of its log."""
 
 
 class EngineProcess:
     """One vLLM engine. ``socket`` None runs it without kvass.
 
-    ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: its
-    steps wait for the daemon's answers as long as it takes, but with ``late`` for no grant: a later
-    step has it. ``layout_only``: it will never compute, so that it starts where its kernels do not.
-    ``gpu``: its pages are a fake GPU's (``vllm_gpu``).
-    The constructor returns at once; the first call waits until the engine is up.
+    ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: steps
+    wait for the daemon's answers without a timeout; with ``late`` not for grants, which come in a
+    later step. ``layout_only``: it will never compute, so it needs no kernels of its model.
+    ``gpu``: its pages are on a fake GPU (``fake_gpu_connector``). The constructor returns at once;
+    the first call waits until the engine is up.
     """
 
     all_on_gpu: ClassVar[bool | None] = None
-    """If it is not None, it decides instead of ``gpu``, for every engine."""
+    """If not None, it replaces ``gpu`` for every engine."""
 
     def __init__(
         self,
@@ -162,14 +160,14 @@ class EngineProcess:
         gpu = gpu if self.all_on_gpu is None else self.all_on_gpu
         config["module"] = FAKE_GPU if gpu else "kvass.connectors.vllm"
         if socket is not None:
-            # vLLM's own cache is reset so that the next hit comes from kvass: ``reset``
+            # tests ``reset`` vLLM's own cache, so that the next hit comes from kvass
             fixed = {"kvass.fixed_weights": True}
             config["connector"] = {"kvass.socket": str(socket), **fixed, **(options or {})}
         self._log = log
         self._buffer = b""
         self._ranks: list[int] = []
         self._workers: dict[int, str] = {}
-        """Processes that the child made, with the time each began: pids are used again."""
+        """The child's processes, each with its start time, because pids are reused."""
         self._start_timeout_s = start_timeout_s
         self._ready = False
         with log.open("wb") as stderr:
@@ -183,7 +181,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child: the scheduler and, if it is the only one, the worker."""
+        """The child's: the scheduler and, if there is one rank, the worker."""
         return self._child.pid
 
     @property
@@ -202,7 +200,7 @@ class EngineProcess:
         return self
 
     def generate(self, *prompts: Prompt, timeout_s: float = 120.0) -> list[Answer]:
-        """Run the prompts together, greedily, to the end; answers in the order given."""
+        """Run the prompts together, greedily, to the end; answers in the same order."""
         self.submit(*prompts)
         return self.answers(timeout_s)
 
@@ -219,18 +217,18 @@ class EngineProcess:
         return msgspec.convert(self._read(timeout_s), list[Answer])
 
     def reset(self, *, connector: bool = False) -> bool:
-        """Drain, then drop vLLM's own prefix cache, so that only the connector can hit.
+        """Drain, then clear vLLM's own prefix cache; with ``connector`` kvass's as well.
 
-        With ``connector`` kvass forgets too. False if a block was still held.
+        False if a block was still held.
         """
         return bool(self.call("reset", connector=connector))
 
     def hooks(self) -> Hooks:
-        """What the connector's hooks took since ``reset_hooks``."""
+        """Times of the connector's hooks since ``reset_hooks``."""
         return msgspec.convert(self.call("hooks"), Hooks)
 
     def reset_hooks(self) -> None:
-        """Start measuring anew; disarm every signal, and disturb and watch nothing any more."""
+        """Forget all times; disarm every signal; disturb and watch nothing."""
         self.call("reset_hooks")
 
     def arm(
@@ -243,7 +241,7 @@ class EngineProcess:
     ) -> None:
         """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s).
 
-        From the scheduler's process, which is also that of a single rank, or from ``rank``'s.
+        Sent from the scheduler's process (also that of a single rank), or from that of ``rank``.
         """
         fields: dict[str, Any] = {"hook": hook, "when": when, "signals": [list(s) for s in signals]}
         if rank is None:
@@ -264,16 +262,16 @@ class EngineProcess:
         self.call("replace_weights", by=by)
 
     def scrub(self) -> None:
-        """Fill every page of every rank with noise. Only between requests."""
+        """Fill every page of every rank with noise. Call it only between requests."""
         self.call("scrub")
 
     def pages(self) -> list[Pages]:
-        """What was watched, by rank."""
+        """The digests of watched pages, by rank."""
         return msgspec.convert(self.call("pages"), list[Pages])
 
     def lay_out(self, name: str, tokens: Sequence[int]) -> tuple[int, str]:
-        """Run a request whose forward pass only writes pages that follow from its tokens: how many
-        it found cached or loaded, and which of their pages was wrong ("": none)."""
+        """Run a request whose forward pass only writes pages that follow from its tokens. Returns
+        how many tokens it found cached or loaded, and which page was wrong ("": none)."""
         found, wrong = self.call("lay_out", name=name, tokens=list(tokens))
         return int(found), str(wrong)
 
@@ -287,7 +285,7 @@ class EngineProcess:
         return self._read(timeout_s)
 
     def kill(self) -> None:
-        """``kill -9`` of all its processes: no goodbye to anybody. Idempotent."""
+        """``kill -9`` all its processes. Idempotent."""
         if self._child.poll() is None:
             self._workers |= _children(self.pid)
         self._child.send_signal(signal.SIGKILL)
@@ -312,7 +310,7 @@ class EngineProcess:
             self._child.wait(20)
         except subprocess.TimeoutExpired:
             pass
-        self.kill()  # whatever is left of it
+        self.kill()  # the workers that are left
         return self._child.returncode
 
     def __enter__(self) -> EngineProcess:
@@ -331,7 +329,7 @@ class EngineProcess:
             if pipe is not None:
                 try:
                     pipe.close()
-                except BrokenPipeError:  # what it never read
+                except BrokenPipeError:  # data that it never read
                     pass
 
     def _send(self, op: str, **fields: Any) -> None:
@@ -366,8 +364,8 @@ class EngineProcess:
 
 
 def _children(pid: int) -> dict[int, str]:
-    """The live children of ``pid`` and when each began; without Python's resource tracker, which
-    cleans up after the others and then ends by itself."""
+    """The live children of ``pid`` with their start times; without Python's resource tracker, which
+    cleans up after the others and ends by itself."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         found += map(int, _read(file).split())

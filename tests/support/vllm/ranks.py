@@ -1,8 +1,7 @@
-"""An engine without a model: our connector's worker side over real torch memory, rank by rank.
+"""An engine without a model: vLLM's scheduler, and our connector's workers over real torch memory.
 
-Law of this file: the forward pass is made up (it writes bytes that follow from the tokens into the
-pages, so any page that is loaded can be checked against what its tokens say); scheduler, copies,
-arena, reports and their aggregation over ranks are real.
+Only the forward pass is a stub: it writes bytes that follow from the tokens, so every loaded page
+can be checked. Scheduler, copies, arena, reports and their aggregation over ranks are real.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class StubModelRank:
 
         self.gate: CopyGate | None = None
         self.speculative = False
-        """As under vLLM's V1 runner with a drafter, which the last stage alone has."""
+        """Whether hooks are called as by vLLM's V1 runner with a drafter (on the last stage)."""
         (tensor,) = caches.kv_cache_tensors
         memory = torch.zeros(tensor.size, dtype=torch.uint8)
         self._pages: npt.NDArray[np.uint8] = memory.numpy().reshape(
@@ -61,8 +60,8 @@ class StubModelRank:
         return int(self.copier._strategy.shard)
 
     def run(self, work: Any, forward: bool = True) -> Any:
-        """One step's hooks, as the model runner calls them, with or without a ``forward`` pass;
-        vLLM's ``KVConnectorOutput``."""
+        """Call one step's hooks as the model runner does, with or without a ``forward`` pass.
+        Returns vLLM's ``KVConnectorOutput``."""
         from vllm.v1.outputs import KVConnectorOutput
 
         deferred = self.speculative and forward
@@ -73,7 +72,7 @@ class StubModelRank:
             self.connector.wait_for_save()
         ended = self.connector.get_transfer_results(set())
         report = self.connector.build_connector_worker_meta()
-        if deferred and self.copier._strategy.last_stage:  # here the drafter has run
+        if deferred and self.copier._strategy.last_stage:  # after the drafter
             self.connector.wait_for_save()
         if not deferred or self.copier._strategy.last_stage:
             self.connector.clear_connector_metadata()
@@ -91,7 +90,7 @@ class StubModelRank:
 
 
 def worker_connector(config: Any, caches: Any) -> Any:
-    """The connector that ``config`` names, as a worker has it."""
+    """The worker's half of the connector that ``config`` names."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from kvass.connectors.vllm.adapt import KVConnectorRole
@@ -101,15 +100,12 @@ def worker_connector(config: Any, caches: Any) -> Any:
 
 
 def synchronize(connector: Any) -> None:
-    """The engine waits for its GPU, if there is one (``vllm_gpu``)."""
+    """Wait for the fake GPU, if there is one (``fake_gpu_connector``)."""
     getattr(connector, "synchronize", lambda: None)()
 
 
 class CopyGate:
-    """The clock of a rank's copies: while shut they stand still, and ``ahead_s`` makes them late.
-
-    Other threads may read it at any time.
-    """
+    """The clock of a rank's copies. While shut, copies stand still; ``ahead_s`` makes them late."""
 
     def __init__(self, rank: StubModelRank, *, shut: bool = False, ahead_s: float = 0.0) -> None:
         self._open = threading.Event()
@@ -125,12 +121,12 @@ class CopyGate:
         return time.monotonic() + self._ahead_s
 
     def open(self) -> None:
-        """Let the copies go on."""
+        """Let the copies continue."""
         self._open.set()
 
 
 class Ranks:
-    """All workers of one engine and vLLM's own aggregation of what they report."""
+    """All workers of an engine, and vLLM's aggregation of their reports."""
 
     def __init__(self, ranks: Iterable[StubModelRank]) -> None:
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -139,7 +135,7 @@ class Ranks:
         self._aggregator = KVOutputAggregator(len(self.all))
 
     def run(self, work: Any, forward: bool = True) -> dict[str, Any]:
-        """One step on every rank, as ``Rank.run``; the answer for ``World.finish``."""
+        """One step on every rank; returns the arguments for ``SchedulerHarness.finish``."""
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
         told = [copy.copy(EMPTY_MODEL_RUNNER_OUTPUT) for _ in self.all]
@@ -160,9 +156,8 @@ class Ranks:
 class StubModelEngine:
     """A scheduler and the ranks of ``strategy``, on the daemon at ``socket``.
 
-    With ``daemon`` its calls wait until no reservation is open. ``workers`` is the strategy by
-    which the ranks are made, if it contradicts the scheduler's. Other ``options`` are those of
-    ``make_configs``.
+    With ``daemon``, ``generate`` waits until no reservation is open. ``workers``: the strategy of
+    the ranks, if it is to contradict the scheduler's. ``options`` are those of ``make_configs``.
     """
 
     def __init__(
@@ -178,7 +173,7 @@ class StubModelEngine:
         config, caches = make_configs(extra, strategy=strategy, **options)
         self.world = SchedulerHarness(None, configs=(config, caches))
         self.client = self.world.connector._planner._client
-        # Patient: on a loaded machine a slow answer would be the miss that it ought to be.
+        # Long waits: on a loaded machine a slow answer would count as a miss.
         self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
         made, workers = [], workers or strategy
         for number in range(workers.ranks):
@@ -201,8 +196,8 @@ class StubModelEngine:
         return self.rank.copier
 
     def wait_connected(self) -> None:
-        """Wait for the sessions of the scheduler and of all ranks; with ``daemon``, in the life
-        that it lives now: after a restart a session of before may not have noticed yet."""
+        """Wait for the sessions of the scheduler and of all ranks; with ``daemon``, for sessions of
+        its current boot (after a restart, old sessions may not have noticed yet)."""
         clients = [self.client._client, *(rank.copier._client._client for rank in self.ranks.all)]
 
         def here() -> bool:
@@ -212,7 +207,7 @@ class StubModelEngine:
         until(here, "the sessions of the scheduler and the ranks")
 
     def delay_grants(self, steps: Callable[[], int]) -> None:
-        """From now on each grant comes ``steps()`` steps late."""
+        """Make each grant come ``steps()`` steps late."""
         client, stores = self.client, self.world.connector._planner._stores
         granted, due = client.granted, dict[int, int]()
 
@@ -225,7 +220,7 @@ class StubModelEngine:
         client.granted = late
 
     def step(self) -> Any:
-        """One step: what is scheduled is "computed", then the ranks' hooks run."""
+        """One step: schedule, "compute", run the ranks' hooks."""
         output, work = self.world.schedule()
         for name, tokens in output.num_scheduled_tokens.items():
             self.compute(name, tokens)
@@ -240,8 +235,8 @@ class StubModelEngine:
         return list(self.world.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def compute(self, name: str, tokens: int) -> None:
-        """Write, on every rank, the pages of the blocks that a step of so many tokens fills: what
-        was loaded is left as it is."""
+        """Write on every rank the pages of the blocks that a step of so many tokens completes;
+        loaded pages are not touched."""
         request, table = self.world.scheduler.requests[name], self.table(name)
         end = request.num_computed_tokens
         for number in range((end - tokens) // self.block, end // self.block):
@@ -250,22 +245,22 @@ class StubModelEngine:
                 rank.pages[:, table[number]] = expected
 
     def page(self, tokens: Iterable[int], block: int, shard: int = 0) -> int:
-        """The byte of which the page of a request's ``block``-th block consists, in ``shard``."""
+        """The byte that fills the page of a request's ``block``-th block in ``shard``."""
         prefix = list(tokens)[: (block + 1) * self.block]
         return 1 + hashlib.sha256(f"{shard}{prefix}".encode()).digest()[0] % 255
 
     def generate(self, name: str, tokens: Iterable[int], max_tokens: int = 2) -> Any:
-        """Run one request to its end, and the stores it left; returns it."""
+        """Run one request and its stores to the end; returns it."""
         request = self.world.add(name, tokens, max_tokens=max_tokens)
         until(lambda: self.step() and request.is_finished(), "the request's end")
         until(lambda: self.step() and not self.world.scheduler.has_requests(), "its stores")
         if self.daemon is not None:
-            # a commit is one-way, it may still be on its way
+            # commits are one-way messages: they may still be on their way
             self.daemon.wait_until(reservations=0)
         return request
 
     def load(self, name: str, tokens: Iterable[int]) -> Any:
-        """Add a request, and step until it was given its first tokens to compute."""
+        """Add a request, and step until it computes; returns it and how many tokens it computes."""
         request = self.world.add(name, tokens)
         scheduled: Mapping[str, int] = {}
 
@@ -278,7 +273,7 @@ class StubModelEngine:
         return request, scheduled[name]
 
     def check(self, request: Any, tokens: int) -> None:
-        """The first ``tokens`` of ``request`` lie in its blocks as its tokens say, on all ranks."""
+        """Check the pages of the first ``tokens`` of ``request`` on all ranks."""
         for number, block in enumerate(self.table(request.request_id)[: tokens // self.block]):
             for at, rank in enumerate(self.ranks.all):
                 expected = self.page(request.all_token_ids, number, rank.shard)

@@ -1,7 +1,7 @@
-"""vLLM's real Scheduler or AsyncScheduler with our connector, and no engine: no model, no worker.
+"""vLLM's real Scheduler or AsyncScheduler with our connector, without model and worker.
 
-Law of this file: the schedulers, block pools and requests are vLLM's own; only the model's output
-and the worker's reports are made up, by the test, stage by stage.
+Schedulers, block pools and requests are vLLM's own. The test provides the model's output and the
+workers' reports, step by step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 CLIENT = "kvass.connectors.vllm.connector.SchedulerClient"
 BLOCK = 16
 CHUNK = 32
-"""Tokens of a block and of a chunk: two blocks a chunk, so that a local hit can end inside one."""
+"""Tokens of a chunk: two blocks, so that a local hit can end inside a chunk."""
 ALONE = ParallelStrategy()
 FIXED = {"kvass.fixed_weights": True}
-"""So that resetting vLLM's own cache is how a test has the next hit come from kvass."""
+"""Lets tests reset vLLM's own cache, so that the next hit comes from kvass."""
 
 
 def tiny_model() -> Path:
@@ -51,10 +51,10 @@ def make_configs(
 ) -> tuple[Any, Any]:
     """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens.
 
-    The worker's of ``strategy``, that of rank 0 for a scheduler's, as vLLM gives it. ``dcp`` is the
-    decode context parallel size; ``drafts`` are proposed by ``drafter``, a speculative method, if
-    there are any. An "eagle" has no layers of its own here. ``model`` is a folder of which the
-    weights count; without one they are dummies.
+    ``strategy`` names the rank whose configuration it is (a scheduler gets that of rank 0, as in
+    vLLM). ``dcp`` is the decode context parallel size. ``drafts``: how many tokens ``drafter``, a
+    speculative method, proposes; an "eagle" has no layers of its own here. ``model``: a folder with
+    weights; without it they are dummies.
     """
     drafting = _drafter(drafter, drafts)
     config = _engine_config(options, batched, drafting, strategy, dcp, model, transfer)
@@ -119,7 +119,7 @@ def _engine_config(
 
 
 def _drafter(method: str, drafts: int) -> dict[str, Any]:
-    """vLLM's speculative configuration; empty without drafts."""
+    """Arguments of vLLM's ``SpeculativeConfig``; none without drafts."""
     if not drafts:
         return {}
     chosen = {"prompt_lookup_max": 2} if method == "ngram" else {"model": str(tiny_model())}
@@ -152,12 +152,12 @@ def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:
 
 
 class SchedulerHarness:
-    """One scheduler, its requests, and the worker's half of every step."""
+    """One scheduler, its requests, and the workers' part of every step."""
 
     def __init__(
         self, client: object, *, asynchronous: bool = False, configs: Any = None, **options: Any
     ) -> None:
-        """``client`` stands for the connector's ``SchedulerClient``, None leaves it the real one;
+        """``client`` replaces the connector's ``SchedulerClient``; None keeps the real one.
         ``options`` are those of ``make_configs``."""
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import (
@@ -187,13 +187,13 @@ class SchedulerHarness:
         self.pool: Any = self.scheduler.kv_cache_manager.block_pool
         self.open_steps: list[int] = []
         self.tolerant = False
-        """Whether the connector may have caught a defect: a test that plants one says so."""
+        """Whether the connector may have caught a defect, for tests that plant one."""
         self._multi = config.kv_transfer_config.kv_connector == "MultiConnector"
         self._sampling: dict[int, set[str]] = {}
 
     @classmethod
     def over(cls, scheduler: Any, hasher: Callable[[Any], list[Any]]) -> SchedulerHarness:
-        """The world of a scheduler that an engine made, and of its hasher of blocks."""
+        """A harness over the scheduler and the block hasher of an engine."""
         world = cls.__new__(cls)
         world._hasher, world.scheduler = hasher, scheduler
         world.connector, world.pool = scheduler.connector, scheduler.kv_cache_manager.block_pool
@@ -210,7 +210,7 @@ class SchedulerHarness:
         reads: bool = True,
         lora: Path | None = None,
     ) -> Any:
-        """A greedy request; ``lora`` is the folder of the adapter that computes it."""
+        """Add a greedy request; ``lora`` is the folder of its adapter."""
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
@@ -257,9 +257,9 @@ class SchedulerHarness:
         received: Iterable[str] = (),
         failed: Iterable[str] = (),
     ) -> None:
-        """The model's answer to ``output`` (``tokens`` for each request that samples), and what the
-        workers reported with it: steps whose stores are settled (by one rank, or by so many), loads
-        that ended or failed."""
+        """Give the scheduler the model's answer to ``output`` (``tokens`` for each request that
+        samples) and the workers' reports: steps whose stores are settled (by one rank, or by so
+        many), loads that ended or failed."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvass.connectors.vllm.metadata import StepReport
@@ -298,13 +298,13 @@ class SchedulerHarness:
         self.scheduler.update_draft_token_ids(DraftTokenIds([name], [list(tokens)]))
 
     def step(self, **answer: Any) -> Any:
-        """``schedule`` and ``finish`` in one; every open store is settled. Returns our metadata."""
+        """``schedule`` and ``finish``; all open stores are settled. Returns our metadata."""
         output, work = self.schedule()
         self.finish(output, reported=list(self.open_steps), **answer)
         return work
 
     def run(self, client: FakeClient | None = None, limit: int = 100) -> None:
-        """Step until nothing is left to do; what is stored is committed, loads succeed."""
+        """Step until nothing is left to do; stores are committed, loads succeed."""
         for _ in range(limit):
             if not self.scheduler.has_requests():
                 return
@@ -319,12 +319,12 @@ class SchedulerHarness:
         raise AssertionError(f"still busy after {limit} steps")
 
     def abort(self, name: str) -> None:
-        """The client went away."""
+        """Abort a request."""
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that may be given out."""
+        """The number of free blocks."""
         return int(self.pool.get_num_free_blocks())

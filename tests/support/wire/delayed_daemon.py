@@ -1,9 +1,7 @@
-"""A daemon whose messages arrive late.
+"""A daemon whose messages are sent late.
 
-``python -m tests.support.wire.delayed_daemon 0.005 serve ...`` delays each by 5 ms.
-
-Law of this file: it hears and does everything at once, and in order; only what it says is delayed,
-by a constant number of seconds.
+``python -m tests.support.wire.delayed_daemon 0.005 serve ...`` sends every message 5 ms late. It
+reads and does everything at once and in order.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from kvass.daemon.connection import Connection
 
 
 def delay(seconds: float) -> None:
-    """Have all connections of this process send so much later."""
+    """Make all connections of this process send so much later."""
     queue, flush = Connection.queue, Connection.flush
 
     def send(self: Connection, frame: bytes, fd: int | None) -> None:

@@ -1,4 +1,4 @@
-"""One bare session to a real daemon: every byte is the test's own choice."""
+"""A session with a real daemon, message by message or byte by byte."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def keys(names: str) -> bytes:
 
 
 class RawSession:
-    """A connection that has said nothing yet."""
+    """A connection to the daemon at ``path``; nothing was sent yet."""
 
     def __init__(self, path: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -54,7 +54,7 @@ class RawSession:
         self._queue: list[FromDaemon] = []
 
     def greet(self, **fields: Any) -> Self:
-        """Say ``Hello``."""
+        """Send ``Hello`` and wait for ``Welcome``."""
         hello = Hello(**{"client": "test", "clock_s": time.monotonic(), **fields})
         self.welcome = self.ask(hello, Welcome)
         return self
@@ -72,15 +72,15 @@ class RawSession:
         return self.ask(Register(**terms), Registered)
 
     def reserve(self, names: str) -> Granted:
-        """Ask to write the rows of these ``keys``."""
+        """Reserve the rows of ``keys(names)``."""
         return self.ask(Reserve(items=[ReserveItem("r", keys(names))], width=WIDTH), Granted)
 
     def lookup(self, names: str) -> Matched:
-        """Ask for the rows of these ``keys``."""
+        """Look up the rows of ``keys(names)``."""
         return self.ask(Lookup(request="q", digests=keys(names), width=WIDTH), Matched)
 
     def ask(self, message: Message, answer: type[R]) -> R:
-        """Send a request; the reply with its ``seq``, which must be an ``answer``."""
+        """Send a request; returns its reply, which must be an ``answer``."""
         message.seq = next(self._seqs)
         self.channel.send(message)
         while True:
@@ -90,7 +90,7 @@ class RawSession:
                 return reply
 
     def raw(self, data: bytes) -> None:
-        """Send bytes that may be anything."""
+        """Send any bytes."""
         self.sock.setblocking(True)
         self.sock.sendall(data)
         self.sock.setblocking(False)
@@ -103,7 +103,7 @@ class RawSession:
                 return message
 
     def rest(self) -> list[FromDaemon]:
-        """All messages until the daemon ends the stream."""
+        """All messages until EOF."""
         got: list[FromDaemon] = []
         while True:
             try:
@@ -118,7 +118,7 @@ class RawSession:
         return fd
 
     def close(self) -> None:
-        """EOF."""
+        """Close the connection."""
         self.channel.close()
 
     def __enter__(self) -> Self:

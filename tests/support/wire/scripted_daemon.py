@@ -1,7 +1,6 @@
-"""A scripted daemon on a real unix socket: slow, silent, hostile or reborn, as a test wishes.
+"""A scripted daemon on a real unix socket: slow, silent, hostile or restarted, as a test needs.
 
-Law of this file: it decides nothing. It answers what ``answers`` says, by message type, and notes
-what it got. What a real daemon would do is for tests against the real one.
+It decides nothing: ``answers`` says by message type what it answers. It keeps what it received.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ ARENA_BYTES: Final = 1 << 20
 
 M = TypeVar("M", bound=FromClient)
 Answer = Callable[[FromClient], Sequence[FromDaemon | bytes]]
-"""Bytes are a frame as it stands: what another version says."""
+"""Bytes are sent as they are: a frame of another version."""
 
 
 class ScriptedDaemon:
-    """``with ScriptedDaemon(path) as daemon``; change ``answers`` and ``welcome`` at any time.
+    """``with ScriptedDaemon(path) as daemon``. ``answers`` and ``welcome`` may change at any time.
 
-    Reads nothing while ``reading`` is not set. ``eofs`` counts sessions ended by their client.
+    It reads nothing while ``reading`` is not set. ``eofs`` counts sessions that the client closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,36 +85,36 @@ class ScriptedDaemon:
         self._arena.close()
 
     def kill(self) -> None:
-        """What ``kill -9`` does: every socket closed, nothing said."""
+        """Close every socket without a word, as ``kill -9`` does."""
         Path(self.path).unlink(missing_ok=True)
         for sock in (self._listener, *self._sessions):
             try:
-                sock.shutdown(socket.SHUT_RDWR)  # of the listener: who accepts on it wakes up
+                sock.shutdown(socket.SHUT_RDWR)  # of the listener: its accept() returns
             except OSError:
-                pass  # ended before
+                pass  # closed already
         self._listener.close()
         self._sessions.clear()
         self.reading.set()
 
     def restart(self) -> None:
-        """Killed and started again, as another boot."""
+        """Kill it and start it again with another boot id."""
         self.kill()
         self.boot = os.urandom(16)
         self.__enter__()
 
     def push(self, data: FromDaemon | bytes) -> None:
-        """Send to every session, asked for or not."""
+        """Send to every session, unasked."""
         frame = data if isinstance(data, bytes) else framing.encode(data)
         for session in list(self._sessions):
             session.sendall(frame)
 
     def half_close(self) -> None:
-        """Say no more to anybody, and wait for their EOF."""
+        """Send nothing more, and wait for the clients' EOF."""
         for session in self._sessions:
             session.shutdown(socket.SHUT_WR)
 
     def got(self, kind: type[M], count: int = 1) -> list[M]:
-        """The messages of ``kind`` so far, once there are ``count``; fails after ``WAIT_S``."""
+        """Wait for ``count`` messages of ``kind`` and return them; fails after ``WAIT_S``."""
         found: list[M] = []
 
         def enough() -> bool:
@@ -145,7 +144,7 @@ class ScriptedDaemon:
         ]
 
     def grant(self, message: FromClient) -> list[FromDaemon]:
-        """Every item is granted its first chunk, in a slot of each group that is nowhere."""
+        """Every item is granted its first chunk, with empty slots for each group."""
         assert isinstance(message, Reserve)
         grants = [
             Grant(next(self._ids), (i.first,), (Slots(),) * i.groups.bit_count())
@@ -187,7 +186,7 @@ class ScriptedDaemon:
                         self._answer(session, message)
                 self.eofs += session in self._sessions
             except (OSError, FrameError):
-                pass  # killed, or the client is: no longer a session
+                pass  # the daemon or the client was killed
         if session in self._sessions:
             self._sessions.remove(session)
 
