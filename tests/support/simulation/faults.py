@@ -57,8 +57,8 @@ def _settle_wrongly(
         peer.seq += 1
         peer.sent.append(m.Reserve(seq=peer.seq, items=[item], width=WIDTH))
         return
-    held: list[Lease | Reservation] = [*sim.witness.leases.values()]
-    held += sim.witness.reservations.values()
+    held: list[Lease | Reservation] = [*sim.witness.state.leases.values()]
+    held += sim.witness.state.reservations.values()
     held = [h for h in held if h.owing]
     if not held:
         return
@@ -103,7 +103,7 @@ def _act_as_stranger(sim: World) -> None:
         for _ in range(rng.choice([1, 3, 6])):
             peer.seq += 1
             message = any_message(rng, sim.memory.boot, sim.models, peer.seq)
-            if getattr(message, "namespace", b"") and sim.witness.by_digest:
-                digest = rng.choice(list(sim.witness.by_digest))
-                message = msgspec.structs.replace(message, namespace=digest)
+            digests = list(sim.witness.state.by_digest)
+            if getattr(message, "namespace", b"") and digests:
+                message = msgspec.structs.replace(message, namespace=rng.choice(digests))
             peer.sent.append(message)

@@ -134,15 +134,15 @@ class Simulation(World):
             if due is None or (self.late and self.late[0][0] <= due):
                 self.catch_up(self.late[0][0])
                 continue
-            self.witness.quiet(due, self.machine.status())
+            self.witness.state.quiet(due, self.machine.status())
             self.now = max(self.now, due)
             self.step(Tick())
             again = self.machine.next_deadline()
             at_once = at_once + 1 if again is not None and again <= self.now else 0
             if at_once > SLICES:
                 raise BrokenLawError(f"{SLICES} ticks at {self.now} left something due at {again}")
-        self.witness.quiet(None, self.machine.status())
-        if self.witness.busy(self.now + self.timing.dma_grace_s):
+        self.witness.state.quiet(None, self.machine.status())
+        if self.witness.state.busy(self.now + self.timing.dma_grace_s):
             raise BrokenLawError("law 7: the core forgot pages that clients may still touch")
         if self.machine.flushing:
             raise BrokenLawError("law 7: the core waits for tiers that have nothing to do")

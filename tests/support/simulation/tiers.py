@@ -268,7 +268,7 @@ class SimTiers:
     def _read(self, under: Operation, number: int, shard: int) -> None:
         content = under.contents[number]
         assert content is not None
-        due = self.world.witness.tier_reads(under.effect.op, number, shard)
+        due = self.world.witness.tiers.reads(under.effect.op, number, shard)
         for page in under.places[number][shard]:
             seen = self.world.memory.pages.get(page)
             if seen != due:
@@ -286,7 +286,7 @@ class SimTiers:
                 raise BrokenLawError(
                     f"law 10: a record with other shard sizes: {under.keys[number]}"
                 )
-            self.world.witness.tier_writes(op, page, self.world.now)
+            self.world.witness.tiers.writes(op, page, self.world.now)
             garbage = b"garbage", op, number, shard
             self.world.memory.pages[page] = garbage if content is None else content[shard][i]
 
@@ -316,7 +316,7 @@ class SimTiers:
             for i, content in enumerate(found):
                 if content is not None:
                     tags = [_one(shard) for shard in content]
-                    self.world.witness.brought(effect.op, i, tags)
+                    self.world.witness.tiers.brought(effect.op, i, tags)
             which = np.array([content is not None for content in found], np.bool_)
             return Loaded(effect.op, which, under.ends - under.began)
         if isinstance(effect, TierStore):

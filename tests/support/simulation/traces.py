@@ -35,15 +35,12 @@ def replay(lines: list[str]) -> None:
     head = json.loads(lines[0])
     config = msgspec.convert(head["config"], CoreConfig)
     machine = CacheMachine(config)
-    witness = Witness(
-        config.boot, config.arena_bytes, config.timing, config.limits, roomy=head["roomy"]
-    )
-    witness.watch(config.tiers, config.retain_promoted, config.weigh_loads)
+    witness = Witness(config, roomy=head["roomy"])
     for text in lines[1:]:
         now, event = parse(text)
         effects = machine.step(event, now)
         machine.validate()
         witness.observe(event, effects, now)
-        witness.compare(machine.status())
-    if not witness.open and not witness.ops:
-        witness.quiet(machine.next_deadline(), machine.status())
+        witness.state.compare(machine.status())
+    if not witness.sessions.sessions and not witness.state.ops:
+        witness.state.quiet(machine.next_deadline(), machine.status())

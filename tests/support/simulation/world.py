@@ -122,11 +122,11 @@ class World:
         return peer
 
     def expected(self, lease: int) -> dict[int, Tag | None]:
-        return self.witness.expected(lease)
+        return self.witness.state.expected(lease)
 
     def land(self, memory: ArenaContents, page: int, tag: Tag | None) -> None:
         if memory is self.memory and tag is not None:
-            self.witness.landing(tag[1], page, self.now)
+            self.witness.state.landing(tag[1], page, self.now)
         memory.pages[page] = tag
 
     def straggle(
@@ -146,26 +146,21 @@ class World:
         """A daemon starts with an empty arena; every old session is broken."""
         self.boots += 1
         boot = b"%016d" % self.boots
-        self.machine = CacheMachine(
-            CoreConfig(
-                boot=boot,
-                arena_bytes=self.arena_bytes,
-                extent_bytes=self.extent_bytes,
-                timing=self.timing,
-                limits=self.limits,
-                tiers=self.tiers.names,
-                flush=self.flush,
-                retain_promoted=self.retain,
-                weigh_loads=self.weigh,
-                slice_slots=self.slice_slots,
-            )
+        config = CoreConfig(
+            boot=boot,
+            arena_bytes=self.arena_bytes,
+            extent_bytes=self.extent_bytes,
+            timing=self.timing,
+            limits=self.limits,
+            tiers=self.tiers.names,
+            flush=self.flush,
+            retain_promoted=self.retain,
+            weigh_loads=self.weigh,
+            slice_slots=self.slice_slots,
         )
-        self.witness = Witness(
-            boot, self.arena_bytes, self.timing, self.limits, self.roomy, self.archive
-        )
-        self.witness.watch(self.tiers.names, self.retain, self.weigh)
-        if self.tiers.healthy:
-            self.witness.holds = self.tiers.holds
+        self.machine = CacheMachine(config)
+        holds = self.tiers.holds if self.tiers.healthy else None
+        self.witness = Witness(config, self.roomy, self.archive, holds)
         self.tiers.boot()
         gone: ArenaContents | None = getattr(self, "memory", None)
         self.memory = ArenaContents(boot)
@@ -186,7 +181,7 @@ class World:
             self.machine.validate()
         self.witness.observe(event, effects, self.now)
         if len(self.trace) % 8 == 0:
-            self.witness.compare(self.machine.status())
+            self.witness.state.compare(self.machine.status())
         for effect in effects:
             if isinstance(effect, Watch):
                 continue

@@ -1,7 +1,4 @@
-"""What a witness writes down: namespaces, instances, reservations and leases as clients see them.
-
-Law of this file: records and arithmetic on them; who judges is ``witness``.
-"""
+"""Records of a witness: namespaces, instances, reservations, leases and tier operations."""
 
 from __future__ import annotations
 
@@ -11,32 +8,32 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvass import messages as m
-from kvass.types import PAGE, GroupLayout, Limits, Slots, Timing
+from kvass.types import PAGE, GroupLayout, Slots
 
 Place = tuple[tuple[int, ...], ...]
-"""The pages of one row, per shard."""
+"""The pages of one row, by shard."""
 
 Tag = tuple[bytes, int, int, int]
 """What a writer leaves on each page of a shard: (boot, reservation, row within it, shard)."""
 
 
 class BrokenLawError(AssertionError):
-    """The core did something that no client could have explained."""
+    """The core broke a law: what it did contradicts what its clients know."""
 
 
 @dataclass(eq=False, slots=True)
 class Namespace:
-    """One namespace: what its rows weigh, and how often it was cleared."""
+    """A namespace: the sizes of its rows, and how often it was cleared."""
 
     key: object
     shard_bytes: tuple[tuple[int, ...], ...]  # [group][shard]
     layouts: tuple[GroupLayout, ...]
     chunk_tokens: int
     private: bool = False
-    """Of one engine's generation."""
+    """Of one generation of one instance (weights that were replaced in place)."""
     epoch: int = 0
     floor: int = 0
-    """What was written before so many clears, of all boots, must not match."""
+    """Rows that were written before so many clears, counted over all boots, must not match."""
 
     @property
     def groups(self) -> int:
@@ -44,11 +41,11 @@ class Namespace:
 
     @property
     def full(self) -> list[int]:
-        """The groups that need the whole prompt."""
+        """The groups whose layers read the whole prompt."""
         return [g for g, one in enumerate(self.layouts) if one.kind == "full"]
 
     def begin(self, group: int, chunks: int, first: int) -> int:
-        """The first chunk that a hit of ``chunks`` needs of a group, beyond ``first``."""
+        """The first chunk, from ``first`` on, that a hit of ``chunks`` needs of a group."""
         token = self.layouts[group].needs(chunks * self.chunk_tokens)
         return min(chunks, max(first, token // self.chunk_tokens))
 
@@ -59,7 +56,7 @@ class Namespace:
         first: int,
         spare: int = 0,
     ) -> int:
-        """By brute force: the longest hit, if ``there(group, key)`` says what can be read."""
+        """The longest hit, by brute force. ``there(group, key)``: whether that row can be read."""
         kinds = [one.kind for one in self.layouts]
         proof = {g for g in range(self.groups) if kinds[g] == "full"}
         proof = proof or {g for g in range(self.groups) if kinds[g] != "state"}
@@ -80,11 +77,11 @@ class Namespace:
         sure: Set[RowKey],
         left: float,
     ) -> bytes | None:
-        """A key of ``item`` that was refused for no reason.
+        """A key of ``item`` that was refused without a reason; None if there is none.
 
-        None: ``held`` has every row it asks for, its own grant included, up to a chunk that may
-        take more than the ``left`` bytes, but for windows of chunks whose full rows nobody holds.
-        What is not ``sure`` may have been evicted.
+        There is none if ``held`` (which includes the item's own grant) has every row it asks for,
+        up to a chunk that may need more than the ``left`` bytes; rows of windows may be missing
+        where the chunk's full rows are not held. A row that is not ``sure`` may have been evicted.
         """
         for key in keys[item.first :]:
             asked = [g for g in range(self.groups) if item.groups >> g & 1]
@@ -100,7 +97,7 @@ class Namespace:
 
 @dataclass(eq=False, slots=True)
 class Instance:
-    """An instance: what its ranks said, and which sessions they have."""
+    """An instance: its ranks' registrations and sessions."""
 
     name: str
     first: m.Register
@@ -116,7 +113,7 @@ RowKey = tuple[Namespace, int, bytes]
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """One reservation: which ranks may still write which pages."""
+    """A reservation: which ranks may still write which pages."""
 
     boot: bytes
     id: int
@@ -132,22 +129,22 @@ class Reservation:
     failed: bool = False
     published: bool = False
     dirty: dict[int, float] = field(default_factory=dict)
-    """Of writers that were lost, by session: until when their bytes may still arrive."""
+    """By session of a lost writer: until when its bytes may still arrive."""
     keys: dict[RowKey, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = {key: i for i, (key, _) in enumerate(self.rows)}
 
     def tag(self, key: RowKey, shard: int) -> Tag | None:
-        """What it left on the pages of a row's shard."""
+        """The tag that it left on the pages of a row's shard."""
         return self.boot, self.id, self.keys[key], shard
 
     def over(self, now: float) -> bool:
-        """Nobody can write to its pages any more."""
+        """Whether nobody can write to its pages any more."""
         return not self.owing and all(now >= until for until in self.dirty.values())
 
     def holds(self, now: float) -> bool:
-        """It may still become READY, so its keys are taken."""
+        """Whether it may still become READY, so that its keys are taken."""
         return bool(self.owing) and not self.failed and now < self.deadline
 
     def cancel(self) -> None:
@@ -157,39 +154,85 @@ class Reservation:
 
 
 @dataclass(eq=False, slots=True)
-class Fill:
-    """One row that a tier was asked for; ``tags``: what it then brought, shard by shard, if the
-    books were told."""
+class LoadedRow:
+    """A row that a tier was asked to load."""
 
     key: RowKey
     place: Place
     tags: list[Tag | None] | None = None
+    """What the tier brought, by shard; None if the witness was not told."""
     passing: bool = False
-    """It goes as soon as nobody reads it any more."""
+    """The core may drop it as soon as nobody reads it."""
     lent: bool = False
+    """Somebody has read it."""
 
     def tag(self, key: RowKey, shard: int) -> Tag | None:
-        """What the tier left on the pages of its shard."""
+        """The tag that the tier left on the pages of a shard."""
         return None if self.tags is None else self.tags[shard]
 
 
-Source = Reservation | Fill
-"""Where a READY row's bytes are from."""
+Source = Reservation | LoadedRow
+"""Where the bytes of a READY row came from."""
+
+
+@dataclass(eq=False, slots=True)
+class TierLoading:
+    """An open ``TierLoad``."""
+
+    namespace: Namespace
+    epoch: int
+    bytes: int
+    rows: list[LoadedRow]
+
+    @property
+    def current(self) -> bool:
+        """Whether its namespace was not cleared since it began."""
+        return self.epoch == self.namespace.epoch
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A request that is answered in a later step, and what was known when it was asked."""
+
+    session: int
+    message: m.Request
+    due: float = inf
+    """The deadline of the answer."""
+    sure_until: float = inf
+    """Before this time the core does not give up waiting for tiers."""
+    namespace: Namespace | None = None
+    epoch: int = 0
+    before: dict[RowKey, Source] = field(default_factory=dict)
+    """The rows it asks for that were READY."""
+    promised: set[RowKey] = field(default_factory=set)
+    """The rows it asks for that a tier is sure to deliver."""
+    spoiled: set[RowKey] = field(default_factory=set)
+    """Rows that were written anew, or found wrong, since: neither of the above counts."""
+    awaits: set[int] = field(default_factory=set)
+    """Of a clear: the tier operations it waits for."""
+    failed: bool = False
+    """Of a clear: whether one of them failed."""
+    rows: int = 0
+    """Of a clear: how many rows were READY ..."""
+    sure_rows: int = 0
+    """... and how many of those cannot have been evicted."""
+    namespaces: list[tuple[Namespace, int]] = field(default_factory=list)
+    """Of a clear: what it clears, with the number of clears so far."""
 
 
 class Archive:
-    """What outlives boots: who wrote what, and how often each namespace was cleared."""
+    """Outlives boots: all reservations, and how often each namespace was cleared."""
 
     def __init__(self) -> None:
         self.reservations: dict[tuple[bytes, int], Reservation] = {}
         self.clears = Counter[object]()
         self.floor: dict[object, int] = {}
-        """Clears that were confirmed: the floor of boots to come."""
+        """By namespace: confirmed clears, which later boots must respect (``Namespace.floor``)."""
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One lease: which ranks may still read which pages."""
+    """A lease: which ranks may still read which pages."""
 
     id: int
     instance: Instance
@@ -197,102 +240,11 @@ class Lease:
     owing: set[int]
     rows: list[tuple[RowKey, Source, Place]]
     keys: list[bytes]
-    """Of its chunks, from the first one that was asked for."""
+    """The keys of its chunks, from the first one that was asked for."""
     handed: bool = False
 
     def live(self, now: float) -> bool:
         return bool(self.owing) and now < self.deadline
-
-
-class ObservedState:
-    """One boot's. In a ``roomy`` arena nothing is ever evicted: then misses are laws too."""
-
-    def __init__(
-        self,
-        boot: bytes,
-        arena_bytes: int,
-        timing: Timing,
-        limits: Limits,
-        roomy: bool = False,
-        archive: Archive | None = None,
-    ) -> None:
-        self.boot = boot
-        self.archive = archive or Archive()
-        self.arena_pages = arena_bytes // PAGE
-        self.quota = arena_bytes * limits.instance_write_share
-        self.timing = timing
-        self.limits = limits
-        self.roomy = roomy
-        self.now = 0.0
-        self.open: set[int] = set()
-        self.deaf: set[int] = set()
-        self.roles: dict[int, tuple[Instance, int]] = {}
-        self.instances: dict[str, Instance] = {}
-        self.namespaces: dict[object, Namespace] = {}
-        self.by_digest: dict[bytes, Namespace] = {}
-        self.reservations: dict[int, Reservation] = {}
-        self.leases: dict[int, Lease] = {}
-        self.written: dict[int, Reservation] = {}
-        self.pinned: dict[int, list[Lease]] = {}
-        self.ready: dict[RowKey, tuple[Source, Place]] = {}
-        self.on_page: dict[int, tuple[RowKey, Source]] = {}
-
-    def live(self, instance: Instance) -> list[Lease]:
-        mine = (r for r in self.leases.values() if r.instance.name == instance.name)
-        return [r for r in mine if r.live(self.now)]
-
-    def open_reservations(self, instance: Instance) -> list[Reservation]:
-        mine = (w for w in self.reservations.values() if w.instance.name == instance.name)
-        return [w for w in mine if not w.over(self.now)]
-
-    def compare(self, status: dict[str, object]) -> None:
-        """The core's public gauges must be what its clients would count (laws 2, 5, 7)."""
-        leases = sum(r.live(self.now) for r in self.leases.values())
-        reservations = sum(not w.over(self.now) for w in self.reservations.values())
-        if (status["leases"], status["reservations"]) != (leases, reservations):
-            told = f"{status['leases']} leases and {status['reservations']} reservations"
-            raise BrokenLawError(f"law 2: {told}, but {leases} and {reservations} are open")
-
-    def quiet(self, due: float | None, status: dict[str, object]) -> None:
-        """Law 7, clients gone: what is left ends within the grace or with a process that exits,
-        then nothing is left."""
-        held = status["leases"] or status["reservations"] or status["promotions"]
-        exiting = any(inf in w.dirty.values() for w in self.reservations.values())
-        if due is not None and held and not exiting and due > self.now + self.timing.dma_grace_s:
-            raise BrokenLawError(f"law 7: clients gone by {self.now}, yet {due} is waited for")
-        for name in (
-            "leases", "reservations", "pins", "rows_loading", "quarantined_bytes", "promotions",
-            "l1_cleared_bytes",
-        ):  # fmt: skip
-            if due is None and status[name]:
-                raise BrokenLawError(f"law 7: {name} is {status[name]} after quiescence")
-
-    def expected(self, lease: int) -> dict[int, Tag | None]:
-        """What the pages of a lease must hold."""
-        return {
-            page: source.tag(key, shard)
-            for key, source, place in self.leases[lease].rows
-            for shard, run in enumerate(place)
-            for page in run
-        }
-
-    def landing(self, reservation: int, page: int, now: float) -> None:
-        """A worker's bytes arrive on ``page`` at this instant: nobody else may have it (law 3)."""
-        writing, whose = self.written.get(page), f"bytes of reservation {reservation}"
-        if writing is None or writing.id != reservation or writing.over(now):
-            raise BrokenLawError(f"law 3: late {whose} hit page {page}")
-        self.unread(page, whose, now)
-
-    def unread(self, page: int, whose: str, now: float) -> None:
-        """Nobody may be reading what ``whose`` is to overwrite."""
-        if any(r.live(now) for r in self.pinned.get(page, ())):
-            raise BrokenLawError(f"law 6: {whose} hit pinned page {page}")
-
-    def busy(self, now: float) -> bool:
-        """Whether anybody may still read or write any slot."""
-        return any(not w.over(now) for w in self.reservations.values()) or any(
-            r.live(now) for r in self.leases.values()
-        )
 
 
 def split(digests: bytes, width: int) -> list[bytes]:
@@ -307,7 +259,7 @@ def pages(place: Place) -> Iterator[int]:
 
 
 def list_places(slots: Slots, shard_bytes: tuple[int, ...]) -> list[Place]:
-    """Where each row of ``slots`` lies, decoded as ``types.Slots`` says (few rows: no numpy)."""
+    """The place of each row of ``slots``, decoded without numpy, as there are few rows."""
     sets = memoryview(slots.set_).cast("H")
     places: list[Place] = []
     for i, slot in enumerate(memoryview(slots.slot).cast("I")):
@@ -337,7 +289,7 @@ def check_writers(ranks: set[int], instance: Instance) -> None:
 
 
 def contradicts(msg: m.Register, instance: Instance) -> bool:
-    """Whether a rank's words do not go with those of its instance's other ranks."""
+    """Whether a rank's registration contradicts those of its instance's other ranks."""
     ours = instance.first
     if (ours.identity, ours.chunk_tokens, ours.ranks, ours.world_size) != (
         msg.identity, msg.chunk_tokens, msg.ranks, msg.world_size,
@@ -365,13 +317,13 @@ def rows_of(
     keys: Sequence[Sequence[bytes]],
     slots: tuple[Slots, ...],
 ) -> list[tuple[RowKey, Place]]:
-    """Group by group, the keys of its rows and where the reply says they lie."""
+    """The keys and places of the rows of a reply, group by group."""
     if len(slots) != len(groups):
         raise BrokenLawError(f"{len(groups)} groups, but slots {slots}")
     rows: list[tuple[RowKey, Place]] = []
-    for g, of, s in zip(groups, keys, slots, strict=True):
+    for g, wanted, s in zip(groups, keys, slots, strict=True):
         places = list_places(s, namespace.shard_bytes[g])
-        if len(places) != len(of):
-            raise BrokenLawError(f"{len(of)} rows of group {g}, but slots {s}")
-        rows += [((namespace, g, key), place) for key, place in zip(of, places, strict=True)]
+        if len(places) != len(wanted):
+            raise BrokenLawError(f"{len(wanted)} rows of group {g}, but slots {s}")
+        rows += [((namespace, g, key), place) for key, place in zip(wanted, places, strict=True)]
     return rows

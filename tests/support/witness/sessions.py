@@ -1,7 +1,4 @@
-"""Who has a session, to a witness: that nobody is kept out or sent away without a cause.
-
-Law of this file: as ``witness``: events and effects only.
-"""
+"""Observes sessions: nobody is refused or sent away without a reason (law 12)."""
 
 from __future__ import annotations
 
@@ -23,10 +20,11 @@ class ObservedSession:
     since: float
     greeted: bool = False
     registered: bool = False
+    half_closed: bool = False
 
 
 class SessionWitness:
-    """All open sessions, and what may become of them."""
+    """Checks who may connect, and who may be told to go."""
 
     def __init__(self, limits: Limits, hello_s: float) -> None:
         self.limits = limits
@@ -34,7 +32,7 @@ class SessionWitness:
         self.sessions: dict[int, ObservedSession] = {}
 
     def opened(self, event: Opened, effects: list[Effect], now: float) -> None:
-        """A newcomer is refused only if there is no place for it, and its own user never."""
+        """A client is refused only if there is no place for it; the daemon's own user never is."""
         seen = ObservedSession(event.uid, event.own, now)
         refused = Close(event.session) in effects
         others = list(self.sessions.values())
@@ -50,7 +48,7 @@ class SessionWitness:
             raise BrokenLawError(f"law 12: more went than had to: {closed}")
 
     def may_end(self, session: int, event: Event, message: FromDaemon) -> bool:
-        """Whether ``message`` may tell a session to go that did not ask."""
+        """Whether ``message`` may end a session that sent nothing in this step."""
         seen = self.sessions[session]
         if not isinstance(message, Error) or not message.fatal or message.code != "limit":
             return False
@@ -58,25 +56,27 @@ class SessionWitness:
         return not seen.greeted or looks
 
     def ticked(self, effects: list[Effect], now: float) -> None:
-        """Nobody stays who has not said Hello in time."""
+        """A session without ``Hello`` ends in time, and not before."""
         closed = {e.session for e in effects if isinstance(e, Close)}
         for session, seen in self.sessions.items():
             if not seen.greeted and (now >= seen.since + self.hello_s) != (session in closed):
                 raise BrokenLawError(f"{session} has said nothing since {seen.since}")
 
-    def greeted(self, session: int) -> None:
-        self.sessions[session].greeted = True
+    def listens(self, session: int) -> bool:
+        """Whether the daemon still reads what the session sends."""
+        return session in self.sessions and not self.sessions[session].half_closed
 
-    def registered(self, session: int) -> None:
-        """It has a place now, of which there are so many."""
-        self.sessions[session].registered = True
+    def advanced(self, session: int, registered: bool) -> None:
+        """A session has said ``Hello`` or has ``registered``: only so many may register."""
+        self.sessions[session].greeted = True
+        self.sessions[session].registered |= registered
         mine = [g for g in self.sessions.values() if g.registered]
         alike = [g for g in mine if g.uid == self.sessions[session].uid]
         if len(mine) > self.limits.sessions or len(alike) > self.limits.sessions_per_uid:
             raise BrokenLawError("law 12: more have registered than there are places")
 
     def left(self, session: int) -> None:
-        """It ended; nobody may have more than there are places."""
+        """A session ended; there may be no more than there are places."""
         del self.sessions[session]
         if len(self.sessions) > self.limits.sessions + LOOKERS:
             raise BrokenLawError("law 12: more sessions than places")

@@ -1,210 +1,173 @@
-"""The answers that wait for tiers, to a witness: what they must say by when.
+"""Observes requests that the core answers in a later step, because they wait for tiers.
 
-Law of this file: as ``witness``: events and effects only. What an answer must count is what was so
-when it was asked and has not been spoiled since.
+An answer must count the rows that were READY, or sure to come, when the request was asked, and that
+were not spoiled since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 from kvass import messages as m
-from kvass.core.effects import Effect, Send, TierClear, TierEpoch, ToTier
+from kvass.core.effects import Effect, Send, TierClear, TierEpoch
 from kvass.core.flows import GUESS_TOKENS_S
-from tests.support.witness.records import (
-    BrokenLawError,
-    Fill,
-    Namespace,
-    ObservedState,
-    RowKey,
-    Source,
-    split,
-)
+from tests.support.witness.records import BrokenLawError, Namespace, Pending, split
+from tests.support.witness.state import ObservedState
 
 
-@dataclass(eq=False, slots=True)
-class Pending:
-    """A request that is answered later, and what was so when it was asked.
+class WaitingWitness:
+    """Checks when such requests are answered, and what must be counted."""
 
-    ``before``: the READY rows among those it asks for; ``promised``: those that a tier is sure to
-    give; neither counts once its key is ``spoiled``. ``awaits``: of a clear, what the tiers are to
-    do for it; ``spaces`` with how often they were cleared then.
-    """
+    def __init__(self, state: ObservedState) -> None:
+        self.state = state
 
-    session: int
-    message: m.Request
-    due: float = inf
-    sure_until: float = inf
-    namespace: Namespace | None = None
-    epoch: int = 0
-    before: dict[RowKey, Source] = field(default_factory=dict)
-    promised: set[RowKey] = field(default_factory=set)
-    spoiled: set[RowKey] = field(default_factory=set)
-    awaits: set[int] = field(default_factory=set)
-    failed: bool = False
-    rows: int = 0
-    sure_rows: int = 0
-    namespaces: list[tuple[Namespace, int]] = field(default_factory=list)
-
-
-class WaitingWitness(ObservedState):
-    """The part of the witness that watches requests whose answers wait."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.watch((), True, True)
-        self.holds: Callable[[bytes, int, int, bytes, int], bool] | None = None
-        """Where tiers are well: whether (namespace, epoch, group, chunk hash) is in that one."""
-        self.ops: dict[int, ToTier] = {}
-        self.told: dict[tuple[bytes, int], list[int]] = {}
-        """The epochs that a tier has told since the namespace was cleared last."""
-        self.pending: dict[tuple[int, int], Pending] = {}
-
-    def watch(self, names: tuple[str, ...], retain: bool, weigh: bool) -> None:
-        """The core has these tiers, and is to treat what they bring like this."""
-        self.names, self.retain, self.weigh = names, retain, weigh
-
-    def wait(self, session: int, message: m.Request, now: float) -> None:
+    def begin(self, session: int, message: m.Request) -> Pending:
         """``message`` was not answered in its step."""
-        if not self.names or (session, message.seq) in self.pending:
+        state = self.state
+        if not state.config.tiers or (session, message.seq) in state.pending:
             raise BrokenLawError(f"law 11: {message} was not answered")
-        one = self.pending[session, message.seq] = Pending(session, message)
+        one = state.pending[session, message.seq] = Pending(session, message)
         if isinstance(message, m.Lookup | m.Prefetch):
-            default = self.timing.lookup_budget_ms if isinstance(message, m.Lookup) else 60_000.0
-            one.due = now + min((message.budget_ms or default) / 1000, 300.0)
-            if not one.due > now:
+            lookup_ms = state.config.timing.lookup_budget_ms
+            default = lookup_ms if isinstance(message, m.Lookup) else 60_000.0
+            one.due = state.now + min((message.budget_ms or default) / 1000, 300.0)
+            if not one.due > state.now:
                 raise BrokenLawError(f"law 5: {message} leaves no time, yet waits")
-            one.namespace = self.namespace_of(session, message)
+            one.namespace = state.namespace_of(session, message)
             if one.namespace is None:
-                raise BrokenLawError(f"{message} waits for tiers, but of what namespace?")
+                raise BrokenLawError(f"{message} waits for tiers without a namespace")
             one.epoch = one.namespace.epoch
-            one.sure_until = self._sure_until(one, one.namespace, message, now)
-            self._promise(one, one.namespace, split(message.digests, message.width), now)
+            keys = split(message.digests, message.width)
+            one.sure_until = self._sure_until(one, one.namespace, message, keys)
+            self._promise(one, one.namespace, keys)
+        return one
 
     def _sure_until(
-        self, one: Pending, namespace: Namespace, message: m.Lookup | m.Prefetch, now: float
+        self,
+        one: Pending,
+        namespace: Namespace,
+        message: m.Lookup | m.Prefetch,
+        keys: list[bytes],
     ) -> float:
-        """Before this it does not give up: for the rest of what L1 has, it waits no longer than
-        computing that takes, which we know from below only (what was evicted we may not know)."""
+        """Before this time the core does not give up. If a part is READY, it waits for the rest no
+        longer than computing it takes. This is a lower bound: evicted rows are not known here."""
         if isinstance(message, m.Prefetch):
             return one.due
-        keys = split(message.digests, message.width)
+        state = self.state
         ready = namespace.longest(
-            lambda g, k: (namespace, g, k) in self.ready, keys, message.first, message.spare
+            lambda g, k: (namespace, g, k) in state.ready, keys, message.first, message.spare
         )
         if ready == message.first:
             return one.due
         speed = message.prefill_tokens_s
-        speed = speed if 0 < speed < float("inf") else GUESS_TOKENS_S
+        speed = speed if 0 < speed < inf else GUESS_TOKENS_S
         left_s = (len(keys) - ready) * namespace.chunk_tokens / speed
-        return min(one.due, now + max(left_s, self.timing.lookup_budget_ms / 1000))
+        return min(one.due, state.now + max(left_s, state.config.timing.lookup_budget_ms / 1000))
 
-    def namespace_of(self, session: int, message: m.Lookup | m.Prefetch) -> Namespace | None:
-        """Of which namespace it asks."""
-        if session in self.roles:
-            return self.roles[session][0].namespace
-        return self.by_digest.get(getattr(message, "namespace", b""))
-
-    def _promise(self, one: Pending, namespace: Namespace, keys: list[bytes], now: float) -> None:
+    def _promise(self, one: Pending, namespace: Namespace, keys: list[bytes]) -> None:
+        """Note which rows are READY, and which a healthy tier is sure to deliver."""
+        state = self.state
         rows = [(namespace, g, key) for g in range(namespace.groups) for key in keys]
         for row in rows:
-            if (source := self.ready.get(row, (None,))[0]) is not None:
+            if (source := state.ready.get(row, (None,))[0]) is not None:
                 one.before[row] = source
-        weighed = self.weigh and isinstance(one.message, m.Lookup) and one.message.prefill_tokens_s
-        if self.holds is None or weighed or len(set(keys)) < len(keys):
+        weighed = isinstance(one.message, m.Lookup) and one.message.prefill_tokens_s
+        weighed = weighed and state.config.weigh_loads
+        if state.holds is None or weighed or len(set(keys)) < len(keys):
             return
-        digest = next(d for d, s in self.by_digest.items() if s is namespace)
-        epochs = self._told(digest)
-        if not all(epochs) or any(
-            isinstance(x, TierClear) or (isinstance(x, TierEpoch) and x.namespace == digest)
-            for x in self.ops.values()
+        digest = state.digest(namespace)
+        if not all(state.known_epochs(digest)) or any(
+            isinstance(op, TierClear) or (isinstance(op, TierEpoch) and op.namespace == digest)
+            for op in state.ops.values()
         ):
             return
-        being_written = {
-            row
-            for w in self.reservations.values()
-            if w.namespace is namespace and w.epoch == namespace.epoch and w.holds(now)
-            for row in w.keys
-        }
-        for row in rows:
-            held = any(
-                self.holds(digest, told[-1], *row[1:], tier) for tier, told in enumerate(epochs)
-            )
-            if held and row not in being_written:
-                one.promised.add(row)
+        taken = state.being_written()
+        one.promised |= {row for row in rows if row not in taken and any(state.holders(row))}
 
-    def _told(self, digest: bytes) -> list[list[int]]:
-        return [self.told.get((digest, tier), []) for tier in range(len(self.names))]
-
-    def spoil(self, row: RowKey) -> None:
-        """It is being written anew, or was found to be wrong."""
-        for one in self.pending.values():
-            one.spoiled.add(row)
-
-    def sure(self, one: Pending, now: float) -> Callable[[int, bytes], bool]:
-        """Which rows the answer to ``one`` must count, where nothing is evicted."""
-        namespace = one.namespace
+    def sure(self, one: Pending) -> Callable[[int, bytes], bool]:
+        """Which rows the answer to ``one`` must count, if nothing is evicted."""
+        state, namespace = self.state, one.namespace
         assert namespace is not None
 
         def there(group: int, key: bytes) -> bool:
             row = namespace, group, key
             if row in one.spoiled or namespace.epoch != one.epoch:
                 return False
-            if row in one.promised and now < one.sure_until:
+            if row in one.promised and state.now < one.sure_until:
                 return True
-            known = one.before.get(row)
-            return self.surely_ready(row) and self.ready[row][0] is known
+            return state.surely_ready(row) and state.ready[row][0] is one.before.get(row)
 
         return there
 
-    def surely_ready(self, row: RowKey) -> bool:
-        """It was not given up behind our back, if nothing was evicted."""
-        source = self.ready.get(row, (None,))[0]
-        return source is not None and not (isinstance(source, Fill) and source.passing)
-
     def forget(self, session: int) -> None:
-        """Nobody waits there any more."""
-        for at in [at for at in self.pending if at[0] == session]:
-            del self.pending[at]
+        """The session's requests need no answer any more."""
+        for at in [at for at in self.state.pending if at[0] == session]:
+            del self.state.pending[at]
 
     def late_answers(self, effects: list[Effect]) -> dict[int, Pending]:
-        """Which of ``effects``, by place, answer what was asked in an earlier step."""
+        """By index: which of ``effects`` answer a request of an earlier step."""
         late = {}
         for i, effect in enumerate(effects):
             if isinstance(effect, Send):
-                one = self.pending.get((effect.session, effect.message.seq))
+                one = self.state.pending.get((effect.session, effect.message.seq))
                 if one is not None:
                     late[i] = one
         return late
 
-    def nobody_waits_too_long(self, now: float) -> None:
-        """Law 5 of answers: by the first step at their deadline, or when the tiers are done."""
-        for one in self.pending.values():
+    def check_overdue(self) -> None:
+        """Law 5: an answer comes by the first step at its deadline, or when the tiers are done."""
+        state = self.state
+        for one in state.pending.values():
             clears = isinstance(one.message, m.Clear)
-            if one.due <= now or (clears and not one.awaits):
-                raise BrokenLawError(f"law 5: {one.message} is not answered at {now}")
-            if not any(instance.namespace is one.namespace for instance in self.instances.values()):
-                one.promised.clear()  # the core may forget a namespace that nobody has
+            if one.due <= state.now or (clears and not one.awaits):
+                raise BrokenLawError(f"law 5: {one.message} is not answered at {state.now}")
+            if not any(x.namespace is one.namespace for x in state.instances.values()):
+                one.promised.clear()  # the core may forget a namespace without instances
+
+    # ------------------------------------------------------------ clears
+
+    def cleared(self, one: Pending) -> None:
+        """A clear was asked: from now on no older row matches; in later boots once confirmed."""
+        state, message = self.state, one.message
+        assert isinstance(message, m.Clear)
+        if message.everything:
+            namespaces = list(state.namespaces.values())
+        elif message.namespace:
+            found = state.by_digest.get(message.namespace)
+            namespaces = [] if found is None else [found]
+        else:
+            own = state.roles[one.session][0].namespace
+            namespaces = [] if own is None else [own]
+        gone = [key for key in state.ready if key[0] in namespaces]
+        one.rows = len(gone)
+        one.sure_rows = sum(map(state.surely_ready, gone))
+        for namespace in namespaces:
+            namespace.epoch += 1
+            state.archive.clears[namespace.key] += 1
+            # A clear of everything covers the namespaces that the daemon knows: those in use.
+            in_use = any(x.namespace is namespace for x in state.instances.values())
+            if not message.everything or in_use:
+                namespace.floor = state.archive.clears[namespace.key]
+                one.namespaces.append((namespace, namespace.floor))
+        for digest, tier in list(state.epochs):
+            if state.by_digest[digest] in namespaces:
+                del state.epochs[digest, tier]
+        for key in gone:
+            del state.ready[key]
 
     def clear_answered(self, one: Pending, reply: m.FromDaemon) -> None:
-        """Every tier has taken note, or it says so."""
+        """Either every tier has noted the clear, or the reply is an error."""
         if one.awaits:
             raise BrokenLawError(f"law 8: {reply}, but operations {one.awaits} are open")
         if isinstance(reply, m.Error):
             if not one.failed or reply.code != "tier_down":
-                raise BrokenLawError(f"every tier has taken note, yet: {reply}")
+                raise BrokenLawError(f"every tier has noted the clear, yet: {reply}")
             return
         if one.failed or not isinstance(reply, m.Cleared):
-            raise BrokenLawError(f"law 8: some tier took no note, yet: {reply}")
-        if reply.rows > one.rows or (self.roomy and reply.rows < one.sure_rows):
+            raise BrokenLawError(f"law 8: some tier did not note the clear, yet: {reply}")
+        if reply.rows > one.rows or (self.state.roomy and reply.rows < one.sure_rows):
             raise BrokenLawError(f"cleared {reply.rows} rows where {one.rows} were READY")
-        self.confirm(one.namespaces)
-
-    def confirm(self, namespaces: list[tuple[Namespace, int]]) -> None:
-        """What was written before so many clears matches in no boot any more."""
-        floor = self.archive.floor
-        for namespace, clears in namespaces:
+        floor = self.state.archive.floor
+        for namespace, clears in one.namespaces:
             floor[namespace.key] = max(floor.get(namespace.key, 0), clears)

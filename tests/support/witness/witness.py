@@ -1,16 +1,16 @@
-"""Who holds what, told only from what passed between the clients and the core.
+"""The witness: checks the core by what passes between it and its clients and tiers.
 
-Law of this file: it never looks inside the machine. It reads the events that went in and the
-effects that came out, keeps its own books, and raises ``BrokenLawError`` as soon as a reply
-contradicts them. So a bug in the core's own books cannot hide behind its own ``validate()``.
+It never looks inside the core. It reads the events that went in and the effects that came out,
+keeps records of its own, and raises ``BrokenLawError`` as soon as an effect contradicts them. So a
+bug in the core's own bookkeeping cannot hide behind the core's ``validate()``.
 
-The laws by number are those of DESIGN section 2: 2 (ownership), 3 (writable slots), 4 (publishing),
-5 (deadlines), 6 (pins), 11 (every request is answered), 12 (limits).
+Each subject has an observer; they share one ``ObservedState``. The numbers of laws are those of
+``docs/laws.md``: 2 (ownership), 3 (writable slots), 4 (publishing), 5 (deadlines), 6 (pins), 11
+(every request is answered), 12 (limits).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
@@ -32,438 +32,232 @@ from kvass.core.effects import (
     ToSession,
     Watch,
 )
-from kvass.types import DEVICE_S, SCHEDULER, RankLayout
+from kvass.core.machine import CoreConfig
+from kvass.types import DEVICE_S, SCHEDULER
+from tests.support.witness.instances import InstanceWitness
+from tests.support.witness.reads import ReadWitness
 from tests.support.witness.records import (
+    Archive,
     BrokenLawError,
-    Fill,
-    Instance,
-    Lease,
-    Namespace,
-    Place,
-    RowKey,
-    Source,
-    check_named,
-    contradicts,
-    pages,
-    rows_of,
-    split,
+    LoadedRow,
+    Pending,
+    Reservation,
 )
 from tests.support.witness.sessions import SessionWitness
-from tests.support.witness.waiting import Pending
+from tests.support.witness.state import Holds, ObservedState
+from tests.support.witness.tiers import TierWitness
+from tests.support.witness.waiting import WaitingWitness
 from tests.support.witness.writes import WriteWitness
 
 
-class Witness(WriteWitness):
-    """Reads what passes between clients and core, and judges it."""
+class Witness:
+    """Observes one boot. Arguments as for ``ObservedState``."""
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.sessions_seen = SessionWitness(self.limits, self.timing.hello_s)
-
-    # ------------------------------------------------------------ the one door
+    def __init__(
+        self,
+        config: CoreConfig,
+        roomy: bool,
+        archive: Archive | None = None,
+        holds: Holds | None = None,
+    ) -> None:
+        state = self.state = ObservedState(config, roomy, archive, holds)
+        self.sessions = SessionWitness(config.limits, config.timing.hello_s)
+        self.instances = InstanceWitness(state)
+        self.writes = WriteWitness(state)
+        self.waiting = WaitingWitness(state)
+        self.reads = ReadWitness(state, self.waiting)
+        self.tiers = TierWitness(state)
+        self._answered: dict[type[m.Message], Callable[[int, Any, Any], None]] = {
+            m.Register: self.instances.register,
+            m.Reserve: self.writes.reserve,
+            m.Lookup: self.reads.lookup,
+            m.Prefetch: self.reads.prefetch,
+            m.Renew: self.reads.renew,
+            m.Clear: self._clear,
+        }
+        self._said: dict[type[m.Message], Callable[[int, Any], None]] = {
+            m.Commit: self.writes.commit,
+            m.Abort: self.writes.abort,
+            m.Release: self.reads.release,
+            m.HandedOver: self._handed_over,
+        }
 
     def observe(self, event: Event, effects: list[Effect], now: float) -> None:
-        """Check the answers to ``event`` and write down what follows from them."""
-        self.now = now
-        late = self.late_answers(effects)
+        """Check the effects of ``event``, and note what follows from them."""
+        state = self.state
+        state.now = now
+        late = self.waiting.late_answers(effects)
         for i, one in late.items():
             if one.due <= now:  # before anything else happened
-                self._answered(one, effects[i], now)
+                self._late_answer(one, effects[i])
         prompt = [effect for i, effect in enumerate(effects) if i not in late]
         if isinstance(event, FromTier):
-            self.tier_ended(event)
+            self.tiers.ended(event)
         if isinstance(event, Opened):
-            self.open.add(event.session)
-            self.sessions_seen.opened(event, effects, now)
+            self.sessions.opened(event, effects, now)
         elif isinstance(event, Tick):
-            self.sessions_seen.ticked(effects, now)
-        if isinstance(event, Received) and event.session in self.open - self.deaf:
-            self._received(event, prompt, now)
-        elif (
-            isinstance(event, Faulted)
-            and event.session in self.open - self.deaf
-            and not any(
-                isinstance(e, Close | HalfClose) and e.session == event.session for e in effects
-            )
-        ):
-            raise BrokenLawError("law 11: a malformed frame did not end its session")
-        if isinstance(event, Lost):
-            self._lost(event.session, now, event.exiting)
-        if isinstance(event, ProcessEnded):
-            self.stopped(event.session, now + min(DEVICE_S, self.timing.dma_grace_s))
-        clear = self._clear_of(event)
+            self.sessions.ticked(effects, now)
+        elif isinstance(event, Received) and self.sessions.listens(event.session):
+            self._received(event, prompt)
+        elif isinstance(event, Faulted) and self.sessions.listens(event.session):
+            ends = (e for e in effects if isinstance(e, Close | HalfClose))
+            if event.session not in {e.session for e in ends}:
+                raise BrokenLawError("law 11: a malformed frame did not end its session")
+        elif isinstance(event, Lost):
+            self._lost(event.session, event.exiting)
+        elif isinstance(event, ProcessEnded):
+            until = now + min(DEVICE_S, state.config.timing.dma_grace_s)
+            self.writes.process_ended(event.session, until)
+        clear = None
+        if isinstance(event, Received) and isinstance(event.message, m.Clear):
+            clear = state.pending.get((event.session, event.message.seq))
         for i, effect in enumerate(effects):
             if isinstance(effect, Watch):
-                self.watched(effect)
+                self.writes.watched(effect)
             elif not isinstance(effect, ToSession):
-                self.tier_asked(effect, clear, now)
+                self.tiers.began(effect, clear)
             elif i not in late:
-                self._effect(event, effect, now)
+                self._to_session(event, effect)
             elif late[i].due > now:
-                self._answered(late[i], effect, now)
-        self.nobody_waits_too_long(now)
+                self._late_answer(late[i], effect)
+        self.waiting.check_overdue()
 
-    def _clear_of(self, event: Event) -> Pending | None:
-        """The clear that is ``event``, if it waits for tiers."""
-        if isinstance(event, Received) and isinstance(event.message, m.Clear):
-            return self.pending.get((event.session, event.message.seq))
-        return None
+    # ------------------------------------------------------------ messages
 
-    def _answered(self, one: Pending, effect: Effect, now: float) -> None:
-        """A request of an earlier step is answered."""
-        assert isinstance(effect, Send)
-        asked, reply = one.message, effect.message
-        if self.pending.pop((one.session, asked.seq), None) is not one:
-            raise BrokenLawError(f"law 11: {asked} was answered again, or nobody waits: {reply}")
-        if isinstance(asked, m.Clear):
-            self.clear_answered(one, reply)
-        elif isinstance(asked, m.Lookup) and isinstance(reply, m.Matched):
-            self._on_lookup(one.session, asked, reply, now, one)
-        elif isinstance(asked, m.Prefetch) and isinstance(reply, m.Prefetched):
-            self._on_prefetch(one.session, asked, reply, now, one)
-        else:
-            raise BrokenLawError(f"law 11: {asked} was answered by {reply}")
-
-    def _effect(self, event: Event, effect: ToSession, now: float) -> None:
-        session = effect.session
-        if session not in self.open:
-            raise BrokenLawError(f"{effect} to a session that is gone")
-        if isinstance(effect, Close | HalfClose):
-            self._told_to_go(session)
-        if isinstance(effect, Close):
-            owed = [*self._owed(session, now)]
-            if owed:
-                raise BrokenLawError(f"law 3: closed session {session}, which still owes {owed}")
-            self._lost(session, now)
-        elif isinstance(effect, HalfClose):
-            self.deaf.add(session)
-        elif session in self.deaf:
-            raise BrokenLawError("sent to a session after half-closing it")
-        elif (
-            session != getattr(event, "session", None)
-            and not isinstance(effect.message, m.Populated)
-            and not self.sessions_seen.may_end(session, event, effect.message)
-        ):
-            raise BrokenLawError(f"law 11: {effect.message} went to a session that did not ask")
-
-    def _told_to_go(self, session: int) -> None:
-        """Words of it may be lost: a scheduler may have handed over anything it was given."""
-        self.forget(session)
-        instance, rank = self.roles.get(session, (None, 0))
-        if instance is not None and rank == SCHEDULER:
-            for writing in self.reservations.values():
-                writing.handed = writing.handed or writing.instance is instance
-            for reading in self.leases.values():
-                reading.handed = reading.handed or reading.instance is instance
-        elif instance is not None and instance.workers.pop(rank, None) is not None:
-            instance.namespace = None
-
-    def _owed(self, session: int, now: float) -> Iterator[str]:
-        instance, rank = self.roles.get(session, (None, 0))
-        for w in self.reservations.values():
-            if w.instance is instance and rank in w.owing:
-                yield f"commit {w.id}"
-        for r in self.leases.values():
-            if r.instance is instance and rank in r.owing and r.live(now):
-                yield f"release {r.id}"
-
-    def _received(self, event: Received, effects: list[Effect], now: float) -> None:
-        message = event.message
-        mine = [e.message for e in effects if isinstance(e, Send) and e.session == event.session]
+    def _received(self, event: Received, effects: list[Effect]) -> None:
+        session, message = event.session, event.message
+        mine = [e.message for e in effects if isinstance(e, Send) and e.session == session]
         replies = [r for r in mine if not isinstance(r, m.Populated)]
         errors = [r for r in replies if isinstance(r, m.Error)]
         if isinstance(message, m.OneWay):
             if len(replies) != len(errors) or len(errors) > 1:
                 raise BrokenLawError(f"law 11: one-way {message} was answered by {replies}")
         elif not replies and isinstance(message, m.Lookup | m.Prefetch | m.Clear):
-            self.wait(event.session, message, now)
+            one = self.waiting.begin(session, message)
             if isinstance(message, m.Clear):
-                self._cleared(event.session, message)
+                self.waiting.cleared(one)
             return
         elif len(replies) != 1 or (replies[0].seq != message.seq and not errors):
             raise BrokenLawError(f"law 11: {message} was answered by {replies}")
-        boot = getattr(message, "boot", self.boot)
-        if boot != self.boot and not errors:
+        boot = self.state.config.boot
+        if getattr(message, "boot", boot) != boot and not errors:
             raise BrokenLawError(f"law 9: {message} of another boot was accepted")
-        if errors:  # a refusal changes nothing: whatever it did change will contradict the books
-            self._refused(message, errors[0])
-            return
-        handler = getattr(self, "_on_" + type(message).__name__.lower(), None)
-        if handler is not None:
-            handler(event.session, message, replies[0] if replies else None, now)
+        if errors:  # a refusal changes nothing: a change would contradict the records later
+            if isinstance(message, m.Register):
+                self.instances.refused(message, errors[0])
+        elif isinstance(message, m.OneWay):
+            self._said[type(message)](session, message)
+        else:
+            if isinstance(message, m.Hello | m.Register):
+                self.sessions.advanced(session, registered=isinstance(message, m.Register))
+            if type(message) in self._answered:
+                self._answered[type(message)](session, message, replies[0])
 
-    def _refused(self, message: m.FromClient, error: m.Error) -> None:
-        if isinstance(message, m.Register) and error.code == "contradiction":
-            instance = self.instances.get(message.instance)
-            if instance is None or not contradicts(message, instance):
-                raise BrokenLawError(f"law 2: {message.rank} contradicts nothing, yet: {error}")
+    def _late_answer(self, one: Pending, effect: Effect) -> None:
+        """A request of an earlier step is answered."""
+        assert isinstance(effect, Send)
+        asked, reply = one.message, effect.message
+        if self.state.pending.pop((one.session, asked.seq), None) is not one:
+            raise BrokenLawError(f"law 11: {asked} was answered again, or nobody waits: {reply}")
+        if isinstance(asked, m.Clear):
+            self.waiting.clear_answered(one, reply)
+        elif isinstance(asked, m.Lookup) and isinstance(reply, m.Matched):
+            self.reads.lookup(one.session, asked, reply, one)
+        elif isinstance(asked, m.Prefetch) and isinstance(reply, m.Prefetched):
+            self.reads.prefetch(one.session, asked, reply, one)
+        else:
+            raise BrokenLawError(f"law 11: {asked} was answered by {reply}")
+
+    def _clear(self, session: int, msg: m.Clear, reply: m.Cleared) -> None:
+        """A clear was answered at once."""
+        one = Pending(session, msg)
+        self.waiting.cleared(one)
+        self.waiting.clear_answered(one, reply)
+
+    def _handed_over(self, session: int, msg: m.HandedOver) -> None:
+        instance, rank = self.state.roles[session]
+        if rank != SCHEDULER:
+            raise BrokenLawError("a worker handed over")
+        for held in (
+            *(self.state.leases.get(i) for i in msg.leases),
+            *(self.state.reservations.get(i) for i in msg.reservations),
+        ):
+            if held is not None and held.instance is instance:
+                held.handed = True
 
     # ------------------------------------------------------------ sessions
 
-    def _on_hello(self, session: int, msg: m.Hello, reply: m.Welcome, now: float) -> None:
-        self.sessions_seen.greeted(session)
-
-    def _on_register(self, session: int, msg: m.Register, reply: m.Registered, now: float) -> None:
-        if not (1 <= msg.ranks <= 128 and -1 <= msg.rank < msg.ranks):
-            raise BrokenLawError(f"law 2: registered rank {msg.rank} of {msg.ranks}")
-        instance = self.instances.setdefault(msg.instance, Instance(msg.instance, msg))
-        if instance.sessions.get(msg.rank, session) != session:
-            raise BrokenLawError(f"two live sessions of {msg.instance} rank {msg.rank}")
-        instance.sessions[msg.rank] = session
-        self.roles[session] = (instance, msg.rank)
-        self.sessions_seen.registered(session)
-        if msg.rank >= 0:
-            instance.workers[msg.rank] = msg
-        elif msg.generation != instance.generation:
-            self._moves(instance, msg.generation)
-        missing = tuple(r for r in range(msg.ranks) if r not in instance.workers)
-        if bool(reply.namespace) == bool(missing):
-            raise BrokenLawError(f"{msg.instance} lacks {missing}, yet was told {reply}")
-        if missing:
-            return
-        instance.namespace = self._space(instance)
-        if self.by_digest.setdefault(reply.namespace, instance.namespace) is not instance.namespace:
-            raise BrokenLawError("law 10: two layouts or identities in one namespace")
-
-    def _moves(self, instance: Instance, generation: bytes) -> None:
-        """Its weights are others now. What it was writing may be of both, and what only it had is
-        of no use to anybody."""
-        for w in self.reservations.values():
-            w.failed = w.failed or (bool(w.owing) and w.instance.name == instance.name)
-        left, instance.namespace, instance.generation = instance.namespace, None, generation
-        if (
-            left is not None
-            and left.private
-            and all(x.namespace is not left for x in self.instances.values())
+    def _to_session(self, event: Event, effect: ToSession) -> None:
+        session = effect.session
+        if session not in self.sessions.sessions:
+            raise BrokenLawError(f"{effect} to a session that is gone")
+        if isinstance(effect, Close | HalfClose):
+            self._told_to_go(session)
+        if isinstance(effect, Close):
+            if owed := [*self._owed(session)]:
+                raise BrokenLawError(f"law 3: closed session {session}, which still owes {owed}")
+            self._lost(session)
+        elif isinstance(effect, HalfClose):
+            self.sessions.sessions[session].half_closed = True
+        elif not self.sessions.listens(session):
+            raise BrokenLawError("sent to a session after half-closing it")
+        elif (
+            session != getattr(event, "session", None)
+            and not isinstance(effect.message, m.Populated)
+            and not self.sessions.may_end(session, event, effect.message)
         ):
-            for row in [row for row in self.ready if row[0] is left]:
-                del self.ready[row]
+            raise BrokenLawError(f"law 11: {effect.message} went to a session that did not ask")
 
-    def _space(self, instance: Instance) -> Namespace:
-        first = instance.first
-        workers = [instance.workers[r] for r in range(first.ranks)]
-        shards: list[RankLayout] = [
-            next(w.layout for w in workers if w.shard == s and w.layout is not None)
-            for s in range(first.world_size)
-        ]
-        key: tuple[object, ...] = (
-            tuple(sorted(first.identity.items())),
-            first.chunk_tokens,
-            tuple((w.shard, w.writer, w.layout) for w in workers),
-        )
-        if instance.generation:
-            key += (instance.generation,)
-        weights = tuple(
-            tuple(layout.groups[g].shard_bytes(first.chunk_tokens) for layout in shards)
-            for g in range(len(shards[0].groups))
-        )
-        private = bool(instance.generation)
-        made = Namespace(key, weights, shards[0].groups, first.chunk_tokens, private)
-        made.floor = self.archive.floor.get(key, 0)
-        return self.namespaces.setdefault(key, made)
+    def _told_to_go(self, session: int) -> None:
+        """Its last messages may be lost: a scheduler may have handed over all that it was given."""
+        self.waiting.forget(session)
+        instance, rank = self.state.roles.get(session, (None, 0))
+        if instance is not None and rank == SCHEDULER:
+            for held in (*self.state.reservations.values(), *self.state.leases.values()):
+                held.handed = held.handed or held.instance is instance
+        elif instance is not None:
+            self.instances.without(instance, rank)
 
-    def _lost(self, session: int, now: float, exiting: bool = False) -> None:
-        self.open.discard(session)
-        self.deaf.discard(session)
-        self.sessions_seen.left(session)
-        self.forget(session)
-        instance, rank = self.roles.pop(session, (None, 0))
-        if instance is None:
+    def _owed(self, session: int) -> Iterator[str]:
+        instance, rank = self.state.roles.get(session, (None, 0))
+        for w in self.state.reservations.values():
+            if w.instance is instance and rank in w.owing:
+                yield f"commit {w.id}"
+        for r in self.state.leases.values():
+            if r.instance is instance and rank in r.owing and r.live(self.state.now):
+                yield f"release {r.id}"
+
+    def _lost(self, session: int, exiting: bool = False) -> None:
+        self.sessions.left(session)
+        self.waiting.forget(session)
+        instance, rank = self.state.roles.pop(session, (None, 0))
+        if instance is not None:
+            grace_s = self.state.config.timing.dma_grace_s
+            self.writes.lost(session, instance, rank, inf if exiting else self.state.now + grace_s)
+            self.reads.lost(instance, rank)
+            self.instances.lost(instance, rank)
+
+    # ------------------------------------------------------------ the end
+
+    def settled(self, status: dict[str, Any], write_through: bool) -> None:
+        """All clients and tiers are idle: the rows that must stay are READY, and no others."""
+        state = self.state
+        sources = [source for source, _ in state.ready.values()]
+        stay = sum(not (isinstance(s, LoadedRow) and s.passing and s.lent) for s in sources)
+        least = sum(map(state.surely_ready, state.ready)) if state.roomy else 0
+        if not least <= status["rows"] <= stay:
+            raise BrokenLawError(f"{status['rows']} rows are READY, not {least} to {stay}")
+        if state.holds is None:
             return
-        for w in self.reservations.values():
-            if w.instance is instance and rank == SCHEDULER and not w.handed:
-                w.cancel()
-            elif w.instance is instance and rank in w.owing:
-                w.owing.discard(rank)
-                w.failed = True
-                w.dirty[session] = inf if exiting else now + self.timing.dma_grace_s
-        for r in self.leases.values():
-            if r.instance is instance and rank == SCHEDULER and not r.handed:
-                r.owing.clear()
-            elif r.instance is instance:
-                r.owing.discard(rank)
-        del instance.sessions[rank]
-        if instance.workers.pop(rank, None) is not None:
-            instance.namespace = None  # incomplete: nothing may be asked until the rank is back
-        if not instance.sessions:
-            del self.instances[instance.name]
+        if any(tier["flush_queue_rows"] for tier in status["tiers"]):
+            raise BrokenLawError(f"rows are queued for tiers that are idle: {status['tiers']}")
+        if state.roomy and write_through and not self.tiers.emptied:
+            self._check_flushed()
 
-    # ------------------------------------------------------------ reading
-
-    def _on_lookup(
-        self,
-        session: int,
-        msg: m.Lookup,
-        reply: m.Matched,
-        now: float,
-        late: Pending | None = None,
-    ) -> None:
-        instance, _ = self.roles[session]
-        if msg.readers is not None:
-            check_named(set(msg.readers), instance)
-        keys = split(msg.digests, msg.width)
-        namespace = instance.namespace
-        hit = reply.chunks != msg.first
-        if bool(reply.lease) != hit or (hit and namespace is None):
-            raise BrokenLawError(f"a miss with a lease, or a hit without or too early: {reply}")
-        if namespace is None:
-            return
-        asked = [
-            keys[namespace.begin(g, reply.chunks, msg.first) : reply.chunks] if hit else []
-            for g in range(namespace.groups)
-        ]
-        rows: list[tuple[RowKey, Source, Place]] = []
-        for key, place in (
-            rows_of(namespace, range(namespace.groups), asked, reply.slots) if hit else ()
-        ):
-            source, at = self.ready.get(key, (None, None))
-            if source is None or at != place:
-                raise BrokenLawError(f"law 4: matched {key[1:]} at {place}, published was {at}")
-            self.judge(key, source)
-            rows.append((key, source, place))
-        self._length(namespace, keys, msg.first, msg.spare, reply.chunks, now, late)
-        if hit:
-            self._lease(instance, msg, reply, rows, keys[msg.first : reply.chunks], now)
-
-    def _length(
-        self,
-        namespace: Namespace,
-        keys: list[bytes],
-        first: int,
-        spare: int,
-        chunks: int,
-        now: float,
-        late: Pending | None,
-    ) -> None:
-        """No longer than what is READY; where nothing is evicted, no shorter than that, and than
-        what healthy tiers have."""
-        most = namespace.longest(lambda g, k: (namespace, g, k) in self.ready, keys, first, spare)
-        if chunks > most:
-            raise BrokenLawError(f"{chunks} chunks are told, but {most} are READY")
-        if self.roomy and (
-            late is None or (late.namespace is namespace and late.epoch == namespace.epoch)
-        ):
-            sure = self.sure(late, now) if late is not None else self._sure_of(namespace)
-            least = namespace.longest(sure, keys, first, spare)
-            if chunks < least:
-                raise BrokenLawError(f"nothing was evicted, {least} chunks match, yet: {chunks}")
-
-    def _sure_of(self, namespace: Namespace) -> Callable[[int, bytes], bool]:
-        return lambda group, key: self.surely_ready((namespace, group, key))
-
-    def _on_prefetch(
-        self,
-        session: int,
-        msg: m.Prefetch,
-        reply: m.Prefetched,
-        now: float,
-        late: Pending | None = None,
-    ) -> None:
-        namespace = self.namespace_of(session, msg) if late is None else late.namespace
-        if namespace is not None:
-            keys = split(msg.digests, msg.width)
-            self._length(namespace, keys, 0, 0, reply.chunks, now, late)
-        elif reply.chunks:
-            raise BrokenLawError(f"a rank is missing, yet: {reply}")
-
-    def _lease(
-        self,
-        instance: Instance,
-        msg: m.Lookup,
-        reply: m.Matched,
-        rows: list[tuple[RowKey, Source, Place]],
-        keys: list[bytes],
-        now: float,
-    ) -> None:
-        if reply.lease <= 0 or reply.lease in self.leases or reply.boot != self.boot:
-            raise BrokenLawError(f"law 2: lease id or boot of {reply}")
-        if not now < reply.deadline_s <= now + self.timing.lease_s + 1e-6:
-            raise BrokenLawError(f"law 5: deadline {reply.deadline_s} at {now}")
-        readers = {0} if msg.readers is None else set(msg.readers)
-        lease = Lease(
-            reply.lease, instance, reply.deadline_s, readers & instance.sessions.keys(), rows, keys
-        )
-        self.leases[lease.id] = lease
-        for _, source, place in rows:
-            if isinstance(source, Fill):
-                source.lent = True
-            for page in pages(place):
-                self.pinned.setdefault(page, []).append(lease)
-
-    def _on_release(self, session: int, msg: m.Release, _: None, now: float) -> None:
-        instance, rank = self.roles[session]
-        lease = self.leases.get(msg.lease)
-        if lease is None or lease.instance is not instance:
-            if lease is not None and lease.live(now):
-                raise BrokenLawError(
-                    f"law 2: {instance.name} released a lease of {lease.instance.name}"
-                )
-            return
-        if rank != msg.rank or not lease.live(now):
-            return
-        if rank == SCHEDULER and not lease.handed:
-            self._drop(lease, msg.bad)
-            lease.owing.clear()
-        elif rank in lease.owing:
-            self._drop(lease, msg.bad)
-            lease.owing.discard(rank)
-
-    def _drop(self, lease: Lease, bad: tuple[int, ...]) -> None:
-        left = Counter(key[1] for key, _, _ in lease.rows)
-        for key, source, _ in lease.rows:
-            at = len(lease.keys) - left[key[1]]  # a group's rows are those of the last chunks
-            left[key[1]] -= 1
-            if at in bad and self.ready.get(key, (None,))[0] is source:
-                del self.ready[key]
-                self.spoil(key)
-
-    def _on_renew(self, session: int, msg: m.Renew, reply: m.Renewed, now: float) -> None:
-        lease = self.leases.get(msg.lease)
-        if lease is None or lease.instance is not self.roles[session][0] or not lease.live(now):
-            raise BrokenLawError(f"law 5: renewed lease {msg.lease}, which nobody there holds")
-        if not lease.deadline <= reply.deadline_s <= now + self.timing.lease_s + 1e-6:
-            raise BrokenLawError(f"law 5: renewed to {reply.deadline_s} at {now}")
-        lease.deadline = reply.deadline_s
-
-    # ------------------------------------------------------------ of both
-
-    def _on_handedover(self, session: int, msg: m.HandedOver, _: None, now: float) -> None:
-        instance, rank = self.roles[session]
-        if rank != SCHEDULER:
-            raise BrokenLawError("a worker handed over")
-        for book, ids in ((self.leases, msg.leases), (self.reservations, msg.reservations)):
-            for i in ids:
-                held = book.get(i)
-                if held is not None and held.instance is instance:
-                    held.handed = True
-
-    def _on_clear(self, session: int, msg: m.Clear, reply: m.Cleared, now: float) -> None:
-        one = Pending(session, msg)
-        self._cleared(session, msg, one)
-        self.clear_answered(one, reply)
-
-    def _cleared(self, session: int, msg: m.Clear, one: Pending | None = None) -> None:
-        """From here on nothing of before matches; in later boots once it is confirmed."""
-        one = one or self.pending[session, msg.seq]
-        if msg.everything:
-            namespaces = list(self.namespaces.values())
-        elif msg.namespace:
-            namespaces = [s for s in [self.by_digest.get(msg.namespace)] if s is not None]
-        else:
-            own = self.roles[session][0].namespace
-            namespaces = [] if own is None else [own]
-        gone = [key for key in self.ready if key[0] in namespaces]
-        one.rows = len(gone)
-        one.sure_rows = sum(map(self.surely_ready, gone))
-        for namespace in namespaces:
-            namespace.epoch += 1
-            self.archive.clears[namespace.key] += 1
-            # Of everything, a daemon knows what lives.
-            if not msg.everything or any(x.namespace is namespace for x in self.instances.values()):
-                namespace.floor = self.archive.clears[namespace.key]
-                one.namespaces.append((namespace, namespace.floor))
-        for digest, tier in list(self.told):
-            if self.by_digest[digest] in namespaces:
-                del self.told[digest, tier]
-        for key in gone:
-            del self.ready[key]
+    def _check_flushed(self) -> None:
+        """Every READY row is in every tier, or if a tier brought it, in one."""
+        for row, (source, _) in self.state.ready.items():
+            if not row[0].private:
+                held = [*self.state.holders(row)]
+                if not (all(held) if isinstance(source, Reservation) else any(held)):
+                    raise BrokenLawError(f"READY, yet not flushed: {row[1:]}, tiers: {held}")
