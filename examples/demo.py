@@ -83,7 +83,7 @@ def main() -> int:
 
 def play(folder: Path, stack: ExitStack) -> list[Row]:
     """Start everything, run the prompts; the table's rows."""
-    with step("building a random-weight model and its tokenizer"):
+    with step("building a random-weight model"):
         model = build(CACHE, SHAPE)
     with step("starting the daemon"):
         daemon = stack.enter_context(running_daemon(folder, l1_size="512MiB"))

@@ -75,6 +75,7 @@ def test_import_contracts_are_kept() -> None:
         ("cli/main.py", "from kvass.testing import daemon"),
         ("client/client.py", "from kvass.testing import daemon"),
         ("testing/daemon.py", "from tests.support.wire import raw_session"),
+        ("wire/framing.py", "from kvass.wire import channel"),  # which imports framing
     ],
 )
 def test_a_forbidden_import_is_caught(tree: Path, module: str, planted: str) -> None:

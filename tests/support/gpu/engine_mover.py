@@ -22,7 +22,7 @@ from kvass.transfer.cuda import CudaMover
 from kvass.transfer.descriptors import plan_runs
 from kvass.transfer.runtime import Event, Fault, Kind, Stream
 from tests.support.gpu.fake_cuda import FakeCuda
-from tests.support.gpu.fake_device import COMPUTE
+from tests.support.gpu.fake_device import COMPUTE, meet
 
 NOISE: Final = 0x3D
 """A small float: attention multiplies masked values with 0, and a NaN would stay a NaN."""
@@ -118,7 +118,7 @@ class EngineMover(CudaMover):
             for some in plan_runs(job.plans, self._memory, 1 << 62)
             for run in zip(some.device.tolist(), some.count.tolist(), strict=True)
         ]
-        if any(_meet(run, one) for _, late in list(self._late) for one in late for run in runs):
+        if any(meet(*run, *one) for _, late in list(self._late) for one in late for run in runs):
             self.synchronize()
         pages = [ctypes.string_at(*run) if job.kind == "store" else b"" for run in runs]
         if job.kind == "store":
@@ -166,7 +166,3 @@ class EngineGpus:
 def _write_noise(runs: Sequence[tuple[int, int]]) -> None:
     for address, length in runs:
         ctypes.memset(address, NOISE, length)
-
-
-def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < sum(other) and other[0] < sum(one)

@@ -31,11 +31,7 @@ from kvass.core.effects import (
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.core.tiers import FlushMode
 from kvass.types import Limits, Timing
-from tests.support.simulation.clients import (
-    ArenaContents,
-    ClientConnection,
-    SimulatedEngine,
-)
+from tests.support.simulation.clients import ArenaContents, ClientConnection, SimulatedEngine
 from tests.support.simulation.random_models import random_model
 from tests.support.simulation.tiers import SimTiers
 from tests.support.simulation.traces import Traced

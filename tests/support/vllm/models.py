@@ -1,4 +1,4 @@
-"""Writes models with random weights: config, tokenizer, safetensors. Needs numpy only, no torch.
+"""Writes models with random weights: configuration and safetensors. Needs numpy only, no torch.
 
 A llama or DeepSeek is made from its sizes; ``hybrid_models`` has models of several KV cache groups.
 The same ``(shape, seed)`` gives the same bytes everywhere.
@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Increase it when the bytes made from a ``Shape`` change; it is part of the folder's name."""
 
 F32Array = npt.NDArray[np.float32]
@@ -64,11 +64,6 @@ class Shape(msgspec.Struct, frozen=True):
     kv_heads: int = 4
     head_dim: int = 32
     max_tokens: int = 16_384
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * 4
 
 
 class LatentShape(msgspec.Struct, frozen=True):
@@ -122,22 +117,10 @@ def _name(shape: Sizes) -> str:
 
 
 def write_model(folder: Path, shape: Sizes, seed: int) -> None:
-    """Write config, tokenizer and weights into an existing ``folder``."""
+    """Write configuration and weights into an existing ``folder``."""
     _write_json(folder / "config.json", _config(shape))
     _write_json(
         folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    )
-    _write_json(folder / "tokenizer.json", _tokenizer(shape.vocab))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-            "model_max_length": shape.max_tokens,
-        },
     )
     tensors = shape.tensors if isinstance(shape, Blueprint) else tuple(_tensors(shape))
     _write_tensors(folder / "model.safetensors", tensors, seed)
@@ -222,38 +205,6 @@ def _config(shape: Sizes) -> dict[str, object]:
         "scoring_func": "softmax",
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
-    }
-
-
-def _tokenizer(vocab: int) -> dict[str, object]:
-    """A word-level tokenizer: ``t17`` is token 17, anything unknown is ``<unk>``."""
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"t{i}" for i in range(4, vocab))]
-    special = [
-        {
-            "id": i,
-            "content": words[i],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for i in range(4)
-    ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "WordLevel",
-            "vocab": {word: i for i, word in enumerate(words)},
-            "unk_token": "<unk>",
-        },
     }
 
 

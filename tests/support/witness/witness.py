@@ -36,13 +36,7 @@ from kvass.core.machine import CoreConfig
 from kvass.types import DEVICE_S, SCHEDULER
 from tests.support.witness.instances import InstanceWitness
 from tests.support.witness.reads import ReadWitness
-from tests.support.witness.records import (
-    Archive,
-    BrokenLawError,
-    LoadedRow,
-    Pending,
-    Reservation,
-)
+from tests.support.witness.records import Archive, BrokenLawError, LoadedRow, Pending, Reservation
 from tests.support.witness.sessions import SessionWitness
 from tests.support.witness.state import Holds, ObservedState
 from tests.support.witness.tiers import TierWitness
