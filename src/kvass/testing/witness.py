@@ -4,7 +4,7 @@ Law of this file: it never looks inside the machine. It reads the events that we
 effects that came out, keeps its own books, and raises ``BrokenLawError`` as soon as a reply
 contradicts them. So a bug in the core's own books cannot hide behind its own ``validate()``.
 
-The laws by number are those of DESIGN section 2: 2 (ownership), 3 (writable slots), 4 (publishing),
+The laws by number are those of docs/laws.md: 2 (ownership), 3 (writable slots), 4 (publishing),
 5 (deadlines), 6 (pins), 11 (every request is answered), 12 (limits).
 """
 
