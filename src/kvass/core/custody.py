@@ -209,10 +209,15 @@ class Custody:
                     self.discard(one, "late")
                 self._settle(one, now)
 
+    @property
+    def losing(self) -> bool:
+        """Whether more was lost than was carried out: ``lapse`` goes on with it."""
+        return bool(self._losses)
+
     def behind(self, now: float) -> bool:
-        """Whether more has ended than was carried out: ``lapse`` goes on with it."""
+        """Whether more has ended than was carried out."""
         due = self.ledger.next_due
-        return bool(self._losses) or (due is not None and due <= now)
+        return self.losing or (due is not None and due <= now)
 
     def rank_lost(
         self, instance: str, rank: int, session: int, exiting: bool, now: float
