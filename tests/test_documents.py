@@ -143,6 +143,10 @@ def test_every_command_and_flag_exists(capsys: pytest.CaptureFixture[str]) -> No
     code = [line for text in documents for line in code_of(text)]
     for target in (target for line in code for target in re.findall(r"^make (\w+)", line)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for module in (name for line in code for name in re.findall(r"python -m ([\w.]+)", line)):
+        if module.split(".")[0] in ("kvass", "tests", "bench"):
+            path = module.replace(".", "/")
+            assert any([*ROOT.glob(f"{path}*"), *(ROOT / "src").glob(f"{path}*")]), module
     written = [used for line in code for used in re.findall(r"^kvass ([a-z]+)([^#]*)", line)]
     assert {command for command, _ in written} == set(COMMANDS)
     for command in COMMANDS:
