@@ -337,7 +337,7 @@ class Status(Message, tag="status"):
 
 
 class StatusReply(Message, tag="status_reply"):
-    """``fields``: the names of DESIGN section 8, JSON-able."""
+    """``fields``: what ``kvass status --json`` prints, JSON-able."""
 
     fields: dict[str, Any] = {}
 

@@ -108,7 +108,7 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     def needs(self, tokens: Tokens) -> Tokens:
         """The first token whose pages a hit of ``tokens`` needs: all of [that, ``tokens``).
 
-        Lookup, pinning, promotion, storing and eviction all ask here (DESIGN section 4). The next
+        Lookup, pinning, promotion, storing and eviction all ask here, so that they agree. The next
         token of a sliding window sees ``window_tokens - 1`` others; a state at ``tokens`` needs
         the one block that ends there.
         """

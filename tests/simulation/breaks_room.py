@@ -298,7 +298,7 @@ BREAKS = [
         "        lacking[:, columns[repeated(keys[columns])]] = False\n",
         "        pass\n",
     ),
-    # ------------------------------------------------------------ layer groups (DESIGN section 4)
+    # ------------------------------------------------------------ layer groups (laws 3, 4, 6, 8)
     one(
         "a hit may end where a window does not reach",
         4,

@@ -460,7 +460,7 @@ def handed_over(state: State, session: Session, msg: HandedOver) -> None:
 
 
 def clear(state: State, session: Session, msg: Clear) -> Cleared | None:
-    """Namespaces stop matching: their epoch moves on (DESIGN section 4).
+    """Namespaces stop matching: their epoch moves on (law 8).
 
     ``None``: it is answered when the tiers have taken note.
     """

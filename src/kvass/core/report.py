@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def status(state: State) -> dict[str, Any]:
-    """JSON-able gauges and counters, names as in DESIGN section 8; sizes in bytes."""
+    """Gauges and counters as ``kvass status --json`` prints them; sizes in bytes."""
     namespaces = [
         {
             "namespace": ns.digest.hex(),
@@ -94,7 +94,7 @@ def _group(state: State, one: RowClass) -> dict[str, Any]:
 
 
 def validate(state: State) -> None:
-    """Assert every law that shows in the state (DESIGN section 2: 2, 3, 4, 6, 12)."""
+    """Assert every law that shows in the state (docs/laws.md: laws 2, 3, 4, 6, 12)."""
     others = [part for one in state.promotions.all.values() for part in one.pinned]
     others += [op.part for op in state.tiers.ops.values() if isinstance(op, Flushing)]
     state.custody.validate(state.now, others)

@@ -5,7 +5,7 @@ format that we do not read, is no header.
 
 A **record key** is ``namespace digest (32) | epoch (u64) | group (u16) | chunk hash (8..32)``,
 integers big-endian, so that the keys of one epoch share a prefix. The namespace digest covers the
-digests of all ranks' layouts (DESIGN section 4): no field of the header repeats them, the shard
+digests of all ranks' layouts (law 10): no field of the header repeats them, the shard
 lengths excepted.
 
 A **record header** is, little-endian::

@@ -220,7 +220,8 @@ def _block_tokens(parallel: Any, kv_cache_config: Any) -> tuple[int, ...]:
 
 
 def _chunk_tokens(wanted: int, blocks: tuple[int, ...], kv_cache_config: Any) -> int:
-    """The chunk size in tokens: DESIGN section 3; with states it is no larger than it must be.
+    """The chunk size in tokens: a multiple of all block sizes, and at least ``MIN_CHUNK_TOKENS``
+    unless the model has states.
 
     A prompt leaves one state behind, at its last block boundary, unless vLLM was told to retain
     more: a chunk of several blocks would mostly not end there.

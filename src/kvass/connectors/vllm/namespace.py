@@ -1,4 +1,4 @@
-"""Who shares bytes with whom: the fields of a namespace (DESIGN section 4), from vLLM's settings.
+"""Who shares bytes with whom: the fields of a namespace (law 10), from vLLM's settings.
 
 Law of this file: a field is equal in all processes of one engine, whatever part of the model each
 has, and in every engine whose pages hold the same. What only a rank knows (``groups.page_formats``)
