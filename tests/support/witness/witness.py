@@ -36,7 +36,14 @@ from kvass.core.machine import CoreConfig
 from kvass.types import DEVICE_S, SCHEDULER
 from tests.support.witness.instances import InstanceWitness
 from tests.support.witness.reads import ReadWitness
-from tests.support.witness.records import Archive, BrokenLawError, LoadedRow, Pending, Reservation
+from tests.support.witness.records import (
+    Archive,
+    BrokenLawError,
+    Lease,
+    LoadedRow,
+    Pending,
+    Reservation,
+)
 from tests.support.witness.sessions import SessionWitness
 from tests.support.witness.state import Holds, ObservedState
 from tests.support.witness.tiers import TierWitness
@@ -207,8 +214,9 @@ class Witness:
         self.waiting.forget(session)
         instance, rank = self.state.roles.get(session, (None, 0))
         if instance is not None and rank == SCHEDULER:
-            for held in (*self.state.reservations.values(), *self.state.leases.values()):
-                held.handed = held.handed or held.instance is instance
+            held: list[Lease | Reservation] = [*self.state.reservations.values()]
+            for one in [*held, *self.state.leases.values()]:
+                one.handed = one.handed or one.instance is instance
         elif instance is not None:
             self.instances.without(instance, rank)
 
