@@ -44,7 +44,8 @@ def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of what the contracts look at."""
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("src", "bench"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -74,6 +75,8 @@ def test_import_contracts_are_kept() -> None:
         ("connectors/vllm/worker.py", "from kvass.core import rows"),
         ("cli/main.py", "from kvass.testing import models"),
         ("client/client.py", "from kvass.testing import models"),
+        ("cli/bench/tiers.py", "from bench import rows"),
+        ("../../bench/gpu/rig.py", "import torch"),
     ],
 )
 def test_a_forbidden_import_is_caught(tree: Path, module: str, planted: str) -> None:
