@@ -56,9 +56,7 @@ def flags(prog: str) -> Parser:
     parser = Parser(prog=prog, description="measure this machine, against memcpy")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--socket", metavar="PATH", help="measure this daemon, not one of our own")
-    parser.add_argument(
-        "--tier", metavar="URL", help="measure this tier, with one of our own in it"
-    )
+    parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
     parser.add_argument(
         "--l1-size", default="3GiB", type=_size, metavar="SIZE", help="of our own daemon (3GiB)"
     )
