@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvass.cli import bench
+from kvass.cli.bench import lookups
 from kvass.cli.bench.copies import LLAMA_8B, KvCache, measure_copies
 from kvass.cli.bench.figures import add
 from kvass.cli.bench.lookups import BATCH, KEYS, SmallRows, measure_lookups
@@ -65,7 +66,8 @@ def test_an_arena_too_small_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "name"), [(1, "128k"), (8, "128k_tp8")])
-def test_round_trips(tp: int, name: str, tmp_path: Path) -> None:
+def test_round_trips(tp: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "ASKS", 100)
     with running_daemon(tmp_path, "256MiB") as daemon:
         figures = measure_lookups(daemon.socket, resident=BATCH, tp=tp)
         assert figures.pop("bytes_equal") is True
