@@ -23,7 +23,7 @@ help:
 	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
-	@echo "make bench   kvass bench: ratios to memcpy, round trips, footprint"
+	@echo "make bench   all figures of a daemon; bench/__init__.py has those of tiers and GPUs"
 
 setup: $(READY)
 
@@ -63,7 +63,7 @@ sim: $(READY)
 	$(BIN)/python -m tests.support.simulation.simulator --seeds $(SEEDS) --jobs $$(nproc)
 
 bench: $(READY)
-	$(BIN)/kvass bench
+	$(BIN)/python -m bench
 
 clean:
 	rm -rf $(VENV) .cache dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

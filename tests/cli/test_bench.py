@@ -12,30 +12,16 @@ import numpy as np
 import pytest
 
 from kvass.cli import bench
-from kvass.cli.bench import longest
-from kvass.cli.bench.copies import (
-    CHUNK_TOKENS,
-    LLAMA_8B,
-    MLA,
-    WIDTH,
-    Engine,
-    measure_copies,
-    wait_for,
-)
-from kvass.cli.bench.index import (
-    BATCH,
-    KEYS,
-    Ranks,
-    measure_coverage,
-    measure_index,
-    measure_pings,
-)
+from kvass.cli.bench import lookups
+from kvass.cli.bench.copies import LLAMA_8B, KvCache, measure_copies
+from kvass.cli.bench.figures import add
+from kvass.cli.bench.lookups import BATCH, KEYS, SmallRows, measure_lookups
 from kvass.cli.bench.machine import start_daemon
+from kvass.cli.bench.sessions import CHUNK_TOKENS, WIDTH, EngineSessions
 from kvass.cli.main import main
-from kvass.client.parallel import ParallelStrategy
 from kvass.errors import ConfigError
 from kvass.testing.daemon import running_daemon
-from kvass.types import PAGE, GroupLayout
+from kvass.types import PAGE
 
 FIGURES = {
     "version": "0.1.0",
@@ -49,10 +35,9 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("layout", [LLAMA_8B, MLA])
-def test_store_and_load_bring_the_bytes_back(layout: GroupLayout, tmp_path: Path) -> None:
+def test_store_and_load_bring_the_bytes_back(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "256MiB") as daemon:
-        figures = measure_copies(daemon.socket, 256 << 20, rounds=2, chunks=1, layout=layout)
+        figures = measure_copies(daemon.socket, 256 << 20, rounds=2, chunks=1)
         daemon.wait_until(rows=0, leases=0, reservations=0, pins=0, sessions=1)
     assert figures["bytes_equal"] is True
     assert figures["store_vs_memcpy"] > 0
@@ -60,19 +45,16 @@ def test_store_and_load_bring_the_bytes_back(layout: GroupLayout, tmp_path: Path
 
 
 def test_negative_control_a_changed_byte_is_seen(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "256MiB") as daemon:
-        engine = Engine(daemon.socket, chunks=1)
-        try:
-            digests = os.urandom(WIDTH)
-            assert not engine.same_bytes()
-            engine.store(digests)
-            wait_for(lambda: engine.found(digests), "the commit")
-            engine.load(digests)
-            assert engine.same_bytes()
-            engine.pages[5, engine.target[3], 1] ^= 1
-            assert not engine.same_bytes()
-        finally:
-            engine.close()
+    with running_daemon(tmp_path, "256MiB") as daemon, ExitStack() as ending:
+        cache = KvCache(EngineSessions(daemon.socket, LLAMA_8B, ending), LLAMA_8B, chunks=1)
+        ending.callback(cache.mover.close)
+        digests = os.urandom(WIDTH)
+        assert not cache.same_bytes()
+        cache.store(digests)
+        cache.load(digests)
+        assert cache.same_bytes()
+        cache.pages[5, cache.target[3], 1] ^= 1
+        assert not cache.same_bytes()
 
 
 def test_an_arena_too_small_is_told(tmp_path: Path) -> None:
@@ -84,42 +66,31 @@ def test_an_arena_too_small_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "name"), [(1, "128k"), (8, "128k_tp8")])
-def test_round_trips(tp: int, name: str, tmp_path: Path) -> None:
+def test_round_trips(tp: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "ASKS", 100)
     with running_daemon(tmp_path, "256MiB") as daemon:
-        figures = measure_index(daemon.socket, resident=BATCH, tp=tp)
+        figures = measure_lookups(daemon.socket, resident=BATCH, tp=tp)
         assert figures.pop("bytes_equal") is True
         assert set(figures) == {f"lookup_{name}_us", f"release_{name}_us"}
         assert all(0 < one["p50"] <= one["p99"] for one in figures.values())
         daemon.wait_until(rows=0, leases=0, reservations=0, pins=0, sessions=1)
 
 
-def test_pings(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "64MiB") as daemon:
-        assert measure_pings(daemon.socket, 3) > 0
-        assert measure_coverage()["p50"] > 0
-
-
-def test_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(longest, "HELD", 10)
-    figures = longest.measure_longest(rounds=1, arena_bytes=64 << 30)["longest_step_ms"]
-    assert all(0 < figure < 10_000 for figure in figures.values()), figures
-
-
 def test_negative_control_a_shard_of_another_row_is_seen(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "256MiB") as daemon, ExitStack() as ending:
-        engine = Ranks(daemon.socket, ParallelStrategy(tp=2), ending)
+        engine = SmallRows(daemon.socket, ending, tp=2)
         keys = engine.fill(BATCH)
         match = engine.look_up(b"".join(keys[:KEYS]))
         assert engine.holds(match.slots[0], b"".join(keys[:KEYS]))
         assert not engine.holds(match.slots[0], b"".join(keys[1 : KEYS + 1]))
-        engine.arena[match.slots[0].offsets(1, PAGE)[KEYS // 2] // 8] ^= np.uint64(1)
+        engine.words[match.slots[0].offsets(1, PAGE)[KEYS // 2] // 8] ^= np.uint64(1)
         assert not engine.holds(match.slots[0], b"".join(keys[:KEYS]))
 
 
 def test_one_difference_is_a_difference() -> None:
     figures: dict[str, Any] = {}
     for same in (True, False, True):
-        bench.add(figures, {"bytes_equal": same, "store_gbps": 1.5}, "mla_")
+        add(figures, {"bytes_equal": same, "store_gbps": 1.5}, "mla_")
     assert figures == {"bytes_equal": False, "mla_store_gbps": 1.5}
 
 
@@ -127,17 +98,14 @@ def test_its_own_daemon_comes_and_goes() -> None:
     with start_daemon(None, 16 << 20) as daemon:
         assert daemon.wait_populated() == 16 << 20
         assert daemon.ready_s is not None
-        assert 1 < daemon.rss_mib() < 1000
         path = daemon.socket
     assert not os.path.exists(path)
     with pytest.raises(ConfigError, match="did not start"), start_daemon(None, 1):
         pass
 
 
-def test_the_layouts_are_what_they_are_called() -> None:
+def test_the_layout_is_what_it_is_called() -> None:
     assert LLAMA_8B.shard_bytes(CHUNK_TOKENS) == 32 << 20
-    assert set(MLA.page_bytes) == {18_432}
-    assert MLA.shard_bytes(CHUNK_TOKENS) == 61 * 16 * 18_432
 
 
 @pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
@@ -172,6 +140,7 @@ def test_output_and_exit_status(
         (["--rounds", "3"], "use 7 or more"),
         (["--l1-size", "much"], "write it like 8GiB"),
         (["--what"], "unrecognized"),
+        (["--gpu"], "unrecognized"),
     ],
 )
 def test_bad_flags_get_one_line(

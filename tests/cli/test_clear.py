@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvass.cli.bench.copies import WIDTH
-from kvass.cli.bench.rows import Rows, flushed, tier_status, wait_tier
+from bench.rows import Rows, flushed, tier_status, wait_tier
+from kvass.cli.bench.sessions import WIDTH
 from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
 from tests.support.wire.scripted_daemon import ScriptedDaemon
@@ -30,7 +30,7 @@ def test_with_tiers_their_records_go_too(tmp_path: Path, capsys: Captured) -> No
             wait_tier(rows.scheduler, lambda one: one["records"] == 3, "the report")
             assert main(["clear", *flags, "--socket", daemon.socket]) == 0
             assert capsys.readouterr().out == f"cleared 3 rows{text}\n"
-            assert rows.look_up(keys).chunks == 0
+            assert rows.find(keys).chunks == 0
             if flags:
                 wait_tier(rows.scheduler, lambda one: one["records"] == 0, "the report")
                 assert not list((tmp_path / "disk").glob("*.seg"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -19,9 +18,9 @@ import pytest
 from kvass._version import TESTED_VLLM
 from kvass.arena import memory
 from kvass.cli import doctor
-from kvass.cli.doctor import diagnose, driver, machine, report, serves, table
+from kvass.cli.doctor import CHECKS, diagnose, driver, machine, report, serves, table
+from kvass.cli.doctor.checks import version
 from kvass.cli.doctor.driver import Answer
-from kvass.cli.doctor.findings import Finding, version
 from kvass.cli.doctor.machine import Files, Machine, cgroup_memory, examine
 from kvass.cli.main import main
 from kvass.errors import ConfigError
@@ -59,11 +58,6 @@ WSL2 = replace(PLAIN, kernel="5.15.153.1-microsoft-standard-WSL2", nodes=frozens
 
 def without(*packages: str) -> dict[str, str]:
     return {name: version for name, version in ALL.items() if name not in packages}
-
-
-def named(m: Machine, name: str) -> Finding:
-    [finding] = [one for one in diagnose(m) if one.name == name]
-    return finding
 
 
 KINDS: list[tuple[Machine, str, str, str]] = [
@@ -231,7 +225,7 @@ KINDS: list[tuple[Machine, str, str, str]] = [
 
 @pytest.mark.parametrize(("m", "name", "level", "says"), KINDS)
 def test_what_is_said_of_a_machine(m: Machine, name: str, level: str, says: str) -> None:
-    finding = named(m, name)
+    finding = diagnose(m)[name]
     said = " | ".join([finding.found, finding.used, finding.cost, finding.do])
     assert finding.level == level, said
     for part in says.split("; "):
@@ -241,11 +235,14 @@ def test_what_is_said_of_a_machine(m: Machine, name: str, level: str, says: str)
 @pytest.mark.parametrize("m", {id(m): m for m, *_ in KINDS}.values())
 def test_every_machine_is_told_everything_and_only_errors_end_serving(m: Machine) -> None:
     findings = diagnose(m)
-    assert [one.name for one in findings] == [one.name for one in diagnose(PLAIN)]
-    assert all(one.found and "\n" not in one.found for one in findings)
-    assert all(one.do for one in findings if one.level in ("warning", "error"))
-    assert serves(findings) is ("error" not in {one.level for one in findings})
-    assert json.loads(json.dumps(report(findings)))["serves"] is serves(findings)
+    assert list(findings) == list(CHECKS)
+    each = findings.values()
+    assert all(one.found and "\n" not in one.found for one in each)
+    assert all(one.do for one in each if one.level in ("warning", "error"))
+    assert serves(findings) is ("error" not in {one.level for one in each})
+    told = json.loads(json.dumps(report(findings)))
+    assert told["serves"] is serves(findings)
+    assert [one["name"] for one in told["findings"]] == list(CHECKS)
     assert list(table(findings))[-1].count("cannot serve") == (not serves(findings))
 
 
@@ -298,8 +295,9 @@ def test_the_tightest_group_counts(tmp_path: Path) -> None:
     assert cgroup_memory(write(tmp_path / "free", free)) == (True, None, None)
 
 
-def test_what_cannot_be_read_ends_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_read_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders stand where the files should be, or bytes that are no text; or nothing does."""
+    monkeypatch.setattr(machine, "load_error", lambda module: "")  # it takes a process
     names = ("proc/self/cgroup", "proc/self/status", "proc/meminfo", "sys/fs/cgroup/memory.max")
     for name in (*names, "sys/kernel/mm/transparent_hugepage/shmem_enabled"):
         (tmp_path / "folders" / name).mkdir(parents=True)
@@ -325,7 +323,10 @@ def test_what_an_arena_got_is_read_of_its_own_mapping() -> None:
     assert machine.mapped_huge(smaps, 0x8000) is None
 
 
-def test_the_drivers_version_is_its_modules(tmp_path: Path) -> None:
+def test_the_drivers_version_is_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "load_error", lambda module: "")  # it takes a process
     write(tmp_path, {"sys/module/nvidia/version": "580.159.04\n"})
     found = examine(16 << 20, str(tmp_path / "kvass.sock"), {}, root=tmp_path)
     assert found.driver_version == "580.159.04"
@@ -494,7 +495,7 @@ def test_a_driver_that_hangs_or_crashes_costs_its_answer_alone(
     found, error = driver.ask_driver(frozenset({"nvidiactl"}))
     assert found is None
     assert said in error
-    finding = named(replace(PLAIN, driver_error=error), "GPU")
+    finding = diagnose(replace(PLAIN, driver_error=error))["GPU"]
     assert finding.level == "warning"
     assert said in finding.found
     assert "nvidia-smi" in finding.do
@@ -534,14 +535,12 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
 
 
 def command(
-    *flags: str, limits: dict[int, int] | None = None, **environment: str
+    *flags: str, before: str = "pass", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    def limit() -> None:
-        for which, most in (limits or {}).items():
-            resource.setrlimit(which, (most, most))
-
+    """``before``: what its process does first."""
     code = (
-        "import sys; from kvass.cli.main import main; status = main(['doctor', *sys.argv[1:]]);"
+        f"{before}; import sys; from kvass.cli.main import main;"
+        "status = main(['doctor', *sys.argv[1:]]);"
         "assert not {'torch', 'vllm', 'triton', 'mooncake', 'redis'} & set(sys.modules);"
         "sys.exit(status)"
     )
@@ -552,7 +551,6 @@ def command(
         capture_output=True,
         text=True,
         timeout=120,
-        preexec_fn=limit,
     )
 
 
@@ -583,16 +581,26 @@ def test_the_command_beside_a_daemon(tmp_path: Path) -> None:
         daemon.wait_until(sessions=1)
 
 
+ALONE = (
+    "from kvass.cli.doctor import machine;"
+    "machine.ask_driver = lambda nodes: (None, ''); machine.load_error = lambda module: ''"
+)
+"""Without the driver and Mooncake, each of which takes a process of its own."""
+
+
 def test_limits_of_the_process_are_seen(tmp_path: Path) -> None:
     flags = ("--json", "--l1-size", "16MiB", "--socket", str(tmp_path / "kvass.sock"))
-    done = command(*flags, limits={resource.RLIMIT_NOFILE: 200, resource.RLIMIT_MEMLOCK: 64 << 10})
+    limit = f"{ALONE}; import resource as r; r.setrlimit"
+    few = f"{limit}(r.RLIMIT_NOFILE, (200,) * 2); r.setrlimit(r.RLIMIT_MEMLOCK, (65536,) * 2)"
+    done = command(*flags, before=few)
     assert done.returncode == 0, done.stderr
     assert levels(done)["descriptors"] == "warning"
     assert "ulimit -l 64 KiB" in done.stdout
-    done = command(*flags, limits={resource.RLIMIT_FSIZE: 1 << 20})
+    done = command(*flags, before=f"{limit}(r.RLIMIT_FSIZE, (1 << 20,) * 2)")
     assert done.returncode == 1, done.stderr
     assert levels(done)["shared memory"] == "error"
-    done = command("--json", "--l1-size", "9999GiB", "--socket", str(tmp_path / "kvass.sock"))
+    flags = ("--json", "--l1-size", "9999GiB", "--socket", str(tmp_path / "kvass.sock"))
+    done = command(*flags, before=ALONE)
     assert (done.returncode, levels(done)["memory"]) == (1, "error")
 
 

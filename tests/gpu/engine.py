@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.cli.bench.geometries import geometry as named
+from bench.geometries import geometry as named
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.worker import WorkerClient
 from kvass.messages import Register

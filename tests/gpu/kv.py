@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kvass.cli.bench.geometries import GEOMETRIES, Geometry
+from bench.geometries import GEOMETRIES, Geometry
 from kvass.layout.copy_plan import CopyPlan
 from kvass.testing.pages import RankMemory, WrongPageError, page_bytes
 from kvass.transfer.base import U8Array

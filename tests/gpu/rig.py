@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.geometries import geometry as named
 from kvass.arena import memory
-from kvass.cli.bench.geometries import geometry as named
 from kvass.testing.pages import WrongPageError
 from kvass.transfer.base import Done, Job
 from kvass.transfer.cuda import CudaMover

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.geometries import geometry as named
 from kvass.arena import memory
-from kvass.cli.bench.geometries import geometry as named
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.gpu.child import ROWS, child, prompt
 from tests.gpu.conftest import NEEDS_GPU

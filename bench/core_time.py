@@ -1,8 +1,9 @@
-"""The longest step of the core with 1 TiB of 1 MiB rows: nobody is answered meanwhile.
+"""What the core takes by itself, in the bench's own process: coverage, and its longest step.
 
-The core alone, in the bench's own process: its arena is a number, so this takes no memory but that
-of its tables (150 MiB). Work that goes on in slices is counted too: each slice is a step. What is
-counted is the time that the processor spent on a step, so that other processes do not matter.
+The longest step is that of a core with 1 TiB of 1 MiB rows: nobody is answered meanwhile. Its arena
+is a number, so this takes no memory but that of its tables (150 MiB). Work that goes on in slices
+is counted too: each slice is a step. What is counted is the time that the processor spent on a
+step, so that other processes do not matter.
 """
 
 from __future__ import annotations
@@ -10,10 +11,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any, Final
 
+import numpy as np
+
+from kvass.cli.bench.figures import percentiles_us
+from kvass.cli.bench.lookups import ASKS, KEYS, WARM_UP
+from kvass.cli.bench.machine import seconds
+from kvass.cli.bench.sessions import WIDTH
+from kvass.core.coverage import longest_hit
 from kvass.core.effects import Event, Lost, Opened, Received, Send, Tick
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.messages import (
@@ -38,13 +47,26 @@ ARENA_BYTES: Final = 1 << 40
 ROW_BYTES: Final = 1 << 20
 FILL_KEYS: Final = 1024
 HELD: Final = 10_000
-WIDTH: Final = 32
 _CHUNK_TOKENS: Final = 256
 _BLOCKS: Final = 16
 
 
+def measure_coverage() -> dict[str, float]:
+    """``coverage_3x512_us``: how far 512 chunks of three layer groups reach."""
+    groups = [
+        GroupLayout("full", 16, ("0",), (256,)),
+        GroupLayout("sliding_window", 16, ("1",), (256,), 1024),
+        GroupLayout("state", _CHUNK_TOKENS, ("2",), (256,)),
+    ]
+    there = [np.ones(KEYS, np.bool_) for _ in groups]
+    there[2][1::2] = False  # a state at every second chunk, so that the last one is no hit
+    once = partial(longest_hit, groups, there, _CHUNK_TOKENS, 0)
+    return percentiles_us([seconds(once) for _ in range(WARM_UP + ASKS)][WARM_UP:])
+
+
 class Core:
-    """A machine whose steps are timed. ``slowest``: seconds of the slowest since it was reset."""
+    """A ``CacheMachine`` whose steps are timed. ``slowest``: seconds of the slowest step since it
+    was reset."""
 
     def __init__(self, arena_bytes: int) -> None:
         self.arena_bytes = arena_bytes
@@ -166,11 +188,11 @@ class Model:
 
 def measure_longest(rounds: int = 3, arena_bytes: int = ARENA_BYTES) -> dict[str, Any]:
     """``longest_step_ms`` by what is done: the median over ``rounds`` of the longest step."""
-    lives = [_life(arena_bytes) for _ in range(rounds)]
-    return {"longest_step_ms": {name: median(one[name] for one in lives) for name in lives[0]}}
+    runs = [_run(arena_bytes) for _ in range(rounds)]
+    return {"longest_step_ms": {name: median(one[name] for one in runs) for name in runs[0]}}
 
 
-def _life(arena_bytes: int) -> dict[str, float]:
+def _run(arena_bytes: int) -> dict[str, float]:
     """What the longest step of each kind took, in ms."""
     core, figures = Core(arena_bytes), dict[str, float]()
 

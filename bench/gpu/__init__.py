@@ -1,13 +1,13 @@
-"""``kvass bench --gpu``: KV pages between a GPU and the arena, against plain copies as large.
+"""``python -m bench --gpu``: KV pages between a GPU and the arena, against plain copies as large.
 
-Law of this file: every ratio comes from rounds in which both sides alternate, every byte is
-compared after every load (on the device, page against page), and each round has other bytes.
+Every ratio is the median over rounds in which both sides alternate, every byte is compared after
+every load (on the device, page against page), and each round has other bytes.
 
-What the names mean. Where a figure has a value per geometry (``geometries``: page sizes, groups and
-strides of real models; ``_blocks``: blocks outermost), the whole chunks of 4,096 tokens, in
-scattered blocks, move in one job, through ``CudaMover``, between device memory and shared memory as
-the daemon's: from ``submit`` until the mover says that it is over. Loads are of all that was
-stored, also of what a window's hit would not need. Ratios are medians of per-round ratios.
+What the names mean. Where a figure has a value per geometry (``bench.geometries``: page sizes,
+groups and strides of real models; ``_blocks``: blocks outermost), the whole chunks of 4,096 tokens,
+in scattered blocks, move in one job, through ``CudaMover``, between device memory and shared memory
+like the daemon's: from ``submit`` until the mover says that it is done. Loads are of all that was
+stored, also of what a window's hit would not need.
 
 - ``gpu_store_vs_pinned``, ``gpu_load_vs_pinned``: against *one contiguous* cudaMemcpyAsync of as
   many bytes between device memory and pinned memory of torch's own, and the wait for it.
@@ -41,11 +41,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from kvass._version import __version__
-from kvass.cli.bench import table
-from kvass.cli.bench.copies import TOKENS, seconds
-from kvass.cli.bench.geometries import GEOMETRIES, Geometry, geometry
-from kvass.cli.bench.gpu_costs import (
+from bench.geometries import GEOMETRIES, Geometry, geometry
+from bench.gpu.costs import (
     PIN_BYTES,
     PRODUCTS,
     measure_daemon,
@@ -53,10 +50,12 @@ from kvass.cli.bench.gpu_costs import (
     measure_pinning,
     measure_worker,
 )
-from kvass.cli.bench.gpu_device import Device, Plain
-from kvass.cli.bench.gpu_rig import Rig
-from kvass.cli.bench.gpu_sweep import BYTES, SIZES, measure_sweep, sweep_table
-from kvass.cli.bench.machine import say
+from bench.gpu.device import Device, Plain
+from bench.gpu.rig import Rig
+from bench.gpu.sweep import BYTES, SIZES, measure_sweep, sweep_table
+from kvass._version import __version__
+from kvass.cli.bench.figures import add, percentiles_us, ratio, table
+from kvass.cli.bench.machine import say, seconds
 
 SUBMIT_EVERY_S: Final = 1e-3
 SWEEP_ROUNDS: Final = 5
@@ -67,7 +66,7 @@ class Sizes(msgspec.Struct, frozen=True):
     """How much of it."""
 
     geometries: tuple[Geometry, ...] = GEOMETRIES
-    tokens: int = TOKENS
+    tokens: int = 4096
     first: Geometry = geometry("llama_70b_tp8")
     """Measured for memory: its loads go by the kernel."""
     gemm: Geometry = geometry("llama_8b")
@@ -87,7 +86,7 @@ def measure_gpu(
     figures: dict[str, Any] = {"version": __version__, "rounds": rounds} | device.facts()
     figures["bytes_equal"] = True
     say("device memory of a worker's mover")
-    _add(figures, measure_worker(device, sizes.first, sizes.tokens))
+    add(figures, measure_worker(device, sizes.first, sizes.tokens))
     say("pinning")
     figures |= measure_pinning(device, sizes.pin_bytes)
     submits = _Submits()
@@ -99,7 +98,7 @@ def measure_gpu(
     figures |= measure_gemm(device, sizes.gemm, sizes.tokens, rounds, sizes.products)
     say("runs of every length, each way")
     sweep_rounds = min(rounds, SWEEP_ROUNDS)
-    _add(figures, measure_sweep(device, sweep_rounds, sizes.sweep, sizes.sweep_bytes))
+    add(figures, measure_sweep(device, sweep_rounds, sizes.sweep, sizes.sweep_bytes))
     say("a daemon")
     return figures | measure_daemon(l1_bytes)
 
@@ -108,11 +107,6 @@ def gpu_table(figures: dict[str, Any]) -> str:
     """The figures as lines for a person, the sweep as a table of its own."""
     plain = {name: value for name, value in figures.items() if name != "gpu_sweep"}
     return f"{table(plain)}\n\ngpu_sweep\n{sweep_table(figures['gpu_sweep'])}"
-
-
-def _add(figures: dict[str, Any], more: dict[str, Any]) -> None:
-    same = figures["bytes_equal"] and more["bytes_equal"]
-    figures |= more | {"bytes_equal": same}
 
 
 # ---------------------------------------------------------------- a geometry
@@ -168,10 +162,6 @@ def _rounds(rig: Rig, plain: Plain, rounds: int) -> tuple[dict[str, list[float]]
 
 
 def _figures(times: dict[str, list[float]], size: int) -> dict[str, float]:
-    def ratio(ours: str, theirs: str) -> float:
-        pairs = zip(times[ours], times[theirs], strict=True)
-        return median(theirs_s / ours_s for ours_s, theirs_s in pairs)
-
     def gain(both: str, *alone: str) -> float:
         one = np.sum([times[name] for name in alone], axis=0)
         return float(np.median(one / np.array(times[both])))
@@ -180,8 +170,8 @@ def _figures(times: dict[str, list[float]], size: int) -> dict[str, float]:
         return size / median(times[name]) / 1e9
 
     return {
-        "gpu_store_vs_pinned": ratio("store", "plain store"),
-        "gpu_load_vs_pinned": ratio("load", "plain load"),
+        "gpu_store_vs_pinned": ratio(times["store"], times["plain store"]),
+        "gpu_load_vs_pinned": ratio(times["load"], times["plain load"]),
         "gpu_both_vs_one": gain("both", "store", "load"),
         "gpu_pinned_both_vs_one": gain("plain both", "plain store", "plain load"),
         "gpu_store_gbps": gbps("store"),
@@ -213,11 +203,6 @@ class _Submits:
     def figures(self) -> dict[str, dict[str, float]]:
         """Microseconds."""
         return {
-            "gpu_submit_us": _percentiles(self._submit),
-            "gpu_plan_us": _percentiles(self._plan),
+            "gpu_submit_us": percentiles_us(self._submit),
+            "gpu_plan_us": percentiles_us(self._plan),
         }
-
-
-def _percentiles(times: list[float]) -> dict[str, float]:
-    p50, p99 = np.percentile(np.array(times) * 1e6, [50, 99])
-    return {"p50": float(p50), "p99": float(p99)}

@@ -1,7 +1,6 @@
 """The real ``Device``, by torch. **Never run on a GPU yet** (docs/gpu.md).
 
-Law of this file: whatever this machine lacks is one line for the operator (``open_device``), before
-anything is measured. No figure is made here.
+``open_device`` says in one line what this machine lacks, before anything is measured.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.cli.bench.gpu_device import Device, Plain, Table
+from bench.gpu.device import Device, Plain, Table
 from kvass.errors import ConfigError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import U8Array

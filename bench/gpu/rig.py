@@ -1,4 +1,4 @@
-"""A model's pages on a device, an arena and a mover: what every measurement of a GPU works with.
+"""A model's pages on a device, an arena and a mover, which every measurement of a GPU uses.
 
 Law of this file: a copy counts only if it ended well, and no two that run at once share a byte that
 either of them writes.
@@ -11,10 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from kvass.cli.bench.copies import PATIENCE_S, wait_for
-from kvass.cli.bench.geometries import Geometry
-from kvass.cli.bench.gpu_device import Device
-from kvass.cli.bench.machine import shared_memory
+from bench.geometries import Geometry
+from bench.gpu.device import Device
+from kvass.cli.bench.machine import PATIENCE_S, shared_memory, wait_for
 from kvass.errors import Unavailable
 from kvass.layout.copy_plan import CopyPlan
 from kvass.transfer.base import Done, Job

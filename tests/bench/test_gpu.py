@@ -1,5 +1,5 @@
-"""``kvass bench --gpu`` measures what it says, and sees wrong bytes: on a fake of CUDA, so that all
-runs here but torch's own calls to a device. No figure means anything."""
+"""``python -m bench --gpu`` measures what it says, and sees wrong bytes: on a fake of CUDA, so that
+all runs here but torch's own calls to a device. No figure means anything."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvass.cli import bench
-from kvass.cli.bench import gpu, gpu_costs, gpu_torch
-from kvass.cli.bench.geometries import GEOMETRIES, Geometry, geometry
-from kvass.cli.bench.gpu import Sizes, measure_gpu
-from kvass.cli.bench.gpu_costs import (
+from bench import gpu
+from bench.__main__ import main
+from bench.geometries import GEOMETRIES, Geometry, geometry
+from bench.gpu import Sizes, costs, measure_gpu, torch_device
+from bench.gpu.costs import (
     measure_gemm,
     measure_pinning,
     measure_worker,
@@ -28,13 +28,13 @@ from kvass.cli.bench.gpu_costs import (
     nvidia_smi,
     opens_device,
 )
-from kvass.cli.bench.gpu_rig import Rig
-from kvass.cli.bench.gpu_sweep import DIRECTIONS, WAYS, _below, measure_sweep
-from kvass.cli.main import main
+from bench.gpu.rig import Rig
+from bench.gpu.sweep import DIRECTIONS, WAYS, _below, measure_sweep
+from kvass.cli import bench
 from kvass.errors import Unavailable
 from kvass.transfer.cuda_driver import MissingError
 from kvass.transfer.runtime import Kind
-from tests.cli.fake_gpu import FakeDevice, Spoiling
+from tests.bench.fake_gpu import FakeDevice, Spoiling
 
 TINY = tuple(replace(geometry(name), chunk_tokens=32) for name in ("gpt_oss", "gpt_oss_blocks"))
 TOKENS = 128
@@ -175,10 +175,10 @@ def test_a_difference_anywhere_is_the_exit_status(
 ) -> None:
     devices = [FakeDevice(), FakeDevice(Spoiling("load", 9))]
     sizes = msgspec.structs.replace(SIZES, geometries=TINY[:1])
-    monkeypatch.setattr(gpu_torch, "open_device", lambda: devices.pop(0))
+    monkeypatch.setattr(torch_device, "open_device", lambda: devices.pop(0))
     monkeypatch.setattr(gpu, "Sizes", lambda: sizes)
     monkeypatch.setattr(bench, "MIN_ROUNDS", 1)
-    flags = ["bench", "--gpu", "--rounds", "1", "--l1-size", "16MiB"]
+    flags = ["--gpu", "--rounds", "1", "--l1-size", "16MiB"]
     assert main(flags) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["bytes_equal", "yes"] in lines
@@ -205,9 +205,9 @@ def test_a_difference_anywhere_is_the_exit_status(
 def test_bad_input_is_one_line(
     flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_torch, "load_driver", lambda: object())
-    monkeypatch.setattr(gpu_torch, "find_spec", lambda name: object())
-    assert main(["bench", "--gpu", *flags]) == 2
+    monkeypatch.setattr(torch_device, "load_driver", lambda: object())
+    monkeypatch.setattr(torch_device, "find_spec", lambda name: object())
+    assert main(["--gpu", *flags]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
@@ -218,9 +218,9 @@ def test_a_library_that_is_not_there_is_one_line(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {"torch", "triton"} - {missing}
-    monkeypatch.setattr(gpu_torch, "load_driver", lambda: object())
-    monkeypatch.setattr(gpu_torch, "find_spec", lambda name: name if name in found else None)
-    assert main(["bench", "--gpu"]) == 2
+    monkeypatch.setattr(torch_device, "load_driver", lambda: object())
+    monkeypatch.setattr(torch_device, "find_spec", lambda name: name if name in found else None)
+    assert main(["--gpu"]) == 2
     error = capsys.readouterr().err
     assert f"needs {missing}, and it is not installed" in error
     assert error.count("\n") == 1
@@ -232,10 +232,10 @@ def test_without_a_driver_nobody_is_told_to_install_anything(
     def none() -> None:
         raise MissingError("no NVIDIA driver: libcuda.so.1: not found")
 
-    monkeypatch.setattr(gpu_torch, "load_driver", none)
-    monkeypatch.setattr(gpu_torch, "find_spec", lambda name: None)
-    assert main(["bench", "--gpu"]) == 2
-    assert capsys.readouterr().err == "kvass: --gpu: no NVIDIA driver: libcuda.so.1: not found\n"
+    monkeypatch.setattr(torch_device, "load_driver", none)
+    monkeypatch.setattr(torch_device, "find_spec", lambda name: None)
+    assert main(["--gpu"]) == 2
+    assert capsys.readouterr().err == "bench: --gpu: no NVIDIA driver: libcuda.so.1: not found\n"
 
 
 def test_a_driver_too_old_is_one_line(
@@ -244,10 +244,10 @@ def test_a_driver_too_old_is_one_line(
     def refuse(index: int) -> None:
         raise MissingError("the NVIDIA driver speaks CUDA 12.7; kvass needs 12.8 or later")
 
-    monkeypatch.setattr(gpu_torch, "load_driver", lambda: object())
-    monkeypatch.setattr(gpu_torch, "find_spec", lambda name: object())
-    monkeypatch.setattr(gpu_torch, "open_runtime", refuse)
-    assert main(["bench", "--gpu"]) == 2
+    monkeypatch.setattr(torch_device, "load_driver", lambda: object())
+    monkeypatch.setattr(torch_device, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch_device, "open_runtime", refuse)
+    assert main(["--gpu"]) == 2
     error = capsys.readouterr().err
     assert "--gpu: the NVIDIA driver speaks CUDA 12.7" in error
     assert error.count("\n") == 1
@@ -294,7 +294,7 @@ def _tool(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     path = folder / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
-    monkeypatch.setattr(gpu_costs, "NVIDIA_SMI", str(path))
+    monkeypatch.setattr(costs, "NVIDIA_SMI", str(path))
 
 
 def test_memory_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ def test_memory_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert nvidia_smi() is None
     _tool(tmp_path, monkeypatch, "exit 9")
     assert nvidia_smi() is None
-    monkeypatch.setattr(gpu_costs, "NVIDIA_SMI", str(tmp_path / "none"))
+    monkeypatch.setattr(costs, "NVIDIA_SMI", str(tmp_path / "none"))
     assert memory_of(me, nvidia_smi()) is None
 
 

@@ -8,17 +8,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from kvass.cli.bench.copies import PATIENCE_S
-from kvass.cli.bench.flood import Flood
-from kvass.cli.bench.index import Ranks
-from kvass.cli.bench.rows import tier_status, wait_tier
+from bench.flood import Flood
+from bench.rows import tier_status, wait_tier
+from kvass.cli.bench.lookups import SmallRows
+from kvass.cli.bench.machine import PATIENCE_S
 from kvass.client.client import Client
-from kvass.client.parallel import ParallelStrategy
 from kvass.errors import Unavailable
 from kvass.messages import Release
 
@@ -28,21 +28,22 @@ _PACE_S: Final = 0.001
 """Between lookups, as an engine has steps between them."""
 _FEWEST: Final = 30
 _IDLE_S: Final = 2.0
+_ROOT: Final = Path(__file__).parent.parent
 
 
 def measure_pressure(todo: Flood, seconds: float) -> dict[str, Any]:
     """p50 and p99 of a lookup's round trip with nothing else to do, and during ``todo``, for which
     ``seconds`` or until it ends; and how fast the tier stored and loaded meanwhile."""
     with ExitStack() as ending:
-        ranks = Ranks(todo.socket, ParallelStrategy(), ending)
-        prompt = b"".join(ranks.fill(CHUNKS))
-        _lookups(ranks, prompt, min(seconds, _IDLE_S))  # warms up
-        idle = _lookups(ranks, prompt, min(seconds, _IDLE_S))
+        rows = SmallRows(todo.socket, ending)
+        prompt = b"".join(rows.fill(CHUNKS))
+        _lookups(rows, prompt, min(seconds, _IDLE_S))  # warms up
+        idle = _lookups(rows, prompt, min(seconds, _IDLE_S))
         client = ending.enter_context(Client(todo.socket))
         with _flooding(todo) as process:
             _wait_busy(client, process)
             before, began_s = tier_status(client), time.monotonic()
-            busy = _lookups(ranks, prompt, seconds, process)
+            busy = _lookups(rows, prompt, seconds, process)
             after, took_s = tier_status(client), time.monotonic() - began_s
 
     def gbps(name: str) -> float:
@@ -61,16 +62,16 @@ def measure_pressure(todo: Flood, seconds: float) -> dict[str, Any]:
 
 
 def _lookups(
-    ranks: Ranks, prompt: bytes, lasting_s: float, during: subprocess.Popen[bytes] | None = None
+    rows: SmallRows, prompt: bytes, lasting_s: float, during: subprocess.Popen[bytes] | None = None
 ) -> list[float]:
     """Seconds of each, for so long, or as long as a process runs."""
     times: list[float] = []
     end = time.monotonic() + lasting_s
     while time.monotonic() < end and (during is None or during.poll() is None):
         began_s = time.perf_counter()
-        matched = ranks.look_up(prompt)
+        matched = rows.look_up(prompt)
         times.append(time.perf_counter() - began_s)
-        ranks.workers[0].post(Release(boot=matched.boot, lease=matched.lease, rank=0))
+        rows.workers[0].post(Release(boot=matched.boot, lease=matched.lease, rank=0))
         time.sleep(_PACE_S)
     if len(times) < _FEWEST:
         raise Unavailable(f"only {len(times)} lookups while the tier was busy: too few to judge")
@@ -92,8 +93,9 @@ def _wait_busy(client: Client, process: subprocess.Popen[bytes]) -> None:
 def _flooding(todo: Flood) -> Iterator[subprocess.Popen[bytes]]:
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvass.cli.bench.flood", msgspec.json.encode(todo).decode()],
+            [sys.executable, "-m", "bench.flood", msgspec.json.encode(todo).decode()],
             stderr=errors,
+            cwd=_ROOT,
         )
         try:
             yield process

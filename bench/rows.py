@@ -1,8 +1,4 @@
-"""Rows of one prompt at a daemon, as an engine's scheduler and its worker hold them.
-
-Rows are one shard of ``row_bytes``, noise with a number of its own at its beginning, so that what a
-tier gives back can be told from all else.
-"""
+"""Rows of noise that a tier gives back, and what the daemon tells of its tier."""
 
 from __future__ import annotations
 
@@ -13,38 +9,30 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.cli.bench.copies import CHUNK_TOKENS, PATIENCE_S, WIDTH
+from kvass.cli.bench.machine import PATIENCE_S
+from kvass.cli.bench.sessions import CHUNK_TOKENS, WIDTH, EngineSessions
 from kvass.client.client import Client
-from kvass.client.parallel import ParallelStrategy
-from kvass.errors import ConfigError, TierDown, Unavailable
-from kvass.messages import Commit, Granted, Lookup, Matched, Ping, Release, Reserve, ReserveItem
+from kvass.errors import TierDown, Unavailable
+from kvass.messages import Lookup, Matched
 from kvass.transfer.base import U8Array
-from kvass.types import GroupLayout, RankLayout, Slots, U64Array
+from kvass.types import GroupLayout, Slots, U64Array
 
 _STORE_BYTES: Final = 64 << 20
 """Reserved and written at a time."""
 _BLOCK_TOKENS: Final = 16
 
 
-class Rows:
-    """A scheduler and a worker of the namespace that ``name`` says. ``ending`` closes them."""
+class Rows(EngineSessions):
+    """An engine of one rank with rows of ``row_bytes``, in the namespace that ``name`` says.
+
+    A row is noise with a number of its own at the beginning, so that it can be told from all else.
+    """
 
     def __init__(self, socket: str, name: str, row_bytes: int, ending: ExitStack) -> None:
-        blocks = CHUNK_TOKENS // _BLOCK_TOKENS
-        layout = GroupLayout("full", _BLOCK_TOKENS, ("0",), (row_bytes // blocks,))
-        terms, one = (name, {"weights": name}, CHUNK_TOKENS), ParallelStrategy()
+        page_bytes = row_bytes * _BLOCK_TOKENS // CHUNK_TOKENS
+        layout = GroupLayout("full", _BLOCK_TOKENS, ("0",), (page_bytes,))
+        super().__init__(socket, layout, ending, name=name)
         self.row_bytes = row_bytes
-        self.worker = Client(
-            socket, one.at(0).register(*terms, RankLayout((layout,))), wants_arena=True
-        )
-        self.scheduler = Client(socket, one.register(*terms))
-        for client in (self.worker, self.scheduler):
-            ending.enter_context(client).connect(PATIENCE_S)
-        session = self.worker.session
-        if session is None or session.arena is None:
-            raise Unavailable("the daemon went away")
-        self._arena: U8Array = session.arena.buffer
-        ending.callback(delattr, self, "_arena")
         self._noise: U64Array = np.random.default_rng(0).integers(
             0, 1 << 63, row_bytes // 8, np.uint64
         )
@@ -54,25 +42,16 @@ class Rows:
         step = max(1, _STORE_BYTES // self.row_bytes)
         for first in range(0, len(keys), step):
             end = min(first + step, len(keys))
-            digests = b"".join(keys[:end])
-            item = ReserveItem(request="store", digests=digests, first=first)
-            granted = self.scheduler.call(Reserve(items=[item], width=WIDTH), PATIENCE_S)
-            assert isinstance(granted, Granted), granted
-            (grant,) = granted.grants
-            if grant.chunks != tuple(range(first, end)):
-                raise ConfigError(
-                    f"granted {len(grant.chunks)} of {end - first} rows of {self.row_bytes} bytes: "
-                    "give the daemon more --l1-size"
-                )
+            granted = self.reserve(b"".join(keys[:end]), first)
             if write:
-                for key, row in zip(keys[first:end], self._words(grant.slots[0]), strict=True):
+                slots = granted.grants[0].slots[0]
+                for key, row in zip(keys[first:end], self._words(slots), strict=True):
                     row[:] = self._noise
                     row[0] = _number(key)
-            self.worker.post(Commit(boot=granted.boot, reservation=grant.reservation))
-            self.worker.call(Ping(), PATIENCE_S)
+            self.commit(granted)
 
-    def look_up(self, keys: Sequence[bytes]) -> Matched:
-        """One lookup, that waits for the tiers."""
+    def find(self, keys: Sequence[bytes]) -> Matched:
+        """One lookup, that waits for the tiers and may find less than all."""
         asked = Lookup(
             request="prompt", digests=b"".join(keys), width=WIDTH, budget_ms=PATIENCE_S * 1000
         )
@@ -81,10 +60,9 @@ class Rows:
         return matched
 
     def release(self, matched: Matched) -> None:
-        """Give it back; returns once the daemon has taken note."""
+        """Give it back, if it holds anything; returns once the daemon has carried it out."""
         if matched.lease:
-            self.worker.post(Release(boot=matched.boot, lease=matched.lease, rank=0))
-            self.worker.call(Ping(), PATIENCE_S)
+            super().release(matched)
 
     def holds(self, matched: Matched, keys: Sequence[bytes]) -> bool:
         """Whether every row of the match is the one that was stored."""
@@ -93,16 +71,13 @@ class Rows:
             for key, row in zip(keys, self._words(matched.slots[0]), strict=True)
         )
 
-    def views(self, matched: Matched) -> list[U8Array]:
-        """Where the rows of a match lie."""
-        return self._views(matched.slots[0])
-
-    def _views(self, slots: Slots) -> list[U8Array]:
+    def views(self, slots: Slots) -> list[U8Array]:
+        """Where these rows lie."""
         starts = slots.offsets(0, self.row_bytes).tolist()
-        return [self._arena[at : at + self.row_bytes] for at in starts]
+        return [self.arena[at : at + self.row_bytes] for at in starts]
 
     def _words(self, slots: Slots) -> list[U64Array]:
-        return [view.view(np.uint64) for view in self._views(slots)]
+        return [view.view(np.uint64) for view in self.views(slots)]
 
 
 def _number(key: bytes) -> np.uint64:

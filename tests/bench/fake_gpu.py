@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvass.cli.bench.gpu_device import Device, Plain
-from kvass.cli.bench.gpu_torch import TorchMemory
+from bench.gpu.device import Device, Plain
+from bench.gpu.torch_device import TorchMemory
 from kvass.transfer.base import U8Array
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Stream
 from tests.support.gpu.fake_cuda import FakeCuda

@@ -16,8 +16,8 @@ from typing import Final
 
 import msgspec
 
-from kvass.cli.bench.copies import WIDTH
-from kvass.cli.bench.rows import Rows, tier_status
+from bench.rows import Rows, tier_status
+from kvass.cli.bench.sessions import WIDTH, fresh_name
 from kvass.errors import KvassError
 
 QUEUE_BYTES: Final = 256 << 20
@@ -38,12 +38,11 @@ class Flood(msgspec.Struct, frozen=True):
 
 def run(todo: Flood) -> None:
     """Do it. Raises ``KvassError`` for what either direction meets."""
-    name = f"bench-flood-{os.getpid()}-{os.urandom(4).hex()}"
     most = max(1, todo.queue_bytes // 2 // todo.row_bytes)
     trouble: list[KvassError] = []
     with ExitStack() as ending:
         cold = Rows(todo.socket, todo.cold, todo.row_bytes, ending)
-        rows = Rows(todo.socket, name, todo.row_bytes, ending)
+        rows = Rows(todo.socket, fresh_name(), todo.row_bytes, ending)
         threading.Thread(target=_promote, args=(cold, todo.keys, trouble), daemon=True).start()
         for _ in range(0, todo.store_bytes, most * todo.row_bytes):
             rows.store([os.urandom(WIDTH) for _ in range(most)], write=False)
@@ -53,7 +52,7 @@ def run(todo: Flood) -> None:
 
 def _wait(rows: Rows, most: int, trouble: list[KvassError]) -> None:
     """Until no more than ``most`` rows wait for the tier."""
-    while tier_status(rows.worker)["flush_queue_rows"] > most:
+    while tier_status(rows.scheduler)["flush_queue_rows"] > most:
         if trouble:
             raise trouble[0]
         time.sleep(_LOOK_S)
@@ -62,7 +61,7 @@ def _wait(rows: Rows, most: int, trouble: list[KvassError]) -> None:
 def _promote(rows: Rows, keys: Sequence[bytes], trouble: list[KvassError]) -> None:
     try:
         while True:
-            rows.release(rows.look_up(keys))
+            rows.release(rows.find(keys))
     except KvassError as error:
         trouble.append(error)
 

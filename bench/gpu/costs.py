@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from kvass.cli.bench.copies import seconds
-from kvass.cli.bench.geometries import Geometry
-from kvass.cli.bench.gpu_device import Device
-from kvass.cli.bench.gpu_rig import Rig, Stores
-from kvass.cli.bench.machine import shared_memory, start_daemon
+from bench.footprint import pid_behind
+from bench.geometries import Geometry
+from bench.gpu.device import Device
+from bench.gpu.rig import Rig, Stores
+from kvass.cli.bench.machine import seconds, shared_memory, start_daemon
 from kvass.errors import Unavailable
 
 PIN_BYTES: Final = 1 << 30
@@ -119,8 +119,9 @@ def measure_daemon(l1_bytes: int) -> dict[str, Any]:
     """``gpu_daemon_mib`` and ``gpu_daemon_opens_device`` of a daemon that serves."""
     with start_daemon(None, l1_bytes) as daemon:
         daemon.wait_populated()
-        held = memory_of(daemon.pid, nvidia_smi())
-        return {"gpu_daemon_mib": held, "gpu_daemon_opens_device": opens_device(daemon.pid)}
+        pid = pid_behind(daemon.socket)
+        held = memory_of(pid, nvidia_smi())
+        return {"gpu_daemon_mib": held, "gpu_daemon_opens_device": opens_device(pid)}
 
 
 def memory_of(pid: int, processes: dict[int, float] | None) -> float | None:

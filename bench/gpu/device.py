@@ -1,6 +1,6 @@
-"""What measuring needs of a GPU: a seam, so that all of it but the device runs in any test.
+"""The interface to a GPU that the measurements use, so that tests can run them on a fake one.
 
-Law of this file: nothing imports torch. ``gpu_torch`` is the real thing.
+Nothing here imports torch; ``torch_device`` has the real device.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Table = Sequence[I64Array]
 
 
 class Plain(Protocol):
-    """What a mover is measured against: pinned memory of the device library's own, and a piece of
-    device memory as long."""
+    """What a mover is measured against: pinned memory that the device's library allocated, and
+    device memory of the same size."""
 
     def move(self, *kinds: Kind) -> None:
-        """One contiguous copy of all bytes for each of ``kinds``, at once; over on return."""
+        """One contiguous copy of all bytes for each of ``kinds``, at once; done on return."""
         ...
 
 
 class Device(Protocol):
-    """One GPU. Where nothing else is said, what was asked is over on return."""
+    """One GPU. Unless something else is said, a call returns when the device has done it."""
 
     runtime: Runtime
 
@@ -48,7 +48,7 @@ class Device(Protocol):
         ...
 
     def free(self, region: Region) -> None:
-        """The end of what ``allocate`` gave."""
+        """Free what ``allocate`` gave."""
         ...
 
     def fill(self, region: Region, seed: int) -> None:
@@ -74,8 +74,8 @@ class Device(Protocol):
         ...
 
     def one_by_one(self, batch: Batch, region: Region, host: U8Array) -> Callable[[Stream], object]:
-        """Gives a stream the copies of ``batch``, between ``region`` and ``host``, a call each, as
-        somebody would who knows no better way; what it asks of Python is done before."""
+        """A function that gives a stream the copies of ``batch``, between ``region`` and ``host``,
+        with one call for each run: the naive way. Whatever Python can prepare is done before."""
         ...
 
     def compute(self, products: int) -> float:

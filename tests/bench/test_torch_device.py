@@ -1,5 +1,6 @@
-"""``gpu_torch`` with all of ``torch.cuda`` replaced: its own Python runs, on the CPU's memory, and
-moves the right bytes. What a device makes of the same calls only a device can show (docs/gpu.md).
+"""``bench.gpu.torch_device`` with all of ``torch.cuda`` replaced: its own Python runs, on the CPU's
+memory, and moves the right bytes. What a device makes of the same calls only a device can show
+(docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvass.cli.bench import gpu_torch
-from kvass.cli.bench.gpu_torch import TorchDevice, open_device
+from bench.gpu import torch_device
+from bench.gpu.torch_device import TorchDevice, open_device
 from kvass.errors import ConfigError
 from kvass.transfer.base import U8Array
 from kvass.transfer.runtime import Batch, Kind, Region, Stream
@@ -83,7 +84,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made, empty = Cuda(), torch.empty
     monkeypatch.setattr(torch, "cuda", made)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **more: empty(*a, **more))
-    monkeypatch.setattr(gpu_torch, "WIDTH", 16)
+    monkeypatch.setattr(torch_device, "WIDTH", 16)
     return made
 
 
@@ -166,9 +167,9 @@ def test_facts(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_is_opened(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
-    monkeypatch.setattr(gpu_torch, "load_driver", lambda: object())
-    monkeypatch.setattr(gpu_torch, "find_spec", lambda name: object())
-    monkeypatch.setattr(gpu_torch, "open_runtime", lambda index: opened.append(index))
-    monkeypatch.setattr(gpu_torch, "TorchDevice", lambda runtime, where: where)
+    monkeypatch.setattr(torch_device, "load_driver", lambda: object())
+    monkeypatch.setattr(torch_device, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch_device, "open_runtime", lambda index: opened.append(index))
+    monkeypatch.setattr(torch_device, "TorchDevice", lambda runtime, where: where)
     assert open_device(3) == "cuda:3"  # type: ignore[comparison-overlap]
     assert opened == [3]

@@ -1,7 +1,7 @@
-"""Where vLLM 0.32 keeps the KV pages of well-known models, as planes: for measuring and for tests.
+"""Where vLLM 0.32 keeps the KV pages of well-known models, as planes: for benchmarks and tests.
 
-Law of this file: page sizes, groups and strides are those of the model on a GPU, in bf16 (but
-DeepSeek-V4 in its own fp8), and nothing here touches memory.
+Page sizes, groups and strides are those of the model on a GPU, in bf16 (DeepSeek-V4 in its own
+fp8). Nothing here touches memory.
 
 As vLLM lays them out: all groups of a model share one allocation from byte 0 on, because a block id
 belongs to one group at a time. *Layers outermost*: each layer has a region of its own. *Blocks

@@ -8,8 +8,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from kvass.cli.bench.copies import PATIENCE_S, seconds
-from kvass.cli.bench.rows import Rows, tier_status, wait_tier
+from bench.rows import Rows, tier_status, wait_tier
+from kvass.cli.bench.figures import ratio
+from kvass.cli.bench.machine import PATIENCE_S, seconds
 from kvass.errors import Unavailable
 from kvass.messages import Matched
 from kvass.tiers.base import Buffer
@@ -36,9 +37,7 @@ def measure_promotion(
             times[who].append(took_s)
     size = len(keys) * rows.row_bytes
     return {
-        f"promote_{len(keys)}_rows_vs_raw_read": median(
-            raw / ours for raw, ours in zip(times["raw"], times["ours"], strict=True)
-        ),
+        f"promote_{len(keys)}_rows_vs_raw_read": ratio(times["ours"], times["raw"]),
         f"promote_{len(keys)}_rows_gbps": size / median(times["ours"]) / 1e9,
         f"promote_{len(keys)}_rows_raw_read_gbps": size / median(times["raw"]) / 1e9,
         "bytes_equal": same,
@@ -55,7 +54,7 @@ def promote(rows: Rows, keys: Sequence[bytes]) -> tuple[float, list[Buffer], boo
     loaded = tier_status(rows.scheduler).get("loaded_rows", 0) - before
     if loaded != len(keys):
         raise Unavailable(f"promoted {loaded} of {len(keys)} rows: L1 had some; is it in use?")
-    return took_s, rows.views(matched), right
+    return took_s, rows.views(matched.slots[0]), right
 
 
 def find(rows: Rows, keys: Sequence[bytes]) -> tuple[float, Matched]:
@@ -64,7 +63,7 @@ def find(rows: Rows, keys: Sequence[bytes]) -> tuple[float, Matched]:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         began_s = time.perf_counter()
-        matched = rows.look_up(keys)
+        matched = rows.find(keys)
         took_s = time.perf_counter() - began_s
         if matched.chunks == len(keys):
             return took_s, matched

@@ -1,7 +1,8 @@
-"""Runs of every length, each way there is: from this, ``transfer.descriptors.KERNEL_BELOW``.
+"""Copies in runs of every length, by every method; ``transfer.descriptors.KERNEL_BELOW`` is chosen
+from these.
 
-Law of this file: the ways get the same copies in every round, one after the other, and every byte
-is compared after each.
+In every round the methods get the same copies, one after the other, and every byte is compared
+after each.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from kvass.cli.bench.copies import PATIENCE_S
-from kvass.cli.bench.gpu_device import Device
-from kvass.cli.bench.machine import shared_memory
+from bench.gpu.device import Device
+from kvass.cli.bench.machine import PATIENCE_S, shared_memory
 from kvass.errors import Unavailable
 from kvass.transfer.base import U8Array
 from kvass.transfer.cuda import BATCH_BYTES

@@ -1,0 +1,31 @@
+"""Developers' benchmarks: all that ``kvass bench`` measures, and what only developers compare.
+
+From the root of the repository, with what ``make setup`` installs:
+
+    make bench                              the daemon, all figures; some five minutes
+    python -m bench                         the same; --json, --socket PATH, --l1-size, --rounds
+    python -m bench --tier disk:/some/path  a tier, alone and behind a daemon; also redis:, s3:,
+                                            gcs:, azure:, mooncake:, each on a server that runs
+    python -m bench --gpu                   copies between a GPU and the arena; needs an idle
+                                            NVIDIA GPU with 6 GiB, 8 GiB of memory, torch, Triton
+
+Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed
+from what was stored. Nothing is left behind on a disk or a server.
+
+What the names mean: those of ``kvass bench`` stand in ``kvass.cli.bench`` and
+``kvass.cli.bench.tiers``, those of ``--tier`` in ``bench.tiers``, those of ``--gpu`` in
+``bench.gpu``. ``python -m bench`` alone has, besides:
+
+- ``first_touch_gbps``: how fast the kernel hands out shared memory.
+- ``mla_...``: store and load as DeepSeek-V3 does: 61 layers of one plane, scattered runs of 18 KiB,
+  rows of 17 MiB, 274 MiB in all.
+- ``lookup_128k_tp8_us``, ``release_128k_tp8_us``: for eight ranks and rows of eight shards; eight
+  sessions release, and all eight pings must have come back.
+- ``coverage_3x512_us``: how far 512 chunks reach in three layer groups at once (full, a window, a
+  state), once the rows are found: the arithmetic alone, in the bench's own process.
+- ``ping_rps``: empty round trips a second by 1 client, and by 16 that each wait for their own.
+- ``longest_step_ms``: of the core with 1 TiB of 1 MiB rows, by what it is asked, in processor time;
+  nobody else is answered meanwhile. It takes a minute.
+- ``daemon_rss_mib``: VmRSS - RssShmem, so without the arena. ``daemon_idle_cpu_percent``: of a
+  core.
+"""

@@ -1,0 +1,54 @@
+"""What a daemon takes while nobody asks it anything, and what fresh shared memory costs."""
+
+from __future__ import annotations
+
+import socket as sockets
+import struct
+import time
+from pathlib import Path
+from typing import Final
+
+from kvass.cli.bench.machine import shared_memory, status_kib
+from kvass.errors import Unavailable
+
+TOUCH_BYTES: Final = 256 << 20
+SETTLE_S: Final = 0.5
+IDLE_S: Final = 4.0
+
+
+def measure_footprint(socket: str) -> dict[str, float]:
+    """``daemon_rss_mib`` and ``daemon_idle_cpu_percent`` of the daemon at ``socket``. Raises
+    ``Unavailable``."""
+    pid = pid_behind(socket)
+    kib = status_kib(Path("/proc") / str(pid))
+    time.sleep(SETTLE_S)
+    began_ns, began_s = _cpu_ns(pid), time.monotonic()
+    time.sleep(IDLE_S)
+    return {
+        "daemon_rss_mib": (kib["VmRSS"] - kib["RssShmem"]) / 1024,
+        "daemon_idle_cpu_percent": (_cpu_ns(pid) - began_ns) / 1e7 / (time.monotonic() - began_s),
+    }
+
+
+def _cpu_ns(pid: int) -> int:
+    """What all threads of a process ran, in ns: first field of ``schedstat`` (proc(5))."""
+    tasks = (Path("/proc") / str(pid) / "task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+
+
+def pid_behind(path: str) -> int:
+    """The process that listens at ``path`` (SO_PEERCRED). Raises ``Unavailable``."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as sock:
+        try:
+            sock.connect(path)
+        except OSError as error:
+            raise Unavailable(f"no daemon at {path}: {error.strerror}") from error
+        cred = sock.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", cred)[0])
+
+
+def first_touch_gbps() -> float:
+    """How fast the kernel hands out shared memory."""
+    began_s = time.perf_counter()
+    shared_memory(TOUCH_BYTES).close()
+    return TOUCH_BYTES / (time.perf_counter() - began_s) / 1e9

@@ -1,0 +1,194 @@
+"""``python -m bench --tier URL``: a tier, against what the same bytes take without one.
+
+Law of this file: nothing of the user's is touched. A disk is measured in a new folder inside of the
+one that is named, a server under a prefix of its own, and neither outlives the measuring.
+
+What the names mean, besides those of ``kvass.cli.bench.tiers``. Every one is there twice: for rows
+of 32 MiB (8 MiB where there is a server), and with ``_small`` for rows of 1 MiB.
+
+- ``redis_put_vs_client``, ``redis_get_vs_client``: against ``set`` and ``get`` of redis-py, one
+  value after the other; ``s3_...`` (``gcs_``, ``azure_``): against obstore's ``put`` and ``get``,
+  from as many threads as the tier has connections; ``mooncake_put_vs_own``,
+  ``mooncake_get_vs_own``: against ``put_from`` and ``get_into``, one object after the other.
+  Those of redis and S3 end with bytes in the library's memory; the tier's are where they belong,
+  verified.
+- ``promote_16_rows_vs_raw_read``: from a lookup of 16 rows to its match, by a daemon that was
+  restarted and has none of them in L1, against reading as much raw into the same memory. Servers
+  have the rate only.
+- ``lookup_p99_under_tier_load_us``: round trip of a lookup of 8,192 tokens (32 rows, all of them in
+  L1), one a millisecond, while the same daemon flushes and promotes as fast as its tier can
+  (``tier_load_store_gbps``, ``tier_load_load_gbps``); ``..._idle_us``: while it does nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from bench import counterparts
+from bench.flood import QUEUE_BYTES, Flood
+from bench.pressure import measure_pressure
+from bench.promotion import find, measure_promotion
+from bench.rows import Rows, flushed, wait_tier
+from kvass.cli.bench import tiers as shipped
+from kvass.cli.bench.figures import add
+from kvass.cli.bench.machine import say, shared_memory, start_daemon
+from kvass.cli.bench.sessions import WIDTH, fresh_name
+from kvass.errors import ConfigError
+from kvass.tiers.base import Tier
+from kvass.tiers.url import TierUrl, open_tier, parse_tier_url, shown
+from kvass.types import PAGE, Size
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How much of it."""
+
+    sizes: shipped.Sizes
+    tier_bytes: int
+    """What a disk may take while a daemon is measured."""
+    flood_bytes: int
+    """What is stored while lookups are measured, at most."""
+    queue_bytes: int = QUEUE_BYTES
+    load_s: float = 8.0
+
+
+DISK: Final = Plan(shipped.DISK, 2 << 30, 1 << 40)
+SERVER: Final = Plan((("", 8 << 20, 16), ("_small", 1 << 20, 64)), 0, 1 << 30)
+_SCHEMES: Final = ("disk", "redis", "s3", "gcs", "azure", "mooncake")
+
+
+def measure_tier(text: str, l1_bytes: int, rounds: int, plan: Plan | None = None) -> dict[str, Any]:
+    """All figures, by the names in this module's docstring. Raises ``KvassError``."""
+    url = parse_tier_url(text)
+    if url.scheme not in _SCHEMES:
+        raise ConfigError(f"tier {shown(text)!r}: bench knows {', '.join(_SCHEMES)}")
+    plan = plan or (DISK if url.scheme == "disk" else SERVER)
+    figures = shipped.header(text, rounds, plan.sizes)
+    if url.scheme == "disk":
+        need = plan.tier_bytes + shipped.most_bytes(plan.sizes)
+        with shipped.own_folder(Path(url.where), need) as folder:
+            add(figures, shipped.measure_disk(url, folder, rounds, plan.sizes))
+            (folder / "tier").mkdir()
+            capacity = str(plan.tier_bytes)
+            own = TierUrl("disk", str(folder / "tier"), url.options | {"capacity": capacity})
+            _measure_daemons(figures, own, l1_bytes, rounds, plan)
+    else:
+        with _own_prefix(url) as own:
+            for suffix, size, count in plan.sizes:
+                say(f"{count} records of {Size(size)}, {rounds} rounds")
+                add(figures, _measure_server(own, size, count, rounds), suffix=suffix)
+            _measure_daemons(figures, own, l1_bytes, rounds, plan)
+    return figures
+
+
+def _measure_server(url: TierUrl, size: int, count: int, rounds: int) -> dict[str, Any]:
+    """The tier in this process, against its library."""
+    with counterparts.library_trouble(url.scheme), ExitStack() as ending:
+        memory = shared_memory(2 * count * size)
+        ending.callback(memory.close)
+        tier = _opened(url, ending)
+        if (register := getattr(tier, "register_memory", None)) is not None:
+            register(memory.buffer)
+        other = counterparts.of(url, tier, memory.buffer)
+        ending.callback(other.close)
+        figures = shipped.measure_records(tier, other, memory.buffer, size, count, rounds)
+        tier.clear()
+        return figures
+
+
+# ---------------------------------------------------------------- behind a daemon
+
+
+def _measure_daemons(
+    figures: dict[str, Any], url: TierUrl, l1_bytes: int, rounds: int, plan: Plan
+) -> None:
+    for suffix, size, count in plan.sizes:
+        say(f"a daemon on that tier, {count} rows of {Size(size)}")
+        add(figures, _measure_daemon(url, l1_bytes, size, count, rounds, plan), suffix=suffix)
+
+
+def _measure_daemon(
+    url: TierUrl, l1_bytes: int, size: int, count: int, rounds: int, plan: Plan
+) -> dict[str, Any]:
+    """The tier behind a daemon, which has rows of an earlier one there."""
+    name = fresh_name()
+    keys = [os.urandom(WIDTH) for _ in range(count)]
+    flags = ("--tier", _text(url), "--retain-promoted", "no")
+    with start_daemon(None, l1_bytes, *flags) as daemon, ExitStack() as ending:
+        daemon.wait_populated()
+        rows = Rows(daemon.socket, name, size, ending)
+        rows.store(keys)
+        wait_tier(rows.scheduler, flushed(count), "the flush")
+    with start_daemon(None, l1_bytes, *flags) as daemon:
+        daemon.wait_populated()
+        with ExitStack() as ending:
+            rows = Rows(daemon.socket, name, size, ending)
+            figures = _measure_promotion(url, rows, keys, rounds)
+        flood = Flood(daemon.socket, name, keys, size, plan.flood_bytes, plan.queue_bytes)
+        return figures | measure_pressure(flood, plan.load_s)
+
+
+def _measure_promotion(url: TierUrl, rows: Rows, keys: list[bytes], rounds: int) -> dict[str, Any]:
+    """Against a raw read, if there is a disk."""
+    size = rows.row_bytes
+    if url.scheme != "disk":
+        took_s, matched = find(rows, keys)
+        same = rows.holds(matched, keys)
+        rows.release(matched)
+        gbps = len(keys) * size / took_s / 1e9
+        return {f"promote_{len(keys)}_rows_gbps": gbps, "bytes_equal": same}
+    threads = int(url.options.get("threads", "4"))
+    raw = shipped.RawFile(Path(url.where).parent, size, len(keys), threads)
+    try:
+        noise = np.random.default_rng(1).integers(0, 256, size + PAGE, np.uint8)
+        raw.put([noise[-noise.ctypes.data % PAGE :][:size]] * shipped.places(len(keys)))
+        return measure_promotion(rows, keys, raw.get, rounds)
+    finally:
+        raw.close()
+
+
+# ---------------------------------------------------------------- a server
+
+
+@contextmanager
+def _own_prefix(url: TierUrl) -> Iterator[TierUrl]:
+    """The same server, under a prefix with nothing in it; gone afterwards."""
+    name = f"kvass-bench-{os.urandom(4).hex()}"
+    if url.scheme in ("redis", "mooncake"):
+        own = msgspec.structs.replace(url, options=url.options | {"prefix": f"{name}:"})
+    else:
+        where = url.where if "/" in url.where.removeprefix("//") else f"{url.where}/kvass"
+        own = msgspec.structs.replace(url, where=f"{where.rstrip('/')}/{name}")
+    with ExitStack() as ending:
+        _opened(own, ending)
+    try:
+        yield own
+    finally:
+        _sweep(own)
+
+
+def _sweep(url: TierUrl) -> None:
+    """Remove what a server has under our prefix, notes too."""
+    with counterparts.library_trouble(url.scheme), ExitStack() as ending:
+        memory = shared_memory(PAGE)
+        ending.callback(memory.close)
+        tier = _opened(url, ending)
+        counterparts.of(url, tier, memory.buffer).close()
+
+
+def _opened(url: TierUrl, ending: ExitStack) -> Tier:
+    """The tier, which answers. Raises ``TierDown``."""
+    tier = open_tier(_text(url))
+    ending.callback(tier.close)
+    tier.probe([b"bench"])
+    return tier
+
+
+def _text(url: TierUrl) -> str:
+    return shipped.spelled(url.scheme, url.where, url.options)

@@ -1,0 +1,97 @@
+"""``python -m bench`` measures what it says. Small; no figure is judged here."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench.__main__ as command
+from bench import core_time, footprint, pings
+from bench.__main__ import MLA, main
+from bench.core_time import measure_coverage, measure_longest
+from bench.pings import measure_pings
+from kvass.cli.bench import lookups
+from kvass.cli.bench.copies import measure_copies
+from kvass.cli.bench.sessions import CHUNK_TOKENS
+from kvass.testing.daemon import running_daemon
+
+
+def test_store_and_load_under_mla_bring_the_bytes_back(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "256MiB") as daemon:
+        figures = measure_copies(daemon.socket, 256 << 20, rounds=2, chunks=1, layout=MLA)
+    assert figures["bytes_equal"] is True
+    assert figures["store_vs_memcpy"] > 0
+    assert figures["load_vs_memcpy"] > 0
+
+
+def test_the_layout_is_what_it_is_called() -> None:
+    assert set(MLA.page_bytes) == {18_432}
+    assert MLA.shard_bytes(CHUNK_TOKENS) == 61 * 16 * 18_432
+
+
+def test_pings(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "64MiB") as daemon:
+        assert measure_pings(daemon.socket, 3) > 0
+        assert measure_coverage()["p50"] > 0
+
+
+def test_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_time, "HELD", 10)
+    figures = measure_longest(rounds=1, arena_bytes=64 << 30)["longest_step_ms"]
+    assert all(0 < figure < 10_000 for figure in figures.values()), figures
+
+
+COPIES = {
+    *("store_vs_memcpy", "load_vs_memcpy", "store_vs_memcpy_one_call", "load_vs_memcpy_one_call"),
+    *("store_gbps", "load_gbps", "memcpy_gbps", "memcpy_one_call_gbps"),
+}
+NAMES = {
+    *("version", "cores", "rounds", "first_touch_gbps", "ready_s", "bytes_equal"),
+    *COPIES,
+    *(f"mla_{name}" for name in COPIES),
+    *("lookup_128k_us", "release_128k_us", "lookup_128k_tp8_us", "release_128k_tp8_us"),
+    *("coverage_3x512_us", "ping_rps", "longest_step_ms"),
+    *("daemon_rss_mib", "daemon_idle_cpu_percent"),
+}
+
+
+def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under these names: others compare them."""
+    few = partial(measure_copies, chunks=1)
+    monkeypatch.setattr(command, "measure_copies", few)
+    monkeypatch.setattr(
+        command, "measure_lookups", partial(lookups.measure_lookups, resident=lookups.BATCH)
+    )
+    monkeypatch.setattr(lookups, "ASKS", 10)
+    monkeypatch.setattr(command, "measure_longest", lambda: {"longest_step_ms": {"fill": 1.0}})
+    monkeypatch.setattr(pings, "PING_S", 0.05)
+    monkeypatch.setattr(footprint, "IDLE_S", 0.1)
+    figures = command.measure(None, 256 << 20, 1)
+    assert set(figures) == NAMES
+    assert figures["bytes_equal"] is True
+    assert set(figures["ping_rps"]) == {"1", "16"}
+    assert 1 < figures["daemon_rss_mib"] < 1000
+    assert 0 <= figures["daemon_idle_cpu_percent"] < 100
+
+
+def test_output_and_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def measure(*given: Any) -> dict[str, Any]:
+        asked.append(given)
+        return {"ping_rps": {"1": 9.0}, "bytes_equal": len(asked) == 1}
+
+    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.delenv("KVASS_SOCKET", raising=False)
+    assert main(["--json", "--l1-size", "4GiB"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ping_rps": {"1": 9.0}, "bytes_equal": True}
+    assert main(["--socket", "/run/kvass.sock", "--rounds", "7"]) == 1
+    assert asked == [(None, 4 << 30, 9), ("/run/kvass.sock", 3 << 30, 7)]
+    assert main(["--rounds", "3"]) == 2
+    assert capsys.readouterr().err == "bench: --rounds 3: use 7 or more, or medians are noise\n"
