@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvass.core.effects import SessionId
-from kvass.daemon.processes import Process
+from kvass.daemon.peer_process import PeerProcess
 from kvass.wire import framing
 from kvass.wire.channel import send_with_fd
 
@@ -43,7 +43,7 @@ class Connection:
         sock: socket.socket,
         session: SessionId,
         on_readable: Callable[[Connection], None],
-        process: Process | None = None,
+        process: PeerProcess | None = None,
     ) -> None:
         self.session = session
         self.decoder = framing.from_clients()
@@ -121,7 +121,7 @@ class Connection:
         self._linger = self._loop.call_later(LINGER_S, self.close_now)
         self.flush()
 
-    def take_process(self) -> Process | None:
+    def take_process(self) -> PeerProcess | None:
         """``process``, which the caller closes from now on."""
         process, self.process = self.process, None
         return process
