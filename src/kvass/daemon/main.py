@@ -18,7 +18,7 @@ from kvass._version import __version__
 from kvass.arena import memory
 from kvass.config import Config, Size
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.daemon.listen import Door, listening
+from kvass.daemon.listen import Access, listening
 from kvass.daemon.loop import Server
 from kvass.daemon.tier_process.supervisor import TierProcess
 from kvass.errors import ConfigError
@@ -36,8 +36,8 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
     """
     _raise_descriptor_limit()
     _return_freed_memory()
-    door = Door(config)
-    with listening(config.socket, door) as listener:
+    access = Access(config)
+    with listening(config.socket, access) as listener:
         size = config.l1_size // PAGE * PAGE
         try:
             arena = memory.create(size)
@@ -54,7 +54,7 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
             f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
             f" boot={core.boot.hex()}"
         )
-        server = Server(CacheMachine(core), arena, listener, door.refusal, tiers, config.stop_s)
+        server = Server(CacheMachine(core), arena, listener, access.refusal, tiers, config.stop_s)
         server.run(lambda: announce(ready))
         arena.close()
 
