@@ -145,7 +145,8 @@ class Shell:
 
     def __init__(self, url: str, **periods: Any) -> None:
         soon = {"heartbeat_s": 3600.0, "first_pause_s": 0.1, "longest_pause_s": 0.1}
-        self.periods = Periods(**{**soon, "device_s": 0.0, "end_s": WAIT_S, **periods})
+        ends = {"device_s": 0.0, "close_s": 0.2, "end_s": WAIT_S}
+        self.periods = Periods(**{**soon, **ends, **periods})
         self.arena = memory.create(64 * PAGE)
         self.ends: list[FromTier] = []
         self.report: dict[str, Any] = {}
@@ -212,7 +213,7 @@ def shell(url: str, **periods: Any) -> Iterator[Shell]:
 @pytest.mark.parametrize(
     "said",
     [
-        frames.Start(3, "disk:/x?capacity=1GiB", "disk:/x", 1 << 40),
+        frames.Start(3, "disk:/x?capacity=1GiB", "disk:/x", 1 << 40, 2.0),
         frames.Heartbeat(),
         probe(5, 1, 2, 3),
         load(6, 1, 1),
@@ -249,7 +250,7 @@ def test_what_a_tier_says_arrives(said: Any) -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        frames.encode(frames.Start(0, "", "", 0)),  # the other direction's
+        frames.encode(frames.Start(0, "", "", 0, 0.0)),  # the other direction's
         b"\x03\0\0\0abc",
         b"\xff\xff\xff\xff",
         frames.encode(Probed(1, np.array([True]))).replace(
@@ -497,7 +498,7 @@ SOON = """
 import sys
 from kvass.cli.main import main
 from kvass.daemon.tier_process import supervisor
-periods = supervisor.Periods(heartbeat_s=0.2, kill_after=300, first_pause_s=0.1)
+periods = supervisor.Periods(heartbeat_s=0.2, kill_after=300, first_pause_s=0.1, close_s=0.2)
 supervisor.Periods = lambda: periods
 sys.exit(main())
 """
@@ -505,7 +506,7 @@ sys.exit(main())
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daemons start another process sooner than by default, and see sooner that one is silent."""
+    """Daemons give processes up sooner than by default, and start another one sooner."""
     monkeypatch.setattr(Daemon, "program", ("-c", SOON))
 
 
@@ -594,6 +595,7 @@ def test_what_was_promised_waits_for_the_next_process(tmp_path: Path, folder: Pa
         assert eventually(lambda: tier_of(daemon).get("records") == 2)
 
 
+@pytest.mark.usefixtures("soon")
 def test_what_could_not_be_flushed_is_told(tmp_path: Path, folder: Path) -> None:
     with running_daemon(tmp_path, tier=[url(folder)], stop_s=0.2) as daemon:
         (folder / "hold-store").touch()

@@ -103,6 +103,7 @@ class Executor:
         """Guards what follows, and is held for no longer than it takes to change it."""
         self._running: dict[int, float] = {}
         """Thread -> since when it is in a call that should not take long."""
+        self._overdue = False
         self._errors = self._refused = 0
         self._trouble = ""
         self._logged: set[type[BaseException]] = set()
@@ -155,7 +156,6 @@ class Executor:
             self._log_once(error)
         with self._lock:
             self._running.pop(thread, None)
-            self._find_overdue(self._clock())
             if error is not None:
                 self._errors += 1
                 self._trouble = _one_line(error)
@@ -197,8 +197,10 @@ class Executor:
     def _find_overdue(self, now: float) -> bool:
         """Whether a call runs for too long. The caller has the lock."""
         overdue = any(now - since > self._slow_s for since in self._running.values())
-        for work in self._kinds:
-            work.health.overdue = overdue
+        if overdue is not self._overdue:
+            self._overdue = overdue
+            for work in self._kinds:
+                work.health.overdue = overdue
         return overdue
 
     def _watch(self) -> None:
@@ -242,7 +244,7 @@ class Executor:
             return {
                 name: value
                 for name, value in report().items()
-                if _is_line(name) and (_is_line(value) or _is_number(value))
+                if type(name) is str and _can_be_reported(name) and _can_be_reported(value)
             }
         except BaseException as error:  # noqa: BLE001 - as above
             self._log_once(error)
@@ -292,13 +294,10 @@ def _one_line(error: BaseException) -> str:
     return line.encode("ascii", "replace").decode()[:_LINE_CHARS]
 
 
-def _is_line(value: object) -> bool:
-    """Whether it is a text that a status can say, however strange the tier."""
-    return type(value) is str and len(value) <= _LINE_CHARS and value.isprintable()
-
-
-def _is_number(value: object) -> bool:
-    """As ``_is_line``, of numbers."""
+def _can_be_reported(value: object) -> bool:
+    """Whether it can go into a status, however strange the tier."""
+    if type(value) is str:
+        return len(value) <= _LINE_CHARS and value.isprintable()
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 63
     return type(value) is bool or (type(value) is float and math.isfinite(value))

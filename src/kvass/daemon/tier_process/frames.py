@@ -26,6 +26,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     url: str
     name: str
     arena_bytes: int
+    close_s: float
+    """How long calls that still run at the end are waited for."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -45,8 +45,6 @@ from kvass.tiers.codec import NAMESPACE_BYTES
 from kvass.tiers.url import open_tier
 
 IGNORED_SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
-CLOSE_S: Final = 2.0
-"""How long calls that still run at the end are waited for."""
 _READ_BYTES: Final = 256 << 10
 _NOBODYS: Final = -1
 """An operation that no core begins."""
@@ -91,7 +89,7 @@ def main(arguments: list[str]) -> int:
         else:
             assert not isinstance(message, Start), "started twice"
             executor.submit(message)
-    if not executor.close(CLOSE_S):  # Python would wait for threads that hang
+    if not executor.close(start.close_s):  # Python would wait for threads that hang
         logging.shutdown()
         os._exit(0)
     return 0

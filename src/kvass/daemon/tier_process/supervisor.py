@@ -25,7 +25,6 @@ from kvass.daemon.tier_process.child import Child
 from kvass.daemon.tier_process.frames import FromProcess, Heartbeat, NotOpened, Start
 from kvass.daemon.tier_process.health import Health, State
 from kvass.daemon.tier_process.operations import failure
-from kvass.daemon.tier_process.server import CLOSE_S
 from kvass.errors import ConfigError
 from kvass.types import DEVICE_S
 
@@ -55,7 +54,10 @@ class Periods(msgspec.Struct):
     longest_pause_s: float = 60.0
     device_s: float = DEVICE_S
     """Loads end so long after it was reaped: a device may still write for it (law 3)."""
-    end_s: float = CLOSE_S + 1.0
+    close_s: float = 2.0
+    """Calls that still run when the daemon hangs up are waited for so long."""
+    end_s: float = 1.0
+    """What ending takes otherwise; then it is killed."""
 
 
 class TierProcess:
@@ -72,8 +74,9 @@ class TierProcess:
         arena_bytes: int,
         periods: Periods | None = None,
     ) -> None:
-        self._start, self._arena_fd = Start(number, url, name, arena_bytes), arena_fd
         self._periods = p = periods or Periods()
+        self._start = Start(number, url, name, arena_bytes, p.close_s)
+        self._arena_fd = arena_fd
         self._health = Health(p.first_pause_s, p.longest_pause_s, p.longest_pause_s, State.RETRYING)
         self._child: Child | None = None
         self._supervision: asyncio.Task[None] | None = None
@@ -124,7 +127,7 @@ class TierProcess:
             self._supervision.cancel()
         if self._child is not None:
             self._child.hang_up()
-            await self._child.reaped(self._periods.end_s)
+            await self._child.reaped(self._periods.close_s + self._periods.end_s)
 
     # ------------------------------------------------------------ one process after another
 
