@@ -49,14 +49,13 @@ async def read(far: socket.socket, size: int | None = None) -> bytes:
     return got
 
 
-def test_frames_keep_their_order_around_a_descriptor(tmp_path: Path) -> None:
+def test_frames_keep_their_order_behind_a_descriptor(tmp_path: Path) -> None:
     async def scene(connection: Connection, far: socket.socket) -> None:
         parts = [os.urandom(1 << 20) for _ in range(4)]
         fd = os.open(tmp_path, os.O_RDONLY)
-        connection.queue(parts[0])
-        connection.queue(parts[1])
-        connection.queue(parts[2], fd)
-        connection.queue(parts[3])
+        connection.queue(parts[0], fd)
+        for part in parts[1:]:
+            connection.queue(part)
         assert connection.flush()
         assert connection.unsent > 3 << 20
         got = b""

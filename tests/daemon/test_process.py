@@ -278,7 +278,7 @@ def stranger() -> int:
     return 54321
 
 
-def knock(path: str) -> Callable[[], None]:
+def try_to_connect(path: str) -> Callable[[], None]:
     def work() -> None:
         with RawSession(path).greet() as peer:
             peer.ask(Ping(), Pong)
@@ -288,7 +288,7 @@ def knock(path: str) -> Callable[[], None]:
 
 def test_another_user_is_kept_out(open_folder: Path, stranger: int) -> None:
     with running_daemon(open_folder, l1_size="1MiB") as daemon:
-        assert as_user(stranger, [], knock(daemon.socket)) == 1
+        assert as_user(stranger, [], try_to_connect(daemon.socket)) == 1
         os.chmod(daemon.socket, 0o666)  # even then
 
         def is_told_why() -> None:
@@ -304,13 +304,13 @@ def test_another_user_is_kept_out(open_folder: Path, stranger: int) -> None:
 
 def test_allowed_user_may_connect(open_folder: Path, stranger: int) -> None:
     with running_daemon(open_folder, l1_size="1MiB", allow_uid=[stranger, 5]) as daemon:
-        assert as_user(stranger, [], knock(daemon.socket)) == 0
-        assert as_user(stranger + 1, [], knock(daemon.socket)) == 1
+        assert as_user(stranger, [], try_to_connect(daemon.socket)) == 0
+        assert as_user(stranger + 1, [], try_to_connect(daemon.socket)) == 1
 
 
 def test_members_of_the_group_may_connect(open_folder: Path, stranger: int) -> None:
     with running_daemon(open_folder, l1_size="1MiB", socket_group="daemon") as daemon:
         entry = os.stat(daemon.socket)
         assert stat.S_IMODE(entry.st_mode) == 0o660
-        assert as_user(stranger, [entry.st_gid], knock(daemon.socket)) == 0
-        assert as_user(stranger, [], knock(daemon.socket)) == 1
+        assert as_user(stranger, [entry.st_gid], try_to_connect(daemon.socket)) == 0
+        assert as_user(stranger, [], try_to_connect(daemon.socket)) == 1

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvass.daemon import processes
-from kvass.daemon.processes import Process, process_behind
+from kvass.daemon import peer_process
+from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.errors import Unavailable
 from kvass.messages import (
     Clear,
@@ -292,7 +292,7 @@ def test_a_process_that_lives_on_is_told_from_one_that_exits(how: str) -> None:
             signal.pause()
         os._exit(0)
     theirs.close()
-    process = Process(os.pidfd_open(pid), pid)
+    process = PeerProcess(os.pidfd_open(pid), pid)
     try:
         with ours:
             assert ours.recv(1) == b""
@@ -314,7 +314,7 @@ def test_the_process_behind_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 if (process := process_behind(sock, pid)) is not None:  # Linux 6.5
                     assert not process.exiting
                     process.close()
-            monkeypatch.setattr(processes, "_SO_PEERPIDFD", 9999)  # an older kernel
+            monkeypatch.setattr(peer_process, "_SO_PEERPIDFD", 9999)  # an older kernel
             process = process_behind(sock, os.getpid())
             assert process is not None
             assert not process.exiting

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,8 +29,9 @@ from kvass.core.effects import (
     TierReport,
     ToTier,
 )
-from kvass.daemon import tier_frames, tier_process
-from kvass.daemon.tier_process import TierProcess, close_all
+from kvass.daemon.tier_process import frames
+from kvass.daemon.tier_process.health import State
+from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess, close_all
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
 from kvass.testing.daemon import Daemon, running_daemon
@@ -38,9 +40,9 @@ from tests.daemon.tier_rig import PAGE, load, probe, store
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import engine
 
-pytestmark = pytest.mark.alone  # knocks, pauses and limits of seconds
-
 WAIT_S = 30.0
+SILENT_S = 0.05
+"""Between heartbeats in tests of silence, which run alone: a busy machine is silent, too."""
 
 PLUG_IN = '''
 """A tier in memory that does harm when a file says so."""
@@ -48,6 +50,7 @@ PLUG_IN = '''
 import ctypes
 import os
 import pathlib
+import sys
 import threading
 import time
 
@@ -62,6 +65,8 @@ class Harmful:
             time.sleep(0.005)
         if (self.folder / "shut").exists():
             raise PermissionError(13, "shut")
+        if (self.folder / "exit-open").exists():
+            sys.exit(3)
 
     def _harm(self, where):
         (self.folder / f"in-{where}").touch()
@@ -132,20 +137,27 @@ def url(folder: Path) -> str:
 
 
 class Shell:
-    """A loop and one tier's process, and what it posted."""
+    """A loop and one tier's process, and what it posted.
 
-    def __init__(self, url: str, **timing: Any) -> None:
+    ``periods``: of ``Periods``. Unless they say otherwise no process is silent for too long, and
+    another one is started soon.
+    """
+
+    def __init__(self, url: str, **periods: Any) -> None:
+        soon = {"heartbeat_s": 3600.0, "first_pause_s": 0.1, "longest_pause_s": 0.1}
+        ends = {"device_s": 0.0, "close_s": 0.2, "end_s": WAIT_S}
+        self.periods = Periods(**{**soon, **ends, **periods})
         self.arena = memory.create(64 * PAGE)
         self.ends: list[FromTier] = []
         self.report: dict[str, Any] = {}
         self.loop = asyncio.new_event_loop()
-        self.tier = TierProcess(0, url, "one", self.arena.fileno(), self.arena.size)
+        where = self.arena.fileno(), self.arena.size
+        self.tier = TierProcess(0, url, "one", *where, self.periods)
         try:
-            self.tier.wait_open()
+            self.loop.run_until_complete(self.tier.open(self._take))
         except ConfigError:
             self.close()
             raise
-        self.tier.serve(self.loop, self._take)
 
     def _take(self, event: FromTier | TierReport) -> None:
         if isinstance(event, TierReport):
@@ -180,14 +192,14 @@ class Shell:
         return int(self.report["pid"])
 
     def close(self) -> None:
-        close_all([self.tier])
+        self.loop.run_until_complete(close_all([self.tier]))
         self.loop.close()
         self.arena.close()
 
 
 @contextmanager
-def shell(url: str) -> Iterator[Shell]:
-    made = Shell(url)
+def shell(url: str, **periods: Any) -> Iterator[Shell]:
+    made = Shell(url, **periods)
     try:
         yield made
     finally:
@@ -201,8 +213,8 @@ def shell(url: str) -> Iterator[Shell]:
 @pytest.mark.parametrize(
     "said",
     [
-        tier_frames.Start(3, "disk:/x?capacity=1GiB", "disk:/x", 1 << 40),
-        tier_frames.Knock(),
+        frames.Start(3, "disk:/x?capacity=1GiB", "disk:/x", 1 << 40, 2.0),
+        frames.Heartbeat(),
         probe(5, 1, 2, 3),
         load(6, 1, 1),
         store(2**60, 1, 1),
@@ -211,16 +223,16 @@ def shell(url: str) -> Iterator[Shell]:
     ],
 )
 def test_what_the_daemon_says_arrives(said: Any) -> None:
-    (got,) = tier_frames.from_daemon().feed(tier_frames.encode(said))
+    (got,) = frames.from_daemon().feed(frames.encode(said))
     assert repr(got) == repr(said)
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        tier_frames.Opened(),
-        tier_frames.NotOpened("no such folder"),
-        tier_frames.Here(),
+        frames.Opened(),
+        frames.NotOpened("no such folder"),
+        frames.Heartbeat(),
         Probed(1, np.array([True, False])),
         Loaded(2, np.array([True]), 0.5),
         Stored(3, np.zeros(0, np.bool_), down=True),
@@ -231,24 +243,24 @@ def test_what_the_daemon_says_arrives(said: Any) -> None:
     ],
 )
 def test_what_a_tier_says_arrives(said: Any) -> None:
-    (got,) = tier_frames.from_tier().feed(tier_frames.encode(said))
+    (got,) = frames.from_process().feed(frames.encode(said))
     assert repr(got) == repr(said)
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        tier_frames.encode(tier_frames.Knock()),  # the other direction's
+        frames.encode(frames.Start(0, "", "", 0, 0.0)),  # the other direction's
         b"\x03\0\0\0abc",
         b"\xff\xff\xff\xff",
-        tier_frames.encode(Probed(1, np.array([True]))).replace(
+        frames.encode(Probed(1, np.array([True]))).replace(
             b"\x01\xc4\x01\x01", b"\x02\xc4\x01\x01"
         ),
     ],
 )
-def test_what_is_no_word_is_a_frame_error(raw: bytes) -> None:
+def test_what_is_no_message_is_a_frame_error(raw: bytes) -> None:
     with pytest.raises(FrameError):
-        list(tier_frames.from_tier().feed(raw))
+        list(frames.from_process().feed(raw))
 
 
 # ---------------------------------------------------------------- a process that serves
@@ -270,13 +282,13 @@ def test_bytes_go_through_the_arena(folder: Path) -> None:
 
 
 def test_ten_thousand_questions_at_once(folder: Path) -> None:
-    """More than a socket holds, in both directions; what is over the bound falls out."""
+    """More than a socket holds, in both directions; what is over the bound fails."""
     with shell(url(folder)) as one:
         one.end(store(0, 5, 1))
         one.submit(*(probe(op, *range(20)) for op in range(1, 10_001)))
         assert one.until(lambda: len(one.ends) == 10_001)
         asked = [end.held.any() for end in one.ends if isinstance(end, Probed)]
-        assert 0 < sum(asked) <= tier_process.ROOM
+        assert 0 < sum(asked) <= ROOM
         assert one.end(probe(20_000, 5)).held.all()
 
 
@@ -300,7 +312,7 @@ def test_what_cannot_be_opened_is_said_in_one_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "count"), [("crash", 1), ("kill", 2)])
-def test_what_it_was_at_falls_out_and_another_serves(
+def test_what_it_was_asked_fails_and_another_serves(
     folder: Path, how: str, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with shell(url(folder)) as one:
@@ -322,7 +334,7 @@ def test_what_it_was_at_falls_out_and_another_serves(
         assert one.end(store(4, 9, 1)).which.all()
         assert one.end(load(5, 9, 5)).which.all()
     name = {"crash": "SIGSEGV", "kill": "SIGKILL"}[how]
-    assert f"its process was ended by {name}; {count} operations fell out" in caplog.text
+    assert f"its process was ended by {name}; {count} operations failed" in caplog.text
     assert "it has a process again" in caplog.text
 
 
@@ -335,37 +347,32 @@ def test_nothing_ends_before_the_process_is_dead(
         one.submit(load(1, 9, 1))
         assert one.until((folder / "in-load").exists)
         dead = False
-        really = one.tier._process.poll
-        monkeypatch.setattr(one.tier._process, "poll", lambda: really() if dead else None)
+        assert one.tier._child is not None
+        really = one.tier._child._process.poll
+        monkeypatch.setattr(one.tier._child._process, "poll", lambda: really() if dead else None)
         os.kill(one.pid, signal.SIGKILL)
-        assert one.until(lambda: not one.tier._open)
+        assert one.until(lambda: one.tier._health.state is State.DOWN)
         one.loop.run_until_complete(asyncio.sleep(0.2))
         assert not one.ends
         dead = True
         assert one.until(lambda: bool(one.ends))
 
 
-def test_one_of_which_no_thread_runs_is_killed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier_process, "KNOCK_S", 0.1)
-    monkeypatch.setattr(tier_process, "UNANSWERED", 20)
-    with shell(url(folder)) as one:
+@pytest.mark.alone
+def test_one_of_which_no_thread_runs_is_killed(folder: Path) -> None:
+    with shell(url(folder), heartbeat_s=SILENT_S, kill_after=10) as one:
         first = one.pid
         os.kill(first, signal.SIGSTOP)
         assert not one.end(load(1, 9, 1)).which.any()
+        one.periods.heartbeat_s = 3600.0  # the next one may take its time
         assert one.until(lambda: one.report.get("restarts") == 1)
-        monkeypatch.setattr(tier_process, "KNOCK_S", 1.0)
         assert one.pid != first
 
 
-def test_one_that_does_not_answer_is_asked_no_more_until_it_does(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.alone
+def test_one_that_does_not_answer_is_asked_no_more_until_it_does(folder: Path) -> None:
     """Questions end at once; what may write to slots is waited for (law 3)."""
-    monkeypatch.setattr(tier_process, "KNOCK_S", 0.1)
-    monkeypatch.setattr(tier_process, "UNANSWERED", 100_000)
-    with shell(url(folder)) as one:
+    with shell(url(folder), heartbeat_s=SILENT_S, kill_after=100_000) as one:
         one.end(store(0, 9, 1))
         os.kill(one.pid, signal.SIGSTOP)
         one.submit(load(1, 9, 5), store(2, 8, 1))
@@ -373,7 +380,8 @@ def test_one_that_does_not_answer_is_asked_no_more_until_it_does(
         assert not one.report["up"]
         assert not one.end(load(4, 9, 6)).which.any()
         assert {end.op for end in one.ends} == {0, 3, 4}
-        os.kill(one.tier._process.pid, signal.SIGCONT)
+        assert one.tier._child is not None
+        os.kill(one.tier._child._process.pid, signal.SIGCONT)
         assert one.until(lambda: one.report["up"])
         assert one.until(lambda: {end.op for end in one.ends} == {0, 1, 2, 3, 4})
         assert one.end(probe(5, 9, 8)).held.all()
@@ -382,8 +390,7 @@ def test_one_that_does_not_answer_is_asked_no_more_until_it_does(
 
 def test_after_its_death_slots_rest_for_the_grace(folder: Path) -> None:
     """What a device was told to write may still come."""
-    with shell(url(folder)) as one:
-        one.tier._grace_s = 1.0
+    with shell(url(folder), device_s=1.0) as one:
         (folder / "hold-load").touch()
         (folder / "hold-store").touch()
         one.submit(load(1, 9, 1), store(2, 9, 2))
@@ -412,30 +419,41 @@ def test_what_it_has_forked_neither_speaks_for_it_nor_has_the_arena(folder: Path
         assert not one.arena.buffer[5 * PAGE : 6 * PAGE].any()
 
 
-def test_one_that_does_not_open_again_is_killed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier_process, "_LONGEST_PAUSE_S", 0.05)
+def test_one_that_does_not_open_again_is_killed(folder: Path) -> None:
     with shell(url(folder)) as one:
-        monkeypatch.setattr(tier_process, "OPEN_S", 3.0)
+        one.periods.open_s = one.periods.open_warning_s = 0.2
         (folder / "hold-open").touch()
         os.kill(one.pid, signal.SIGKILL)
-        assert one.until(lambda: one.report.get("trouble") == "it was not open after 3 s")
+        trouble = "not open after 0.2 s; is its store well?"
+        assert one.until(lambda: one.report.get("trouble") == trouble)
         (folder / "hold-open").unlink()
-        monkeypatch.setattr(tier_process, "OPEN_S", 120.0)
+        one.periods.open_s = WAIT_S
         assert one.until(lambda: one.report["up"])
 
 
 def test_one_that_does_not_open_at_first_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tier_process, "OPEN_S", 1.0)
-    monkeypatch.setattr(tier_process, "_SAY_S", 0.4)
-    monkeypatch.setattr(tier_process, "CLOSE_S", 0.1)
     (folder / "hold-open").touch()
     with pytest.raises(ConfigError, match="tier one: not open after 1 s"):
-        Shell(url(folder))
+        Shell(url(folder), open_s=1.0, open_warning_s=0.4, end_s=0.1)
     assert "tier one: still opening" in caplog.text
+
+
+def test_one_that_ends_while_it_opens_is_refused(folder: Path) -> None:
+    (folder / "exit-open").touch()
+    with pytest.raises(ConfigError, match="tier one: its process ended with status 3; see above"):
+        Shell(url(folder))
+
+
+def test_a_call_that_hangs_keeps_no_process_from_leaving(folder: Path) -> None:
+    with shell(url(folder)) as one:
+        (folder / "hold-load").touch()
+        one.submit(load(1, 9, 1))
+        assert one.until((folder / "in-load").exists)
+    assert one.tier._child is not None
+    assert one.tier._child._process.returncode == 0, "it ended by itself"
+    assert not (folder / "closed").exists()
 
 
 def test_secrets_in_the_environment_stay_with_the_daemon(
@@ -449,14 +467,11 @@ def test_secrets_in_the_environment_stay_with_the_daemon(
         assert b"one" in said, "ps tells which tier it is"
 
 
-def test_one_that_cannot_be_opened_again_is_tried_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier_process, "_LONGEST_PAUSE_S", 0.05)
+def test_one_that_cannot_be_opened_again_is_tried_again(folder: Path) -> None:
     with shell(url(folder)) as one:
         (folder / "shut").touch()
         os.kill(one.pid, signal.SIGKILL)
-        assert one.until(lambda: one.report.get("trouble") == "tier one: shut")
+        assert one.until(lambda: one.report.get("trouble") == "shut")
         assert not one.report["up"]
         assert one.end(store(1, 9, 1)).down
         (folder / "shut").unlink()
@@ -464,7 +479,35 @@ def test_one_that_cannot_be_opened_again_is_tried_again(
         assert one.end(store(2, 9, 1)).which.all()
 
 
+def test_an_error_of_ours_reaches_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon ends there (``Server``)."""
+    seen: list[dict[str, Any]] = []
+    with shell(url(folder)) as one:
+        one.loop.set_exception_handler(lambda _, context: seen.append(context))
+        error = AssertionError("broken on purpose")
+        monkeypatch.setattr(one.tier._health, "failed", Mock(side_effect=error))
+        os.kill(one.pid, signal.SIGKILL)
+        assert one.until(lambda: bool(seen))
+    assert seen[0]["exception"] is error
+
+
 # ---------------------------------------------------------------- under a daemon
+
+
+SOON = """
+import sys
+from kvass.cli.main import main
+from kvass.daemon.tier_process import supervisor
+periods = supervisor.Periods(heartbeat_s=0.2, kill_after=300, first_pause_s=0.1, close_s=0.2)
+supervisor.Periods = lambda: periods
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons give processes up sooner than by default, and start another one sooner."""
+    monkeypatch.setattr(Daemon, "program", ("-c", SOON))
 
 
 def ended(pid: int) -> bool:
@@ -475,6 +518,7 @@ def ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> None:
     with running_daemon(tmp_path, tier=[url(folder)]) as daemon, engine(daemon.socket) as peers:
         commit_two(*peers)
@@ -492,6 +536,7 @@ def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> No
         assert daemon.stop() == 0
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_dead_tiers_loads_do_not_wait_for_the_grace_of_engines(
     tmp_path: Path, folder: Path
 ) -> None:
@@ -515,6 +560,7 @@ def loading(daemon: Daemon) -> int:
     return int(daemon.status()["rows_loading"])
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_stopped_tier_keeps_nobody_from_the_next_one(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "disk").mkdir()
     tiers = [url(folder), disk(tmp_path / "disk")]
@@ -549,6 +595,7 @@ def test_what_was_promised_waits_for_the_next_process(tmp_path: Path, folder: Pa
         assert eventually(lambda: tier_of(daemon).get("records") == 2)
 
 
+@pytest.mark.usefixtures("soon")
 def test_what_could_not_be_flushed_is_told(tmp_path: Path, folder: Path) -> None:
     with running_daemon(tmp_path, tier=[url(folder)], stop_s=0.2) as daemon:
         (folder / "hold-store").touch()
@@ -590,6 +637,7 @@ def test_no_tier_outlives_its_daemon(tmp_path: Path, folder: Path) -> None:
         (folder / "hold-store").unlink()
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_tiers_process_holds_no_session_open(tmp_path: Path, folder: Path) -> None:
     """It has inherited no descriptor but its own: EOF is the proof of death (law 3)."""
     with (

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
-from kvass.daemon import executor
-from kvass.daemon.executor import Executor
+from kvass.daemon.tier_process.executor import Executor
 from kvass.tiers.base import Shards
 from kvass.tiers.codec import record_key
 from kvass.types import Slots
@@ -97,8 +95,9 @@ class Rig:
         self.events: queue.SimpleQueue[FromTier] = queue.SimpleQueue()
         self.reports: dict[int, dict[str, Any]] = {}
         self.clock = Clock()
+        options |= {"clock": self.clock, "report_s": 0.01}  # no test waits for a report
         self.executors = [
-            Executor(i, tier, f"tier{i}", self.arena, self._take, clock=self.clock, **options)
+            Executor(i, tier, f"tier{i}", self.arena, self._take, **options)
             for i, tier in enumerate(tiers)
         ]
 
@@ -135,13 +134,11 @@ class Rig:
 
 @contextmanager
 def rig(*tiers: Any, **options: Any) -> Iterator[Rig]:
-    """Its executors report as soon as there is something to report: no test waits for that."""
-    with patch.object(executor, "_REPORT_S", 0.01):
-        made = Rig(*tiers, **options)
-        try:
-            yield made
-        finally:
-            made.close(WAIT_S)
+    made = Rig(*tiers, **options)
+    try:
+        yield made
+    finally:
+        made.close(WAIT_S)
     assert made.events.empty(), "an operation ended twice"
 
 

@@ -2,7 +2,7 @@
 
 Law of this file: plain values. An event says what happened; an effect says what the shell must do.
 The *result* of an effect, where it has one, is simply the next event. What goes to a
-tier and comes from it is tagged, since it goes to another process (``daemon.tier_frames``).
+tier and comes from it is tagged, since it goes to another process (``daemon.tier_process.frames``).
 """
 
 from __future__ import annotations

@@ -1,37 +1,26 @@
 """One accepted socket: its decoder, what still has to go out, and how it ends.
 
 Law of this file: only EOF ends reading. asyncio's transports close a socket when a *write* fails,
-and a peer that merely stopped reading may still write to the arena (law 3); so the loop only tells
-us when to read and to write, and the socket is ours.
+but a peer that only stopped reading may still write to the arena (law 3). So the loop says when the
+socket can be read and written, and this file does both itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from kvass.core.effects import SessionId
-from kvass.daemon.processes import Process
+from kvass.daemon.peer_process import PeerProcess
 from kvass.wire import framing
 from kvass.wire.channel import send_with_fd
 
 OUT_BYTES: Final = 8 << 20
 """Unread replies a session may pile up: two of the largest frames."""
 LINGER_S: Final = 1.0
-"""How long a closed session's last words may wait for its reader."""
-
-
-class _Segment:
-    """Bytes to send, with a descriptor beside the first of them."""
-
-    __slots__ = ("data", "fd")
-
-    def __init__(self, data: bytes, fd: int | None) -> None:
-        self.data = bytearray(data)
-        self.fd = fd
+"""How long what is unsent may wait for its reader when a session is closed."""
 
 
 class Connection:
@@ -43,7 +32,7 @@ class Connection:
         sock: socket.socket,
         session: SessionId,
         on_readable: Callable[[Connection], None],
-        process: Process | None = None,
+        process: PeerProcess | None = None,
     ) -> None:
         self.session = session
         self.decoder = framing.from_clients()
@@ -53,7 +42,9 @@ class Connection:
         """Ended but still connected: what arrives is dropped until EOF."""
         self._loop = loop
         self._sock = sock
-        self._out: deque[_Segment] = deque()
+        self._out = bytearray()
+        self._fd: int | None = None
+        """To be sent beside the first byte of ``_out``."""
         self._mute = False
         self._awaiting_room = False
         self._after_flush: Callable[[], None] | None = None
@@ -71,19 +62,23 @@ class Connection:
             return 0
 
     def queue(self, frame: bytes, fd: int | None = None) -> None:
-        """Have ``frame`` go out at the next flush, ``fd`` with it."""
+        """Have ``frame`` go out at the next flush, ``fd`` with it: only with a first frame."""
         if self._mute or self._after_flush is not None:
             return
-        if fd is not None or not self._out:
-            self._out.append(_Segment(frame, fd))
-        else:
-            self._out[-1].data += frame
+        if fd is not None:
+            assert not self._out, "a descriptor would go with another frame"
+            self._fd = fd
+        self._out += frame
 
     def flush(self) -> bool:
         """Send what the socket takes now; False if the peer has left too much unread."""
         try:
             while self._out:
-                self._send_some(self._out[0])
+                if self._fd is not None:
+                    sent, self._fd = send_with_fd(self._sock, self._out, self._fd), None
+                else:
+                    sent = self._sock.send(self._out)
+                del self._out[:sent]
         except BlockingIOError:
             self._await_room(True)
             return self.unsent <= OUT_BYTES
@@ -98,7 +93,7 @@ class Connection:
     @property
     def unsent(self) -> int:
         """Bytes waiting for the peer to read."""
-        return sum(len(segment.data) for segment in self._out)
+        return len(self._out)
 
     def mute(self) -> None:
         """Drop what is unsent and all that would follow."""
@@ -121,7 +116,7 @@ class Connection:
         self._linger = self._loop.call_later(LINGER_S, self.close_now)
         self.flush()
 
-    def take_process(self) -> Process | None:
+    def take_process(self) -> PeerProcess | None:
         """``process``, which the caller closes from now on."""
         process, self.process = self.process, None
         return process
@@ -143,17 +138,6 @@ class Connection:
         elif self._awaiting_room and not wanted:
             self._loop.remove_writer(self._sock)
         self._awaiting_room = wanted
-
-    def _send_some(self, segment: _Segment) -> None:
-        if segment.fd is not None:
-            sent = send_with_fd(self._sock, segment.data, segment.fd)
-            segment.fd = None
-        else:
-            sent = self._sock.send(segment.data)
-        if sent == len(segment.data):
-            self._out.popleft()
-        else:
-            del segment.data[:sent]
 
     def _shut_down(self) -> None:
         self._after_flush = None

@@ -1,8 +1,8 @@
 """The socket path: who may have it, who may connect to it.
 
-Law of this file: one live daemon per path, decided by a lock that the kernel drops with its holder
-(``<socket>.lock``, flock), so that a dead daemon's path is taken over without a race. The file
-modes only keep strangers from knocking; who comes in is decided by SO_PEERCRED.
+Law of this file: one live daemon per path. A lock decides (``<socket>.lock``, flock) that the
+kernel drops when its holder ends, so a dead daemon's path is taken over without a race. SO_PEERCRED
+decides who may connect; the file modes only keep most others from trying.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from kvass.config import Config, check_folder, default_socket
@@ -27,7 +27,7 @@ _LOCK_WAIT_S: Final = 1.0
 """A killed daemon holds its lock until the kernel has taken its memory apart."""
 
 
-class Door:
+class Access:
     """Who may connect: our own user, the users and the group of the configuration.
 
     Raises ``ConfigError`` for a group that does not exist.
@@ -52,7 +52,7 @@ class Door:
 
 
 @contextmanager
-def listening(path: str, door: Door) -> Iterator[socket.socket]:
+def listening(path: str, access: Access) -> Iterator[socket.socket]:
     """Own ``path`` and listen on it; both files are gone afterwards.
 
     Raises ``ConfigError``: too long, no such folder, not ours to write, in use by a live daemon.
@@ -61,7 +61,7 @@ def listening(path: str, door: Door) -> Iterator[socket.socket]:
     _make_default_folder(path)
     lock = _lock(path + ".lock")
     try:
-        sock = _bind(path, door)
+        sock = _bind(path, access)
         try:
             yield sock
         finally:
@@ -73,19 +73,15 @@ def listening(path: str, door: Door) -> Iterator[socket.socket]:
 
 
 def _remove(path: str) -> None:
-    try:
+    with suppress(FileNotFoundError):  # somebody tidied up before us
         os.unlink(path)
-    except FileNotFoundError:  # somebody tidied up before us
-        pass
 
 
 def _make_default_folder(path: str) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     if path == default_socket() and not os.environ.get("XDG_RUNTIME_DIR"):
-        try:
+        with suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        except FileExistsError:
-            pass
         check_folder(path)
     if not os.path.isdir(folder):
         raise ConfigError(f"no folder {folder}: create it or choose another --socket")
@@ -129,15 +125,15 @@ def _same_file(fd: int, path: str) -> bool:
         return False
 
 
-def _bind(path: str, door: Door) -> socket.socket:
+def _bind(path: str, access: Access) -> socket.socket:
     _remove_dead(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     before = os.umask(0o177)  # nobody else connects between bind and chmod
     try:
         sock.bind(path)
-        if door.group is not None:
-            os.chown(path, -1, door.group)
-        os.chmod(path, door.mode)
+        if access.group is not None:
+            os.chown(path, -1, access.group)
+        os.chmod(path, access.mode)
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()

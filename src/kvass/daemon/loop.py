@@ -1,9 +1,9 @@
 """The one thread that owns the ``CacheMachine``: bytes to events, effects to bytes.
 
 Law of this file: it carries out what the core says and decides nothing about the cache. Whatever
-is wrong with a session becomes an event (``Faulted``, ``Lost``), so that the core alone knows when
-a session may be closed (law 3). An exception that gets here is a broken invariant: the daemon logs
-the event that raised it, on one line, and ends.
+is wrong with a session becomes an event (``Faulted``, ``Lost``), because only the core knows when a
+session may be closed (law 3). An exception of the core is a broken invariant: the daemon logs the
+event that raised it, on one line, and ends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from kvass.arena.memory import Arena
@@ -43,9 +44,9 @@ from kvass.core.epochs import LOOK_AGAIN_S
 from kvass.core.event_lines import line
 from kvass.core.machine import CacheMachine
 from kvass.daemon.connection import Connection
+from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.populate import populate
-from kvass.daemon.processes import Process, process_behind
-from kvass.daemon.tier_process import TierProcess, close_all
+from kvass.daemon.tier_process.supervisor import TierProcess, close_all, open_all
 from kvass.errors import FrameError
 from kvass.wire import framing
 from kvass.wire.channel import Peer, peer_of
@@ -61,7 +62,8 @@ class Server:
     """Serves one machine on one listening socket until it is stopped.
 
     ``refusal(peer)`` is None for a peer that may connect, else one line of what to do. ``tiers``:
-    open, in the core's order, closed at the end; ``stop_s``: for flushing once told to stop.
+    in the core's order, opened first and closed at the end; ``stop_s``: for flushing once told to
+    stop.
     """
 
     def __init__(
@@ -78,92 +80,98 @@ class Server:
         self._listener = listener
         self._refusal = refusal
         self._connections: dict[SessionId, Connection] = {}
-        self._watched: dict[SessionId, Process] = {}
-        """Of lost sessions whose slots wait for it."""
-        self._talked: dict[SessionId, Connection] = {}
+        self._watched: dict[SessionId, PeerProcess] = {}
+        """Processes behind lost sessions: slots wait for their end."""
+        self._to_flush: dict[SessionId, Connection] = {}
+        """Sessions to flush at the end of this turn."""
         self._sessions = 0
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._tick: asyncio.TimerHandle | None = None
         self._tiers = tiers
         self._stop_s = stop_s
-        self._leaving = False
-        """Told to stop; what is left to do is flushing."""
+        self._draining = False
+        """Told to stop; only flushing is left to do."""
         self._stopping = threading.Event()
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until SIGTERM or SIGINT. Raises whatever broke an invariant of ours."""
+        """Serve until SIGTERM or SIGINT; ``on_ready`` is called once clients can connect.
+
+        Raises ``ConfigError`` for a tier that cannot be opened, and whatever broke an invariant.
+        """
         with asyncio.Runner() as runner:
             runner.run(self._serve(on_ready))
 
     async def _serve(self, on_ready: Callable[[], None]) -> None:
-        loop = self._loop = asyncio.get_running_loop()
-        stopped = self._stopped = loop.create_future()
-        loop.set_exception_handler(self._broken)
+        self._loop = asyncio.get_running_loop()
+        self._stopped = self._loop.create_future()
+        self._loop.set_exception_handler(self._broken)
+        try:
+            await open_all(self._tiers, self._handle)
+            await self._serve_until_stopped(on_ready)
+        finally:
+            await close_all(self._tiers)
+        for name, rows in self._machine.unflushed():
+            _log.warning("tier %s: %d rows were not flushed", name, rows)
+
+    async def _serve_until_stopped(self, on_ready: Callable[[], None]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+            self._loop.add_signal_handler(number, self._stop)
         self._listener.setblocking(False)
         self._listen()
-        for tier in self._tiers:
-            tier.serve(loop, self._turn)
         if self._tiers:
-            loop.call_later(LOOK_AGAIN_S, self._look_again)
+            self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         on_ready()
         gc.freeze()  # what exists now lives as long as we do
         gc.set_threshold(50_000, 20, 100)
         worker = threading.Thread(target=populate, args=(self._arena, self._stopping, self._grew))
         worker.start()
         try:
-            await stopped
+            await self._stopped
         finally:
             self._stopping.set()
             worker.join()
-            self._shut_the_door()
+            self._stop_listening()
             for connection in self._connections.values():
                 connection.close_now()
             for session in list(self._watched):
                 self._unwatch(session)
-            close_all(self._tiers)
-            for name, rows in self._machine.unflushed():
-                _log.warning("tier %s: %d rows were not flushed", name, rows)
 
     def _stop(self) -> None:
         """A signal: flush what was promised, within ``stop_s``; a second one: leave now."""
-        if self._leaving:
-            self._leave()
+        if self._draining:
+            self._end()
             return
-        self._leaving = True
-        self._shut_the_door()
-        self._loop.call_later(self._stop_s, self._leave)
+        self._draining = True
+        self._stop_listening()
+        self._loop.call_later(self._stop_s, self._end)
         for tier in self._tiers:
             tier.hurry()
-        self._turn(Stopping())
+        self._handle(Stopping())
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
         if not self._stopped.done():
             self._stopped.set_result(None)
 
     def _listen(self) -> None:
-        if not self._leaving:
+        if not self._draining:
             self._loop.add_reader(self._listener, self._accept)
 
-    def _shut_the_door(self) -> None:
-        """Who comes now is refused by the kernel; the path stays ours."""
+    def _stop_listening(self) -> None:
+        """From now on the kernel refuses connections; the path stays ours."""
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
             self._listener.close()
 
     def _broken(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback raised: nothing it may have left half done can be trusted any more."""
+        """A callback raised: the state it left behind cannot be trusted."""
         if not self._stopped.done():
             error = context.get("exception") or AssertionError(context["message"])
             self._stopped.set_exception(error)
 
     def _grew(self, populated_bytes: int) -> None:
         """From the populating thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._turn, PopulatedTo(populated_bytes))
-        except RuntimeError:  # the loop closed while it was in the kernel
-            pass
+        with suppress(RuntimeError):  # the loop closed while it was in the kernel
+            self._loop.call_soon_threadsafe(self._handle, PopulatedTo(populated_bytes))
 
     # ------------------------------------------------------------ sockets to events
 
@@ -183,12 +191,12 @@ class Server:
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         own = peer.uid in (0, os.geteuid())
         self._step(Opened(session, peer.uid, own, self._refusal(peer) or ""))
-        self._settle()
+        self._finish_turn()
 
     def _readable(self, connection: Connection) -> None:
         size = connection.read_into(self._scratch)
         if size == 0:
-            self._ended(connection)
+            self._at_eof(connection)
         elif size is not None and not connection.ignoring:
             session = connection.session
             try:
@@ -196,9 +204,9 @@ class Server:
                     self._step(Received(session, message))
             except FrameError as fault:
                 self._step(Faulted(session, fault.code, str(fault)))
-        self._settle()
+        self._finish_turn()
 
-    def _ended(self, connection: Connection) -> None:
+    def _at_eof(self, connection: Connection) -> None:
         session = connection.session
         if connection.decoder.inside_frame and not connection.ignoring:
             self._step(Faulted(session, "bad_frame", "the stream ended inside a frame"))
@@ -222,11 +230,11 @@ class Server:
 
     def _process_ended(self, session: SessionId) -> None:
         self._unwatch(session)
-        self._turn(ProcessEnded(session))
+        self._handle(ProcessEnded(session))
 
-    def _turn(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         self._step(event)
-        self._settle()
+        self._finish_turn()
 
     # ------------------------------------------------------------ the core and its effects
 
@@ -245,7 +253,7 @@ class Server:
             if (connection := self._connections.get(effect.session)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)
-                self._talked[effect.session] = connection
+                self._to_flush[effect.session] = connection
         elif type(effect) is Close:
             if (connection := self._connections.pop(effect.session, None)) is not None:
                 connection.close()
@@ -257,29 +265,29 @@ class Server:
         elif isinstance(effect, ToTier):
             self._tiers[effect.tier].submit(effect)
 
-    def _settle(self) -> None:
-        """End of a turn: send what was said, and be back when the core needs it."""
-        while self._talked:
-            talked, self._talked = self._talked, {}
-            for session, connection in talked.items():
+    def _finish_turn(self) -> None:
+        """Flush what was queued for sessions, and have a tick when the core needs one."""
+        while self._to_flush:
+            sessions, self._to_flush = self._to_flush, {}
+            for session, connection in sessions.items():
                 if not connection.flush():
                     connection.mute()
                     self._step(Faulted(session, "limit", "too many replies left unread"))
         due = self._machine.next_deadline()
         if due is not None:
             when = max(due, time.monotonic() + _TICK_S)
-            if self._tick is None or when < self._tick.when():  # messages must not put it off
+            if self._tick is None or when < self._tick.when():  # messages must not delay it
                 if self._tick is not None:
                     self._tick.cancel()
                 self._tick = self._loop.call_at(when, self._ticked)
-        if self._leaving and not self._machine.flushing:
-            self._leave()
+        if self._draining and not self._machine.flushing:
+            self._end()
 
     def _ticked(self) -> None:
         self._tick = None
-        self._turn(Tick())
+        self._handle(Tick())
 
-    def _look_again(self) -> None:
-        """The core asks tiers for their notes with a tick, also where nothing else is due."""
-        self._loop.call_later(LOOK_AGAIN_S, self._look_again)
-        self._turn(Tick())
+    def _renew_notes(self) -> None:
+        """The core reads the tiers' notes again in a tick, also where nothing else is due."""
+        self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
+        self._handle(Tick())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a request
@@ -18,12 +18,12 @@ from kvass._version import __version__
 from kvass.arena import memory
 from kvass.config import Config, Size
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.daemon.listen import Door, listening
+from kvass.daemon.listen import Access, listening
 from kvass.daemon.loop import Server
-from kvass.daemon.tier_process import TierProcess, close_all
+from kvass.daemon.tier_process.supervisor import TierProcess
 from kvass.errors import ConfigError
 from kvass.tiers.url import tier_name
-from kvass.types import DEVICE_S, PAGE, Timing
+from kvass.types import PAGE, Timing
 
 BOOT_BYTES: Final = 16
 _M_MMAP_THRESHOLD: Final = -3  # malloc.h
@@ -36,8 +36,8 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
     """
     _raise_descriptor_limit()
     _return_freed_memory()
-    door = Door(config)
-    with listening(config.socket, door) as listener:
+    access = Access(config)
+    with listening(config.socket, access) as listener:
         size = config.l1_size // PAGE * PAGE
         try:
             arena = memory.create(size)
@@ -45,33 +45,18 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
             raise ConfigError(f"no arena of {config.l1_size}: {error.strerror}") from error
         huge = arena.advise_huge()
         core = core_config(config, size)
-        tiers = open_tiers(config.tier, arena)
+        tiers = [
+            TierProcess(i, url, tier_name(url), arena.fileno(), size)
+            for i, url in enumerate(config.tier)
+        ]
         ready = (
             f"ready socket={config.socket} l1={Size(size)} l1_bytes={size}"
             f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
             f" boot={core.boot.hex()}"
         )
-        server = Server(CacheMachine(core), arena, listener, door.refusal, tiers, config.stop_s)
+        server = Server(CacheMachine(core), arena, listener, access.refusal, tiers, config.stop_s)
         server.run(lambda: announce(ready))
         arena.close()
-
-
-def open_tiers(urls: Sequence[str], arena: memory.Arena) -> list[TierProcess]:
-    """Open all, each in a process; ``ConfigError`` if one cannot be, and then none is left."""
-    opened: list[TierProcess] = []
-    try:
-        for i, url in enumerate(urls):
-            where = arena.fileno(), arena.size, DEVICE_S
-            opened.append(TierProcess(i, url, tier_name(url), *where))
-        for tier in opened:
-            tier.wait_open()
-    except OSError as error:
-        close_all(opened)
-        raise ConfigError(f"no process for a tier: {error.strerror}") from error
-    except BaseException:
-        close_all(opened)
-        raise
-    return opened
 
 
 def core_config(config: Config, arena_bytes: int) -> CoreConfig:

@@ -1,7 +1,7 @@
 """Fault the arena in, in the background.
 
-Law of this file: it is this process that touches each page first, so it is our cgroup that pays;
-and nobody waits for it: it runs at low priority, in slices, without the GIL.
+Law of this file: this process touches each page first, so its cgroup is charged for the memory. And
+nobody waits for it: it runs at low priority, in slices, without the GIL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def populate(arena: Arena, stopping: threading.Event, grew: Callable[[int], None
 
     Memory that cannot be had ends it: the rest of the arena is faulted in by whoever writes there.
     """
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # Linux: this thread's alone
+    os.nice(_NICE)  # Linux: of this thread alone
     for lo in range(0, arena.size, SLICE_BYTES):
         if stopping.is_set():
             return

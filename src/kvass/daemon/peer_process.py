@@ -1,9 +1,9 @@
 """The process at the other end of a session, as far as its end can be seen.
 
-Law of this file: what it says is true of the very process that connected. A pidfd names a process
-and not a number that another one may have by now. Where the kernel gives none (older than 5.3, or
-older than 6.5 and the process is in another PID namespace), nothing is said: the core has its own
-bound then.
+Law of this file: what it says is true of the very process that connected. A pidfd names a process;
+a pid may belong to another one by now. Where the kernel gives no pidfd (older than 5.3, or older
+than 6.5 and the process is in another PID namespace) there is no ``PeerProcess``, and the core uses
+a time bound instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
 _PF_EXITING: Final = 0x4  # include/linux/sched.h
 
 
-class Process:
+class PeerProcess:
     """Who connected. ``fileno`` becomes readable when it has ended.
 
     A process is reported as ended when its last thread is past releasing its files
@@ -55,7 +55,7 @@ class Process:
         os.close(self._pidfd)
 
 
-def process_behind(sock: socket.socket, pid: int) -> Process | None:
+def process_behind(sock: socket.socket, pid: int) -> PeerProcess | None:
     """The process that connected ``sock``; None if its end cannot be seen.
 
     ``pid``: what SO_PEERCRED says; 0 for a process of another PID namespace. If another process has
@@ -64,10 +64,10 @@ def process_behind(sock: socket.socket, pid: int) -> Process | None:
     """
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
-        return Process(int.from_bytes(raw, "little"), pid)
+        return PeerProcess(int.from_bytes(raw, "little"), pid)
     except OSError:
         pass  # an older kernel
     try:
-        return Process(os.pidfd_open(pid), pid) if pid > 0 else None
+        return PeerProcess(os.pidfd_open(pid), pid) if pid > 0 else None
     except OSError:
         return None

@@ -1,7 +1,6 @@
 """What an effect asks of a tier, and the event that ends it.
 
-Law of this file: one blocking function from effect to event, in whichever thread; it raises what
-the tier raises. The arena's bytes are handed on as views and never looked at.
+Law of this file: the arena's bytes are handed to the tier as views and never looked at.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ _NOTE: Final = "epoch2."
 """``epoch.`` were notes whose values have no order."""
 _EPOCH_BYTES: Final = 8
 _MEET_S: Final = 0.2
-"""Daemons that meet over an empty store within this time agree about its epoch."""
+"""Daemons that find no note within this time of each other agree about its epoch."""
 
 
 def perform(effect: ToTier, tier: Tier, arena: Buffer, clock: Callable[[], float]) -> FromTier:
-    """Do it. Raises ``TierDown``, and whatever else a tier that breaks its promises raises."""
+    """Do it, in the caller's thread, for as long as the tier takes. Raises ``TierDown``, and
+    whatever else a tier that breaks its promises raises."""
     if isinstance(effect, TierProbe):
         keys = [key for batch in effect.batches for key in _keys(batch)]
         return Probed(effect.op, _flags(tier.probe(keys), len(keys)))
@@ -60,8 +60,8 @@ def perform(effect: ToTier, tier: Tier, arena: Buffer, clock: Callable[[], float
     return Emptied(effect.op, True)
 
 
-def fall_out(effect: ToTier) -> FromTier:
-    """The end of one that the tier was not asked for, or failed at."""
+def failure(effect: ToTier) -> FromTier:
+    """The end of an effect that the tier was not asked for, or failed at."""
     if isinstance(effect, TierProbe):
         return Probed(effect.op, _none(sum(len(batch.keys) for batch in effect.batches)))
     if isinstance(effect, TierLoad):
@@ -93,7 +93,8 @@ def _keys(records: Records) -> list[bytes]:
 
 
 def _store(effect: TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_]:
-    """What another daemon stored already needs no second write: equal keys mean equal bytes."""
+    """Which are held then. What the tier has already (another daemon may have stored it) is not
+    written again: equal keys mean equal bytes."""
     keys = _keys(effect.records)
     held = _flags(tier.probe(keys), len(keys))
     missing = np.flatnonzero(~held).tolist()
@@ -105,8 +106,8 @@ def _store(effect: TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_
 
 
 def _epoch(effect: TierEpoch, tier: Tier) -> int | None:
-    """Read the note, and set it if it has to say something else. Nobody else in this process does
-    meanwhile (``Executor``); another daemon may, and sets its own again if ours was lower."""
+    """Read the note, and set it if it has to say something else. No other thread of this process
+    does so meanwhile (``Executor``). Another daemon may; it sets its own again if ours is lower."""
     name = _NOTE + effect.namespace.hex()
     noted = _noted(tier, name)
     epoch = to_note(effect, noted, time.time())

@@ -20,16 +20,18 @@ LIMIT: Final = 256 << 20
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first word to a tier's process: what to open, and how it is called."""
+    """The first frame to a tier's process: what to open, and how it is called."""
 
     number: int
     url: str
     name: str
     arena_bytes: int
+    close_s: float
+    """How long calls that still run at the end are waited for."""
 
 
-class Knock(msgspec.Struct, frozen=True, tag=True):
-    """Is anybody there? Answered with ``Here``."""
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent by the daemon, and sent back by the process's main thread."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -42,27 +44,23 @@ class NotOpened(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class Here(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a ``Knock``."""
+ToProcess = Start | Heartbeat | ToTier
+FromProcess = Opened | NotOpened | Heartbeat | FromTier | TierReport
 
 
-Down = Start | Knock | ToTier
-Up = Opened | NotOpened | Here | FromTier | TierReport
+def encode(message: ToProcess | FromProcess) -> bytes:
+    """The frame of ``message``."""
+    return frame(_encoder.encode(message))
 
 
-def encode(said: Down | Up) -> bytes:
-    """The frame of ``said``."""
-    return frame(_encoder.encode(said))
-
-
-def from_daemon() -> Decoder[Down]:
+def from_daemon() -> Decoder[ToProcess]:
     """What a tier's process reads."""
-    return Decoder(_down, LIMIT)
+    return Decoder(_to_process, LIMIT)
 
 
-def from_tier() -> Decoder[Up]:
+def from_process() -> Decoder[FromProcess]:
     """What the daemon reads."""
-    return Decoder(_up, LIMIT)
+    return Decoder(_from_process, LIMIT)
 
 
 def _pack(array: object) -> object:
@@ -79,5 +77,5 @@ def _unpack(kind: Any, packed: Any) -> object:
 
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_pack)
-_down: Final = msgspec.msgpack.Decoder[Down](Down, dec_hook=_unpack)
-_up: Final = msgspec.msgpack.Decoder[Up](Up, dec_hook=_unpack)
+_to_process: Final = msgspec.msgpack.Decoder[ToProcess](ToProcess, dec_hook=_unpack)
+_from_process: Final = msgspec.msgpack.Decoder[FromProcess](FromProcess, dec_hook=_unpack)

@@ -1,0 +1,303 @@
+"""Runs what the core asks of a tier on threads, in the tier's own process (``server``).
+
+Law of this file: ``submit`` never blocks and never raises for trouble of the tier, and every effect
+is ended by exactly one event. While a tier is in trouble its records are misses, at once.
+
+There are four kinds of work, each with a queue and a thread pool of its own: no probe queues behind
+bulk loads, and no load behind stores. Questions for epochs have one thread, so that no other note
+is set between reading one and setting it. Each kind also has its own ``Health``, so that a disk
+that has become read-only still serves. (Epochs share that of probes, which are more frequent: a
+tier is soon seen to be back.)
+
+An exception from the tier is a failure of that kind of work. A call that runs for too long, unless
+it is a clear, makes all kinds suspect until it returns: what is queued fails, what runs cannot be
+taken back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from kvass.core.effects import (
+    FromTier,
+    TierClear,
+    TierEpoch,
+    TierLoad,
+    TierProbe,
+    TierReport,
+    TierStore,
+    ToTier,
+)
+from kvass.daemon.tier_process.health import Health, State
+from kvass.daemon.tier_process.operations import failure, perform
+from kvass.errors import TierDown
+from kvass.tiers.base import Buffer, Tier
+from kvass.tiers.url import shown
+
+FIRST_PAUSE_S: Final = 0.25
+_LONGEST_PAUSE_S: Final = 30.0
+_LINE_CHARS: Final = 200
+_REGISTRATION: Final = 0
+"""In place of a thread: the tier is being told of the arena."""
+_log = logging.getLogger("kvass.tiers")
+
+Post = Callable[[FromTier | TierReport], None]
+Clock = Callable[[], float]
+
+
+class _Work:
+    """One kind of work: what is queued, and the threads for it. ``nice``: bulk work gives way to
+    what answers engines, and to engines."""
+
+    def __init__(self, name: str, threads: int, nice: int, health: Health) -> None:
+        self.health = health
+        self.queue: deque[ToTier] = deque()
+        self.pool = ThreadPoolExecutor(threads, f"kvass-{name}", os.nice, (nice,))
+
+
+class Executor:
+    """Carries out ``ToTier`` effects on one tier; ``post`` is called with the results, from any
+    thread. ``number`` is the tier's in the core, ``name`` for people; ``arena`` the whole of it.
+
+    ``slow_s``: a call that runs for longer is overdue. ``room``: effects of a kind that may wait.
+    ``report_s``: between two looks at whether there is something to report.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tier: Tier,
+        name: str,
+        arena: Buffer,
+        post: Post,
+        *,
+        slow_s: float = 10.0,
+        room: int = 1024,
+        report_s: float = 1.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._number, self._tier, self._name = number, tier, name
+        self._arena, self._post, self._clock = arena, post, clock
+        self._slow_s, self._room, self._report_s = slow_s, room, report_s
+        asking, loading, storing = (Health(FIRST_PAUSE_S, _LONGEST_PAUSE_S) for _ in range(3))
+        ask, note = _Work("ask", 2, 0, asking), _Work("note", 1, 0, asking)
+        load, store = _Work("load", 4, 5, loading), _Work("store", 2, 10, storing)
+        self._kinds = ask, note, load, store
+        self._kind_of: dict[type[ToTier], _Work] = {
+            TierProbe: ask,
+            TierEpoch: note,
+            TierLoad: load,
+            TierStore: store,
+            TierClear: store,
+        }
+        self._lock = threading.Lock()
+        """Guards what follows, and is held for no longer than it takes to change it."""
+        self._running: dict[int, float] = {}
+        """Thread -> since when it is in a call that should not take long."""
+        self._overdue = False
+        self._errors = self._refused = 0
+        self._trouble = ""
+        self._logged: set[type[BaseException]] = set()
+        self._closed = False
+        self._reported: dict[str, Any] = {"up": True}
+        self._changed = threading.Event()
+        """The tier went down or is back, which is reported at once."""
+        register = getattr(tier, "register_memory", None)
+        self._registered = register is None
+        if register is not None:
+            self._running[_REGISTRATION] = clock()
+            note.pool.submit(self._register, register)
+        threading.Thread(target=self._watch, name="kvass-watch", daemon=True).start()
+
+    def submit(self, effect: ToTier) -> None:
+        """Have it done, or refused; its result is posted."""
+        work = self._kind_of[type(effect)]
+        with self._lock:
+            now = self._clock()
+            self._find_overdue(now)
+            full = len(work.queue) >= self._room
+            accepted = work.health.accepts(now) and not full and not self._closed
+            if accepted:
+                work.queue.append(effect)
+                if self._registered:
+                    work.pool.submit(self._do_next, work)
+        if not accepted:
+            self._refuse(effect)
+
+    # ------------------------------------------------------------ in a pool's thread
+
+    def _do_next(self, work: _Work) -> None:
+        thread = threading.get_ident()
+        with self._lock:
+            if not work.queue:  # it was refused since
+                return
+            effect, now = work.queue.popleft(), self._clock()
+            begun = work.health.begin(now)
+            if begun is not None and not isinstance(effect, TierClear):
+                # A clear takes as long as there are records, and the tier serves meanwhile.
+                self._running[thread] = now
+        if begun is None:
+            self._refuse(effect)
+            return
+        error: BaseException | None = None
+        try:
+            end = perform(effect, self._tier, self._arena, self._clock)
+        except BaseException as raised:  # noqa: BLE001 - anybody's code, and nobody above us
+            error, end = raised, failure(effect)
+            self._log_once(error)
+        with self._lock:
+            self._running.pop(thread, None)
+            if error is not None:
+                self._errors += 1
+                self._trouble = _one_line(error)
+            if work.health.end(begun, error is None, self._clock()):
+                self._changed.set()
+        self._post(end)
+
+    def _register(self, register: Callable[[Buffer], object]) -> None:
+        """Tell the tier of the arena before it is asked for anything; meanwhile effects queue."""
+        try:
+            register(self._arena)
+        except BaseException as error:  # noqa: BLE001 - as above; it can serve without
+            text = _one_line(error)
+            _log.warning("tier %s: it cannot use the arena directly: %s", self._name, text)
+        with self._lock:
+            del self._running[_REGISTRATION]
+            self._registered = True
+            for work in self._kinds:
+                for _ in work.queue:
+                    work.pool.submit(self._do_next, work)
+
+    def _refuse(self, *effects: ToTier) -> None:
+        with self._lock:
+            self._refused += len(effects)
+        for effect in effects:
+            self._post(failure(effect))
+
+    def _log_once(self, error: BaseException) -> None:
+        """A tier's bug, once of each kind. ``TierDown`` is none: the report tells of it."""
+        with self._lock:
+            new = type(error) not in self._logged
+            self._logged.add(type(error))
+        if new and not isinstance(error, TierDown):
+            where = shown("".join(traceback.format_exception(error)).rstrip())
+            _log.error("tier %s: it raised what no tier may\n%s", self._name, where)
+
+    # ------------------------------------------------------------ what is overdue, and reports
+
+    def _find_overdue(self, now: float) -> bool:
+        """Whether a call runs for too long. The caller has the lock."""
+        overdue = any(now - since > self._slow_s for since in self._running.values())
+        if overdue is not self._overdue:
+            self._overdue = overdue
+            for work in self._kinds:
+                work.health.overdue = overdue
+        return overdue
+
+    def _watch(self) -> None:
+        while not self._closed:
+            self._look()
+            self._changed.wait(self._report_s)
+            self._changed.clear()
+
+    def _look(self) -> None:
+        """Refuse what waits behind an overdue call, and report what has changed."""
+        with self._lock:
+            overdue = self._find_overdue(self._clock())
+        if overdue:
+            self._refuse_queued()
+        with self._lock:
+            up = all(work.health.state is State.UP for work in self._kinds)
+            trouble = f"a call has been running for more than {self._slow_s:g} s"
+            fields = {
+                "name": self._name,
+                "up": up,
+                "trouble": trouble if overdue else "" if up else self._trouble,
+                "errors": self._errors,
+                "refused": self._refused,
+                "queued": sum(len(work.queue) for work in self._kinds),
+            }
+        if up and not self._reported["up"]:
+            _log.warning("tier %s is back", self._name)
+        elif self._reported["up"] and not up:
+            _log.warning("tier %s is down: %s", self._name, fields["trouble"])
+        fields = {**self._report_of_tier(), **fields}
+        if fields != self._reported and not self._closed:
+            self._reported = fields
+            self._post(TierReport(self._number, fields))
+
+    def _report_of_tier(self) -> dict[str, Any]:
+        """What the tier tells of itself, as far as it can go into a status."""
+        report = getattr(self._tier, "report", None)
+        if report is None:
+            return {}
+        try:
+            return {
+                name: value
+                for name, value in report().items()
+                if type(name) is str and _can_be_reported(name) and _can_be_reported(value)
+            }
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._log_once(error)
+            return {}
+
+    # ------------------------------------------------------------ the end
+
+    def _refuse_queued(self) -> None:
+        with self._lock:
+            queued = [effect for work in self._kinds for effect in work.queue]
+            for work in self._kinds:
+                work.queue.clear()
+        self._refuse(*queued)
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse what is queued and all that comes, wait for what runs, and close the tier.
+
+        False: that took too long. Python would wait for threads that still run before it exits.
+        """
+        with self._lock:
+            self._closed = True
+        self._changed.set()
+        self._refuse_queued()
+        closer = threading.Thread(target=self._close_tier, daemon=True)
+        closer.start()
+        closer.join(timeout_s)
+        if closer.is_alive():
+            _log.warning("tier %s: a call is still running; it is left behind", self._name)
+        return not closer.is_alive()
+
+    def _close_tier(self) -> None:
+        for work in self._kinds:
+            work.pool.shutdown()
+        try:
+            self._tier.close()
+        except BaseException as error:  # noqa: BLE001 - as above
+            _log.warning("tier %s: it did not close: %s", self._name, _one_line(error))
+
+
+def _one_line(error: BaseException) -> str:
+    """One line of what an error says, that any encoding can take."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - anybody's exception, too
+        text = ""
+    line = shown(" ".join(text.split())) or type(error).__name__
+    return line.encode("ascii", "replace").decode()[:_LINE_CHARS]
+
+
+def _can_be_reported(value: object) -> bool:
+    """Whether it can go into a status, however strange the tier."""
+    if type(value) is str:
+        return len(value) <= _LINE_CHARS and value.isprintable()
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 63
+    return type(value) is bool or (type(value) is float and math.isfinite(value))

@@ -1,0 +1,106 @@
+"""The one state machine that says whether a backend may be asked.
+
+Law of this file: pure. The caller passes the time (seconds, monotonic) and holds the lock.
+
+========  ==========================  ==============================================================
+state     may be asked                it ends when
+========  ==========================  ==============================================================
+UP        yes                         a request fails: DOWN; one is overdue: SUSPECT
+SUSPECT   no                          nothing is overdue any more: UP; a request fails: DOWN
+DOWN      no, and after a pause once  the pause is over and one request begins: RETRYING
+RETRYING  no                          that request succeeds: UP; it fails: DOWN, with a longer pause
+========  ==========================  ==============================================================
+
+It is used twice. In a tier's process each kind of work has one, and a request is a call of the tier
+(``executor``). In the daemon each tier has one, and a request is a whole process (``supervisor``).
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+
+class State(Enum):
+    """See the table above."""
+
+    UP = "up"
+    SUSPECT = "suspect"
+    DOWN = "down"
+    RETRYING = "retrying"
+
+
+class Health:
+    """The health of one backend.
+
+    Pauses double from ``first_pause_s`` to ``longest_pause_s``. They begin anew when the backend
+    was up for ``steady_s``, and for as long as the last pause.
+    """
+
+    def __init__(
+        self,
+        first_pause_s: float,
+        longest_pause_s: float,
+        steady_s: float = 0.0,
+        state: State = State.UP,
+    ) -> None:
+        self.overdue = False
+        """Set by the caller while a request has had no answer for too long."""
+        self.retry_at = -math.inf
+        """When the last pause ends."""
+        self.pause_s = first_pause_s / 2
+        """The last pause; the next one is twice as long."""
+        self._first_s, self._longest_s, self._steady_s = first_pause_s, longest_pause_s, steady_s
+        self._state = state
+        self._up_since = -math.inf
+        self._changes = 0
+
+    @property
+    def state(self) -> State:
+        """The state now."""
+        return State.SUSPECT if self.overdue and self._state is State.UP else self._state
+
+    def accepts(self, now: float) -> bool:
+        """Whether a request may begin now."""
+        if self._state is State.DOWN:
+            return not self.overdue and now >= self.retry_at
+        return self.state is State.UP
+
+    def begin(self, now: float) -> int | None:
+        """Begin a request: the number to pass to ``end``; None: it may not be sent."""
+        if not self.accepts(now):
+            return None
+        if self._state is State.DOWN:
+            self.retry()
+        return self._changes
+
+    def end(self, begun: int, ok: bool, now: float) -> bool:
+        """End a request; whether that changed anything.
+
+        A request that began before the last success or failure counted says nothing new.
+        """
+        if begun != self._changes or (ok and self._state is State.UP):
+            return False
+        if ok:
+            self.succeeded(now)
+        else:
+            self.failed(now)
+        return True
+
+    def retry(self) -> None:
+        """An attempt begins, whether or not the pause is over."""
+        self._state = State.RETRYING
+
+    def succeeded(self, now: float) -> None:
+        """It is up."""
+        self._changes += 1
+        self._state, self._up_since = State.UP, now
+
+    def failed(self, now: float) -> None:
+        """It is down, for a pause at least."""
+        self._changes += 1
+        up_s = now - self._up_since if self._state is State.UP else -math.inf
+        steady = up_s >= max(self.pause_s, self._steady_s)
+        self.pause_s = self._first_s if steady else min(2 * self.pause_s, self._longest_s)
+        self._state = State.DOWN
+        self.retry_at = now + self.pause_s

@@ -1,0 +1,269 @@
+"""The daemon's end of a tier: a process that does what the core asks, and is replaced when it ends.
+
+Law of this file: ``submit`` never blocks, and every effect is ended by exactly one event. A load or
+a store ends only when the process has answered it or has been *reaped*; until then the process may
+still use its slots (law 3).
+
+A process that ends costs what it was asked, which fails. Another one is started after a pause;
+until it is open, all that is asked fails at once. A process whose main thread answers no heartbeat
+is suspect: it is asked nothing more, its questions fail at once, and its loads and stores wait. If
+it stays silent it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from kvass.core.effects import FromTier, TierEpoch, TierLoad, TierReport, TierStore, ToTier
+from kvass.daemon.tier_process.child import Child
+from kvass.daemon.tier_process.frames import FromProcess, Heartbeat, NotOpened, Start
+from kvass.daemon.tier_process.health import Health, State
+from kvass.daemon.tier_process.operations import failure
+from kvass.errors import ConfigError
+from kvass.types import DEVICE_S
+
+ROOM: Final = 4096
+"""Effects that a process may have unanswered; more fail at once."""
+_HURRY_S: Final = 0.1
+"""The pause before another process while the daemon stops."""
+_TROUBLE_CHARS: Final = 200
+_PROMISED: Final = (TierStore, TierEpoch)
+"""What a daemon that stops waits for."""
+_log = logging.getLogger("kvass.tiers")
+
+Post = Callable[[FromTier | TierReport], None]
+
+
+class Periods(msgspec.Struct):
+    """How long a process may take for what, in seconds; tests take shorter ones."""
+
+    heartbeat_s: float = 1.0
+    suspect_after: int = 3
+    """So many heartbeats in a row unanswered, and nothing else said either: it is suspect."""
+    kill_after: int = 60
+    """So many: it is killed."""
+    open_s: float = 120.0
+    open_warning_s: float = 10.0
+    first_pause_s: float = 1.0
+    longest_pause_s: float = 60.0
+    device_s: float = DEVICE_S
+    """Loads end so long after it was reaped: a device may still write for it (law 3)."""
+    close_s: float = 2.0
+    """Calls that still run when the daemon hangs up are waited for so long."""
+    end_s: float = 1.0
+    """What ending takes otherwise; then it is killed."""
+
+
+class TierProcess:
+    """Tier ``number``, opened from ``url`` in a process of its own, over the arena behind
+    ``arena_fd``. ``name`` is for people. Everything is called in the loop's thread.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        url: str,
+        name: str,
+        arena_fd: int,
+        arena_bytes: int,
+        periods: Periods | None = None,
+    ) -> None:
+        self._periods = p = periods or Periods()
+        self._start = Start(number, url, name, arena_bytes, p.close_s)
+        self._arena_fd = arena_fd
+        self._health = Health(p.first_pause_s, p.longest_pause_s, p.longest_pause_s, State.RETRYING)
+        self._child: Child | None = None
+        self._supervision: asyncio.Task[None] | None = None
+        self._unanswered = 0
+        """Heartbeats in a row."""
+        self._owed: dict[int, ToTier] = {}
+        """What was asked and not answered, by operation."""
+        self._stopping = asyncio.Event()
+        self._kept: list[ToTier] = []
+        """While the daemon stops: what is promised waits here for the next process."""
+        self._restarts = 0
+        self._fields: dict[str, Any] = {"name": name}
+
+    async def open(self, post: Post) -> None:
+        """Return when the tier is open; from then on ``submit`` is called and ``post`` calls back.
+
+        Raises ``ConfigError`` if it cannot be opened.
+        """
+        self._loop, self._post = asyncio.get_running_loop(), post
+        child = await self._launch()
+        self._supervision = asyncio.create_task(self._supervise(child))
+        self._supervision.add_done_callback(_raise_its_error)
+
+    def submit(self, effect: ToTier) -> None:
+        """Have it done, or refused; its end is posted, never before this returns."""
+        state = self._health.state
+        if state is State.UP and len(self._owed) < ROOM:
+            assert self._child is not None
+            self._owed[effect.op] = effect
+            self._child.send(effect)
+        elif (
+            self._stopping.is_set()
+            and state in (State.DOWN, State.RETRYING)
+            and isinstance(effect, _PROMISED)
+        ):
+            self._kept.append(effect)
+        else:
+            self._loop.call_soon(self._post, failure(effect))
+
+    def hurry(self) -> None:
+        """The daemon stops: if there is no process, have one soon, and what is promised waits."""
+        self._stopping.set()
+
+    async def close(self) -> None:
+        """Hang up, and return when the process has ended: it refuses what is queued, ends what
+        runs and closes the tier. One that takes too long is killed."""
+        if self._supervision is not None:
+            self._supervision.cancel()
+        if self._child is not None:
+            self._child.hang_up()
+            await self._child.reaped(self._periods.close_s + self._periods.end_s)
+
+    # ------------------------------------------------------------ one process after another
+
+    async def _supervise(self, child: Child) -> None:
+        trouble = await self._watch(child)
+        while True:
+            await self._end_process(trouble)
+            await self._pause()
+            self._restarts += 1
+            self._health.retry()
+            try:
+                child = await self._launch()
+            except ConfigError as error:
+                trouble = str(error).removeprefix(self._text(""))
+                continue
+            _log.warning("%s", self._text("it has a process again"))
+            kept, self._kept = self._kept, []
+            for effect in kept:
+                self.submit(effect)
+            trouble = await self._watch(child)
+
+    async def _launch(self) -> Child:
+        """Start a process, and return when its tier is open. Raises ``ConfigError``."""
+        try:
+            child = self._child = await Child.start(self._start, self._arena_fd, self._heard)
+        except OSError as error:
+            raise ConfigError(self._text(f"no process: {error.strerror}")) from error
+        deadline = self._loop.time() + self._periods.open_s
+        while not (await asyncio.wait([child.first], timeout=self._periods.open_warning_s))[0]:
+            if self._loop.time() > deadline:
+                text = f"not open after {self._periods.open_s:g} s; is its store well?"
+                raise ConfigError(self._text(text))
+            _log.warning("%s", self._text("still opening"))
+        first = child.first.result()
+        if first is None:
+            ended = await child.reaped(self._periods.end_s)
+            raise ConfigError(self._text(f"{ended}; see above"))
+        if isinstance(first, NotOpened):
+            raise ConfigError(first.why)
+        self._health.succeeded(self._loop.time())
+        return child
+
+    async def _watch(self, child: Child) -> str:
+        """Return when it has hung up (empty), or has to be killed (why)."""
+        self._unanswered = 0
+        while self._unanswered < self._periods.kill_after:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._periods.heartbeat_s):
+                    await child.hung_up.wait()
+                return ""
+            self._unanswered += 1
+            child.send(Heartbeat())
+            if self._unanswered == self._periods.suspect_after:
+                self._suspect()
+        return "its process said nothing any more, and was killed"
+
+    def _suspect(self) -> None:
+        """Ask it nothing more; what it was asked and uses no slot ends."""
+        self._health.overdue = True
+        self._report_down("its process does not answer")
+        _log.warning("%s", self._text("its process does not answer"))
+        questions = [e for e in self._owed.values() if not isinstance(e, TierLoad | TierStore)]
+        for effect in questions:
+            del self._owed[effect.op]
+            self._post(failure(effect))
+
+    async def _end_process(self, trouble: str) -> None:
+        """See that the process is dead; then what it owes ends."""
+        assert self._child is not None
+        self._health.overdue = False
+        self._health.failed(self._loop.time())
+        self._report_down(trouble or "its process ends")
+        self._child.hang_up()
+        ended = await self._child.reaped(0.0)
+        owed, self._owed = list(self._owed.values()), {}
+        if self._stopping.is_set():  # asking twice does no harm
+            self._kept = [e for e in owed if isinstance(e, _PROMISED)] + self._kept
+            owed = [e for e in owed if not isinstance(e, _PROMISED)]
+        _log.warning(
+            "%s; %d operations failed, and another process starts in %g s",
+            *(self._text(trouble or ended), len(owed), self._health.pause_s),
+        )
+        self._report_down(trouble or ended)
+        for effect in owed:
+            if isinstance(effect, TierLoad):
+                self._loop.call_later(self._periods.device_s, self._post, failure(effect))
+            else:
+                self._post(failure(effect))
+
+    async def _pause(self) -> None:
+        """Until the next attempt; from the daemon's end on not for long."""
+        if self._stopping.is_set():
+            await asyncio.sleep(_HURRY_S)
+        else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._health.retry_at):
+                    await self._stopping.wait()
+
+    # ------------------------------------------------------------ what it says, and what is told
+
+    def _heard(self, message: FromProcess) -> None:
+        self._unanswered = 0
+        if self._health.overdue:
+            self._health.overdue = False
+            _log.warning("%s", self._text("its process answers again"))
+            self._report(self._fields)
+        if isinstance(message, TierReport):
+            self._fields = {**message.fields, "restarts": self._restarts}
+            self._report(self._fields)
+        elif isinstance(message, FromTier) and self._owed.pop(message.op, None) is not None:
+            self._post(message)
+
+    def _report(self, fields: dict[str, Any]) -> None:
+        self._post(TierReport(self._start.number, fields))
+
+    def _report_down(self, trouble: str) -> None:
+        self._report({**self._fields, "up": False, "trouble": trouble[:_TROUBLE_CHARS]})
+
+    def _text(self, text: str) -> str:
+        return f"tier {self._start.name}: {text}"
+
+
+async def open_all(tiers: Sequence[TierProcess], post: Post) -> None:
+    """Open them at the same time. Raises the first one's ``ConfigError``."""
+    results = await asyncio.gather(*(tier.open(post) for tier in tiers), return_exceptions=True)
+    for error in results:
+        if error is not None:
+            raise error
+
+
+async def close_all(tiers: Sequence[TierProcess]) -> None:
+    """Close them at the same time."""
+    await asyncio.gather(*(tier.close() for tier in tiers))
+
+
+def _raise_its_error(task: asyncio.Task[None]) -> None:
+    """An error of ours, raised where the loop's exception handler sees it."""
+    if not task.cancelled():
+        task.result()
