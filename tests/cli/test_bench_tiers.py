@@ -29,7 +29,7 @@ from kvass.testing.redis_server import RedisServer
 from kvass.testing.s3_server import S3Server, credentials
 from kvass.tiers.base import Buffer
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.slots import page_buffer
+from kvass.tiers.disk.slot import page_buffer
 
 SIZES = Sizes(
     row_bytes=256 << 10,

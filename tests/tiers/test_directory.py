@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvass.tiers.directory import Directory
+from kvass.tiers.disk.fingerprints import Fingerprints
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -14,7 +14,7 @@ from kvass.tiers.directory import Directory
 def test_it_does_what_a_dict_does(seed: int, crowd: int) -> None:
     """``crowd``: how many fingerprints there are; of few, all in three tables and few homes."""
     rng = random.Random(seed)
-    real, ours = dict[int, int](), Directory()
+    real, ours = dict[int, int](), Fingerprints()
 
     def any_key() -> int:
         if real and rng.random() < 0.5:
@@ -39,7 +39,7 @@ def test_it_does_what_a_dict_does(seed: int, crowd: int) -> None:
 
 
 def test_what_is_absent_cannot_be_deleted() -> None:
-    ours = Directory()
+    ours = Fingerprints()
     ours[5] = 1
     with pytest.raises(KeyError):
         del ours[5 + (1 << 60)]

@@ -17,7 +17,7 @@ from kvass.testing.mooncake_server import MooncakeServer, Owner
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.mooncake import MooncakeTier
-from kvass.tiers.parcel import WORTH_IT
+from kvass.tiers.mooncake.transfer import WORTH_IT
 from kvass.types import PAGE
 from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of, works
 

@@ -34,8 +34,8 @@ import numpy as np
 
 from kvass.tiers.base import Buffer
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.segment import TABLE
-from kvass.tiers.slots import page_buffer
+from kvass.tiers.disk.segment import TABLE
+from kvass.tiers.disk.slot import page_buffer
 from kvass.types import PAGE
 
 ROWS: Final = 1_000_000

@@ -35,7 +35,7 @@ import xxhash
 
 from kvass.errors import UsageError
 from kvass.tiers.base import MAX_KEY_BYTES, MAX_SHARDS, Buffer
-from kvass.tiers.turns import CHECKED, in_turns
+from kvass.tiers.pacing import CHECKSUM_BYTES, paced
 
 FORMAT: Final = 1
 
@@ -72,7 +72,7 @@ def payload_check(shards: Iterable[Buffer]) -> int:
     """xxh3_64 over the shards' bytes in order; releases the GIL, and the processor now and then."""
     state = xxhash.xxh3_64()
     for shard in shards:
-        for part in in_turns(shard, CHECKED):
+        for part in paced(shard, CHECKSUM_BYTES):
             state.update(part)
     return state.intdigest()
 

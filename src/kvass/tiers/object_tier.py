@@ -22,9 +22,9 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvass.errors import TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Shards, check_batch, check_note
-from kvass.tiers.crew import Answer, Crew
 from kvass.tiers.gate import Gate
 from kvass.tiers.piece import pack, size_of, unpack
+from kvass.tiers.worker_pool import Answer, WorkerPool
 
 Store: TypeAlias = S3Store | GCSStore | AzureStore
 
@@ -68,7 +68,7 @@ class ObjectTier:
         self._records = f"{prefix}/records"
         self._notes = f"{prefix}/notes"
         self._at_once = _BULK if bulk else 1
-        self._crew = Crew(name, connections, _ROOM_BYTES, timeout_s)
+        self._pool = WorkerPool(name, connections, _ROOM_BYTES, timeout_s)
         self._gate = Gate(name)
         self._bucket_seen = False
 
@@ -76,7 +76,7 @@ class ObjectTier:
         """Which are there: a HEAD for each, many at once."""
         check_batch(keys)
         with self._gate.call():
-            held = self._judged(self._crew.each(lambda i: self._holds(keys[i]), [0] * len(keys)))
+            held = self._judged(self._pool.each(lambda i: self._holds(keys[i]), [0] * len(keys)))
             if keys and not any(held):
                 self._need_bucket(self._record(keys[0]))
             return held
@@ -86,7 +86,7 @@ class ObjectTier:
         check_batch(keys, into)
         needs = [min(size_of(shards), 2 * _CHUNK_BYTES) for shards in into]
         with self._gate.call():
-            return self._judged(self._crew.each(lambda i: self._get(keys[i], into[i]), needs))
+            return self._judged(self._pool.each(lambda i: self._get(keys[i], into[i]), needs))
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         """See ``Tier.store``."""
@@ -95,7 +95,7 @@ class ObjectTier:
         names = list(last)
         needs = [size_of(shards) for shards in last.values()]
         with self._gate.call():
-            put = self._crew.each(lambda i: self._put(names[i], last[names[i]]), needs)
+            put = self._pool.each(lambda i: self._put(names[i], last[names[i]]), needs)
             done = dict(zip(names, self._judged(put), strict=True))
             return [done[key] for key in keys]
 
@@ -139,7 +139,7 @@ class ObjectTier:
     def close(self) -> None:
         """See ``Tier.close``."""
         if self._gate.shut():
-            self._crew.close()
+            self._pool.close()
 
     # ------------------------------------------------------------ one record
 
@@ -182,7 +182,7 @@ class ObjectTier:
 
     def _remove(self, paths: Sequence[str]) -> list[Answer]:
         some = [paths[i : i + self._at_once] for i in range(0, len(paths), self._at_once)]
-        return self._crew.each(lambda i: self._remove_some(some[i]), [0] * len(some))
+        return self._pool.each(lambda i: self._remove_some(some[i]), [0] * len(some))
 
     def _remove_some(self, paths: Sequence[str]) -> bool:
         try:

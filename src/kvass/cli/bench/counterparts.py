@@ -269,7 +269,7 @@ def of(url: TierUrl, tier: Tier, memory: U8Array, size: int, count: int) -> Coun
         if url.scheme == "redis":
             return RedisLoop(_as_it_comes(mine._connected()), url.options["prefix"])
         if url.scheme == "mooncake":
-            return MooncakeLoop(mine._link.client(), url.options["prefix"], memory)
+            return MooncakeLoop(mine._mooncake.client(), url.options["prefix"], memory)
         if url.scheme in ("s3", "gcs", "azure"):
             prefix = url.where.removeprefix("//").partition("/")[2]
             connections = int(url.options.get("connections", "32"))

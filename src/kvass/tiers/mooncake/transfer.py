@@ -20,7 +20,7 @@ WORTH_IT: Final = 128 << 10
 holds the object, and takes longer than the copy (records of 32 KiB: 1.8 times as long)."""
 
 
-class Parcel:
+class ObjectTransfer:
     """One record on its way: an object's name, our header, and the memory of both ends."""
 
     def __init__(self, name: str, header: Header, shards: Shards, direct: Callable[[Buffer], bool]):

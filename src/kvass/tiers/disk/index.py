@@ -4,7 +4,7 @@ Law of this file: pure bookkeeping. No I/O, no lock (its owner holds one around 
 object per record: columns per segment, and a directory of where each record lies.
 
 A slot is FREE; BUSY, being written or erased by the one who took it; READY, readable while pinned;
-DOOMED, READY once and forgotten while somebody reads it; or UNKNOWN, of an earlier life and not
+FORGOTTEN, READY once and forgotten while somebody reads it; or UNKNOWN, of an earlier life and not
 looked at yet. A segment that is *gone* has no record any more and is closed when its last user is.
 
 A record is found by a 60-bit fingerprint of its key. Two keys of one fingerprint push each other
@@ -20,16 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvass.tiers.directory import Directory
-from kvass.tiers.folder import NOTES_BYTES
-from kvass.tiers.segment import UNKNOWN as UNKNOWN_ENTRY
-from kvass.tiers.segment import SegmentFile, disk_bytes, most_slots
+from kvass.tiers.disk.fingerprints import Fingerprints
+from kvass.tiers.disk.reopen import NOTES_BYTES
+from kvass.tiers.disk.segment import UNKNOWN as UNKNOWN_ENTRY
+from kvass.tiers.disk.segment import SegmentFile, disk_bytes, most_slots
 from kvass.types import I64Array, U32Array, U64Array
 
 FREE: Final = 0
 BUSY: Final = 1
 READY: Final = 2
-DOOMED: Final = 3
+FORGOTTEN: Final = 3
 UNKNOWN: Final = 4
 
 _FOLDER_BYTES: Final = (16 << 10) + 2 * NOTES_BYTES
@@ -116,7 +116,7 @@ class _SizeClass:
         return int(oldest[0, 0])
 
 
-class Book:
+class DiskIndex:
     """All segments of one tier."""
 
     def __init__(self, capacity: int, clock: int) -> None:
@@ -125,15 +125,15 @@ class Book:
         self.spent = 0
         self.segments: dict[int, Segment] = {}
         self.dead: list[Segment] = []
-        """Gone and used by nobody: to be removed and closed, then ``buried``."""
+        """Gone and used by nobody: to be removed and closed, then ``removed``."""
         self._target = max(min(1 << 30, self.capacity // 16), self.capacity // 1024)
         self._classes: dict[int, _SizeClass] = {}
-        self._directory = Directory()
+        self._slots = Fingerprints()
         self._clock = clock
-        self._early: set[int] | None = None
+        self._changed: set[int] | None = None
 
     def __len__(self) -> int:
-        return len(self._directory)
+        return len(self._slots)
 
     def tick(self) -> int:
         """A stamp, and a sequence number, above all before."""
@@ -143,7 +143,7 @@ class Book:
     # ------------------------------------------------------------ records
 
     def holds(self, key: int) -> bool:
-        return key in self._directory
+        return key in self._slots
 
     def pin(self, key: int) -> Place | None:
         """Where the record is; it stays there until ``unpin``."""
@@ -156,10 +156,10 @@ class Book:
         return place
 
     def unpin(self, place: Place) -> bool:
-        """Whether the slot was doomed and nobody reads it now: BUSY, for the caller to erase."""
+        """Whether the slot was forgotten and nobody reads it now: BUSY, for the caller to erase."""
         segment, slot = place
         segment.pins[slot] -= 1
-        if segment.pins[slot] or segment.state[slot] != DOOMED or segment.gone:
+        if segment.pins[slot] or segment.state[slot] != FORGOTTEN or segment.gone:
             self._left(segment)
             return False
         segment.state[slot] = BUSY
@@ -168,11 +168,11 @@ class Book:
     def forget(self, key: int, at: Place | None = None) -> Place | None:
         """Drop a record (if it is still ``at`` that place); the slot for the caller to erase."""
         place = self._find(key)
-        if self._early is not None and at is None:
-            self._early.add(key)
+        if self._changed is not None and at is None:
+            self._changed.add(key)
         if place is None or at not in (None, place):
             return None
-        del self._directory[key]
+        del self._slots[key]
         return self._retire(place)
 
     def take(self, slot_bytes: int) -> Place | None:
@@ -195,7 +195,7 @@ class Book:
                 unused = segment.state[slot] == READY and not segment.pins[slot]
                 if unused and segment.stamp[slot] == stamp and not segment.gone:
                     key = int(segment.fingerprint[slot])
-                    del self._directory[key]
+                    del self._slots[key]
                     return self._busy(Place(segment, slot))
             if attempt == 1 and (other := self._older_segment(one, one.list_victims())):
                 one.victims = iter(())  # to be asked again, before one of its own leaves
@@ -203,16 +203,16 @@ class Book:
                 return other
         return None
 
-    def settle(self, place: Place, key: int, stamp: int) -> Place | None:
+    def publish(self, place: Place, key: int, stamp: int) -> Place | None:
         """A BUSY slot holds this record now. A slot to be erased, if there is one."""
         segment, slot = place
         if segment.gone:
             self._left(segment)
             return None
-        if self._early is not None:
-            self._early.add(key)
+        if self._changed is not None:
+            self._changed.add(key)
         old = self._find(key)
-        self._directory[key] = segment.file.number << 32 | slot
+        self._slots[key] = segment.file.number << 32 | slot
         segment.fingerprint[slot], segment.stamp[slot] = key, stamp
         segment.state[slot], segment.proven[slot] = READY, False
         segment.users -= 1
@@ -234,7 +234,7 @@ class Book:
         segment.push(slots)
 
     def _find(self, key: int) -> Place | None:
-        at = self._directory.get(key)
+        at = self._slots.get(key)
         return None if at is None else Place(self.segments[at >> 32], at & 0xFFFF_FFFF)
 
     def _busy(self, place: Place) -> Place:
@@ -245,7 +245,7 @@ class Book:
     def _retire(self, place: Place) -> Place | None:
         """A record that is in no index any more: erase it now (BUSY), or at its last unpin."""
         if place.segment.pins[place.slot]:
-            place.segment.state[place.slot] = DOOMED
+            place.segment.state[place.slot] = FORGOTTEN
             return None
         return self._busy(place)
 
@@ -291,7 +291,7 @@ class Book:
         assert not segment.gone, "a segment went twice"
         segment.gone = True
         for key in segment.fingerprint[segment.state == READY].tolist():
-            del self._directory[key]
+            del self._slots[key]
         del self.segments[segment.file.number]
         one = self._class_of(segment.file.slot_bytes)
         one.segments.remove(segment)
@@ -300,7 +300,7 @@ class Book:
         if not segment.users:
             self.dead.append(segment)
 
-    def buried(self, segment: Segment) -> None:
+    def removed(self, segment: Segment) -> None:
         """A dead segment's files are gone."""
         self.spent -= segment.file.bytes
 
@@ -315,19 +315,19 @@ class Book:
 
     # ------------------------------------------------------------ an earlier life
 
-    def begin_adopting(self) -> None:
+    def begin_recovery(self) -> None:
         """From here on remember what is stored and deleted: older records of it must not return."""
-        self._early = set()
+        self._changed = set()
         for segment in self.segments.values():
             segment.users += 1
 
-    def adopt(
+    def recover(
         self, segment: Segment, first: int, keys: U64Array, sequences: U64Array
     ) -> list[Place]:
         """Slots from ``first`` on hold these records (or 0: nothing). The ones to be erased."""
         if segment.gone:
             return []
-        assert self._early is not None, "adopting was not begun"
+        assert self._changed is not None, "adopting was not begun"
         assert not (keys == UNKNOWN_ENTRY).any(), "a slot nobody looked at"
         span = slice(first, first + len(keys))
         live = keys != 0
@@ -335,31 +335,31 @@ class Book:
         segment.state[span] = np.where(live, READY, FREE)
         self._give_back(segment, (np.flatnonzero(~live) + first)[::-1])
         self._clock = max(self._clock, int(segment.stamp[span].max(initial=0)))
-        losers: list[Place | None] = []
+        superseded: list[Place | None] = []
         base = segment.file.number << 32
         slots = (np.flatnonzero(live) + first).tolist()
         for key, slot in zip(keys[live].tolist(), slots, strict=True):
-            at = self._directory.setdefault(key, base | slot)
-            if at != base | slot or key in self._early:
-                losers.append(self._drop_older(key, Place(segment, slot)))
-        return [place for place in losers if place is not None]
+            at = self._slots.setdefault(key, base | slot)
+            if at != base | slot or key in self._changed:
+                superseded.append(self._drop_older(key, Place(segment, slot)))
+        return [place for place in superseded if place is not None]
 
     def _drop_older(self, key: int, found: Place) -> Place | None:
         """Of two records of one key the older one leaves, and one that this life replaced does."""
-        assert self._early is not None
+        assert self._changed is not None
         other = self._find(key)
         assert other is not None
-        replaced = key in self._early
+        replaced = key in self._changed
         if other == found:  # deleted in this life
-            del self._directory[key]
+            del self._slots[key]
         elif not replaced and found.segment.stamp[found.slot] > other.segment.stamp[other.slot]:
-            self._directory[key] = found.segment.file.number << 32 | found.slot
+            self._slots[key] = found.segment.file.number << 32 | found.slot
             found = other
         return self._retire(found)
 
-    def adopted(self, segment: Segment) -> None:
+    def recovered(self, segment: Segment) -> None:
         """All slots of a segment are known."""
         self._left(segment)
 
-    def end_adopting(self) -> None:
-        self._early = None
+    def end_recovery(self) -> None:
+        self._changed = None

@@ -22,7 +22,7 @@ _GIVE_UP: Final = 3
 """Requests in a row that met trouble, after which a batch begins no more."""
 
 
-class Crew:
+class WorkerPool:
     """``size`` threads that keep at most ``room`` bytes in memory, or one record that is larger.
 
     Trouble that takes ``long_s`` seconds to show ends a batch.

@@ -27,7 +27,7 @@ def slot_bytes(shards: Shards) -> int:
     return PAGE + sum(align_up(len(shard)) for shard in shards)
 
 
-def outgoing(page: Buffer, header: Header, shards: Shards) -> list[Buffer]:
+def to_write(page: Buffer, header: Header, shards: Shards) -> list[Buffer]:
     """What to write to the slot; ``page`` becomes the header's."""
     raw = encode_header(header)
     page[: len(raw)] = memoryview(raw)
@@ -40,13 +40,13 @@ def outgoing(page: Buffer, header: Header, shards: Shards) -> list[Buffer]:
     return [page, bounce]
 
 
-def incoming(page: Buffer, shards: Shards) -> list[Buffer]:
-    """Where to read the slot to; afterwards ``arrived``."""
+def to_read(page: Buffer, shards: Shards) -> list[Buffer]:
+    """Where to read the slot to; afterwards ``finish_read``."""
     return [page, *shards] if _aligned(shards) else [page, page_buffer(slot_bytes(shards) - PAGE)]
 
 
-def arrived(parts: list[Buffer], shards: Shards) -> None:
-    """Move what was read to ``incoming`` parts to where it belongs."""
+def finish_read(parts: list[Buffer], shards: Shards) -> None:
+    """Move what was read to ``to_read`` parts to where it belongs."""
     if not _aligned(shards):
         for shard, part in zip(shards, _cut(parts[1], shards), strict=True):
             shard[:] = part

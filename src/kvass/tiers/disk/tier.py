@@ -25,19 +25,19 @@ from typing import Final
 
 from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import Shards, check_batch, check_note
-from kvass.tiers.book import Book, Place, Segment, fingerprint
 from kvass.tiers.codec import Header, decode_header, payload_check
-from kvass.tiers.folder import (
+from kvass.tiers.disk.folder import Folder
+from kvass.tiers.disk.index import DiskIndex, Place, Segment, fingerprint
+from kvass.tiers.disk.reopen import (
     check_capacity,
     read_note,
     reopen_segments,
     write_note,
 )
+from kvass.tiers.disk.segment import UNKNOWN, SegmentFile
+from kvass.tiers.disk.slot import finish_read, page_buffer, slot_bytes, to_read, to_write
+from kvass.tiers.disk.workers import DiskWorkers
 from kvass.tiers.gate import Gate
-from kvass.tiers.hands import Hands
-from kvass.tiers.owned import Folder
-from kvass.tiers.segment import UNKNOWN, SegmentFile
-from kvass.tiers.slots import arrived, incoming, outgoing, page_buffer, slot_bytes
 from kvass.types import PAGE, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
@@ -84,7 +84,7 @@ class DiskTier:
     ) -> None:
         self._verify_always = verify_always
         self._direct = direct
-        self._book = Book(capacity, time.time_ns())
+        self._index = DiskIndex(capacity, time.time_ns())
         self._lock = threading.Lock()
         self._gate = Gate(str(folder))
         self._growing = threading.Lock()
@@ -92,23 +92,23 @@ class DiskTier:
         self._grow_after = 0.0
         self._scratch = _Scratch()
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
-        if not self._book.fits(2 * PAGE):
+        if not self._index.fits(2 * PAGE):
             raise ConfigError(f"{folder}: a capacity of {Size(capacity)} holds not one row")
         self._folder = Folder(Path(folder))
         try:
             self._folder.lock()
             check_capacity(self._folder, capacity)
-            found, self._number = reopen_segments(self._folder, self._book.capacity, direct)
+            found, self._number = reopen_segments(self._folder, self._index.capacity, direct)
         except BaseException:
             self._folder.close()
             raise
         self._checked = time.monotonic()
         for file in found:
-            self._book.add(Segment(file, fresh=False), reserved=False)
-        self._hands = Hands(threads, str(folder))
-        self._book.begin_adopting()
-        self._adopting = threading.Thread(target=self._adopt, name="kvass-disk-index")
-        self._adopting.start()
+            self._index.add(Segment(file, fresh=False), reserved=False)
+        self._workers = DiskWorkers(threads, str(folder))
+        self._index.begin_recovery()
+        self._recovering = threading.Thread(target=self._recover, name="kvass-disk-index")
+        self._recovering.start()
 
     # ------------------------------------------------------------ the protocol
 
@@ -116,20 +116,20 @@ class DiskTier:
         """Which are held; from memory."""
         check_batch(keys)
         with self._call(), self._lock:
-            return [self._book.holds(fingerprint(key)) for key in keys]
+            return [self._index.holds(fingerprint(key)) for key in keys]
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
         """See ``Tier.load``."""
         check_batch(keys, into)
         with self._call():
-            return self._hands.each(lambda i: self._load(keys[i], into[i]), range(len(keys)))
+            return self._workers.each(lambda i: self._load(keys[i], into[i]), range(len(keys)))
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         """See ``Tier.store``. Of a key's several records in one batch only the last is written."""
         check_batch(keys, data)
         last = {key: i for i, key in enumerate(keys)}
         with self._call():
-            done = self._hands.each(lambda i: self._store(keys[i], data[i]), list(last.values()))
+            done = self._workers.each(lambda i: self._store(keys[i], data[i]), list(last.values()))
         held = dict(zip(last, done, strict=True))
         return [held[key] for key in keys]
 
@@ -139,7 +139,7 @@ class DiskTier:
         with self._call():
             for key in keys:
                 with self._lock:
-                    place = self._book.forget(fingerprint(key))
+                    place = self._index.forget(fingerprint(key))
                 if place is not None:
                     self._erase(place)
 
@@ -147,16 +147,16 @@ class DiskTier:
         """See ``Tier.clear``."""
         with self._call(now=True):
             with self._lock:
-                gone = list(self._book.segments.values())
+                gone = list(self._index.segments.values())
                 for segment in gone:
-                    self._book.drop(segment)
+                    self._index.drop(segment)
             try:
                 for segment in gone:  # even of those that are still read: their names go now
                     segment.file.unlink()
             except OSError as error:
                 raise TierDown(f"{self._folder.path}: {error.strerror}") from error
             finally:
-                self._bury()
+                self._remove_dead()
 
     def note(self, name: str) -> bytes | None:
         """See ``Tier.note``. A damaged one is none."""
@@ -179,12 +179,12 @@ class DiskTier:
     def close(self) -> None:
         """See ``Tier.close``."""
         first = self._gate.shut()
-        self._adopting.join()
+        self._recovering.join()
         if not first:
             return
-        self._hands.close()
-        self._bury()
-        for segment in self._book.segments.values():
+        self._workers.close()
+        self._remove_dead()
+        for segment in self._index.segments.values():
             segment.file.close()
         self._folder.close()
 
@@ -206,20 +206,20 @@ class DiskTier:
     @property
     def indexing(self) -> bool:
         """Whether records of earlier lives are still being found."""
-        return self._adopting.is_alive()
+        return self._recovering.is_alive()
 
     def wait_indexed(self) -> None:
         """Return when all that earlier lives left is found."""
-        self._adopting.join()
+        self._recovering.join()
 
     def report(self) -> dict[str, int]:
         """Records, segments, bytes, and what went wrong how often since opening."""
         with self._lock:
             return {
-                "records": len(self._book),
-                "segments": len(self._book.segments),
-                "bytes": self._book.spent,
-                "capacity_bytes": self._book.capacity,
+                "records": len(self._index),
+                "segments": len(self._index.segments),
+                "bytes": self._index.spent,
+                "capacity_bytes": self._index.capacity,
                 "indexing": self.indexing,
                 **self._counts,
             }
@@ -228,7 +228,7 @@ class DiskTier:
 
     def _load(self, key: bytes, into: Shards) -> bool:
         with self._lock:
-            place = self._book.pin(fingerprint(key))
+            place = self._index.pin(fingerprint(key))
         if place is None:
             return False
         fault = "read_errors"
@@ -239,11 +239,11 @@ class DiskTier:
                 if fault:
                     self._counts[fault] += 1
                 if fault in ("damaged", "read_errors"):  # unless another took its place
-                    self._book.forget(fingerprint(key), place)
-                doomed = self._book.unpin(place)
-            if doomed:
+                    self._index.forget(fingerprint(key), place)
+                forgotten = self._index.unpin(place)
+            if forgotten:
                 self._erase(place)
-            self._bury()
+            self._remove_dead()
         return not fault
 
     def _read(self, place: Place, key: bytes, into: Shards) -> str:
@@ -251,7 +251,7 @@ class DiskTier:
         segment, slot = place
         if slot_bytes(into) != segment.file.slot_bytes:
             return "mismatched"
-        parts = incoming(self._scratch.page, into)
+        parts = to_read(self._scratch.page, into)
         if not segment.file.read(slot, parts):
             return "damaged"
         header = decode_header(parts[0].data)
@@ -259,7 +259,7 @@ class DiskTier:
             return "damaged"
         if header.lengths != tuple(map(len, into)):
             return "mismatched"
-        arrived(parts, into)
+        finish_read(parts, into)
         if self._verify_always or not segment.proven[slot]:
             if payload_check(into) != header.payload_check:
                 return "damaged"
@@ -273,24 +273,24 @@ class DiskTier:
         segment, slot = place
         number = fingerprint(key)
         with self._lock:
-            stamp = self._book.tick()
+            stamp = self._index.tick()
         try:
             lengths = tuple(map(len, shards))
             header = Header(key, lengths, stamp, payload_check(shards))
             segment.file.forget(slot)
-            segment.file.write(slot, outgoing(self._scratch.page, header, shards))
+            segment.file.write(slot, to_write(self._scratch.page, header, shards))
             segment.file.note(slot, number, stamp)
         except OSError:
             with self._lock:
                 self._counts["write_errors"] += 1
-                self._book.release(place)
-            self._bury()
+                self._index.release(place)
+            self._remove_dead()
             raise
         with self._lock:
-            old = self._book.settle(place, number, stamp)
+            old = self._index.publish(place, number, stamp)
         if old is not None:
             self._erase(old)
-        self._bury()
+        self._remove_dead()
         return not segment.gone
 
     def _erase(self, place: Place) -> None:
@@ -301,32 +301,32 @@ class DiskTier:
             failed = 1
         with self._lock:
             self._counts["write_errors"] += failed
-            self._book.release(place)
-        self._bury()
+            self._index.release(place)
+        self._remove_dead()
 
     # ------------------------------------------------------------ room
 
     def _room(self, size: int) -> Place | None:
         """A slot of that size, BUSY: a free one, else of a new segment, else of an old record."""
-        if size > _MOST_BYTES or not self._book.fits(size):
+        if size > _MOST_BYTES or not self._index.fits(size):
             self._refuse(size)
             return None
         with self._lock:
-            if place := self._book.take(size):
+            if place := self._index.take(size):
                 return place
         with self._growing:  # one thread makes room, and none makes it twice
             while True:
                 with self._lock:
-                    if place := self._book.take(size):
+                    if place := self._index.take(size):
                         return place
                     may_grow = time.monotonic() >= self._grow_after
-                    slots = self._book.reserve(size) if may_grow else 0
-                    made = None if slots else self._book.evict(size)
+                    slots = self._index.reserve(size) if may_grow else 0
+                    made = None if slots else self._index.evict(size)
                     self._counts["evicted"] += made is not None
                     self._counts["full"] += made is None and not slots
                 if slots:
                     self._grow(size, slots)
-                elif not isinstance(made, Segment) or not self._bury():
+                elif not isinstance(made, Segment) or not self._remove_dead():
                     return made if isinstance(made, Place) else None
 
     def _refuse(self, size: int) -> None:
@@ -347,61 +347,61 @@ class DiskTier:
             _log.warning("%s: no new segment: %s", self._folder.path, error.strerror)
             self._grow_after = time.monotonic() + _GROW_AGAIN_S
             with self._lock:
-                self._book.unreserve(size, slots)
+                self._index.unreserve(size, slots)
                 self._counts["write_errors"] += 1
         else:
             with self._lock:
-                self._book.add(Segment(file, fresh=True))
+                self._index.add(Segment(file, fresh=True))
 
-    def _bury(self) -> bool:
+    def _remove_dead(self) -> bool:
         """Remove what is dead, and give its bytes back; whether the disk let us."""
-        if not self._book.dead:
+        if not self._index.dead:
             return True
         with self._lock:
-            dead, self._book.dead = self._book.dead, []
+            dead, self._index.dead = self._index.dead, []
         for i, segment in enumerate(dead):
             try:
                 segment.file.unlink()
             except OSError as error:
                 _log.warning("%s: cannot remove a segment: %s", self._folder.path, error.strerror)
                 with self._lock:
-                    self._book.dead += dead[i:]
+                    self._index.dead += dead[i:]
                 return False
             segment.file.close()
             with self._lock:
-                self._book.buried(segment)
+                self._index.removed(segment)
         return True
 
     # ------------------------------------------------------------ an earlier life
 
-    def _adopt(self) -> None:
+    def _recover(self) -> None:
         """Find what earlier lives left. Runs in a thread of its own."""
         with self._lock:
-            segments = list(self._book.segments.values())
+            segments = list(self._index.segments.values())
         for segment in segments:
             try:
-                self._adopt_segment(segment)
+                self._recover_segment(segment)
             except OSError as error:
                 _log.warning("%s: a segment is lost: %s", self._folder.path, error)
                 with self._lock:
                     self._counts["read_errors"] += 1
                     if not segment.gone:
-                        self._book.drop(segment)
+                        self._index.drop(segment)
             with self._lock:
-                self._book.adopted(segment)
-            self._bury()
+                self._index.recovered(segment)
+            self._remove_dead()
         with self._lock:
-            self._book.end_adopting()
+            self._index.end_recovery()
 
-    def _adopt_segment(self, segment: Segment) -> None:
+    def _recover_segment(self, segment: Segment) -> None:
         for first, keys, sequences in segment.file.table():
             if self._gate.shutting or segment.gone:
                 return
             for i in (keys == UNKNOWN).nonzero()[0].tolist():
                 keys[i], sequences[i] = self._ask(segment, first + i)
             with self._lock:
-                losers = self._book.adopt(segment, first, keys, sequences)
-            for place in losers:
+                superseded = self._index.recover(segment, first, keys, sequences)
+            for place in superseded:
                 self._erase(place)
 
     def _ask(self, segment: Segment, slot: int) -> tuple[int, int]:

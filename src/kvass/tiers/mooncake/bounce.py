@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvass.tiers.base import Buffer
-from kvass.tiers.slots import page_buffer
+from kvass.tiers.disk.slot import page_buffer
 
 
-class Bounce:
+class BounceBuffer:
     """``memory`` begins at a page; so does no piece of it in particular."""
 
     def __init__(self, size: int) -> None:

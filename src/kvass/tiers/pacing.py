@@ -21,9 +21,9 @@ from typing import Final
 
 from kvass.tiers.base import Buffer
 
-CHECKED: Final = 512 << 10
+CHECKSUM_BYTES: Final = 512 << 10
 """Bytes: a checksum of so much takes some 50 us."""
-MOVED: Final = 4 << 20
+IO_BYTES: Final = 4 << 20
 """Bytes by one system call. Halving it gains nothing more; a device has enough to do with it."""
 
 _SHARE: Final = 0.25
@@ -34,29 +34,29 @@ _LONGEST_S: Final = 0.0002
 0.0005), and what a lookup's p99 loses by it is too little to be measured."""
 
 
-class _Mine(threading.local):
+class _PerThread(threading.local):
     until = 0.0
     """When this thread gives way again."""
 
 
-_mine = _Mine()
+_thread = _PerThread()
 
 
-def give_way() -> None:
+def yield_cpu() -> None:
     """Whoever waits for this processor has it now; releases the GIL.
 
     After it took long to come back, the processor is ours for a share of that.
     """
     before = time.monotonic()
-    if before >= _mine.until:
+    if before >= _thread.until:
         os.sched_yield()
         after = time.monotonic()
-        _mine.until = after + min((after - before) * _SHARE, _LONGEST_S)
+        _thread.until = after + min((after - before) * _SHARE, _LONGEST_S)
 
 
-def in_turns(data: Buffer, size: int) -> Iterator[memoryview]:
+def paced(data: Buffer, size: int) -> Iterator[memoryview]:
     """``data`` in parts of at most ``size`` bytes; gives way before each but the first."""
     for at in range(0, len(data), size):
         if at:
-            give_way()
+            yield_cpu()
         yield data[at : at + size].data

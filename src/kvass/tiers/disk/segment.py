@@ -29,9 +29,9 @@ import xxhash
 
 from kvass.errors import ConfigError
 from kvass.tiers.base import Buffer
-from kvass.tiers.owned import Folder
-from kvass.tiers.slots import page_buffer
-from kvass.tiers.turns import MOVED, give_way
+from kvass.tiers.disk.folder import Folder
+from kvass.tiers.disk.slot import page_buffer
+from kvass.tiers.pacing import IO_BYTES, yield_cpu
 from kvass.types import PAGE, U64Array, align_up
 
 FORMAT: Final = 1
@@ -258,7 +258,7 @@ def _move(
     done = 0
     for turn in _turns(parts):
         if done:
-            give_way()
+            yield_cpu()
         moved = call(fd, turn, at + done)
         done += moved
         if moved != sum(map(len, turn)):
@@ -267,9 +267,9 @@ def _move(
 
 
 def _turns(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:
-    """The parts' bytes in order, ``MOVED`` at a time: what was page-aligned stays so."""
+    """The parts' bytes in order, ``IO_BYTES`` at a time: what was page-aligned stays so."""
     turn: list[memoryview] = []
-    room = MOVED
+    room = IO_BYTES
     for part in parts:
         left = part.data
         while left:
@@ -278,7 +278,7 @@ def _turns(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:
             room -= len(turn[-1])
             if not room:
                 yield turn
-                turn, room = [], MOVED
+                turn, room = [], IO_BYTES
     if turn:
         yield turn
 

@@ -25,21 +25,21 @@ import numpy as np
 
 from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Buffer, Shards, check_batch, check_note
-from kvass.tiers.bounce import Bounce
 from kvass.tiers.codec import Header
 from kvass.tiers.gate import Gate
-from kvass.tiers.mooncake_link import (
+from kvass.tiers.mooncake.bounce import BounceBuffer
+from kvass.tiers.mooncake.client import (
     ABSENT,
     LEASE_OVER,
     NO_ROOM,
     OTHER_SIZE,
-    Link,
+    MooncakeClient,
     Settings,
     lasting,
     meaning,
     plain,
 )
-from kvass.tiers.parcel import Parcel
+from kvass.tiers.mooncake.transfer import ObjectTransfer
 from kvass.types import Size
 
 _log = logging.getLogger("kvass.tiers")
@@ -81,8 +81,8 @@ class MooncakeTier:
         self._name = name
         self._prefix = prefix
         self._gate = Gate(name)
-        self._bounce = Bounce(bounce)
-        self._link = Link(name, settings, self._bounce.memory)
+        self._bounce = BounceBuffer(bounce)
+        self._mooncake = MooncakeClient(name, settings, self._bounce.memory)
         self._storing: set[str] = set()
         self._stored = threading.Condition()
         self._noting = threading.Lock()
@@ -94,13 +94,13 @@ class MooncakeTier:
     def register_memory(self, buffer: Buffer) -> None:
         """Buffers inside go straight from now on. The memory must stay until ``close`` is over."""
         with self._gate.call():
-            self._link.announce(buffer)
+            self._mooncake.announce(buffer)
 
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
         """Which the master knows of; one round trip."""
         check_batch(keys)
         with self._gate.call():
-            client = self._link.client()
+            client = self._mooncake.client()
             codes = client.batch_is_exist([self._record(key) for key in keys]) if keys else []
             trouble = "the master does not tell"
             return self._judged([trouble if code < 0 else code == 1 for code in codes])
@@ -110,7 +110,7 @@ class MooncakeTier:
         check_batch(keys, into)
         with self._gate.call():
             pairs = zip(keys, into, strict=True)
-            wanted = [self._parcel(self._record(key), key, shards) for key, shards in pairs]
+            wanted = [self._transfer(self._record(key), key, shards) for key, shards in pairs]
             return self._judged(self._in_groups(wanted, self._fetch))
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
@@ -118,8 +118,8 @@ class MooncakeTier:
         check_batch(keys, data)
         with self._gate.call():
             last = dict(zip(keys, data, strict=True))
-            parcels = [self._parcel(self._record(key), key, last[key], 1) for key in last]
-            done = dict(zip(last, self._in_groups(parcels, self._put), strict=True))
+            transfers = [self._transfer(self._record(key), key, last[key], 1) for key in last]
+            done = dict(zip(last, self._in_groups(transfers, self._put), strict=True))
             return self._judged([done[key] for key in keys])
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -133,7 +133,7 @@ class MooncakeTier:
         """Forget all under our prefix, whoever stored it."""
         with self._gate.call():
             pattern = "^" + re.sub(r"([./-])", r"\\\1", self._prefix) + "r:"
-            code = self._link.client().remove_by_regex(pattern, True)
+            code = self._mooncake.client().remove_by_regex(pattern, True)
             if code < 0:
                 raise TierDown(f"{self._name}: {meaning(code)}")
 
@@ -150,8 +150,8 @@ class MooncakeTier:
         shard[: 2 + len(value)] = memoryview(len(value).to_bytes(2, "little") + value)
         with self._gate.call(), self._noting:
             number = self._newest(name)[0] + 1
-            parcel = self._parcel(self._note(name, number % 2), name.encode(), [shard], number)
-            [answer] = self._in_groups([parcel], self._put_lasting)
+            transfer = self._transfer(self._note(name, number % 2), name.encode(), [shard], number)
+            [answer] = self._in_groups([transfer], self._put_lasting)
             if not isinstance(answer, Header):
                 raise TierDown(f"{self._name}: {answer or meaning(NO_ROOM)}")
 
@@ -159,7 +159,7 @@ class MooncakeTier:
         """See ``Tier.close``. With it goes the memory that we contributed, and what lay in it."""
         if self._gate.shut():
             self._helpers.shutdown()
-            self._link.close()
+            self._mooncake.close()
 
     # ------------------------------------------------------------ names
 
@@ -172,8 +172,10 @@ class MooncakeTier:
 
     def _newest(self, name: str) -> tuple[int, bytes | None]:
         room = np.zeros((2, _NOTE), np.uint8)
-        parcels = [self._parcel(self._note(name, i), name.encode(), [room[i]]) for i in range(2)]
-        answers = self._in_groups(parcels, self._fetch)
+        transfers = [
+            self._transfer(self._note(name, i), name.encode(), [room[i]]) for i in range(2)
+        ]
+        answers = self._in_groups(transfers, self._fetch)
         found = [(a.sequence, i) for i, a in enumerate(answers) if isinstance(a, Header)]
         for answer in answers:
             if isinstance(answer, str):  # it may be the newer one
@@ -186,18 +188,18 @@ class MooncakeTier:
 
     # ------------------------------------------------------------ in groups
 
-    def _parcel(self, name: str, key: bytes, shards: Shards, sequence: int = 0) -> Parcel:
+    def _transfer(self, name: str, key: bytes, shards: Shards, sequence: int = 0) -> ObjectTransfer:
         header = Header(key, tuple(map(len, shards)), sequence, 0)
-        return Parcel(name, header, shards, self._link.direct)
+        return ObjectTransfer(name, header, shards, self._mooncake.direct)
 
     def _in_groups(
-        self, parcels: list[Parcel], move: Callable[[list[Parcel]], list[Answer]]
+        self, transfers: list[ObjectTransfer], move: Callable[[list[ObjectTransfer]], list[Answer]]
     ) -> list[Answer]:
         """``move`` of neighbours that are not too much at a time.
 
         Two groups at a time: while one is on the wire the checksums of the other are made.
         """
-        groups = list(self._groups(parcels))
+        groups = list(self._groups(transfers))
         left = iter(enumerate(groups))
         answers: list[list[Answer]] = [[]] * len(groups)
         lost: list[Answer] = []
@@ -219,33 +221,33 @@ class MooncakeTier:
         return [answer for group in answers for answer in group]
 
     def _moved(
-        self, group: list[Parcel], move: Callable[[list[Parcel]], list[Answer]]
+        self, group: list[ObjectTransfer], move: Callable[[list[ObjectTransfer]], list[Answer]]
     ) -> list[Answer]:
         """``move`` with room to lie in."""
-        need = sum(parcel.head + parcel.bounced for parcel in group)
+        need = sum(transfer.head + transfer.bounced for transfer in group)
         if need > len(self._bounce.memory):  # then it is one
             self._say_once("a record needs more than the bounce buffer: give bounce=SIZE")
             return [None]
         with self._bounce.piece(need) as room:
             at = 0
-            for parcel in group:
-                parcel.lie(room[at : at + parcel.head + parcel.bounced])
-                at += parcel.head + parcel.bounced
+            for transfer in group:
+                transfer.lie(room[at : at + transfer.head + transfer.bounced])
+                at += transfer.head + transfer.bounced
             answers = move(group)
         with self._counting:
-            self.bounced_bytes += sum(parcel.bounced for parcel in group)
+            self.bounced_bytes += sum(transfer.bounced for transfer in group)
         return answers
 
-    def _groups(self, parcels: list[Parcel]) -> Iterator[list[Parcel]]:
-        group: list[Parcel] = []
+    def _groups(self, transfers: list[ObjectTransfer]) -> Iterator[list[ObjectTransfer]]:
+        group: list[ObjectTransfer] = []
         size = bounced = 0
-        for parcel in parcels:
-            size, bounced = size + parcel.size, bounced + parcel.head + parcel.bounced
+        for transfer in transfers:
+            size, bounced = size + transfer.size, bounced + transfer.head + transfer.bounced
             full = size > _GROUP_BYTES or bounced > len(self._bounce.memory) // 2
             if group and (full or len(group) == _GROUP_RECORDS):
                 yield group
-                group, size, bounced = [], parcel.size, parcel.head + parcel.bounced
-            group.append(parcel)
+                group, size, bounced = [], transfer.size, transfer.head + transfer.bounced
+            group.append(transfer)
         if group:
             yield group
 
@@ -259,63 +261,65 @@ class MooncakeTier:
 
     # ------------------------------------------------------------ objects
 
-    def _fetch(self, parcels: list[Parcel]) -> list[Answer]:
+    def _fetch(self, transfers: list[ObjectTransfer]) -> list[Answer]:
         """Load them; what is found damaged twice is removed, so that it can be stored again."""
-        client = self._link.client()
-        answers: list[Answer] = [None] * len(parcels)
-        left = list(range(len(parcels)))
+        client = self._mooncake.client()
+        answers: list[Answer] = [None] * len(transfers)
+        left = list(range(len(transfers)))
         for _ in range(2):
-            asked = [parcels[i] for i in left]
+            asked = [transfers[i] for i in left]
             codes = client.batch_get_into_multi_buffers(*_requests(asked))
             damaged = []
-            for i, parcel, code in zip(left, asked, codes, strict=True):
-                found = parcel.found() if code in (parcel.size, LEASE_OVER) else None
-                if found is not None and found.lengths != parcel.header.lengths:
+            for i, transfer, code in zip(left, asked, codes, strict=True):
+                found = transfer.found() if code in (transfer.size, LEASE_OVER) else None
+                if found is not None and found.lengths != transfer.header.lengths:
                     answers[i] = None
-                elif found is not None and parcel.arrive(found):
+                elif found is not None and transfer.arrive(found):
                     answers[i] = found
-                elif code == parcel.size:
+                elif code == transfer.size:
                     damaged.append(i)
                 else:
-                    answers[i] = self._why_not(parcel, code)
+                    answers[i] = self._why_not(transfer, code)
             if not (left := damaged):
                 return answers
-        self._remove([parcels[i].name for i in left])
+        self._remove([transfers[i].name for i in left])
         return answers
 
-    def _why_not(self, parcel: Parcel, code: int) -> str | None:
+    def _why_not(self, transfer: ObjectTransfer, code: int) -> str | None:
         """An object of another size is a miss; the library does not say that it is."""
         if code in ABSENT or code >= 0:
             return None
-        size = self._link.client().get_size(parcel.name) if code in OTHER_SIZE else parcel.size
-        return meaning(code) if size == parcel.size else None
+        size = (
+            self._mooncake.client().get_size(transfer.name) if code in OTHER_SIZE else transfer.size
+        )
+        return meaning(code) if size == transfer.size else None
 
-    def _put(self, parcels: list[Parcel]) -> list[Answer]:
-        return self._replace(parcels, plain())
+    def _put(self, transfers: list[ObjectTransfer]) -> list[Answer]:
+        return self._replace(transfers, plain())
 
-    def _put_lasting(self, parcels: list[Parcel]) -> list[Answer]:
-        return self._replace(parcels, lasting(_NOTE_COPIES))
+    def _put_lasting(self, transfers: list[ObjectTransfer]) -> list[Answer]:
+        return self._replace(transfers, lasting(_NOTE_COPIES))
 
-    def _replace(self, parcels: list[Parcel], how: Any) -> list[Answer]:
+    def _replace(self, transfers: list[ObjectTransfer], how: Any) -> list[Answer]:
         """Put those that are not there already; what another thread puts just now is waited for."""
-        client = self._link.client()
-        for parcel in parcels:
-            parcel.sign()
-        names = [parcel.name for parcel in parcels]
+        client = self._mooncake.client()
+        for transfer in transfers:
+            transfer.sign()
+        names = [transfer.name for transfer in transfers]
         with self._alone(names):
             there = client.batch_is_exist(names)
             if all(code < 0 for code in there):
-                return ["the master does not tell"] * len(parcels)
-            answers = self._unlike([p for p, code in zip(parcels, there, strict=True) if code])
+                return ["the master does not tell"] * len(transfers)
+            answers = self._unlike([p for p, code in zip(transfers, there, strict=True) if code])
             todo = []
-            for parcel in parcels:
-                if answers.setdefault(parcel.name, None) is None:
-                    parcel.depart()
-                    todo.append(parcel)
+            for transfer in transfers:
+                if answers.setdefault(transfer.name, None) is None:
+                    transfer.depart()
+                    todo.append(transfer)
             for _ in range(_ROOM_TRIES):
                 codes = client.batch_put_from_multi_buffers(*_requests(todo), how) if todo else []
-                for parcel, code in zip(todo, codes, strict=True):
-                    answers[parcel.name] = _kept(parcel, code)
+                for transfer, code in zip(todo, codes, strict=True):
+                    answers[transfer.name] = _kept(transfer, code)
                 todo = [p for p, code in zip(todo, codes, strict=True) if code == NO_ROOM]
                 if not todo:
                     break
@@ -324,23 +328,23 @@ class MooncakeTier:
                 self._say_once(meaning(NO_ROOM))
             return [answers[name] for name in names]
 
-    def _unlike(self, parcels: list[Parcel]) -> dict[str, Answer]:
+    def _unlike(self, transfers: list[ObjectTransfer]) -> dict[str, Answer]:
         """Of objects that exist: held, if of our size and header, else removed, or trouble."""
-        sizes = self._link.sizes([p.name for p in parcels])
-        alike = [p for p in parcels if sizes.get(p.name) == p.size]
+        sizes = self._mooncake.sizes([p.name for p in transfers])
+        alike = [p for p in transfers if sizes.get(p.name) == p.size]
         heads = [(p.name, p.addresses[0], p.head) for p in alike]
         answers: dict[str, Answer] = {
             p.name: p.header
-            for p, read in zip(alike, self._link.read_beginnings(heads), strict=True)
+            for p, read in zip(alike, self._mooncake.read_beginnings(heads), strict=True)
             if read and p.same_head()
         }
-        others = [p.name for p in parcels if p.name not in answers]
+        others = [p.name for p in transfers if p.name not in answers]
         removed = zip(others, self._remove(others), strict=True)
         return answers | {name: trouble for name, trouble in removed if trouble}
 
     def _remove(self, names: list[str]) -> list[str]:
         """What keeps each from going, if anything; a lease, which each reader takes, does not."""
-        codes = self._link.client().batch_remove(names, True) if names else []
+        codes = self._mooncake.client().batch_remove(names, True) if names else []
         return ["" if code == 0 or code in ABSENT else meaning(code) for code in codes]
 
     @contextmanager
@@ -362,13 +366,19 @@ class MooncakeTier:
             _log.warning("%s: %s", self._name, text)
 
 
-def _requests(parcels: list[Parcel]) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    return [p.name for p in parcels], [p.addresses for p in parcels], [p.sizes for p in parcels]
+def _requests(
+    transfers: list[ObjectTransfer],
+) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    return (
+        [p.name for p in transfers],
+        [p.addresses for p in transfers],
+        [p.sizes for p in transfers],
+    )
 
 
-def _kept(parcel: Parcel, code: int) -> Answer:
+def _kept(transfer: ObjectTransfer, code: int) -> Answer:
     if code == 0:
-        return parcel.header
+        return transfer.header
     return None if code == NO_ROOM else meaning(code)
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from kvass.errors import TierDown
 
 
-class Hands:
+class DiskWorkers:
     """``size`` threads that work on the disk which errors call ``name``."""
 
     def __init__(self, size: int, name: str) -> None:

@@ -15,8 +15,8 @@ import msgspec
 import xxhash
 
 from kvass.errors import ConfigError
-from kvass.tiers.owned import Folder
-from kvass.tiers.segment import SEGMENT, TABLE, SegmentFile
+from kvass.tiers.disk.folder import Folder
+from kvass.tiers.disk.segment import SEGMENT, TABLE, SegmentFile
 from kvass.types import Size
 
 NOTES_BYTES: Final = 32 << 10

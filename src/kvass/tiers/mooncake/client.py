@@ -91,7 +91,7 @@ class Settings(msgspec.Struct, frozen=True):
     timeout_s: int
 
 
-class Link:
+class MooncakeClient:
     """The client, the memory that it may use directly, and what is wrong with it."""
 
     def __init__(self, name: str, settings: Settings, bounce: Buffer) -> None:

@@ -67,7 +67,7 @@ class _Table:
         self.keys, self.values, self.mask = bigger.keys, bigger.values, bigger.mask
 
 
-class Directory:
+class Fingerprints:
     """Fingerprint (1 .. 2**64 - 1) -> value (0 .. 2**64 - 1)."""
 
     def __init__(self) -> None:
