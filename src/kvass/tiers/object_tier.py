@@ -51,7 +51,8 @@ TROUBLE: Final = (BaseError, OSError)
 
 
 class ObjectTier:
-    """``Tier`` over a store of obstore. ``bulk``: it deletes many at once, and minds no absent."""
+    """``Tier`` over a store of obstore. ``deletes_many``: it deletes many in one
+    request, and does not mind absent ones."""
 
     def __init__(
         self,
@@ -61,13 +62,13 @@ class ObjectTier:
         prefix: str,
         connections: int,
         timeout_s: int,
-        bulk: bool,
+        deletes_many: bool,
     ) -> None:
         self._name = name
         self._store = store
         self._records = f"{prefix}/records"
         self._notes = f"{prefix}/notes"
-        self._at_once = _BULK if bulk else 1
+        self._at_once = _BULK if deletes_many else 1
         self._pool = WorkerPool(name, connections, _ROOM_BYTES, timeout_s)
         self._gate = Gate(name)
         self._bucket_seen = False
@@ -221,10 +222,10 @@ class ObjectTier:
 
     def _down(self, error: Exception) -> TierDown:
         self._bucket_seen = False
-        return TierDown(f"{self._name}: {said(error)}")
+        return TierDown(f"{self._name}: {error_line(error)}")
 
 
-def said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """What went wrong, in one line that a status has room for, and nothing of a request but the
     server: a query or a longer answer may repeat a signature, and a key is long."""
     text, _, debug = str(error).partition("\n\nDebug source")

@@ -33,6 +33,7 @@ from kvass.tiers.codec import Header, decode_header, encode_header, header_bytes
 from kvass.tiers.cut import MAX_HEAD_BYTES, NONCE_BYTES, Head, cut, decode_head
 from kvass.tiers.gate import Gate
 from kvass.tiers.kept import Kept
+from kvass.tiers.options import RedisOptions
 from kvass.tiers.piece import size_of, unpack
 from kvass.tiers.url import shown
 
@@ -373,56 +374,31 @@ def _groups(data: Sequence[Shards]) -> Iterator[range]:
         yield range(first, len(data))
 
 
-def open_redis(
-    where: str,
-    *,
-    db: str = "0",
-    prefix: str = "kvass:",
-    ttl_s: str = "0",
-    timeout_s: str = "5",
-    username: str = "",
-    password: str = "",
-    tls: str = "no",
-    cluster: str = "no",
-) -> RedisTier:
-    """``redis:HOST[:PORT]?...``, ``redis:/path/of/socket?...``; ``ConfigError``, connects nowhere.
-
-    ``ttl_s=0``: records stay until the server evicts them.
-    """
+def open_redis(where: str, options: RedisOptions) -> RedisTier:
+    """``redis:HOST[:PORT]?...``, ``redis:/path/of/socket?...``. Raises ``ConfigError``."""
     name = f"redis:{where}"
     if "@" in where or where.startswith("//"):
         raise ConfigError(
             f"{shown(name)}: write redis:HOST:PORT?username=...&password=... instead of a URL"
         )
-    numbers = {"db": db, "ttl_s": ttl_s, "timeout_s": timeout_s}
-    for option, text in numbers.items():
-        if not text.isdecimal() or len(text) > 9 or (option == "timeout_s" and int(text) == 0):
-            raise ConfigError(f"{name}: {option}: {text!r} is no such number")
-    for option, text in (("tls", tls), ("cluster", cluster)):
-        if text not in ("yes", "no"):
-            raise ConfigError(f"{name}: {option}: {text!r} is neither yes nor no")
-    if not prefix:
-        raise ConfigError(f"{name}: prefix: give one, or a clear would empty what is not ours")
-    if cluster == "yes" and db != "0":
-        raise ConfigError(f"{name}: db: a cluster has none but 0")
-    options: dict[str, Any] = {
-        "username": username or None,
-        "password": password or None,
-        "socket_timeout": int(timeout_s),
-        "socket_connect_timeout": int(timeout_s),
+    settings: dict[str, Any] = {
+        "username": options.username or None,
+        "password": options.password or None,
+        "socket_timeout": options.timeout_s,
+        "socket_connect_timeout": options.timeout_s,
         "protocol": 2,  # whose refusals say what is wrong
         "retry": Retry(NoBackoff(), 1),  # a connection that the server closed while it was idle
-        **_address(name, where, tls == "yes"),
+        **_address(name, where, options.tls),
     }
-    if cluster == "yes" and "unix_socket_path" in options:
+    if options.cluster and "unix_socket_path" in settings:
         raise ConfigError(f"{name}: cluster: a cluster is reached by host and port")
 
     def connect() -> Any:
-        if cluster == "yes":
-            return RedisCluster(**options)
-        return _sending_in_pieces(redis.Redis(db=int(db), **options))
+        if options.cluster:
+            return RedisCluster(**settings)
+        return _sending_in_pieces(redis.Redis(db=options.db, **settings))
 
-    return RedisTier(name, connect, prefix=prefix, ttl_s=int(ttl_s))
+    return RedisTier(name, connect, prefix=options.prefix, ttl_s=options.ttl_s)
 
 
 def _sending_in_pieces(client: redis.Redis) -> redis.Redis:

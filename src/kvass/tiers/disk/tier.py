@@ -38,11 +38,11 @@ from kvass.tiers.disk.segment import UNKNOWN, SegmentFile
 from kvass.tiers.disk.slot import finish_read, page_buffer, slot_bytes, to_read, to_write
 from kvass.tiers.disk.workers import DiskWorkers
 from kvass.tiers.gate import Gate
+from kvass.tiers.options import DiskOptions
 from kvass.types import PAGE, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
 """Of one record, its header included."""
-_MOST_THREADS: Final = 64
 _COUNTS: Final = (
     "evicted",  # records, or whole segments, that left for others
     "damaged",  # records found to be other bytes than were stored
@@ -413,29 +413,12 @@ class DiskTier:
         return found
 
 
-def open_disk(
-    path: str,
-    *,
-    capacity: str,
-    threads: str = "4",
-    verify: str = "always",
-    direct: str = "yes",
-) -> DiskTier:
-    """``disk:PATH?capacity=100GiB&threads=4&verify=always|once&direct=yes|no``: ``ConfigError``."""
-    try:
-        size = Size.parse(capacity)
-    except ValueError as error:
-        raise ConfigError(f"disk:{path}: capacity: {error}") from error
-    if not threads.isdecimal() or not 1 <= int(threads) <= _MOST_THREADS:
-        raise ConfigError(f"disk:{path}: threads: {threads!r} is not in 1..{_MOST_THREADS}")
-    if verify not in ("always", "once"):
-        raise ConfigError(f"disk:{path}: verify: {verify!r} is neither always nor once")
-    if direct not in ("yes", "no"):
-        raise ConfigError(f"disk:{path}: direct: {direct!r} is neither yes nor no")
+def open_disk(path: str, options: DiskOptions) -> DiskTier:
+    """``disk:PATH?...``. Raises ``ConfigError``."""
     return DiskTier(
         path,
-        size,
-        threads=int(threads),
-        verify_always=verify == "always",
-        direct=direct == "yes",
+        options.capacity,
+        threads=options.threads,
+        verify_always=options.verify == "always",
+        direct=options.direct,
     )

@@ -22,10 +22,9 @@ import threading
 import time
 from typing import Any, Final
 
-import msgspec
-
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer
+from kvass.tiers.options import MooncakeOptions
 
 _SET_BEFORE: Final = frozenset(os.environ)
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it is looked at when the library is loaded
@@ -75,28 +74,15 @@ def lasting(copies: int) -> Any:
     return config
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """How we take part."""
-
-    host: str
-    """Of the master."""
-    port: int
-    metadata: str
-    protocol: str
-    devices: str
-    segment: int
-    """Bytes of our memory for everybody's records."""
-    hostname: str
-    """Under which others reach us; empty: our end of a connection to the master."""
-    timeout_s: int
-
-
 class MooncakeClient:
     """The client, the memory that it may use directly, and what is wrong with it."""
 
-    def __init__(self, name: str, settings: Settings, bounce: Buffer) -> None:
+    def __init__(
+        self, name: str, master: tuple[str, int], options: MooncakeOptions, bounce: Buffer
+    ) -> None:
         self._name = name
-        self._settings = settings
+        self._master = master
+        self._options = options
         self._bounce = bounce
         self._lock = threading.Lock()
         self._client: Any = None
@@ -104,7 +90,7 @@ class MooncakeClient:
         self._direct: list[tuple[int, int]] = []
         self._refusal = ""
         self._refused_until = 0.0
-        _set_limits(settings.timeout_s)
+        _set_limits(options.timeout_s)
 
     def client(self) -> Any:
         """Ready for every call. Raises ``TierDown``."""
@@ -127,7 +113,7 @@ class MooncakeClient:
         over a port that asks for no password. So only the library's devices get to know of it.
         """
         with self._lock:
-            if self._settings.protocol == "tcp":
+            if self._options.protocol == "tcp":
                 self._direct.append(_range(buffer))
             elif self._client is None:
                 self._announced.append(buffer)
@@ -178,16 +164,15 @@ class MooncakeClient:
                 self._client = None
 
     def _set_up(self) -> Any:
-        s = self._settings
+        o = self._options
         try:  # the library would try for long, and say less
-            with socket.create_connection((s.host, s.port), s.timeout_s) as connection:
-                hostname = s.hostname or connection.getsockname()[0]
+            with socket.create_connection(self._master, o.timeout_s) as connection:
+                hostname = o.hostname or connection.getsockname()[0]
         except OSError as error:
             raise TierDown(f"{self._name}: the master: {error}") from error
         client = MooncakeDistributedStore()
-        code = client.setup(
-            hostname, s.metadata, s.segment, 0, s.protocol, s.devices, f"{s.host}:{s.port}"
-        )
+        master = "{}:{}".format(*self._master)
+        code = client.setup(hostname, o.metadata, o.segment, 0, o.protocol, o.devices, master)
         if code == 0:
             code = self._register(client, self._bounce)
         if code != 0:

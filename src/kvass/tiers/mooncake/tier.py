@@ -34,13 +34,12 @@ from kvass.tiers.mooncake.client import (
     NO_ROOM,
     OTHER_SIZE,
     MooncakeClient,
-    Settings,
     lasting,
     meaning,
     plain,
 )
 from kvass.tiers.mooncake.transfer import ObjectTransfer
-from kvass.types import Size
+from kvass.tiers.options import MooncakeOptions
 
 _log = logging.getLogger("kvass.tiers")
 
@@ -56,11 +55,6 @@ _ROOM_S: Final = 0.02
 """The master evicts some time after it refused."""
 _PORT: Final = "50051"
 """The master's, by default."""
-_SEGMENT: Final = Size(16 << 20)
-_BOUNCE: Final = Size(1 << 20)
-_MOST_S: Final = 30
-"""The library returns after a minute whatever happens, and may still write to our memory then:
-its own limits must have ended the transfer by that time."""
 _NOTE: Final = 2 + MAX_NOTE_BYTES
 _NOTE_COPIES: Final = 3
 
@@ -77,12 +71,12 @@ class MooncakeTier:
     calls share; a record that needs more is refused. ``bounced_bytes`` counts what was copied so.
     """
 
-    def __init__(self, name: str, settings: Settings, *, prefix: str, bounce: int) -> None:
+    def __init__(self, name: str, master: tuple[str, int], options: MooncakeOptions) -> None:
         self._name = name
-        self._prefix = prefix
+        self._prefix = options.prefix
         self._gate = Gate(name)
-        self._bounce = BounceBuffer(bounce)
-        self._mooncake = MooncakeClient(name, settings, self._bounce.memory)
+        self._bounce = BounceBuffer(options.bounce)
+        self._mooncake = MooncakeClient(name, master, options, self._bounce.memory)
         self._storing: set[str] = set()
         self._stored = threading.Condition()
         self._noting = threading.Lock()
@@ -382,55 +376,11 @@ def _kept(transfer: ObjectTransfer, code: int) -> Answer:
     return None if code == NO_ROOM else meaning(code)
 
 
-def open_mooncake(
-    where: str,
-    *,
-    metadata: str = "P2PHANDSHAKE",
-    protocol: str = "tcp",
-    devices: str = "",
-    segment: str = "0",
-    bounce: str = "64MiB",
-    hostname: str = "",
-    prefix: str = "kvass:",
-    timeout_s: str = "3",
-) -> MooncakeTier:
-    """``mooncake:HOST[:PORT]?...``, the master's; ``ConfigError``, connects nowhere.
-
-    ``segment``: how much of this machine's memory holds records, everybody's; 0: none.
-    """
+def open_mooncake(where: str, options: MooncakeOptions) -> MooncakeTier:
+    """``mooncake:HOST[:PORT]?...``, the master's; ``ConfigError``, connects nowhere."""
     name = f"mooncake:{where}"
     host, _, port = where.rpartition(":") if ":" in where else (where, "", _PORT)
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{name}: {port!r} is no port; write mooncake:HOST:PORT")
-    if protocol not in ("tcp", "rdma"):
-        raise ConfigError(f"{name}: protocol: {protocol!r} is neither tcp nor rdma")
-    if not metadata:
-        raise ConfigError(f"{name}: metadata: give a server's URL, or leave it out")
-    if not re.fullmatch(r"[0-9A-Za-z._:/-]{1,100}", prefix):
-        raise ConfigError(f"{name}: prefix: 1 to 100 of 0-9 A-Z a-z . _ : / -, not {prefix!r:.120}")
-    if not timeout_s.isdecimal() or not 1 <= int(timeout_s) <= _MOST_S:
-        raise ConfigError(f"{name}: timeout_s: {timeout_s!r} is not in 1..{_MOST_S}")
-    settings = Settings(
-        host=host.removeprefix("[").removesuffix("]"),
-        port=int(port),
-        metadata=metadata,
-        protocol=protocol,
-        devices=devices,
-        segment=_size(name, "segment", segment, _SEGMENT),
-        hostname=hostname,
-        timeout_s=int(timeout_s),
-    )
-    room = _size(name, "bounce", bounce, _BOUNCE)
-    if not room:
-        raise ConfigError(f"{name}: bounce: at least {_BOUNCE}: headers lie there")
-    return MooncakeTier(name, settings, prefix=prefix, bounce=room)
-
-
-def _size(name: str, option: str, text: str, least: Size) -> int:
-    try:
-        size = Size.parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {option}: {error}") from error
-    if 0 < size < least:
-        raise ConfigError(f"{name}: {option}: {size} is less than {least}")
-    return size
+    master = host.removeprefix("[").removesuffix("]"), int(port)
+    return MooncakeTier(name, master, options)
