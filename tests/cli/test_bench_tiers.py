@@ -28,8 +28,8 @@ from kvass.testing.mooncake_server import MooncakeServer
 from kvass.testing.redis_server import RedisServer
 from kvass.testing.s3_server import S3Server, credentials
 from kvass.tiers.base import Buffer
+from kvass.tiers.buffers import page_buffer
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.disk.slot import page_buffer
 
 SIZES = Sizes(
     row_bytes=256 << 10,

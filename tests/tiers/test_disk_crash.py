@@ -110,7 +110,7 @@ def test_of_two_records_of_one_key_the_newer_counts(
     assert fetch(open_disk(4 << 20), b"key", SHAPE) is None  # the older one is gone as well
 
 
-@pytest.mark.parametrize("dies_at", ["write", "note"])
+@pytest.mark.parametrize("dies_at", ["write", "set_entry"])
 def test_the_index_log_never_names_what_was_overwritten(
     open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, dies_at: str
 ) -> None:

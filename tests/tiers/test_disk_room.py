@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvass.testing.tier_suite import data_of
+from kvass.tiers.buffers import page_buffer
 from kvass.tiers.disk import DiskTier, index, segment
 from kvass.tiers.disk.folder import Folder
-from kvass.tiers.disk.slot import page_buffer
 from kvass.types import PAGE
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import SHAPE, fill, hits, keys_of
@@ -106,7 +106,7 @@ def test_every_slot_written_out_of_order_stays_within_its_segments_estimate(
     page = page_buffer()
     for slot in range(0, slots, 2):
         made.write(slot, [page])
-        made.note(slot, slot + 1, 1)
+        made.set_entry(slot, slot + 1, 1)
     assert on_disk(folder) <= made.bytes
     made.close()
 
@@ -275,7 +275,7 @@ def test_a_hundred_thousand_rows_take_little_memory_and_come_back_by_the_log(
     for number in range(1, 5):
         made = segment.SegmentFile.create(Folder(folder), number, 2 * PAGE, rows // 4, direct=False)
         for slot in range(made.slots):
-            made.note(slot, index.fingerprint(b"%d/%d" % (number, slot)), slot + 1)
+            made.set_entry(slot, index.fingerprint(b"%d/%d" % (number, slot)), slot + 1)
         made.close()
 
     def forbidden(*_: object) -> bool:

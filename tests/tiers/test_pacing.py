@@ -17,10 +17,10 @@ from kvass.errors import TierDown
 from kvass.testing.tier_suite import data_of, fetch, same
 from kvass.tiers import pacing
 from kvass.tiers.base import Buffer
+from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import payload_check
 from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.segment import SegmentFile
-from kvass.tiers.disk.slot import page_buffer
 from kvass.tiers.pacing import CHECKSUM_BYTES as CHECK
 from kvass.tiers.pacing import IO_BYTES, paced, yield_cpu
 from kvass.types import PAGE

@@ -20,7 +20,7 @@ def open_pool() -> Iterator[OpenPool]:
     made: list[WorkerPool] = []
 
     def open_(size: int = 4, room: int = 100, long_s: float = 60) -> WorkerPool:
-        made.append(WorkerPool("pool", size, room, long_s))
+        made.append(WorkerPool("pool", size, room=room, give_up=3, long_s=long_s))
         return made[-1]
 
     yield open_
@@ -130,10 +130,10 @@ def test_a_mistake_surfaces_when_all_have_ended(open_pool: OpenPool) -> None:
     at_work, may_end = Meter(), threading.Event()
 
     def work(i: int) -> bool:
-        at_work.add(1)
         if i == 0:
-            at_work.add(-1)
+            eventually(lambda: at_work.most == 3, 60)
             raise ZeroDivisionError
+        at_work.add(1)
         may_end.wait(60)
         at_work.add(-1)
         return True

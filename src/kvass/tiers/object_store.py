@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -32,9 +33,6 @@ _ENVIRONMENT: Final = {"s3": "AWS_", "gcs": "GOOGLE_BEARER", "azure": "AZURE_"}
 """Variables whose values go into headers, where the client panics at a control character."""
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 
-Connect = Callable[[str, "ClientConfig", "RetryConfig"], Store]
-"""Makes obstore's object of a bucket; connects nowhere."""
-
 
 def open_s3(where: str, options: S3Options) -> ObjectTier:
     """``s3:BUCKET[/PREFIX]?...``. Raises ``ConfigError``."""
@@ -43,21 +41,13 @@ def open_s3(where: str, options: S3Options) -> ObjectTier:
         config["endpoint"] = config["aws_endpoint_url_s3"] = options.endpoint
     if options.region:
         config["region"] = options.region
-
-    def connect(bucket: str, client: ClientConfig, retry: RetryConfig) -> Store:
-        return S3Store(bucket, config=config, client_options=client, retry_config=retry)
-
-    return _open("s3", where, options, connect, deletes_many=True)
+    return _open("s3", where, options, partial(S3Store, config=config), deletes_many=True)
 
 
 def open_gcs(where: str, options: ObjectStoreOptions) -> ObjectTier:
     """``gcs:BUCKET[/PREFIX]?...``. Raises ``ConfigError``."""
     config: GCSConfig = {"base_url": options.endpoint} if options.endpoint else {}
-
-    def connect(bucket: str, client: ClientConfig, retry: RetryConfig) -> Store:
-        return GCSStore(bucket, config=config, client_options=client, retry_config=retry)
-
-    return _open("gcs", where, options, connect)
+    return _open("gcs", where, options, partial(GCSStore, config=config))
 
 
 def open_azure(where: str, options: AzureOptions) -> ObjectTier:
@@ -67,21 +57,18 @@ def open_azure(where: str, options: AzureOptions) -> ObjectTier:
         config["account_name"] = options.account
     if options.endpoint:
         config["endpoint"] = options.endpoint
-
-    def connect(bucket: str, client: ClientConfig, retry: RetryConfig) -> Store:
-        return AzureStore(bucket, config=config, client_options=client, retry_config=retry)
-
-    return _open("azure", where, options, connect)
+    return _open("azure", where, options, partial(AzureStore, config=config))
 
 
 def _open(
     scheme: str,
     where: str,
     options: ObjectStoreOptions,
-    connect: Connect,
+    connect: Callable[..., Store],
     *,
     deletes_many: bool = False,
 ) -> ObjectTier:
+    """``connect`` makes obstore's object of a bucket, and connects nowhere."""
     name = f"{scheme}:{where}"
     bucket, slash, prefix = where.removeprefix("//").partition("/")
     prefix = prefix.rstrip("/") if slash else "kvass"
@@ -98,7 +85,8 @@ def _open(
         if variable.startswith(_ENVIRONMENT[scheme]) and _CONTROL.search(value):
             raise ConfigError(f"{name}: {variable} has a line break or another control character")
     try:
-        store = connect(bucket, *_limits(options))
+        client, retry = _limits(options)
+        store = connect(bucket, client_options=client, retry_config=retry)
     except (*TROUBLE, ValueError) as error:
         raise ConfigError(f"{name}: {error_line(error)}") from None
     return ObjectTier(

@@ -1,14 +1,13 @@
-"""How bulk work lets others have the processor.
+"""How bulk work lets other threads have the processor.
 
-Law of this file: whoever moves or reads much for a tier does it in parts, and gives way between
-them. A kernel that does not preempt itself (``PREEMPT_NONE``, ours while measuring) leaves the
-processor to a thread until its system call or its time slice is over; niceness decides who is next,
-not when. On two cores a lookup waited 2 to 4 ms for the checksum of 32 MiB, or while the pages of
-one large read were pinned.
+A tier works in parts and yields the processor between them. A kernel that does not preempt
+(``PREEMPT_NONE``) leaves the processor to a thread until its system call or its time slice ends;
+niceness decides which thread is next, not when. Measured on two cores of such a machine: a lookup
+waited 2 to 4 ms for a checksum of 32 MiB, or for the pages of one large read to be pinned.
 
-Who yields forfeits the rest of its time slice, so beside threads that never sleep a checksum that
-yielded every 50 us came to a twentieth of its speed. Therefore it works for a while after each
-turn that was long in coming: too short for anybody to notice, long enough to get on.
+A thread that yields loses the rest of its time slice. Beside threads that never sleep, a checksum
+that yielded every 50 us ran at a twentieth of its speed. So after a yield that took long, a thread
+works for a short while before it yields again.
 """
 
 from __future__ import annotations
@@ -22,31 +21,29 @@ from typing import Final
 from kvass.tiers.base import Buffer
 
 CHECKSUM_BYTES: Final = 512 << 10
-"""Bytes: a checksum of so much takes some 50 us."""
+"""The part of a checksum between two yields: some 50 us."""
 IO_BYTES: Final = 4 << 20
-"""Bytes by one system call. Halving it gains nothing more; a device has enough to do with it."""
+"""What one system call moves. Half of it gains nothing more, and it keeps a device busy."""
 
 _SHARE: Final = 0.25
-"""Of the time that it took to come back. Less than what several of us give each other: 1 would let
-their waits grow with each turn."""
+"""How long a thread works after a yield, as a share of what the yield took. With 1, threads that
+yield to each other would wait longer each time."""
 _LONGEST_S: Final = 0.0002
-"""At most. With two busy loops on two cores four threads check 3.6 GiB/s (0.5 with 0; 7.7 with
-0.0005), and what a lookup's p99 loses by it is too little to be measured."""
+"""The most of that. Beside two busy loops on two cores, four threads check 3.6 GiB/s (0.5 with 0;
+7.7 with 0.0005), and the p99 of a lookup does not rise by a measurable amount."""
 
 
 class _PerThread(threading.local):
     until = 0.0
-    """When this thread gives way again."""
+    """When this thread yields again."""
 
 
 _thread = _PerThread()
 
 
 def yield_cpu() -> None:
-    """Whoever waits for this processor has it now; releases the GIL.
-
-    After it took long to come back, the processor is ours for a share of that.
-    """
+    """Let other threads have this processor; releases the GIL. Does nothing for a while after a
+    yield that took long."""
     before = time.monotonic()
     if before >= _thread.until:
         os.sched_yield()
@@ -55,7 +52,8 @@ def yield_cpu() -> None:
 
 
 def paced(data: Buffer, size: int) -> Iterator[memoryview]:
-    """``data`` in parts of at most ``size`` bytes; gives way before each but the first."""
+    """``data`` in parts of at most ``size`` bytes; yields the processor before each but the
+    first."""
     for at in range(0, len(data), size):
         if at:
             yield_cpu()

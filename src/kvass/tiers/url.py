@@ -1,7 +1,6 @@
 """Tier URLs: how a user names a tier.
 
-Law of this file: everything that can be wrong with a URL is a ``ConfigError`` of one line that says
-what to write instead.
+A URL that cannot be used is a ``ConfigError`` of one line that says what to write instead.
 
 ``SCHEME:WHERE?option=value&option=value`` opens one of our own (``disk:/path?capacity=100GiB``);
 ``package.module:Name?option=value`` opens anybody's: ``Name`` is called with the options as keyword

@@ -1,100 +1,128 @@
-"""The threads of a tier that asks a server for one record at a time.
+"""The threads of a tier that works on many records at once.
 
-Law of this file: what all calls of a tier have in flight together is bounded, in threads and in
-bytes, and no thread works for a call that has returned. A batch that meets nothing but trouble, or
-once a long silence, is given up: a server that answers nobody costs the time of one request, not of
-a thousand.
+What a call began has ended when it returns or raises, whatever happens: its memory is its caller's.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Final, TypeAlias
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Generic, TypeVar
 
 from kvass.errors import TierDown
 
-Answer: TypeAlias = "bool | TierDown"
-
-_GIVE_UP: Final = 3
-"""Requests in a row that met trouble, after which a batch begins no more."""
+T = TypeVar("T")
 
 
 class WorkerPool:
-    """``size`` threads that keep at most ``room`` bytes in memory, or one record that is larger.
+    """``size`` threads. They help the threads that call, which work as well.
 
-    Trouble that takes ``long_s`` seconds to show ends a batch.
+    With ``room``, all calls together do at most ``size`` pieces of work at a time, which need at
+    most ``room`` bytes; one that needs more is done alone.
+
+    After ``give_up`` pieces in a row that raised ``TierDown``, or after one that took ``long_s``
+    seconds to do so, a call begins no more: a server that answers nobody costs the time of one
+    request, not of a thousand.
     """
 
-    def __init__(self, name: str, size: int, room: int, long_s: float) -> None:
-        self._long_s = long_s
-        self._pool = ThreadPoolExecutor(size, thread_name_prefix=name)
-        self._room = self._free = room
-        self._freed = threading.Condition()
-        self._turn = threading.Lock()  # who needs much room waits before who came later
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        *,
+        room: int | None = None,
+        give_up: float = math.inf,
+        long_s: float = math.inf,
+    ) -> None:
+        self.give_up, self.long_s = give_up, long_s
+        self._size, self._room = size, room
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix=name)
+        self._busy = self._bytes = 0
+        self._order = threading.Lock()  # what needs much room is not overtaken by what needs less
+        self._changed = threading.Condition()
 
-    def each(self, work: Callable[[int], bool], bytes_of: Sequence[int]) -> list[Answer]:
-        """``work(i)`` for every ``i``, at once; a ``TierDown`` that it raises is its answer.
+    def each(
+        self, work: Callable[[int], T], needs: Sequence[int], at_once: int | None = None
+    ) -> list[T | TierDown]:
+        """``work(i)`` for every ``i``, or the ``TierDown`` that it raised, in order.
 
-        ``bytes_of[i]`` is what ``work(i)`` needs of the room.
+        ``needs[i]``: the bytes of ``room`` that ``work(i)`` takes; ``at_once``: pieces of this call
+        at a time, at most ``size``. What else ``work`` raises is raised here.
         """
-        batch = _Batch()
-        begun: list[Future[Answer]] = []
+        batch = _Batch(self, work, needs)
+        helpers = [
+            self._threads.submit(batch.run)
+            for _ in range(min(at_once or self._size, len(needs)) - 1)
+        ]
         try:
-            for i, need in enumerate(bytes_of):
-                self._take(need)
-                begun.append(self._pool.submit(self._one, batch, work, i, need))
+            batch.run()
         finally:
-            wait(begun)  # whatever happens here: they read and write what our caller owns
-        return [future.result() for future in begun]
+            wait([helper for helper in helpers if not helper.cancel()])  # a cancelled one never ran
+        for helper in helpers:
+            if not helper.cancelled():
+                helper.result()
+        return batch.results
+
+    def enter(self, need: int) -> None:
+        """Wait for a place and for ``need`` bytes of room, first come first served."""
+        if self._room is not None:
+            room, need = self._room, min(need, self._room)
+            with self._order, self._changed:
+                self._changed.wait_for(
+                    lambda: self._busy < self._size and self._bytes + need <= room
+                )
+                self._busy += 1
+                self._bytes += need
+
+    def leave(self, need: int) -> None:
+        """Give back what ``enter`` took."""
+        if self._room is not None:
+            with self._changed:
+                self._busy -= 1
+                self._bytes -= min(need, self._room)
+                self._changed.notify_all()
 
     def close(self) -> None:
         """After the last call."""
-        self._pool.shutdown()
-
-    def _one(self, batch: _Batch, work: Callable[[int], bool], i: int, need: int) -> Answer:
-        begun = time.monotonic()
-        try:
-            if batch.lost is not None:
-                return batch.lost
-            answer = work(i)
-            batch.answered()
-            return answer
-        except TierDown as error:
-            batch.failed(error, for_all=time.monotonic() - begun >= self._long_s)
-            return error
-        finally:
-            self._give(need)
-
-    def _take(self, need: int) -> None:
-        need = min(need, self._room)
-        with self._turn, self._freed:
-            self._freed.wait_for(lambda: self._free >= need)
-            self._free -= need
-
-    def _give(self, need: int) -> None:
-        with self._freed:
-            self._free += min(need, self._room)
-            self._freed.notify_all()
+        self._threads.shutdown()
 
 
-class _Batch:
-    """How it goes for the requests of one call."""
+class _Batch(Generic[T]):
+    """The work of one call. Every thread takes the next piece when it is free."""
 
-    def __init__(self) -> None:
-        self.lost: TierDown | None = None
-        """Why nothing more shall be begun."""
+    def __init__(self, pool: WorkerPool, work: Callable[[int], T], needs: Sequence[int]) -> None:
+        self._pool, self._work, self._needs = pool, work, needs
+        self.results: list[T | TierDown] = [TierDown("it was not begun")] * len(needs)
+        self._left = iter(range(len(needs)))
         self._lock = threading.Lock()
         self._failures = 0
+        self._lost: TierDown | None = None
+        """Why nothing more is begun."""
 
-    def answered(self) -> None:
-        with self._lock:
-            self._failures = 0
+    def run(self) -> None:
+        for i in self._left:
+            self._pool.enter(self._needs[i])
+            try:
+                self.results[i] = self._lost or self._attempt(i)
+            finally:
+                self._pool.leave(self._needs[i])
 
-    def failed(self, error: TierDown, *, for_all: bool) -> None:
-        with self._lock:
-            self._failures += 1
-            if for_all or self._failures >= _GIVE_UP:
-                self.lost = error
+    def _attempt(self, i: int) -> T | TierDown:
+        begun = time.monotonic()
+        try:
+            result = self._work(i)
+        except TierDown as error:
+            failure = TierDown(str(error))  # without the frames, which hold the caller's memory
+            with self._lock:
+                self._failures += 1
+                took_s = time.monotonic() - begun
+                if self._failures >= self._pool.give_up or took_s >= self._pool.long_s:
+                    self._lost = failure
+            return failure
+        if self._failures:
+            with self._lock:
+                self._failures = 0
+        return result

@@ -1,15 +1,15 @@
 """The disk tier: records in segment files of one folder, under a hard cap of bytes.
 
-Law of this file: what a load returns was proven against the record's own header, key and checksum;
-and what the folder takes on disk never exceeds the capacity (``segment.disk_bytes`` says in advance
-what a segment can take, and none is made without its bytes set aside).
+What a load returns was proven against the record's own header, key and checksum. What the folder
+takes on disk never exceeds the capacity: ``segment.disk_bytes`` says in advance what a segment can
+take, and none is made without its bytes set aside.
 
-The lock guards the book and is never held over I/O: a slot is taken under it, written outside it,
-and published under it. Opening reads no record: a thread of the tier's own adopts what earlier
-lives left, newest segment first, while stores and loads run; what it has not come to yet is a miss.
+A lock guards the index and is never held over I/O: a slot is taken under it, written outside it and
+published under it. Opening reads no record: a thread of the tier finds what earlier lives left,
+newest segment first, while stores and loads run; a record that it has not found yet is a miss.
 
-Not here: no fsync (a cache that a power loss thins out is right, only smaller), no compaction
-(slots of equal size leave no gaps), no io_uring (threads reach the same, measured).
+Absent on purpose: fsync (a power loss costs records, and no record becomes wrong), compaction
+(slots of equal size leave no gaps) and io_uring (threads are as fast, measured).
 """
 
 from __future__ import annotations
@@ -18,27 +18,24 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvass.errors import ConfigError, TierDown
-from kvass.tiers.base import Shards, check_batch, check_note
-from kvass.tiers.codec import Header, decode_header, payload_check
+from kvass.errors import ConfigError
+from kvass.tiers.base import Shards
+from kvass.tiers.buffers import page_buffer
+from kvass.tiers.codec import decode_header, header_of, payload_check
 from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.index import DiskIndex, Place, Segment, fingerprint
-from kvass.tiers.disk.reopen import (
-    check_capacity,
-    read_note,
-    reopen_segments,
-    write_note,
-)
+from kvass.tiers.disk.notes import read_note, write_note
+from kvass.tiers.disk.reopen import check_capacity, reopen_segments
 from kvass.tiers.disk.segment import UNKNOWN, SegmentFile
-from kvass.tiers.disk.slot import finish_read, page_buffer, slot_bytes, to_read, to_write
-from kvass.tiers.disk.workers import DiskWorkers
-from kvass.tiers.gate import Gate
+from kvass.tiers.disk.slot import finish_read, slot_bytes, to_read, to_write
 from kvass.tiers.options import DiskOptions
+from kvass.tiers.record_tier import Outcome, RecordTier
+from kvass.tiers.worker_pool import WorkerPool
 from kvass.types import PAGE, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
@@ -53,7 +50,7 @@ _COUNTS: Final = (
     "write_errors",
 )
 _CHECK_S: Final = 1.0
-"""How often it is looked up whether the folder is still ours."""
+"""How often it is checked that the folder is still ours."""
 _GROW_AGAIN_S: Final = 10.0
 """After the disk had no room, how long until it is asked again."""
 _log = logging.getLogger("kvass.tiers")
@@ -66,7 +63,7 @@ class _Scratch(threading.local):
         self.page = page_buffer()
 
 
-class DiskTier:
+class DiskTier(RecordTier):
     """``Tier`` over a folder. Raises ``ConfigError`` for a folder or capacity that cannot be used.
 
     ``verify_always``: check every load; else only until a record was proven in this life.
@@ -82,11 +79,11 @@ class DiskTier:
         verify_always: bool = True,
         direct: bool = True,
     ) -> None:
+        super().__init__(str(folder))
         self._verify_always = verify_always
         self._direct = direct
         self._index = DiskIndex(capacity, time.time_ns())
         self._lock = threading.Lock()
-        self._gate = Gate(str(folder))
         self._growing = threading.Lock()
         self._noting = threading.Lock()
         self._grow_after = 0.0
@@ -105,101 +102,84 @@ class DiskTier:
         self._checked = time.monotonic()
         for file in found:
             self._index.add(Segment(file, fresh=False), reserved=False)
-        self._workers = DiskWorkers(threads, str(folder))
+        self._pool = WorkerPool("kvass-disk", threads)
         self._index.begin_recovery()
         self._recovering = threading.Thread(target=self._recover, name="kvass-disk-index")
         self._recovering.start()
 
-    # ------------------------------------------------------------ the protocol
+    # ------------------------------------------------------------ batches
 
-    def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which are held; from memory."""
-        check_batch(keys)
-        with self._call(), self._lock:
+    def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
+        with self._lock:
             return [self._index.holds(fingerprint(key)) for key in keys]
 
-    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
-        """See ``Tier.load``."""
-        check_batch(keys, into)
-        with self._call():
-            return self._workers.each(lambda i: self._load(keys[i], into[i]), range(len(keys)))
+    def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
+        return self._each(lambda i: self._load(keys[i], into[i]), len(keys))
 
-    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        """See ``Tier.store``. Of a key's several records in one batch only the last is written."""
-        check_batch(keys, data)
-        last = {key: i for i, key in enumerate(keys)}
-        with self._call():
-            done = self._workers.each(lambda i: self._store(keys[i], data[i]), list(last.values()))
-        held = dict(zip(last, done, strict=True))
-        return [held[key] for key in keys]
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
+        return self._each(lambda i: self._store(keys[i], data[i]), len(keys))
 
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """See ``Tier.delete``."""
-        check_batch(keys)
-        with self._call():
-            for key in keys:
-                with self._lock:
-                    place = self._index.forget(fingerprint(key))
-                if place is not None:
-                    self._erase(place)
-
-    def clear(self) -> None:
-        """See ``Tier.clear``."""
-        with self._call(now=True):
+    def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
+        for key in keys:
             with self._lock:
-                gone = list(self._index.segments.values())
-                for segment in gone:
-                    self._index.drop(segment)
-            try:
-                for segment in gone:  # even of those that are still read: their names go now
-                    segment.file.unlink()
-            except OSError as error:
-                raise TierDown(f"{self._folder.path}: {error.strerror}") from error
-            finally:
-                self._remove_dead()
+                place = self._index.forget(fingerprint(key))
+            if place is not None:
+                self._erase(place)
+        return [True] * len(keys)
 
-    def note(self, name: str) -> bytes | None:
-        """See ``Tier.note``. A damaged one is none."""
-        check_note(name)
-        with self._call(now=True):
-            try:
-                return read_note(self._folder, name)
-            except OSError as error:
-                raise TierDown(f"{self._folder.path}: {error.strerror}") from error
+    def _clear(self) -> None:
+        self._check_folder()
+        with self._lock:
+            gone = list(self._index.segments.values())
+            for segment in gone:
+                self._index.drop(segment)
+        for segment in gone:  # even of those that are still read: their names go now
+            segment.file.unlink()
 
-    def set_note(self, name: str, value: bytes) -> None:
-        """See ``Tier.set_note``: synced, unlike records."""
-        check_note(name, value)
-        with self._call(now=True), self._noting:
-            try:
-                write_note(self._folder, name, value)
-            except OSError as error:
-                raise TierDown(f"{self._folder.path}: {error.strerror}") from error
+    def _get_note(self, name: str) -> bytes | None:
+        """A damaged one is none."""
+        self._check_folder()
+        return read_note(self._folder, name)
 
-    def close(self) -> None:
-        """See ``Tier.close``."""
-        first = self._gate.shut()
+    def _put_note(self, name: str, value: bytes) -> None:
+        """Synced, unlike records."""
+        self._check_folder()
+        with self._noting:
+            write_note(self._folder, name, value)
+
+    def _close(self) -> None:
         self._recovering.join()
-        if not first:
-            return
-        self._workers.close()
+        self._pool.close()
         self._remove_dead()
         for segment in self._index.segments.values():
             segment.file.close()
         self._folder.close()
 
     @contextmanager
-    def _call(self, now: bool = False) -> Iterator[None]:
-        """A call that comes in. ``TierDown`` if the folder is not ours any more: looked up ``now``,
-        else every ``_CHECK_S``."""
-        with self._gate.call():
-            if now or self._folder.lost or time.monotonic() - self._checked > _CHECK_S:
-                try:
-                    self._folder.check()
-                except OSError as error:
-                    raise TierDown(f"{self._folder.path}: {error.strerror}") from error
-                self._checked = time.monotonic()
-            yield
+    def _call(self) -> Iterator[None]:
+        with super()._call():
+            try:
+                if self._folder.lost or time.monotonic() - self._checked > _CHECK_S:
+                    self._check_folder()
+                yield
+            except OSError as error:
+                raise self._down(error.strerror or error) from error
+            finally:
+                self._remove_dead()
+
+    def _check_folder(self) -> None:
+        """Raise ``OSError`` if the folder is not ours any more."""
+        self._folder.check()
+        self._checked = time.monotonic()
+
+    def _each(self, work: Callable[[int], bool], count: int) -> list[Outcome]:
+        def attempt(i: int) -> bool:
+            try:
+                return work(i)
+            except OSError as error:
+                raise self._down(error.strerror or error) from error
+
+        return self._pool.each(attempt, [0] * count)
 
     # ------------------------------------------------------------ for people
 
@@ -240,14 +220,13 @@ class DiskTier:
                     self._counts[fault] += 1
                 if fault in ("damaged", "read_errors"):  # unless another took its place
                     self._index.forget(fingerprint(key), place)
-                forgotten = self._index.unpin(place)
-            if forgotten:
+                to_erase = self._index.unpin(place)
+            if to_erase:
                 self._erase(place)
-            self._remove_dead()
         return not fault
 
     def _read(self, place: Place, key: bytes, into: Shards) -> str:
-        """Fill ``into`` from a pinned slot; what was wrong, or nothing."""
+        """Fill ``into`` from a pinned slot; which of ``_COUNTS`` went wrong, or nothing."""
         segment, slot = place
         if slot_bytes(into) != segment.file.slot_bytes:
             return "mismatched"
@@ -275,22 +254,19 @@ class DiskTier:
         with self._lock:
             stamp = self._index.tick()
         try:
-            lengths = tuple(map(len, shards))
-            header = Header(key, lengths, stamp, payload_check(shards))
-            segment.file.forget(slot)
+            header = header_of(key, shards, stamp)
+            segment.file.mark_unknown(slot)
             segment.file.write(slot, to_write(self._scratch.page, header, shards))
-            segment.file.note(slot, number, stamp)
+            segment.file.set_entry(slot, number, stamp)
         except OSError:
             with self._lock:
                 self._counts["write_errors"] += 1
                 self._index.release(place)
-            self._remove_dead()
             raise
         with self._lock:
             old = self._index.publish(place, number, stamp)
         if old is not None:
             self._erase(old)
-        self._remove_dead()
         return not segment.gone
 
     def _erase(self, place: Place) -> None:
@@ -302,7 +278,6 @@ class DiskTier:
         with self._lock:
             self._counts["write_errors"] += failed
             self._index.release(place)
-        self._remove_dead()
 
     # ------------------------------------------------------------ room
 
@@ -315,6 +290,7 @@ class DiskTier:
             if place := self._index.take(size):
                 return place
         with self._growing:  # one thread makes room, and none makes it twice
+            self._remove_dead()
             while True:
                 with self._lock:
                     if place := self._index.take(size):
@@ -336,7 +312,7 @@ class DiskTier:
             first = self._counts["too_large"] == 1
         if first:
             line = "%s: rows that take %s are not kept: one is more than the capacity or %s"
-            _log.warning(line, self._folder.path, Size(size), Size(_MOST_BYTES))
+            _log.warning(line, self.name, Size(size), Size(_MOST_BYTES))
 
     def _grow(self, size: int, slots: int) -> None:
         """Make a segment of bytes that are set aside; if the disk has them not, wait a while."""
@@ -344,7 +320,7 @@ class DiskTier:
         try:
             file = SegmentFile.create(self._folder, self._number, size, slots, self._direct)
         except OSError as error:
-            _log.warning("%s: no new segment: %s", self._folder.path, error.strerror)
+            _log.warning("%s: no new segment: %s", self.name, error.strerror)
             self._grow_after = time.monotonic() + _GROW_AGAIN_S
             with self._lock:
                 self._index.unreserve(size, slots)
@@ -354,7 +330,7 @@ class DiskTier:
                 self._index.add(Segment(file, fresh=True))
 
     def _remove_dead(self) -> bool:
-        """Remove what is dead, and give its bytes back; whether the disk let us."""
+        """Remove dead segments, and give their bytes back; whether the disk let us."""
         if not self._index.dead:
             return True
         with self._lock:
@@ -363,7 +339,7 @@ class DiskTier:
             try:
                 segment.file.unlink()
             except OSError as error:
-                _log.warning("%s: cannot remove a segment: %s", self._folder.path, error.strerror)
+                _log.warning("%s: cannot remove a segment: %s", self.name, error.strerror)
                 with self._lock:
                     self._index.dead += dead[i:]
                 return False
@@ -382,7 +358,7 @@ class DiskTier:
             try:
                 self._recover_segment(segment)
             except OSError as error:
-                _log.warning("%s: a segment is lost: %s", self._folder.path, error)
+                _log.warning("%s: a segment is lost: %s", self.name, error)
                 with self._lock:
                     self._counts["read_errors"] += 1
                     if not segment.gone:
@@ -395,22 +371,22 @@ class DiskTier:
 
     def _recover_segment(self, segment: Segment) -> None:
         for first, keys, sequences in segment.file.table():
-            if self._gate.shutting or segment.gone:
+            if self.closing or segment.gone:
                 return
             for i in (keys == UNKNOWN).nonzero()[0].tolist():
-                keys[i], sequences[i] = self._ask(segment, first + i)
+                keys[i], sequences[i] = self._read_entry(segment, first + i)
             with self._lock:
                 superseded = self._index.recover(segment, first, keys, sequences)
             for place in superseded:
                 self._erase(place)
 
-    def _ask(self, segment: Segment, slot: int) -> tuple[int, int]:
+    def _read_entry(self, segment: Segment, slot: int) -> tuple[int, int]:
         """What a slot's header says that it holds: fingerprint and sequence number, or 0 and 0."""
         page = self._scratch.page
         header = decode_header(page.data) if segment.file.read(slot, [page]) else None
-        found = (fingerprint(header.key), header.sequence) if header else (0, 0)
-        segment.file.note(slot, *found)
-        return found
+        entry = (fingerprint(header.key), header.sequence) if header else (0, 0)
+        segment.file.set_entry(slot, *entry)
+        return entry
 
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:

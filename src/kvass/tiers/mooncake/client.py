@@ -1,16 +1,15 @@
-"""Our client of a Mooncake Store: one per tier, set up when it is first needed.
+"""The native client of a Mooncake Store: one per tier, set up when it is first needed.
 
-Law of this file: what is native stays behind it. The library kills the process when it is asked
-before it was set up, takes 90 s to say that no master answers, and logs to standard error as it
-likes: here it is set up only if the master's port accepts us, with limits of our own, and nobody
-gets hold of a client that is not.
+The library kills the process if it is called before it was set up, and takes 90 s to say that no
+master answers. So it is set up only once the master's port accepts a connection, with limits of our
+own, and nobody gets a client that is not set up.
 
-The library takes its limits from the environment of the process. We set them, except those that
-were set before we were loaded; of several tiers in one process the one opened last decides. A dead
-master, a dead owner and a master that stands still cost one to two times ``timeout_s``, an owner
-that stands still up to ten times that; the GIL is free meanwhile. One thing cannot be helped: a
-request that makes progress, but has not ended after a minute, is said to have failed, and may still
-write to the memory it was given.
+The library reads its limits from the environment of the process. We set them, except those that
+were set before this module was loaded; of several tiers in one process the one opened last decides.
+A dead master, a dead owner of memory and a master that stands still cost one to two times
+``timeout_s``, an owner that stands still up to ten times that; the GIL is free meanwhile. One thing
+has no remedy: the library says of a request that makes progress, but has not ended after a minute,
+that it failed, and may still write to the memory it was given.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _CODES: Final = {
     -901: "the master does not answer",
 }
 _log = logging.getLogger("kvass.tiers")
-_REST_S: Final = 1.0
+_RETRY_S: Final = 1.0
 """After a failure to set up the same answer is given for so long."""
 
 
@@ -75,7 +74,7 @@ def lasting(copies: int) -> Any:
 
 
 class MooncakeClient:
-    """The client, the memory that it may use directly, and what is wrong with it."""
+    """The library's client, and the memory that it may use directly."""
 
     def __init__(
         self, name: str, master: tuple[str, int], options: MooncakeOptions, bounce: Buffer
@@ -102,15 +101,15 @@ class MooncakeClient:
                     self._client = self._set_up()
                 except TierDown as error:
                     self._refusal = str(error)
-                    self._refused_until = time.monotonic() + _REST_S
+                    self._refused_until = time.monotonic() + _RETRY_S
                     raise
             return self._client
 
     def announce(self, buffer: Buffer) -> None:
-        """Let transfers go straight from and to this memory, which stays for good, if possible.
+        """Let transfers use this memory directly, if possible; it stays until ``close``.
 
-        A socket takes any memory; registered with the library, a peer could write to it, unasked,
-        over a port that asks for no password. So only the library's devices get to know of it.
+        Over ``tcp`` any memory can be used, and none is registered: a peer could write to memory
+        that is, unasked, over a port that asks for no password. RDMA devices need it registered.
         """
         with self._lock:
             if self._options.protocol == "tcp":
@@ -135,7 +134,7 @@ class MooncakeClient:
         }
 
     def read_beginnings(self, wanted: list[tuple[str, int, int]]) -> list[bool]:
-        """Of each object so many bytes to that address, in the bounce buffer; which were read.
+        """Read beginnings of objects: (name, address in the bounce buffer, bytes). Which were read.
 
         Nobody else in this process may do so with the same names: the library keeps what it knows
         of them by name meanwhile.
@@ -145,7 +144,7 @@ class MooncakeClient:
             return []
         client = self.client()
         begun = [code == 0 for code in client.batch_get_session_start(names)]
-        known = [one for one, there in zip(wanted, begun, strict=True) if there]
+        known = [item for item, there in zip(wanted, begun, strict=True) if there]
         codes = client.batch_get_into_multi_buffer_ranges(
             [name for name, _, _ in known],
             [[address] for _, address, _ in known],

@@ -1,8 +1,8 @@
-"""A record on its way to or from a store that takes several pieces of memory as one object.
+"""A record on its way to or from an object that is made of several pieces of memory.
 
-Law of this file: large shards that may go straight are not touched, but by the checksum. The header
-and all other shards take room of the store's own: one piece a record, in which they follow each
-other without gaps.
+Large shards that the library may use where they are go *direct*: only their checksum is computed
+here. The header and all other shards take *room*, a part of the bounce buffer, in which they follow
+each other without gaps.
 """
 
 from __future__ import annotations
@@ -13,75 +13,78 @@ from typing import Final
 import msgspec
 
 from kvass.tiers.base import Buffer, Shards
+from kvass.tiers.buffers import size_of
 from kvass.tiers.codec import Header, decode_header, encode_header, header_bytes, payload_check
 
-WORTH_IT: Final = 128 << 10
-"""A smaller shard is copied to lie beside the header: each piece is a request of its own to whoever
-holds the object, and takes longer than the copy (records of 32 KiB: 1.8 times as long)."""
+DIRECT_BYTES: Final = 128 << 10
+"""A smaller shard is copied to lie beside the header: each piece of memory is a request of its own
+to the owner of the object, and takes longer than the copy (records of 32 KiB: 1.8 times as
+long)."""
 
 
 class ObjectTransfer:
-    """One record on its way: an object's name, our header, and the memory of both ends."""
+    """One record: the name of its object, its header, and its memory here."""
 
     def __init__(self, name: str, header: Header, shards: Shards, direct: Callable[[Buffer], bool]):
         self.name = name
         self.header = header
         self.shards = [shard for shard in shards if len(shard)]
-        self.head = header_bytes(header)
-        self.size = self.head + sum(map(len, self.shards))
-        self._straight = [len(s) >= WORTH_IT and direct(s) for s in self.shards]
+        self.head_bytes = header_bytes(header)
+        self.size = self.head_bytes + size_of(self.shards)
+        self._direct = [len(shard) >= DIRECT_BYTES and direct(shard) for shard in self.shards]
         self.bounced = sum(
-            len(shard)
-            for shard, straight in zip(self.shards, self._straight, strict=True)
-            if not straight
+            0 if is_direct else len(shard)
+            for shard, is_direct in zip(self.shards, self._direct, strict=True)
         )
+        """Bytes of shards that are copied."""
+        self.room_bytes = self.head_bytes + self.bounced
 
-    def lie(self, room: Buffer) -> None:
-        """Use ``room`` for the header and for the shards that cannot go straight."""
-        self.room = room
-        self.copies: list[tuple[Buffer, Buffer]] = []
-        self.body: list[Buffer] = []
+    def use_room(self, room: Buffer) -> None:
+        """Put the header and the shards that cannot go direct into ``room``."""
+        self._room = room
+        self._copies: list[tuple[Buffer, Buffer]] = []
+        self._body: list[Buffer] = []
         first: int = room.ctypes.data
-        self.addresses, self.sizes = [first], [self.head]
-        end, in_room = self.head, True
-        for shard, straight in zip(self.shards, self._straight, strict=True):
-            part = shard if straight else room[end : end + len(shard)]
-            self.body.append(part)
-            if straight or not in_room:
-                self.addresses.append(shard.ctypes.data if straight else first + end)
+        self.addresses, self.sizes = [first], [self.head_bytes]
+        end, in_room = self.head_bytes, True
+        for shard, is_direct in zip(self.shards, self._direct, strict=True):
+            part = shard if is_direct else room[end : end + len(shard)]
+            self._body.append(part)
+            if is_direct or not in_room:
+                self.addresses.append(shard.ctypes.data if is_direct else first + end)
                 self.sizes.append(len(shard))
             else:
                 self.sizes[-1] += len(shard)  # it follows what the room had last
-            if not straight:
-                self.copies.append((part, shard))
+            if not is_direct:
+                self._copies.append((part, shard))
                 end += len(shard)
-            in_room = not straight
+            in_room = not is_direct
 
-    def sign(self) -> None:
+    def add_checksum(self) -> None:
         """Before a store: let the header cover the shards."""
         check = payload_check(self.shards)
         self.header = msgspec.structs.replace(self.header, payload_check=check)
 
-    def depart(self) -> None:
-        """Fill the room for a store."""
-        raw = encode_header(self.header)
-        self.room[: self.head] = memoryview(raw)
-        for part, shard in self.copies:
+    def fill_room(self) -> None:
+        """Before a store: copy to the room what goes through it."""
+        self._room[: self.head_bytes] = memoryview(encode_header(self.header))
+        for part, shard in self._copies:
             part[:] = shard
 
-    def same_head(self) -> bool:
-        """Whether the room has our header."""
-        return self.room[: self.head].tobytes() == encode_header(self.header)
+    def room_has_header(self) -> bool:
+        """Whether what was read to the room is our header."""
+        return self._room[: self.head_bytes].tobytes() == encode_header(self.header)
 
-    def found(self) -> Header | None:
+    def header_in_room(self) -> Header | None:
         """The header that a load brought, if it is one of our key."""
-        found = decode_header(self.room[: self.head].tobytes())
+        found = decode_header(self._room[: self.head_bytes].tobytes())
         return found if found is not None and found.key == self.header.key else None
 
-    def arrive(self, found: Header) -> bool:
-        """Empty the room after a load, if all is as it was stored."""
-        if payload_check(self.body) != found.payload_check:
+    def finish(self, found: Header) -> bool:
+        """After a load: if all is as it was stored, copy the shards that came through the room."""
+        if payload_check(self._body) != found.payload_check:
             return False
-        for part, shard in self.copies:
+        for part, shard in self._copies:
             shard[:] = part
+        self.header = found
         return True
