@@ -153,7 +153,7 @@ def of(url: TierUrl, tier: Tier, memory: U8Array) -> Counterpart:
     if url.scheme == "redis":
         return RedisLoop(_plain_client(mine._connected()), url.options["prefix"])
     if url.scheme == "mooncake":
-        return MooncakeLoop(mine._link.client(), url.options["prefix"], memory)
+        return MooncakeLoop(mine._mooncake.client(), url.options["prefix"], memory)
     prefix = url.where.removeprefix("//").partition("/")[2]
     connections = int(url.options.get("connections", "32"))
     return ObjectLoop(url.scheme, mine._store, prefix, connections)

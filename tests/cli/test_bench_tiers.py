@@ -16,8 +16,8 @@ from kvass.cli.bench.tiers import RawFile, measure_records, measure_tier
 from kvass.cli.main import main
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer
+from kvass.tiers.buffers import page_buffer
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.slots import page_buffer
 
 SIZES = (("", 256 << 10, 4), ("_small", 64 << 10, 4))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvass.tiers import book
+from kvass.tiers.disk import index
 from tests.support.tiers import disk_capacity
 
 
@@ -29,7 +29,7 @@ def test_it_says_what_it_saw(tmp_path: Path) -> None:
 
 
 def test_it_sees_a_cap_that_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "disk_bytes", lambda slot_bytes, slots: slot_bytes * slots // 2)
+    monkeypatch.setattr(index, "disk_bytes", lambda slot_bytes, slots: slot_bytes * slots // 2)
     told = disk_capacity.measure(tmp_path, 1000, without_log=False)
     assert told["bytes_over"] > 0
     assert any("bytes_over" in line for line in disk_capacity.worse(told))

@@ -16,7 +16,7 @@ import pytest
 from kvass.errors import ConfigError, TierDown
 from kvass.testing.tier_suite import data_of, eventually, fetch, same
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.segment import SegmentFile
+from kvass.tiers.disk.segment import SegmentFile
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import SHAPE, fill, hits, keys_of
 from tests.tiers.small_disk import KINDS, SIZE, SmallDisk, small_disk
@@ -27,7 +27,7 @@ SHAPES = [(5000, 4096), (20_000,), (300,)]
 WRITER = """
 import sys
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.segment import SegmentFile
+from kvass.tiers.disk.segment import SegmentFile
 from tests.tiers.records import data_of, keys_of
 from tests.tiers.test_disk_crash import SHAPES
 tier = DiskTier(sys.argv[1], 3 << 20)
@@ -110,7 +110,7 @@ def test_of_two_records_of_one_key_the_newer_counts(
     assert fetch(open_disk(4 << 20), b"key", SHAPE) is None  # the older one is gone as well
 
 
-@pytest.mark.parametrize("dies_at", ["write", "note"])
+@pytest.mark.parametrize("dies_at", ["write", "set_entry"])
 def test_the_index_log_never_names_what_was_overwritten(
     open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, dies_at: str
 ) -> None:
@@ -166,7 +166,7 @@ def test_a_disk_without_room_for_a_segment_uses_what_it_has(
     open_disk: OpenDisk, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("kvass.tiers.disk.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvass.tiers.disk.tier.time.monotonic", lambda: now[0])
     tier = open_disk(4 << 20)
     keys = keys_of(80)
     faults.error["posix_fallocate"] = errno.ENOSPC

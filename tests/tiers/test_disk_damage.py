@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvass.errors import ConfigError
-from kvass.tiers import codec, disk, segment
-from kvass.tiers.disk import DiskTier
+from kvass.tiers import codec
+from kvass.tiers.disk import DiskTier, segment
+from kvass.tiers.disk import tier as disk_tier
 from kvass.types import PAGE
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import fill, hits, keys_of
@@ -100,14 +101,14 @@ def test_without_checksums_a_flipped_byte_would_be_served(
     damaged: Damaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests above: they see wrong bytes if the tier serves them."""
-    monkeypatch.setattr(disk, "payload_check", lambda shards: 0)
+    monkeypatch.setattr(disk_tier, "payload_check", lambda shards: 0)
     real = codec.decode_header
 
     def forgiving(raw: bytes | memoryview) -> object:
         header = real(raw)
         return None if header is None else codec.Header(header.key, header.lengths, 1, 0)
 
-    monkeypatch.setattr(disk, "decode_header", forgiving)
+    monkeypatch.setattr(disk_tier, "decode_header", forgiving)
     with pytest.raises(AssertionError, match="wrong bytes"):
         damaged(lambda seg, idx: flip(seg, PAGE + 3 * SLOT + PAGE, 1))
 

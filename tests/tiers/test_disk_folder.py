@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvass.errors import ConfigError, TierDown
-from kvass.tiers import disk
 from kvass.tiers.disk import DiskTier
+from kvass.tiers.disk import tier as disk_tier
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import KEYS, fill, hits, keys_of
 
@@ -30,7 +30,7 @@ def victim(tmp_path: Path) -> Path:
 @pytest.fixture
 def looked_up_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the folder is ours is looked up with every call."""
-    monkeypatch.setattr(disk, "_CHECK_S", -1.0)
+    monkeypatch.setattr(disk_tier, "_CHECK_S", -1.0)
 
 
 def segments(folder: Path) -> dict[str, bytes]:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from kvass.testing.tier_suite import data_of
-from kvass.tiers import book, segment
-from kvass.tiers.disk import DiskTier
-from kvass.tiers.owned import Folder
-from kvass.tiers.slots import page_buffer
+from kvass.tiers.buffers import page_buffer
+from kvass.tiers.disk import DiskTier, index, segment
+from kvass.tiers.disk.folder import Folder
 from kvass.types import PAGE
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import SHAPE, fill, hits, keys_of
@@ -91,7 +90,7 @@ def test_the_watch_sees_too_much(
     folder: Path, open_disk: OpenDisk, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: a tier that forgets a segment's own bytes passes its cap, and is seen."""
-    monkeypatch.setattr(book, "disk_bytes", lambda slot_bytes, slots: slot_bytes * slots // 2)
+    monkeypatch.setattr(index, "disk_bytes", lambda slot_bytes, slots: slot_bytes * slots // 2)
     tier = open_disk(4 * MIB)
     for step in range(40):
         fill(tier, keys_of(10, f"step {step}"))
@@ -107,7 +106,7 @@ def test_every_slot_written_out_of_order_stays_within_its_segments_estimate(
     page = page_buffer()
     for slot in range(0, slots, 2):
         made.write(slot, [page])
-        made.note(slot, slot + 1, 1)
+        made.set_entry(slot, slot + 1, 1)
     assert on_disk(folder) <= made.bytes
     made.close()
 
@@ -270,13 +269,13 @@ def test_a_deleted_record_stays_until_its_last_reader_left(
 def test_a_hundred_thousand_rows_take_little_memory_and_come_back_by_the_log(
     folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are entered into the book and the table without their bytes: what is measured is
+    """Rows are entered into the index and the table without their bytes: what is measured is
     both. That a start needs no header is seen by forbidding to read one."""
     rows = 100_000
     for number in range(1, 5):
         made = segment.SegmentFile.create(Folder(folder), number, 2 * PAGE, rows // 4, direct=False)
         for slot in range(made.slots):
-            made.note(slot, book.fingerprint(b"%d/%d" % (number, slot)), slot + 1)
+            made.set_entry(slot, index.fingerprint(b"%d/%d" % (number, slot)), slot + 1)
         made.close()
 
     def forbidden(*_: object) -> bool:
@@ -312,7 +311,7 @@ def test_stores_and_loads_go_on_while_it_is_indexed(
 
     monkeypatch.setattr(segment.SegmentFile, "table", slow)
     if clock_set_back:
-        monkeypatch.setattr("kvass.tiers.disk.time.time_ns", lambda: 1)
+        monkeypatch.setattr("kvass.tiers.disk.tier.time.time_ns", lambda: 1)
     tier = DiskTier(folder, 16 * MIB)
     try:
         assert tier.indexing

@@ -1,4 +1,4 @@
-"""Many threads, little room, several sizes: no wrong byte, and the book balances afterwards."""
+"""Many threads, little room, several sizes: no wrong byte, and a consistent index afterwards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvass.testing.tier_suite import data_of
-from kvass.tiers.book import FREE, READY, Book
 from kvass.tiers.disk import DiskTier
+from kvass.tiers.disk.index import FREE, READY, DiskIndex
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import hits, keys_of
 
@@ -19,8 +19,8 @@ SHAPES = [(5000, 4096), (20_000,), (300,), (4096, 4096, 4096, 4096)]
 KEYS = keys_of(120)
 
 
-def balance(of: Book) -> None:
-    """What holds of a book that nobody is busy with."""
+def check(of: DiskIndex) -> None:
+    """What holds of an index that nobody uses just now."""
     found = 0
     for number, segment in of.segments.items():
         assert segment.file.number == number
@@ -33,7 +33,7 @@ def balance(of: Book) -> None:
         assert segment.free_slots < segment.file.slots, "an empty segment was kept"
         for slot in (segment.state == READY).nonzero()[0].tolist():
             key = int(segment.fingerprint[slot])
-            assert of._directory.get(key) == number << 32 | slot
+            assert of._places.get(key) == number << 32 | slot
             found += 1
         assert (segment in of._classes[segment.file.slot_bytes].spare) == bool(free)
     assert found == len(of), "the index has records that no slot holds"
@@ -73,14 +73,14 @@ def test_torture(folder: Path, open_disk: OpenDisk, seed: int) -> None:
     assert sum(map(sum, stored)) > 300
     assert tier.report()["evicted"] > 0
     assert tier.report()["damaged"] == 0
-    balance(tier._book)
+    check(tier._index)
     before = [hits(tier, [key], SHAPES[i % 4], versions=4) for i, key in enumerate(KEYS)]
     tier.close()
     if seed:
         for path in folder.glob("*.idx"):
             path.unlink()
     tier = open_disk(CAPACITY)
-    balance(tier._book)
+    check(tier._index)
     after = [hits(tier, [key], SHAPES[i % 4], versions=4) for i, key in enumerate(KEYS)]
     assert after == before
 
@@ -88,18 +88,18 @@ def test_torture(folder: Path, open_disk: OpenDisk, seed: int) -> None:
 def test_keys_of_one_fingerprint_push_each_other_out(
     open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvass.tiers.disk.fingerprint", lambda key: key[-1] % 7 + 1)
+    monkeypatch.setattr("kvass.tiers.disk.tier.fingerprint", lambda key: key[-1] % 7 + 1)
     tier = open_disk(CAPACITY)
     for key in KEYS[:60]:
         assert tier.store([key], [data_of(key, SHAPES[0])]) == [True]
         assert hits(tier, [key]) == [True]
     assert sum(hits(tier, KEYS[:60])) <= 7
-    balance(tier._book)
+    check(tier._index)
 
 
-def test_balance_notices() -> None:
-    """The control: a book that forgot to give a slot back does not balance."""
-    one = Book(CAPACITY, 0)
+def test_the_check_notices() -> None:
+    """The control: an index that counts a byte too many is not consistent."""
+    one = DiskIndex(CAPACITY, 0)
     one.spent += 1
     with pytest.raises(AssertionError):
-        balance(one)
+        check(one)

@@ -16,7 +16,7 @@ from kvass.testing import TierSuite
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.mooncake import MooncakeTier
-from kvass.tiers.parcel import WORTH_IT
+from kvass.tiers.mooncake.transfer import DIRECT_BYTES
 from kvass.types import PAGE
 from tests.support.servers.mooncake import MooncakeServer, Owner
 from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of, works
@@ -155,8 +155,8 @@ def test_what_is_there_already_is_not_sent_again(server: MooncakeServer) -> None
 def test_registered_memory_goes_straight(server: MooncakeServer) -> None:
     tier = open_tier(f"mooncake:{server.address}?prefix=straight:")
     assert isinstance(tier, MooncakeTier)
-    first, second, small = shape = (3 * WORTH_IT, WORTH_IT + 17, WORTH_IT - 1)
-    arena = np.zeros(16 * WORTH_IT, np.uint8)
+    first, second, small = shape = (3 * DIRECT_BYTES, DIRECT_BYTES + 17, DIRECT_BYTES - 1)
+    arena = np.zeros(16 * DIRECT_BYTES, np.uint8)
     tier.register_memory(arena)
     inside = [arena[:first], arena[first + PAGE : first + PAGE + second]]
     want = data_of(b"key", shape)
@@ -174,8 +174,8 @@ def test_registered_memory_goes_straight(server: MooncakeServer) -> None:
     assert tier.store([b"other"], [[want[1], arena[:small], inside[1]]]) == [True]
     assert tier.bounced_bytes == first + second + small
     bounced = tier.bounced_bytes
-    beyond = np.zeros(20 * WORTH_IT, np.uint8)
-    tier.register_memory(beyond[: 2 * WORTH_IT])
+    beyond = np.zeros(20 * DIRECT_BYTES, np.uint8)
+    tier.register_memory(beyond[: 2 * DIRECT_BYTES])
     assert tier.load([b"key"], [[beyond[:first], beyond[first : first + second]]]) == [True]
     assert tier.bounced_bytes == bounced + first + second
     tier.clear()

@@ -9,7 +9,7 @@ import pytest
 
 from kvass.tiers import Tier, open_tier
 from kvass.tiers import redis as redis_tier
-from kvass.tiers.kept import Kept
+from kvass.tiers.redis_notes import NotesToRefresh
 from tests.support.servers.redis import RedisServer
 from tests.tiers.records import KEYS, fill, hits, keys_of
 
@@ -28,8 +28,8 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def opened(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Tiers that keep their notes with every call."""
-    monkeypatch.setattr(redis_tier, "_KEEP_S", 0.0)
+    """Tiers that refresh their notes with every call."""
+    monkeypatch.setattr(redis_tier, "_REFRESH_S", 0.0)
     made: list[Tier] = []
 
     def start() -> Tier:
@@ -97,27 +97,25 @@ def test_trouble_with_notes_is_no_trouble_of_the_call(server: RedisServer, opene
     """The server goes between the records and the notes."""
     tier: Any = opened()
     tier.set_note("epoch", b"1")
-    real = tier._in_groups
+    real = tier._refresh_notes
 
-    def dying(*arguments: Any) -> Any:
-        try:
-            return real(*arguments)
-        finally:
-            server.kill()
+    def dying() -> None:
+        server.kill()
+        real()
 
-    tier._in_groups = dying
+    tier._refresh_notes = dying
     assert all(fill(tier, KEYS))
 
 
 def test_what_is_due_when() -> None:
     now = [100.0]
-    kept = Kept(2.0, lambda: now[0])
-    kept.remember("a", b"1")
-    assert kept.due() == []
+    notes = NotesToRefresh(2.0, lambda: now[0])
+    notes.was_set("a", b"1")
+    assert notes.due() == []
     now[0] += 2
-    assert kept.due() == [("a", b"1")]
-    assert kept.due() == []
-    kept.remember("a", b"3")
-    kept.found("a", b"2")  # what the server had before
+    assert notes.due() == [("a", b"1")]
+    assert notes.due() == []
+    notes.was_set("a", b"3")
+    notes.was_read("a", b"2")  # what the server had before
     now[0] += 2
-    assert kept.due() == [("a", b"3")]
+    assert notes.due() == [("a", b"3")]

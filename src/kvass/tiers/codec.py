@@ -1,12 +1,11 @@
-"""What a record is called and how it describes itself, in every tier.
+"""The key and the bytes of a record, in every tier. No I/O.
 
-Law of this file: pure. The formats are fixed by ``FORMAT``; a header that is damaged, or of a
-format that we do not read, is no header.
+The formats are fixed by ``FORMAT``. A header that is damaged or of another format is no header, and
+bytes that do not pass its checksums are no record.
 
 A **record key** is ``namespace digest (32) | epoch (u64) | group (u16) | chunk hash (8..32)``,
 integers big-endian, so that the keys of one epoch share a prefix. The namespace digest covers the
-digests of all ranks' layouts (law 10): no field of the header repeats them, the shard
-lengths excepted.
+digests of all ranks' layouts: of those the header repeats the shard lengths only.
 
 A **record header** is, little-endian::
 
@@ -21,21 +20,25 @@ A **record header** is, little-endian::
     32+k    8n      bytes of each shard
     32+k+8n 8       xxh3_64 of all of the above
 
-The header's checksum covers key and payload checksum: bytes that pass both belong to that key.
+The header's checksum covers key and payload checksum: bytes that pass both belong to that key. A
+server keeps a record in one piece: the header, then the shards without padding.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from itertools import chain
 from typing import Final
 
 import msgspec
+import numpy as np
 import xxhash
 
 from kvass.errors import UsageError
-from kvass.tiers.base import MAX_KEY_BYTES, MAX_SHARDS, Buffer
-from kvass.tiers.turns import CHECKED, in_turns
+from kvass.tiers.base import MAX_KEY_BYTES, MAX_SHARDS, Buffer, Shards
+from kvass.tiers.buffers import page_buffer, size_of
+from kvass.tiers.pacing import CHECKSUM_BYTES, paced
 
 FORMAT: Final = 1
 
@@ -44,6 +47,9 @@ _KEY: Final = struct.Struct(f">{NAMESPACE_BYTES}sQH")
 _MAGIC: Final = b"kvassrec"
 _FIXED: Final = struct.Struct("<8sHHIQQ")
 _CHECK: Final = struct.Struct("<Q")
+_OWN_PAGES: Final = 128 << 10
+"""A packed record of this size or more gets pages of its own, which go back to the system with it.
+The allocator would keep what the largest record took, for each thread that ever made one."""
 
 
 def record_key(namespace: bytes, epoch: int, group: int, chunk: bytes) -> bytes:
@@ -69,10 +75,10 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def payload_check(shards: Iterable[Buffer]) -> int:
-    """xxh3_64 over the shards' bytes in order; releases the GIL, and the processor now and then."""
+    """xxh3_64 over the shards' bytes in order; releases the GIL, and yields the processor."""
     state = xxhash.xxh3_64()
     for shard in shards:
-        for part in in_turns(shard, CHECKED):
+        for part in paced(shard, CHECKSUM_BYTES):
             state.update(part)
     return state.intdigest()
 
@@ -117,6 +123,73 @@ def decode_header(raw: bytes | memoryview) -> Header | None:
         sequence=sequence,
         payload_check=check,
     )
+
+
+def header_of(key: bytes, shards: Shards, sequence: int = 0) -> Header:
+    """The header of these shards; computes their checksum."""
+    return Header(key, tuple(map(len, shards)), sequence, payload_check(shards))
+
+
+def pack(key: bytes, shards: Shards) -> bytes | Buffer:
+    """A record in one piece; copies the shards."""
+    header = encode_header(header_of(key, shards))
+    size = len(header) + size_of(shards)
+    if size < _OWN_PAGES:
+        return b"".join([header, *(shard.data for shard in shards)])
+    piece = page_buffer(size)
+    at = 0
+    for part in (np.frombuffer(header, np.uint8), *shards):
+        piece[at : at + len(part)] = part
+        at += len(part)
+    return piece
+
+
+def unpack(key: bytes, size: int, chunks: Iterable[bytes], into: Shards) -> bool | None:
+    """Fill ``into`` from a record of ``size`` bytes that comes in chunks; see ``unpack_body``.
+
+    The first chunk holds the header, or it is the only one.
+    """
+    left = iter(chunks)
+    first = next(left, b"")
+    header = decode_header(first)
+    if header is None:
+        return None
+    at = header_bytes(header)
+    body = chain([memoryview(first)[at:]], map(memoryview, left))
+    return unpack_body(key, header, size - at, body, into)
+
+
+def unpack_body(
+    key: bytes, header: Header, size: int, chunks: Iterable[memoryview], into: Shards
+) -> bool | None:
+    """Fill ``into`` from the ``size`` bytes behind a header. ``True``: they are right.
+
+    ``False``: the record has shards of other lengths, and nothing was filled. ``None``: it is
+    damaged, or not this key's.
+    """
+    if header.key != key or size != sum(header.lengths):
+        return None
+    if header.lengths != tuple(map(len, into)):
+        return False
+    whole = _fill(into, chunks)
+    return True if whole and payload_check(into) == header.payload_check else None
+
+
+def _fill(into: Shards, chunks: Iterable[memoryview]) -> bool:
+    """Copy the chunks to the shards, in order; whether they were as long as the shards."""
+    shards = iter(into)
+    room: Buffer = np.empty(0, np.uint8)
+    for chunk in chunks:
+        left = np.frombuffer(chunk, np.uint8)
+        while len(left):
+            while not len(room):
+                if (shard := next(shards, None)) is None:
+                    return False
+                room = shard
+            n = min(len(left), len(room))
+            room[:n] = left[:n]
+            left, room = left[n:], room[n:]
+    return not len(room) and not any(map(len, shards))
 
 
 MAX_HEADER_BYTES: Final = _FIXED.size + MAX_KEY_BYTES + 8 * MAX_SHARDS + _CHECK.size

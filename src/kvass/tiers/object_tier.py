@@ -1,19 +1,20 @@
 """Records in an object store, which other machines may share.
 
-Law of this file: one record is one object, header and shards in one piece, so that replacing it is
-one request and a reader never sees half of it. Under the prefix, ``records/`` holds an object per
-record, named by its key in hexadecimal, and ``notes/`` the notes. Nothing is listed but by
-``clear``. The bucket keeps the capacity: its lifecycle rule for ``records/`` lets old ones go.
+A record is one object, so that replacing it is one request and a reader never sees half of it.
+Under the prefix, ``records/`` holds an object per record, named by its key in hexadecimal, and
+``notes/`` the notes. Only ``clear`` lists objects. The bucket keeps the capacity: a lifecycle rule
+for ``records/`` deletes old ones.
 
-A server that cannot be reached, refuses the credentials, has no such bucket or says nothing for the
-time that the client waits makes a call raise ``TierDown``; the next call tries again. No text of
+A call raises ``TierDown`` if the server cannot be reached, refuses the credentials, has no such
+bucket or does not answer for as long as the client waits; the next call tries again. No text of
 ours repeats a credential.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final, TypeAlias
 
 import obstore
@@ -21,17 +22,20 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvass.errors import TierDown
-from kvass.tiers.base import MAX_NOTE_BYTES, Shards, check_batch, check_note
-from kvass.tiers.crew import Answer, Crew
-from kvass.tiers.gate import Gate
-from kvass.tiers.piece import pack, size_of, unpack
+from kvass.tiers.base import MAX_NOTE_BYTES, Shards
+from kvass.tiers.buffers import size_of
+from kvass.tiers.codec import pack, unpack
+from kvass.tiers.record_tier import Outcome, RecordTier
+from kvass.tiers.worker_pool import WorkerPool
 
 Store: TypeAlias = S3Store | GCSStore | AzureStore
 
 _MOST_BYTES: Final = 4 << 30
 """Of one record; S3 takes 5 GiB in one request, the others at least as much."""
 _ROOM_BYTES: Final = 64 << 20
-"""What all calls together have in memory of ours."""
+"""What all calls together have in memory."""
+_GIVE_UP: Final = 3
+"""Failures in a row after which a batch is given up."""
 _CHUNK_BYTES: Final = 1 << 20
 """What a load reads at a time. The client holds the next while we copy the last."""
 _BULK: Final = 1000
@@ -50,8 +54,11 @@ TROUBLE: Final = (BaseError, OSError)
 """What obstore raises; ``FileNotFoundError`` for what is not there."""
 
 
-class ObjectTier:
-    """``Tier`` over a store of obstore. ``bulk``: it deletes many at once, and minds no absent."""
+class ObjectTier(RecordTier):
+    """``Tier`` over a store of obstore.
+
+    ``deletes_many``: the store deletes many objects in one request, and does not mind absent ones.
+    """
 
     def __init__(
         self,
@@ -61,170 +68,128 @@ class ObjectTier:
         prefix: str,
         connections: int,
         timeout_s: int,
-        bulk: bool,
+        deletes_many: bool,
     ) -> None:
-        self._name = name
+        super().__init__(name)
         self._store = store
         self._records = f"{prefix}/records"
         self._notes = f"{prefix}/notes"
-        self._at_once = _BULK if bulk else 1
-        self._crew = Crew(name, connections, _ROOM_BYTES, timeout_s)
-        self._gate = Gate(name)
+        self._delete_at_once = _BULK if deletes_many else 1
+        self._pool = WorkerPool(
+            name, connections, room=_ROOM_BYTES, give_up=_GIVE_UP, long_s=timeout_s
+        )
         self._bucket_seen = False
 
-    def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which are there: a HEAD for each, many at once."""
-        check_batch(keys)
-        with self._gate.call():
-            held = self._judged(self._crew.each(lambda i: self._holds(keys[i]), [0] * len(keys)))
-            if keys and not any(held):
-                self._need_bucket(self._record(keys[0]))
-            return held
+    def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """A HEAD for each, many at once."""
+        held = self._pool.each(lambda i: self._head(keys[i]), [0] * len(keys))
+        if not any(outcome is True for outcome in held):
+            self._need_bucket(self._path(keys[0]))
+        return held
 
-    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
-        """See ``Tier.load``."""
-        check_batch(keys, into)
+    def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
         needs = [min(size_of(shards), 2 * _CHUNK_BYTES) for shards in into]
-        with self._gate.call():
-            return self._judged(self._crew.each(lambda i: self._get(keys[i], into[i]), needs))
+        return self._pool.each(lambda i: self._load(keys[i], into[i]), needs)
 
-    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        """See ``Tier.store``."""
-        check_batch(keys, data)
-        last = dict(zip(keys, data, strict=True))  # of duplicates the last
-        names = list(last)
-        needs = [size_of(shards) for shards in last.values()]
-        with self._gate.call():
-            put = self._crew.each(lambda i: self._put(names[i], last[names[i]]), needs)
-            done = dict(zip(names, self._judged(put), strict=True))
-            return [done[key] for key in keys]
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
+        return self._pool.each(lambda i: self._store_one(keys[i], data[i]), [*map(size_of, data)])
 
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """See ``Tier.delete``."""
-        check_batch(keys)
-        with self._gate.call():
-            self._judged(self._remove([self._record(key) for key in dict.fromkeys(keys)]))
+    def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
+        return self._delete_all([self._path(key) for key in keys])
 
-    def clear(self) -> None:
-        """Forget all records under our prefix, whoever stored them."""
-        with self._gate.call():
-            try:
-                for found in obstore.list(self._store, self._records, chunk_size=_BULK):
-                    for answer in self._remove([one["path"] for one in found]):
-                        if isinstance(answer, TierDown):
-                            raise answer
-            except TROUBLE as error:
-                raise self._down(error) from None
+    def _clear(self) -> None:
+        """All records under our prefix, whoever stored them."""
+        with self._errors():
+            for found in obstore.list(self._store, self._records, chunk_size=_BULK):
+                for outcome in self._delete_all([entry["path"] for entry in found]):
+                    if isinstance(outcome, TierDown):
+                        raise outcome
 
-    def note(self, name: str) -> bytes | None:
-        """See ``Tier.note``."""
-        check_note(name)
-        with self._gate.call():
-            try:
-                got = obstore.get(self._store, f"{self._notes}/{name}")
-                return bytes(got.bytes()) if got.meta["size"] <= MAX_NOTE_BYTES else None
-            except TROUBLE as error:
-                self._need_absent(error)
-                return None
+    def _get_note(self, name: str) -> bytes | None:
+        value = None
+        with self._errors(absent_is_fine=True):
+            got = obstore.get(self._store, f"{self._notes}/{name}")
+            if got.meta["size"] <= MAX_NOTE_BYTES:
+                value = bytes(got.bytes())
+        return value
 
-    def set_note(self, name: str, value: bytes) -> None:
-        """See ``Tier.set_note``; what the store acknowledges is durable."""
-        check_note(name, value)
-        with self._gate.call():
-            try:
-                obstore.put(self._store, f"{self._notes}/{name}", value, use_multipart=False)
-            except TROUBLE as error:
-                raise self._down(error) from None
+    def _put_note(self, name: str, value: bytes) -> None:
+        """What the store acknowledges is durable."""
+        with self._errors():
+            obstore.put(self._store, f"{self._notes}/{name}", value, use_multipart=False)
 
-    def close(self) -> None:
-        """See ``Tier.close``."""
-        if self._gate.shut():
-            self._crew.close()
+    def _close(self) -> None:
+        self._pool.close()
 
     # ------------------------------------------------------------ one record
 
-    def _record(self, key: bytes) -> str:
+    def _path(self, key: bytes) -> str:
         return f"{self._records}/{key.hex()}"
 
-    def _holds(self, key: bytes) -> bool:
-        try:
-            obstore.head(self._store, self._record(key))
-        except FileNotFoundError:
-            return False  # or no bucket, or no object store at all: see _need_bucket
-        except TROUBLE as error:
-            raise self._down(error) from None
-        return True
+    def _head(self, key: bytes) -> bool:
+        with self._errors(), suppress(FileNotFoundError):
+            obstore.head(self._store, self._path(key))
+            return True
+        return False  # or there is no bucket, or no object store at all: see _need_bucket
 
-    def _get(self, key: bytes, into: Shards) -> bool:
-        path = self._record(key)
-        try:
-            got = obstore.get(self._store, path)
-            whole = unpack(key, got.meta["size"], got.stream(_CHUNK_BYTES), into)
-        except TROUBLE as error:
-            self._need_absent(error)
-            return False
-        if whole is None:
-            try:
-                self._remove_some([path])
-            except TierDown:
-                pass  # a miss all the same; the next load finds it damaged again
-        return bool(whole)
+    def _load(self, key: bytes, into: Shards) -> bool:
+        right: bool | None = False
+        with self._errors(absent_is_fine=True):
+            got = obstore.get(self._store, self._path(key))
+            right = unpack(key, got.meta["size"], got.stream(_CHUNK_BYTES), into)
+        if right is None:
+            with suppress(TierDown):  # a miss all the same; the next load finds it damaged again
+                self._delete_some([self._path(key)])
+        return right is True
 
-    def _put(self, key: bytes, shards: Shards) -> bool:
+    def _store_one(self, key: bytes, shards: Shards) -> bool:
         if size_of(shards) > _MOST_BYTES:
             return False
-        try:
+        with self._errors():
             # In one request: parts of an upload that was broken off would stay and cost money.
-            obstore.put(self._store, self._record(key), pack(key, shards), use_multipart=False)
-        except TROUBLE as error:
-            raise self._down(error) from None
+            obstore.put(self._store, self._path(key), pack(key, shards), use_multipart=False)
         return True
 
-    def _remove(self, paths: Sequence[str]) -> list[Answer]:
-        some = [paths[i : i + self._at_once] for i in range(0, len(paths), self._at_once)]
-        return self._crew.each(lambda i: self._remove_some(some[i]), [0] * len(some))
+    def _delete_all(self, paths: Sequence[str]) -> list[Outcome]:
+        n = self._delete_at_once
+        parts = [paths[i : i + n] for i in range(0, len(paths), n)]
+        return self._pool.each(lambda i: self._delete_some(parts[i]), [0] * len(parts))
 
-    def _remove_some(self, paths: Sequence[str]) -> bool:
-        try:
+    def _delete_some(self, paths: Sequence[str]) -> bool:
+        with self._errors(absent_is_fine=True):
             obstore.delete(self._store, paths)
-        except TROUBLE as error:
-            self._need_absent(error)
         return True
 
     # ------------------------------------------------------------ trouble
 
-    def _judged(self, answers: Sequence[Answer]) -> list[bool]:
-        """Which answers say yes. ``TierDown`` if none does, and one of them is trouble."""
-        errors = [answer for answer in answers if isinstance(answer, TierDown)]
-        done = [answer is True for answer in answers]
-        if errors and not any(done):
-            raise TierDown(str(errors[0]))
-        return done
+    @contextmanager
+    def _errors(self, *, absent_is_fine: bool = False) -> Iterator[None]:
+        """What obstore raises is ``TierDown``.
 
-    def _need_absent(self, error: Exception) -> None:
-        """Raise ``TierDown`` unless an object store says that there is no such object, and no more
-        than that. Any other server at that address would say 404, too."""
-        text = str(error)
-        absent = isinstance(error, FileNotFoundError) and any(word in text for word in _ABSENT)
-        if not absent or any(code in text for code in _NO_BUCKET):
-            raise self._down(error) from None
+        ``absent_is_fine``: but not if an object store says that there is no such object, and no
+        more than that. Any other server at that address would answer 404, too.
+        """
+        try:
+            yield
+        except TROUBLE as error:
+            text = str(error)
+            absent = isinstance(error, FileNotFoundError) and any(word in text for word in _ABSENT)
+            if absent_is_fine and absent and not any(code in text for code in _NO_BUCKET):
+                return
+            self._bucket_seen = False
+            raise self._down(error_line(error)) from None
 
     def _need_bucket(self, path: str) -> None:
-        """Raise ``TierDown`` if there is no bucket: a HEAD cannot tell that from an absent object,
-        because its answer has no body. Asked until it was told once that only the object is."""
+        """Raise ``TierDown`` if there is no bucket. A HEAD cannot tell that from an absent object,
+        because its answer has no body. Asked until the store said once that only the object is
+        absent."""
         if not self._bucket_seen:
-            try:
+            with self._errors(absent_is_fine=True):
                 obstore.get(self._store, path)
-            except TROUBLE as error:
-                self._need_absent(error)
             self._bucket_seen = True
 
-    def _down(self, error: Exception) -> TierDown:
-        self._bucket_seen = False
-        return TierDown(f"{self._name}: {said(error)}")
 
-
-def said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """What went wrong, in one line that a status has room for, and nothing of a request but the
     server: a query or a longer answer may repeat a signature, and a key is long."""
     text, _, debug = str(error).partition("\n\nDebug source")

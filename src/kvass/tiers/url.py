@@ -1,7 +1,6 @@
 """Tier URLs: how a user names a tier.
 
-Law of this file: everything that can be wrong with a URL is a ``ConfigError`` of one line that says
-what to write instead.
+A URL that cannot be used is a ``ConfigError`` of one line that says what to write instead.
 
 ``SCHEME:WHERE?option=value&option=value`` opens one of our own (``disk:/path?capacity=100GiB``);
 ``package.module:Name?option=value`` opens anybody's: ``Name`` is called with the options as keyword
@@ -10,6 +9,7 @@ arguments (strings; ``%xx`` decoded) and must return a ``Tier``.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -21,16 +21,26 @@ import msgspec
 
 from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
+from kvass.tiers.options import (
+    AzureOptions,
+    DiskOptions,
+    MooncakeOptions,
+    ObjectStoreOptions,
+    Options,
+    RedisOptions,
+    S3Options,
+    read_options,
+)
 
-OURS: Final = {
-    "disk": "kvass.tiers.disk:open_disk",
-    "redis": "kvass.tiers.redis:open_redis",  # the extra ``redis``
-    "s3": "kvass.tiers.object_store:open_s3",  # these three: the extra ``s3``
-    "gcs": "kvass.tiers.object_store:open_gcs",
-    "azure": "kvass.tiers.object_store:open_azure",
-    "mooncake": "kvass.tiers.mooncake:open_mooncake",  # the extra ``mooncake``
+OURS: Final[dict[str, tuple[str, type[Options]]]] = {
+    "disk": ("kvass.tiers.disk:open_disk", DiskOptions),
+    "redis": ("kvass.tiers.redis:open_redis", RedisOptions),
+    "s3": ("kvass.tiers.object_store:open_s3", S3Options),
+    "gcs": ("kvass.tiers.object_store:open_gcs", ObjectStoreOptions),
+    "azure": ("kvass.tiers.object_store:open_azure", AzureOptions),
+    "mooncake": ("kvass.tiers.mooncake:open_mooncake", MooncakeOptions),
 }
-"""Scheme -> what opens it: called with WHERE and the options."""
+"""Scheme -> the function that opens it, called with WHERE and its options, and their kind."""
 
 _EXTRAS: Final = {"redis": "redis", "obstore": "s3", "mooncake": "mooncake"}
 """A package that is missing -> the extra that brings it."""
@@ -107,20 +117,27 @@ def tier_name(text: str) -> str:
 def open_tier(text: str) -> Tier:
     """Open the tier that ``text`` names. Raises ``ConfigError``."""
     url = parse_tier_url(text)
-    ours = OURS.get(url.scheme)
-    module, name = ours.split(":") if ours else (url.scheme, url.where)
-    factory = _import(text, module, name)
-    arguments = (url.where,) if ours else ()
-    _check_options(text, factory, arguments, url.options)
+    if url.scheme in OURS:
+        path, kind = OURS[url.scheme]
+        try:
+            options = read_options(kind, url.options)
+        except ValueError as error:
+            raise ConfigError(shown(f"tier {text!r}: {error}")) from None
+        opener = _import(text, *path.split(":"))
+        open_ = functools.partial(opener, url.where, options)
+    else:
+        opener = _import(text, url.scheme, url.where)
+        _check_options(text, opener, url.options)
+        open_ = functools.partial(opener, **url.options)
     try:
-        tier = factory(*arguments, **url.options)
+        tier = open_()
     except (ConfigError, OSError):  # the latter says what the system has against it
         raise
     except Exception as error:  # anybody's code: what it raises is said to a person
         raise _refusal(text, error) from error
     if not isinstance(tier, Tier):
         raise ConfigError(
-            f"tier {shown(text)!r}: {module}:{name} gives a {type(tier).__name__}, no Tier"
+            f"tier {shown(text)!r}: it gives a {type(tier).__name__}, which is no Tier"
         )
     return tier
 
@@ -153,18 +170,15 @@ def _import(text: str, module: str, name: str) -> Callable[..., object]:
     return found
 
 
-def _check_options(
-    text: str, factory: Callable[..., object], arguments: tuple[str, ...], options: dict[str, str]
-) -> None:
+def _check_options(text: str, plug_in: Callable[..., object], options: dict[str, str]) -> None:
     try:
-        signature = inspect.signature(factory)
+        signature = inspect.signature(plug_in)
     except ValueError as error:
         raise ConfigError(f"tier {shown(text)!r}: {error}") from error
     try:
-        signature.bind(*arguments, **options)
+        signature.bind(**options)
     except TypeError as error:
-        known = list(signature.parameters)[len(arguments) :]
-        names = ", ".join(known) or "none"
-        unknown = [name for name in options if name not in known]
+        names = ", ".join(signature.parameters) or "none"
+        unknown = [name for name in options if name not in signature.parameters]
         wrong = f"unknown option {unknown[0]!r}" if unknown else str(error)
         raise ConfigError(f"tier {shown(text)!r}: {wrong}; its options: {names}") from error

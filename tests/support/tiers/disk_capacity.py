@@ -33,9 +33,9 @@ from typing import Any, Final
 import numpy as np
 
 from kvass.tiers.base import Buffer
+from kvass.tiers.buffers import page_buffer
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.segment import TABLE
-from kvass.tiers.slots import page_buffer
+from kvass.tiers.disk.segment import TABLE
 from kvass.types import PAGE
 
 ROWS: Final = 1_000_000

@@ -1,9 +1,9 @@
-"""The disk tier's folder: whose it is, and how files in it are opened.
+"""The disk tier's folder: who owns it, and how files in it are opened.
 
-Law of this file: a file is opened, made or removed by its name in the folder that was opened first
-(``dir_fd``), and never through a symbolic link. Nobody but us may write to that folder. It is used
-only while the lock file that we hold is still the one in it; once it is not, the folder is another
-owner's, and is never touched again.
+Law of this file: a file is opened, made or removed by its name relative to the open folder
+(``dir_fd``), and never through a symbolic link. Nobody else may have write permission there. The
+folder is used only while the lock file that we hold is still the one in it. Once it is not, the
+folder may have another owner, and is never touched again.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from typing import Final
 from kvass.errors import ConfigError
 
 _LOCK: Final = "lock"
-_PATIENCE_S: Final = 2.0
-_ORPHANS_S: Final = 60.0
-"""It gives back its memory first: 0.1 to 0.3 s per GiB."""
-_LOOK_S: Final = 0.02
+_LOCK_WAIT_S: Final = 2.0
+_ORPHAN_WAIT_S: Final = 60.0
+"""For an owner whose daemon is gone: as it ends it frees its memory, 0.1 to 0.3 s per GiB."""
+_LOCK_RETRY_S: Final = 0.02
 _OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Folder:
-    """An open folder. ``ConfigError`` for one that is not there, or that others may write to.
-
-    ``path`` may be a symbolic link; it is followed once, here.
-    """
+    """An open folder. Raises ``ConfigError`` for one that is not there, or that others may write
+    to. ``path`` may be a symbolic link, which is followed once, here."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = -1
         self.lost = ""
-        """Why it is ours no more; empty: it was ours when it was looked up last."""
+        """Why it is not ours any more; empty: it was ours at the last ``check``."""
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -62,8 +60,8 @@ class Folder:
         return os.listdir(self.fd)
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file of ours; the descriptor. ``OSError``, also for what is no file of ours."""
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would keep us waiting
+        """Open a file of ours. Raises ``OSError``, also for a file that is not ours alone."""
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # or a FIFO would block
         try:
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
         except OSError as error:
@@ -85,8 +83,8 @@ class Folder:
         except FileNotFoundError:
             pass
 
-    def put(self, name: str, data: bytes) -> None:
-        """Have a file say ``data``, past any power loss; one caller at a time. ``OSError``."""
+    def replace(self, name: str, data: bytes) -> None:
+        """Replace a file's contents, durably and atomically; one caller at a time. ``OSError``."""
         written = name + ".new"
         self.unlink(written)  # of a life that ended here
         with os.fdopen(self.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
@@ -175,7 +173,7 @@ def _untrusted(path: Path, folder: os.stat_result) -> str:
 
 
 def _lock(fd: int) -> None:
-    """Lock it; who had it last may have been killed a moment ago, and be giving back an arena."""
+    """Lock it. Its last owner may have been killed a moment ago, and still be ending."""
     begun = time.monotonic()
     while True:
         try:
@@ -183,9 +181,9 @@ def _lock(fd: int) -> None:
             return
         except BlockingIOError:
             waited = time.monotonic() - begun
-            if waited > _ORPHANS_S or (waited > _PATIENCE_S and not _is_orphan(*_owner(fd))):
+            if waited > _ORPHAN_WAIT_S or (waited > _LOCK_WAIT_S and not _is_orphan(*_owner(fd))):
                 raise
-            time.sleep(_LOOK_S)
+            time.sleep(_LOCK_RETRY_S)
 
 
 def _owner(fd: int) -> tuple[str, str]:
@@ -195,7 +193,7 @@ def _owner(fd: int) -> tuple[str, str]:
 
 
 def _is_orphan(owner: str, daemon: str) -> bool:
-    """Whether a process has lost the daemon that started it; so it is ending."""
+    """Whether the process's parent is not the daemon that started it: then it is ending."""
     try:
         status = Path(f"/proc/{int(owner)}/status").read_text()
     except (OSError, ValueError):  # of another namespace, for all we know

@@ -1,16 +1,15 @@
-"""Our client of a Mooncake Store: one per tier, set up when it is first needed.
+"""The native client of a Mooncake Store: one per tier, set up when it is first needed.
 
-Law of this file: what is native stays behind it. The library kills the process when it is asked
-before it was set up, takes 90 s to say that no master answers, and logs to standard error as it
-likes: here it is set up only if the master's port accepts us, with limits of our own, and nobody
-gets hold of a client that is not.
+The library kills the process if it is called before it was set up, and takes 90 s to say that no
+master answers. So it is set up only once the master's port accepts a connection, with limits of our
+own, and nobody gets a client that is not set up.
 
-The library takes its limits from the environment of the process. We set them, except those that
-were set before we were loaded; of several tiers in one process the one opened last decides. A dead
-master, a dead owner and a master that stands still cost one to two times ``timeout_s``, an owner
-that stands still up to ten times that; the GIL is free meanwhile. One thing cannot be helped: a
-request that makes progress, but has not ended after a minute, is said to have failed, and may still
-write to the memory it was given.
+The library reads its limits from the environment of the process. We set them, except those that
+were set before this module was loaded; of several tiers in one process the one opened last decides.
+A dead master, a dead owner of memory and a master that stands still cost one to two times
+``timeout_s``, an owner that stands still up to ten times that; the GIL is free meanwhile. One thing
+has no remedy: the library says of a request that makes progress, but has not ended after a minute,
+that it failed, and may still write to the memory it was given.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ import threading
 import time
 from typing import Any, Final
 
-import msgspec
-
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer
+from kvass.tiers.options import MooncakeOptions
 
 _SET_BEFORE: Final = frozenset(os.environ)
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it is looked at when the library is loaded
@@ -53,7 +51,7 @@ _CODES: Final = {
     -901: "the master does not answer",
 }
 _log = logging.getLogger("kvass.tiers")
-_REST_S: Final = 1.0
+_RETRY_S: Final = 1.0
 """After a failure to set up the same answer is given for so long."""
 
 
@@ -75,28 +73,15 @@ def lasting(copies: int) -> Any:
     return config
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """How we take part."""
+class MooncakeClient:
+    """The library's client, and the memory that it may use directly."""
 
-    host: str
-    """Of the master."""
-    port: int
-    metadata: str
-    protocol: str
-    devices: str
-    segment: int
-    """Bytes of our memory for everybody's records."""
-    hostname: str
-    """Under which others reach us; empty: our end of a connection to the master."""
-    timeout_s: int
-
-
-class Link:
-    """The client, the memory that it may use directly, and what is wrong with it."""
-
-    def __init__(self, name: str, settings: Settings, bounce: Buffer) -> None:
+    def __init__(
+        self, name: str, master: tuple[str, int], options: MooncakeOptions, bounce: Buffer
+    ) -> None:
         self._name = name
-        self._settings = settings
+        self._master = master
+        self._options = options
         self._bounce = bounce
         self._lock = threading.Lock()
         self._client: Any = None
@@ -104,7 +89,7 @@ class Link:
         self._direct: list[tuple[int, int]] = []
         self._refusal = ""
         self._refused_until = 0.0
-        _set_limits(settings.timeout_s)
+        _set_limits(options.timeout_s)
 
     def client(self) -> Any:
         """Ready for every call. Raises ``TierDown``."""
@@ -116,18 +101,18 @@ class Link:
                     self._client = self._set_up()
                 except TierDown as error:
                     self._refusal = str(error)
-                    self._refused_until = time.monotonic() + _REST_S
+                    self._refused_until = time.monotonic() + _RETRY_S
                     raise
             return self._client
 
     def announce(self, buffer: Buffer) -> None:
-        """Let transfers go straight from and to this memory, which stays for good, if possible.
+        """Let transfers use this memory directly, if possible; it stays until ``close``.
 
-        A socket takes any memory; registered with the library, a peer could write to it, unasked,
-        over a port that asks for no password. So only the library's devices get to know of it.
+        Over ``tcp`` any memory can be used, and none is registered: a peer could write to memory
+        that is, unasked, over a port that asks for no password. RDMA devices need it registered.
         """
         with self._lock:
-            if self._settings.protocol == "tcp":
+            if self._options.protocol == "tcp":
                 self._direct.append(_range(buffer))
             elif self._client is None:
                 self._announced.append(buffer)
@@ -149,7 +134,7 @@ class Link:
         }
 
     def read_beginnings(self, wanted: list[tuple[str, int, int]]) -> list[bool]:
-        """Of each object so many bytes to that address, in the bounce buffer; which were read.
+        """Read beginnings of objects: (name, address in the bounce buffer, bytes). Which were read.
 
         Nobody else in this process may do so with the same names: the library keeps what it knows
         of them by name meanwhile.
@@ -159,7 +144,7 @@ class Link:
             return []
         client = self.client()
         begun = [code == 0 for code in client.batch_get_session_start(names)]
-        known = [one for one, there in zip(wanted, begun, strict=True) if there]
+        known = [item for item, there in zip(wanted, begun, strict=True) if there]
         codes = client.batch_get_into_multi_buffer_ranges(
             [name for name, _, _ in known],
             [[address] for _, address, _ in known],
@@ -178,16 +163,15 @@ class Link:
                 self._client = None
 
     def _set_up(self) -> Any:
-        s = self._settings
+        o = self._options
         try:  # the library would try for long, and say less
-            with socket.create_connection((s.host, s.port), s.timeout_s) as connection:
-                hostname = s.hostname or connection.getsockname()[0]
+            with socket.create_connection(self._master, o.timeout_s) as connection:
+                hostname = o.hostname or connection.getsockname()[0]
         except OSError as error:
             raise TierDown(f"{self._name}: the master: {error}") from error
         client = MooncakeDistributedStore()
-        code = client.setup(
-            hostname, s.metadata, s.segment, 0, s.protocol, s.devices, f"{s.host}:{s.port}"
-        )
+        master = "{}:{}".format(*self._master)
+        code = client.setup(hostname, o.metadata, o.segment, 0, o.protocol, o.devices, master)
         if code == 0:
             code = self._register(client, self._bounce)
         if code != 0:

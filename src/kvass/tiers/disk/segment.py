@@ -1,18 +1,16 @@
-"""One segment of the disk tier: a fallocated file of equal slots, and a table beside it.
+"""One segment of the disk tier: a preallocated file of equal slots, and a table beside it.
 
-Law of this file: bytes in, bytes out. What lies where is the caller's business; a write that failed
-or was torn leaves a slot that is *unknown*, never one that is believed.
+``NNNNNNNN.seg``: a page that describes the file, then the slots. A slot holds one record (see
+``slot.py``). It is moved by ``pwritev`` or ``preadv``, a few MiB a call, past the page cache
+(O_DIRECT) where the file system can.
 
-``NNNNNNNN.seg``: a page that describes the file, then the slots. A slot holds one record, as
-``slots`` lays it out: ``pwritev`` or ``preadv`` of a few MiB each, past the page cache (O_DIRECT)
-where the file system can.
+``NNNNNNNN.idx``, the table: the same page, then an entry of 24 bytes per slot (little-endian):
+fingerprint of the record's key, sequence number (both 0: the slot is free), and a check of the two
+with segment and slot. It says in one read what would take a read of every slot's header.
 
-``NNNNNNNN.idx``: a page that describes it, then 24 bytes per slot (little-endian): fingerprint of
-the record's key, its sequence number (both 0: the slot is free), and a mix of the two with segment
-and slot. The *index log*: it says in one read what otherwise every slot's header must be
-read for. It is marked unknown before its slot is written and told the truth afterwards; whatever in
-it is missing, torn or stale means that the headers are asked, or that a load finds another key and
-misses. Nothing is ever right because the table said so.
+An entry is marked unknown before its slot is written, and set afterwards. So a write that failed
+or was torn leaves an unknown slot. For an unknown slot the header is read. The table is a hint: a
+load believes only the record's own header and checksums.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ import xxhash
 
 from kvass.errors import ConfigError
 from kvass.tiers.base import Buffer
-from kvass.tiers.owned import Folder
-from kvass.tiers.slots import page_buffer
-from kvass.tiers.turns import MOVED, give_way
+from kvass.tiers.buffers import page_buffer, split
+from kvass.tiers.disk.folder import Folder
+from kvass.tiers.pacing import IO_BYTES, yield_cpu
 from kvass.types import PAGE, U64Array, align_up
 
 FORMAT: Final = 1
@@ -52,7 +50,7 @@ _FILE_BYTES: Final = 16 << 10
 
 
 def disk_bytes(slot_bytes: int, slots: int) -> int:
-    """What a segment takes on disk at most, its table and the file system's notes included."""
+    """What a segment takes on disk at most, with its table and the file system's metadata."""
     table = align_up(PAGE + _ENTRY_BYTES * slots)
     return PAGE + slot_bytes * slots + table + _EXTENT_BYTES * slots + _FILE_BYTES
 
@@ -95,7 +93,7 @@ class SegmentFile:
             os.posix_fallocate(new._table_fd, 0, PAGE + _ENTRY_BYTES * slots)
             free = np.zeros((slots, 3), np.uint64)
             places = np.arange(slots, dtype=np.uint64) + np.uint64(new._place(0))
-            free[:, 2] = _mix(free[:, 0], free[:, 1], places)
+            free[:, 2] = _entry_check(free[:, 0], free[:, 1], places)
             _write(new._table_fd, free.astype("<u8").tobytes(), PAGE)
             page = new._described()
             _write(new._table_fd, page, 0)
@@ -167,37 +165,37 @@ class SegmentFile:
 
     def erase(self, slot: int) -> None:
         """Overwrite the slot's header, so that no later boot finds a record there."""
-        self.forget(slot)
+        self.mark_unknown(slot)
         _write_page(self._fd, page_buffer(), self._at(slot))
-        self.note(slot, 0, 0)
+        self.set_entry(slot, 0, 0)
 
     def _at(self, slot: int) -> int:
         return PAGE + slot * self.slot_bytes
 
     # ------------------------------------------------------------ table
 
-    def forget(self, slot: int) -> None:
-        """Mark ``slot`` unknown: its header decides."""
+    def mark_unknown(self, slot: int) -> None:
+        """Have the slot's header decide what it holds."""
         _write(self._table_fd, _NO_ENTRY, self._entry_at(slot))
 
-    def note(self, slot: int, fingerprint: int, sequence: int) -> None:
+    def set_entry(self, slot: int, fingerprint: int, sequence: int) -> None:
         """Say in the table what ``slot`` holds now."""
-        check = _mix(fingerprint, sequence, self._place(slot))
+        check = _entry_check(fingerprint, sequence, self._place(slot))
         _write(self._table_fd, _ENTRY.pack(fingerprint, sequence, check), self._entry_at(slot))
 
     def table(self) -> Iterator[tuple[int, U64Array, U64Array]]:
-        """What the table says, in pieces: (first slot, fingerprints, sequence numbers).
+        """What the table says, in parts: (first slot, fingerprints, sequence numbers).
 
-        A free slot has 0 and 0, an unknown one a fingerprint of ``UNKNOWN``.
+        A free slot has 0 and 0, an unknown one the fingerprint ``UNKNOWN``.
         """
-        for first in range(0, self.slots, _PIECE):
-            count = min(_PIECE, self.slots - first)
+        for first in range(0, self.slots, _ENTRIES):
+            count = min(_ENTRIES, self.slots - first)
             raw = os.pread(self._table_fd, count * _ENTRY_BYTES, self._entry_at(first))
             raw = raw.ljust(count * _ENTRY_BYTES, b"\0")
             words = np.frombuffer(raw, "<u8").reshape(count, 3)
             fingerprints, sequences = words[:, 0], words[:, 1]
             places = np.arange(count, dtype=np.uint64) + np.uint64(self._place(first))
-            known = words[:, 2] == _mix(fingerprints, sequences, places)
+            known = words[:, 2] == _entry_check(fingerprints, sequences, places)
             yield first, np.where(known, fingerprints, UNKNOWN), np.where(known, sequences, 0)
 
     def _place(self, slot: int) -> int:
@@ -207,7 +205,7 @@ class SegmentFile:
         return PAGE + slot * _ENTRY_BYTES
 
     def _reopen_table(self, page: bytes) -> None:
-        """Open the table; one that is lost or another segment's is made anew, knowing nothing."""
+        """Open the table; one that is lost or another segment's is made anew, all unknown."""
         self._table_fd = self._folder.open(self._table_name, _FLAGS | os.O_CREAT)
         if os.pread(self._table_fd, PAGE, 0) != page:
             os.ftruncate(self._table_fd, 0)
@@ -245,42 +243,28 @@ class SegmentFile:
 
 
 UNKNOWN: Final = (1 << 64) - 1
-"""Stands for a fingerprint in ``SegmentFile.table``: the table does not know this slot."""
+"""The fingerprint of an unknown slot in ``SegmentFile.table``."""
 
-_PIECE: Final = 4096
+_ENTRIES: Final = 4096
 _FLAGS: Final = os.O_RDWR
 
 
 def _move(
     call: Callable[[int, list[memoryview], int], int], fd: int, parts: Sequence[Buffer], at: int
 ) -> int:
-    """Bytes moved by ``pwritev`` or ``preadv`` in turns; fewer than there are: it ended early."""
+    """Bytes moved by ``pwritev`` or ``preadv``; fewer than there are: a call ended early.
+
+    Parts that begin and end at pages are cut at pages.
+    """
     done = 0
-    for turn in _turns(parts):
+    for some in split(parts, IO_BYTES):
         if done:
-            give_way()
-        moved = call(fd, turn, at + done)
+            yield_cpu()
+        moved = call(fd, some, at + done)
         done += moved
-        if moved != sum(map(len, turn)):
+        if moved != sum(map(len, some)):
             break
     return done
-
-
-def _turns(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:
-    """The parts' bytes in order, ``MOVED`` at a time: what was page-aligned stays so."""
-    turn: list[memoryview] = []
-    room = MOVED
-    for part in parts:
-        left = part.data
-        while left:
-            turn.append(left[:room])
-            left = left[room:]
-            room -= len(turn[-1])
-            if not room:
-                yield turn
-                turn, room = [], MOVED
-    if turn:
-        yield turn
 
 
 def _describe(path: str, page: bytes) -> tuple[int, int, int] | None:
@@ -304,9 +288,9 @@ def _describe(path: str, page: bytes) -> tuple[int, int, int] | None:
 _Words = TypeVar("_Words", int, U64Array)
 
 
-def _mix(fingerprint: _Words, sequence: _Words, place: _Words) -> _Words:
-    """The check of an entry, or of many; never 0 for a free one (places are not). Multiplication
-    with odd numbers, as Knuth's (TAOCP vol. 3, 6.4): it has to notice tearing, no malice."""
+def _entry_check(fingerprint: _Words, sequence: _Words, place: _Words) -> _Words:
+    """The check of an entry, or of many; never 0 for a free one, since places are not. It detects
+    torn writes, not malice: multiplicative hashing (Knuth, TAOCP vol. 3, 6.4)."""
     mixed: Any = (fingerprint * _ODD[0] ^ sequence * _ODD[1] ^ place * _ODD[2]) & _MASK
     mixed = (mixed ^ mixed >> 29) * _ODD[0] & _MASK
     check: _Words = mixed ^ mixed >> 32

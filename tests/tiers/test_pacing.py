@@ -15,27 +15,28 @@ import xxhash
 
 from kvass.errors import TierDown
 from kvass.testing.tier_suite import data_of, fetch, same
-from kvass.tiers import turns
+from kvass.tiers import pacing
 from kvass.tiers.base import Buffer
+from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import payload_check
-from kvass.tiers.owned import Folder
-from kvass.tiers.segment import SegmentFile
-from kvass.tiers.slots import page_buffer
-from kvass.tiers.turns import CHECKED, MOVED, give_way, in_turns
+from kvass.tiers.disk.folder import Folder
+from kvass.tiers.disk.segment import SegmentFile
+from kvass.tiers.pacing import CHECKSUM_BYTES as CHECK
+from kvass.tiers.pacing import IO_BYTES, paced, yield_cpu
 from kvass.types import PAGE
 from tests.tiers.conftest import OpenDisk
 
 Count = Callable[[], int]
 TURN = 3 * PAGE
-LARGE = (2 * MOVED + 5 * PAGE,)
+LARGE = (2 * IO_BYTES + 5 * PAGE,)
 
 
 @pytest.fixture
 def given_way(monkeypatch: pytest.MonkeyPatch) -> Count:
     """How often way was given."""
     times: list[None] = []
-    for module in ("turns", "segment"):
-        monkeypatch.setattr(f"kvass.tiers.{module}.give_way", lambda: times.append(None))
+    for module in ("pacing", "disk.segment"):
+        monkeypatch.setattr(f"kvass.tiers.{module}.yield_cpu", lambda: times.append(None))
     return lambda: len(times)
 
 
@@ -68,7 +69,7 @@ class Calls:
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 23])
 def test_turns_are_all_of_it_and_way_is_given_between_them(given_way: Count, size: int) -> None:
     data = noise(size, 1)
-    assert b"".join(in_turns(data, 8)) == data.tobytes()
+    assert b"".join(paced(data, 8)) == data.tobytes()
     assert given_way() == max(0, -(-size // 8) - 1)
 
 
@@ -77,7 +78,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.yields, self.away_s = time.monotonic() + 1, 0, 0.0
-        patch.setattr(turns, "_mine", type(turns._mine)())
+        patch.setattr(pacing, "_thread", type(pacing._thread)())
         patch.setattr(time, "monotonic", lambda: self.now)
         patch.setattr(os, "sched_yield", self._yield)
 
@@ -94,40 +95,40 @@ def test_who_waited_for_long_works_for_a_while(
 ) -> None:
     clock = Clock(monkeypatch)
     clock.away_s = away_s
-    give_way()
+    yield_cpu()
     assert clock.yields == 1
     clock.now += working_s * 0.9
-    give_way()
+    yield_cpu()
     assert clock.yields == (2 if working_s == 0 else 1)
     clock.now += working_s * 0.2
     before = clock.yields
-    give_way()
+    yield_cpu()
     assert clock.yields == before + 1
 
 
 def test_each_thread_has_turns_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     clock.away_s = 1.0
-    give_way()
+    yield_cpu()
     clock.now += 1e-5
-    other = threading.Thread(target=give_way)
+    other = threading.Thread(target=yield_cpu)
     other.start()
     other.join(30)
     assert clock.yields == 2
 
 
-@pytest.mark.parametrize("sizes", [(0,), (CHECKED,), (CHECKED + 1, 3), (5, 3 * CHECKED - 1)])
+@pytest.mark.parametrize("sizes", [(0,), (CHECK,), (CHECK + 1, 3), (5, 3 * CHECK - 1)])
 def test_a_checksum_in_turns_is_the_checksum(given_way: Count, sizes: tuple[int, ...]) -> None:
     shards = [noise(size, size) for size in sizes]
     assert payload_check(shards) == xxhash.xxh3_64_intdigest(b"".join(s.tobytes() for s in shards))
-    assert given_way() == sum(max(0, -(-size // CHECKED) - 1) for size in sizes)
+    assert given_way() == sum(max(0, -(-size // CHECK) - 1) for size in sizes)
 
 
 @pytest.mark.parametrize("pages", [(2,), (3,), (5,), (1, 2), (1, 3, 2), (2, 7), (1, 1, 1, 1, 5)])
 def test_a_slot_is_written_and_read_in_turns(
     folder: Path, monkeypatch: pytest.MonkeyPatch, given_way: Count, pages: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr("kvass.tiers.segment.MOVED", TURN)
+    monkeypatch.setattr("kvass.tiers.disk.segment.IO_BYTES", TURN)
     slot, slots = sum(pages) * PAGE, 3
     file = SegmentFile.create(Folder(folder), 1, slot, slots, direct=True)
     written, read = Calls(monkeypatch, "pwritev"), Calls(monkeypatch, "preadv")
@@ -184,6 +185,6 @@ def test_no_call_moves_more_than_a_turn(
     assert tier.store([b"a"], [data_of(b"a", LARGE)]) == [True]
     assert same(fetch(tier, b"a", LARGE) or [], data_of(b"a", LARGE))
     for call in calls:
-        assert max(call.sizes) == MOVED
+        assert max(call.sizes) == IO_BYTES
         assert sum(call.sizes) >= sum(LARGE)
-    assert given_way() >= 4 + 2 * (sum(LARGE) // CHECKED - 1)
+    assert given_way() >= 4 + 2 * (sum(LARGE) // CHECK - 1)

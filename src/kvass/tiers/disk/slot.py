@@ -1,25 +1,18 @@
 """How a record lies in a slot of the disk tier, and in memory on its way there.
 
-Law of this file: no copy that a device does not need. A slot is a page with the record's header
-(``codec``), then the shards, each padded to ``PAGE``. Shards that begin and end at pages go to and
-from the device as they are; all others by way of a bounce buffer.
+A slot is a page with the record's header (``codec``), then the shards, each padded to ``PAGE``.
+Shards that begin and end at pages go to and from the device as they are. If one does not, all of
+the record's go through a bounce buffer.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 
-import numpy as np
-
 from kvass.tiers.base import Buffer, Shards
+from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import Header, encode_header
 from kvass.types import PAGE, align_up
-
-
-def page_buffer(size: int = PAGE) -> Buffer:
-    """Zeroed memory that begins at a multiple of ``PAGE``: uint8, shape ``(size,)``."""
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
 
 
 def slot_bytes(shards: Shards) -> int:
@@ -27,8 +20,8 @@ def slot_bytes(shards: Shards) -> int:
     return PAGE + sum(align_up(len(shard)) for shard in shards)
 
 
-def outgoing(page: Buffer, header: Header, shards: Shards) -> list[Buffer]:
-    """What to write to the slot; ``page`` becomes the header's."""
+def to_write(page: Buffer, header: Header, shards: Shards) -> list[Buffer]:
+    """What to write to the slot. ``page`` is filled with the header."""
     raw = encode_header(header)
     page[: len(raw)] = memoryview(raw)
     page[len(raw) :] = 0
@@ -40,13 +33,13 @@ def outgoing(page: Buffer, header: Header, shards: Shards) -> list[Buffer]:
     return [page, bounce]
 
 
-def incoming(page: Buffer, shards: Shards) -> list[Buffer]:
-    """Where to read the slot to; afterwards ``arrived``."""
+def to_read(page: Buffer, shards: Shards) -> list[Buffer]:
+    """Where to read the slot to; call ``finish_read`` afterwards."""
     return [page, *shards] if _aligned(shards) else [page, page_buffer(slot_bytes(shards) - PAGE)]
 
 
-def arrived(parts: list[Buffer], shards: Shards) -> None:
-    """Move what was read to ``incoming`` parts to where it belongs."""
+def finish_read(parts: list[Buffer], shards: Shards) -> None:
+    """Copy what was read to the parts of ``to_read`` to the shards, if it is not there yet."""
     if not _aligned(shards):
         for shard, part in zip(shards, _cut(parts[1], shards), strict=True):
             shard[:] = part

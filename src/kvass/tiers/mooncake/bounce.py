@@ -1,7 +1,7 @@
 """Memory of a fixed size that transfers borrow pieces of.
 
-Law of this file: never more than it has. Whoever asks waits until a piece is free, in the order in
-which they asked, so that a large one is not starved by small ones.
+Pieces are given in the order in which they were asked for, so that a large one is not overtaken by
+small ones for ever.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvass.tiers.base import Buffer
-from kvass.tiers.slots import page_buffer
+from kvass.tiers.buffers import page_buffer
 
 
-class Bounce:
-    """``memory`` begins at a page; so does no piece of it in particular."""
+class BounceBuffer:
+    """``memory`` begins at a page; pieces need not."""
 
     def __init__(self, size: int) -> None:
         self.memory = page_buffer(size)
         self._free = [(0, size)]  # in order, with gaps between
-        self._turn = threading.Lock()
+        self._order = threading.Lock()
         self._changed = threading.Condition()
 
     @contextmanager
     def piece(self, size: int) -> Iterator[Buffer]:
-        """``size`` bytes, at most all of them."""
-        with self._turn, self._changed:
+        """``size`` bytes, at most all of them; waits until they are free."""
+        with self._order, self._changed:
             while (at := self._take(size)) is None:
                 self._changed.wait()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -9,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvass.errors import TierDown
 from kvass.testing import TierSuite
 from kvass.testing.tier_suite import MakeTier, data_of, fetch, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers import redis as redis_tier
-from kvass.tiers.codec import Header
-from kvass.tiers.cut import Head, cut, decode_head
+from kvass.tiers.codec import encode_header, header_of
 from kvass.tiers.redis import RedisTier
 from tests.support.servers.redis import RedisCluster, RedisServer
 from tests.tiers.records import fill, hits, keys_of
@@ -46,7 +47,7 @@ def cluster() -> Iterator[RedisCluster]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_tier, "_GROUP_BYTES", PIECE)
+    monkeypatch.setattr(redis_tier, "PIECE_BYTES", PIECE)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -94,27 +95,6 @@ def names(server: RedisServer, kind: bytes = b"p") -> list[bytes]:
 
 
 # ---------------------------------------------------------------- whole
-
-
-@pytest.mark.parametrize("size", [1, 7, 4000, 4999, 5000, 5001, 14_017, 99_999])
-def test_pieces_are_the_shards_bytes_in_order(size: int) -> None:
-    shards = data_of(b"key", SHAPE)
-    pieces = [bytes(piece) for piece in cut(shards, size)]
-    assert b"".join(pieces) == b"".join(shard.tobytes() for shard in shards)
-    assert {len(piece) for piece in pieces[:-1]} <= {size}
-    head = Head(Header(b"key", SHAPE, 0, 1), bytes(16), size)
-    assert [length for _, length in head.pieces()] == [len(piece) for piece in pieces]
-
-
-def test_a_head_that_is_damaged_is_none() -> None:
-    raw = Head(Header(b"key", SHAPE, 0, 1), bytes(range(16)), PIECE).encode()
-    assert decode_head(raw) == Head(Header(b"key", SHAPE, 0, 1), bytes(range(16)), PIECE)
-    for at in range(len(raw)):
-        bad = bytearray(raw)
-        bad[at] ^= 1 << at % 8
-        assert decode_head(bytes(bad)) is None, at
-        assert decode_head(raw[:at]) is None
-    assert decode_head(raw + b"\0") is None
 
 
 def test_a_record_larger_than_any_value(server: RedisServer) -> None:
@@ -233,7 +213,7 @@ def test_other_lengths_are_a_miss_and_it_stays(own: Own) -> None:
 def test_a_record_that_is_replaced_while_it_is_read(
     own: Own, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reader has the head and half of the pieces; what it gets is the new one, whole."""
+    """Its reader has the header and half of the pieces; what it gets is the new one, whole."""
     server, tier = own()
     assert all(fill(tier, KEYS, SHAPE))
     other = open_tier(f"redis:{server.address}")
@@ -260,10 +240,11 @@ def test_a_record_that_is_never_left_in_peace_is_a_miss_and_stays(
     assert all(fill(tier, KEYS, SHAPE))
     other = open_tier(f"redis:{server.address}")
     real = tier._ask_one
+    versions = count(1)
 
     def slow(*command: Any) -> Any:
         if command[0] == "GET" and command[1].startswith(b"kvass:p:"):
-            assert all(fill(other, KEYS[:1], SHAPE, 1))
+            assert all(fill(other, KEYS[:1], SHAPE, next(versions) % 2))
         return real(*command)
 
     with monkeypatch.context() as patch:
@@ -280,7 +261,7 @@ def test_a_record_that_is_never_left_in_peace_is_a_miss_and_stays(
 def before_it_lets_them_stay(
     tier: RedisTier, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
 ) -> None:
-    """``act``, once the tier has put pieces and head and lets go of nothing any more."""
+    """``act``, once the tier has set pieces and header."""
     real = tier._ask
 
     def ask(commands: list[tuple[Any, ...]]) -> list[Any]:
@@ -296,7 +277,7 @@ def before_it_lets_them_stay(
 def test_two_that_store_the_same_at_once_both_have_it(
     own: Own, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
-    """The other one's head replaces ours, and our pieces are gone: what stands there is as good."""
+    """They set the same values."""
     server, tier = own(url=url)
     other = open_tier(f"redis:{server.address}?timeout_s=5{url}")
     said: list[list[bool]] = []
@@ -305,7 +286,7 @@ def test_two_that_store_the_same_at_once_both_have_it(
     assert said == [[True]]
     for one in (tier, other):
         assert hits(one, KEYS[:1], SHAPE) == [True]
-    assert len(names(server)) == 4, "pieces that no head tells of are left"
+    assert len(names(server)) == 4, "pieces that no header tells of are left"
     other.close()
 
 
@@ -331,22 +312,11 @@ def test_what_another_put_there_is_not_taken_for_ours(
     other.close()
 
 
-@pytest.mark.parametrize("scripts", ["+eval", "-eval"])
-def test_what_is_damaged_is_forgotten_with_and_without_scripts(own: Own, scripts: str) -> None:
-    server, tier = own()
-    client: Any = server.client()
-    client.execute_command("ACL", "SETUSER", "default", scripts)
-    assert all(fill(tier, KEYS, SHAPE))
-    client.delete(names(server)[0])
-    assert hits(tier, KEYS, SHAPE).count(False) == 1
-    assert tier.probe(KEYS).count(False) == 1
-    assert len(names(server)) == 20
-
-
-def test_what_is_damaged_is_left_alone_once_it_was_replaced(
-    own: Own, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_damaged_record_that_is_replaced_before_it_is_deleted(
+    own: Own, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
-    """Another one stores it anew between our look at the damage and our forgetting it."""
+    """Other bytes stay. The same bytes have the names of the damaged ones, and go with them."""
     server, tier = own()
     other = open_tier(f"redis:{server.address}?timeout_s=5")
     assert all(fill(tier, KEYS[:1], SHAPE))
@@ -354,14 +324,16 @@ def test_what_is_damaged_is_left_alone_once_it_was_replaced(
     real = tier._ask
 
     def ask(commands: list[tuple[Any, ...]]) -> list[Any]:
-        if commands and commands[0][0] in ("EVAL", "UNLINK", "GETRANGE"):
+        if commands and commands[0][0] in ("UNLINK", "GETRANGE"):
             monkeypatch.setattr(tier, "_ask", real)
-            assert fill(other, KEYS[:1], SHAPE) == [True]
+            assert fill(other, KEYS[:1], SHAPE, version) == [True]
         return real(commands)
 
     monkeypatch.setattr(tier, "_ask", ask)
     assert hits(tier, KEYS[:1], SHAPE) == [False]
-    assert hits(tier, KEYS[:1], SHAPE) == [True]
+    assert hits(tier, KEYS[:1], SHAPE, 2) == [version == 1]
+    assert fill(tier, KEYS[:1], SHAPE) == [True]
+    assert hits(other, KEYS[:1], SHAPE) == [True]
     other.close()
 
 
@@ -434,3 +406,24 @@ def test_a_server_that_dies_between_two_pieces(own: Own, monkeypatch: pytest.Mon
             assert ask(tier, KEYS, SHAPE) == [True] + [False] * 5
         server.start()
         assert not any(hits(tier, KEYS, SHAPE))
+
+
+def test_a_large_record_of_an_earlier_release_is_a_miss(own: Own) -> None:
+    """Its value was header, magic, nonce, bytes of a piece and checksum; its pieces had the nonce
+    in their names."""
+    server, tier = own()
+    client: Any = server.client()
+    shards = data_of(KEYS[0], SHAPE)
+    payload = b"".join(shard.tobytes() for shard in shards)
+    head = encode_header(header_of(KEYS[0], shards))
+    head += struct.pack("<8s16sQ", b"kvasscut", bytes(16), PIECE)
+    client.set(b"kvass:r:" + KEYS[0], head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)))
+    for i, at in enumerate(range(0, len(payload), PIECE)):
+        client.set(b"kvass:p:" + bytes(16).hex().encode() + b":%d" % i, payload[at : at + PIECE])
+    assert tier.probe(KEYS[:1]) == [True]
+    assert hits(tier, KEYS[:1], SHAPE) == [False]
+    assert tier.probe(KEYS[:1]) == [False]
+    assert all(fill(tier, KEYS, SHAPE))
+    assert all(hits(tier, KEYS, SHAPE))
+    tier.clear()
+    assert names(server, b"[rp]") == []

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvass.testing.tier_suite import data_of, room_for, same
-from kvass.tiers.codec import MAX_HEADER_BYTES
-from kvass.tiers.piece import pack, unpack
+from kvass.tiers.codec import MAX_HEADER_BYTES, pack, unpack
 
 SHAPES = [(), (0,), (1,), (700,), (4096, 0, 17, 5000), (64,) * 128, (100_000, 0, 50_000)]
 

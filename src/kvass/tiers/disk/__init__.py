@@ -1,0 +1,5 @@
+"""The disk tier: records in segment files of one folder."""
+
+from kvass.tiers.disk.tier import DiskTier, open_disk
+
+__all__ = ["DiskTier", "open_disk"]

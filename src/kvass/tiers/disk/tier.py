@@ -1,0 +1,400 @@
+"""The disk tier: records in segment files of one folder, under a hard cap of bytes.
+
+What a load returns was proven against the record's own header, key and checksum. What the folder
+takes on disk never exceeds the capacity: ``segment.disk_bytes`` says in advance what a segment can
+take, and none is made without its bytes set aside.
+
+A lock guards the index and is never held over I/O: a slot is taken under it, written outside it and
+published under it. Opening reads no record: a thread of the tier finds what earlier lives left,
+newest segment first, while stores and loads run; a record that it has not found yet is a miss.
+
+Absent on purpose: fsync (a power loss costs records, and no record becomes wrong), compaction
+(slots of equal size leave no gaps) and io_uring (threads are as fast, measured).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from kvass.errors import ConfigError
+from kvass.tiers.base import Shards
+from kvass.tiers.buffers import page_buffer
+from kvass.tiers.codec import decode_header, header_of, payload_check
+from kvass.tiers.disk.folder import Folder
+from kvass.tiers.disk.index import DiskIndex, Place, Segment, fingerprint
+from kvass.tiers.disk.notes import read_note, write_note
+from kvass.tiers.disk.reopen import check_capacity, reopen_segments
+from kvass.tiers.disk.segment import UNKNOWN, SegmentFile
+from kvass.tiers.disk.slot import finish_read, slot_bytes, to_read, to_write
+from kvass.tiers.options import DiskOptions
+from kvass.tiers.record_tier import Outcome, RecordTier
+from kvass.tiers.worker_pool import WorkerPool
+from kvass.types import PAGE, Size
+
+_MOST_BYTES: Final = (1 << 31) - PAGE
+"""Of one record, its header included."""
+_COUNTS: Final = (
+    "evicted",  # records, or whole segments, that left for others
+    "damaged",  # records found to be other bytes than were stored
+    "mismatched",  # records of other shards than a load asked for
+    "full",  # stores that found no room
+    "too_large",  # stores of what no room could hold
+    "read_errors",
+    "write_errors",
+)
+_CHECK_S: Final = 1.0
+"""How often it is checked that the folder is still ours."""
+_GROW_AGAIN_S: Final = 10.0
+"""After the disk had no room, how long until it is asked again."""
+_log = logging.getLogger("kvass.tiers")
+
+
+class _Scratch(threading.local):
+    """A page for the header of the record that this thread is busy with."""
+
+    def __init__(self) -> None:
+        self.page = page_buffer()
+
+
+class DiskTier(RecordTier):
+    """``Tier`` over a folder. Raises ``ConfigError`` for a folder or capacity that cannot be used.
+
+    ``verify_always``: check every load; else only until a record was proven in this life.
+    ``direct``: go past the page cache where the file system can.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        capacity: int,
+        *,
+        threads: int = 4,
+        verify_always: bool = True,
+        direct: bool = True,
+    ) -> None:
+        super().__init__(str(folder))
+        self._verify_always = verify_always
+        self._direct = direct
+        self._index = DiskIndex(capacity, time.time_ns())
+        self._lock = threading.Lock()
+        self._growing = threading.Lock()
+        self._noting = threading.Lock()
+        self._grow_after = 0.0
+        self._scratch = _Scratch()
+        self._counts = Counter(dict.fromkeys(_COUNTS, 0))
+        if not self._index.fits(2 * PAGE):
+            raise ConfigError(f"{folder}: a capacity of {Size(capacity)} holds not one row")
+        self._folder = Folder(Path(folder))
+        try:
+            self._folder.lock()
+            check_capacity(self._folder, capacity)
+            found, self._number = reopen_segments(self._folder, self._index.capacity, direct)
+        except BaseException:
+            self._folder.close()
+            raise
+        self._checked = time.monotonic()
+        for file in found:
+            self._index.add(Segment(file, fresh=False), reserved=False)
+        self._pool = WorkerPool("kvass-disk", threads)
+        self._index.begin_recovery()
+        self._recovering = threading.Thread(target=self._recover, name="kvass-disk-index")
+        self._recovering.start()
+
+    # ------------------------------------------------------------ batches
+
+    def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
+        with self._lock:
+            return [self._index.holds(fingerprint(key)) for key in keys]
+
+    def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
+        return self._each(lambda i: self._load(keys[i], into[i]), len(keys))
+
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
+        return self._each(lambda i: self._store(keys[i], data[i]), len(keys))
+
+    def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
+        for key in keys:
+            with self._lock:
+                place = self._index.forget(fingerprint(key))
+            if place is not None:
+                self._erase(place)
+        return [True] * len(keys)
+
+    def _clear(self) -> None:
+        self._check_folder()
+        with self._lock:
+            gone = list(self._index.segments.values())
+            for segment in gone:
+                self._index.drop(segment)
+        for segment in gone:  # even of those that are still read: their names go now
+            segment.file.unlink()
+
+    def _get_note(self, name: str) -> bytes | None:
+        """A damaged one is none."""
+        self._check_folder()
+        return read_note(self._folder, name)
+
+    def _put_note(self, name: str, value: bytes) -> None:
+        """Synced, unlike records."""
+        self._check_folder()
+        with self._noting:
+            write_note(self._folder, name, value)
+
+    def _close(self) -> None:
+        self._recovering.join()
+        self._pool.close()
+        self._remove_dead()
+        for segment in self._index.segments.values():
+            segment.file.close()
+        self._folder.close()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with super()._call():
+            try:
+                if self._folder.lost or time.monotonic() - self._checked > _CHECK_S:
+                    self._check_folder()
+                yield
+            except OSError as error:
+                raise self._down(error.strerror or error) from error
+            finally:
+                self._remove_dead()
+
+    def _check_folder(self) -> None:
+        """Raise ``OSError`` if the folder is not ours any more."""
+        self._folder.check()
+        self._checked = time.monotonic()
+
+    def _each(self, work: Callable[[int], bool], count: int) -> list[Outcome]:
+        def attempt(i: int) -> bool:
+            try:
+                return work(i)
+            except OSError as error:
+                raise self._down(error.strerror or error) from error
+
+        return self._pool.each(attempt, [0] * count)
+
+    # ------------------------------------------------------------ for people
+
+    @property
+    def indexing(self) -> bool:
+        """Whether records of earlier lives are still being found."""
+        return self._recovering.is_alive()
+
+    def wait_indexed(self) -> None:
+        """Return when all that earlier lives left is found."""
+        self._recovering.join()
+
+    def report(self) -> dict[str, int]:
+        """Records, segments, bytes, and what went wrong how often since opening."""
+        with self._lock:
+            return {
+                "records": len(self._index),
+                "segments": len(self._index.segments),
+                "bytes": self._index.spent,
+                "capacity_bytes": self._index.capacity,
+                "indexing": self.indexing,
+                **self._counts,
+            }
+
+    # ------------------------------------------------------------ one record
+
+    def _load(self, key: bytes, into: Shards) -> bool:
+        with self._lock:
+            place = self._index.pin(fingerprint(key))
+        if place is None:
+            return False
+        fault = "read_errors"
+        try:
+            fault = self._read(place, key, into)
+        finally:
+            with self._lock:
+                if fault:
+                    self._counts[fault] += 1
+                if fault in ("damaged", "read_errors"):  # unless another took its place
+                    self._index.forget(fingerprint(key), place)
+                to_erase = self._index.unpin(place)
+            if to_erase:
+                self._erase(place)
+        return not fault
+
+    def _read(self, place: Place, key: bytes, into: Shards) -> str:
+        """Fill ``into`` from a pinned slot; which of ``_COUNTS`` went wrong, or nothing."""
+        segment, slot = place
+        if slot_bytes(into) != segment.file.slot_bytes:
+            return "mismatched"
+        parts = to_read(self._scratch.page, into)
+        if not segment.file.read(slot, parts):
+            return "damaged"
+        header = decode_header(parts[0].data)
+        if header is None or header.key != key:
+            return "damaged"
+        if header.lengths != tuple(map(len, into)):
+            return "mismatched"
+        finish_read(parts, into)
+        if self._verify_always or not segment.proven[slot]:
+            if payload_check(into) != header.payload_check:
+                return "damaged"
+            segment.proven[slot] = True
+        return ""
+
+    def _store(self, key: bytes, shards: Shards) -> bool:
+        place = self._room(slot_bytes(shards))
+        if place is None:
+            return False
+        segment, slot = place
+        number = fingerprint(key)
+        with self._lock:
+            stamp = self._index.tick()
+        try:
+            header = header_of(key, shards, stamp)
+            segment.file.mark_unknown(slot)
+            segment.file.write(slot, to_write(self._scratch.page, header, shards))
+            segment.file.set_entry(slot, number, stamp)
+        except OSError:
+            with self._lock:
+                self._counts["write_errors"] += 1
+                self._index.release(place)
+            raise
+        with self._lock:
+            old = self._index.publish(place, number, stamp)
+        if old is not None:
+            self._erase(old)
+        return not segment.gone
+
+    def _erase(self, place: Place) -> None:
+        try:
+            place.segment.file.erase(place.slot)
+            failed = 0
+        except OSError:  # it may come back after a restart; what is read then is checked
+            failed = 1
+        with self._lock:
+            self._counts["write_errors"] += failed
+            self._index.release(place)
+
+    # ------------------------------------------------------------ room
+
+    def _room(self, size: int) -> Place | None:
+        """A slot of that size, BUSY: a free one, else of a new segment, else of an old record."""
+        if size > _MOST_BYTES or not self._index.fits(size):
+            self._refuse(size)
+            return None
+        with self._lock:
+            if place := self._index.take(size):
+                return place
+        with self._growing:  # one thread makes room, and none makes it twice
+            self._remove_dead()
+            while True:
+                with self._lock:
+                    if place := self._index.take(size):
+                        return place
+                    may_grow = time.monotonic() >= self._grow_after
+                    slots = self._index.reserve(size) if may_grow else 0
+                    made = None if slots else self._index.evict(size)
+                    self._counts["evicted"] += made is not None
+                    self._counts["full"] += made is None and not slots
+                if slots:
+                    self._grow(size, slots)
+                elif not isinstance(made, Segment) or not self._remove_dead():
+                    return made if isinstance(made, Place) else None
+
+    def _refuse(self, size: int) -> None:
+        """How large rows are shows when one comes: whoever chose the capacity is told, once."""
+        with self._lock:
+            self._counts["too_large"] += 1
+            first = self._counts["too_large"] == 1
+        if first:
+            line = "%s: rows that take %s are not kept: one is more than the capacity or %s"
+            _log.warning(line, self.name, Size(size), Size(_MOST_BYTES))
+
+    def _grow(self, size: int, slots: int) -> None:
+        """Make a segment of bytes that are set aside; if the disk has them not, wait a while."""
+        self._number += 1
+        try:
+            file = SegmentFile.create(self._folder, self._number, size, slots, self._direct)
+        except OSError as error:
+            _log.warning("%s: no new segment: %s", self.name, error.strerror)
+            self._grow_after = time.monotonic() + _GROW_AGAIN_S
+            with self._lock:
+                self._index.unreserve(size, slots)
+                self._counts["write_errors"] += 1
+        else:
+            with self._lock:
+                self._index.add(Segment(file, fresh=True))
+
+    def _remove_dead(self) -> bool:
+        """Remove dead segments, and give their bytes back; whether the disk let us."""
+        if not self._index.dead:
+            return True
+        with self._lock:
+            dead, self._index.dead = self._index.dead, []
+        for i, segment in enumerate(dead):
+            try:
+                segment.file.unlink()
+            except OSError as error:
+                _log.warning("%s: cannot remove a segment: %s", self.name, error.strerror)
+                with self._lock:
+                    self._index.dead += dead[i:]
+                return False
+            segment.file.close()
+            with self._lock:
+                self._index.removed(segment)
+        return True
+
+    # ------------------------------------------------------------ an earlier life
+
+    def _recover(self) -> None:
+        """Find what earlier lives left. Runs in a thread of its own."""
+        with self._lock:
+            segments = list(self._index.segments.values())
+        for segment in segments:
+            try:
+                self._recover_segment(segment)
+            except OSError as error:
+                _log.warning("%s: a segment is lost: %s", self.name, error)
+                with self._lock:
+                    self._counts["read_errors"] += 1
+                    if not segment.gone:
+                        self._index.drop(segment)
+            with self._lock:
+                self._index.recovered(segment)
+            self._remove_dead()
+        with self._lock:
+            self._index.end_recovery()
+
+    def _recover_segment(self, segment: Segment) -> None:
+        for first, keys, sequences in segment.file.table():
+            if self.closing or segment.gone:
+                return
+            for i in (keys == UNKNOWN).nonzero()[0].tolist():
+                keys[i], sequences[i] = self._read_entry(segment, first + i)
+            with self._lock:
+                superseded = self._index.recover(segment, first, keys, sequences)
+            for place in superseded:
+                self._erase(place)
+
+    def _read_entry(self, segment: Segment, slot: int) -> tuple[int, int]:
+        """What a slot's header says that it holds: fingerprint and sequence number, or 0 and 0."""
+        page = self._scratch.page
+        header = decode_header(page.data) if segment.file.read(slot, [page]) else None
+        entry = (fingerprint(header.key), header.sequence) if header else (0, 0)
+        segment.file.set_entry(slot, *entry)
+        return entry
+
+
+def open_disk(path: str, options: DiskOptions) -> DiskTier:
+    """``disk:PATH?...``. Raises ``ConfigError``."""
+    return DiskTier(
+        path,
+        options.capacity,
+        threads=options.threads,
+        verify_always=options.verify == "always",
+        direct=options.direct,
+    )

@@ -1,0 +1,150 @@
+"""What all our own tiers have in common: ``RecordTier``, the ``Tier`` protocol without a backend.
+
+It checks arguments, ends calls and ``close`` in the right order, stores each key of a batch once,
+and makes the answer of a batch from the outcomes of its records. A backend is a subclass: it says
+which records exist, gets, puts and deletes them, and keeps notes.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from kvass.errors import TierDown, UsageError
+from kvass.tiers.base import Shards, check_batch, check_note
+
+Outcome: TypeAlias = bool | TierDown
+"""What became of one record. ``False`` is an ordinary value: absent, damaged, no room. ``TierDown``
+is trouble of the backend's."""
+
+
+class RecordTier(ABC):
+    """``Tier`` over what a subclass implements; ``name`` begins its errors.
+
+    The methods to implement get valid arguments, with one key or more, and run while the tier is
+    open. They return an ``Outcome`` per key, in the order asked, or raise ``TierDown`` for all.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.closing = False
+        """Whether ``close`` was called; what runs for long looks here."""
+        self._running = 0
+        self._changed = threading.Condition()
+
+    @abstractmethod
+    def _exists(self, keys: Sequence[bytes]) -> Sequence[Outcome]:
+        """Which records are held."""
+
+    @abstractmethod
+    def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> Sequence[Outcome]:
+        """Fill ``into``; a record that turns out damaged is deleted. A key may occur twice."""
+
+    @abstractmethod
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> Sequence[Outcome]:
+        """Keep records, instead of what these keys had. A key occurs once."""
+
+    @abstractmethod
+    def _delete(self, keys: Sequence[bytes]) -> Sequence[Outcome]:
+        """Forget records. A key occurs once."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget all records."""
+
+    @abstractmethod
+    def _get_note(self, name: str) -> bytes | None:
+        """See ``Tier.note``."""
+
+    @abstractmethod
+    def _put_note(self, name: str, value: bytes) -> None:
+        """See ``Tier.set_note``."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Let go of everything; no call runs any more."""
+
+    # ------------------------------------------------------------ Tier
+
+    def probe(self, keys: Sequence[bytes]) -> list[bool]:
+        """See ``Tier.probe``."""
+        check_batch(keys)
+        with self._call():
+            return answers(self._exists(keys) if keys else [])
+
+    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
+        """See ``Tier.load``."""
+        check_batch(keys, into)
+        with self._call():
+            return answers(self._get(keys, into) if keys else [])
+
+    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        """See ``Tier.store``. Of a key's several records in one batch only the last is put."""
+        check_batch(keys, data)
+        last = dict(zip(keys, data, strict=True))
+        with self._call():
+            held = answers(self._put(list(last), list(last.values())) if keys else [])
+        by_key = dict(zip(last, held, strict=True))
+        return [by_key[key] for key in keys]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """See ``Tier.delete``."""
+        check_batch(keys)
+        with self._call():
+            answers(self._delete(list(dict.fromkeys(keys))) if keys else [])
+
+    def clear(self) -> None:
+        """See ``Tier.clear``."""
+        with self._call():
+            self._clear()
+
+    def note(self, name: str) -> bytes | None:
+        """See ``Tier.note``."""
+        check_note(name)
+        with self._call():
+            return self._get_note(name)
+
+    def set_note(self, name: str, value: bytes) -> None:
+        """See ``Tier.set_note``."""
+        check_note(name, value)
+        with self._call():
+            self._put_note(name, value)
+
+    def close(self) -> None:
+        """See ``Tier.close``."""
+        with self._changed:
+            first, self.closing = not self.closing, True
+            self._changed.wait_for(lambda: not self._running)
+        if first:
+            self._close()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around every call but ``close``. Raises ``UsageError`` if the tier is closed."""
+        with self._changed:
+            if self.closing:
+                raise UsageError(f"{self.name}: this tier is closed")
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _down(self, why: object) -> TierDown:
+        return TierDown(f"{self.name}: {why}")
+
+
+def answers(outcomes: Sequence[Outcome]) -> list[bool]:
+    """The answer of a batch: which outcomes are ``True``. Raises ``TierDown`` if none of them is,
+    and one is trouble."""
+    held = [outcome is True for outcome in outcomes]
+    if not any(held):
+        for outcome in outcomes:
+            if isinstance(outcome, TierDown):
+                raise TierDown(str(outcome))
+    return held
