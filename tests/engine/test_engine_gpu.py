@@ -22,8 +22,8 @@ import pytest
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import worker
-from kvass.connectors.vllm.boundary import Boundary
 from kvass.connectors.vllm.metadata import StepWork, Store
+from kvass.engine.boundary import Boundary
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.testing import engine_gpu
 from kvass.testing.daemon import Daemon, running_daemon

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import engine, environment, fields, identity, namespace, settings
+from kvass.connectors.vllm import engine, environment, fields, namespace, settings
 from kvass.connectors.vllm.fields import LISTS, NO_SETTINGS, Lists, words
 from kvass.connectors.vllm.variables import VARIABLES
+from kvass.engine import identity
 from kvass.testing.vllm_scheduler import make_configs, tiny_model
 from tests.engine.fields_page import PAGE, page
 

@@ -11,9 +11,9 @@ import pytest
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import worker
-from kvass.connectors.vllm.boundary import Boundary
 from kvass.connectors.vllm.memory import Memory, _Regions
 from kvass.connectors.vllm.metadata import Load, Store
+from kvass.engine.boundary import Boundary
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.testing.fake_cuda import FakeCuda

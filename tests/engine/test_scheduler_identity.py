@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import engine, identity
+from kvass.connectors.vllm import engine
 from kvass.connectors.vllm.groups import page_formats
 from kvass.connectors.vllm.memory import read_memory
+from kvass.engine import identity
 from kvass.testing.vllm_scheduler import make_configs
 from kvass.types import GroupLayout
 

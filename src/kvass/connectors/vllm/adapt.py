@@ -1,10 +1,10 @@
 """vLLM's base classes, and what its requests, steps and block pool mean to us.
 
 Law of this file, ``engine.py`` (configuration), ``namespace.py`` (what of it is in a namespace,
-with ``fields.py``, ``settings.py``, ``variables.py`` and ``environment.py``), ``weights.py`` (which
-files it loads), ``device.py``, ``groups.py`` (cache groups) and ``memory.py`` (pages): no other
-file of the connector knows more of vLLM than the hooks of the connector base class and a request's
-id. Another version means changing these eleven and ``engine.TESTED``.
+with ``fields.py``, ``settings.py``, ``variables.py`` and ``environment.py``), ``weight_files.py``
+(which files it loads), ``device.py``, ``groups.py`` (cache groups) and ``memory.py`` (pages): no
+other file of the connector knows more of vLLM than the hooks of the connector base class and a
+request's id. Another version means changing these eleven and ``engine.TESTED``.
 
 Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;

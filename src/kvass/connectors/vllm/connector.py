@@ -14,10 +14,10 @@ from typing import Any
 
 from kvass.client.scheduler import SchedulerClient
 from kvass.connectors.vllm import adapt, engine
-from kvass.connectors.vllm.boundary import Boundary, log
 from kvass.connectors.vllm.metadata import StepReport, StepWork
 from kvass.connectors.vllm.scheduler import SchedulerSide
 from kvass.connectors.vllm.worker import WorkerSide
+from kvass.engine.boundary import Boundary, log
 from kvass.errors import UsageError
 
 

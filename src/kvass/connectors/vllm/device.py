@@ -9,7 +9,7 @@ import platform
 
 import torch
 
-from kvass.connectors.vllm import identity
+from kvass.engine import identity
 
 
 def kind() -> str:

@@ -25,7 +25,7 @@ import vllm
 from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
-from kvass.connectors.vllm import device, identity, namespace, weights
+from kvass.connectors.vllm import device, namespace, weight_files
 from kvass.connectors.vllm.groups import (
     Unsupported,
     any_non_causal,
@@ -34,6 +34,7 @@ from kvass.connectors.vllm.groups import (
     read_groups,
 )
 from kvass.connectors.vllm.options import read_options
+from kvass.engine import identity, weights
 from kvass.errors import ConfigError
 from kvass.messages import Register
 from kvass.transfer import DEVICES, ON_REQUEST
@@ -140,7 +141,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         page_formats(kv_cache_config)  # raises here what a rank would find too late
         fields = namespace.describe(vllm_config, kv_cache_config, vllm.__version__)
         adapters = namespace.adapter_settings(vllm_config.lora_config)
-        name = weights.begin(weights.sources(vllm_config, options.model_id))
+        name = weights.begin(weight_files.sources(vllm_config, options.model_id))
         weights.wait(name)
     except (Unsupported, identity.Indescribable) as error:
         return Inert(str(error))

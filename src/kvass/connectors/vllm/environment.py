@@ -12,8 +12,8 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Final
 
-from kvass.connectors.vllm import identity
 from kvass.connectors.vllm.variables import VARIABLES
+from kvass.engine import identity
 
 PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 """Groups of entry points that vLLM loads in the processes that compute. Plug-ins of its other

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvass.connectors.vllm import identity
+from kvass.engine import identity
 from kvass.types import GroupKind, GroupLayout
 
 KINDS: Final[dict[str, GroupKind]] = {

@@ -11,8 +11,9 @@ import re
 from importlib import metadata
 from typing import Any, Final
 
-from kvass.connectors.vllm import device, environment, identity, settings
+from kvass.connectors.vllm import device, environment, settings
 from kvass.connectors.vllm.groups import all_specs
+from kvass.engine import identity
 
 WHEEL: Final = re.compile(r"(^|\.)(cpu|cu\d+|rocm[\d.]*|xpu|tpu|empty)(?=\.|$)")
 """What vLLM's own builds add to its version: the kind of device, which is a field of its own."""

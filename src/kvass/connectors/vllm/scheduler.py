@@ -19,12 +19,12 @@ from typing import Any, Final
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import Pool
-from kvass.connectors.vllm.adapters import Adapters, No
-from kvass.connectors.vllm.boundary import Boundary
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.metadata import Load, StepReport, StepWork
-from kvass.connectors.vllm.pace import Pace
 from kvass.connectors.vllm.stores import NEVER, Stores, Tracked
+from kvass.engine.adapters import Adapters, NoSalt
+from kvass.engine.boundary import Boundary
+from kvass.engine.prefill_speed import PrefillSpeed
 from kvass.layout.spans import Spans
 
 CLEAR_TIMEOUT_S: Final = 0.2
@@ -41,7 +41,7 @@ class SchedulerSide:
         self._pool: Pool | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._pace = Pace()
+        self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.adapters)
         self._stores = Stores(setup, client, self._spans, self._adapters, self._tracked)
 
@@ -81,20 +81,20 @@ class SchedulerSide:
             self._client.settle(request.request_id)
             return 0
         salt = self._salt_to_read(tracked)
-        if salt is No.YET:
+        if salt is NoSalt.PENDING:
             return None
-        if isinstance(salt, No):
+        if isinstance(salt, NoSalt):
             self._client.settle(request.request_id)
             return 0
         hashes, width = adapt.chunk_hashes(request, chunks, self._setup, salt, tracked.salted)
-        speed = self._pace.tokens_s
+        speed = self._speed.tokens_s
         found = self._client.match(request.request_id, hashes, width, first, speed)
         if isinstance(found, Pending):
             return None
         tracked.local = local
         return 0 if found is None else found.chunks * self._setup.chunk_tokens - local
 
-    def _salt_to_read(self, tracked: Tracked) -> bytes | No:
+    def _salt_to_read(self, tracked: Tracked) -> bytes | NoSalt:
         """What the keys of a match need beyond vLLM's hashes. A look at an adapter's files goes for
         all asks of one match, however long that takes."""
         if (adapter := adapt.adapter(tracked.request)) is None:
@@ -164,7 +164,7 @@ class SchedulerSide:
     def plan_stores(self, output: Any, work: StepWork) -> None:
         """Add the step's stores to its metadata."""
         self._notice_reset()
-        self._pace.step(sum(n for _, n in adapt.step_tokens(output)), time.monotonic())
+        self._speed.step(sum(n for _, n in adapt.step_tokens(output)), time.monotonic())
         self._stores.plan(output, work)
 
     def hand_over(self, work: StepWork) -> bool:

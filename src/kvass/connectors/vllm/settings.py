@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvass.connectors.vllm import identity
 from kvass.connectors.vllm.fields import LISTS, Lists
+from kvass.engine import identity
 
 SET_BY_MODELS: Final = frozenset(
     {
@@ -30,9 +30,9 @@ SET_BY_MODELS: Final = frozenset(
         "use_sep_token",
     }
 )
-"""Attributes of a Hugging Face configuration that models set while a worker loads them. The model's
-files (``config.json`` and others, see ``weights.READ``) and ``hf_overrides`` have what they are set
-from; ``positions`` has the rule for Llama 4."""
+"""Attributes of a Hugging Face configuration that models set while a worker loads them. They follow
+from the model's files (``weight_files.READ``) and ``hf_overrides``, which count, and for Llama 4
+from the rule for ``positions``."""
 
 ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
 

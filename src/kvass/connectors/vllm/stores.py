@@ -28,9 +28,9 @@ import msgspec
 from kvass.client.scheduler import Pending, Reserving, SchedulerClient
 from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import Pool, Salted
-from kvass.connectors.vllm.adapters import Adapters, No
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.metadata import StepReport, StepWork, Store
+from kvass.engine.adapters import Adapters, NoSalt
 from kvass.layout.spans import Spans, States, Table
 from kvass.messages import Grant, Granted, ReserveItem
 from kvass.types import Slots
@@ -337,7 +337,7 @@ class Stores:
         if isinstance(salt, bytes):
             tracked.due = now
             return salt, due
-        if salt is No.EVER:
+        if salt is NoSalt.NEVER:
             tracked.offered = NEVER
         return None, 0
 

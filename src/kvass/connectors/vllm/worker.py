@@ -22,10 +22,10 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from kvass.client.worker import ArenaLease, WorkerClient
-from kvass.connectors.vllm.boundary import Boundary, log
 from kvass.connectors.vllm.engine import Setup
 from kvass.connectors.vllm.memory import Memory, read_memory
 from kvass.connectors.vllm.metadata import Load, StepReport, StepWork, Store
+from kvass.engine.boundary import Boundary, log
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
 from kvass.layout.spans import Blocks
