@@ -13,18 +13,20 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import engine, environment, fields, namespace, settings
+from kvass.connectors.vllm import configuration, environment, fields, namespace, settings
+from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.fields import LISTS, NO_SETTINGS, Lists, words
 from kvass.connectors.vllm.variables import VARIABLES
 from kvass.engine import identity
+from kvass.engine.setup import Inert
 from kvass.testing.vllm_scheduler import make_configs, tiny_model
 from tests.engine.fields_page import PAGE, page
 
 
 def of(config: Any, caches: Any) -> dict[str, str]:
     """The identity of an engine."""
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Setup), found
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, VllmSetup), found
     return dict(found.identity)
 
 
@@ -303,8 +305,8 @@ def test_a_file_of_scales_counts_by_its_content(multimodal: Any, tmp_path: Path)
         found.append(of(config, caches))
     assert found[0] == found[1] != found[2]
     config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(tmp_path / "none")
-    inert = engine.read_setup(config, caches)
-    assert isinstance(inert, engine.Inert)
+    inert = configuration.read_setup(config, caches)
+    assert isinstance(inert, Inert)
     assert "cannot be read" in inert.reason
 
 

@@ -18,7 +18,8 @@ from unittest.mock import Mock
 import pytest
 
 from kvass.connectors.vllm import adapt
-from kvass.engine import adapter_files, adapters, identity
+from kvass.engine import adapter_files, adapters, identity, request_state
+from kvass.engine.request_state import SaltedHashes
 from kvass.testing.fake_client import FakeClient
 from kvass.testing.vllm_scheduler import World, make_configs
 
@@ -417,8 +418,8 @@ def test_an_adapter_that_is_never_served_costs_nothing_in_later_steps(
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    tables = Mock(wraps=adapt.step_blocks)
-    monkeypatch.setattr(adapt, "step_blocks", tables)
+    tables = Mock()
+    monkeypatch.setattr(adapt.VllmStep, "block_table", tables)
     world = World(client)
     world.add("a", TOKENS, lora=Path("some/adapter"), max_tokens=40)
     world.step()
@@ -447,7 +448,7 @@ def test_a_hash_is_salted_once(
     client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mixed = Mock(wraps=hashlib.blake2b)
-    monkeypatch.setattr(adapt, "blake2b", mixed)
+    monkeypatch.setattr(request_state, "blake2b", mixed)
     one, world = train(tmp_path / "one", b"1234"), World(client)
     client.pending = 5
     world.add("a", TOKENS, lora=one, max_tokens=60)
@@ -458,11 +459,11 @@ def test_a_hash_is_salted_once(
 def test_hashes_that_vllm_took_back_are_not_kept() -> None:
     """A session that goes on may do that."""
     old, new = [b"%04d" % i for i in range(10)], [b"%04d" % (i + 100) for i in range(10)]
-    salted = adapt.Salted()
+    salted = SaltedHashes()
     salted.first(old, b"salt")
     for plain, salt in ((old[:5] + new[:3], b"salt"), (old[:2], b"salt"), (old, b"pepper")):
-        assert salted.first(plain, salt) == adapt.Salted().first(plain, salt)
-    assert salted.first(old[:3], b"salt") == adapt.Salted().first(old, b"salt")[:12]
+        assert salted.first(plain, salt) == SaltedHashes().first(plain, salt)
+    assert salted.first(old[:3], b"salt") == SaltedHashes().first(old, b"salt")[:12]
 
 
 # ---------------------------------------------------------------- by name

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm.stores import HUNG_S, POOL_SHARE
+from kvass.engine.stores import HUNG_S, POOL_SHARE
 from kvass.testing.fake_client import FakeClient, split
 from kvass.testing.vllm_scheduler import BLOCK, CHUNK, World
 

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import engine, weight_files
+from kvass.connectors.vllm import configuration, weight_files
+from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.weight_files import LocalWeights
 from kvass.engine import file_digests, weights
 from kvass.engine.identity import Indescribable
+from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.redis_server import RedisServer
 from kvass.testing.vllm_rank import Engine, until
@@ -544,48 +546,57 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
+@pytest.fixture
+def unread(
+    tmp_path: Path, model: Path, start: Callable[..., Engine], gate: threading.Event
+) -> Iterator[tuple[Daemon, Engine]]:
+    """A daemon, and an engine whose weights are not read before ``gate`` is set."""
+    with running_daemon(tmp_path) as daemon:
+        yield daemon, start(daemon, model)
+
+
+def until_nobody_reads() -> None:
+    def over() -> bool:
+        return all(thread.name != "kvass-weights" for thread in threading.enumerate())
+
+    until(over, "the end of the threads that name weights")
+
+
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.name == "kvass.engine"]
+    records = caplog.get_records("setup") + caplog.records
+    return [one.getMessage() for one in records if one.name == "kvass.engine"]
 
 
 def test_an_engine_runs_uncached_until_its_weights_are_read(
-    tmp_path: Path,
-    model: Path,
-    start: Callable[..., Engine],
-    gate: threading.Event,
-    caplog: pytest.LogCaptureFixture,
+    unread: tuple[Daemon, Engine], gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_daemon(tmp_path) as daemon:
-        one = start(daemon, model)
-        one.generate("early", PROMPT)
-        assert one.world.connector.reset_cache() is True
-        assert daemon.status()["sessions"] == 1, "that which asks"
-        assert said(caplog) == [
-            "the weight files are being read to name them by content; uncached until then"
-        ]
-        gate.set()
-        one.wait_connected()
-        assert said(caplog)[1:] == ["the weight files are read after 0 s: caching begins"]
-        until(lambda: one.step() and one.client.answering, "the clear that is owed")
-        one.generate("late", range(200, 300))
-        assert daemon.status()["rows"] == 3
+    daemon, one = unread
+    one.generate("early", PROMPT)
+    assert one.world.connector.reset_cache() is True
+    assert daemon.status()["sessions"] == 1, "that which asks"
+    assert said(caplog) == [
+        "the weight files are being read to name them by content; uncached until then"
+    ]
+    gate.set()
+    one.wait_connected()
+    assert said(caplog)[1:] == ["the weight files are read after 0 s: caching begins"]
+    until(lambda: one.step() and one.client.answering, "the clear that is owed")
+    one.generate("late", range(200, 300))
+    assert daemon.status()["rows"] == 3
 
 
 def test_an_engine_whose_weights_cannot_be_read_says_so_once(
-    tmp_path: Path,
+    unread: tuple[Daemon, Engine],
     model: Path,
-    start: Callable[..., Engine],
     gate: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with running_daemon(tmp_path) as daemon:
-        one = start(daemon, model)
-        (model / "model.safetensors").unlink()
-        gate.set()
-        threads = threading.enumerate
-        until(lambda: not [t for t in threads() if t.name == "kvass-weights"], "the threads")
-        one.generate("a", PROMPT)
-        assert daemon.status()["rows"] == 0
+    daemon, one = unread
+    (model / "model.safetensors").unlink()
+    gate.set()
+    until_nobody_reads()
+    one.generate("a", PROMPT)
+    assert daemon.status()["rows"] == 0
     assert [text.partition(":")[0] for text in said(caplog)[1:]] == [
         "kvass is off, the engine runs uncached",
         "kvass is off in this worker",
@@ -623,8 +634,7 @@ def test_an_engine_may_end_before_its_weights_are_read(
 ) -> None:
     with running_daemon(tmp_path) as daemon:
         Engine(daemon.socket, daemon, model=model).close()
-        threads = threading.enumerate
-        until(lambda: not [t for t in threads() if t.name == "kvass-weights"], "the threads")
+        until_nobody_reads()
         assert daemon.status()["sessions"] == 1
 
 
@@ -632,13 +642,13 @@ def test_an_engine_whose_weights_changed_is_inert(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, caches = make_configs(model=model)
-    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
     monkeypatch.setattr(file_digests, "started_ns", lambda: 1)
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Inert)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, Inert)
     assert "restart the engine" in found.reason
     config.kv_transfer_config.kv_connector_extra_config["kvass.model_id"] = "mine"
-    named = engine.read_setup(config, caches)
-    assert isinstance(named, engine.Setup)
+    named = configuration.read_setup(config, caches)
+    assert isinstance(named, VllmSetup)
     assert named.weights.result() == '["id:mine"]'
     assert named.register().model == "mine"
