@@ -76,8 +76,10 @@ def test_import_contracts_are_kept() -> None:
         ("engine/identity.py", "import vllm"),
         ("engine/identity.py", "from kvass.connectors.vllm import adapt"),
         ("engine/identity.py", "from kvass.core import rows"),
-        ("cli/main.py", "from kvass.testing import models"),
-        ("client/client.py", "from kvass.testing import models"),
+        ("cli/main.py", "from kvass.testing import daemon"),
+        ("client/client.py", "from kvass.testing import daemon"),
+        ("testing/daemon.py", "from tests.support.wire import raw_session"),
+        ("wire/framing.py", "from kvass.wire import channel"),  # which imports framing
     ],
 )
 def test_a_forbidden_import_is_caught(tree: Path, module: str, planted: str) -> None:
