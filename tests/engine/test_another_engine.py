@@ -179,18 +179,19 @@ def until(ask: Callable[[], T | None], what: str) -> T:
     return answer
 
 
-@pytest.fixture(params=[0.0, 0.01], ids=["", "late"])
-def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Daemon]:
-    """Late, its grants come in a later step than the one that asked."""
-    late_s = request.param
-    with running_daemon(tmp_path, late_s=late_s, lookup_budget_ms=10_000) as one:
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with running_daemon(tmp_path, lookup_budget_ms=10_000) as one:
         yield one
 
 
-@pytest.fixture
-def engines(daemon: Daemon) -> Iterator[tuple[SmallEngine, SmallEngine]]:
+@pytest.fixture(params=[5.0, 0.0], ids=["granted at once", "granted in a later step"])
+def engines(
+    request: pytest.FixtureRequest, daemon: Daemon
+) -> Iterator[tuple[SmallEngine, SmallEngine]]:
     both = SmallEngine(daemon, "a"), SmallEngine(daemon, "b")
     for engine in both:
+        engine.planner._client._reserve_wait_s = request.param
         engine.wait_connected()
     yield both
     for engine in both:
