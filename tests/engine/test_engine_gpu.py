@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.connectors.vllm import worker
-from kvass.connectors.vllm.boundary import Boundary
-from kvass.connectors.vllm.metadata import StepWork, Store
+from kvass.engine import copier
+from kvass.engine.boundary import Boundary
+from kvass.engine.step_work import StepWork, Store
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.transfer.base import Outcome
@@ -256,7 +256,7 @@ def end_with(outcome: Outcome) -> tuple[bool, bool]:
     storage, client = Storage(), Client()
     planes = GroupPlanes(0, (Plane(0, PAGE, PAGE),), blocks=8, chunk_blocks=2)
     setup: Any = SimpleNamespace(strategy=ParallelStrategy())
-    side = worker.WorkerSide(setup, 0, Boundary())
+    side = copier.Copier(setup, 0, Boundary())
     mover = EngineMover([storage.bytes], [planes])
     side._mover, side._planes, side._owners = mover, (planes,), (storage,)
     side._client = client  # type: ignore[assignment]
@@ -273,7 +273,7 @@ def end_with(outcome: Outcome) -> tuple[bool, bool]:
         fake.kill()
     fake.stopped = False
     side.close()
-    assert side.report() is not None, "the engine hears of the step all the same"
+    assert side.report() == [1], "the engine hears of the step all the same"
     said = {"done": ["commit", "commit"], "failed": ["abort", "abort"], "lost": []}
     assert client.told == [*said[outcome], "close"]
     del storage, side, mover, client
@@ -282,9 +282,9 @@ def end_with(outcome: Outcome) -> tuple[bool, bool]:
 
 
 def test_memory_that_a_lost_copy_may_still_use_is_never_let_go_of() -> None:
-    before = len(worker._lost)
+    before = len(copier._lost)
     assert end_with("done") == (False, False)
     assert end_with("failed") == (False, False)
-    assert len(worker._lost) == before
+    assert len(copier._lost) == before
     assert end_with("lost") == (True, True)
-    assert len(worker._lost) == before + 1, "once, however many copies were lost"
+    assert len(copier._lost) == before + 1, "once, however many copies were lost"

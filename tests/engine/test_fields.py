@@ -13,17 +13,20 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import engine, environment, fields, identity, namespace, settings
+from kvass.connectors.vllm import configuration, environment, fields, namespace, settings
+from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.fields import LISTS, NO_SETTINGS, Lists, words
 from kvass.connectors.vllm.variables import VARIABLES
+from kvass.engine import identity
+from kvass.engine.setup import Inert
 from tests.engine.fields_page import PAGE, page
 from tests.support.vllm.scheduler import make_configs, tiny_model
 
 
 def of(config: Any, caches: Any) -> dict[str, str]:
     """The identity of an engine."""
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Setup), found
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, VllmSetup), found
     return dict(found.identity)
 
 
@@ -63,7 +66,7 @@ def test_every_field_and_variable_of_vllm_is_in_a_list(monkeypatch: pytest.Monke
     """If this fails: read what the field does in vLLM, then add it to ``fields.py`` (a variable to
     ``variables.py``) and write the page anew. In doubt it goes in."""
     assert unlisted() == set()
-    cut = {**LISTS["SchedulerConfig"].left, fields.MEMORY: ""}
+    cut = {**LISTS["SchedulerConfig"].left, fields.REASONS["MEMORY"]: ""}
     monkeypatch.setitem(LISTS, "SchedulerConfig", Lists(left=cut))
     monkeypatch.setattr("vllm.envs.environment_variables", {"VLLM_NEW": lambda: 1})
     assert unlisted() == {"SchedulerConfig.encoder_cache_size", "VLLM_NEW"}, "the check sees it"
@@ -302,8 +305,8 @@ def test_a_file_of_scales_counts_by_its_content(multimodal: Any, tmp_path: Path)
         found.append(of(config, caches))
     assert found[0] == found[1] != found[2]
     config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(tmp_path / "none")
-    inert = engine.read_setup(config, caches)
-    assert isinstance(inert, engine.Inert)
+    inert = configuration.read_setup(config, caches)
+    assert isinstance(inert, Inert)
     assert "cannot be read" in inert.reason
 
 

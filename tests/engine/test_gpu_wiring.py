@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.connectors.vllm import worker
-from kvass.connectors.vllm.boundary import Boundary
-from kvass.connectors.vllm.memory import Memory, _Regions
-from kvass.connectors.vllm.metadata import Load, Store
+from kvass.engine import copier
+from kvass.engine import memory as kv_memory
+from kvass.engine.boundary import Boundary
+from kvass.engine.memory import KVMemory, Regions, open_mover
+from kvass.engine.step_work import Load, Store
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import DEVICES, ON_REQUEST, cuda_runtime
@@ -39,11 +40,11 @@ def tensor(address: int, size: int, device: str, index: int | None = None) -> An
     )
 
 
-def memory(*tensors: Any) -> Memory:
-    regions = _Regions()
+def memory(*tensors: Any) -> KVMemory:
+    regions = Regions()
     for number, one in enumerate(tensors):
         regions.add(f"layer{number}", one, 0)
-    return Memory(
+    return KVMemory(
         RankLayout(()), (PLANES,), tuple(regions.arrays), tuple(regions.owners), tuple(regions.gpu)
     )
 
@@ -61,8 +62,8 @@ def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(
         devices.append((device, single))
         return fake, NO_KERNEL
 
-    monkeypatch.setattr(worker, "open_gpu", open_gpu)
-    mover = worker.open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)), single)
+    monkeypatch.setattr(kv_memory, "open_gpu", open_gpu)
+    mover = open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)), single)
     assert isinstance(mover, CudaMover)
     arena = fake.map(4096)
     mover.submit(Job("store", (plan_copy(PLANES, [[1]], [0]),), arena))
@@ -76,13 +77,13 @@ def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(
 
 def test_pages_on_the_cpu_are_not() -> None:
     here = np.zeros(4 * 4096, np.uint8)
-    mover = worker.open_mover(memory(tensor(here.ctypes.data, len(here), "cpu")))
+    mover = open_mover(memory(tensor(here.ctypes.data, len(here), "cpu")))
     assert isinstance(mover, HostMover)
 
 
 def test_a_gpu_that_cannot_be_used_is_one_line() -> None:
     with pytest.raises(MissingError, match="no CUDA device"):
-        worker.open_mover(memory(tensor(1 << 30, 4 * 4096, "cuda", 0)))
+        open_mover(memory(tensor(1 << 30, 4 * 4096, "cuda", 0)))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +103,10 @@ def test_mixed_devices_are_one_line_before_any_is_opened(
         tensor(1 << 30, 4 * 4096, "cuda", 0), tensor(here.ctypes.data, 4 * 4096, *second)
     )
     opened: list[int] = []
-    monkeypatch.setattr(worker, "open_gpu", opened.append)
-    monkeypatch.setattr(worker, "read_memory", lambda *_: found)
+    monkeypatch.setattr(kv_memory, "open_gpu", opened.append)
     boundary = Boundary()
-    side = worker.WorkerSide(setup_of_a_worker(), 0, boundary)
-    boundary.run(None, side.attach, None, {})
+    side = copier.Copier(setup_of_a_worker(), 0, boundary)
+    boundary.run(None, side.attach, found)
     (line,) = caplog.records
     assert line.exc_info is None
     assert line.getMessage() == (
@@ -140,10 +140,9 @@ def test_a_rank_opens_its_gpu_in_the_mode_that_was_asked_for(
         opened.append((device, single))
         raise MissingError("no more is needed")
 
-    monkeypatch.setattr(worker, "open_gpu", open_gpu)
-    monkeypatch.setattr(worker, "read_memory", lambda *_: found)
+    monkeypatch.setattr(kv_memory, "open_gpu", open_gpu)
     setup = setup_of_a_worker(single_copies=single)
-    worker.WorkerSide(setup, 0, Boundary()).attach(None, {})
+    copier.Copier(setup, 0, Boundary()).attach(found)
     assert opened == [(2, single)]
 
 
@@ -160,7 +159,7 @@ def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
             told.append("left the arena")
 
     setup: Any = SimpleNamespace(strategy=ParallelStrategy())
-    side = worker.WorkerSide(setup, 0, Boundary())
+    side = copier.Copier(setup, 0, Boundary())
     client: Any = Client()
     arena: Any = Arena()
     side._client = client
@@ -168,13 +167,13 @@ def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
     memory = np.zeros(1, np.uint8)
     ends: dict[Outcome, list[str]] = {"lost": [], "failed": ["abort", "left the arena"]}
     for outcome, expected in ends.items():
-        side._stored(arena, Done(Job("store", (), memory, name=store), outcome))
+        side._copied(arena, Done(Job("store", (), memory, name=store), outcome))
         assert told == expected
     told.clear()
     load = Load("r", b"boot", 1)
     ends["failed"][0] = "release"
     for outcome, expected in ends.items():
-        side._loaded(arena, Done(Job("load", (), memory, name=load), outcome))
+        side._copied(arena, Done(Job("load", (), memory, name=load), outcome))
         assert told == expected
 
 
@@ -182,14 +181,14 @@ def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
     """By the time the job was made: it grows, and nothing beyond is pinned."""
     jobs: list[Job] = []
     setup: Any = SimpleNamespace(strategy=ParallelStrategy())
-    side = worker.WorkerSide(setup, 0, Boundary())
+    side = copier.Copier(setup, 0, Boundary())
     lease: Any = SimpleNamespace(buffer=np.zeros(1, np.uint8), populated=123)
     client: Any = SimpleNamespace(arena=lambda *_: lease)
     mover: Any = SimpleNamespace(submit=jobs.append)
     side._client, side._mover = client, mover
-    assert side._begin_store(Store(1, b"boot", 1, 0.0, 1.0, (), ()))
+    assert side._begin(Store(1, b"boot", 1, 0.0, 1.0, (), ()))
     lease.populated = 456
-    assert side._begin_load(Load("r", b"boot", 1))
+    assert side._begin(Load("r", b"boot", 1))
     assert [(job.kind, job.populated) for job in jobs] == [("store", 123), ("load", 456)]
 
 

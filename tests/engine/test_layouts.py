@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvass.connectors.vllm.memory import Memory, read_memory
+from kvass.connectors.vllm.kv_caches import read_memory
+from kvass.engine.memory import KVMemory
 from kvass.errors import ConfigError, UsageError
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.transfer.base import Job
@@ -85,13 +86,13 @@ def allocate(model: str, layout: str) -> tuple[Any, Any, list[dict[str, Any]]]:
     return caches, raw, twins
 
 
-def read(caches: Any, views: dict[str, Any]) -> Memory:
+def read(caches: Any, views: dict[str, Any]) -> KVMemory:
     tokens = [group.kv_cache_spec.block_size for group in caches.kv_cache_groups]
     layouts = [GroupLayout("full", n, (), ()) for n in tokens]
     return read_memory(caches, views, CHUNK, layouts)
 
 
-def plans(memory: Memory, group: int, ids: list[int]) -> tuple[CopyPlan]:
+def plans(memory: KVMemory, group: int, ids: list[int]) -> tuple[CopyPlan]:
     planes = memory.planes[group]
     table = np.array(ids).reshape(-1, planes.chunk_blocks)
     return (plan_copy(planes, table, np.arange(len(table))[::-1] * planes.shard_bytes),)

@@ -14,8 +14,9 @@ from typing import Any, Final
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.connectors.vllm import engine as configuration
-from kvass.connectors.vllm.metadata import StepWork
+from kvass.connectors.vllm import configuration
+from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.engine.step_work import StepWork
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.ranks import CopyGate, StubModelEngine, StubModelRank, until
 from tests.support.vllm.scheduler import CHUNK, make_configs
@@ -291,14 +292,14 @@ def test_b2_decode_context_parallelism_makes_blocks_longer(daemon: Daemon, engin
 def test_b1_the_strategy_is_read_from_the_engines_configuration() -> None:
     for strategy in GRID:
         found = configuration.read_setup(*make_configs(strategy=strategy))
-        assert isinstance(found, configuration.Setup)
+        assert isinstance(found, VllmSetup)
         assert found.strategy == strategy
     config, caches = make_configs(strategy=DENSE, dcp=2)
     one = configuration.read_setup(config, caches)
     config.parallel_config.cp_kv_cache_interleave_size = 8
     other = configuration.read_setup(config, caches)
-    assert isinstance(one, configuration.Setup)
-    assert isinstance(other, configuration.Setup)
+    assert isinstance(one, VllmSetup)
+    assert isinstance(other, VllmSetup)
     assert [group.block_tokens for group in one.groups] == [CHUNK]
     assert one.identity != other.identity
 
@@ -314,8 +315,8 @@ def test_b1_data_parallel_ranks_are_instances_of_their_own() -> None:
         _apply_dp_identity_suffix(config, rank)
         found.append(configuration.read_setup(config, caches))
     first, second = found
-    assert isinstance(first, configuration.Setup)
-    assert isinstance(second, configuration.Setup)
+    assert isinstance(first, VllmSetup)
+    assert isinstance(second, VllmSetup)
     assert first.instance != second.instance
     assert first.identity == second.identity
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvass.connectors.vllm.worker import COPY_WAIT_S
+from kvass.engine.copier import COPY_WAIT_S
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
 
@@ -177,11 +177,11 @@ def test_a_load_that_cannot_even_be_refused_has_failed(
 ) -> None:
     a, b = engine(), engine()
     a.generate("a", PROMPT)
-    monkeypatch.setattr(b.copier, "_begin_load", lambda load: 1 / 0)
+    monkeypatch.setattr(b.copier, "_begin", lambda load: 1 / 0)
     monkeypatch.setattr(b.copier._client, "release", lambda *_: 1 / 0)
     _, scheduled = b.load("b", PROMPT)
     assert scheduled == 100, "everything is computed"
-    assert b.rank.connector._boundary.counters["_refuse_load"] == 1
+    assert b.rank.connector._boundary.counters["_refuse"] == 1
 
 
 def test_stores_that_cannot_even_be_refused_are_over(
@@ -189,11 +189,11 @@ def test_stores_that_cannot_even_be_refused_are_over(
 ) -> None:
     a = engine()
     a.daemon = None  # what was granted stays reserved until it lapses: nobody could say otherwise
-    monkeypatch.setattr(a.copier, "_begin_store", lambda store: 1 / 0)
+    monkeypatch.setattr(a.copier, "_begin", lambda store: 1 / 0)
     monkeypatch.setattr(a.copier._client, "abort", lambda *_: 1 / 0)
     a.generate("a", PROMPT)
     assert a.world.free_blocks == a.world.pool.num_gpu_blocks - 1
-    assert a.rank.connector._boundary.counters["_refuse_store"] >= 1
+    assert a.rank.connector._boundary.counters["_refuse"] >= 1
 
 
 def test_an_end_that_cannot_be_counted_is_an_end(
@@ -219,7 +219,7 @@ def test_an_end_that_cannot_be_counted_is_an_end(
 def test_nothing_of_ours_raises_into_the_worker(
     daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvass.connectors.vllm.metadata import StepWork
+    from kvass.engine.step_work import StepWork
 
     a = engine()
     for name in ("load", "store", "results", "report"):

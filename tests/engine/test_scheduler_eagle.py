@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import engine as reading
+from kvass.connectors.vllm import configuration
+from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.conftest import GPU
 from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
@@ -120,7 +121,7 @@ def test_without_anything_spare_hits_are_longer(
     engine: Any, monkeypatch: pytest.MonkeyPatch, shapes: list[GroupShape], chunk: int
 ) -> None:
     """Negative control."""
-    monkeypatch.setattr(reading, "_spare_chunks", lambda *_: 0)
+    monkeypatch.setattr(configuration, "_spare_chunks", lambda *_: 0)
     a, b = pair(engine, shapes, chunk)
     states = any(kind == "state" for kind, *_ in shapes)
     tokens = [*prompt(1, 400)[:320], *prompt(2, 90)] if states else prompt(1, 399)
@@ -166,6 +167,6 @@ def test_what_is_spare_is_decided_as_vllm_decides_it(
         caches.kv_cache_groups[group].is_eagle_group = True
     if drafts:
         config.speculative_config.disable_eagle_block_drop = not dropped
-    setup = reading.read_setup(config, caches)
-    assert isinstance(setup, reading.Setup)
+    setup = configuration.read_setup(config, caches)
+    assert isinstance(setup, VllmSetup)
     assert setup.spare == spare

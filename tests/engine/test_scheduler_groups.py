@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.connectors.vllm import adapt
-from kvass.connectors.vllm import engine as reading
+from kvass.connectors.vllm import adapt, configuration
+from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
 from tests.support.vllm.ranks import CopyGate, until
@@ -174,8 +175,8 @@ def test_window_blocks_are_held_until_they_are_copied(
     grant is still on its way."""
     a, b = engine(GPT_OSS, blocks=blocks), engine(GPT_OSS)
     if not held:
-        monkeypatch.setattr(adapt.Pool, "hold", lambda self, ids: [])
-        monkeypatch.setattr(adapt.Pool, "free", lambda self, held: None)
+        monkeypatch.setattr(adapt.VllmBlockPool, "hold", lambda self, ids: [])
+        monkeypatch.setattr(adapt.VllmBlockPool, "free", lambda self, held: None)
     if late:
         a.delay_grants(lambda: 2)
     gate = CopyGate(a.rank, shut=True)
@@ -289,14 +290,14 @@ def test_states_drafts_and_pipeline_stages_together_run_uncached(
 ) -> None:
     """Any two of them are served."""
     strategy = ParallelStrategy(pp=stages)
-    found = reading.read_setup(
+    found = configuration.read_setup(
         *make_hybrid_configs({"kvass.chunk_tokens": 64}, shapes, strategy=strategy, drafts=drafts)
     )
     if shapes is QWEN_NEXT and drafts and stages > 1:
-        assert isinstance(found, reading.Inert)
+        assert isinstance(found, Inert)
         assert "states, pipeline stages and speculative decoding" in found.reason
     else:
-        assert isinstance(found, reading.Setup)
+        assert isinstance(found, VllmSetup)
 
 
 def stores(flying: Sequence[Any]) -> list[Any]:

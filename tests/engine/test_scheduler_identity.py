@@ -11,20 +11,23 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import engine, identity
+from kvass.connectors.vllm import configuration
+from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.groups import page_formats
-from kvass.connectors.vllm.memory import read_memory
+from kvass.connectors.vllm.kv_caches import read_memory
+from kvass.engine import identity
+from kvass.engine.setup import Inert
 from kvass.types import GroupLayout
 from tests.support.vllm.scheduler import make_configs
 
 
-def setup(**changes: Any) -> engine.Setup:
+def setup(**changes: Any) -> VllmSetup:
     return read(*make_configs(**changes))
 
 
-def read(config: Any, caches: Any) -> engine.Setup:
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Setup)
+def read(config: Any, caches: Any) -> VllmSetup:
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, VllmSetup)
     return found
 
 
@@ -116,11 +119,11 @@ MORE = (other_revision, indexer, states, summed_states, state_kernels)
 @pytest.mark.parametrize("change", [*SETTINGS, *MODELS, *MORE], ids=lambda change: change.__name__)
 def test_what_changes_the_bytes_changes_the_identity(change: Any) -> None:
     config, caches = make_configs()
-    plain = engine.read_setup(config, caches)
+    plain = configuration.read_setup(config, caches)
     change(config, caches)
-    other = engine.read_setup(config, caches)
-    assert isinstance(plain, engine.Setup)
-    assert isinstance(other, engine.Setup)
+    other = configuration.read_setup(config, caches)
+    assert isinstance(plain, VllmSetup)
+    assert isinstance(other, VllmSetup)
     assert plain.identity != other.identity
 
 
@@ -142,20 +145,20 @@ def test_each_generation_of_gpu_has_rows_of_its_own(monkeypatch: pytest.MonkeyPa
     """Its attention kernels and KV formats are chosen by compute capability. The CPU beside it does
     not matter: a tier may be shared by machines of different ones."""
     config, caches = make_configs()
-    plain = engine.read_setup(config, caches)
-    assert isinstance(plain, engine.Setup)
+    plain = configuration.read_setup(config, caches)
+    assert isinstance(plain, VllmSetup)
     config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
     found = set()
     for gpu in (Gpu((9, 0)), Gpu((10, 0)), Gpu((10, 3)), Gpu((9, 0), "rocm"), Gpu((9, 0))):
         monkeypatch.setattr("vllm.platforms.current_platform", gpu)
-        one = engine.read_setup(config, caches)
-        assert isinstance(one, engine.Setup)
+        one = configuration.read_setup(config, caches)
+        assert isinstance(one, VllmSetup)
         assert {k for k in one.identity if one.identity[k] != plain.identity[k]} == {"device"}
         found.add(one.identity["device"])
     assert found == {'["cuda",9,0]', '["cuda",10,0]', '["cuda",10,3]', '["rocm",9,0]'}
     monkeypatch.setattr("platform.machine", lambda: "another")
-    one = engine.read_setup(config, caches)
-    assert isinstance(one, engine.Setup)
+    one = configuration.read_setup(config, caches)
+    assert isinstance(one, VllmSetup)
     assert one.identity["device"] == '["cuda",9,0]'
 
 
@@ -164,14 +167,14 @@ def test_a_gpu_nobody_asked_for_or_of_no_known_generation_runs_uncached(
 ) -> None:
     config, caches = make_configs()
     monkeypatch.setattr("vllm.platforms.current_platform", Gpu((9, 0)))
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Inert)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, Inert)
     assert "set kvass.gpu" in found.reason
     config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
-    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
     monkeypatch.setattr("vllm.platforms.current_platform", Gpu(None))
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Inert)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, Inert)
     assert "compute capability" in found.reason
 
 
@@ -196,11 +199,11 @@ def test_how_a_gpu_is_given_copies_is_no_part_of_the_namespace(
     options: dict[str, object], single: bool
 ) -> None:
     config, caches = make_configs()
-    plain = engine.read_setup(config, caches)
+    plain = configuration.read_setup(config, caches)
     config.kv_transfer_config.kv_connector_extra_config.update(options)
-    found = engine.read_setup(config, caches)
-    assert isinstance(plain, engine.Setup)
-    assert isinstance(found, engine.Setup)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(plain, VllmSetup)
+    assert isinstance(found, VllmSetup)
     assert found.single_copies is single
     assert found.identity == plain.identity
 
@@ -208,20 +211,20 @@ def test_how_a_gpu_is_given_copies_is_no_part_of_the_namespace(
 def test_where_a_configuration_lay_is_no_part_of_it() -> None:
     config, caches = make_configs()
     other_part(config, caches)
-    one = engine.read_setup(config, caches)
+    one = configuration.read_setup(config, caches)
     config.model_config.hf_config._name_or_path = "/other"
     config.model_config.hf_config.text_config["_name_or_path"] = "/b"
-    two = engine.read_setup(config, caches)
-    assert isinstance(one, engine.Setup)
-    assert isinstance(two, engine.Setup)
+    two = configuration.read_setup(config, caches)
+    assert isinstance(one, VllmSetup)
+    assert isinstance(two, VllmSetup)
     assert one.identity == two.identity
 
 
 PRINT_IDENTITY = """
-from kvass.connectors.vllm import engine, groups
+from kvass.connectors.vllm import configuration, groups
 from tests.support.vllm.scheduler import make_configs
 config, caches = make_configs()
-ours = dict(engine.read_setup(config, caches).identity)
+ours = dict(configuration.read_setup(config, caches).identity)
 print(sorted((ours | groups.page_formats(caches)).items()))
 """
 
@@ -231,8 +234,8 @@ def test_the_identity_is_the_same_in_another_process() -> None:
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     out = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300, check=True)
     config, caches = make_configs()
-    here = engine.read_setup(config, caches)
-    assert isinstance(here, engine.Setup)
+    here = configuration.read_setup(config, caches)
+    assert isinstance(here, VllmSetup)
     there = dict(ast.literal_eval(out.stdout.splitlines()[-1]))
     ours = dict(here.identity) | page_formats(caches)
     if "PYTHONHASHSEED" not in os.environ:  # that it is part of the hash is meant
@@ -256,12 +259,12 @@ def test_what_cannot_be_described_makes_the_engine_run_uncached(value: Any, nest
     config.model_config.hf_overrides = {"rope": [value]} if nested else value
     with pytest.raises(identity.Indescribable):
         identity.canonical(config.model_config.hf_overrides)
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Inert)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, Inert)
     assert ("hf_overrides.rope[0]: " if nested else "hf_overrides: ") in found.reason
     assert "0x" not in found.reason
     config.model_config.hf_overrides = {"rope": [module_level]} if nested else module_level
-    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
 
 
 def test_canonical_text_knows_no_address_and_no_order() -> None:
@@ -366,6 +369,6 @@ def test_a_format_without_a_name_makes_the_engine_run_uncached() -> None:
     caches.kv_cache_groups[0].kv_cache_spec = replace(
         caches.kv_cache_groups[0].kv_cache_spec, block_stride_alignment=Opaque()
     )
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Inert)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, Inert)
     assert "KV cache spec.block_stride_alignment" in found.reason

@@ -17,7 +17,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvass.connectors.vllm import adapt, adapters, identity
+from kvass.connectors.vllm import adapt
+from kvass.engine import adapter_files, adapters, identity, request_state
+from kvass.engine.request_state import SaltedHashes
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import SchedulerHarness, make_configs
 
@@ -89,13 +91,13 @@ def test_files_that_did_not_change_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = train(tmp_path / "one", b"1234")
-    first = identity.adapter_weights(str(one))
+    first = adapter_files.read(str(one))
     digest = Mock(wraps=hashlib.file_digest)
     monkeypatch.setattr(hashlib, "file_digest", digest)
-    assert identity.adapter_weights(str(one), first) == first
+    assert adapter_files.read(str(one), first) == first
     assert digest.call_count == 0
     again(one / "adapter_model.safetensors")
-    second = identity.adapter_weights(str(one), first)
+    second = adapter_files.read(str(one), first)
     assert digest.call_count == 2
     assert second.content == first.content
     assert second.state != first.state
@@ -239,8 +241,8 @@ class Slow:
             self.jobs.append(files.job)
 
         monkeypatch.setattr(adapters.Adapters, "_ask", note)
-        self._real = identity.adapter_weights
-        monkeypatch.setattr(identity, "adapter_weights", self._look)
+        self._real = adapter_files.read
+        monkeypatch.setattr(adapter_files, "read", self._look)
         monkeypatch.setattr(adapters, "WAIT_S", 0.005)
 
     def answer(self) -> None:
@@ -397,9 +399,9 @@ def test_a_late_look_ends_no_lookup_that_is_waited_for(
 def test_a_look_that_fails_in_an_unforeseen_way_is_not_the_last(
     client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, real = train(tmp_path / "one", b"1234"), identity.adapter_weights
+    one, real = train(tmp_path / "one", b"1234"), adapter_files.read
     look = Mock(side_effect=RuntimeError("a defect"))
-    monkeypatch.setattr(identity, "adapter_weights", look)
+    monkeypatch.setattr(adapter_files, "read", look)
     world = SchedulerHarness(client)
     assert loaded(client, one, world) == 0
     assert not client.rows
@@ -416,8 +418,8 @@ def test_an_adapter_that_is_never_served_costs_nothing_in_later_steps(
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    tables = Mock(wraps=adapt.step_blocks)
-    monkeypatch.setattr(adapt, "step_blocks", tables)
+    tables = Mock()
+    monkeypatch.setattr(adapt.VllmStep, "block_table", tables)
     world = SchedulerHarness(client)
     world.add("a", TOKENS, lora=Path("some/adapter"), max_tokens=40)
     world.step()
@@ -446,7 +448,7 @@ def test_a_hash_is_salted_once(
     client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mixed = Mock(wraps=hashlib.blake2b)
-    monkeypatch.setattr(adapt, "blake2b", mixed)
+    monkeypatch.setattr(request_state, "blake2b", mixed)
     one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
     client.pending = 5
     world.add("a", TOKENS, lora=one, max_tokens=60)
@@ -457,11 +459,11 @@ def test_a_hash_is_salted_once(
 def test_hashes_that_vllm_took_back_are_not_kept() -> None:
     """A session that goes on may do that."""
     old, new = [b"%04d" % i for i in range(10)], [b"%04d" % (i + 100) for i in range(10)]
-    salted = adapt.Salted()
+    salted = SaltedHashes()
     salted.first(old, b"salt")
     for plain, salt in ((old[:5] + new[:3], b"salt"), (old[:2], b"salt"), (old, b"pepper")):
-        assert salted.first(plain, salt) == adapt.Salted().first(plain, salt)
-    assert salted.first(old[:3], b"salt") == adapt.Salted().first(old, b"salt")[:12]
+        assert salted.first(plain, salt) == SaltedHashes().first(plain, salt)
+    assert salted.first(old[:3], b"salt") == SaltedHashes().first(old, b"salt")[:12]
 
 
 # ---------------------------------------------------------------- by name
@@ -478,13 +480,13 @@ def test_an_adapter_by_its_name_on_the_hub_is_known_by_the_commit_that_is_there(
     (there / "refs").mkdir(parents=True)
     (there / "snapshots").mkdir()
     with pytest.raises(FileNotFoundError, match="fetched"):
-        identity.adapter_weights("some/adapter")
+        adapter_files.read("some/adapter")
     found = set()
     for commit in ("1" * 40, "2" * 40, "1" * 40):
         train(there / "snapshots" / commit, b"1234")
         (there / "refs" / "main").write_text(commit)
-        found.add(identity.adapter_weights("some/adapter").content)
+        found.add(adapter_files.read("some/adapter").content)
     assert len(found) == 2
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(identity.Indescribable, match="HF_HUB_OFFLINE"):
-        identity.adapter_weights("some/adapter")
+        adapter_files.read("some/adapter")

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.connectors.vllm import KvassConnector, adapt, engine
-from kvass.connectors.vllm.memory import read_memory
+from kvass.connectors.vllm import KvassConnector, adapt, configuration
+from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.connectors.vllm.kv_caches import read_memory
+from kvass.engine.setup import Inert
 from kvass.errors import ConfigError, UsageError
 from kvass.types import GroupLayout
 from tests.support.vllm.fake_client import FakeClient
@@ -18,9 +20,9 @@ from tests.support.vllm.hybrid import make_hybrid_configs
 from tests.support.vllm.scheduler import SchedulerHarness, make_configs
 
 
-def setup(**changes: Any) -> engine.Setup:
-    found = engine.read_setup(*make_configs(**changes))
-    assert isinstance(found, engine.Setup)
+def setup(**changes: Any) -> VllmSetup:
+    found = configuration.read_setup(*make_configs(**changes))
+    assert isinstance(found, VllmSetup)
     return found
 
 
@@ -69,12 +71,12 @@ def test_other_connectors_options_are_left_alone() -> None:
 def test_the_default_chunk_is_the_smallest_multiple_from_256() -> None:
     config, caches = make_configs()
     del config.kv_transfer_config.kv_connector_extra_config["kvass.chunk_tokens"]
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Setup)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, VllmSetup)
     assert found.chunk_tokens == 256
     caches.cache_hit_alignment_tokens = 96
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Setup)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, VllmSetup)
     assert found.chunk_tokens == 288
 
 
@@ -85,16 +87,16 @@ def test_a_stage_without_a_groups_layers_knows_its_kind(mixed: bool) -> None:
 
     config, caches = make_hybrid_configs({}, [("state", 16, 0, 1), ("full", 16, 0, 1)])
     del config.kv_transfer_config.kv_connector_extra_config["kvass.chunk_tokens"]
-    first = engine.read_setup(config, caches)
-    assert isinstance(first, engine.Setup)
+    first = configuration.read_setup(config, caches)
+    assert isinstance(first, VllmSetup)
     assert first.chunk_tokens == 16
     group = caches.kv_cache_groups[0]
     if mixed:
         each = {group.layer_names[0]: group.kv_cache_spec}
         group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=each)
     group.layer_names = []
-    later = engine.read_setup(config, caches)
-    assert isinstance(later, engine.Setup)
+    later = configuration.read_setup(config, caches)
+    assert isinstance(later, VllmSetup)
     assert (later.chunk_tokens, later.identity) == (first.chunk_tokens, first.identity)
     assert [one.kind for one in later.groups] == [one.kind for one in first.groups]
 
@@ -109,13 +111,13 @@ def test_a_hash_seeded_at_random_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match="set PYTHONHASHSEED"):
-        engine.read_setup(config, caches)
+        configuration.read_setup(config, caches)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
-    one = engine.read_setup(config, caches)
+    one = configuration.read_setup(config, caches)
     monkeypatch.setenv("PYTHONHASHSEED", "2")
-    two = engine.read_setup(config, caches)
-    assert isinstance(one, engine.Setup)
-    assert isinstance(two, engine.Setup)
+    two = configuration.read_setup(config, caches)
+    assert isinstance(one, VllmSetup)
+    assert isinstance(two, VllmSetup)
     assert one.identity["hash"] != two.identity["hash"]
 
 
@@ -242,28 +244,28 @@ def test_one_worker_of_several_says_that_it_is_inert(caplog: pytest.LogCaptureFi
 def test_pooling_models_of_which_vllm_caches_prefixes_are_served(kind: str) -> None:
     config, caches = make_configs()
     pooled(kind)(config, caches)
-    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
 
 
 def test_that_vllms_own_cache_is_off_is_no_reason_not_to_serve() -> None:
     """It may be off for reasons that are none of ours: MLA on a CPU, or the operator's."""
     config, caches = make_configs()
     config.cache_config.enable_prefix_caching = False
-    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
 
 
 def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     config, caches = make_configs()
     monkeypatch.setattr("vllm.__version__", "0.33.1+cpu")
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Inert)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, Inert)
     assert "0.33.1" in found.reason
     monkeypatch.setattr("vllm.__version__", "0.32.0+cpu")
-    assert isinstance(engine.read_setup(config, caches), engine.Setup)
+    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
 
 
 def test_an_inert_engine_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "TESTED", frozenset())
+    monkeypatch.setattr(configuration, "TESTED", frozenset())
     client = FakeClient()
     world = SchedulerHarness(client)
     request = world.add("a", range(100))

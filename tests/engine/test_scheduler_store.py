@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm.stores import HUNG_S, POOL_SHARE
+from kvass.engine.stores import HUNG_S, POOL_SHARE
 from tests.support.vllm.fake_client import FakeClient, split
 from tests.support.vllm.scheduler import BLOCK, CHUNK, SchedulerHarness
 
@@ -578,7 +578,7 @@ def test_a_defect_while_planning_stores_costs_the_store_alone(
     assert request.num_tokens == 68
     assert client.steps >= 4
     assert world.connector._boundary.counters["plan_stores"] >= 4
-    assert len([r for r in caplog.records if r.name == "kvass.vllm"]) == 1, "logged once"
+    assert len([r for r in caplog.records if r.name == "kvass.engine"]) == 1, "logged once"
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])

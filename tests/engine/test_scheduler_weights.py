@@ -16,9 +16,12 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import contents, engine, weights
-from kvass.connectors.vllm.identity import Indescribable
-from kvass.connectors.vllm.weights import Local
+from kvass.connectors.vllm import configuration, weight_files
+from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.connectors.vllm.weight_files import LocalWeights
+from kvass.engine import file_digests, weights
+from kvass.engine.identity import Indescribable
+from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.servers.redis import RedisServer
 from tests.support.vllm.ranks import StubModelEngine, until
@@ -46,20 +49,20 @@ COMMIT = "0123456789" * 4
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder of the test's own, in an engine that starts when all its files are there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".kvass"))
-    monkeypatch.setattr(contents, "started_ns", lambda: time.time_ns() + 10**9)
+    monkeypatch.setattr(file_digests, "started_ns", lambda: time.time_ns() + 10**9)
 
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files of which the digest was computed."""
     found: list[str] = []
-    real = contents._compute
+    real = file_digests._compute
 
     def compute(file: Path, stopped: Callable[[], bool]) -> str:
         found.append(file.name)
         return real(file, stopped)
 
-    monkeypatch.setattr(contents, "_compute", compute)
+    monkeypatch.setattr(file_digests, "_compute", compute)
     return found
 
 
@@ -71,7 +74,7 @@ def write(folder: Path, files: dict[str, bytes] = FILES) -> Path:
 
 
 def name(path: Path, load_format: str = "auto") -> str:
-    return weights.name_of((Local(path, load_format),))
+    return weights.name_of((LocalWeights(path, load_format),))
 
 
 def write_later(file: Path, content: bytes, than_ns: int) -> None:
@@ -184,7 +187,7 @@ def test_a_folder_of_blobs_that_is_not_the_hubs_is_read(place: str, tmp_path: Pa
     model = write(tmp_path / place, {n: FILES[n] for n in FILES if n != "model-1.safetensors"})
     (model / "model-1.safetensors").symlink_to(blobs / wrong)
     assert name(model) == name(write(tmp_path / "copy"))
-    assert not contents._blob(model / "model-1.safetensors", (blobs / wrong).stat())
+    assert not file_digests._blob(model / "model-1.safetensors", (blobs / wrong).stat())
 
 
 def test_what_was_written_after_the_note_is_read(tmp_path: Path, computed: list[str]) -> None:
@@ -208,7 +211,7 @@ def test_what_was_written_after_the_note_is_read(tmp_path: Path, computed: list[
 
 def started_now(monkeypatch: pytest.MonkeyPatch) -> int:
     now_ns = time.time_ns()
-    monkeypatch.setattr(contents, "started_ns", lambda: now_ns)
+    monkeypatch.setattr(file_digests, "started_ns", lambda: now_ns)
     return now_ns
 
 
@@ -258,21 +261,21 @@ def test_files_written_while_they_are_read_have_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)
-    real = contents._compute
+    real = file_digests._compute
 
     def compute(file: Path, stopped: Callable[[], bool]) -> str:
         digest = real(file, stopped)
         write_later(file, b"4321", file.stat().st_ctime_ns)
         return digest
 
-    monkeypatch.setattr(contents, "_compute", compute)
+    monkeypatch.setattr(file_digests, "_compute", compute)
     with pytest.raises(Indescribable, match="changed since"):
         name(tmp_path)
     assert not any(file.stat().st_size for file in entries(tmp_path)), "nothing is remembered"
 
 
 def test_when_a_process_started() -> None:
-    fresh = runpy.run_path(contents.__file__)  # the fixture replaced what was imported
+    fresh = runpy.run_path(file_digests.__file__)  # the fixture replaced what was imported
     boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     began_s = boot_s + ticks / os.sysconf("SC_CLK_TCK")
@@ -307,16 +310,16 @@ def test_who_needs_a_digest_that_is_being_computed_waits_for_it(
     tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path) / "model-1.safetensors"
-    inner, begun, go = contents._compute, threading.Event(), threading.Event()
+    inner, begun, go = file_digests._compute, threading.Event(), threading.Event()
 
     def compute(file: Path, stopped: Callable[[], bool]) -> str:
         begun.set()
         assert go.wait(30)
         return inner(file, stopped)
 
-    monkeypatch.setattr(contents, "_compute", compute)
+    monkeypatch.setattr(file_digests, "_compute", compute)
     with ThreadPoolExecutor(3) as threads:
-        first = threads.submit(contents.sha256, file, lambda: False)
+        first = threads.submit(file_digests.sha256, file, lambda: False)
         assert begun.wait(30)
         asked = threading.Event()
 
@@ -324,10 +327,10 @@ def test_who_needs_a_digest_that_is_being_computed_waits_for_it(
             asked.set()  # it found the entry locked
             return False
 
-        second = threads.submit(contents.sha256, file, stopped)
-        third = threads.submit(contents.sha256, file, lambda: True)
+        second = threads.submit(file_digests.sha256, file, stopped)
+        third = threads.submit(file_digests.sha256, file, lambda: True)
         assert asked.wait(30)
-        assert isinstance(third.exception(30), contents.Stopped)
+        assert isinstance(third.exception(30), file_digests.Stopped)
         go.set()
         assert first.result(30) == second.result(30) == hashlib.sha256(b"1234").hexdigest()
     assert computed == [file.name]
@@ -348,7 +351,7 @@ def test_without_a_cache_folder_each_process_computes(
 def test_where_times_are_whole_seconds_nothing_is_remembered(tmp_path: Path) -> None:
     fields = {"st_dev": 1, "st_ino": 2, "st_size": 3, "st_mtime_ns": 4}
     whole: Any = SimpleNamespace(**fields, st_ctime_ns=5_000_000_000)
-    assert contents._open_entry(whole) == -1
+    assert file_digests._open_entry(whole) == -1
     assert entries(tmp_path) == []
 
 
@@ -371,7 +374,7 @@ def config(**fields: Any) -> Any:
 
 
 def test_a_name_that_the_user_gives_needs_no_file() -> None:
-    given = weights.sources(config(model="/nowhere"), "mine")
+    given = weight_files.sources(config(model="/nowhere"), "mine")
     assert given == ("id:mine",)
     assert weights.name_of(given) == '["id:mine"]'
 
@@ -381,9 +384,9 @@ def test_weights_in_an_object_store_are_known_by_their_address(tmp_path: Path) -
     found = set()
     for uri in ("s3://bucket/one", "gs://bucket/two"):
         made = config(model=str(write(tmp_path)), model_weights=uri)
-        first = weights.name_of(weights.sources(made, ""))
+        first = weights.name_of(weight_files.sources(made, ""))
         write_later(tmp_path / "config.json", b"{}", time.time_ns())
-        assert weights.name_of(weights.sources(made, "")) == first
+        assert weights.name_of(weight_files.sources(made, "")) == first
         found.add(first)
     assert len(found) == 2
 
@@ -399,7 +402,7 @@ def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path, revision: str | None
     snapshot = hub(tmp_path / "hub")
     write(snapshot.parent.parent, {"refs/main": COMMIT.encode()})
     made = config(revision=revision, download_dir=str(tmp_path / "hub"))
-    assert weights.sources(made, "") == (Local(snapshot, "auto"),)
+    assert weight_files.sources(made, "") == (LocalWeights(snapshot, "auto"),)
     assert name(snapshot) == name(write(tmp_path / "copy"))
 
 
@@ -410,7 +413,7 @@ def test_a_model_that_the_engine_itself_has_fetched_has_a_name(
     while time.time_ns() < now_ns + 20_000_000:
         pass  # the file system's clock is some milliseconds late
     snapshot = hub(tmp_path / "hub")
-    assert contents.look(snapshot, Local(snapshot, "auto").files()).changed_ns <= now_ns
+    assert file_digests.look(snapshot, LocalWeights(snapshot, "auto").files()).changed_ns <= now_ns
     assert name(snapshot)
 
 
@@ -421,28 +424,28 @@ def test_a_model_of_the_hub_without_a_known_commit_has_no_name(
     note = snapshot.parent.parent / "refs" / "main"
     made = config(download_dir=str(tmp_path))
     with pytest.raises(Indescribable, match="which commit of some/model was loaded is not known"):
-        weights.sources(made, "")
+        weight_files.sources(made, "")
     note.parent.mkdir()
     write_later(note, COMMIT.encode(), started_now(monkeypatch))
     with pytest.raises(Indescribable, match=r"commit as the revision, or set kvass\.model_id"):
-        weights.sources(made, "")
+        weight_files.sources(made, "")
     made.model_config.hf_config._commit_hash = COMMIT
-    assert weights.sources(made, "") == (Local(snapshot, "auto"),)
+    assert weight_files.sources(made, "") == (LocalWeights(snapshot, "auto"),)
     other = config(model=str(tmp_path), model_weights="some/other", revision=COMMIT)
     with pytest.raises(Indescribable, match="which weights of some/other were loaded"):
-        weights.sources(other, "")
+        weight_files.sources(other, "")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
     with pytest.raises(Indescribable, match="which weights of some/model were loaded is not known"):
-        weights.sources(made, "")
+        weight_files.sources(made, "")
     monkeypatch.delenv("VLLM_USE_MODELSCOPE")
     made = config(revision="f" * 40, download_dir=str(tmp_path))
     with pytest.raises(Indescribable, match="are not in"):
-        weights.sources(made, "")
+        weight_files.sources(made, "")
 
 
 def test_a_drafter_in_the_models_own_files_is_read_once(tmp_path: Path) -> None:
     one = config(model=str(write(tmp_path)))
-    assert len(weights.sources(config(model=str(tmp_path), draft=one.model_config), "")) == 1
+    assert len(weight_files.sources(config(model=str(tmp_path), draft=one.model_config), "")) == 1
 
 
 def test_the_drafters_weights_and_configuration_count(tmp_path: Path) -> None:
@@ -451,15 +454,17 @@ def test_the_drafters_weights_and_configuration_count(tmp_path: Path) -> None:
     changes = ({}, {"a.safetensors": b"1"}, {"config.json": b'{"rope_theta": 1}'})
     drafters = [write(tmp_path / f"drafter {i}", FILES | new) for i, new in enumerate(changes)]
     made = [config(model=str(model), draft=config(model=str(one)).model_config) for one in drafters]
-    found = [weights.name_of(weights.sources(one, "")) for one in [config(model=str(model)), *made]]
+    found = [
+        weights.name_of(weight_files.sources(one, "")) for one in [config(model=str(model)), *made]
+    ]
     assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("load_format", ["ipc_cache", "tensorizer"])
 def test_weights_that_come_from_elsewhere_have_no_name(load_format: str) -> None:
     with pytest.raises(Indescribable, match=r"set kvass\.model_id"):
-        weights.sources(config(load_format=load_format), "")
-    assert weights.sources(config(load_format="dummy"), "") == ("dummy",)
+        weight_files.sources(config(load_format=load_format), "")
+    assert weight_files.sources(config(load_format="dummy"), "") == ("dummy",)
 
 
 # ---------------------------------------------------------------- engines
@@ -529,60 +534,69 @@ def test_daemons_on_one_redis_share_rows_of_copies(
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is read before it is set; an engine that starts waits for a moment only."""
     monkeypatch.setattr(weights, "READY_S", 0.01)
-    opened, real = threading.Event(), contents._compute
+    opened, real = threading.Event(), file_digests._compute
 
     def compute(file: Path, stopped: Callable[[], bool]) -> str:
         while not opened.wait(0.01):
             if stopped():
-                raise contents.Stopped
+                raise file_digests.Stopped
         return real(file, stopped)
 
-    monkeypatch.setattr(contents, "_compute", compute)
+    monkeypatch.setattr(file_digests, "_compute", compute)
     return opened
 
 
+@pytest.fixture
+def unread(
+    tmp_path: Path, model: Path, start: Callable[..., StubModelEngine], gate: threading.Event
+) -> Iterator[tuple[Daemon, StubModelEngine]]:
+    """A daemon, and an engine whose weights are not read before ``gate`` is set."""
+    with running_daemon(tmp_path) as daemon:
+        yield daemon, start(daemon, model)
+
+
+def until_nobody_reads() -> None:
+    def over() -> bool:
+        return all(thread.name != "kvass-weights" for thread in threading.enumerate())
+
+    until(over, "the end of the threads that name weights")
+
+
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.name == "kvass.vllm"]
+    records = caplog.get_records("setup") + caplog.records
+    return [one.getMessage() for one in records if one.name == "kvass.engine"]
 
 
 def test_an_engine_runs_uncached_until_its_weights_are_read(
-    tmp_path: Path,
-    model: Path,
-    start: Callable[..., StubModelEngine],
-    gate: threading.Event,
-    caplog: pytest.LogCaptureFixture,
+    unread: tuple[Daemon, StubModelEngine], gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_daemon(tmp_path) as daemon:
-        one = start(daemon, model)
-        one.generate("early", PROMPT)
-        assert one.world.connector.reset_cache() is True
-        assert daemon.status()["sessions"] == 1, "that which asks"
-        assert said(caplog) == [
-            "the weight files are being read to name them by content; uncached until then"
-        ]
-        gate.set()
-        one.wait_connected()
-        assert said(caplog)[1:] == ["the weight files are read after 0 s: caching begins"]
-        until(lambda: one.step() and one.client.answering, "the clear that is owed")
-        one.generate("late", range(200, 300))
-        assert daemon.status()["rows"] == 3
+    daemon, one = unread
+    one.generate("early", PROMPT)
+    assert one.world.connector.reset_cache() is True
+    assert daemon.status()["sessions"] == 1, "that which asks"
+    assert said(caplog) == [
+        "the weight files are being read to name them by content; uncached until then"
+    ]
+    gate.set()
+    one.wait_connected()
+    assert said(caplog)[1:] == ["the weight files are read after 0 s: caching begins"]
+    until(lambda: one.step() and one.client.answering, "the clear that is owed")
+    one.generate("late", range(200, 300))
+    assert daemon.status()["rows"] == 3
 
 
 def test_an_engine_whose_weights_cannot_be_read_says_so_once(
-    tmp_path: Path,
+    unread: tuple[Daemon, StubModelEngine],
     model: Path,
-    start: Callable[..., StubModelEngine],
     gate: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with running_daemon(tmp_path) as daemon:
-        one = start(daemon, model)
-        (model / "model.safetensors").unlink()
-        gate.set()
-        threads = threading.enumerate
-        until(lambda: not [t for t in threads() if t.name == "kvass-weights"], "the threads")
-        one.generate("a", PROMPT)
-        assert daemon.status()["rows"] == 0
+    daemon, one = unread
+    (model / "model.safetensors").unlink()
+    gate.set()
+    until_nobody_reads()
+    one.generate("a", PROMPT)
+    assert daemon.status()["rows"] == 0
     assert [text.partition(":")[0] for text in said(caplog)[1:]] == [
         "kvass is off, the engine runs uncached",
         "kvass is off in this worker",
@@ -593,7 +607,7 @@ def test_who_awaits_the_name_runs_at_normal_priority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It starts threads that stay; the thread that hashes gives way."""
-    found, done, real = [], threading.Event(), contents._compute
+    found, done, real = [], threading.Event(), file_digests._compute
 
     def note(_: object = None) -> None:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
@@ -605,8 +619,8 @@ def test_who_awaits_the_name_runs_at_normal_priority(
         return real(file, stopped)
 
     begun = threading.Event()
-    monkeypatch.setattr(contents, "_compute", compute)
-    name = weights.begin((Local(write(tmp_path), "auto"),))
+    monkeypatch.setattr(file_digests, "_compute", compute)
+    name = weights.begin((LocalWeights(write(tmp_path), "auto"),))
     name.add_done_callback(note)
     name.add_done_callback(lambda _: done.set())
     begun.set()
@@ -620,8 +634,7 @@ def test_an_engine_may_end_before_its_weights_are_read(
 ) -> None:
     with running_daemon(tmp_path) as daemon:
         StubModelEngine(daemon.socket, daemon, model=model).close()
-        threads = threading.enumerate
-        until(lambda: not [t for t in threads() if t.name == "kvass-weights"], "the threads")
+        until_nobody_reads()
         assert daemon.status()["sessions"] == 1
 
 
@@ -629,13 +642,13 @@ def test_an_engine_whose_weights_changed_is_inert(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, caches = make_configs(model=model)
-    assert isinstance(engine.read_setup(config, caches), engine.Setup)
-    monkeypatch.setattr(contents, "started_ns", lambda: 1)
-    found = engine.read_setup(config, caches)
-    assert isinstance(found, engine.Inert)
+    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
+    monkeypatch.setattr(file_digests, "started_ns", lambda: 1)
+    found = configuration.read_setup(config, caches)
+    assert isinstance(found, Inert)
     assert "restart the engine" in found.reason
     config.kv_transfer_config.kv_connector_extra_config["kvass.model_id"] = "mine"
-    named = engine.read_setup(config, caches)
-    assert isinstance(named, engine.Setup)
+    named = configuration.read_setup(config, caches)
+    assert isinstance(named, VllmSetup)
     assert named.weights.result() == '["id:mine"]'
     assert named.register().model == "mine"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvass.connectors.vllm import connector, engine, worker
-from kvass.connectors.vllm.memory import Memory
+from kvass.connectors.vllm import configuration, connector
+from kvass.engine.copier import Copier
+from kvass.engine.memory import KVMemory
 from tests.support.gpu.engine_mover import EngineMover
 
 
-def open_mover(memory: Memory) -> EngineMover:
+def open_mover(memory: KVMemory) -> EngineMover:
     """A mover that treats these pages as device memory."""
     return EngineMover(memory.regions, memory.planes)
 
@@ -20,9 +21,9 @@ def open_mover(memory: Memory) -> EngineMover:
 class KvassConnector(connector.KvassConnector):
     """See above."""
 
-    def _copies(self, setup: engine.Setup, vllm_config: Any) -> worker.WorkerSide:
-        rank = engine.worker_rank(vllm_config)
-        return worker.WorkerSide(setup, rank, self._boundary, open_mover)
+    def _make_copier(self, setup: configuration.VllmSetup, vllm_config: Any) -> Copier:
+        rank = configuration.worker_rank(vllm_config)
+        return Copier(setup, rank, self._boundary, open_mover)
 
     @property
     def mover(self) -> EngineMover | None:

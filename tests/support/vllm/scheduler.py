@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-CLIENT = "kvass.connectors.vllm.connector.SchedulerClient"
+CLIENT = "kvass.engine.planner.SchedulerClient"
 BLOCK = 16
 CHUNK = 32
 """Tokens of a chunk: two blocks, so that a local hit can end inside a chunk."""

@@ -1,23 +1,23 @@
-"""The class that vLLM loads. Law of this file: it delegates, and nothing that raises gets past it.
+"""The class that vLLM loads: its hooks, handed on. No exception gets past it to vLLM.
 
-One object per role: in the scheduler's process it plans, in each worker's it copies. An inert
-connector has neither side and answers every hook as if nothing were ever cached.
+There is one object per role: in the scheduler's process it plans, in each worker's it copies. An
+inert connector has neither half and answers every hook as if nothing were ever cached.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
-from kvass.client.scheduler import SchedulerClient
-from kvass.connectors.vllm import adapt, engine
-from kvass.connectors.vllm.boundary import Boundary, log
-from kvass.connectors.vllm.metadata import StepReport, StepWork
-from kvass.connectors.vllm.scheduler import SchedulerSide
-from kvass.connectors.vllm.worker import WorkerSide
+from kvass.connectors.vllm import adapt, configuration
+from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.connectors.vllm.kv_caches import read_memory
+from kvass.connectors.vllm.metadata import StepMetadata, StepReport
+from kvass.engine.boundary import Boundary
+from kvass.engine.copier import Copier
+from kvass.engine.planner import Planner
+from kvass.engine.setup import Inert, log_naming, log_off
 from kvass.errors import UsageError
 
 
@@ -32,46 +32,41 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._boundary = Boundary()
-        self._planner: SchedulerSide | None = None
-        self._copier: WorkerSide | None = None
-        self._weights: Future[str] | None = None
+        self._setup: VllmSetup | None = None
+        self._planner: Planner | None = None
+        self._copier: Copier | None = None
         plans = role == adapt.KVConnectorRole.SCHEDULER
-        says = plans or self._boundary.run(0, engine.worker_rank, vllm_config) == 0
+        logs = plans or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
         setup = self._read(vllm_config, kv_cache_config)
-        if isinstance(setup, engine.Inert):
-            if says:
-                _off(plans, setup.reason)
+        if isinstance(setup, Inert):
+            if logs:
+                log_off(setup.reason, plans)
             return
-        self._weights = setup.weights
+        self._setup = setup
         if plans:
-            engine.recompute_failed_loads(vllm_config)
-            readers, spare = setup.strategy.readers, setup.spare
-            client = SchedulerClient(
-                setup.socket, setup.register(), readers=readers, spare=spare, incomplete=True
-            )
-            setup.when_named(client.complete)
-            self._planner = SchedulerSide(setup, client)
+            configuration.recompute_failed_loads(vllm_config)
+            self._planner = Planner(setup)
         else:
-            self._copier = self._boundary.run(None, self._copies, setup, vllm_config)
-        if says and not setup.named:
-            _tell(plans, setup.weights)
+            self._copier = self._boundary.run(None, self._make_copier, setup, vllm_config)
+        if logs and not setup.named:
+            log_naming(setup.weights, plans)
 
-    def _read(self, vllm_config: Any, kv_cache_config: Any) -> engine.Setup | engine.Inert:
+    def _read(self, vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         try:
-            return engine.read_setup(vllm_config, kv_cache_config)
+            return configuration.read_setup(vllm_config, kv_cache_config)
         except UsageError:
             raise
-        except Exception as error:  # noqa: BLE001 - the connector boundary: no engine dies of us
+        except Exception as error:  # noqa: BLE001 - a defect of kvass must not end the engine
             self._boundary.failed("read_setup", error)
-            return engine.Inert(f"reading the engine's configuration failed: {error}")
+            return Inert(f"reading the engine's configuration failed: {error}")
 
-    def _copies(self, setup: engine.Setup, vllm_config: Any) -> WorkerSide:
-        return WorkerSide(setup, engine.worker_rank(vllm_config), self._boundary)
+    def _make_copier(self, setup: VllmSetup, vllm_config: Any) -> Copier:
+        return Copier(setup, configuration.worker_rank(vllm_config), self._boundary)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """The layout of the KV cache that the options ask for; vLLM warns if it cannot have it."""
-        return engine.wanted_layout(vllm_config)
+        return configuration.wanted_layout(vllm_config)
 
     # ------------------------------------------------------------ scheduler side
 
@@ -83,12 +78,19 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Called with the scheduler's block pool, once it exists."""
         if self._planner is not None:
-            self._boundary.run(None, self._planner.bind, gpu_block_pool, self._boundary)
+            self._boundary.run(None, self._bind, self._planner, gpu_block_pool)
+
+    def _bind(self, planner: Planner, gpu_block_pool: Any) -> None:
+        def before_reset() -> None:
+            self._boundary.run(None, planner.abandon_pending)
+
+        planner.bind(adapt.VllmBlockPool(gpu_block_pool, before_reset))
 
     def on_new_request(self, request: Any) -> None:
         """A request was added."""
-        if self._planner is not None:
-            self._boundary.run(None, self._planner.track, request)
+        if self._planner is not None and self._setup is not None:
+            shown = adapt.VllmRequest(request, self._setup)
+            self._boundary.run(None, self._planner.track, shown)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -96,7 +98,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Tokens to load beyond the local hit (None: ask again); if any, asynchronously."""
         if self._planner is None:
             return 0, False
-        tokens = self._boundary.run(0, self._planner.match, request, num_computed_tokens)
+        name = request.request_id
+        tokens = self._boundary.run(0, self._planner.match, name, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -104,16 +107,19 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         if self._planner is None:
             return
         name = request.request_id
-        self._boundary.run(None, self._planner.allocated, name, blocks, num_external_tokens)
+        table = self._boundary.run((), adapt.block_table, blocks) if num_external_tokens else ()
+        self._boundary.run(None, self._planner.allocated, name, table, num_external_tokens)
         if num_external_tokens:  # vLLM waits for it now, whether planning it succeeded or not
             self._boundary.run(None, self._planner.ensure_load, name)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepWork:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's loads and stores, for the workers."""
+        work = StepMetadata()
         if self._planner is None:
-            return StepWork()
-        work = self._boundary.run(StepWork(), self._planner.take_loads)
-        self._boundary.run(None, self._planner.plan_stores, scheduler_output, work)
+            return work
+        self._boundary.run(None, self._planner.take_loads, work)
+        step = adapt.VllmStep(scheduler_output)
+        self._boundary.run(None, self._planner.plan_stores, step, work)
         if not self._boundary.run(False, self._planner.hand_over, work):
             self._boundary.run(None, self._planner.revoke, work)
         return work
@@ -121,9 +127,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""
         if self._planner is not None:
-            report = connector_output.kv_connector_worker_meta
+            report: StepReport | None = connector_output.kv_connector_worker_meta
+            steps = {} if report is None else report.steps
             failed = connector_output.failed_recving or ()
-            self._boundary.run(None, self._planner.settled, report, failed)
+            self._boundary.run(None, self._planner.settled, steps, failed)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -148,7 +155,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return self._planner is not None and self._boundary.run(False, self._planner.storing)
 
     def reset_cache(self) -> bool | None:
-        """Forget this namespace (the weights are about to change); False: a defect of ours."""
+        """Forget this namespace (the weights are about to change); False: a defect of kvass."""
         if self._planner is None:
             return None
         return self._boundary.run(False, self._planner.clear)
@@ -157,8 +164,13 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """The worker's KV caches exist; without them every lookup stays a miss."""
-        if self._copier is not None:
-            self._boundary.run(None, self._copier.attach, self._kv_cache_config, kv_caches)
+        if self._copier is not None and self._setup is not None:
+            self._boundary.run(None, self._attach, self._copier, self._setup, kv_caches)
+
+    def _attach(self, copier: Copier, setup: VllmSetup, kv_caches: Mapping[str, Any]) -> None:
+        copier.close()  # vLLM may register a second time, with other memory
+        config = self._kv_cache_config
+        copier.attach(read_memory(config, kv_caches, setup.chunk_tokens, setup.groups))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """First hook of a step. Blocks that are being copied are held, so none is overwritten."""
@@ -181,7 +193,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def wait_for_save(self) -> None:
         """Begin the step's stores; they end in the background, from blocks that are held.
 
-        vLLM comes here on the way out of a forward pass that raised, too, and then the blocks hold
+        vLLM calls this also while an exception leaves the forward pass. Then the blocks may hold
         anything.
         """
         if self._copier is not None:
@@ -198,44 +210,18 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """Steps whose stores are settled."""
-        return self._boundary.run(None, self._copier.report) if self._copier is not None else None
+        steps = self._boundary.run([], self._copier.report) if self._copier is not None else []
+        return StepReport(dict.fromkeys(steps, 1)) if steps else None
 
     def shutdown(self) -> None:
         """End copies and sessions, in this order."""
-        if self._weights is not None:
-            self._weights.cancel()
-        for side in (self._planner, self._copier):
-            if side is not None:
-                self._boundary.run(None, side.close)
-
-
-def _off(plans: bool, reason: object) -> None:
-    """One line for the engine, or for a worker that knows more than its scheduler: of layers of
-    several kinds that sees the first."""
-    if plans:
-        log.error("kvass is off, the engine runs uncached: %s", reason)
-    else:
-        log.warning("kvass is off in this worker: %s", reason)
-
-
-def _tell(plans: bool, weights: Future[str]) -> None:
-    """Say when the weights' name is known, or why it will not be."""
-    began_s = time.monotonic()
-
-    def named(name: Future[str]) -> None:
-        if name.cancelled():
-            return
-        if (error := name.exception()) is not None:
-            _off(plans, error)
-        elif plans:
-            seconds = time.monotonic() - began_s
-            log.warning("the weight files are read after %.0f s: caching begins", seconds)
-
-    if plans:
-        log.warning("the weight files are being read to name them by content; uncached until then")
-    weights.add_done_callback(named)
+        if self._setup is not None:
+            self._setup.weights.cancel()
+        for half in (self._planner, self._copier):
+            if half is not None:
+                self._boundary.run(None, half.close)
 
 
 def _raising() -> bool:
-    """Whether this hook is called on the way out of something that raised."""
+    """Whether this hook is called while an exception is being handled."""
     return sys.exc_info()[0] is not None

@@ -1,6 +1,6 @@
 """The device that holds the KV cache, as vLLM names it. A file of its version (see ``adapt.py``).
 
-Law of this file: it asks, and makes no CUDA context in a process that has none.
+Law of this file: no CUDA context is made in a process that has none.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import platform
 
 import torch
 
-from kvass.connectors.vllm import identity
+from kvass.engine import identity
 
 
 def kind() -> str:
@@ -29,8 +29,8 @@ def name() -> str:
 def capability() -> tuple[int, int] | None:
     """The compute capability of the first device that this process may use; None on a CPU.
 
-    The scheduler and every rank ask, and a process that does not use the GPU must not begin to:
-    vLLM reads it without a CUDA context.
+    The scheduler and every rank ask. vLLM reads it without a CUDA context, so a process that does
+    not use the GPU does not begin to.
     """
     from vllm.platforms import current_platform
 

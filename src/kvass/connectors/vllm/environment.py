@@ -1,7 +1,7 @@
 """What of a process's environment is in a namespace: variables of vLLM, and plug-ins.
 
-Law of this file: ``variables.py`` says which variables are left out; any other that ``vllm.envs``
-knows goes in, unless its value is vLLM's default. A file of vLLM's version (see ``adapt.py``).
+``variables.py`` says which variables are left out. Any other that ``vllm.envs`` knows goes in,
+unless its value is vLLM's default. A file of vLLM's version (see ``adapt.py``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Final
 
-from kvass.connectors.vllm import identity
 from kvass.connectors.vllm.variables import VARIABLES
+from kvass.engine import identity
 
 PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 """Groups of entry points that vLLM loads in the processes that compute. Plug-ins of its other

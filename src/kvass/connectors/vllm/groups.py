@@ -1,7 +1,7 @@
-"""vLLM's KV cache groups, in kvass's terms. A file of vLLM's version (see ``adapt.py``).
+"""vLLM's KV cache groups as kvass's layer groups. A file of vLLM's version (see ``adapt.py``).
 
-Law of this file: a spec is known by the name of its class. One that is not listed is unsupported,
-whatever it derives from: its pages may mean something else.
+A cache spec is known by the name of its class. One that is not listed is unsupported, whatever it
+derives from, because its pages may mean something else.
 
 Facts relied on (0.32): two groups with equal specs are still two id spaces; a layer's spec may
 differ from its group's only inside ``UniformTypeKVCacheSpecs``; ``extra_retained_tokens`` are kept
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvass.connectors.vllm import identity
+from kvass.engine import identity
 from kvass.types import GroupKind, GroupLayout
 
 KINDS: Final[dict[str, GroupKind]] = {
@@ -28,7 +28,7 @@ KINDS: Final[dict[str, GroupKind]] = {
 
 
 class Unsupported(Exception):
-    """A group that we cannot serve; the text says which, and why."""
+    """A group that kvass does not support; the text says which, and why."""
 
 
 def read_groups(
@@ -93,7 +93,8 @@ def any_non_causal(kv_cache_config: Any) -> bool:
 
 
 def all_specs(kv_cache_config: Any) -> list[Any]:
-    """Of every group those of its layers; its own if a pipeline stage has none of them."""
+    """The specs of all layers of every group; the group's own if a pipeline stage has no layer of
+    it."""
     return [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)]
 
 
@@ -114,8 +115,8 @@ def layer_specs(group: Any) -> dict[str, Any]:
 def page_formats(kv_cache_config: Any) -> dict[str, str]:
     """Layer name -> a short digest of what the bytes of its pages mean: its whole spec.
 
-    Pages of equal size can differ in that (a state in float16 or bfloat16), so it goes into the
-    layout that this rank reports: only there is every layer known, to the rank that has it.
+    Pages of equal size can differ in that (a state in float16 or bfloat16). The digest goes into
+    the layout that a rank reports, because only a rank knows each of its layers.
     Raises ``identity.Indescribable``.
     """
     return {

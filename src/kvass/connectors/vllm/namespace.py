@@ -1,4 +1,4 @@
-"""Who shares bytes with whom: the fields of a namespace (law 10), from vLLM's settings.
+"""The fields of a namespace, from vLLM's settings: engines share KV if all of them are equal.
 
 Law of this file: a field is equal in all processes of one engine, whatever part of the model each
 has, and in every engine whose pages hold the same. What only a rank knows (``groups.page_formats``)
@@ -11,8 +11,9 @@ import re
 from importlib import metadata
 from typing import Any, Final
 
-from kvass.connectors.vllm import device, environment, identity, settings
+from kvass.connectors.vllm import device, environment, settings
 from kvass.connectors.vllm.groups import all_specs
+from kvass.engine import identity
 
 WHEEL: Final = re.compile(r"(^|\.)(cpu|cu\d+|rocm[\d.]*|xpu|tpu|empty)(?=\.|$)")
 """What vLLM's own builds add to its version: the kind of device, which is a field of its own."""
@@ -44,7 +45,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, 
 
 
 def code_version(version: str) -> str:
-    """vLLM's version. What somebody else's build adds to it stays, for its code may differ."""
+    """vLLM's version. What a build of somebody else adds to it is kept: its code may differ."""
     release, _, local = version.partition("+")
     local = WHEEL.sub("", local).strip(".")
     return f"{release}+{local}" if local else release
@@ -60,7 +61,7 @@ def _transformers(model: Any) -> str:
 
 def _kv_dtype(cache: Any, kv_cache_config: Any) -> str:
     """With some backends of MLA a worker writes ``fp8_ds_mla`` into its own settings when it loads
-    the model. The cache specs, which the scheduler is given, say so too."""
+    the model. The cache specs say it too, and the scheduler is given those."""
     told = [getattr(spec, "cache_dtype_str", None) for spec in all_specs(kv_cache_config)]
     dtype = "fp8_ds_mla" if "fp8_ds_mla" in told else cache.cache_dtype
     return identity.canonical([dtype, cache.kv_cache_dtype_skip_layers], "cache_dtype")

@@ -1,7 +1,7 @@
 """The connector's options: the ``kvass.*`` keys of vLLM's ``kv_connector_extra_config``.
 
-Law of this file: an option that does not exist or cannot be used stops the engine's start with one
-line. Keys of other prefixes are not ours and are left alone.
+An option that does not exist or cannot be used stops the engine's start with one line. Keys of
+other prefixes are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
 
 
 def read_options(extra: Mapping[str, object]) -> Options:
-    """Our keys of the engine's ``kv_connector_extra_config``; other prefixes are not ours.
+    """The ``kvass.*`` keys of the engine's ``kv_connector_extra_config``.
 
     Raises :class:`ConfigError` for an unknown ``kvass.*`` key or a wrong type or value.
     """

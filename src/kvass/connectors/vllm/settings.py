@@ -1,8 +1,7 @@
 """The settings of vLLM that go into a namespace, as plain data.
 
-Law of this file: ``fields.py`` says what is left out; everything else goes in. A field with its
-default value is not written down, so that an identity stays short. A file of vLLM's version (see
-``adapt.py``).
+``fields.py`` says what is left out; everything else goes in. A field with its default value is
+omitted, which keeps an identity short. A file of vLLM's version (see ``adapt.py``).
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvass.connectors.vllm import identity
 from kvass.connectors.vllm.fields import LISTS, Lists
+from kvass.engine import identity
 
 SET_BY_MODELS: Final = frozenset(
     {
@@ -30,11 +29,11 @@ SET_BY_MODELS: Final = frozenset(
         "use_sep_token",
     }
 )
-"""Attributes of a Hugging Face configuration that models set while a worker loads them. The model's
-files (``config.json`` and others, see ``weights.READ``) and ``hf_overrides`` have what they are set
-from; ``positions`` has the rule for Llama 4."""
+"""Attributes of a Hugging Face configuration that models set while a worker loads them. They follow
+from the model's files (``weight_files.READ``) and ``hf_overrides``, which count, and for Llama 4
+from the rule for ``positions``."""
 
-ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # ``weights`` says so already
+ORIGIN: Final = frozenset({"_name_or_path", "_commit_hash"})  # the field ``weights`` covers these
 
 
 def taken_of(config: Any, name: str) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def _hf_config(config: Any) -> str:
 
 
 def _without_origin(config: Any) -> Any:
-    """A Hugging Face configuration but for where it and its parts lay, and what models set."""
+    """A Hugging Face configuration without the places of its parts and without what models set."""
     if not isinstance(config, dict):
         return config
     left = ORIGIN | SET_BY_MODELS
@@ -118,8 +117,8 @@ def _platform(config: Any) -> Any:
 
 
 def _draft(config: Any) -> dict[str, Any]:
-    """A draft's configuration and overrides are said by its weights: vLLM changes the one when a
-    worker loads them, and makes the other itself."""
+    """A draft's settings but for its configuration and overrides, which its weights cover. A worker
+    changes the configuration when it loads them, and vLLM itself makes the overrides."""
     if config is None:
         return {}
     found = taken_of(config, "draft_model_config")

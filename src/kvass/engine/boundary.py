@@ -1,7 +1,6 @@
-"""Where our code meets the engine's: nothing that goes wrong with us may reach a request.
+"""Where kvass meets the engine: no failure of kvass may reach a request.
 
-Law of this file: what it catches becomes the outcome of a miss, is counted by name, and is logged
-once per name.
+A failure becomes a cache miss. It is counted by name, and logged the first time.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-log = logging.getLogger("kvass.vllm")
+log = logging.getLogger("kvass.engine")
 
 
 class Boundary:
-    """Runs our side of an engine's hook. ``counters``: failures by the name of what failed."""
+    """Runs kvass's part of an engine's hook. ``counters``: failures by the name of what failed."""
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
@@ -27,7 +26,7 @@ class Boundary:
         """``call(...)``, or ``miss`` if it raises."""
         try:
             return call(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - law 9: our defect is the engine's miss
+        except Exception as error:  # noqa: BLE001 - a defect of kvass is a miss for the engine
             self.failed(getattr(call, "__name__", repr(call)), error)
             return miss
 

@@ -1,6 +1,6 @@
 """Where vLLM keeps the pages of its layers, as bytes. A file of vLLM's version (see ``adapt.py``).
 
-Law of this file: pages are found from the configuration, and the tensors must agree.
+Pages are found from the configuration, and the tensors must agree with it.
 
 Facts relied on (0.32): the page of layer ``t.layers[l]``, block b, begins at
 ``t.offset + l*t.layer_stride + b*t.block_stride`` in the layer's storage and is ``page_size_bytes``
@@ -13,43 +13,14 @@ pipeline stage.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvass.connectors.vllm.groups import page_formats, read_groups
+from kvass.engine.memory import KVMemory, Regions
 from kvass.errors import UsageError
-from kvass.layout.describe import GroupPlanes, Part, describe_group, join_layers
-from kvass.transfer.base import U8Array
-from kvass.transfer.cuda_driver import MissingError
-from kvass.transfer.runtime import Region
+from kvass.layout.describe import Part, describe_group, join_layers
 from kvass.types import GroupLayout, RankLayout
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The engine's KV pages as bytes. ``owners`` keep the memory of ``regions`` alive.
-
-    Memory of a GPU is in ``gpu`` instead of ``regions``: nothing here may look into it.
-    """
-
-    layout: RankLayout
-    planes: tuple[GroupPlanes, ...]
-    regions: tuple[U8Array, ...]
-    owners: tuple[object, ...]
-    gpu: tuple[Region, ...] = ()
-
-    def device(self) -> int | None:
-        """The GPU that has all pages; None: the CPU has. Raises MissingError if neither: of such
-        ``regions`` and ``gpu`` no mover can be made."""
-        devices = sorted({region.device for region in self.gpu})
-        where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(self.regions)
-        if len(where) > 1:
-            raise MissingError(f"KV caches on several devices in one worker: {', '.join(where)}")
-        return devices[0] if devices else None
 
 
 def read_memory(
@@ -57,15 +28,15 @@ def read_memory(
     kv_caches: Mapping[str, Any],
     chunk_tokens: int,
     groups: Sequence[GroupLayout],
-) -> Memory:
+) -> KVMemory:
     """Find every layer's pages in ``kv_caches`` (layer name -> tensor), from the config alone.
 
-    ``groups`` as in ``engine.Setup``: their layers are not this rank's, all else is.
+    ``groups`` as in ``EngineSetup``: their layers are not this rank's, all else is.
     Raises :class:`UsageError` if config and tensors contradict each other, and ``Unsupported``.
     """
     placed = {name: t for t in kv_cache_config.kv_cache_tensors for name in t.layers}
     formats = page_formats(kv_cache_config)
-    regions = _Regions()
+    regions = Regions()
     blocks_of = tuple(group.block_tokens for group in groups)
     layouts, planes = [], []
     for number, group in enumerate(read_groups(kv_cache_config, blocks_of, set(placed))):
@@ -79,7 +50,7 @@ def read_memory(
         planes.append(describe_group(number, layout, chunk_tokens, blocks, *where))
         layouts.append(layout)
     arrays, owners, gpu = regions.arrays, regions.owners, regions.gpu
-    return Memory(
+    return KVMemory(
         RankLayout(tuple(layouts)), tuple(planes), tuple(arrays), tuple(owners), tuple(gpu)
     )
 
@@ -89,13 +60,13 @@ def _parts(
     page_bytes: Mapping[str, int],
     formats: Mapping[str, str],
     kv_caches: Mapping[str, Any],
-    regions: _Regions,
+    regions: Regions,
 ) -> list[Part]:
     """The layers of ``tensor`` as what lies in one piece in every block, by names that hold the
     ``formats`` of their pages (``groups.page_formats``). Raises UsageError."""
     layers, stride, step = tensor.layers, tensor.block_stride, tensor.layer_stride
     where = [
-        regions.add(name, kv_caches[name], tensor.offset + index * step)
+        regions.add(name, _tensor(kv_caches[name]), tensor.offset + index * step)
         for index, name in enumerate(layers)
     ]
     pages = {page_bytes.get(name, 0) for name in layers}
@@ -124,31 +95,6 @@ def _parts(
     ]
 
 
-class _Regions:
-    """The distinct storages under a set of tensors, as byte arrays."""
-
-    def __init__(self) -> None:
-        self.arrays: list[U8Array] = []
-        self.gpu: list[Region] = []
-        self.owners: list[object] = []
-        self._known: dict[int, int] = {}
-
-    def add(self, layer: str, cache: Any, base: int) -> int:
-        """The region of ``cache``, whose first block must begin at byte ``base`` of it."""
-        tensor = cache[0] if isinstance(cache, list | tuple) else cache
-        storage = tensor.untyped_storage()
-        start, size = storage.data_ptr(), storage.nbytes()
-        if tensor.data_ptr() - start != base:
-            raise UsageError(
-                f"layer {layer}: block 0 lies at byte {tensor.data_ptr() - start} of its storage, "
-                f"the KV cache config says {base}"
-            )
-        if start not in self._known:
-            self._known[start] = len(self.owners)
-            if tensor.device.type == "cuda":
-                self.gpu.append(Region(start, size, tensor.device.index))
-            else:
-                memory = (ctypes.c_uint8 * size).from_address(start)
-                self.arrays.append(np.ctypeslib.as_array(memory))
-            self.owners.append(storage)
-        return self._known[start]
+def _tensor(cache: Any) -> Any:
+    """A layer's cache is a tensor, or several of which the first begins the page."""
+    return cache[0] if isinstance(cache, list | tuple) else cache

@@ -1,8 +1,7 @@
-"""The engine's configuration, in kvass's terms: what is moved, by whom, and when we stay out.
+"""vLLM's configuration, read into a ``VllmSetup``, or the reason why this engine runs uncached.
 
-Law of this file: one reading at start, by both sides, gives one frozen ``Setup`` or the reason for
-being inert. A file of vLLM's version (see ``adapt.py``). Parallelism is read here only, into a
-``ParallelStrategy``.
+Both sides of the connector read it once, at start. Parallelism is read here only. A file of vLLM's
+version (see ``adapt.py``).
 
 Facts relied on (0.32): ``parallel_config.rank`` is a worker's place in its engine, tensor-parallel
 ranks consecutive; ``kv_tp_replicas`` consecutive ones of them hold equal KV. Under decode context
@@ -15,9 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import vllm
@@ -25,7 +22,7 @@ import vllm
 from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
-from kvass.connectors.vllm import device, identity, namespace, weights
+from kvass.connectors.vllm import device, namespace, weight_files
 from kvass.connectors.vllm.groups import (
     Unsupported,
     any_non_causal,
@@ -34,89 +31,25 @@ from kvass.connectors.vllm.groups import (
     read_groups,
 )
 from kvass.connectors.vllm.options import read_options
+from kvass.engine import identity, weights
+from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
-from kvass.messages import Register
 from kvass.transfer import DEVICES, ON_REQUEST
-from kvass.types import MAX_RANKS, GroupLayout, RankLayout
+from kvass.types import MAX_RANKS
 
 TESTED: Final = TESTED_VLLM
-MIN_CHUNK_TOKENS: Final = 256
 
 
-@dataclass(frozen=True)
-class Inert:
-    """Why the engine must run uncached here."""
+@dataclass(frozen=True, kw_only=True)
+class VllmSetup(EngineSetup):
+    """``hash_tokens``: tokens of one of vLLM's block hashes. ``global_media_ids``: whether clients'
+    ids of images and the like stand for the same content in all engines."""
 
-    reason: str
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What both sides of the connector need to know. Sizes in tokens, lists by group id.
-
-    The layers named in ``groups`` are those of one rank: only a worker knows its own.
-    ``strategy`` is the scheduler's; a worker's is ``strategy.at(rank)``.
-    """
-
-    socket: str
-    instance: str
-    identity: Mapping[str, str]
-    strategy: ParallelStrategy
-    chunk_tokens: int
     hash_tokens: int
-    groups: tuple[GroupLayout, ...]
-    loads: bool
-    stores: bool
-    single_copies: bool = False
-    """On a GPU: a call of the driver per run."""
-    spare: int = 0
-    """Chunks that must be known to follow a hit (``messages.Lookup``)."""
-    fixed_weights: bool = False
-    """The weights never change while the engine runs: a reset says nothing of them."""
-    adapters: str = ""
-    """Settings that change what a LoRA adapter computes (``adapters.py``)."""
     global_media_ids: bool = False
-    """Whether clients' ids of images and the like name the same content for all engines."""
-    model: str = ""
-    """The model's name for people: no part of the namespace."""
-    weights: Future[str] = field(default_factory=Future, compare=False)
-    """The last field of the identity: known now, later (``weights.py``), or never."""
-
-    @property
-    def hits_whole_prompts(self) -> bool:
-        """Whether a hit may end at a prompt's last token.
-
-        vLLM computes that token again, and a state that contains it already would count it twice;
-        what lies before a window of it may be gone.
-        """
-        return all(group.kind == "full" for group in self.groups)
-
-    def register(
-        self, strategy: ParallelStrategy | None = None, layout: RankLayout | None = None
-    ) -> Register:
-        """How the scheduler, or the worker of ``strategy`` and ``layout``, registers, once its
-        identity is complete (``when_named``)."""
-        chosen = strategy or self.strategy
-        return chosen.register(
-            self.instance, self.identity, self.chunk_tokens, layout, model=self.model
-        )
-
-    @property
-    def named(self) -> bool:
-        """Whether the identity is complete."""
-        return self.weights.done() and self.weights.exception() is None
-
-    def when_named(self, complete: Callable[[Mapping[str, str]], None]) -> None:
-        """Call ``complete`` with the rest of the identity: now, or on the thread that finds it."""
-
-        def named(name: Future[str]) -> None:
-            if not name.cancelled() and self.named:
-                complete({"weights": name.result()})
-
-        self.weights.add_done_callback(named)
 
 
-def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
+def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     """Read the engine's configuration.
 
     Raises :class:`ConfigError` for what the operator must correct (an option, the role, the hash
@@ -131,7 +64,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         raise ConfigError(f"kv_role {transfer.kv_role}: use kv_both, or kv_consumer to only read")
     _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
     blocks = _block_tokens(vllm_config.parallel_config, kv_cache_config)
-    chunk_tokens = _chunk_tokens(options.chunk_tokens, blocks, kv_cache_config)
+    unit = math.lcm(*blocks, kv_cache_config.cache_hit_alignment_tokens or 1)
+    chunk_tokens = choose_chunk_tokens(options.chunk_tokens, unit, has_states(kv_cache_config))
     if reason := _unsupported(vllm_config, kv_cache_config, options.gpu):
         return Inert(reason)
     hash_tokens = kv_cache_config.hash_block_size or blocks[0]
@@ -140,13 +74,13 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup | Inert:
         page_formats(kv_cache_config)  # raises here what a rank would find too late
         fields = namespace.describe(vllm_config, kv_cache_config, vllm.__version__)
         adapters = namespace.adapter_settings(vllm_config.lora_config)
-        name = weights.begin(weights.sources(vllm_config, options.model_id))
+        name = weights.begin(weight_files.sources(vllm_config, options.model_id))
         weights.wait(name)
     except (Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
     fields["parallel"] = identity.canonical(_parallel_identity(vllm_config.parallel_config))
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
-    return Setup(
+    return VllmSetup(
         socket=options.socket or default_socket(),
         instance=transfer.engine_id,
         identity={name: identity.short(text) for name, text in fields.items()},
@@ -189,10 +123,11 @@ def wanted_layout(vllm_config: Any) -> str | None:
 
 
 def recompute_failed_loads(vllm_config: Any) -> None:
-    """Law 8: a load that fails is recomputed. The scheduler reads this setting after making us.
+    """Have vLLM recompute what a failed load did not bring. The scheduler reads this setting after
+    it made its connector.
 
-    Inside a MultiConnector we are given a copy of the configuration, and nothing refers to the one
-    the scheduler reads but the frames that are making us right now.
+    A MultiConnector gives us a copy of the configuration. Only the frames of the callers that are
+    making this connector refer to the one that the scheduler reads.
     """
     vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
     frame = inspect.currentframe()
@@ -217,23 +152,6 @@ def _block_tokens(parallel: Any, kv_cache_config: Any) -> tuple[int, ...]:
     dcp = parallel.decode_context_parallel_size
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)
-
-
-def _chunk_tokens(wanted: int, blocks: tuple[int, ...], kv_cache_config: Any) -> int:
-    """The chunk size in tokens: a multiple of all block sizes, and at least ``MIN_CHUNK_TOKENS``
-    unless the model has states.
-
-    A prompt leaves one state behind, at its last block boundary, unless vLLM was told to retain
-    more: a chunk of several blocks would mostly not end there.
-    """
-    unit = math.lcm(*blocks, kv_cache_config.cache_hit_alignment_tokens or 1)
-    if wanted % unit:
-        raise ConfigError(
-            f"kvass.chunk_tokens {wanted} does not fit this model: give a multiple of {unit} "
-            "(its block sizes and hit alignment)"
-        )
-    least = unit if has_states(kv_cache_config) else MIN_CHUNK_TOKENS
-    return wanted or unit * -(-least // unit)
 
 
 def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> int:

@@ -1,9 +1,10 @@
-"""How many tokens the engine computes per second, as its scheduler sees it.
+"""How many tokens the engine computes per second, measured from when its steps are planned.
 
-Law of this file: it errs on the fast side, where the worst is that something is computed which
-could have been loaded. What a step took is the longer one of the two intervals that follow it: with
-asynchronous scheduling the next step is planned at once and the one after it waits. Idle time only
-makes a sample slow, so of the last samples the fastest counts.
+The estimate is high rather than low: too high, the engine computes tokens that it could have
+loaded; too low, it would wait for loads that take longer than computing. A step's time is the
+longer one of the two intervals after it, because with asynchronous scheduling the next step is
+planned at once and the one after it waits. Idle time only makes a sample slower, so the fastest of
+the last samples counts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ ENOUGH_TOKENS: Final = 512
 SAMPLES: Final = 16
 
 
-class Pace:
-    """Tell it of every step; ``tokens_s`` is the engine's speed, 0 as long as it is not known."""
+class PrefillSpeed:
+    """Tell it of every step; ``tokens_s`` is the engine's speed, 0 while it is unknown."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque(maxlen=3)
@@ -34,5 +35,5 @@ class Pace:
 
     @property
     def tokens_s(self) -> float:
-        """Tokens per second; 0: not known."""
+        """Tokens per second; 0: unknown."""
         return max(self._samples, default=0.0)

@@ -1,12 +1,10 @@
-"""What files hold: their SHA-256, and whether they changed since this process started.
+"""SHA-256 of files, and whether they changed since this process started.
 
-Laws of this file:
-
-- A digest is that of the content. If the Hugging Face Hub's client noted it and the file was not
-  written to since then, it is taken from there; else it is computed.
-- A computed digest is remembered in the user's cache folder, by the file's device, inode, size and
-  times. Processes that need the same one at the same time compute it once.
-- Nothing here needs the cache folder: without it each process computes for itself.
+- If the Hugging Face Hub's client noted a file's digest, and the file was not written to since, the
+  noted digest is used. Otherwise it is computed.
+- A computed digest is cached in the user's cache folder. The key is the file's device, inode, size
+  and times. Processes that need the same digest at the same time compute it once.
+- The cache folder is optional: without it each process computes its own.
 """
 
 from __future__ import annotations
@@ -26,29 +24,29 @@ SHA256: Final = re.compile("[0-9a-f]{64}")
 BLOB: Final = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 """How the Hub's client names a blob: by the SHA-1 that git has of a small file, or by SHA-256."""
 PIECE_BYTES: Final = 1 << 20
-"""Read and hashed at a time; after each we may be told to stop."""
-AGAIN_S: Final = 0.05
-"""How often we look whether another process has computed a digest."""
+"""How much is read and hashed at a time. After each piece hashing may be stopped."""
+POLL_S: Final = 0.05
+"""How often to look whether another process has computed a digest."""
 LOADING_NS: Final = 100_000_000
-"""No process has read weights so soon after its start. It covers the coarseness of both clocks."""
+"""Added to a process's start time: no process reads weights sooner, and both clocks are coarse."""
 _imported_ns: Final = time.time_ns()
 
 
 class Stopped(Exception):
-    """The digest is not needed any more."""
+    """Hashing was stopped, because nobody needs the digest any more."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A look at files. ``states`` differ if anything was changed or replaced between two looks;
-    ``changed_ns`` is when that was last, by the file system's clock."""
+class Snapshot:
+    """The state of files. ``states`` differ between two snapshots if any file was changed or
+    replaced; ``changed_ns`` is the time of the last change, by the file system's clock."""
 
     states: Mapping[str, tuple[int, ...]]
     changed_ns: int
 
 
 def started_ns() -> int:
-    """When this process started, by this machine's clock; a little later, see ``LOADING_NS``."""
+    """When this process started, plus ``LOADING_NS``: nanoseconds since the epoch."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -58,22 +56,22 @@ def started_ns() -> int:
     return min(time.time_ns() - int(age_s * 1e9) + LOADING_NS, _imported_ns)
 
 
-def look(root: Path, files: Mapping[str, Path]) -> Seen:
+def look(root: Path, files: Mapping[str, Path]) -> Snapshot:
     """The present state of ``files``, which lie in the folder ``root``. Raises OSError."""
     states, changed_ns = {}, replaced_ns(root)
     for name, file in files.items():
         state = file.stat()
         states[name] = _key(state)
-        if not _blob(file, state):  # what a blob of the Hub's cache holds, its name says
+        if not _blob(file, state):  # a blob of the Hub's cache is named by its content
             link_ns = replaced_ns(file) if file.is_symlink() else 0
             changed_ns = max(changed_ns, state.st_ctime_ns, link_ns)
-    return Seen(states, changed_ns)
+    return Snapshot(states, changed_ns)
 
 
 def replaced_ns(path: Path) -> int:
-    """When a link on the way to ``path`` was last set, or a folder on the way was last moved.
+    """When a symbolic link on the path was last set, or a folder on it was last moved.
 
-    What is put into a folder changes both of its times, a move only one of them.
+    A new entry changes both times of a folder, a move changes its ctime only.
     """
     newest, left = 0, 40
     while (link := _first_link(path)) is not None and left:
@@ -88,15 +86,15 @@ def replaced_ns(path: Path) -> int:
 
 
 def _first_link(path: Path) -> Path | None:
-    return next((one for one in (*reversed(path.parents), path) if one.is_symlink()), None)
+    return next((part for part in (*reversed(path.parents), path) if part.is_symlink()), None)
 
 
 def noted(root: Path, name: str, file: Path) -> str:
-    """The digest that the Hub's client noted of ``file``, empty if there is none to rely on.
+    """The SHA-256 that the Hub's client noted for ``file``; empty if there is none to rely on.
 
-    In the Hub's cache a file is a link to a blob, which a digest names; in a folder that was
-    downloaded to, a note lies beside it. Whoever writes to the file afterwards makes it younger
-    than the link or the note. Small files are named by another digest. Raises OSError.
+    In the Hub's cache a file is a link to a blob that is named by its digest (a small file's by
+    its SHA-1). In a folder that was downloaded to, the client keeps a note in ``.cache``. A file
+    that was written to later is newer than the link or the note. Raises OSError.
     """
     state = file.stat()
     if blob := _blob(file, state):
@@ -111,8 +109,8 @@ def noted(root: Path, name: str, file: Path) -> str:
 
 
 def _blob(file: Path, state: os.stat_result) -> str:
-    """The name of the blob that ``file`` links to, unless it was written to since. Links of others
-    may lead to a folder of that name too."""
+    """The name of the Hub's blob that ``file`` links to; empty if it was written to since, or if
+    the link is not one of the Hub's cache."""
     if not file.is_symlink():
         return ""
     blob = file.parent / os.readlink(file)
@@ -125,18 +123,20 @@ def _blob(file: Path, state: os.stat_result) -> str:
 
 
 def sha256(file: Path, stopped: Callable[[], bool]) -> str:
-    """The digest of ``file``, remembered or computed. Raises OSError, and ``Stopped`` if so."""
+    """The digest of ``file``, cached or computed. Raises OSError, and ``Stopped`` when ``stopped``
+    says so."""
     state = file.stat()
     if (entry := _open_entry(state)) < 0:
         return _compute(file, stopped)
     try:
-        return _remembered(file, state, entry, stopped)
+        return _cached(file, state, entry, stopped)
     finally:
         os.close(entry)
 
 
-def _remembered(file: Path, state: os.stat_result, entry: int, stopped: Callable[[], bool]) -> str:
-    """What the file ``entry`` says, or the one process that has locked it writes into it."""
+def _cached(file: Path, state: os.stat_result, entry: int, stopped: Callable[[], bool]) -> str:
+    """The digest in the cache file ``entry``. If it is empty, the process that locks it computes
+    the digest, and the others wait."""
     locked = False
     while not SHA256.fullmatch(known := os.pread(entry, 65, 0).decode("ascii", "replace")):
         if locked:
@@ -147,15 +147,15 @@ def _remembered(file: Path, state: os.stat_result, entry: int, stopped: Callable
         if not (locked := _lock(entry)):
             if stopped():
                 raise Stopped
-            time.sleep(AGAIN_S)
+            time.sleep(POLL_S)
     return known
 
 
 def _open_entry(state: os.stat_result) -> int:
-    """The descriptor of the file for the digest of a file in ``state``; -1 if none can be had.
+    """The descriptor of the cache file for a file in ``state``; -1 if there can be none.
 
-    File systems that keep whole seconds only are often images that are built so that all times are
-    equal: on them two files may look the same, so nothing is remembered.
+    A file system that keeps whole seconds is often an image whose times are all equal. There two
+    files may look the same, so nothing is cached.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if not base.is_absolute() or state.st_ctime_ns % 1_000_000_000 == 0:
@@ -175,7 +175,7 @@ def _key(state: os.stat_result) -> tuple[int, ...]:
 
 
 def _lock(entry: int) -> bool:
-    """False: another process has it. A file system without locks is no reason to wait."""
+    """False: another process holds the lock. Without locks in the file system nobody waits."""
     try:
         fcntl.flock(entry, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -186,7 +186,7 @@ def _lock(entry: int) -> bool:
 
 
 def _write(entry: int, digest: str) -> None:
-    with suppress(OSError):  # a full disk: whoever needs it next computes it again
+    with suppress(OSError):  # a full disk: the next process computes it again
         os.pwrite(entry, digest.encode(), 0)
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvass.connectors.vllm.pace import SAMPLES, Pace
+from kvass.engine.prefill_speed import SAMPLES, PrefillSpeed
 
 
 def paced(*steps: tuple[int, float]) -> float:
     """The speed after steps of (tokens, seconds until the next is planned)."""
-    pace, now = Pace(), 100.0
+    speed, now = PrefillSpeed(), 100.0
     for tokens, seconds in steps:
-        pace.step(tokens, now)
+        speed.step(tokens, now)
         now += seconds
-    return pace.tokens_s
+    return speed.tokens_s
 
 
 def test_nothing_is_known_of_an_engine_that_only_decodes() -> None:

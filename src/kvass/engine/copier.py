@@ -1,0 +1,256 @@
+"""The worker's half of a connector: copies between this rank's KV pages and the arena.
+
+Laws of this file:
+
+- Every rank reports every load as finished exactly once, and as failed unless every byte was there
+  before its deadline. It reports every step with stores exactly once, also one for which the engine
+  never called ``store``. The engine counts the reports of all ranks.
+- Of ranks that hold equal bytes only the first stores; the others tell the daemon nothing of it.
+- What a copy owes the daemon is settled on the copy thread, right after the last byte: commit or
+  abort for a store, release for a load. The engine's thread does not copy. It waits for copies
+  only in a step that computes nothing, for at most ``COPY_WAIT_S``.
+- Memory of another boot of the daemon than the one that gave the slots is never touched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Literal
+
+import numpy as np
+
+from kvass.client.worker import ArenaLease, WorkerClient
+from kvass.engine.boundary import Boundary, log
+from kvass.engine.memory import KVMemory, open_mover
+from kvass.engine.setup import EngineSetup
+from kvass.engine.step_work import Load, StepWork, Store
+from kvass.layout.copy_plan import CopyPlan, plan_copy
+from kvass.layout.describe import GroupPlanes
+from kvass.transfer.base import Done, Job, Mover
+from kvass.transfer.cuda_driver import MissingError
+
+COPY_WAIT_S: Final = 0.001
+"""vLLM in its caller's own process does not sleep after a step that computed nothing, as a served
+one does. Without this wait it would keep the GIL from the copy thread all the time."""
+
+_lost: Final[list[object]] = []
+"""KV memory that a device may still use after it failed: kept until the process ends."""
+
+
+class Copier:
+    """Copies for one rank. Used from the worker's engine thread; ``_copied`` runs on the copy
+    thread. In each step call ``catch_up``, ``load``, ``store`` after the forward pass,
+    ``results`` and ``report``.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        rank: int,
+        boundary: Boundary,
+        make_mover: Callable[[KVMemory], Mover] | None = None,
+    ) -> None:
+        """Raises UsageError for a rank outside the engine's world."""
+        self._setup = setup
+        self._make_mover = make_mover
+        self._strategy = setup.strategy.at(rank)
+        self._boundary = boundary
+        self._client: WorkerClient | None = None
+        self._mover: Mover | None = None
+        self._planes: tuple[GroupPlanes, ...] = ()
+        self._owners: tuple[object, ...] = ()
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+        self._open: Counter[int] = Counter()
+        self._settled: list[int] = []
+        self._unstored: StepWork | None = None
+        self._computed = False
+        self._idle = False
+        self._raised = -1
+
+    def attach(self, memory: KVMemory) -> None:
+        """The engine made its KV caches: register with the daemon.
+
+        ``close`` first if it made others before. An engine that slept need not attach again: its
+        caches come back in place.
+        """
+        setup = self._setup
+        registration = setup.register(self._strategy, memory.layout)
+        self._planes, self._owners = memory.planes, memory.owners
+        try:
+            make = self._make_mover or partial(open_mover, single=setup.single_copies)
+            self._mover = make(memory)
+        except MissingError as reason:  # without this rank every lookup is a miss
+            log.error("kvass is off, the engine runs uncached: %s", reason)
+            self._mover = self._client = None
+            return
+        self._client = WorkerClient(setup.socket, registration, incomplete=True)
+        setup.when_named(self._client.complete)
+
+    # ------------------------------------------------------------ a step
+
+    def load(self, work: StepWork) -> None:
+        """Begin this step's loads."""
+        self._unstored, self._computed, self._idle = work, False, not work.computes
+        for load in work.loads:
+            if not self._boundary.run(False, self._begin, load):
+                self._finished.add(load.request)
+                self._failed.add(load.request)
+                self._boundary.run(None, self._refuse, load)
+
+    def store(self, work: StepWork, computed: bool = True) -> None:
+        """Begin this step's stores, after the forward pass. ``computed``: it did not raise. If it
+        did, nothing that was computed up to this step is stored, in this step or later."""
+        self._unstored = None
+        if not computed:
+            self._raised = work.number
+        if work.step == 0:
+            return
+        stores = work.stores if self._strategy.writes else []
+        self._open[work.step] = len(stores) + 1
+        for store in stores:
+            good = store.computed > self._raised
+            if not good or not self._boundary.run(False, self._begin, store):
+                self._close_one(work.step)
+                self._boundary.run(None, self._refuse, store)
+        self._close_one(work.step)
+
+    def catch_up(self) -> None:
+        """Another step begins: begin the stores of the last one, if ``store`` was never called.
+
+        vLLM's V1 runner with speculative decoding calls it after the drafter ran, and earlier
+        pipeline stages have none. Late is early enough, because the blocks are held. On the last
+        stage the call is missing only if something raised, and then nothing is stored.
+        """
+        if self._unstored is not None:
+            self.store(self._unstored, self._computed and not self._strategy.last_stage)
+
+    def results(self, computed: bool = True) -> tuple[set[str], set[str]]:
+        """Requests whose load ended since the last call, and those of them that failed.
+
+        ``computed``: the forward pass of the step did not raise.
+        """
+        self._computed = computed
+        self._poll()
+        if self._idle and self._mover is not None and not (self._finished or self._settled):
+            self._mover.drain(COPY_WAIT_S)
+            self._poll()
+        finished, failed = self._finished, self._failed
+        self._finished, self._failed = set(), set()
+        return finished, failed
+
+    def report(self) -> list[int]:
+        """The steps (``StepWork.step``) whose stores were all settled since the last call."""
+        self._poll()
+        settled, self._settled = self._settled, []
+        return settled
+
+    def close(self) -> None:
+        """End the copies, then the session: EOF says that nothing is written any more."""
+        if self._mover is not None:
+            self._mover.close()
+            self._poll()
+        if self._client is not None:
+            self._client.close()
+
+    # ------------------------------------------------------------ copies
+
+    def _begin(self, copy: Load | Store) -> bool:
+        """Submit one copy; False if there is nothing to read, or nowhere to write, any more."""
+        if self._client is None or self._mover is None:
+            return False
+        if isinstance(copy, Load) and copy.lease == 0:
+            return False
+        arena = self._client.arena(copy.boot, copy.given_s, copy.slots)
+        if arena is None:
+            return False
+        try:
+            plans, ended = self._plans(copy), partial(self._copied, arena)
+            self._mover.submit(
+                Job(_kind(copy), plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
+            )
+        except BaseException:
+            arena.close()
+            raise
+        return True
+
+    def _plans(self, copy: Load | Store) -> tuple[CopyPlan, ...]:
+        """One plan per group that this rank has layers of: its rows' blocks against its slots."""
+        plans = []
+        skips = (isinstance(copy, Load) and copy.skip) or (0,) * len(copy.blocks)
+        for planes, ids, where, skip in zip(
+            self._planes, copy.blocks, copy.slots, skips, strict=True
+        ):
+            if ids and planes.planes:
+                offsets = where.offsets(self._strategy.shard, planes.shard_bytes)
+                table = np.array(ids, np.int64).reshape(-1, planes.chunk_blocks)
+                plans.append(plan_copy(planes, table, offsets, skip=skip))
+        return tuple(plans)
+
+    # ------------------------------------------------------------ ends
+
+    def _copied(self, arena: ArenaLease, done: Done) -> None:
+        """On the copy thread, right after the last byte."""
+        if done.outcome == "lost":
+            return  # it may still read or write: only this process's end settles it
+        self._settle(_copy_of(done), done.ok)
+        arena.close()
+
+    def _settle(self, copy: Load | Store, written: bool = False) -> None:
+        """Tell the daemon that this copy reads or writes no more, and whether it has written."""
+        if self._client is None:
+            return
+        if isinstance(copy, Store):
+            tell = self._client.commit if written else self._client.abort
+            tell(copy.boot, copy.reservation)
+        elif copy.lease:
+            self._client.release(copy.boot, copy.lease)
+
+    def _refuse(self, copy: Load | Store) -> None:
+        """A copy that never began."""
+        self._boundary.counters[f"{_kind(copy)}_refused"] += 1
+        self._settle(copy)
+
+    def _poll(self) -> None:
+        if self._mover is not None:
+            for done in self._boundary.run([], self._mover.poll):
+                self._boundary.run(None, self._ended, done)
+
+    def _ended(self, done: Done) -> None:
+        """A copy is over: note it first, so that the engine hears of it whatever else fails."""
+        copy = _copy_of(done)
+        if done.outcome == "lost" and not any(kept is self._owners for kept in _lost):
+            _lost.append(self._owners)
+        if isinstance(copy, Store):
+            self._close_one(copy.step)
+        else:
+            self._finished.add(copy.request)
+            if not done.ok:
+                self._failed.add(copy.request)
+        if not done.ok:
+            self._boundary.count(
+                f"{done.job.kind}_{done.outcome}",
+                "a %s ended %s and counts as a miss: %s",
+                done.job.kind,
+                done.outcome,
+                done.error or f"{done.seconds:.3f} s",
+            )
+
+    def _close_one(self, step: int) -> None:
+        """One store of ``step`` (or its planning) is over; with the last, the step is reported."""
+        self._open[step] -= 1
+        if self._open[step] == 0:
+            del self._open[step]
+            self._settled.append(step)
+
+
+def _kind(copy: Load | Store) -> Literal["load", "store"]:
+    return "load" if isinstance(copy, Load) else "store"
+
+
+def _copy_of(done: Done) -> Load | Store:
+    copy = done.job.name
+    assert isinstance(copy, Load | Store)
+    return copy

@@ -1,0 +1,103 @@
+"""Texts that name what changes the bytes of a KV page: the fields of a namespace.
+
+The same model and settings give the same text in every process. What differs between processes
+(addresses, the order of sets, ``hash()``) never gets in, and a value that cannot be described is
+refused and not left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any, Final
+
+import msgspec
+
+from kvass.errors import UsageError
+
+MAX_TEXT: Final = 256
+PREFIX: Final = 128
+"""Most characters of a field of an identity, and how many are kept of a longer one."""
+
+
+class Indescribable(UsageError):
+    """A setting that has no name by which another process could know it."""
+
+
+def canonical(value: object, field: str = "value") -> str:
+    """``value`` as JSON: keys and sets sorted, data objects by their fields, module-level functions
+    and classes by their qualified names. ``field`` is what an error calls it.
+
+    Raises :class:`Indescribable` for anything else: a lambda, a closure, an object of no known
+    fields.
+    """
+    return json.dumps(_plain(value, field), sort_keys=True, separators=(",", ":"))
+
+
+def digest(parts: Iterable[str]) -> str:
+    """Hex SHA-256 of ``parts``, each length-prefixed so that no two lists run together."""
+    state = hashlib.sha256()
+    for part in parts:
+        raw = part.encode()
+        state.update(len(raw).to_bytes(8, "little") + raw)
+    return state.hexdigest()
+
+
+def short(text: str) -> str:
+    """``text`` as a field of an identity: a long one is its beginning and its digest."""
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[:PREFIX]}... sha256:{digest([text])}"
+
+
+def _plain(value: object, field: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value.name if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {
+            str(_plain(key, field)): _plain(item, f"{field}.{key}") for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{field}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, set | frozenset):
+        return sorted(canonical(item, field) for item in value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Fraction) or _is_torch_dtype(value):
+        return str(value)
+    if isinstance(value, msgspec.Struct):
+        return _plain(msgspec.structs.asdict(value), field)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value)]
+        return _plain({name: getattr(value, name) for name in names}, field)
+    return _name(value, field)
+
+
+def _is_torch_dtype(value: object) -> bool:
+    """Whether ``value`` is a ``torch.dtype``. An engine without torch has none, so torch is not
+    imported for this."""
+    return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
+
+
+def _name(value: object, field: str) -> str:
+    """The qualified name by which any process would import ``value``."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    found: object = sys.modules.get(str(module), None)
+    for part in str(name).split("."):
+        found = getattr(found, part, None)
+    if found is not value or module == "__main__":
+        raise Indescribable(
+            f"{field}: this {type(value).__name__} has no name in another process; "
+            "use plain data, or a function or class at the top of an importable module"
+        )
+    return f"{module}.{name}"

@@ -1,0 +1,81 @@
+"""A rank's KV pages as bytes, and what copies them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvass.errors import UsageError
+from kvass.layout.describe import GroupPlanes
+from kvass.transfer.base import Mover, U8Array
+from kvass.transfer.cuda import CudaMover
+from kvass.transfer.cuda_runtime import MissingError, open_gpu
+from kvass.transfer.host import HostMover
+from kvass.transfer.runtime import Region
+from kvass.types import RankLayout
+
+
+@dataclass(frozen=True)
+class KVMemory:
+    """The engine's KV pages as bytes. ``owners`` keep the memory of ``regions`` alive.
+
+    Memory of a GPU is in ``gpu`` instead of ``regions``: no code on the host may read it.
+    """
+
+    layout: RankLayout
+    planes: tuple[GroupPlanes, ...]
+    regions: tuple[U8Array, ...]
+    owners: tuple[object, ...]
+    gpu: tuple[Region, ...] = ()
+
+    def device(self) -> int | None:
+        """The GPU that has all pages; None: the CPU has. Raises MissingError if they lie on
+        several devices, because no mover copies those."""
+        devices = sorted({region.device for region in self.gpu})
+        where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(self.regions)
+        if len(where) > 1:
+            raise MissingError(f"KV caches on several devices in one worker: {', '.join(where)}")
+        return devices[0] if devices else None
+
+
+class Regions:
+    """The distinct storages under a set of torch tensors, as byte arrays."""
+
+    def __init__(self) -> None:
+        self.arrays: list[U8Array] = []
+        self.gpu: list[Region] = []
+        self.owners: list[object] = []
+        self._known: dict[int, int] = {}
+
+    def add(self, layer: str, tensor: Any, base: int) -> int:
+        """The index of the region of ``tensor``, which must begin at byte ``base`` of its storage.
+        Raises :class:`UsageError` if it does not."""
+        storage = tensor.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+        if tensor.data_ptr() - start != base:
+            raise UsageError(
+                f"layer {layer}: block 0 lies at byte {tensor.data_ptr() - start} of its storage, "
+                f"the KV cache config says {base}"
+            )
+        if start not in self._known:
+            self._known[start] = len(self.owners)
+            if tensor.device.type == "cuda":
+                self.gpu.append(Region(start, size, tensor.device.index))
+            else:
+                memory = (ctypes.c_uint8 * size).from_address(start)
+                self.arrays.append(np.ctypeslib.as_array(memory))
+            self.owners.append(storage)
+        return self._known[start]
+
+
+def open_mover(memory: KVMemory, single: bool = False) -> Mover:
+    """What copies these pages; ``single`` as for ``open_gpu``. Raises MissingError if a GPU cannot
+    be used, with the reason."""
+    device = memory.device()
+    if device is None:
+        return HostMover(memory.regions, memory.planes)
+    runtime, below = open_gpu(device, single)
+    return CudaMover(runtime, memory.gpu, memory.planes, kernel_below=below)

@@ -1,0 +1,268 @@
+"""The scheduler's half of a connector: which rows a request loads; ``stores.py`` plans the stores.
+
+Laws of this file:
+
+- A request attempts one load in its life.
+- An engine's prefix cache is reset when its weights were replaced, and no engine says so to its
+  connector. So before anything is matched or stored, the pool is asked whether a reset happened or
+  was tried. After one nothing of before matches any more.
+- A lease that was taken either rides in the step's work or is given back. ``SchedulerClient`` keeps
+  every other lease; its ``settle`` ends them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from kvass.client.scheduler import Match, Pending, SchedulerClient
+from kvass.engine.adapters import Adapters, NoSalt
+from kvass.engine.prefill_speed import PrefillSpeed
+from kvass.engine.protocols import BlockPool, Request, Step
+from kvass.engine.request_state import NEVER, RequestState
+from kvass.engine.setup import EngineSetup
+from kvass.engine.step_work import Load, StepWork
+from kvass.engine.stores import StorePlanner
+from kvass.layout.spans import Spans, Table
+
+CLEAR_TIMEOUT_S: Final = 0.2
+"""How long clearing the cache may hold up the engine. If unanswered, it goes on in later steps."""
+
+
+class Planner:
+    """Plans one engine's loads and stores. Used from the engine's scheduler thread only.
+
+    In each step call ``take_loads``, ``plan_stores``, then ``hand_over``; if that fails, call
+    ``revoke``.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self._spans = Spans(setup.groups, setup.chunk_tokens)
+        self._client = SchedulerClient(
+            setup.socket,
+            setup.register(),
+            readers=setup.strategy.readers,
+            spare=setup.spare,
+            incomplete=True,
+        )
+        setup.when_named(self._client.complete)
+        self._pool: BlockPool | None = None
+        self._requests: dict[str, RequestState] = {}
+        self._loads: list[Load] = []
+        self._speed = PrefillSpeed()
+        self._adapters = Adapters(setup.adapters)
+        self._stores = StorePlanner(
+            setup, self._client, self._spans, self._adapters, self._requests
+        )
+
+    def bind(self, pool: BlockPool) -> None:
+        """The block pool, once the engine has made it."""
+        self._pool = pool
+        self._stores.bind(pool)
+
+    # ------------------------------------------------------------ requests
+
+    def track(self, request: Request) -> None:
+        """A request begins."""
+        self._notice_reset()
+        self._requests[request.name] = RequestState(request)
+
+    def forget(self, name: str) -> None:
+        """A request ended, in whatever way. Blocks that are being stored stay held."""
+        self._requests.pop(name, None)
+        self._client.settle(name)
+
+    def match(self, name: str, local: int) -> int | None:
+        """Tokens to load beyond the engine's own ``local``; 0: none; None: ask again later."""
+        self._notice_reset()
+        state = self._requests.get(name)
+        if not self._setup.loads or state is None or state.attempted:
+            return 0
+        if not state.request.reads_cache:
+            return 0
+        first, chunks = local // self._setup.chunk_tokens, self._matchable(state.request)
+        if not self._client.connected or chunks - self._setup.spare <= first:
+            self._client.settle(name)
+            return 0
+        salt = self._salt_to_match(state)
+        if salt is NoSalt.PENDING:
+            return None
+        if isinstance(salt, NoSalt):
+            self._client.settle(name)
+            return 0
+        hashes, width = state.digests(chunks, salt)
+        found = self._client.match(name, hashes, width, first, self._speed.tokens_s)
+        if isinstance(found, Pending):
+            return None
+        state.local = local
+        return 0 if found is None else found.chunks * self._setup.chunk_tokens - local
+
+    def _matchable(self, request: Request) -> int:
+        """Chunks of ``request`` to look up."""
+        if self._setup.spare or self._setup.hits_whole_prompts:
+            return request.hashed_chunks
+        below_last = (request.known_tokens - 1) // self._setup.chunk_tokens
+        return min(request.hashed_chunks, below_last)
+
+    def _salt_to_match(self, state: RequestState) -> bytes | NoSalt:
+        """What is mixed into the hashes of a match. One look at an adapter's files does for all
+        asks of the match, however long they take."""
+        if (adapter := state.request.adapter) is None:
+            return b""
+        if state.match_since is None:
+            state.match_since = self._adapters.step
+        return self._adapters.salt(*adapter, state.match_since)
+
+    def allocated(self, name: str, table: Table, external: int) -> None:
+        """The engine gave a request the blocks of ``table``: begin the load of ``external`` tokens,
+        or give the match back if there are none.
+
+        An engine may call again, without tokens, for a request that loads: nothing is left to give
+        back then.
+        """
+        if (begun := self._requests.get(name)) is not None:
+            # It may have been preempted, and its adapter is loaded anew.
+            begun.match_since = begun.store_since = None
+        if external == 0:
+            self._client.settle(name)
+            return
+        state, match = self._requests[name], self._client.take(name)
+        state.attempted = True
+        load = Load(name)
+        if match is not None:
+            load = self._load(state, match, table, external) or load
+            if load.lease == 0:
+                self._client.release(match.boot, match.lease)
+            elif match.first == 0:
+                state.offered = max(state.offered, match.chunks)
+        self._loads.append(load)
+
+    def ensure_load(self, name: str) -> None:
+        """The engine waits for a load: if none was planned, plan one that fails."""
+        if all(load.request != name for load in self._loads):
+            self._loads.append(Load(name))
+
+    def _load(self, state: RequestState, match: Match, table: Table, external: int) -> Load | None:
+        """The copy of ``match``; None if the engine asks for other tokens than it holds."""
+        chunk_tokens = self._setup.chunk_tokens
+        begin = match.first * chunk_tokens
+        if state.local + external != match.chunks * chunk_tokens or state.local < begin:
+            return None
+        rows = list(map(len, match.slots))
+        found = self._spans.to_load(table, state.local, match.first, match.chunks, rows)
+        if found is None:
+            return None
+        blocks, skip = found
+        return Load(
+            request=state.request.name,
+            boot=match.boot,
+            lease=match.lease,
+            given_s=match.given_s,
+            deadline_s=match.deadline_s,
+            slots=match.slots,
+            blocks=blocks,
+            skip=skip,
+        )
+
+    # ------------------------------------------------------------ a step
+
+    def take_loads(self, work: StepWork) -> None:
+        """Add the loads that were planned since the last step."""
+        work.loads, self._loads = self._loads, []
+
+    def plan_stores(self, step: Step, work: StepWork) -> None:
+        """Add the step's stores."""
+        self._notice_reset()
+        self._speed.step(step.tokens, time.monotonic())
+        self._stores.plan(step, work)
+
+    def hand_over(self, work: StepWork) -> bool:
+        """Last act of a step: from here on the ranks settle, and the next step's waits begin.
+
+        False: the daemon cannot be told, so the ranks must not be either: ``revoke``.
+        """
+        leases = [load.lease for load in work.loads if load.lease]
+        writes = [store.reservation for store in work.stores]
+        boots = {load.boot for load in work.loads if load.lease}
+        boots |= {store.boot for store in work.stores}
+        told = not boots or (
+            len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
+        )
+        self._client.new_step()
+        self._adapters.new_step()
+        return told
+
+    def revoke(self, work: StepWork) -> None:
+        """Take everything back out of a step's work; its loads fail."""
+        loads, work.loads = work.loads, [Load(load.request) for load in work.loads]
+        self._stores.revoke(work)
+        for load in loads:
+            if load.lease:
+                self._client.release(load.boot, load.lease)
+
+    def settled(self, steps: Mapping[int, int], failed: Iterable[str]) -> None:
+        """What the ranks reported. ``steps[s]`` more ranks have settled all stores of step ``s``,
+        which frees blocks; what requests failed to load is offered for storing."""
+        self._stores.settled(steps)
+        for name in failed:
+            if (state := self._requests.get(name)) is not None:
+                state.offer_again()
+                state.store_since = None
+
+    # ------------------------------------------------------------ the engine's questions
+
+    def storing(self) -> bool:
+        """Whether a store is under way, so that the engine must keep stepping."""
+        return self._stores.storing()
+
+    def frees_blocks(self) -> bool:
+        """As ``StorePlanner.frees_blocks``."""
+        return self._stores.frees_blocks()
+
+    def abandon_pending(self) -> None:
+        """As ``StorePlanner.abandon_pending``, for an engine that is about to reset its cache."""
+        self._stores.abandon_pending()
+
+    def clear(self) -> bool:
+        """Forget the namespace, and leave it: the weights may be about to be replaced.
+
+        True even if no daemon confirmed it in time: until one has, nothing matches for this engine
+        and nothing is stored. An engine's sleep and pause would fail at anything else.
+        """
+        if self._pool is not None:
+            self._pool.was_reset()  # this reset need not be noticed again
+        try:
+            self._discard_computed()
+        finally:  # a defect here must not keep what old weights computed
+            try:
+                self._client.clear(CLEAR_TIMEOUT_S)
+            finally:
+                if not self._setup.fixed_weights:
+                    self._client.new_generation()
+        return True
+
+    def _notice_reset(self) -> None:
+        """If the engine's own prefix cache was reset, assume that the weights were replaced."""
+        if self._setup.fixed_weights:
+            return
+        assert self._pool is not None, "without the block pool no reset can be seen"
+        if self._pool.was_reset():
+            try:
+                self._discard_computed()
+            finally:  # the reset is not seen again
+                self._client.new_generation()
+
+    def _discard_computed(self) -> None:
+        """What live requests computed so far may come from weights that are gone: it is never
+        stored. What they have yet to compute is offered."""
+        self._stores.abandon_pending()
+        for name, state in self._requests.items():
+            self._client.settle(name)
+            state.offered = NEVER if state.request.computed_tokens else 0
+
+    def close(self) -> None:
+        """End the session."""
+        self._client.close()
+        self._adapters.close()

@@ -1,0 +1,404 @@
+"""Planning of stores, in the scheduler: which chunks, into which rows, and which blocks to hold.
+
+Laws of this file:
+
+- A chunk is offered to the daemon in the step that computes it for good and knows its hash. It is
+  offered again only if the daemon gave no answer, not if it granted nothing.
+- A step waits only briefly for the daemon's answer. If none has come, all blocks of the offer are
+  held, and the store is planned in the step in which the answer comes, whatever has become of the
+  request. Until then the engine keeps stepping.
+- A late answer is awaited no longer than ``SchedulerClient.granted`` allows, and not when the
+  engine has too few blocks. Then the blocks are given back at once.
+- Blocks are held from the step that plans their store until every rank has reported that step, so
+  finish, abort and preemption of a request need nothing more. The engine waits for such blocks only
+  as long as a copy may take; if a copy hangs, its blocks stay held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import msgspec
+
+from kvass.client.scheduler import Pending, Reserving, SchedulerClient
+from kvass.engine.adapters import Adapters, NoSalt
+from kvass.engine.protocols import BlockPool, Request, Step
+from kvass.engine.request_state import NEVER, RequestState
+from kvass.engine.setup import EngineSetup
+from kvass.engine.step_work import StepWork, Store
+from kvass.layout.spans import Spans, States, Table
+from kvass.messages import Grant, Granted, ReserveItem
+from kvass.types import Slots
+
+KEYS_PER_STEP: Final = 16_384
+"""Chunks named in one reserve, half of what a message may carry; the rest waits a step."""
+
+ITEMS_PER_STEP: Final = 1024
+"""Items in one reserve, as many as a message may have; the rest waits a step."""
+
+MAX_PAUSE: Final = 8
+"""At most this many steps pass before a daemon that refused a whole reserve is asked again."""
+
+HUNG_S: Final = 5.0
+"""How long after its deadline a copy's report is awaited. A working copy ends at its deadline."""
+
+POOL_SHARE: Final = 4
+"""Offers without an answer keep at most this fraction (1/4) of the engine's blocks from being
+free."""
+
+
+@dataclass
+class Offer:
+    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out.
+
+    The answer decides the request's chunks from ``since`` to ``ready``.
+    """
+
+    state: RequestState
+    item: ReserveItem
+    end: int
+    since: int
+    ready: int
+    table: Table
+    boundary_states: States
+
+
+@dataclass
+class PendingReserve:
+    """A reserve, the number of the step that sent it, and the blocks held until it is answered."""
+
+    reserving: Reserving
+    offers: list[Offer]
+    width: int
+    number: int
+    held: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class HeldBlocks:
+    """The blocks of one step's stores. ``until_s``: so long may the ranks' reports take."""
+
+    blocks: list[Any]
+    until_s: float
+
+
+class StorePlanner:
+    """Plans one engine's stores. Used from the engine's scheduler thread only.
+
+    ``requests`` are the engine's live requests, by name.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        client: SchedulerClient,
+        spans: Spans,
+        adapters: Adapters,
+        requests: Mapping[str, RequestState],
+    ) -> None:
+        self._setup = setup
+        self._client = client
+        self._spans = spans
+        self._adapters = adapters
+        self._requests = requests
+        self._bound: BlockPool | None = None
+        self._number = self._step = 0
+        self._pause = self._pause_left = 0
+        self._boot = b""
+        self._pending: deque[PendingReserve] = deque()
+        self._held: dict[int, HeldBlocks] = {}
+        self._reported: dict[int, int] = {}
+
+    def bind(self, pool: BlockPool) -> None:
+        """The block pool, once the engine has made it."""
+        self._bound = pool
+
+    @property
+    def _pool(self) -> BlockPool:
+        assert self._bound is not None, "an engine makes its block pool before the first step"
+        return self._bound
+
+    # ------------------------------------------------------------ a step
+
+    def plan(self, step: Step, work: StepWork) -> None:
+        """Add the stores that earlier steps asked for and that are granted by now; reserve rows for
+        every chunk that this step completes, and add what is granted at once."""
+        self._number += 1
+        work.number, work.computes = self._number, step.tokens > 0
+        if not self._setup.stores:
+            return
+        self._collect(work)
+        if not self._client.answering:
+            return
+        if self._pause_left > 0:
+            self._pause_left -= 1
+            return
+        offers, width = self._offers(step)
+        if offers:
+            self._reserve(offers, width, self._number, work)
+
+    def _reserve(self, offers: list[Offer], width: int, number: int, work: StepWork) -> None:
+        """Send a reserve for what step ``number`` completed. If it is not answered now, hold the
+        blocks and await it."""
+        reserving = self._client.begin_reserve([offer.item for offer in offers], width)
+        if reserving is None:
+            self._refused()
+            return
+        for offer in offers:
+            offer.state.offered = max(offer.state.offered, offer.ready)
+        reserve = PendingReserve(reserving, offers, width, number)
+        granted = self._client.granted(reserving)
+        if isinstance(granted, Pending):
+            reserve.held = self._pool.hold(i for offer in offers for i in self._sources(offer))
+            self._pending.append(reserve)
+        else:
+            self._answered(reserve, granted, work)
+
+    def _sources(self, offer: Offer) -> Iterator[int]:
+        """Every block that ``offer`` may store."""
+        mask, first = offer.item.groups, offer.item.first
+        which = [range(first, offer.end)] * mask.bit_count()
+        for ids in self._spans.to_store(offer.table, offer.boundary_states, mask, which):
+            yield from ids
+
+    def _collect(self, work: StepWork) -> None:
+        """Plan what was granted since the last step; the daemon answers in order."""
+        while self._pending:
+            reserve = self._pending[0]
+            granted = self._client.granted(reserve.reserving)
+            if isinstance(granted, Pending):
+                break
+            self._pending.popleft()
+            try:
+                self._answered(reserve, granted, work)
+            finally:
+                self._free(reserve)
+        if self._pending and POOL_SHARE * self._freed_by_abandoning() > self._pool.blocks:
+            self.abandon_pending()
+
+    def _answered(self, reserve: PendingReserve, granted: Granted | None, work: StepWork) -> None:
+        """Add to the step's work what was granted; None: nothing was, or ever will be."""
+        if granted is None:
+            self._offer_again(reserve)
+            self._refused()
+            return
+        self._pause = 0
+        if self._boot not in (b"", granted.boot):
+            self._offer_everything_again()
+        self._boot = granted.boot
+        owed = [grant.reservation for grant in granted.grants if grant.reservation]
+        try:
+            for offer, grant in zip(reserve.offers, granted.grants, strict=True):
+                if offer.since <= offer.state.offered:
+                    offer.state.offered = max(offer.state.offered, offer.ready)
+                if grant.chunks:
+                    self._add(work, offer, granted, grant, reserve.number)
+                    owed.remove(grant.reservation)
+        finally:  # what planning did not come to is given back; the rest rides in ``work``
+            for reservation in owed:
+                self._client.abort(granted.boot, reservation)
+        self._reserve_later(reserve, granted, work)
+
+    def _reserve_later(self, reserve: PendingReserve, granted: Granted, work: StepWork) -> None:
+        """Ask for what the daemon put off, so that others need not wait for it."""
+        pairs = list(zip(reserve.offers, granted.grants, strict=True))
+        left = [
+            replace(o, item=msgspec.structs.replace(o.item, first=g.later))
+            for o, g in pairs
+            if o.item.first <= g.later < o.end
+        ]
+        decided = any(g.later != o.item.first for o, g in pairs)
+        if left and decided and self._client.answering:
+            self._reserve(left, reserve.width, reserve.number, work)
+        else:
+            for offer in left:
+                offer.state.offer_again(offer.since)
+
+    def abandon_pending(self) -> None:
+        """Await no answer any more: give the blocks back, and offer the chunks again some steps
+        later, if their requests live."""
+        if self._pending:
+            self._back_off()
+        while self._pending:
+            reserve = self._pending.popleft()
+            self._client.give_up(reserve.reserving)
+            self._offer_again(reserve)
+            self._free(reserve)
+
+    def _offer_again(self, reserve: PendingReserve) -> None:
+        for offer in reserve.offers:
+            offer.state.offer_again(offer.since)
+
+    def _offer_everything_again(self) -> None:
+        """What was offered so far is gone, and a chunk without its prefix is no use."""
+        for state in self._requests.values():
+            state.offer_again()
+
+    def _free(self, reserve: PendingReserve) -> None:
+        held, reserve.held = reserve.held, []
+        self._pool.free(held)
+
+    def _refused(self) -> None:
+        """Nothing of a reserve was granted. If the daemon is there, a rank is not, yet."""
+        if self._client.answering:
+            self._back_off()
+
+    def _back_off(self) -> None:
+        """Ask nothing for some steps, more each time."""
+        self._pause_left, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
+
+    def _offers(self, step: Step) -> tuple[list[Offer], int]:
+        """What this step completes, and the width of a hash."""
+        offers: list[Offer] = []
+        width, budget = 0, KEYS_PER_STEP
+        for name, tokens in step.requests():
+            state = self._requests.get(name)
+            if state is None or state.offered == NEVER:
+                continue
+            # Drafts are computed too, but have no hash; what has one is never computed again.
+            computed = state.request.computed_tokens + tokens
+            ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
+            boundary_states = self._boundary_states(step, state.request)
+            if ready <= state.offered and not boundary_states:
+                continue
+            salt, ready = self._salt_to_store(state, ready)
+            if salt is None:
+                continue
+            more, width_of = self._offers_of(step, state, ready, boundary_states, salt)
+            keys = sum(len(offer.item.digests) for offer in more) // max(1, width_of)
+            if more and keys <= budget and len(offers) + len(more) <= ITEMS_PER_STEP:
+                budget -= keys
+                width = width_of
+                offers += more
+        return offers, width
+
+    def _boundary_states(self, step: Step, request: Request) -> States:
+        """The states at a chunk's end that this step leaves behind. They are good until its forward
+        pass is over; a block that is held stays so.
+
+        By the time the engine tells, the request may have gone on and the block be free or another
+        request's. Its hash is the proof: it says of which tokens the block holds the state.
+        """
+        states = {}
+        for group, block, tokens in step.boundary_states(request.name):
+            chunks, rest = divmod(tokens, self._setup.chunk_tokens)
+            if rest == 0 and 0 < chunks <= request.hashed_chunks:
+                (digest,) = request.chunk_hashes(chunks - 1, chunks)
+                if self._pool.caches(block, digest, group):
+                    states[group, chunks - 1] = block
+        return states
+
+    def _offers_of(
+        self, step: Step, state: RequestState, ready: int, boundary_states: States, salt: bytes
+    ) -> tuple[list[Offer], int]:
+        """What this step completes of one request: an item for each run of chunks of which the
+        same groups can be stored, and one for each state that it left at a chunk's end."""
+        name, since = state.request.name, state.offered
+        table = step.block_table(name)
+        ready = min(ready, self._spans.covered(table))
+        states = {key: block for key, block in boundary_states.items() if key[1] < ready}
+        hashes, width = state.digests(ready, salt)
+        return [
+            Offer(
+                state,
+                ReserveItem(name, hashes[: end * width], begin, mask),
+                end,
+                since,
+                max(since, ready),
+                table,
+                states,
+            )
+            for begin, end, mask in self._spans.runs(table, states, since, ready)
+        ], width
+
+    def _salt_to_store(self, state: RequestState, ready: int) -> tuple[bytes | None, int]:
+        """What is mixed into the hashes of an offer, and for how many chunks: those that were ready
+        when it was asked for. None: nothing can be offered now."""
+        if (adapter := state.request.adapter) is None:
+            return b"", ready
+        now = self._adapters.step, ready
+        if state.store_since is None or not state.offered < state.store_since[1] <= ready:
+            state.store_since = now
+        since, chunks = state.store_since
+        salt = self._adapters.salt(*adapter, since)
+        if isinstance(salt, bytes):
+            state.store_since = now
+            return salt, chunks
+        if salt is NoSalt.NEVER:
+            state.offered = NEVER
+        return None, 0
+
+    def _add(
+        self, work: StepWork, offer: Offer, granted: Granted, grant: Grant, number: int
+    ) -> None:
+        """Hold the blocks of one grant and add its store to the step's work."""
+        mask, count = offer.item.groups, len(self._setup.groups)
+        blocks = self._spans.to_store(offer.table, offer.boundary_states, mask, grant.rows())
+        where = iter(grant.slots)
+        store = Store(
+            step=work.step or self._step + 1,
+            boot=granted.boot,
+            reservation=grant.reservation,
+            given_s=granted.given_s,
+            deadline_s=granted.deadline_s,
+            slots=tuple(next(where) if mask >> g & 1 else Slots() for g in range(count)),
+            blocks=blocks,
+            computed=number,
+        )
+        held = self._pool.hold(i for ids in blocks for i in ids)
+        self._step = work.step = store.step
+        hold = self._held.setdefault(work.step, HeldBlocks([], 0.0))
+        hold.blocks += held
+        hold.until_s = max(hold.until_s, granted.deadline_s + HUNG_S)
+        work.stores.append(store)
+
+    def revoke(self, work: StepWork) -> None:
+        """Take the stores back out of a step's work."""
+        self._offer_everything_again()
+        stores, step = work.stores, work.step
+        work.stores, work.step = [], 0
+        if step in self._held:
+            self._pool.free(self._held.pop(step).blocks)
+        for store in stores:
+            self._client.abort(store.boot, store.reservation)
+
+    def settled(self, steps: Mapping[int, int]) -> None:
+        """``steps[s]`` more ranks have settled all stores of step ``s``; the last frees blocks."""
+        for step, ranks in steps.items():
+            self._reported[step] = self._reported.get(step, 0) + ranks
+            if self._reported[step] >= self._setup.strategy.ranks and step in self._held:
+                self._pool.free(self._held.pop(step).blocks)
+                del self._reported[step]
+
+    # ------------------------------------------------------------ the engine's questions
+
+    def storing(self) -> bool:
+        """Whether an answer of the daemon or a report of a rank may come, so that the engine must
+        keep stepping."""
+        return bool(self._pending) or any(True for _ in self._awaited())
+
+    def frees_blocks(self) -> bool:
+        """The engine has too few blocks: whether it has more in the next step if it preempts
+        nobody.
+
+        Blocks that await a grant are given back for it; a copy in progress it waits for.
+        """
+        if self._bound is None:
+            return False
+        if self._freed_by_abandoning():
+            self.abandon_pending()
+            return True
+        return self._pool.freed_by(block for hold in self._awaited() for block in hold.blocks) > 0
+
+    def _freed_by_abandoning(self) -> int:
+        """How many blocks would be free but for offers that await their answer."""
+        return self._pool.freed_by(block for reserve in self._pending for block in reserve.held)
+
+    def _awaited(self) -> Iterator[HeldBlocks]:
+        """What is held for copies that are not known to hang."""
+        now_s = time.monotonic()
+        return (hold for hold in self._held.values() if now_s < hold.until_s)

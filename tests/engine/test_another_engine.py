@@ -1,0 +1,215 @@
+"""An engine that is not vLLM, on ``kvass.engine`` alone: the shortest connector there can be."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from kvass.client.parallel import ParallelStrategy
+from kvass.engine.boundary import Boundary
+from kvass.engine.copier import Copier
+from kvass.engine.memory import KVMemory
+from kvass.engine.planner import Planner
+from kvass.engine.setup import EngineSetup
+from kvass.engine.step_work import StepWork
+from kvass.layout.spans import Table
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.pages import RankMemory, WrongPageError
+from kvass.types import GroupLayout, I64Array, RankLayout
+
+T = TypeVar("T")
+CHUNK, BLOCK, BLOCKS = 16, 4, 256
+"""Tokens of a chunk and of a block, and how many blocks an engine has."""
+GROUP = GroupLayout("full", BLOCK, ("layer 0", "layer 1"), (256, 512))
+
+
+@dataclass
+class Prompt:
+    """A request that generates nothing (``protocols.Request``)."""
+
+    name: str
+    tokens: Sequence[int]
+    computed_tokens: int = 0
+    reads_cache: bool = True
+    adapter: tuple[str, str] | None = None
+
+    @property
+    def known_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def hashed_chunks(self) -> int:
+        return len(self.tokens) // CHUNK
+
+    def chunk_hashes(self, first: int, end: int) -> list[bytes]:
+        prefixes = [self.tokens[: (chunk + 1) * CHUNK] for chunk in range(first, end)]
+        return [hashlib.sha256(struct.pack(f"{len(p)}I", *p)).digest() for p in prefixes]
+
+
+class Blocks:
+    """Blocks that are given out once (``protocols.BlockPool``). ``users``: by block id."""
+
+    blocks = BLOCKS
+
+    def __init__(self) -> None:
+        self.users: Counter[int] = Counter()
+        self._next = iter(range(1, BLOCKS))
+
+    def take(self, tokens: int) -> list[int]:
+        return [next(self._next) for _ in range(-(-tokens // BLOCK))]
+
+    def hold(self, ids: Iterable[int]) -> list[int]:
+        held = list(ids)
+        self.users.update(held)
+        return held
+
+    def free(self, held: list[int]) -> None:
+        self.users.subtract(held)
+
+    def freed_by(self, held: Iterable[int]) -> int:
+        return sum(self.users[block] == 1 for block in held)
+
+    def caches(self, block: int, digest: bytes, group: int) -> bool:
+        return False
+
+    def was_reset(self) -> bool:
+        return False
+
+
+@dataclass
+class OneRequest:
+    """A step for ``tokens`` of one request, or for none (``protocols.Step``)."""
+
+    name: str
+    table: Table
+    tokens: int
+
+    def requests(self) -> Iterable[tuple[str, int]]:
+        return [(self.name, self.tokens)] if self.tokens else []
+
+    def block_table(self, name: str) -> Table:
+        return self.table
+
+    def boundary_states(self, name: str) -> Iterable[tuple[int, int, int]]:
+        return []
+
+
+class SmallEngine:
+    """Computes a prompt in one step. What it computes is what ``RankMemory`` expects."""
+
+    def __init__(self, daemon: Daemon, instance: str) -> None:
+        setup = EngineSetup(
+            socket=daemon.socket,
+            instance=instance,
+            identity={"engine": "small"},
+            strategy=ParallelStrategy(),
+            chunk_tokens=CHUNK,
+            groups=(GROUP,),
+            loads=True,
+            stores=True,
+        )
+        layout = RankLayout((GROUP,))
+        self.memory = RankMemory(layout, shard=0, chunk_tokens=CHUNK, blocks=BLOCKS)
+        self.pool = Blocks()
+        self.planner = Planner(setup)
+        self.planner.bind(self.pool)
+        self.copier = Copier(setup, 0, Boundary())
+        self.copier.attach(KVMemory(layout, self.memory.planes, self.memory.regions, ()))
+        setup.weights.set_result("weights")  # named: now both halves connect
+
+    def run(self, prompt: Prompt) -> tuple[int, Callable[[], int]]:
+        """How many tokens were loaded; what verifies the pages of all whole chunks."""
+        self.planner.track(prompt)
+        external = until(lambda: self.planner.match(prompt.name, 0), "an answer")
+        table = (self.pool.take(len(prompt.tokens)),)
+        self.planner.allocated(prompt.name, table, external)
+        if external:
+            until(lambda: prompt.name in self._step(OneRequest(prompt.name, table, 0)), "the load")
+            prompt.computed_tokens = external
+        keys = prompt.chunk_hashes(0, prompt.hashed_chunks)
+        rows: I64Array = np.array(table[0][: len(keys) * CHUNK // BLOCK]).reshape(len(keys), -1)
+        loaded = external // CHUNK
+        self.memory.compute(keys[loaded:], [rows[loaded:]])
+        left = len(prompt.tokens) - external
+        self._step(OneRequest(prompt.name, table, left))
+        prompt.computed_tokens += left
+        self.planner.forget(prompt.name)
+        idle = OneRequest("", (), 0)
+        until(lambda: self._step(idle) is not None and not self.planner.storing(), "the stores")
+        return external, lambda: self.memory.verify(keys, [rows])
+
+    def _step(self, step: OneRequest) -> set[str]:
+        """The requests whose load ended well."""
+        work = StepWork()
+        self.planner.take_loads(work)
+        self.planner.plan_stores(step, work)
+        if not self.planner.hand_over(work):
+            self.planner.revoke(work)
+        self.copier.catch_up()
+        self.copier.load(work)
+        self.copier.store(work)
+        finished, failed = self.copier.results()
+        self.planner.settled(dict.fromkeys(self.copier.report(), 1), failed)
+        return finished - failed
+
+    def wait_connected(self) -> None:
+        clients = self.planner._client, self.copier._client
+        until(lambda: all(client is not None and client.connected for client in clients), "both")
+
+    def close(self) -> None:
+        self.planner.close()
+        self.copier.close()
+
+
+def until(ask: Callable[[], T | None], what: str) -> T:
+    """Ask until the answer is neither None nor False."""
+    deadline_s = time.monotonic() + 30
+    while (answer := ask()) is None or answer is False:
+        assert time.monotonic() < deadline_s, f"in vain: {what}"
+        time.sleep(0.001)
+    return answer
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with running_daemon(tmp_path, lookup_budget_ms=10_000) as one:
+        yield one
+
+
+@pytest.fixture(params=[5.0, 0.0], ids=["granted at once", "granted in a later step"])
+def engines(
+    request: pytest.FixtureRequest, daemon: Daemon
+) -> Iterator[tuple[SmallEngine, SmallEngine]]:
+    both = SmallEngine(daemon, "a"), SmallEngine(daemon, "b")
+    for engine in both:
+        engine.planner._client._reserve_wait_s = request.param
+        engine.wait_connected()
+    yield both
+    for engine in both:
+        engine.close()
+    daemon.wait_until(leases=0, reservations=0, pins=0)
+
+
+def test_what_one_computed_another_loads(
+    daemon: Daemon, engines: tuple[SmallEngine, SmallEngine]
+) -> None:
+    a, b = engines
+    tokens = range(5 * CHUNK + 3)
+    assert a.run(Prompt("first", tokens))[0] == 0
+    daemon.wait_until(rows=5, reservations=0)
+    loaded, verify = b.run(Prompt("second", tokens))
+    assert loaded == 5 * CHUNK
+    assert verify() == 5 * (CHUNK // BLOCK) * len(GROUP.layers)
+    b.memory.regions[0][:] = 0
+    with pytest.raises(WrongPageError):
+        verify()
+    assert not any(a.pool.users.values()), "no block stays held"
