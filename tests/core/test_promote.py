@@ -151,6 +151,22 @@ def test_the_asker_says_how_long_it_waits(rig: TierRig) -> None:
     assert quiet(rig)
 
 
+@pytest.mark.parametrize("knows", [False, True])
+def test_who_knows_promoting_is_told_at_once_that_tiers_are_at_work(
+    rig: TierRig, knows: bool
+) -> None:
+    e = rig.ready()
+    rig.machine.state.sessions[e.scheduler].features = ("promoting",) if knows else ()
+    stored(rig, e, "a")
+    rig.begin(e, "a")
+    told = [m.Promoting(seq=7)] * knows
+    assert rig.replies(e.scheduler) == told
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [1]
+    rig.begin(e, "a")
+    assert [type(r) for r in rig.replies(e.scheduler)] == [m.Matched], "L1 has it"
+
+
 def test_a_late_probe_changes_nothing(rig: TierRig) -> None:
     e = rig.ready()
     stored(rig, e, "a")

@@ -136,8 +136,8 @@ class Rank:
 
 def hang_up(client: Client) -> None:
     """End a session as its process's death would: EOF at once, nothing more said, no return."""
-    with client._turn:
-        client._closed = True
-        if client._session is not None:
-            client._session.channel._sock.shutdown(sockets.SHUT_RDWR)
+    with client.connection.lock:
+        client.connection.closed = True
+        if client.session is not None:
+            client.session.channel._sock.shutdown(sockets.SHUT_RDWR)
     client.close()
