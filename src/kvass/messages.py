@@ -142,8 +142,10 @@ class Lookup(Message, tag="lookup"):
     none is full): not given, but a proof of which tokens came next.
 
     What L1 lacks may be promoted from a tier: then the answer comes when that is done, or after
-    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then. What would take
-    longer than computing it at ``prefill_tokens_s`` (0: not known) is not promoted.
+    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then; if L1 has a
+    part of what is asked for, after the rest's share of that, but no less than
+    ``lookup_budget_ms``. What would take longer than computing it at ``prefill_tokens_s`` (0: not
+    known) is not promoted.
     """
 
     request: Name
