@@ -6,8 +6,9 @@ ignored, a missing one means what it always meant (docs/compatibility.md; ``test
 
 Encoding: MessagePack maps tagged by ``t`` (msgspec), in frames of ``u32 little-endian length`` +
 payload (``wire/framing.py``). A *request* carries ``seq`` > 0 and is answered by exactly one reply
-with the same ``seq``, an ``Error`` if need be. A *one-way* message is answered only by an ``Error``
-(``seq`` echoed, 0 if none was given). The daemon pushes ``Populated`` with ``seq`` 0.
+with the same ``seq``, an ``Error`` if need be; ``Promoting`` may come before it. A *one-way*
+message is answered only by an ``Error`` (``seq`` echoed, 0 if none was given). The daemon pushes
+``Populated`` with ``seq`` 0.
 
 Order of a session: ``Hello`` -> ``Welcome`` (with the arena's descriptor attached, if asked for),
 then ``Register`` -> ``Registered``, then anything. A session that only looks (CLI) skips Register.
@@ -50,9 +51,9 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ("tiers", "generations")
+FEATURES: Final[tuple[str, ...]] = ("tiers", "generations", "promoting")
 """Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
-``generations``: ``Register.generation``."""
+``generations``: ``Register.generation``. ``promoting``: ``Promoting``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -141,8 +142,10 @@ class Lookup(Message, tag="lookup"):
     none is full): not given, but a proof of which tokens came next.
 
     What L1 lacks may be promoted from a tier: then the answer comes when that is done, or after
-    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then. What would take
-    longer than computing it at ``prefill_tokens_s`` (0: not known) is not promoted.
+    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then; if L1 has a
+    part of what is asked for, after the rest's share of that, but no less than
+    ``lookup_budget_ms``. What would take longer than computing it at ``prefill_tokens_s`` (0: not
+    known) is not promoted.
     """
 
     request: Name
@@ -153,6 +156,13 @@ class Lookup(Message, tag="lookup"):
     spare: Int32 = 0
     budget_ms: Seconds = 0.0
     prefill_tokens_s: Seconds = 0.0
+
+
+class Promoting(Message, tag="promoting"):
+    """To a ``Lookup`` or ``Prefetch`` (its ``seq``), at once: tiers are at work on it, and the
+    answer follows. Without it and without an answer the daemon hangs. Needs the feature
+    ``promoting``.
+    """
 
 
 class Prefetch(Message, tag="prefetch"):
@@ -366,6 +376,7 @@ FromDaemon = (
     Welcome
     | Registered
     | Matched
+    | Promoting
     | Prefetched
     | Renewed
     | Granted

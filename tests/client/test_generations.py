@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass.client import link
+from kvass.client import reconnect as reconnect_module
 from kvass.client.scheduler import Match, SchedulerClient
 from kvass.client.session import open_session
 from kvass.messages import Clear, Error, FromClient, Lookup, Register, Release, Reserve
@@ -176,7 +176,7 @@ def test_a_clear_is_confirmed_in_the_namespace_that_is_left(
     daemon.restart()
     assert eventually(lambda: scheduler.counters["connects"] == 2)
     daemon.answers[Clear] = clears
-    scheduler._clear_after_s = 0.0
+    scheduler._reset._clear.not_before_s = 0.0
     assert eventually(lambda: scheduler.new_step() or scheduler.answering)  # type: ignore[func-returns-value]
     assert isinstance(match(scheduler), Match)
     old, *others, new = said(daemon)
@@ -229,7 +229,7 @@ def test_a_refused_move_is_not_said_again_in_every_step(
     daemon.answers[Register] = lambda m: [Error(seq=m.seq, code="limit", text="namespaces")]
     scheduler.new_generation()
     for _ in range(20):
-        scheduler._move_after_s += 60  # as if no time passed
+        scheduler._reset._register.not_before_s += 60  # as if no time passed
         scheduler.new_step()
     sync(scheduler, daemon)
     assert len(daemon.got(Register)) == 2
@@ -246,12 +246,12 @@ def test_who_was_just_connecting_as_before_is_not_let_in(
 
     def slowly(*args: Any, **options: Any) -> Any:
         opened = open_session(*args, **options)
-        if not client._registration.generation:
+        if not client._reset.registration.generation:
             client.new_generation()
         return opened
 
     knows(daemon)
-    monkeypatch.setattr(link, "open_session", slowly)
+    monkeypatch.setattr(reconnect_module, "open_session", slowly)
     client.start()
     assert eventually(lambda: client.connected)
     session = client._client.session

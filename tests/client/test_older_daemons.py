@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass.client import link, session
+from kvass.client import reconnect, session
 from kvass.client.client import Client
 from kvass.client.scheduler import Match, SchedulerClient
 from kvass.client.worker import WorkerClient
@@ -219,7 +219,7 @@ def test_a8_a_daemon_out_of_range_is_logged_once_and_everything_is_a_miss(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(link, "BACKOFF_LASTING_S", 0.02)  # many attempts, still one line
+    monkeypatch.setattr(reconnect, "BACKOFF_LASTING_S", 0.02)  # many attempts, still one line
     said = "this daemon speaks protocol 7..9, you 1..1: install matching versions"
     daemon.answers[Hello] = lambda m: [
         Error(seq=m.seq, code="incompatible_version", text=said, fatal=True)
@@ -276,4 +276,4 @@ def test_a8_after_the_upgrade_the_engine_is_cached_again(
             client.call(Ping())
         daemon.answers[Hello] = greet
         daemon.restart()  # in the place of the old one: found long before the pause is over
-        assert eventually(lambda: client.connected, link.BACKOFF_LASTING_S / 2)
+        assert eventually(lambda: client.connected, reconnect.BACKOFF_LASTING_S / 2)

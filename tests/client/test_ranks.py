@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass.client import link
+from kvass.client import reconnect
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.worker import WorkerClient
@@ -125,7 +125,7 @@ def test_terms_that_cannot_be_are_refused_by_name_and_that_process_runs_uncached
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One line, pauses between attempts, nothing stored; with the right terms it is in."""
-    monkeypatch.setattr(link, "BACKOFF_LASTING_S", 0.05)
+    monkeypatch.setattr(reconnect, "BACKOFF_LASTING_S", 0.05)
     wrong, says = CASES[name].wrong, CASES[name].says
     ranks = [r for r in MLA.readers if r != wrong.rank and not (r == 3 and wrong.rank != -1)]
     right = {r: terms(MLA.at(r)) for r in ranks}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvass.client import link
+from kvass.client import reconnect as reconnect_module
 from kvass.client.client import Client
 from kvass.client.scheduler import PENDING, Match, SchedulerClient
 from kvass.client.session import open_session
@@ -243,7 +243,7 @@ def reconnect(client: Client) -> None:
     """The connection ends and another begins, while the daemon lives on."""
     session = client.session
     assert session is not None
-    client.fault(session, "a test")
+    client.connection.fault(session, "a test")
     assert eventually(lambda: client.session not in (None, session))
 
 
@@ -294,7 +294,7 @@ class Door:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shut: set[int] = set()
         self._open = open_session
-        monkeypatch.setattr(link, "open_session", self)
+        monkeypatch.setattr(reconnect_module, "open_session", self)
 
     def __call__(self, path: str, registration: Register | None, **options: Any) -> Any:
         if registration is not None and registration.rank in self.shut:
@@ -318,7 +318,7 @@ def test_a_clear_nobody_heard_is_made_up_for_after_the_reconnect(
     for rank in ranks:
         session = clients[rank].session
         assert session is not None
-        clients[rank].fault(session, "a test")
+        clients[rank].connection.fault(session, "a test")
     assert not scheduler.clear(0.05)
     assert not engine.load("old")
     assert not engine.store("meanwhile")

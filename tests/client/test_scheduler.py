@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvass.client.client import MAX_UNANSWERED
+from kvass.client.requests import MAX_UNANSWERED
 from kvass.client.scheduler import LATE_S, PENDING, Match, Reserving, SchedulerClient
 from kvass.messages import (
     Abort,
@@ -175,7 +175,7 @@ def test_pending_has_an_end_and_the_late_match_is_released(
     assert match(scheduler, first=1) is None
     assert scheduler.counters["timeouts"] >= 1
     slow.let_go()
-    late = daemon.got(Release)  # settled by the keeper: nobody calls
+    late = daemon.got(Release)  # settled by the thread: nobody calls
     assert late[0].rank == -1
     assert scheduler.take("r") is None
     scheduler.settle("r")
@@ -487,7 +487,7 @@ def test_ten_thousand_aborted_lookups_hold_nothing(
         scheduler.new_step()
         match(scheduler, f"r{i}")
         scheduler.settle(f"r{i}")
-    assert scheduler._asks == {}
+    assert scheduler._lookups == {}
     sync(scheduler, daemon)
 
     def all_given_back() -> bool:

@@ -1,4 +1,4 @@
-"""A daemon with tiers may answer late: how long it is waited for, and how a hung one is told."""
+"""A daemon with tiers says that it is at work, and answers later: how long it is waited for."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvass.client.client import MAX_UNANSWERED
-from kvass.client.scheduler import LONGEST_S, PENDING, Match, SchedulerClient
+from kvass.client.requests import MAX_UNANSWERED
+from kvass.client.scheduler import MAX_PATIENCE_S, PENDING, Match, SchedulerClient
 from kvass.errors import Incompatible
 from kvass.messages import (
     Clear,
@@ -17,10 +17,10 @@ from kvass.messages import (
     Error,
     Lookup,
     Matched,
-    Ping,
     Pong,
     Prefetch,
     Prefetched,
+    Promoting,
     Register,
     Release,
     Reserve,
@@ -37,12 +37,12 @@ WHOLE_S = CHUNKS * CHUNK_TOKENS / 5_000
 
 @pytest.fixture
 def tiers(daemon: ScriptedDaemon) -> ScriptedDaemon:
-    """Its lookups are answered when a test says so."""
+    """It takes lookups up, and answers them when a test says so."""
     timing = Timing(lookup_budget_ms=100.0)
     daemon.welcome = lambda w: msgspec.structs.replace(
-        w, tiers=1, features=("tiers",), timing=timing
+        w, tiers=1, features=("tiers", "promoting"), timing=timing
     )
-    daemon.answers[Lookup] = lambda _: []
+    daemon.answers[Lookup] = lambda m: [Promoting(seq=m.seq)]
     return daemon
 
 
@@ -88,7 +88,7 @@ def test_the_daemon_is_told_how_long(tiers: ScriptedDaemon, scheduler: Scheduler
     scheduler.match("rest", DIGESTS, WIDTH, CHUNKS - 1, 100.0)
     budgets = [(m.budget_ms / 1000, m.prefill_tokens_s) for m in tiers.got(Lookup, 4)]
     for (budget, speed), (most, told) in zip(
-        budgets, [(WHOLE_S, 0), (0.1, 100_000), (LONGEST_S, 1), (2.56, 100)], strict=True
+        budgets, [(WHOLE_S, 0), (0.1, 100_000), (MAX_PATIENCE_S, 1), (2.56, 100)], strict=True
     ):
         assert most - 0.05 < budget < most
         assert speed == told
@@ -129,14 +129,15 @@ def test_a_daemon_without_tiers_is_told_nothing_new(
 def test_a_daemon_that_hangs_is_not_waited_for(
     tiers: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
-    """Its tiers may take seconds, but a ping it answers at once."""
-    tiers.answers[Ping] = lambda _: []
+    """Its tiers may take seconds, but it says at once that they are at work."""
+    tiers.answers[Lookup] = lambda _: []
     began = time.monotonic()
     while match(scheduler) is PENDING:
         scheduler.new_step()
         assert time.monotonic() - began < 30
     assert time.monotonic() - began < WHOLE_S
     assert scheduler.counters["timeouts"] == 1
+    assert scheduler._client.silent_s > 0
     late = later(tiers, tiers.got(Lookup)[0])
     scheduler.new_step()
     assert eventually(lambda: any(m.lease == late.lease for m in tiers.got(Release, 0)))
@@ -181,12 +182,37 @@ def test_a_clear_that_a_tier_could_not_note_is_not_said_in_every_step(
     assert len(tiers.got(Clear)) == 2
 
 
-def test_a_pong_is_asked_for_once(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:
-    for _ in range(20):
-        scheduler.new_step()
-        assert match(scheduler) is PENDING
-        time.sleep(0.001)
-    assert len(tiers.got(Ping)) == 1
+def test_an_older_daemon_with_tiers_is_waited_for_as_one_without(
+    tiers: ScriptedDaemon, registration: Register
+) -> None:
+    """It does not say that it is at work, and it might hang: so ``lookup_budget_ms`` and no more.
+    That its answer is late says nothing: it is asked for other things meanwhile."""
+    welcome = tiers.welcome
+    tiers.welcome = lambda w: msgspec.structs.replace(welcome(w), features=("tiers",))
+    tiers.answers[Lookup] = lambda _: []
+    client = SchedulerClient(tiers.path, registration, reserve_wait_s=5)
+    client.start()
+    assert eventually(lambda: client.connected)
+    began = time.monotonic()
+    while match(client) is PENDING:
+        client.new_step()
+        assert client.answering
+        assert time.monotonic() - began < 30
+    assert 0.1 <= time.monotonic() - began < WHOLE_S
+    (asked,) = tiers.got(Lookup)
+    assert 0 < asked.budget_ms <= 100
+    assert client.reserve(ITEMS, WIDTH) is not None
+    later(tiers, asked)
+    assert eventually(lambda: client.counters["late_replies"] == 1)
+    assert len(tiers.got(Release)) == 1
+    client.close()
+
+
+def test_promoting_for_what_was_not_asked_ends_the_connection(
+    tiers: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    tiers.push(Promoting(seq=1 << 40))
+    assert eventually(lambda: scheduler.new_step() or scheduler.counters["lost"] == 1)  # type: ignore[func-returns-value]
 
 
 def test_who_is_settled_while_waiting_leaves_nothing(

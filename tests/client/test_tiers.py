@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,22 +84,39 @@ def loaded(one: FakeEngine, prompt: range) -> int:
     return chunks
 
 
-@pytest.mark.parametrize("world", [ONE, GRID], ids=["tp1", "tp2-pp2"])
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a disk tier that has ``PROMPT``, as a daemon left it."""
+    folder = tmp_path_factory.mktemp("stored")
+    with tiered(folder) as daemon, engine(daemon) as one:
+        assert one.store(PROMPT) == 8
+        flushed(daemon)
+    return folder / "disk"
+
+
+@pytest.fixture
+def cold(tmp_path: Path, stored: Path) -> Path:
+    """The folder for a daemon whose L1 is empty and whose disk tier has ``PROMPT``."""
+    shutil.copytree(stored, tmp_path / "disk")
+    return tmp_path
+
+
 @pytest.mark.parametrize("end", ["kill", "stop"])
-def test_what_was_stored_outlives_the_daemon(
-    tmp_path: Path, world: ParallelStrategy, end: str
-) -> None:
+def test_what_was_stored_outlives_the_daemon(tmp_path: Path, end: str) -> None:
     with tiered(tmp_path) as daemon:
-        with engine(daemon, world) as one:
-            assert one.store(PROMPT) == 8
-            if end == "kill":
-                flushed(daemon)
+        for world in (ONE, GRID):
+            with engine(daemon, world) as one:
+                assert one.store(PROMPT) == 8
+                if end == "kill":
+                    flushed(daemon)
         getattr(daemon, end)()
         daemon.start()
-        with engine(daemon, world) as one:
-            eventually(lambda: loaded(one, PROMPT) == 8)
-            assert loaded(one, range(1000, 1064)) == 0
-        assert tier_of(daemon)["loaded_rows"] >= 16
+        for world in (ONE, GRID):
+            before = tier_of(daemon).get("loaded_rows", 0)
+            with engine(daemon, world) as one:
+                eventually(lambda one=one: loaded(one, PROMPT) == 8)  # type: ignore[misc]
+                assert loaded(one, range(1000, 1064)) == 0
+            assert tier_of(daemon)["loaded_rows"] >= before + 16
         daemon.wait_until(leases=0, pins=0, rows_loading=0, promotions=0)
 
 
@@ -169,50 +187,35 @@ def test_clearing_tiers_gives_the_space_back(tmp_path: Path) -> None:
         assert not list((tmp_path / "disk").glob("*.seg"))
 
 
-def test_prefetch_promotes_ahead_of_use(tmp_path: Path) -> None:
+def test_prefetch_promotes_ahead_of_use(cold: Path) -> None:
     keys = b"".join(chunk_keys(PROMPT, 16))
-    with tiered(tmp_path) as daemon:
-        with engine(daemon) as one:
-            assert one.store(PROMPT) == 8
-            flushed(daemon)
-        daemon.restart()
-        with engine(daemon) as one, Client(daemon.socket) as client:
-            space = bytes.fromhex(daemon.status()["namespaces"][0]["namespace"])
-            eventually(lambda: client.prefetch(space, keys, WIDTH) == 8)
-            assert daemon.status()["rows"] == 16
-            assert daemon.status()["pins"] == 0
-            assert one.load(PROMPT) == 8
-            one.verify()
-            assert tier_of(daemon)["loaded_rows"] == 16
+    with tiered(cold) as daemon, engine(daemon) as one, Client(daemon.socket) as client:
+        space = bytes.fromhex(daemon.status()["namespaces"][0]["namespace"])
+        eventually(lambda: client.prefetch(space, keys, WIDTH) == 8)
+        assert daemon.status()["rows"] == 16
+        assert daemon.status()["pins"] == 0
+        assert one.load(PROMPT) == 8
+        one.verify()
+        assert tier_of(daemon)["loaded_rows"] == 16
 
 
-def test_an_engines_scheduler_prefetches_without_waiting(tmp_path: Path) -> None:
+def test_an_engines_scheduler_prefetches_without_waiting(cold: Path) -> None:
     keys = b"".join(chunk_keys(PROMPT, 16))
-    with tiered(tmp_path) as daemon:
-        with engine(daemon) as one:
-            assert one.store(PROMPT) == 8
-            flushed(daemon)
-        daemon.restart()
-        with engine(daemon) as one:
+    with tiered(cold) as daemon, engine(daemon) as one:
 
-            def there() -> bool:
-                one.scheduler.new_step()
-                assert one.scheduler.prefetch(keys, WIDTH)
-                return bool(daemon.status()["rows"] == 16)
+        def there() -> bool:
+            one.scheduler.new_step()
+            assert one.scheduler.prefetch(keys, WIDTH)
+            return bool(daemon.status()["rows"] == 16)
 
-            eventually(there)
+        eventually(there)
 
 
-def test_promoted_rows_need_not_be_retained(tmp_path: Path) -> None:
-    with tiered(tmp_path, retain_promoted="false") as daemon:
-        with engine(daemon) as one:
-            assert one.store(PROMPT) == 8
-            flushed(daemon)
-        daemon.restart()
-        with engine(daemon) as one:
-            eventually(lambda: loaded(one, PROMPT) == 8)
-            daemon.wait_until(rows=0, leases=0, pins=0)
-            assert loaded(one, PROMPT) == 8
+def test_promoted_rows_need_not_be_retained(cold: Path) -> None:
+    with tiered(cold, retain_promoted="false") as daemon, engine(daemon) as one:
+        eventually(lambda: loaded(one, PROMPT) == 8)
+        daemon.wait_until(rows=0, leases=0, pins=0)
+        assert loaded(one, PROMPT) == 8
 
 
 def test_none_flushes_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvass.errors import Unavailable
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.fake_engine import WIDTH, FakeEngine, chunk_keys
 from kvass.types import PAGE
+from tests.client import test_tiers
 from tests.client.test_tiers import (
     LARGE,
     PROMPT,
@@ -30,6 +31,7 @@ from tests.client.test_tiers import (
 )
 from tests.support.servers.redis import RedisServer
 
+stored, cold = test_tiers.stored, test_tiers.cold
 BOUND_S = 20.0
 """Far above any budget here, and far below for ever."""
 
@@ -52,7 +54,7 @@ def faulty(folder: Path, *more: str, **options: Any) -> Iterator[Faulty]:
     """``more``: tiers behind it."""
     disk, orders = folder / "disk", folder / "orders"
     disk.mkdir(exist_ok=True)
-    inner = quote(f"disk:{disk}?capacity=64MiB", safe="")
+    inner = quote(f"disk:{disk}?capacity=256MiB", safe="")
     url = f"tests.support.tiers.faulty:FaultyTier?inner={inner}&orders={quote(str(orders))}"
     with running_daemon(folder, "16MiB", tier=[url, *more], dma_grace_s=0.2, **options) as daemon:
         yield Faulty(daemon, orders)
@@ -60,25 +62,16 @@ def faulty(folder: Path, *more: str, **options: Any) -> Iterator[Faulty]:
 
 def in_bounds(one: FakeEngine, prompt: range) -> int:
     """``loaded``, which must not take long, whatever the tier does."""
-    one.scheduler._lookup_budget_s = 0.5
+    one.scheduler._lookup_budget_s = 0.2
     began = time.monotonic()
     chunks = loaded(one, prompt)
     assert time.monotonic() - began < BOUND_S
     return chunks
 
 
-def filled(tier: Faulty) -> None:
-    """The tier has ``PROMPT``, and a new daemon nothing else."""
-    with engine(tier.daemon) as one:
-        assert one.store(PROMPT) == 8
-        flushed(tier.daemon)
-    tier.daemon.restart()
-
-
 @pytest.mark.parametrize("trouble", ["dead", "raise", "spoil", "hang", "slow"])
-def test_trouble_is_a_miss_and_goes_by(tmp_path: Path, trouble: str) -> None:
-    with faulty(tmp_path) as tier:
-        filled(tier)
+def test_trouble_is_a_miss_and_goes_by(cold: Path, trouble: str) -> None:
+    with faulty(cold) as tier:
         with engine(tier.daemon) as one:
             eventually(lambda: bool(tier_of(tier.daemon)))
             tier.tell(trouble)
@@ -103,17 +96,15 @@ def test_a_tier_that_promises_everything_gives_nothing(tmp_path: Path) -> None:
         eventually(lambda: in_bounds(one, PROMPT) == 8)
 
 
-def test_a_tier_that_hangs_delays_no_other_and_no_end(tmp_path: Path) -> None:
+def test_a_tier_that_hangs_delays_no_other_and_no_end(cold: Path) -> None:
     """The first tier's loads never come back; the second one serves, and SIGTERM ends it all."""
-    (tmp_path / "second").mkdir()
-    second = f"disk:{tmp_path / 'second'}?capacity=64MiB"
+    (cold / "second").mkdir()
+    second = f"disk:{cold / 'second'}?capacity=64MiB"
     only_second = range(5000, 5128)
-    with faulty(tmp_path) as tier:
-        filled(tier)
-    with running_daemon(tmp_path, "16MiB", tier=[second]) as daemon, engine(daemon) as one:
+    with running_daemon(cold, "16MiB", tier=[second]) as daemon, engine(daemon) as one:
         assert one.store(only_second) == 8
         flushed(daemon)
-    with faulty(tmp_path, second, stop_s="1") as tier:
+    with faulty(cold, second, stop_s="0.2") as tier:
 
         def hanging() -> bool:
             return bool(tier_of(tier.daemon).get("loading_bytes", 0) > 0)
@@ -132,10 +123,9 @@ def test_a_tier_that_hangs_delays_no_other_and_no_end(tmp_path: Path) -> None:
         assert time.monotonic() - began < BOUND_S
 
 
-def test_many_lookups_of_one_cold_prompt_are_one_load(tmp_path: Path) -> None:
+def test_many_lookups_of_one_cold_prompt_are_one_load(cold: Path) -> None:
     """64 requests that arrive together, each with lookups of its own, while the tier is slow."""
-    with faulty(tmp_path) as tier:
-        filled(tier)
+    with faulty(cold) as tier:
         with engine(tier.daemon) as one:
             keys = b"".join(chunk_keys(PROMPT, 16))
             eventually(lambda: bool(tier_of(tier.daemon)))
@@ -205,6 +195,7 @@ def test_damage_on_disk_is_a_miss(tmp_path: Path) -> None:
         with engine(daemon, model=LARGE) as one:
             eventually(lambda: tier_of(daemon).get("indexing") == 0)
             assert in_bounds(one, PROMPT) == 0
+            daemon.wait_until(promotions=0, rows_loading=0)
             assert tier_of(daemon)["load_misses"] > 0
             assert one.store(PROMPT) == 8
             flushed(daemon)

@@ -178,7 +178,7 @@ def test_one_of_eight_shards_populates_what_its_copies_touch(
         assert lease is not None
         assert eventually(lambda: populated(worker) == (shard + 1) * share)
         lease.close()
-        assert threads == {"kvass"}, "the keeper alone"
+        assert threads == {"kvass"}, "the connection's thread alone"
     finally:
         worker.close()
 

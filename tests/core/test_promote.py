@@ -151,6 +151,22 @@ def test_the_asker_says_how_long_it_waits(rig: TierRig) -> None:
     assert quiet(rig)
 
 
+@pytest.mark.parametrize("knows", [False, True])
+def test_who_knows_promoting_is_told_at_once_that_tiers_are_at_work(
+    rig: TierRig, knows: bool
+) -> None:
+    e = rig.ready()
+    rig.machine.state.sessions[e.scheduler].features = ("promoting",) if knows else ()
+    stored(rig, e, "a")
+    rig.begin(e, "a")
+    told = [m.Promoting(seq=7)] * knows
+    assert rig.replies(e.scheduler) == told
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [1]
+    rig.begin(e, "a")
+    assert [type(r) for r in rig.replies(e.scheduler)] == [m.Matched], "L1 has it"
+
+
 def test_a_late_probe_changes_nothing(rig: TierRig) -> None:
     e = rig.ready()
     stored(rig, e, "a")
@@ -603,13 +619,13 @@ def test_what_is_not_retained_is_there_for_a_shorter_match_too(end: str) -> None
     assert rig.gauge("rows", "pins") == (0, 0)
 
 
-def test_the_rest_of_a_prompt_is_waited_for_as_long_as_computing_the_rest_takes() -> None:
+def test_the_rest_of_a_prompt_is_waited_for_its_share_of_the_time() -> None:
     rig = TierRig(pages=256)
     e = rig.ready()
     for start in range(0, 100, 10):
         e.store(*range(start, start + 10))
         rig.settle()
-    rig.begin(e, *range(101), budget_ms=20_000.0, prefill_tokens_s=100.0)
+    rig.begin(e, *range(101), budget_ms=16_160.0, prefill_tokens_s=100.0)
     assert rig.machine.state.promotions.next_due == pytest.approx(rig.now + 0.16)
     rig.wait(0.2)
     assert [r.chunks for r in rig.replies(e.scheduler)] == [100]

@@ -14,12 +14,13 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import pytest
 
-from kvass.testing.daemon import Daemon
+from kvass.testing.daemon import Daemon, running_daemon
 
 WAIT_S = 20.0
 ROW = 4096
@@ -95,12 +96,14 @@ class Foreigner:
 class Engine:
     """A scheduler and its ranks, all of which hold, and share, the one shard."""
 
-    def __init__(self, path: str, name: str, more: dict[str, Any], ranks: int = 1) -> None:
+    def __init__(
+        self, path: str, name: str, more: dict[str, Any], ranks: int = 1, **greeting: Any
+    ) -> None:
         # One rank is what `ranks`, `world_size`, `shard` and `writer` mean where they are missing.
         self._said = {"ranks": ranks} if ranks > 1 else {}
         self.scheduler = Foreigner(path, more)
         self.workers = [Foreigner(path, more) for _ in range(ranks)]
-        self.scheduler.greet()
+        self.scheduler.greet(**greeting)
         self.scheduler.register(name, **self._said)
         for rank, worker in enumerate(self.workers):
             welcome = worker.greet(wants_arena=True)
@@ -254,6 +257,22 @@ def test_a8_a_range_that_reaches_ours_is_met(shared: Daemon) -> None:
     with Foreigner(shared.socket, {}) as visitor:
         welcome = visitor.greet(protocol_min=1, protocol_max=9, features=["unheard-of"])
     assert (welcome.get("protocol", 1), welcome.get("features", [])) == (1, [])
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a8_only_who_knows_promoting_hears_that_tiers_are_at_work(
+    tmp_path: Path, knows: bool
+) -> None:
+    (tmp_path / "disk").mkdir()
+    tier = f"disk:{tmp_path / 'disk'}?capacity=64MiB"
+    with running_daemon(tmp_path, "16MiB", tier=[tier]) as daemon:
+        engine = Engine(daemon.socket, "e", {}, features=["tiers", "promoting"][: 1 + knows])
+        reply = engine.lookup(KEYS)
+        if knows:
+            assert reply["t"] == "promoting"
+            reply = engine.scheduler.read()
+        assert (reply["t"], reply.get("chunks", 0)) == ("matched", 0)
+        engine.close()
 
 
 def test_a8_what_this_daemon_cannot_know_ends_that_session_alone(

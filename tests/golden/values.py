@@ -106,6 +106,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "prefetch": m.Prefetch(
         seq=3, request="r-1", digests=_DIGESTS, width=16, namespace=bytes(32), budget_ms=1000.0
     ),
+    "promoting": m.Promoting(seq=3),
     "prefetched": m.Prefetched(seq=3, chunks=4),
     "matched.spare": m.Matched(
         seq=3, boot=BOOT, lease=1, chunks=3, deadline_s=12406.25, slots=(_SLOTS,), spare=1

@@ -9,69 +9,87 @@ Laws of this file:
 - When the connection is lost, everything held or asked through it is void, even if the daemon lived
   on: it has given those slots to others. Ranks learn only of what was handed over on the connection
   it came through.
-- After ``clear`` nothing matches and nothing is reserved until a daemon has confirmed a Clear, on
-  whatever connection; then what was stored or granted before can match no more.
-- After ``new_generation`` nothing matches and nothing is reserved until a daemon has registered us
-  under it, now or when we connect again. A daemon that keeps no generations apart is not used.
+- While a reset is pending (``reset.py``) nothing matches and nothing is reserved.
 """
 
 from __future__ import annotations
 
-import logging
-import os
+import math
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from kvass.client.client import Client, bounded
-from kvass.client.match import PENDING as PENDING
-from kvass.client.match import Ask
-from kvass.client.match import Match as Match
-from kvass.client.match import Pending as Pending
-from kvass.client.match import Reserving as Reserving
-from kvass.client.session import Session
-from kvass.errors import KvassError, Unavailable, UsageError
+from kvass.client.client import Client, Endpoint, bounded
+from kvass.client.reset import NamespaceReset
+from kvass.client.session import ClientSession
+from kvass.errors import Unavailable
 from kvass.messages import (
     Abort,
-    Clear,
-    Cleared,
     Error,
     FromDaemon,
     Granted,
     HandedOver,
     Lookup,
     Matched,
-    Ping,
     Prefetch,
     Register,
-    Registered,
     Release,
-    Request,
     Reserve,
     ReserveItem,
 )
 
 GUESS_TOKENS_S: Final = 5_000.0
 """What an engine that has measured nothing yet is taken to compute per second."""
-LONGEST_S: Final = 30.0
+MAX_PATIENCE_S: Final = 30.0
 """No request waits longer for tiers, however long its prompt."""
-CLEAR_AGAIN_S: Final = 1.0
-"""A Clear that a tier could not note costs others of the namespace what L1 has, each time."""
-MOVE_AGAIN_S: Final = 1.0
-"""When a new generation that the daemon refused is said again."""
 LATE_S: Final = 0.25
 """How long an answer to a reserve may be on its way: the caller keeps what it offered until then.
 It is also how long a silent daemon is still sent reserves."""
 ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
-GENERATION_BYTES: Final = 16
-_log: Final = logging.getLogger("kvass.client")
 
 
-class SchedulerClient:
+Match = Matched
+"""A ``Matched`` of at least one chunk; of the rows of group ``g`` that the hit needs, ``slots[g]``
+says where they lie: those of the last ``len(slots[g])`` chunks."""
+
+
+class Pending:
+    """The daemon has not answered yet: ask again in a later step. Test with ``is PENDING``."""
+
+
+PENDING: Final = Pending()
+
+
+class RequestLookup:
+    """What one request holds or has asked for: nothing, a lookup in flight, or a match."""
+
+    def __init__(self) -> None:
+        self.session: ClientSession | None = None
+        """The connection that it was asked through."""
+        self.first = 0
+        self.seq = 0
+        """Of the lookup in flight; 0: there is none."""
+        self.match: Match | None = None
+        self.give_up_s = 0.0
+        """CLOCK_MONOTONIC until which the request may be told ``PENDING``; 0: never told yet."""
+        self.acknowledged_by_s = 0.0
+        """CLOCK_MONOTONIC until which the daemon must have said that a tier is at work."""
+
+
+class Reserving(msgspec.Struct):
+    """A reserve of ``items`` items, sent as ``seq`` at ``asked_s`` (CLOCK_MONOTONIC). ``wait_s``:
+    how long the first look for its answer may take."""
+
+    seq: int
+    items: int
+    asked_s: float
+    wait_s: float
+
+
+class SchedulerClient(Endpoint):
     """Used from the engine's scheduler thread only. No call raises for an absent daemon.
 
     ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
@@ -95,8 +113,8 @@ class SchedulerClient:
         incomplete: bool = False,
     ) -> None:
         self._client = Client(socket, registration, incomplete=incomplete)
-        self._registration = registration
-        """How we want to be registered; the client has this too, once no Clear is owed."""
+        super().__init__(self._client.connection)
+        self._reset = NamespaceReset(self._client, registration)
         ranks = tuple(range(registration.ranks) if readers is None else readers)
         self._readers = None if ranks == (0,) else ranks
         """None is how ``Lookup`` says "exactly rank 0"."""
@@ -106,53 +124,17 @@ class SchedulerClient:
         self._reserve_wait_s = reserve_wait_s
         self._step_wait_s = step_wait_s
         self._left_s = step_wait_s
-        self._asks: dict[str, Ask] = {}
-        self._giver: Session | None = None
+        self._lookups: dict[str, RequestLookup] = {}
+        """By request."""
+        self._giver: ClientSession | None = None
         """The connection through which came the first of what was taken since ``handed_over``."""
-        self._must_clear = False
-        self._clear_after_s = 0.0
-        self._clearing = 0
-        """The ``seq`` of the owed Clear while it is in flight."""
-        self._moving = 0
-        """The ``seq`` of the ``Register`` that says a new generation, while it is in flight."""
-        self._move_after_s = 0.0
-
-    @property
-    def connected(self) -> bool:
-        """Whether a daemon is there."""
-        return self._client.connected
 
     @property
     def answering(self) -> bool:
         """Whether a daemon is there that answers within ``LATE_S``, and no reset is unknown to it:
         worth preparing a reserve."""
-        there = self._client.session is not None and not self._resetting
+        there = self.connected and not self._reset.pending
         return there and self._client.silent_s <= LATE_S
-
-    @property
-    def _resetting(self) -> bool:
-        """Whether a Clear is owed, or the daemon that is there takes us for what we were before."""
-        session = self._client.session
-        return self._must_clear or (session is not None and not self._known(session))
-
-    def _known(self, session: Session) -> bool:
-        """Whether the daemon of ``session`` has us registered under our generation."""
-        apart = not self._registration.generation or "generations" in session.welcome.features
-        return apart and session.registration is self._registration
-
-    @property
-    def counters(self) -> Counter[str]:
-        """``lookups``, ``hits``, ``misses``, ``timeouts``, ``late_replies``, ``dropped``, ``lost``,
-        ``unproven``, ``connects``, ``too_old``, ``refused_<code>``, ``failed_<error>``."""
-        return self._client.counters
-
-    def start(self) -> None:
-        """Begin connecting in the background, in this process (after any fork). Never blocks."""
-        self._client.start()
-
-    def complete(self, identity: Mapping[str, str]) -> None:
-        """``start`` with the fields that the registration's identity lacked. From any thread."""
-        self._client.complete(identity)
 
     def new_step(self) -> None:
         """A scheduler step begins: a new wait budget; late replies are settled, an owed Clear and a
@@ -160,8 +142,7 @@ class SchedulerClient:
         self._left_s = self._step_wait_s
         self._giver = None
         self._client.poll()
-        if self._confirm_clear(0.0):
-            self._confirm_generation(0.0)
+        self._reset.go_on()
 
     # ------------------------------------------------------------ reading
 
@@ -180,29 +161,29 @@ class SchedulerClient:
         than half its time left, it is released and looked up again. ``prefill_tokens_s``: what the
         engine computes per second, 0 if it does not know; loading has to be faster.
         """
-        if self._resetting:
+        if self._reset.pending:
             return None
-        ask = self._asks.setdefault(request, Ask())
-        if ask.first != first or self._lapsing(ask):
-            self._give_back(ask)
-        if ask.match is None:
+        lookup = self._lookups.setdefault(request, RequestLookup())
+        if lookup.first != first or self._lapsing(lookup):
+            self._give_back(lookup)
+        if lookup.match is None:
             wait_s = 0.0
-            if not ask.seq:
-                wait_s = self._look_up(ask, request, digests, width, first, prefill_tokens_s)
-            if ask.seq:
-                return self._answer(ask, wait_s, len(digests) // width)
-        return ask.match
+            if not lookup.seq:
+                wait_s = self._look_up(lookup, request, digests, width, first, prefill_tokens_s)
+            if lookup.seq:
+                return self._answer(lookup, wait_s, len(digests) // width)
+        return lookup.match
 
     def take(self, request: str) -> Match | None:
         """The held match; the caller now owns its lease and must hand it over or release it.
 
         None if none is held, or its connection is gone.
         """
-        ask = self._asks.get(request)
+        lookup = self._lookups.get(request)
         taken = None
-        if ask is not None and ask.session is self._client.session:
-            taken, ask.match = ask.match, None
-            self._giver = self._giver or ask.session
+        if lookup is not None and lookup.session is self._client.session:
+            taken, lookup.match = lookup.match, None
+            self._giver = self._giver or lookup.session
         self.settle(request)
         return taken
 
@@ -211,21 +192,21 @@ class SchedulerClient:
 
         For every request that ends, is preempted, or is given no external tokens.
         """
-        if (ask := self._asks.pop(request, None)) is not None:
-            self._give_back(ask)
+        if (lookup := self._lookups.pop(request, None)) is not None:
+            self._give_back(lookup)
 
     def release(self, boot: bytes, lease: int) -> None:
         """Give back a taken lease that was not handed over."""
-        self._client.post(Release(boot=boot, lease=lease))
+        self.connection.post(Release(boot=boot, lease=lease))
 
-    def _lapsing(self, ask: Ask) -> bool:
-        """Whether what ``ask`` has is void, or its lease too old to begin a load on."""
-        if ask.session is not self._client.session:
+    def _lapsing(self, lookup: RequestLookup) -> bool:
+        """Whether what ``lookup`` has is void, or its lease too old to begin a load on."""
+        if lookup.session is not self._client.session:
             return True
-        if ask.match is None or ask.session is None:
+        if lookup.match is None or lookup.session is None:
             return False
-        half_s = ask.session.welcome.timing.lease_s / 2
-        return ask.match.deadline_s - time.monotonic() < half_s
+        half_s = lookup.session.welcome.timing.lease_s / 2
+        return lookup.match.deadline_s - time.monotonic() < half_s
 
     def prefetch(self, digests: bytes, width: int, budget_s: float = 60.0) -> bool:
         """Have the tiers' rows of a prompt promoted, ahead of use; whether the daemon was asked.
@@ -233,10 +214,10 @@ class SchedulerClient:
         Arguments as ``match``. Never blocks, and holds nothing.
         """
         session = self._client.session
-        if session is None or self._resetting or "tiers" not in session.welcome.features:
+        if session is None or self._reset.pending or "tiers" not in session.welcome.features:
             return False
         most = session.welcome.limits.keys_per_message * width
-        seq = self._submit(
+        seq = self._client.submit(
             Prefetch(
                 request="prefetch",
                 digests=digests[:most],
@@ -251,7 +232,7 @@ class SchedulerClient:
 
     def _look_up(
         self,
-        ask: Ask,
+        lookup: RequestLookup,
         request: str,
         digests: bytes,
         width: int,
@@ -262,19 +243,21 @@ class SchedulerClient:
         session, prefill_tokens_s = self._client.session, bounded(prefill_tokens_s)
         if session is None or first * width >= len(digests):
             return 0.0
-        timing = session.welcome.timing
         if self._client.silent_s:
             self._client.poll()  # what was late may have come since the last step
         silent_s, now_s = self._client.silent_s, time.monotonic()
-        if silent_s > self._budget_s(timing.lookup_budget_ms / 1000):
+        if silent_s > self._patience_s(session):
             self.counters["timeouts"] += 1  # it would only cost this request its patience
             return 0.0
         most = session.welcome.limits.keys_per_message * width
-        chunks = min(len(digests), most) // width - first
-        if not ask.patience_s:
-            ask.patience_s = now_s + self._patience_s(session, chunks, prefill_tokens_s)
-        tiers = session.welcome.tiers
-        lookup = Lookup(
+        if not lookup.give_up_s:
+            tokens = (min(len(digests), most) // width - first) * self._chunk_tokens
+            compute_s = tokens / (prefill_tokens_s or GUESS_TOKENS_S)
+            lookup.give_up_s = now_s + self._patience_s(session, compute_s)
+        least_s = session.welcome.timing.lookup_budget_ms / 1000
+        says = _acknowledges(session)
+        lookup.acknowledged_by_s = min(lookup.give_up_s, now_s + least_s if says else math.inf)
+        message = Lookup(
             request=request,
             digests=digests[:most],
             width=width,
@@ -282,79 +265,56 @@ class SchedulerClient:
             readers=self._readers,
             spare=self._spare,
         )
-        if tiers:
-            lookup.budget_ms = bounded(1000 * max(ask.patience_s - now_s - ANSWER_S, 0.001))
-            lookup.prefill_tokens_s = prefill_tokens_s
-        ask.seq, ask.first, ask.session = self._submit(lookup, late=tiers > 0), first, session
+        if session.welcome.tiers:
+            message.budget_ms = bounded(1000 * max(lookup.give_up_s - now_s - ANSWER_S, 0.001))
+            message.prefill_tokens_s = prefill_tokens_s
+        lookup.seq = self._client.submit(message, late=session.welcome.tiers > 0 and not says)
+        lookup.first, lookup.session = first, session
         self.counters["lookups"] += 1
         return 0.0 if silent_s else self._left_s
 
-    def _budget_s(self, default_s: float) -> float:
-        return default_s if self._lookup_budget_s is None else self._lookup_budget_s
+    def _patience_s(self, session: ClientSession, compute_s: float = 0.0) -> float:
+        """How long a request may be told ``PENDING``: with tiers no longer than to compute it. A
+        daemon that does not say when tiers are at work might hang, so it is not waited for then."""
+        if self._lookup_budget_s is not None:
+            return self._lookup_budget_s
+        least_s = session.welcome.timing.lookup_budget_ms / 1000
+        return max(least_s, min(compute_s, MAX_PATIENCE_S)) if _acknowledges(session) else least_s
 
-    def _patience_s(self, session: Session, chunks: int, prefill_tokens_s: float) -> float:
-        """How long a request may wait for ``chunks`` more: no longer than computing them takes."""
-        budget_s = session.welcome.timing.lookup_budget_ms / 1000
-        if session.welcome.tiers:
-            tokens = chunks * self._chunk_tokens
-            budget_s = max(budget_s, min(tokens / (prefill_tokens_s or GUESS_TOKENS_S), LONGEST_S))
-        return self._budget_s(budget_s)
-
-    def _taken_up(self, ask: Ask) -> bool:
-        """Whether the daemon is at work on a lookup, as far as we can tell by now: a tier may take
-        its time, but the daemon itself answers at once."""
-        assert ask.session is not None
-        welcome, now_s = ask.session.welcome, time.monotonic()
-        if not welcome.tiers or ask.taken_up:
-            return True
-        if not ask.ping:
-            ask.ping, ask.pinged_s = self._submit(Ping()), now_s
-            return True
-        if self._client.wait(ask.ping, 0.0) is not None:
-            ask.ping, ask.taken_up = 0, True
-            return True
-        if now_s - ask.pinged_s < welcome.timing.lookup_budget_ms / 1000:
-            return True
-        self._client.overdue()
-        return False
-
-    def _answer(self, ask: Ask, wait_s: float, asked: int) -> Match | Pending | None:
+    def _answer(self, lookup: RequestLookup, wait_s: float, asked: int) -> Match | Pending | None:
         """What the lookup in flight has come to, after ``wait_s`` at most."""
         began_s = time.monotonic()
         try:
-            late = ask.session is not None and ask.session.welcome.tiers > 0
-            reply = self._client.wait(ask.seq, wait_s, late=late)
-            patient = reply is not None or self._taken_up(ask)
+            reply = self._client.wait(lookup.seq, wait_s)
         except Unavailable:
-            ask.seq = ask.ping = 0
+            lookup.seq = 0
             return None
         now_s = time.monotonic()
         self._left_s = max(self._left_s - (now_s - began_s), 0.0)
         if reply is None:
-            if patient and now_s < ask.patience_s:
+            acknowledged = self._client.promoting(lookup.seq)
+            if now_s < (lookup.give_up_s if acknowledged else lookup.acknowledged_by_s):
                 return PENDING
             self.counters["timeouts"] += 1
-            self._give_back(ask)
+            self._give_back(lookup)
             return None
-        ask.seq, ask.taken_up = 0, False
-        if ask.ping:
-            self._client.discard(ask.ping)
-            ask.ping = 0
-        ask.match = self._matched(ask, reply, asked)
-        self.counters["misses" if ask.match is None else "hits"] += 1
-        return ask.match
+        lookup.seq = 0
+        lookup.match = self._matched(lookup, reply, asked)
+        self.counters["misses" if lookup.match is None else "hits"] += 1
+        return lookup.match
 
-    def _matched(self, ask: Ask, reply: FromDaemon, asked: int) -> Match | None:
-        if not isinstance(reply, Matched):
-            self._refused(reply)
+    def _matched(self, lookup: RequestLookup, reply: FromDaemon, asked: int) -> Match | None:
+        if isinstance(reply, Error):
+            self.connection.refused(reply)
             return None
-        assert ask.session is not None
+        assert isinstance(reply, Matched)
+        assert lookup.session is not None
         if not (
-            reply.boot == ask.session.boot
-            and reply.first == ask.first <= reply.chunks <= asked
+            reply.boot == lookup.session.boot
+            and reply.first == lookup.first <= reply.chunks <= asked
             and (reply.lease > 0) == (reply.chunks > reply.first)
         ):
-            self._client.fault(ask.session, "a match of what was not asked for")
+            self.connection.fault(lookup.session, "a match of what was not asked for")
             return None
         if not reply.lease:
             return None
@@ -362,25 +322,15 @@ class SchedulerClient:
             self.counters["unproven"] += 1
             self.release(reply.boot, reply.lease)
             return None
-        return Match(
-            lease=reply.lease,
-            boot=reply.boot,
-            first=reply.first,
-            chunks=reply.chunks,
-            given_s=reply.given_s,
-            deadline_s=reply.deadline_s,
-            slots=reply.slots,
-        )
+        return reply
 
-    def _give_back(self, ask: Ask) -> None:
-        if ask.session is self._client.session:  # else it went with its connection
-            if ask.match is not None:
-                self.release(ask.match.boot, ask.match.lease)
-            elif ask.seq:
-                self._client.discard(ask.seq)
-            if ask.ping:
-                self._client.discard(ask.ping)
-        ask.seq, ask.ping, ask.match, ask.taken_up = 0, 0, None, False
+    def _give_back(self, lookup: RequestLookup) -> None:
+        if lookup.session is self._client.session:  # else it went with its connection
+            if lookup.match is not None:
+                self.release(lookup.match.boot, lookup.match.lease)
+            elif lookup.seq:
+                self._client.discard(lookup.seq)
+        lookup.seq, lookup.match = 0, None
 
     # ------------------------------------------------------------ writing
 
@@ -392,7 +342,7 @@ class SchedulerClient:
         if not items or not self.answering:
             return None
         wait_s = 0.0 if self._client.silent_s else self._reserve_wait_s
-        seq = self._submit(Reserve(items=list(items), width=width))
+        seq = self._client.submit(Reserve(items=list(items), width=width))
         return Reserving(seq, len(items), time.monotonic(), wait_s) if seq else None
 
     def granted(self, reserving: Reserving) -> Granted | Pending | None:
@@ -412,12 +362,13 @@ class SchedulerClient:
                 return PENDING
             self.give_up(reserving)
             return None
-        if not isinstance(reply, Granted):
-            self._refused(reply)
+        if isinstance(reply, Error):
+            self.connection.refused(reply)
             return None
+        assert isinstance(reply, Granted)
         assert session is not None
         if reply.boot != session.boot or len(reply.grants) != reserving.items:
-            self._client.fault(session, "a grant of what was not asked for")
+            self.connection.fault(session, "a grant of what was not asked for")
             return None
         self._giver = self._giver or session
         return reply
@@ -443,7 +394,7 @@ class SchedulerClient:
 
     def abort(self, boot: bytes, reservation: int) -> None:
         """Give back a granted reservation that was not handed over."""
-        self._client.post(Abort(boot=boot, reservation=reservation))
+        self.connection.post(Abort(boot=boot, reservation=reservation))
 
     # ------------------------------------------------------------ the rest
 
@@ -456,9 +407,8 @@ class SchedulerClient:
         session, self._giver = self._giver, None
         if not leases and not reservations:
             return True
-        return session is not None and self._client.tell(
-            session, HandedOver(boot=boot, leases=tuple(leases), reservations=tuple(reservations))
-        )
+        message = HandedOver(boot=boot, leases=tuple(leases), reservations=tuple(reservations))
+        return session is not None and self.connection.deliver(message, session)
 
     def clear(self, timeout_s: float) -> bool:
         """Forget this namespace's rows and give back every held match.
@@ -466,36 +416,8 @@ class SchedulerClient:
         False: not confirmed within ``timeout_s``. Then every lookup misses and nothing is reserved
         until a later step, after any number of reconnects, has had it confirmed.
         """
-        for request in list(self._asks):
-            self.settle(request)
-        self._drop_clear()  # one in flight is of an earlier call, and may be too early for this one
-        self._must_clear, self._clear_after_s = True, 0.0
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            self._client.connect(timeout_s)
-        except KvassError:
-            return False
-        return self._confirm_clear(max(deadline_s - time.monotonic(), 0.0))
-
-    def _confirm_clear(self, wait_s: float) -> bool:
-        """Have the owed Clear confirmed, waiting at most ``wait_s``; whether none is owed now.
-
-        A daemon refuses it while ranks are missing, since it does not know their namespace then.
-        """
-        if self._must_clear and not self._clearing and time.monotonic() >= self._clear_after_s:
-            self._clearing = self._submit(Clear())
-        if self._clearing:
-            try:
-                reply = self._client.wait(self._clearing, wait_s)
-            except Unavailable:  # lost with its connection: again in the next step
-                self._clearing = 0
-                return False
-            if reply is not None:
-                self._clearing = 0
-                self._must_clear = not isinstance(reply, Cleared)
-                if isinstance(reply, Error) and reply.code == "tier_down":
-                    self._clear_after_s = time.monotonic() + CLEAR_AGAIN_S
-        return not self._must_clear
+        self._settle_all()
+        return self._reset.clear(timeout_s)
 
     def new_generation(self) -> None:
         """The engine's weights may be others from now on: no row of before is ours any more, and
@@ -503,65 +425,16 @@ class SchedulerClient:
 
         Waits for the daemon's answer no longer than a step may.
         """
-        generation = os.urandom(GENERATION_BYTES)
-        self._registration = msgspec.structs.replace(self._registration, generation=generation)
-        for request in list(self._asks):
+        self._settle_all()
+        began_s = time.monotonic()
+        self._reset.new_generation(self._left_s)
+        self._left_s = max(self._left_s - (time.monotonic() - began_s), 0.0)
+
+    def _settle_all(self) -> None:
+        for request in list(self._lookups):
             self.settle(request)
-        if self._moving:
-            self._client.discard(self._moving)
-        self._moving, self._move_after_s = 0, 0.0
-        if self._confirm_clear(0.0):
-            began_s = time.monotonic()
-            self._confirm_generation(self._left_s)
-            self._left_s = max(self._left_s - (time.monotonic() - began_s), 0.0)
 
-    def _confirm_generation(self, wait_s: float) -> None:
-        """Have our generation registered, waiting at most ``wait_s``. No Clear is owed: that would
-        be one of the namespace we leave."""
-        self._client.register_as(self._registration)
-        session = self._client.session
-        if session is None or self._known(session):
-            return
-        if "generations" not in session.welcome.features:
-            if not self.counters["too_old"]:
-                _log.warning(
-                    "the daemon cannot tell new weights from old ones; uncached until it "
-                    "is upgraded, or the engine starts anew"
-                )
-            self.counters["too_old"] += 1
-            return
-        if not self._moving and time.monotonic() >= self._move_after_s:
-            self._moving = self._submit(msgspec.structs.replace(self._registration))
-        try:
-            reply = self._client.wait(self._moving, wait_s) if self._moving else None
-        except Unavailable:  # whoever connects next says it
-            self._moving = 0
-            return
-        if reply is not None:
-            self._moving = 0
-            if isinstance(reply, Registered):
-                session.registration = self._registration
-            else:
-                self._refused(reply)
-                self._move_after_s = time.monotonic() + MOVE_AGAIN_S
 
-    def _drop_clear(self) -> None:
-        """Wait no more for the Clear in flight."""
-        if self._clearing:
-            self._client.discard(self._clearing)
-        self._clearing = 0
-
-    def close(self) -> None:
-        """End the session; the daemon cancels what was not handed over."""
-        self._client.close()
-
-    def _submit(self, message: Request, *, late: bool = False) -> int:
-        try:
-            return self._client.submit(message, late=late)
-        except UsageError:  # above the frame limit this daemon was started with
-            self.counters["too_large"] += 1
-            return 0
-
-    def _refused(self, reply: FromDaemon) -> None:
-        assert isinstance(reply, Error), "the client lets no other answer through"
-        self._client.refused(reply)
+def _acknowledges(session: ClientSession) -> bool:
+    """Whether the daemon says at once when tiers are at work on a lookup (``Promoting``)."""
+    return session.welcome.tiers > 0 and "promoting" in session.welcome.features

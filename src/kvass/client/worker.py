@@ -1,4 +1,4 @@
-"""A worker rank: the arena mapped, and its debts settled.
+"""A worker rank: it maps the arena, and tells the daemon what it has written and read.
 
 Laws of this file: nothing here waits for the daemon; a boot names one arena, no buffer of another
 boot is given out; a mapping ends when its last user left it.
@@ -7,15 +7,15 @@ boot is given out; a mapping ends when its last user left it.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from kvass.client.client import Client
-from kvass.client.session import SLICE_BYTES, Session
+from kvass.client.client import Client, Endpoint
+from kvass.client.reconnect import Reconnector
+from kvass.client.session import SLICE_BYTES, ClientSession
 from kvass.messages import Abort, Commit, Register, Release
 from kvass.types import Slots
 
@@ -26,15 +26,15 @@ class ArenaLease:
     It counts as used from ``WorkerClient.arena`` on, so leave it (or ``close`` it) in every case.
     """
 
-    def __init__(self, client: Client, session: Session) -> None:
+    def __init__(self, connection: Reconnector, session: ClientSession) -> None:
         assert session.arena is not None
         self.boot = session.boot
         self.buffer: npt.NDArray[np.uint8] = session.arena.buffer
         """The whole arena: uint8, shape ``(arena_bytes,)``. Keep no view of it after leaving."""
         self.populated = session.watermark
         """How many bytes of it, from its beginning, the daemon had populated by now."""
-        self._client = client
-        self._session: Session | None = session
+        self._connection = connection
+        self._session: ClientSession | None = session
 
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.buffer
@@ -52,10 +52,10 @@ class ArenaLease:
         session, self._session = self._session, None
         if session is not None:
             self.buffer = np.empty(0, np.uint8)
-            self._client.leave(session)
+            self._connection.leave(session)
 
 
-class WorkerClient:
+class WorkerClient(Endpoint):
     """Thread-safe: engine thread and copy thread. No call blocks or raises for an absent daemon.
 
     ``registration`` carries this rank and its layout. Call ``start`` once in the worker process:
@@ -71,24 +71,7 @@ class WorkerClient:
         self._shard_bytes = [g.shard_bytes(registration.chunk_tokens) for g in groups]
         """By group; none if a row has one shard, for then all of the arena is populated."""
         self._client = Client(socket, registration, wants_arena=True, incomplete=incomplete)
-
-    @property
-    def connected(self) -> bool:
-        """Whether a daemon is there."""
-        return self._client.connected
-
-    @property
-    def counters(self) -> Counter[str]:
-        """As ``SchedulerClient.counters``."""
-        return self._client.counters
-
-    def start(self) -> None:
-        """Begin connecting in the background, in this process (after any fork). Never blocks."""
-        self._client.start()
-
-    def complete(self, identity: Mapping[str, str]) -> None:
-        """``start`` with the fields that the registration's identity lacked. From any thread."""
-        self._client.complete(identity)
+        super().__init__(self._client.connection)
 
     def arena(
         self, boot: bytes, given_s: float = math.inf, slots: Sequence[Slots] = ()
@@ -100,8 +83,8 @@ class WorkerClient:
         or only since later: the EOF between settled what this rank owed, and those slots may be
         another's.
         """
-        session = self._client.enter(boot, given_s, self._slices(slots))
-        return None if session is None else ArenaLease(self._client, session)
+        session = self.connection.enter(boot, given_s, self._slices(slots))
+        return None if session is None else ArenaLease(self.connection, session)
 
     def _slices(self, slots: Sequence[Slots]) -> set[int]:
         """The slices of the arena in which this rank's shards of these rows lie."""
@@ -114,16 +97,12 @@ class WorkerClient:
 
     def commit(self, boot: bytes, reservation: int) -> None:
         """This rank has written its shard of every row of ``reservation``."""
-        self._client.post(Commit(boot=boot, reservation=reservation, rank=self._rank))
+        self.connection.post(Commit(boot=boot, reservation=reservation, rank=self._rank))
 
     def abort(self, boot: bytes, reservation: int) -> None:
         """This rank will not write any more."""
-        self._client.post(Abort(boot=boot, reservation=reservation, rank=self._rank))
+        self.connection.post(Abort(boot=boot, reservation=reservation, rank=self._rank))
 
     def release(self, boot: bytes, lease: int, bad: Sequence[int] = ()) -> None:
         """This rank has read; ``bad`` are indices into the lease's chunks that proved wrong."""
-        self._client.post(Release(boot=boot, lease=lease, rank=self._rank, bad=tuple(bad)))
-
-    def close(self) -> None:
-        """End the session. Only after copies drained: a buffer in use defers it."""
-        self._client.close()
+        self.connection.post(Release(boot=boot, lease=lease, rank=self._rank, bad=tuple(bad)))

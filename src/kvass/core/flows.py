@@ -53,8 +53,6 @@ from kvass.types import SCHEDULER, I64Array, U64Array
 
 PREFETCH_S: Final = 60.0
 """How long a prefetch may take that does not say."""
-GUESS_TOKENS_S: Final = 5_000.0
-"""What an engine computes per second that does not know it yet."""
 ROWS_A_STEP: Final = 1024
 """So many chunks of an item one step decides at most: others wait for it."""
 COST_OF_AN_ITEM: Final = 256
@@ -87,10 +85,11 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
         return promote.miss(state, msg.first)
     chunks, parts = _match(state, ns, keys, msg.first, msg.spare)
     least_s = state.config.timing.lookup_budget_ms / 1000
-    due = _due(state, msg.budget_ms / 1000 or least_s)
-    if chunks > msg.first:  # for the rest of a prompt, no longer than computing the rest takes
-        left_s = (len(keys) - chunks) * ns.chunk_tokens / (_speed(msg) or GUESS_TOKENS_S)
-        due = min(due, state.now + max(left_s, least_s))
+    budget_s = msg.budget_ms / 1000 or least_s
+    if chunks > msg.first:  # for the rest of a prompt its share of the time
+        share = (len(keys) - chunks) / (len(keys) - msg.first)
+        budget_s = min(budget_s, max(budget_s * share, least_s))
+    due = _due(state, budget_s)
     more = chunks < len(keys) - msg.spare and ns.tier_epochs and due > state.now
     if more and promote.begin(
         state, _promotion(state, session, msg, ns, keys, msg.first, readers, due)

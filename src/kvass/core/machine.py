@@ -311,10 +311,11 @@ class CacheMachine:
             return
         self.state.places.greeted(session)
         session.greeted, session.client, session.wants_arena = True, msg.client, msg.wants_arena
+        session.features = tuple(f for f in msg.features if f in FEATURES)
         welcome = Welcome(
             seq=msg.seq,
             protocol=protocol,
-            features=tuple(f for f in msg.features if f in FEATURES),
+            features=session.features,
             boot=self.state.config.boot,
             version=self.state.config.version,
             clock_s=self.state.now,

@@ -27,7 +27,7 @@ from kvass.core.leases import Part
 from kvass.core.rows import LOADING, READY
 from kvass.core.state import State
 from kvass.core.tiers import NOWHERE, Loading, Probing, Promotion, Waking
-from kvass.messages import Matched, Prefetched
+from kvass.messages import Matched, Prefetched, Promoting
 from kvass.types import I64Array, Slots, U64Array
 
 LOADING_SHARE: Final = 0.5
@@ -52,6 +52,8 @@ def begin(state: State, one: Promotion) -> bool:
         state.counters["lookups_not_waited"] += 1
         return False
     state.promotions.add(one)
+    if "promoting" in state.sessions[one.session].features:
+        state.send(one.session, Promoting(seq=one.seq))
     for home in one.homes:
         home[repeated(one.keys)] = _NOT_AGAIN
     _ask_next(state, one)

@@ -30,6 +30,8 @@ class Session(msgspec.Struct):
     ending: bool = False
     wants_arena: bool = False
     client: str = ""
+    features: tuple[str, ...] = ()
+    """Those that both sides know."""
     registered: Register | None = None
 
 

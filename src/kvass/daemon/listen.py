@@ -20,7 +20,7 @@ from typing import Final
 
 from kvass.config import Config, check_folder, default_socket
 from kvass.errors import ConfigError
-from kvass.wire.channel import Peer, check_path
+from kvass.wire.channel import PeerCredentials, check_path
 
 BACKLOG: Final = 1024
 _LOCK_WAIT_S: Final = 1.0
@@ -44,7 +44,7 @@ class Access:
                 raise ConfigError(f"socket_group {config.socket_group!r}: no such group") from None
             self.mode |= 0o660
 
-    def refusal(self, peer: Peer) -> str | None:
+    def refusal(self, peer: PeerCredentials) -> str | None:
         """None if ``peer`` may connect, else what to do about it."""
         if peer.uid in self.uids or self.group in peer.groups:
             return None

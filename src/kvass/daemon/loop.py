@@ -49,7 +49,7 @@ from kvass.daemon.populate import populate
 from kvass.daemon.tier_process.supervisor import TierProcess, close_all, open_all
 from kvass.errors import FrameError
 from kvass.wire import framing
-from kvass.wire.channel import Peer, peer_of
+from kvass.wire.channel import PeerCredentials, peer_of
 
 READ_BYTES: Final = 64 << 10
 """Read from one session before the next has its turn."""
@@ -71,7 +71,7 @@ class Server:
         machine: CacheMachine,
         arena: Arena,
         listener: socket.socket,
-        refusal: Callable[[Peer], str | None],
+        refusal: Callable[[PeerCredentials], str | None],
         tiers: Sequence[TierProcess] = (),
         stop_s: float = 0.0,
     ) -> None:

@@ -150,7 +150,7 @@ class FakeEngine:
 
     def _living(self) -> list[Client]:
         every = [self.scheduler._client, *(rank.client._client for rank in self.ranks)]
-        return [client for client in every if not client._closed]
+        return [client for client in every if not client.connection.closed]
 
     # ------------------------------------------------------------ whole requests
 

@@ -136,8 +136,8 @@ class FakeRank:
 
 def hang_up(client: Client) -> None:
     """Close a session as its process's death does: EOF, without a message, for good."""
-    with client._turn:
-        client._closed = True
-        if client._session is not None:
-            client._session.channel._sock.shutdown(sockets.SHUT_RDWR)
+    with client.connection.lock:
+        client.connection.closed = True
+        if client.session is not None:
+            client.session.channel._sock.shutdown(sockets.SHUT_RDWR)
     client.close()

@@ -1,7 +1,7 @@
-"""The unix socket: a client's blocking end, and what the daemon needs of its end.
+"""The unix socket: ``Channel`` for a client, and functions for the daemon's own sockets.
 
 Law of this file: bytes, descriptors and credentials; nothing here knows what a message means.
-A client's end never waits longer than its caller allows: sending is buffered and bounded, receiving
+A ``Channel`` never waits longer than its caller allows: sending is buffered and bounded, receiving
 has a timeout. A descriptor travels as SCM_RIGHTS (unix(7)) beside the first byte of its frame.
 """
 
@@ -103,8 +103,8 @@ class Channel:
     def receive(self, timeout_s: float) -> list[FromDaemon]:
         """The messages that arrive first, or none within ``timeout_s`` (0 polls).
 
-        Queued output goes out meanwhile. Raises ``Unavailable`` at end of stream, ``FrameError`` if
-        the daemon speaks nonsense.
+        Queued output goes out meanwhile. Raises ``Unavailable`` at end of stream, ``FrameError``
+        for what is no message of a daemon.
         """
         if timeout_s <= 0:  # the socket does not block: reading is asking
             self.flush()
@@ -127,7 +127,7 @@ class Channel:
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the daemon went first
+            pass  # the daemon closed it first
         self.drop()
 
     def drop(self) -> None:
@@ -175,7 +175,7 @@ class Channel:
 # ---------------------------------------------------------------- the daemon's end
 
 
-class Peer(msgspec.Struct, frozen=True):
+class PeerCredentials(msgspec.Struct, frozen=True):
     """Who connected, as the kernel says (SO_PEERCRED, SO_PEERGROUPS)."""
 
     pid: int
@@ -183,7 +183,7 @@ class Peer(msgspec.Struct, frozen=True):
     groups: frozenset[int]
 
 
-def peer_of(sock: socket.socket) -> Peer:
+def peer_of(sock: socket.socket) -> PeerCredentials:
     """The process at the other end of a connected unix socket, as it was when it connected."""
     pid, uid, gid = struct.unpack(
         "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -192,7 +192,7 @@ def peer_of(sock: socket.socket) -> Peer:
         more = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
     except OSError:  # in more groups than we can ask for: only the first counts
         more = b""
-    return Peer(pid, uid, frozenset([gid, *array.array("I", more)]))
+    return PeerCredentials(pid, uid, frozenset([gid, *array.array("I", more)]))
 
 
 def send_with_fd(sock: socket.socket, data: bytes | bytearray, fd: int) -> int:

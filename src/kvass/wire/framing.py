@@ -2,7 +2,7 @@
 
 Law of this file: pure. Bytes in, messages out; no socket, no clock. How a stream was cut into
 pieces changes nothing: the messages before a bad frame come out first, then the ``FrameError``, and
-after it nothing ever again, because a stream that lied about a length has no next frame.
+after it nothing, since after a wrong length nobody knows where the next frame begins.
 
 A frame is ``u32 little-endian payload length`` + payload, one MessagePack map (``messages.py``).
 """
@@ -37,7 +37,7 @@ def frame(payload: bytes) -> bytes:
 
 
 class Decoder(Generic[M]):
-    """One direction of one stream. Make it with ``from_clients()`` or ``from_daemon()``.
+    """Decodes one direction of one stream. Make it with ``from_clients()`` or ``from_daemon()``.
 
     ``limit`` is the largest payload accepted, in bytes; it may be changed between feeds.
     """

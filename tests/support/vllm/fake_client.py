@@ -85,7 +85,15 @@ class FakeClient:
         if chunks == first:
             return None
         slots = (_slots(chunks - first),)
-        match = Match(self._number(), self.boot, first, chunks, 1e9, 1e12, slots)
+        match = Match(
+            lease=self._number(),
+            boot=self.boot,
+            first=first,
+            chunks=chunks,
+            given_s=1e9,
+            deadline_s=1e12,
+            slots=slots,
+        )
         self.held[request] = match
         return match
 

@@ -7,11 +7,9 @@ were not spoiled since.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 
 from kvass import messages as m
 from kvass.core.effects import Effect, Send, TierClear, TierEpoch
-from kvass.core.flows import GUESS_TOKENS_S
 from tests.support.witness.records import BrokenLawError, Namespace, Pending, split
 from tests.support.witness.state import ObservedState
 
@@ -50,8 +48,8 @@ class WaitingWitness:
         message: m.Lookup | m.Prefetch,
         keys: list[bytes],
     ) -> float:
-        """Before this time the core does not give up. If a part is READY, it waits for the rest no
-        longer than computing it takes. This is a lower bound: evicted rows are not known here."""
+        """Before this time the core does not give up. If a part is READY, it waits for the rest its
+        share of the time. This is a lower bound: evicted rows are not known here."""
         if isinstance(message, m.Prefetch):
             return one.due
         state = self.state
@@ -60,9 +58,7 @@ class WaitingWitness:
         )
         if ready == message.first:
             return one.due
-        speed = message.prefill_tokens_s
-        speed = speed if 0 < speed < inf else GUESS_TOKENS_S
-        left_s = (len(keys) - ready) * namespace.chunk_tokens / speed
+        left_s = (one.due - state.now) * (len(keys) - ready) / (len(keys) - message.first)
         return min(one.due, state.now + max(left_s, state.config.timing.lookup_budget_ms / 1000))
 
     def _promise(self, one: Pending, namespace: Namespace, keys: list[bytes]) -> None:

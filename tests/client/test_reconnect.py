@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvass.client import link
-from kvass.client.client import MAX_UNANSWERED, Client
+from kvass.client import reconnect
+from kvass.client.client import Client
+from kvass.client.reconnect import Reconnector
+from kvass.client.requests import MAX_UNANSWERED
 from kvass.config import default_socket
 from kvass.errors import (
     ConfigError,
@@ -31,6 +33,7 @@ from kvass.messages import (
     Error,
     FromClient,
     FromDaemon,
+    HandedOver,
     Hello,
     Lookup,
     Ping,
@@ -149,7 +152,7 @@ def test_a_daemon_that_never_reads_again_loses_the_connection(daemon: ScriptedDa
     with Client(daemon.path) as client:
         boot = client.connect(5).boot
         daemon.reading.clear()
-        heavy = Release(boot=boot, lease=1, bad=tuple(range(100_000)))
+        heavy = HandedOver(boot=boot, leases=tuple(range(100_000)))
         assert any(not client.post(heavy) for _ in range(100))
         assert client.counters["lost"] == 1
 
@@ -162,13 +165,12 @@ def test_reconnects_and_registers_again(
         old = client.connect(5).boot
         seq = client.submit(Lookup(request="r", digests=b""))
         daemon.restart()
-        # Nobody calls anything: the keeper notices by itself.
+        # Nobody calls anything: the thread notices by itself.
         assert eventually(lambda: boot_of(client) not in (None, old))
         assert len(daemon.got(Register)) == 2
         session = client.session
         assert session is not None
-        assert session.registered is not None
-        assert session.registered.namespace == b"n" * 32
+        assert session.registered_s < time.monotonic()
         with pytest.raises(Unavailable):  # asked of another life
             client.wait(seq, 5)
         assert not client.post(Release(boot=old, lease=1))
@@ -194,7 +196,7 @@ def test_an_incomplete_registration_is_kept_back_until_it_is_complete(
     late = Client(daemon.path, registration, incomplete=True)
     late.close()
     late.complete({})
-    assert late._keeper is None, "what is closed does not connect any more"
+    assert late.connection._thread is None, "what is closed does not connect any more"
 
 
 def test_restarts_do_not_end_it(daemon: ScriptedDaemon) -> None:
@@ -332,7 +334,7 @@ def test_a_refused_registration_is_said_and_a_passing_one_tried_again(
 
 @pytest.mark.parametrize(
     ("code", "longest_s"),
-    [("rank_taken", link.BACKOFF_MAX_S), ("limit", link.BACKOFF_LASTING_S)],
+    [("rank_taken", reconnect.BACKOFF_MAX_S), ("limit", reconnect.BACKOFF_LASTING_S)],
 )
 def test_a_refusal_is_said_once_and_one_by_a_limit_is_tried_again_ever_later(
     daemon: ScriptedDaemon,
@@ -345,12 +347,12 @@ def test_a_refusal_is_said_once_and_one_by_a_limit_is_tried_again_ever_later(
     """A limit may be one of a field that will never be smaller, or of places that become free."""
     pauses: list[float] = []
 
-    def pause(self: Client, seconds: float, tried: object) -> None:
+    def pause(self: Reconnector, seconds: float, tried: object) -> None:
         pauses.append(seconds)
-        with self._turn:
-            self._turn.wait(0.005)
+        with self.lock:
+            self.lock.wait(0.005)
 
-    monkeypatch.setattr(Client, "_pause", pause)
+    monkeypatch.setattr(Reconnector, "_pause", pause)
     answer = daemon.answers[Register]
     daemon.answers[Register] = refuse(code)
     with Client(daemon.path, registration) as client:
@@ -377,19 +379,24 @@ def said(caplog: pytest.LogCaptureFixture, code: str) -> list[str]:
 
 @pytest.mark.parametrize("code", ["too_large", "contradiction"])
 def test_a_daemon_in_the_place_of_one_that_refused_is_found_soon(
-    daemon: ScriptedDaemon, registration: Register, code: ErrorCode
+    daemon: ScriptedDaemon,
+    registration: Register,
+    monkeypatch: pytest.MonkeyPatch,
+    code: ErrorCode,
 ) -> None:
+    look_s = 0.05
+    monkeypatch.setattr(reconnect, "BACKOFF_MAX_S", look_s)
     answer = daemon.answers[Register]
     daemon.answers[Register] = refuse(code)
     with Client(daemon.path, registration) as client:
         with pytest.raises(Refused, match=code):
             client.connect(5)
-        assert not eventually(lambda: len(daemon.got(Register)) > 1, 1.2)  # two looks at the file
+        assert not eventually(lambda: len(daemon.got(Register)) > 1, 5 * look_s)  # it looked
         daemon.kill()
-        time.sleep(0.6)  # nobody is there when the keeper looks
+        time.sleep(3 * look_s)  # nobody is there when it looks
         daemon.answers[Register] = answer
         daemon.restart()
-        assert eventually(lambda: client.connected, link.BACKOFF_LASTING_S / 2)
+        assert eventually(lambda: client.connected, reconnect.BACKOFF_LASTING_S / 2)
 
 
 def test_refusals_of_one_way_messages_are_counted_and_logged_once(
@@ -459,11 +466,13 @@ def test_nobody_takes_the_bytes_a_sleeper_is_about_to_wait_for(
         seq, other = client.submit(Ping()), client.submit(Ping())
         answers: list[FromDaemon | None] = []
         sleeper = threading.Thread(target=lambda: answers.append(client.wait(seq, 30)))
-        monkeypatch.setattr(link, "select", SimpleNamespace(**vars(select) | {"poll": SlowPoll}))
+        monkeypatch.setattr(
+            reconnect, "select", SimpleNamespace(**vars(select) | {"poll": SlowPoll})
+        )
         sleeper.start()
         assert about_to_sleep.wait(10)
         daemon.push(Pong(seq=seq))
-        time.sleep(0.1)  # the keeper, awake for arriving bytes, could take them
+        time.sleep(0.1)  # the thread, awake for arriving bytes, could take them
         assert client.wait(other, 0) is None
         client.poll()
         go_on.set()
@@ -505,7 +514,7 @@ def test_a_forked_child_opens_its_own(daemon: ScriptedDaemon) -> None:
         assert eventually(lambda: daemon.eofs == 1)  # the child's own
 
 
-def test_the_keeper_gives_way_after_close(daemon: ScriptedDaemon) -> None:
+def test_the_thread_ends_after_close(daemon: ScriptedDaemon) -> None:
     client = Client(daemon.path)
     client.call(Ping())
     client.close()
@@ -521,7 +530,7 @@ def test_the_keeper_gives_way_after_close(daemon: ScriptedDaemon) -> None:
 def test_close_says_what_is_still_queued(
     daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "FAREWELL_S", 10)
+    monkeypatch.setattr(reconnect, "CLOSE_FLUSH_S", 10)
     client = Client(daemon.path)
     boot = client.connect(5).boot
     daemon.reading.clear()
