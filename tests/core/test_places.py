@@ -6,7 +6,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core.effects import Close, Opened, Send, Tick
-from kvass.core.places import LOOKERS
+from kvass.core.session_limits import LOOKERS
 from kvass.types import PAGE, Timing
 from tests.core.rig import Rig, layout
 

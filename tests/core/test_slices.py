@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import custody, flows, index
+from kvass.core import flows, index, settlement
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, Rig, digests, layout
 
@@ -21,7 +21,7 @@ def rig() -> Rig:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Ends two leases or reservations at a time."""
-    monkeypatch.setattr(custody, "SLICE", 2)
+    monkeypatch.setattr(settlement, "SLICE", 2)
     return Rig(pages=64, extent=4, instance_write_share=1.0)
 
 
@@ -234,7 +234,7 @@ def test_a_new_index_is_warm_before_it_is_used(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(pages=4096, extent=64)
     e = rig.engine()
     assert ticks(rig) > 5
-    assert not rig.machine.state.l1.cold
+    assert not rig.machine.state.store.cold
     e.store("a")
     assert e.clear() == 1
     assert ticks(rig) > 5

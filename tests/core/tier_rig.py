@@ -121,9 +121,9 @@ class TierRig(Rig):
 
     def forget_l1(self) -> None:
         """L1 loses what it holds, and the tiers do not."""
-        for one in self.machine.state.l1.classes.values():
-            self.machine.state.l1.clear(one)
-        self.machine.state.l1.reclaim()
+        for one in self.machine.state.store.classes.values():
+            self.machine.state.store.clear(one)
+        self.machine.state.store.reclaim()
 
 
 def names(records: Records) -> list[Record]:

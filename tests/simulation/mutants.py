@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.simulation import breaks_custody, breaks_room, breaks_tiers
+from tests.simulation import breaks_settlement, breaks_room, breaks_tiers
 from tests.simulation.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ class StaleMutantError(Exception):
 
 UNBROKEN = Mutant("unbroken", 0, ())
 
-OF_L1 = [*breaks_custody.BREAKS, *breaks_room.BREAKS]
+OF_L1 = [*breaks_settlement.BREAKS, *breaks_room.BREAKS]
 OF_TIERS = breaks_tiers.BREAKS
 MUTANTS = [*OF_L1, *OF_TIERS]
 

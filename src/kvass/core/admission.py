@@ -9,22 +9,22 @@ from __future__ import annotations
 import msgspec
 
 from kvass.core import epochs, promote
-from kvass.core.l1 import Namespace
 from kvass.core.registry import (
+    ClientSession,
     Instance,
-    Session,
     check_agrees,
     check_register,
     namespace_digest,
     row_class_specs,
 )
+from kvass.core.row_store import Namespace
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
 from kvass.types import SCHEDULER
 
 
-def register(state: State, session: Session, msg: Register) -> Registered:
+def register(state: State, session: ClientSession, msg: Register) -> Registered:
     """Admit a session; said again with the same words, it is only answered again, and with another
     generation its instance moves."""
     terms = msgspec.structs.replace(msg, seq=0)
@@ -38,9 +38,9 @@ def register(state: State, session: Session, msg: Register) -> Registered:
     return Registered(namespace=b"" if ns is None else ns.digest, missing=instance.missing)
 
 
-def _admit(state: State, session: Session, terms: Register) -> None:
+def _admit(state: State, session: ClientSession, terms: Register) -> None:
     check_register(terms, state.config.limits)
-    state.places.check(session)
+    state.session_limits.check(session)
     instance = state.instances.get(terms.instance) or Instance(id=terms.instance, terms=terms)
     if instance.sessions.get(terms.rank, session.id) != session.id:
         who = "its scheduler" if terms.rank == SCHEDULER else f"rank {terms.rank}"
@@ -55,7 +55,7 @@ def _admit(state: State, session: Session, terms: Register) -> None:
     namespace = instance.namespace
     if not complete.missing and (instance.missing or moves):
         namespace = _namespace_for(state, complete)
-    state.places.settle(session)
+    state.session_limits.settle(session)
     if moves:
         _leave(state, instance)
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace
@@ -66,12 +66,12 @@ def _admit(state: State, session: Session, terms: Register) -> None:
 
 def _leave(state: State, instance: Instance) -> None:
     """The instance moves to another generation. Rows of a private one are of no use to anybody."""
-    state.custody.distrust(instance.id, state.now)
+    state.settlement.distrust(instance.id, state.now)
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:
-        for one in left.classes:
-            state.l1.clear(one)
+        for row_class in left.classes:
+            state.store.clear(row_class)
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
@@ -98,7 +98,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
     state.namespaces[new] = Namespace(
         id=new,
         digest=digest,
-        classes=[state.l1.add_class(spec, new) for spec in specs],
+        classes=[state.store.add_class(spec, new) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
         private=bool(instance.generation),
         model=instance.terms.model or instance.terms.identity.get("model", ""),
@@ -112,7 +112,7 @@ def _drop_unused(state: State) -> None:
     """Forget namespaces that no live instance has and whose slots are all free."""
     live = {i.namespace for i in state.instances.values()}
     for ns in list(state.namespaces.values()):
-        if ns.id not in live and not any(state.l1.in_use(c) for c in ns.classes):
+        if ns.id not in live and not any(state.store.in_use(c) for c in ns.classes):
             _drop(state, ns)
 
 
@@ -123,7 +123,7 @@ def _drop_least_used(state: State) -> None:
         (last_use, ns.id)
         for ns in state.namespaces.values()
         if ns.id not in live
-        and (last_use := max(map(state.l1.last_use, ns.classes))) < state.l1.table.clock
+        and (last_use := max(map(state.store.last_use, ns.classes))) < state.store.table.clock
     ]
     if idle:
         ns = state.namespaces[min(idle)[1]]
@@ -133,7 +133,7 @@ def _drop_least_used(state: State) -> None:
 def _drop(state: State, ns: Namespace) -> None:
     ns.epoch += 1
     promote.void(state, ns)  # a tier may not have said yet what it holds
-    for one in ns.classes:
-        state.l1.remove_class(one)
-    state.l1.reclaim()
+    for row_class in ns.classes:
+        state.store.remove_class(row_class)
+    state.store.reclaim()
     del state.namespaces[ns.id], state.by_digest[ns.digest]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvass.core.index import key_array
 from kvass.core.leases import Lease, Reservation
-from kvass.core.registry import Instance, Session
+from kvass.core.registry import ClientSession, Instance
 from kvass.errors import Refused
 from kvass.types import MAX_RANKS, SCHEDULER, Limits, U64Array
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from kvass.core.state import State
 
 
-def instance_of(state: State, session: Session) -> Instance:
+def instance_of(state: State, session: ClientSession) -> Instance:
     """The instance the session registered for."""
     if session.registered is None:
         raise Refused("not_registered", "send Register first")
     return state.instances[session.registered.instance]
 
 
-def scheduler_of(state: State, session: Session) -> Instance:
+def scheduler_of(state: State, session: ClientSession) -> Instance:
     """The same, if the session is its scheduler."""
     instance = instance_of(state, session)
     own_rank(session, SCHEDULER)
     return instance
 
 
-def own_rank(session: Session, rank: int) -> int:
+def own_rank(session: ClientSession, rank: int) -> int:
     """``rank``, if it is the session's own: nobody speaks for another."""
     if session.registered is None:
         raise Refused("not_registered", "send Register first")
@@ -77,30 +77,32 @@ def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Arr
     return key_array(digests, width)
 
 
-def open_lease(state: State, session: Session, boot: bytes, an_id: int) -> Lease | None:
+def open_lease(state: State, session: ClientSession, boot: bytes, an_id: int) -> Lease | None:
     """The session's lease of this boot, or ``None`` if it ended."""
     instance = instance_of(state, session)
     _check_boot(state, boot)
     if not state.ledger.issued(an_id):
         raise Refused("unknown_lease", f"lease {an_id} was never given")
-    state.custody.settle(an_id, state.now)
+    state.settlement.settle(an_id, state.now)
     lease = state.ledger.leases.get(an_id)
     if lease is not None and lease.instance != instance.id:
         raise Refused("not_yours", f"lease {an_id} is another instance's")
     return None if lease is not None and lease.deadline <= state.now else lease
 
 
-def open_reservation(state: State, session: Session, boot: bytes, an_id: int) -> Reservation | None:
+def open_reservation(
+    state: State, session: ClientSession, boot: bytes, an_id: int
+) -> Reservation | None:
     """The session's reservation of this boot, or ``None`` if it was settled."""
     instance = instance_of(state, session)
     _check_boot(state, boot)
     if not state.ledger.issued(an_id):
         raise Refused("unknown_reservation", f"reservation {an_id} was never given")
-    state.custody.settle(an_id, state.now)
-    one = state.ledger.reservations.get(an_id)
-    if one is not None and one.instance != instance.id:
+    state.settlement.settle(an_id, state.now)
+    reservation = state.ledger.reservations.get(an_id)
+    if reservation is not None and reservation.instance != instance.id:
         raise Refused("not_yours", f"reservation {an_id} is another instance's")
-    return one
+    return reservation
 
 
 def _check_boot(state: State, boot: bytes) -> None:

@@ -20,7 +20,7 @@ import math
 from typing import Final
 
 from kvass.core.effects import Emptied, EpochIs, TierClear, TierEpoch
-from kvass.core.l1 import Namespace
+from kvass.core.row_store import Namespace
 from kvass.core.state import State
 from kvass.core.tiers import Asking, Clearing, Emptying
 from kvass.messages import Cleared, Error
@@ -144,16 +144,16 @@ def emptied(state: State, event: Emptied) -> None:
     _cleared(state, op.clearing, op.tier, event.done)
 
 
-def _cleared(state: State, one: Clearing, tier: int, done: bool) -> None:
-    one.awaits -= 1
+def _cleared(state: State, clearing: Clearing, tier: int, done: bool) -> None:
+    clearing.awaits -= 1
     if not done:
-        one.failed = one.failed | {tier}
-    session = state.sessions.get(one.session)
-    if one.awaits or session is None or session.ending:
+        clearing.failed = clearing.failed | {tier}
+    session = state.sessions.get(clearing.session)
+    if clearing.awaits or session is None or session.ending:
         return
-    if not one.failed:
-        state.send(one.session, Cleared(seq=one.seq, rows=one.rows))
+    if not clearing.failed:
+        state.send(clearing.session, Cleared(seq=clearing.seq, rows=clearing.rows))
         return
-    names = ", ".join(state.config.tiers[i] for i in sorted(one.failed))
+    names = ", ".join(state.config.tiers[i] for i in sorted(clearing.failed))
     text = f"{names}: could not take note, and is not used until it has: clear again"
-    state.send(one.session, Error(seq=one.seq, code="tier_down", text=text))
+    state.send(clearing.session, Error(seq=clearing.seq, code="tier_down", text=text))

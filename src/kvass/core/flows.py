@@ -25,9 +25,9 @@ from kvass.core.checks import (
 )
 from kvass.core.coverage import first_chunk, longest_hit
 from kvass.core.index import ABSENT, repeated
-from kvass.core.l1 import Namespace, RowClass
-from kvass.core.leases import Lease, Part
-from kvass.core.registry import Instance, Session
+from kvass.core.leases import ClassRows, Lease
+from kvass.core.registry import ClientSession, Instance
+from kvass.core.row_store import Namespace, RowClass
 from kvass.core.state import State
 from kvass.core.tiers import NOWHERE, Clearing, Promotion
 from kvass.errors import Refused
@@ -68,7 +68,7 @@ LONGEST_S: Final = 300.0
 # ---------------------------------------------------------------- reading
 
 
-def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
+def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     """Find and pin: the longest run of READY chunks from ``first``, under one lease.
 
     ``None``: the tiers may have more, and the answer comes when they have given it.
@@ -103,7 +103,7 @@ def lookup(state: State, session: Session, msg: Lookup) -> Matched | None:
     )
 
 
-def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None:
+def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched | None:
     """Promote what a lookup would; nothing is held for the asker."""
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
@@ -127,7 +127,7 @@ def prefetch(state: State, session: Session, msg: Prefetch) -> Prefetched | None
     return Prefetched(chunks=chunks)
 
 
-def _asker(session: Session) -> str:
+def _asker(session: ClientSession) -> str:
     """Whose promotions a session's are: its instance's, or its own if it only looks."""
     return session.registered.instance if session.registered else f"session {session.id}"
 
@@ -150,7 +150,7 @@ def _check_leases(state: State, instance: str) -> None:
 
 def _promotion(
     state: State,
-    session: Session,
+    session: ClientSession,
     msg: Lookup | Prefetch,
     ns: Namespace,
     keys: U64Array,
@@ -178,13 +178,13 @@ def _promotion(
 
 def _match(
     state: State, ns: Namespace, keys: U64Array, first: int, spare: int
-) -> tuple[int, tuple[Part, ...]]:
+) -> tuple[int, tuple[ClassRows, ...]]:
     """Where the longest hit ends, and the rows it needs from ``first`` on, group by group.
 
     Touches these, and what the engine has itself of ``[0, first)``.
     """
     found = [one.index.find(keys) for one in ns.classes]
-    there = [state.l1.readable(f) for f in found]
+    there = [state.store.readable(f) for f in found]
     groups = [one.spec.layout for one in ns.classes]
     chunks = longest_hit(groups, there, ns.chunk_tokens, first, spare)
     parts = []
@@ -193,22 +193,22 @@ def _match(
         rows = f[begin:chunks]
         if first:
             own = f[first_chunk(group, chunks, ns.chunk_tokens) : begin]
-            state.l1.touch(one, np.concatenate([_present(own), rows]))
+            state.store.touch(one, np.concatenate([_present(own), rows]))
         else:
-            state.l1.touch(one, rows)
-        parts.append(Part(one.id, rows))
+            state.store.touch(one, rows)
+        parts.append(ClassRows(one.id, rows))
     return chunks, tuple(parts)
 
 
-def renew(state: State, session: Session, msg: Renew) -> Renewed:
+def renew(state: State, session: ClientSession, msg: Renew) -> Renewed:
     """A full term more for a lease that did not lapse."""
     lease = open_lease(state, session, msg.boot, msg.lease)
     if lease is None:
         raise Refused("unknown_lease", f"lease {msg.lease} has ended: look up again")
-    return Renewed(deadline_s=state.custody.renew(lease, state.now))
+    return Renewed(deadline_s=state.settlement.renew(lease, state.now))
 
 
-def release(state: State, session: Session, msg: Release) -> None:
+def release(state: State, session: ClientSession, msg: Release) -> None:
     """A rank is done reading, or the scheduler gives back what it never handed over."""
     lease = open_lease(state, session, msg.boot, msg.lease)
     if lease is None:
@@ -219,9 +219,9 @@ def release(state: State, session: Session, msg: Release) -> None:
     if msg.bad and (rank == SCHEDULER or rank in lease.owing):
         _drop_bad(state, lease, msg.bad)
     if rank == SCHEDULER:
-        state.custody.end_lease(lease)
+        state.settlement.end_lease(lease)
     else:
-        state.custody.release(lease, rank)
+        state.settlement.release(lease, rank)
 
 
 def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
@@ -231,15 +231,15 @@ def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
         begin = lease.chunks - len(part.rows)  # a window's rows are those of the last chunks
         wrong = named[(begin <= named) & (named < lease.chunks)]
         rows = np.unique(part.rows[wrong - begin])
-        rows = rows[~state.l1.table.doomed[rows]]
+        rows = rows[~state.store.table.doomed[rows]]
         state.counters["bad_rows"] += len(rows)
-        state.l1.forget(rows)
+        state.store.forget(rows)
 
 
 # ---------------------------------------------------------------- writing
 
 
-def reserve(state: State, session: Session, msg: Reserve) -> Granted:
+def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     """Slots for the chunks of one scheduler step that nobody has yet."""
     instance = scheduler_of(state, session)
     asked = [_check_item(state, item, msg.width, instance) for item in msg.items]
@@ -248,7 +248,7 @@ def reserve(state: State, session: Session, msg: Reserve) -> Granted:
     total = sum(len(keys) for keys, _ in asked)
     if total > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
-    protect = state.l1.table.clock
+    protect = state.store.table.clock
     now = _items_now(msg.items, asked)
     used = [
         _touch(state, instance, item, keys)  # all of them, before any makes room for itself
@@ -317,7 +317,7 @@ def _grant(
         return Grant(later=later)
     state.counters["chunks_wanted"] += int(lacking.any(axis=0).sum())
     rows = [
-        state.l1.allocate(one, keys[w], protect) for one, w in zip(classes, wanted, strict=True)
+        state.store.allocate(one, keys[w], protect) for one, w in zip(classes, wanted, strict=True)
     ]
     end = min(
         (int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)),
@@ -330,10 +330,10 @@ def _grant(
     _touch_new(
         state, ns, used, {c.id: (w, r) for c, w, r in zip(classes, wanted, rows, strict=True)}
     )
-    parts = tuple(Part(c.id, r) for c, r in zip(classes, rows, strict=True) if len(r))
+    parts = tuple(ClassRows(c.id, r) for c, r in zip(classes, rows, strict=True) if len(r))
     if not parts:
         return Grant()
-    one_id = state.custody.reserve(
+    one_id = state.settlement.reserve(
         instance.id, item.request, parts, writers, ns.epoch, state.now
     ).id
     which = tuple(tuple(w.tolist()) for w in wanted)
@@ -342,7 +342,7 @@ def _grant(
     return Grant(
         reservation=one_id,
         chunks=chunks,
-        slots=tuple(map(state.l1.slots, rows)),
+        slots=tuple(map(state.store.slots, rows)),
         which=() if all(each == chunks for each in which) else which,
         later=later,
     )
@@ -363,7 +363,7 @@ def _touch(state: State, instance: Instance, item: ReserveItem, keys: U64Array) 
     for one in ns.classes:
         begin = min(item.first, first_chunk(one.spec.layout, len(keys), ns.chunk_tokens))
         found = one.index.find(keys[begin:])
-        state.l1.touch(one, _present(found))
+        state.store.touch(one, _present(found))
         used.append((begin, found))
     return used
 
@@ -379,7 +379,7 @@ def _touch_new(
         if one.id in new:
             chunks, rows = new[one.id]
             found[chunks - begin] = rows
-        state.l1.touch(one, _present(found))
+        state.store.touch(one, _present(found))
 
 
 def _lacking(ns: Namespace, item: ReserveItem, keys: U64Array) -> npt.NDArray[np.bool_]:
@@ -419,37 +419,37 @@ def _allowance(state: State, instance: Instance) -> int:
 def _take_back(state: State, rows: I64Array) -> None:
     """Undo an allocation that nobody was told of."""
     if len(rows):
-        state.l1.discard(rows)
-        state.l1.free(rows)
+        state.store.discard(rows)
+        state.store.free(rows)
 
 
-def commit(state: State, session: Session, msg: Commit) -> None:
+def commit(state: State, session: ClientSession, msg: Commit) -> None:
     """A rank wrote its shard of every row of a reservation."""
     one = open_reservation(state, session, msg.boot, msg.reservation)
     rank = own_rank(session, msg.rank)
     if one is None or rank not in one.owing:
         return  # said twice, or settled meanwhile: nothing left to publish
-    row_class = state.l1.classes.get(one.parts[0].row_class)  # gone: cleared, and then unused
+    row_class = state.store.classes.get(one.parts[0].row_class)  # gone: cleared, and then unused
     epoch = None if row_class is None else state.namespaces[row_class.namespace].epoch
-    state.custody.commit(one, rank, epoch, state.now)
+    state.settlement.commit(one, rank, epoch, state.now)
 
 
-def abort(state: State, session: Session, msg: Abort) -> None:
+def abort(state: State, session: ClientSession, msg: Abort) -> None:
     """A rank will not write, or the scheduler never told anybody to."""
     one = open_reservation(state, session, msg.boot, msg.reservation)
     rank = own_rank(session, msg.rank)
     if one is None:
         return
     if rank != SCHEDULER:
-        state.custody.abort(one, rank, state.now)
+        state.settlement.abort(one, rank, state.now)
     elif one.handed_over:
         what = f"reservation {msg.reservation}"
         raise Refused("bad_rank", f"{what} was handed over: only its ranks abort")
     else:
-        state.custody.cancel(one, state.now)
+        state.settlement.cancel(one, state.now)
 
 
-def handed_over(state: State, session: Session, msg: HandedOver) -> None:
+def handed_over(state: State, session: ClientSession, msg: HandedOver) -> None:
     """From here on only the ranks settle these."""
     own_rank(session, SCHEDULER)
     leases = [open_lease(state, session, msg.boot, i) for i in msg.leases]
@@ -459,7 +459,7 @@ def handed_over(state: State, session: Session, msg: HandedOver) -> None:
             held.handed_over = True
 
 
-def clear(state: State, session: Session, msg: Clear) -> Cleared | None:
+def clear(state: State, session: ClientSession, msg: Clear) -> Cleared | None:
     """Namespaces stop matching: their epoch moves on (DESIGN section 4).
 
     ``None``: it is answered when the tiers have taken note.
@@ -469,15 +469,15 @@ def clear(state: State, session: Session, msg: Clear) -> Cleared | None:
     for ns in chosen:
         ns.epoch += 1
         promote.void(state, ns)
-        one.rows += sum(state.l1.clear(c) for c in ns.classes)
+        one.rows += sum(state.store.clear(c) for c in ns.classes)
         epochs.clear(state, ns, one)
-    state.l1.reclaim()
+    state.store.reclaim()
     if msg.tiers:
         epochs.empty(state, one)
     return None if one.awaits else Cleared(rows=one.rows)
 
 
-def _to_clear(state: State, session: Session, msg: Clear) -> list[Namespace]:
+def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespace]:
     if msg.tiers and not (msg.everything and state.config.tiers):
         raise Refused("bad_value", "tiers: are emptied with everything, and there must be some")
     if session.registered is not None:

@@ -19,8 +19,8 @@ import numpy as np
 
 from kvass.core import epochs
 from kvass.core.effects import Records, Stored, TierStore
-from kvass.core.l1 import Namespace, RowClass
-from kvass.core.leases import Part
+from kvass.core.leases import ClassRows
+from kvass.core.row_store import Namespace, RowClass
 from kvass.core.rows import READY
 from kvass.core.state import State
 from kvass.core.tiers import REST_S, Flushing, Queued
@@ -39,13 +39,13 @@ _LOOK: Final = 16
 
 def take_published(state: State) -> None:
     """Queue what became READY in this step."""
-    parts, state.custody.published = state.custody.published, []
+    parts, state.settlement.published = state.settlement.published, []
     if state.config.flush == "write_through" and not state.stopping:
         for part in parts:
             _queue(state, part, range(len(state.config.tiers)))
 
 
-def promoted(state: State, part: Part, tier: int) -> None:
+def promoted(state: State, part: ClassRows, tier: int) -> None:
     """``tier`` gave these rows: those before it, asked sooner and faster, shall have them too."""
     if len(part.rows) and state.config.flush == "write_through" and not state.stopping:
         _queue(state, part, range(tier))
@@ -53,28 +53,28 @@ def promoted(state: State, part: Part, tier: int) -> None:
 
 def ahead(state: State) -> None:
     """``on_evict``: have the rows that leave next flushed, if room is short."""
-    l1, size = state.l1, state.config.arena_bytes
-    if state.config.flush != "on_evict" or l1.extents.free_bytes > size // _ROOM_SHARE:
+    store, size = state.store, state.config.arena_bytes
+    if state.config.flush != "on_evict" or store.extents.free_bytes > size // _ROOM_SHARE:
         return
-    for one in l1.classes.values():
-        if len(one.free) * one.spec.row_bytes > size // _ROOM_SHARE:
+    for row_class in store.classes.values():
+        if len(row_class.free) * row_class.spec.row_bytes > size // _ROOM_SHARE:
             continue
-        rows = one.policy.victims(_AHEAD, l1.table.clock)
-        rows = rows[~l1.table.kept[rows]]
+        rows = row_class.policy.victims(_AHEAD, store.table.clock)
+        rows = rows[~store.table.kept[rows]]
         if len(rows):
-            _queue(state, Part(one.id, rows), range(len(state.config.tiers)))
+            _queue(state, ClassRows(row_class.id, rows), range(len(state.config.tiers)))
 
 
 def all_left(state: State) -> None:
     """The daemon stops: with ``on_evict`` that is when the rest leaves."""
     if state.config.flush != "on_evict":
         return
-    for one in state.l1.classes.values():
-        rows = one.index.rows()
-        rows = rows[(state.l1.table.state[rows] == READY) & ~state.l1.table.kept[rows]]
-        rows = rows[np.argsort(state.l1.table.stamp[rows])]
+    for row_class in state.store.classes.values():
+        rows = row_class.index.rows()
+        rows = rows[(state.store.table.state[rows] == READY) & ~state.store.table.kept[rows]]
+        rows = rows[np.argsort(state.store.table.stamp[rows])]
         if len(rows):
-            _queue(state, Part(one.id, rows), range(len(state.config.tiers)))
+            _queue(state, ClassRows(row_class.id, rows), range(len(state.config.tiers)))
 
 
 def hurry(state: State) -> None:
@@ -85,16 +85,16 @@ def hurry(state: State) -> None:
         pump(state, tier)
 
 
-def _queue(state: State, part: Part, tiers: Iterable[int]) -> None:
-    state.l1.table.kept[part.rows] = True
-    one = state.l1.classes.get(part.row_class)  # gone: cleared, and then unused
-    if one is None or state.namespaces[one.namespace].private:
+def _queue(state: State, part: ClassRows, tiers: Iterable[int]) -> None:
+    state.store.table.kept[part.rows] = True
+    row_class = state.store.classes.get(part.row_class)  # gone: cleared, and then unused
+    if row_class is None or state.namespaces[row_class.namespace].private:
         return
-    keys = state.l1.table.keys_of(part.rows).copy()
+    keys = state.store.table.keys_of(part.rows).copy()
     for tier in tiers:
         state.flushes.queues[tier].append(Queued(part.row_class, part.rows, keys))
         state.flushes.rows[tier] += len(part.rows)
-        if state.flushes.rows[tier] > len(state.l1.table) + _AHEAD:
+        if state.flushes.rows[tier] > len(state.store.table) + _AHEAD:
             _drop_stale(state, tier)
         pump(state, tier)
 
@@ -109,19 +109,19 @@ def pump(state: State, tier: int, look: int = _LOOK) -> None:
     waiting = 0
     look = len(queue) if state.stopping else look
     while len(queue) > waiting and waiting < look and flushes.bytes_out[tier] < most:
-        one = state.l1.classes.get(queue[0].row_class)
-        if one is None:
+        row_class = state.store.classes.get(queue[0].row_class)
+        if row_class is None:
             _pop(state, tier, len(queue[0].rows))
             continue
-        ns = state.namespaces[one.namespace]
+        ns = state.namespaces[row_class.namespace]
         if tier not in epochs.usable(state, ns):
             queue.rotate(-1)  # others need not wait until the tier can tell its epoch
             waiting += 1
             continue
-        room = max(1, min(STORE_BYTES, most - flushes.bytes_out[tier]) // one.spec.row_bytes)
-        rows = _live(state, one, _pop(state, tier, room))
+        room = max(1, min(STORE_BYTES, most - flushes.bytes_out[tier]) // row_class.spec.row_bytes)
+        rows = _live(state, row_class, _pop(state, tier, room))
         if len(rows):
-            _store(state, tier, ns, one, rows)
+            _store(state, tier, ns, row_class, rows)
 
 
 def _pop(state: State, tier: int, count: int) -> Queued:
@@ -135,11 +135,11 @@ def _pop(state: State, tier: int, count: int) -> Queued:
     return head
 
 
-def _live(state: State, one: RowClass, queued: Queued) -> I64Array:
+def _live(state: State, row_class: RowClass, queued: Queued) -> I64Array:
     """Which of the rows still are what they were when they were queued."""
-    same = one.index.find(queued.keys) == queued.rows
+    same = row_class.index.find(queued.keys) == queued.rows
     rows: I64Array = queued.rows[same]
-    rows = rows[state.l1.table.state[rows] == READY]
+    rows = rows[state.store.table.state[rows] == READY]
     state.counters["flushes_lost"] += len(queued.rows) - len(rows)
     return rows
 
@@ -153,23 +153,27 @@ def _drop_stale(state: State, tier: int) -> None:
     queue.clear()
     state.flushes.rows[tier] = 0
     for number, some in of.items():
-        one = state.l1.classes.get(number)
-        if one is not None:
+        row_class = state.store.classes.get(number)
+        if row_class is not None:
             keys = np.concatenate([queued.keys for queued in some])
-            rows = _live(state, one, Queued(number, np.concatenate([q.rows for q in some]), keys))
-            queue.append(Queued(number, rows, state.l1.table.keys_of(rows).copy()))
+            rows = _live(
+                state, row_class, Queued(number, np.concatenate([q.rows for q in some]), keys)
+            )
+            queue.append(Queued(number, rows, state.store.table.keys_of(rows).copy()))
             state.flushes.rows[tier] += len(rows)
 
 
-def _store(state: State, tier: int, ns: Namespace, one: RowClass, rows: I64Array) -> None:
+def _store(state: State, tier: int, ns: Namespace, row_class: RowClass, rows: I64Array) -> None:
     epoch = ns.tier_epochs[tier]
     assert epoch is not None, "a tier was asked under no epoch"
-    size = len(rows) * one.spec.row_bytes
-    state.l1.pin(rows)
+    size = len(rows) * row_class.spec.row_bytes
+    state.store.pin(rows)
     state.flushes.bytes_out[tier] += size
-    op = state.tiers.begin(Flushing(tier, Part(one.id, rows), size))
-    records = Records(ns.digest, epoch, one.spec.group, state.l1.table.keys_of(rows).copy())
-    state.out.append(TierStore(tier, op, records, state.l1.slots(rows), one.spec.shard_bytes))
+    op = state.tiers.begin(Flushing(tier, ClassRows(row_class.id, rows), size))
+    keys = state.store.table.keys_of(rows).copy()
+    records = Records(ns.digest, epoch, row_class.spec.group, keys)
+    slots, shard_bytes = state.store.slots(rows), row_class.spec.shard_bytes
+    state.out.append(TierStore(tier, op, records, slots, shard_bytes))
 
 
 def wake(state: State) -> None:
@@ -193,8 +197,8 @@ def stored(state: State, event: Stored) -> None:
     """A tier has read its rows."""
     op, flushes = state.tiers.end(event.op, Flushing), state.flushes
     flushes.bytes_out[op.tier] -= op.size_bytes
-    keys = state.l1.table.keys_of(op.part.rows).copy()
-    state.l1.unpin(op.part.rows)
+    keys = state.store.table.keys_of(op.part.rows).copy()
+    state.store.unpin(op.part.rows)
     counters = state.tiers.counters[op.tier]
     if event.down and not state.stopping:
         counters["stores_put_off"] += len(keys)

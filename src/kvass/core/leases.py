@@ -14,7 +14,7 @@ import msgspec
 from kvass.types import I64Array
 
 
-class Part(msgspec.Struct, frozen=True):
+class ClassRows(msgspec.Struct, frozen=True):
     """Rows of one row class, in chunk order."""
 
     row_class: int
@@ -31,7 +31,7 @@ class Lease(msgspec.Struct):
     instance: str
     request: str
     chunks: int
-    parts: tuple[Part, ...]
+    parts: tuple[ClassRows, ...]
     owing: set[int]
     deadline: float
     handed_over: bool = False
@@ -48,7 +48,7 @@ class Reservation(msgspec.Struct):
     id: int
     instance: str
     request: str
-    parts: tuple[Part, ...]
+    parts: tuple[ClassRows, ...]
     owing: set[int]
     deadline: float
     epoch: int
@@ -93,20 +93,22 @@ class Ledger:
         del self.leases[lease.id]
         _discard(self.leases_of, lease.instance, lease.id)
 
-    def add_reservation(self, one: Reservation) -> None:
-        self.reservations[one.id] = one
-        self.reservations_of.setdefault(one.instance, set()).add(one.id)
-        self.bytes_of[one.instance] = self.bytes_of.get(one.instance, 0) + one.size_bytes
-        self.wake_at(one.deadline, one.id)
+    def add_reservation(self, reservation: Reservation) -> None:
+        self.reservations[reservation.id] = reservation
+        self.reservations_of.setdefault(reservation.instance, set()).add(reservation.id)
+        self.bytes_of[reservation.instance] = (
+            self.bytes_of.get(reservation.instance, 0) + reservation.size_bytes
+        )
+        self.wake_at(reservation.deadline, reservation.id)
 
-    def drop_reservation(self, one: Reservation) -> None:
-        del self.reservations[one.id]
-        _discard(self.reservations_of, one.instance, one.id)
-        left = self.bytes_of[one.instance] - one.size_bytes
+    def drop_reservation(self, reservation: Reservation) -> None:
+        del self.reservations[reservation.id]
+        _discard(self.reservations_of, reservation.instance, reservation.id)
+        left = self.bytes_of[reservation.instance] - reservation.size_bytes
         if left:
-            self.bytes_of[one.instance] = left
+            self.bytes_of[reservation.instance] = left
         else:
-            del self.bytes_of[one.instance]
+            del self.bytes_of[reservation.instance]
 
     def wake_at(self, when: float, an_id: int) -> None:
         """Have ``due`` name ``an_id`` once ``when`` has come."""

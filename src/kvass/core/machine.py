@@ -3,8 +3,8 @@
 Law of this file: ``step(event, now) -> effects`` is pure; ``now`` never goes back; every request is
 answered exactly once, refusals included (law 11), and a refused message changed nothing.
 
-The parts: ``registry`` and ``admission`` (who), ``l1`` (rows, slots, room), ``custody`` (leases,
-reservations, and how they end), ``flows`` (what a message does), ``report`` (what can be seen).
+The parts: ``registry`` and ``admission`` (who), ``store`` (rows, slots, room), ``custody`` (leases,
+reservations, and how they end), ``flows`` (what a message does), ``status`` (what can be seen).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvass.core import admission, epochs, flows, flush, promote, report
+from kvass.core import admission, epochs, flows, flush, invariants, promote
+from kvass.core import status as fields
 from kvass.core.effects import (
     Close,
     Effect,
@@ -36,7 +37,7 @@ from kvass.core.effects import (
     TierReport,
     Watch,
 )
-from kvass.core.registry import Session
+from kvass.core.registry import ClientSession
 from kvass.core.state import CoreConfig, State
 from kvass.core.tiers import Asking
 from kvass.errors import ErrorCode, Refused
@@ -72,15 +73,15 @@ CLOCK_SLACK_S: Final = 600.0
 """A Hello may have waited this long in a queue; another time namespace is off by more, or ahead."""
 
 
-def _ping(state: State, session: Session, msg: Ping) -> Pong:
+def _ping(state: State, session: ClientSession, msg: Ping) -> Pong:
     return Pong()
 
 
-def _status(state: State, session: Session, msg: Status) -> StatusReply:
-    return StatusReply(fields=report.status(state))
+def _status(state: State, session: ClientSession, msg: Status) -> StatusReply:
+    return StatusReply(fields=fields.status(state))
 
 
-_HANDLERS: Final[dict[type, Callable[[State, Session, Any], FromDaemon | None]]] = {
+_HANDLERS: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | None]]] = {
     Register: admission.register,
     Lookup: flows.lookup,
     Prefetch: flows.prefetch,
@@ -112,7 +113,7 @@ class CacheMachine:
         state.now = now
         out: list[Effect] = []
         self._out = state.out = out
-        state.custody.lapse(now)
+        state.settlement.lapse(now)
         if state.promotions.all:
             promote.lapse(state)
         if type(event) is Received:
@@ -124,18 +125,18 @@ class CacheMachine:
         elif type(event) is Faulted:
             self._faulted(event)
         elif type(event) is ProcessEnded:
-            state.custody.process_ended(event.session, now)
+            state.settlement.process_ended(event.session, now)
         elif type(event) is PopulatedTo:
             self._populated(event)
         elif type(event) is Tick:
             self._hurry()
             epochs.look_again(state)
-            state.l1.reclaim()
-            state.l1.warm()
+            state.store.reclaim()
+            state.store.warm()
             promote.go_on(state)
         else:
             self._of_tier(event)
-        if state.custody.published:
+        if state.settlement.published:
             flush.take_published(state)
         if any(state.flushes.failures):
             flush.wake(state)  # after the event: it may have found a row to be wrong
@@ -169,19 +170,19 @@ class CacheMachine:
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before."""
         state = self.state
-        behind = state.custody.behind(state.now) or state.promotions.behind(state.now)
-        if behind or state.l1.reclaimable or state.l1.cold:
+        behind = state.settlement.behind(state.now) or state.promotions.behind(state.now)
+        if behind or state.store.reclaimable or state.store.cold:
             return state.now  # a slice of work is left to do
-        due = [state.ledger.next_due, state.places.next_due]
+        due = [state.ledger.next_due, state.session_limits.next_due]
         if state.config.tiers:
             due += [state.promotions.next_due, state.flushes.next_due]
         return min((when for when in due if when is not None), default=None)
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""
-        one = self.state.sessions.get(session)
-        who = None if one is None else one.registered
-        return who is not None and self.state.custody.owes(who.instance, who.rank)
+        known = self.state.sessions.get(session)
+        who = None if known is None else known.registered
+        return who is not None and self.state.settlement.owes(who.instance, who.rank)
 
     @property
     def flushing(self) -> bool:
@@ -200,17 +201,17 @@ class CacheMachine:
 
     def _opened(self, event: Opened) -> None:
         assert event.session not in self.state.sessions, "a session id was reused"
-        session = Session(id=event.session, uid=event.uid, own=event.own)
+        session = ClientSession(id=event.session, uid=event.uid, own=event.own)
         self.state.sessions[event.session] = session
         if event.refusal:
             self._end(session, "forbidden", event.refusal)
-        elif (leaver := self.state.places.admit(session, self.state.now)) is not None:
+        elif (leaver := self.state.session_limits.admit(session, self.state.now)) is not None:
             text = "there are too many sessions: end some"
             self._end(self.state.sessions[leaver], "limit", text)
 
     def _hurry(self) -> None:
         """Who has said nothing yet makes room."""
-        for session in self.state.places.overdue(self.state.now):
+        for session in self.state.session_limits.overdue(self.state.now):
             text = f"say Hello within {self.state.config.timing.hello_s:g} s"
             self._end(self.state.sessions[session], "limit", text)
 
@@ -239,7 +240,7 @@ class CacheMachine:
         if session is not None and not session.ending:
             self._end(session, event.code, event.text)
 
-    def _end(self, session: Session, code: ErrorCode, text: str, seq: int = 0) -> None:
+    def _end(self, session: ClientSession, code: ErrorCode, text: str, seq: int = 0) -> None:
         """Tell a session why it must go, and see it out as law 3 wants."""
         promote.forget(self.state, session.id)
         self.state.counters[f"ended_{code}"] += 1
@@ -248,8 +249,8 @@ class CacheMachine:
         who = session.registered
         if who is not None and who.rank == SCHEDULER:
             # Words of its may be lost, a HandedOver among them.
-            self.state.custody.presume_handed_over(who.instance)
-        elif who is not None and self.state.custody.owes(who.instance, who.rank):
+            self.state.settlement.presume_handed_over(who.instance)
+        elif who is not None and self.state.settlement.owes(who.instance, who.rank):
             instance = self.state.instances[who.instance]
             instance.workers.pop(who.rank, None)
             instance.namespace = None
@@ -263,17 +264,17 @@ class CacheMachine:
         promote.forget(self.state, event.session)
         if session is None:
             return
-        self.state.places.leave(session)
+        self.state.session_limits.leave(session)
         if session.registered is None:
             return
         who = session.registered
         instance = self.state.instances[who.instance]
         del instance.sessions[who.rank]
         if who.rank == SCHEDULER:
-            self.state.custody.scheduler_lost(instance.id, event.session, self.state.now)
+            self.state.settlement.scheduler_lost(instance.id, event.session, self.state.now)
         else:
             instance.workers.pop(who.rank, None)
-            until = self.state.custody.rank_lost(
+            until = self.state.settlement.rank_lost(
                 instance.id, who.rank, event.session, event.exiting, self.state.now
             )
             if until is not None:
@@ -288,12 +289,12 @@ class CacheMachine:
             if session.wants_arena and session.greeted and not session.ending:
                 self._send(session, Populated(bytes=event.bytes))
 
-    def _send(self, session: Session, message: FromDaemon, with_arena: bool = False) -> None:
+    def _send(self, session: ClientSession, message: FromDaemon, with_arena: bool = False) -> None:
         self._out.append(Send(session.id, message, with_arena))
 
     # ------------------------------------------------------------ handshake, registration
 
-    def _hello(self, session: Session, msg: Hello) -> None:
+    def _hello(self, session: ClientSession, msg: Hello) -> None:
         if session.greeted:
             raise Refused("bad_message", "Hello was said already")
         protocol = min(msg.protocol_max, PROTOCOL_MAX)
@@ -307,7 +308,7 @@ class CacheMachine:
             text = "your CLOCK_MONOTONIC is not this daemon's: share the host's time namespace"
             self._end(session, "incompatible_clock", text, msg.seq)
             return
-        self.state.places.greeted(session)
+        self.state.session_limits.greeted(session)
         session.greeted, session.client, session.wants_arena = True, msg.client, msg.wants_arena
         welcome = Welcome(
             seq=msg.seq,
@@ -328,8 +329,8 @@ class CacheMachine:
 
     def status(self) -> dict[str, Any]:
         """The fields of ``kvass status --json``."""
-        return report.status(self.state)
+        return fields.status(self.state)
 
     def validate(self) -> None:
         """Assert every law that shows in the state; for tests and the simulator."""
-        report.validate(self.state)
+        invariants.validate(self.state)

@@ -19,7 +19,7 @@ from kvass.messages import Register
 from kvass.types import MAX_GROUPS, MAX_RANKS, SCHEDULER, GroupLayout, Limits, RankLayout
 
 
-class Session(msgspec.Struct):
+class ClientSession(msgspec.Struct):
     """One connection. ``own``: of the daemon's user. ``ending``: it was told to go; what it still
     says is ignored."""
 

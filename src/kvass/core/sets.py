@@ -1,7 +1,7 @@
 """What is known of each extent set: whose it is, whether it may go, and what it is worth.
 
 Law of this file: columns over the numbers of sets, kept as rows change, so that nobody has to look
-at rows to choose among 16,384 sets. ``l1`` alone changes them.
+at rows to choose among 16,384 sets. ``store`` alone changes them.
 """
 
 from __future__ import annotations

@@ -9,11 +9,12 @@ from collections import Counter
 
 import msgspec
 
-from kvass.core.custody import Custody
 from kvass.core.effects import Effect, Send
-from kvass.core.l1 import L1, Namespace
-from kvass.core.places import Places
-from kvass.core.registry import Instance, Session
+from kvass.core.metrics import COUNTERS
+from kvass.core.registry import ClientSession, Instance
+from kvass.core.row_store import Namespace, RowStore
+from kvass.core.session_limits import SessionLimits
+from kvass.core.settlement import Settlement
 from kvass.core.tiers import Flushes, FlushMode, Promotions, Tiers
 from kvass.messages import FromClient, FromDaemon
 from kvass.types import Limits, Timing
@@ -46,16 +47,18 @@ class State:
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
+        self.counters = dict.fromkeys(COUNTERS, 0)
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
-        self.l1 = L1(config.arena_bytes, extent, config.seed, slice_slots=config.slice_slots)
-        self.custody = Custody(self.l1, config.timing)
-        self.ledger = self.custody.ledger
-        self.sessions: dict[int, Session] = {}
-        self.places = Places(config.limits, config.timing.hello_s)
+        self.store = RowStore(
+            config.arena_bytes, extent, self.counters, config.seed, slice_slots=config.slice_slots
+        )
+        self.settlement = Settlement(self.store, config.timing, self.counters)
+        self.ledger = self.settlement.ledger
+        self.sessions: dict[int, ClientSession] = {}
+        self.session_limits = SessionLimits(config.limits, config.timing.hello_s)
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
-        self.counters: Counter[str] = Counter()
         self.messages: Counter[type[FromClient]] = Counter()
         """What sessions have said, by kind, refused or not."""
         self.populated_bytes = 0

@@ -15,8 +15,9 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from kvass.core.l1 import Namespace
-from kvass.core.leases import Part
+from kvass.core.leases import ClassRows
+from kvass.core.metrics import TIER_COUNTERS
+from kvass.core.row_store import Namespace
 from kvass.types import I64Array, U64Array
 
 FlushMode = Literal["write_through", "on_evict", "none"]
@@ -47,7 +48,7 @@ class Loading(msgspec.Struct):
     """A ``TierLoad`` into LOADING rows, and the promotions that wait for some of them."""
 
     tier: int
-    part: Part
+    part: ClassRows
     size_bytes: int
     waiters: set[int]
 
@@ -56,7 +57,7 @@ class Flushing(msgspec.Struct):
     """A ``TierStore`` of rows that are pinned for it."""
 
     tier: int
-    part: Part
+    part: ClassRows
     size_bytes: int
 
 
@@ -139,7 +140,7 @@ class Tiers:
         self.ops: dict[int, Op] = {}
         self.speeds = [Speed() for _ in names]
         self.reports: list[dict[str, Any]] = [{} for _ in names]
-        self.counters = [Counter[str]() for _ in names]
+        self.counters = [dict.fromkeys(TIER_COUNTERS, 0) for _ in names]
         self.owed: set[tuple[bytes, int]] = set()
         """(namespace digest, tier) that were cleared, and whose tier does not know yet."""
         self.known: dict[tuple[bytes, int], int] = {}
@@ -207,12 +208,12 @@ class Promotion(msgspec.Struct):
     reach: int = 0
     """and for the chunks before this one."""
     chunks: int = 0
-    parts: tuple[Part, ...] = ()
-    proof: tuple[Part, ...] = ()
+    parts: tuple[ClassRows, ...] = ()
+    proof: tuple[ClassRows, ...] = ()
     awaits: set[int] = set()
 
     @property
-    def pinned(self) -> tuple[Part, ...]:
+    def pinned(self) -> tuple[ClassRows, ...]:
         """All that it holds."""
         return self.parts + self.proof
 
@@ -248,37 +249,37 @@ class Promotions:
         """Whether more should have gone on, or been answered, than one step did."""
         return bool(self.early) or (self.next_due is not None and self.next_due <= now)
 
-    def room(self, one: Promotion, limit_bytes: int) -> bool:
+    def room(self, promotion: Promotion, limit_bytes: int) -> bool:
         """Whether all that wait stay within ``limit_bytes`` with one more, and those of its
         instance within ``INSTANCE_SHARE`` of it."""
-        size, mine = one.size_bytes, self.bytes_of.get(one.instance, 0)
+        size, mine = promotion.size_bytes, self.bytes_of.get(promotion.instance, 0)
         return self.bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE
 
-    def add(self, one: Promotion) -> None:
-        self.all[one.id] = one
+    def add(self, promotion: Promotion) -> None:
+        self.all[promotion.id] = promotion
         if len(self._due) > 2 * len(self.all) + _DUE:  # most were answered long before their time
             self._due = [due for due in self._due if due[1] in self.all]
             heapq.heapify(self._due)
-        self.of_instance[one.instance] += 1
-        self.bytes_of[one.instance] += one.size_bytes
-        self.bytes += one.size_bytes
-        heapq.heappush(self._due, (one.deadline, one.id))
+        self.of_instance[promotion.instance] += 1
+        self.bytes_of[promotion.instance] += promotion.size_bytes
+        self.bytes += promotion.size_bytes
+        heapq.heappush(self._due, (promotion.deadline, promotion.id))
 
-    def drop(self, one: Promotion) -> None:
-        del self.all[one.id]
-        self.of_instance[one.instance] -= 1
-        self.bytes_of[one.instance] -= one.size_bytes
-        self.bytes -= one.size_bytes
-        if not self.of_instance[one.instance]:
-            del self.of_instance[one.instance], self.bytes_of[one.instance]
+    def drop(self, promotion: Promotion) -> None:
+        del self.all[promotion.id]
+        self.of_instance[promotion.instance] -= 1
+        self.bytes_of[promotion.instance] -= promotion.size_bytes
+        self.bytes -= promotion.size_bytes
+        if not self.of_instance[promotion.instance]:
+            del self.of_instance[promotion.instance], self.bytes_of[promotion.instance]
 
     def due(self, now: float) -> list[Promotion]:
         """Those whose time is up: ``SLICE`` of them, the next call gives more."""
         late = list[Promotion]()
         while self._due and self._due[0][0] <= now and len(late) < SLICE:
-            one = self.all.get(heapq.heappop(self._due)[1])
-            if one is not None:
-                late.append(one)
+            promotion = self.all.get(heapq.heappop(self._due)[1])
+            if promotion is not None:
+                late.append(promotion)
         return late
 
     @property

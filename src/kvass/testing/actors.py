@@ -175,7 +175,7 @@ class Engine:
 
     def _give_up(self, peer: Peer) -> float:
         """A socket is closed; until when its process's device may write: what the daemon reckons
-        with (``core/custody.py``). The end of an exit that it can see may be long in coming."""
+        with (``core/settlement.py``). The end of an exit that it can see may be long in coming."""
         rng, now, grace_s = self.world.rng, self.world.now, self.world.timing.dma_grace_s
         peer.exits = rng.random() < 0.7
         peer.ends = now + rng.choice([0.0, rng.random() * grace_s, rng.random() * 4 * grace_s])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvass.core.effects import Close, Effect, Event, Opened
-from kvass.core.places import LOOKERS
+from kvass.core.session_limits import LOOKERS
 from kvass.messages import Error, FromDaemon
 from kvass.testing.books import BrokenLawError
 from kvass.types import Limits

@@ -11,70 +11,70 @@ import itertools
 from collections import Counter
 from typing import Final
 
-from kvass.core.registry import Session
+from kvass.core.registry import ClientSession
 from kvass.errors import Refused
 from kvass.types import Limits
 
 LOOKERS: Final = 16
-"""Places beyond the limits, for the daemon's own user. Who has one of them can look (``kvass
+"""SessionLimits beyond the limits, for the daemon's own user. Who has one of them can look (``kvass
 status``) and not register. If they are all taken, the one taken first is given to the next."""
 
 SLICE: Final = 64
 """So many sessions end in one step: 2 ms of work."""
 
 
-class Places:
+class SessionLimits:
     """Which sessions have one. ``hello_s``: how long a session may take to say Hello."""
 
     def __init__(self, limits: Limits, hello_s: float) -> None:
         self._limits = limits
         self._hello_s = hello_s
         self._seated: dict[int, int] = {}
-        """Session -> its user, without those of ``_looking``."""
+        """ClientSession -> its user, without those of ``_looking``."""
         self._of_uid: Counter[int] = Counter()
         self._looking: dict[int, None] = {}
         """Sessions in the places of ``LOOKERS``, the oldest first."""
         self._silent: dict[int, float] = {}
         """Sessions that have not said Hello, the oldest first, and when that becomes too long."""
 
-    def admit(self, one: Session, now: float) -> int | None:
+    def admit(self, session: ClientSession, now: float) -> int | None:
         """Give a new session a place. Which session must go then, if any; perhaps it is itself."""
-        self._silent[one.id] = now + self._hello_s
-        if not self._lacks(one.uid):
-            self._seat(one)
+        self._silent[session.id] = now + self._hello_s
+        if not self._lacks(session.uid):
+            self._seat(session)
             return None
-        alike = self._of_uid[one.uid] >= self._limits.sessions_per_uid
+        alike = self._of_uid[session.uid] >= self._limits.sessions_per_uid
         for other in self._silent:
-            if other in self._seated and (not alike or self._seated[other] == one.uid):
-                self._seat(one)
+            if other in self._seated and (not alike or self._seated[other] == session.uid):
+                self._seat(session)
                 return other
-        if not one.own:
-            return one.id
-        self._looking[one.id] = None
+        if not session.own:
+            return session.id
+        self._looking[session.id] = None
         return next(iter(self._looking)) if len(self._looking) > LOOKERS else None
 
-    def greeted(self, one: Session) -> None:
+    def greeted(self, session: ClientSession) -> None:
         """It said Hello."""
-        self._silent.pop(one.id, None)
+        self._silent.pop(session.id, None)
 
-    def check(self, one: Session) -> None:
+    def check(self, session: ClientSession) -> None:
         """Raises ``Refused`` (``limit``) if a session may only look."""
-        if one.id in self._looking and (lacks := self._lacks(one.uid)):
+        if session.id in self._looking and (lacks := self._lacks(session.uid)):
             raise Refused("limit", lacks)
 
-    def settle(self, one: Session) -> None:
+    def settle(self, session: ClientSession) -> None:
         """It registers, which ``check`` allowed."""
-        if self._looking.pop(one.id, 0) is None:
-            self._seat(one)
+        if self._looking.pop(session.id, 0) is None:
+            self._seat(session)
 
-    def leave(self, one: Session) -> None:
+    def leave(self, session: ClientSession) -> None:
         """Its place is free."""
-        self._silent.pop(one.id, None)
-        self._looking.pop(one.id, None)
-        if self._seated.pop(one.id, None) is not None:
-            self._of_uid[one.uid] -= 1
-            if not self._of_uid[one.uid]:
-                del self._of_uid[one.uid]
+        self._silent.pop(session.id, None)
+        self._looking.pop(session.id, None)
+        if self._seated.pop(session.id, None) is not None:
+            self._of_uid[session.uid] -= 1
+            if not self._of_uid[session.uid]:
+                del self._of_uid[session.uid]
 
     def overdue(self, now: float) -> list[int]:
         """``SLICE`` of the sessions that should have said Hello by now; the next tick has more."""
@@ -86,9 +86,9 @@ class Places:
         """When ``overdue`` will name somebody."""
         return next(iter(self._silent.values()), None)
 
-    def _seat(self, one: Session) -> None:
-        self._seated[one.id] = one.uid
-        self._of_uid[one.uid] += 1
+    def _seat(self, session: ClientSession) -> None:
+        self._seated[session.id] = session.uid
+        self._of_uid[session.uid] += 1
 
     def _lacks(self, uid: int) -> str:
         """Why there is no place for one more session of a user; empty if there is one."""

@@ -30,16 +30,13 @@ rank's abort or death, by a clear of its namespace, or when its instance moves t
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
 from typing import Final
 
 import msgspec
-import numpy as np
 
-from kvass.core.l1 import L1
-from kvass.core.leases import Lease, Ledger, Part, Reservation
-from kvass.core.rows import QUARANTINED, WRITING
+from kvass.core.leases import ClassRows, Lease, Ledger, Reservation
+from kvass.core.row_store import RowStore
 from kvass.types import DEVICE_S, SCHEDULER, Timing
 
 SLICE: Final = 64
@@ -60,16 +57,14 @@ class Loss(msgspec.Struct):
     ids: set[int]
 
 
-class Custody:
+class Settlement:
     """The ledger and L1, moved together."""
 
-    def __init__(self, l1: L1, timing: Timing) -> None:
-        self.l1 = l1
+    def __init__(self, store: RowStore, timing: Timing, counters: dict[str, int]) -> None:
+        self.store = store
         self.ledger = Ledger()
-        self.discards: Counter[str] = Counter()
-        """Reservations discarded, by reason."""
-        self.lapsed_leases = 0
-        self.published: list[Part] = []
+        self._counters = counters
+        self.published: list[ClassRows] = []
         """What became READY and nobody has taken note of: emptied by whoever wants to know."""
         self._timing = timing
         self._losses: deque[Loss] = deque()
@@ -81,13 +76,13 @@ class Custody:
         instance: str,
         request: str,
         chunks: int,
-        parts: tuple[Part, ...],
+        parts: tuple[ClassRows, ...],
         readers: set[int],
         now: float,
     ) -> Lease:
         """Pin ``parts`` for ``readers``, each of which owes one release."""
         for part in parts:
-            self.l1.pin(part.rows)
+            self.store.pin(part.rows)
         lease = Lease(
             id=self.ledger.new_id(),
             instance=instance,
@@ -116,7 +111,7 @@ class Custody:
         """Nobody reads under this lease any more, or nobody's reading counts."""
         self.ledger.drop_lease(lease)
         for part in lease.parts:
-            self.l1.unpin(part.rows)
+            self.store.unpin(part.rows)
 
     # ------------------------------------------------------------ reservations
 
@@ -124,13 +119,13 @@ class Custody:
         self,
         instance: str,
         request: str,
-        parts: tuple[Part, ...],
+        parts: tuple[ClassRows, ...],
         writers: set[int],
         epoch: int,
         now: float,
     ) -> Reservation:
         """Record that ``writers`` each owe a commit on the WRITING rows of ``parts``."""
-        one = Reservation(
+        reservation = Reservation(
             id=self.ledger.new_id(),
             instance=instance,
             request=request,
@@ -139,42 +134,42 @@ class Custody:
             deadline=now + self._timing.reserve_s,
             epoch=epoch,
             size_bytes=sum(
-                len(p.rows) * self.l1.classes[p.row_class].spec.row_bytes for p in parts
+                len(p.rows) * self.store.classes[p.row_class].spec.row_bytes for p in parts
             ),
         )
-        self.ledger.add_reservation(one)
-        return one
+        self.ledger.add_reservation(reservation)
+        return reservation
 
-    def commit(self, one: Reservation, rank: int, epoch: int | None, now: float) -> None:
+    def commit(self, reservation: Reservation, rank: int, epoch: int | None, now: float) -> None:
         """``rank`` wrote its shard of every row; ``epoch`` is the namespace's now, if
         there still is one."""
-        if one.deadline <= now:
-            self.discard(one, "late")
-        if one.epoch != epoch:
-            self.discard(one, "cleared")
-        one.owing.discard(rank)
-        self._settle(one, now)
+        if reservation.deadline <= now:
+            self.discard(reservation, "late")
+        if reservation.epoch != epoch:
+            self.discard(reservation, "cleared")
+        reservation.owing.discard(rank)
+        self._settle(reservation, now)
 
-    def abort(self, one: Reservation, rank: int, now: float) -> None:
+    def abort(self, reservation: Reservation, rank: int, now: float) -> None:
         """``rank`` will not write any more, and has not written all."""
-        if rank in one.owing:
-            self.discard(one, "aborted")
-            one.owing.discard(rank)
-            self._settle(one, now)
+        if rank in reservation.owing:
+            self.discard(reservation, "aborted")
+            reservation.owing.discard(rank)
+            self._settle(reservation, now)
 
-    def cancel(self, one: Reservation, now: float) -> None:
+    def cancel(self, reservation: Reservation, now: float) -> None:
         """No rank was ever told of it: nobody writes."""
-        self.discard(one, "cancelled")
-        one.owing.clear()
-        self._settle(one, now)
+        self.discard(reservation, "cancelled")
+        reservation.owing.clear()
+        self._settle(reservation, now)
 
-    def discard(self, one: Reservation, reason: str) -> None:
+    def discard(self, reservation: Reservation, reason: str) -> None:
         """Whatever its writers still say, nothing of it is published."""
-        if not one.discarded:
-            one.discarded = True
-            self.discards[reason] += 1
-            for part in one.parts:
-                self.l1.discard(part.rows)
+        if not reservation.discarded:
+            reservation.discarded = True
+            self._counters[f"discarded_{reason}"] += 1
+            for part in reservation.parts:
+                self.store.discard(part.rows)
 
     def distrust(self, instance: str, now: float) -> None:
         """The instance's weights were replaced: it may have written with both what it has open."""
@@ -182,15 +177,15 @@ class Custody:
         self._losses.append(Loss(MOVED, 0, now, ids))
         self._carry_out_losses(now)
 
-    def _settle(self, one: Reservation, now: float) -> None:
-        if not one.settled(now):
+    def _settle(self, reservation: Reservation, now: float) -> None:
+        if not reservation.settled(now):
             return
-        self.ledger.drop_reservation(one)
-        for part in one.parts:
-            if one.discarded:
-                self.l1.free(part.rows)
+        self.ledger.drop_reservation(reservation)
+        for part in reservation.parts:
+            if reservation.discarded:
+                self.store.free(part.rows)
             else:
-                self.l1.publish(part.rows)
+                self.store.publish(part.rows)
                 self.published.append(part)
 
     # ------------------------------------------------------------ time and death
@@ -201,13 +196,13 @@ class Custody:
         for an_id in self.ledger.due(now, SLICE):
             lease = self.ledger.leases.get(an_id)
             if lease is not None and lease.deadline <= now:
-                self.lapsed_leases += 1
+                self._counters["lapsed_leases"] += 1
                 self.end_lease(lease)
-            one = self.ledger.reservations.get(an_id)
-            if one is not None:
-                if one.deadline <= now:
-                    self.discard(one, "late")
-                self._settle(one, now)
+            reservation = self.ledger.reservations.get(an_id)
+            if reservation is not None:
+                if reservation.deadline <= now:
+                    self.discard(reservation, "late")
+                self._settle(reservation, now)
 
     def behind(self, now: float) -> bool:
         """Whether more has ended than was carried out: ``lapse`` goes on with it."""
@@ -222,7 +217,7 @@ class Custody:
         Until when that may be; None: it was not writing.
         """
         until = math.inf if exiting else now + self._timing.dma_grace_s
-        writing = any(rank in one.owing for one in self._reservations(instance))
+        writing = any(rank in reservation.owing for reservation in self._reservations(instance))
         self._losses.append(Loss(rank, session, until, self._ids(instance)))
         self._carry_out_losses(now)
         return until if writing else None
@@ -233,10 +228,12 @@ class Custody:
         for loss in self._losses:
             if loss.session == session:
                 loss.until = min(loss.until, until)
-        dirty = [one for one in self.ledger.reservations.values() if one.dirty]
-        for one in dirty:
-            if until < one.dirty.get(session, 0.0):
-                self._soil(one, session, until, now)
+        dirty = [
+            reservation for reservation in self.ledger.reservations.values() if reservation.dirty
+        ]
+        for reservation in dirty:
+            if until < reservation.dirty.get(session, 0.0):
+                self._soil(reservation, session, until, now)
 
     def scheduler_lost(self, instance: str, session: int, now: float) -> None:
         """A scheduler's EOF cancels only what it never handed over."""
@@ -261,44 +258,46 @@ class Custody:
                 self._losses.popleft()
 
     def _lose(self, loss: Loss, an_id: int, now: float) -> None:
-        lease, one = self.ledger.leases.get(an_id), self.ledger.reservations.get(an_id)
+        lease, reservation = self.ledger.leases.get(an_id), self.ledger.reservations.get(an_id)
         if loss.rank == SCHEDULER:
-            self._scheduler_lost(lease, one, now)
+            self._scheduler_lost(lease, reservation, now)
         elif loss.rank == MOVED:
-            if one is not None:
-                self.discard(one, "moved")
+            if reservation is not None:
+                self.discard(reservation, "moved")
         else:
-            self._rank_lost(lease, one, loss, now)
+            self._rank_lost(lease, reservation, loss, now)
 
     def _rank_lost(
-        self, lease: Lease | None, one: Reservation | None, loss: Loss, now: float
+        self, lease: Lease | None, reservation: Reservation | None, loss: Loss, now: float
     ) -> None:
         if lease is not None:
             self.release(lease, loss.rank)
-        if one is not None and loss.rank in one.owing:
-            self.discard(one, "writer_lost")
-            one.owing.discard(loss.rank)
-            self._soil(one, loss.session, loss.until, now)
+        if reservation is not None and loss.rank in reservation.owing:
+            self.discard(reservation, "writer_lost")
+            reservation.owing.discard(loss.rank)
+            self._soil(reservation, loss.session, loss.until, now)
 
-    def _soil(self, one: Reservation, session: int, until: float, now: float) -> None:
+    def _soil(self, reservation: Reservation, session: int, until: float, now: float) -> None:
         """What ``session`` was writing may change until then; infinity: until its process ends."""
-        one.dirty[session] = until
+        reservation.dirty[session] = until
         if until < math.inf:
-            self.ledger.wake_at(until, one.id)
-        self._settle(one, now)
+            self.ledger.wake_at(until, reservation.id)
+        self._settle(reservation, now)
 
-    def _scheduler_lost(self, lease: Lease | None, one: Reservation | None, now: float) -> None:
+    def _scheduler_lost(
+        self, lease: Lease | None, reservation: Reservation | None, now: float
+    ) -> None:
         if lease is not None and not lease.handed_over:
             self.end_lease(lease)
-        if one is not None and not one.handed_over:
-            self.cancel(one, now)
+        if reservation is not None and not reservation.handed_over:
+            self.cancel(reservation, now)
 
     def presume_handed_over(self, instance: str) -> None:
         """The scheduler's words were lost: its ranks may know of anything it was given."""
         for lease in self._leases(instance):
             lease.handed_over = True
-        for one in self._reservations(instance):
-            one.handed_over = True
+        for reservation in self._reservations(instance):
+            reservation.handed_over = True
 
     def owes(self, instance: str, rank: int) -> bool:
         """Whether a worker may still read or write under something it was handed."""
@@ -317,40 +316,3 @@ class Custody:
     def _reservations(self, instance: str) -> list[Reservation]:
         ids = self.ledger.reservations_of.get(instance, ())
         return [self.ledger.reservations[i] for i in ids]
-
-    # ------------------------------------------------------------ laws
-
-    def validate(self, now: float, others: Iterable[Part] = ()) -> None:
-        """Assert that ledger and rows tell the same story (laws 2, 3, 6, 12).
-
-        ``others``: what promotions and flushes have pinned.
-        """
-        table, pins, written = self.l1.table, dict[int, int](), dict[int, int]()
-        behind = self.behind(now)
-        for lease in self.ledger.leases.values():
-            assert lease.owing, "a lease that nobody owes is still held"
-            assert lease.deadline > now or behind, "a lease outlived its deadline"
-            for part in lease.parts:
-                for row in set(part.rows.tolist()):
-                    pins[row] = pins.get(row, 0) + 1
-        for part in others:
-            for row in set(part.rows.tolist()):
-                pins[row] = pins.get(row, 0) + 1
-        pinned = np.flatnonzero(table.pins)
-        counted = dict(zip(pinned.tolist(), table.pins[pinned].tolist(), strict=True))
-        assert counted == pins, f"rows count the pins {counted}, leases {pins}"
-        owed = dict[str, int]()
-        for one in self.ledger.reservations.values():
-            assert behind or not one.settled(now), "a settled reservation is still held"
-            late = one.deadline <= now and not behind
-            assert one.discarded or not late, "a reservation outlived its deadline"
-            want = QUARANTINED if one.discarded else WRITING
-            for part in one.parts:
-                for row in part.rows.tolist():
-                    assert row not in written, f"row {row} has two reservations"
-                    assert table.state[row] == want, f"row {row} is not in its reservation's state"
-                    written[row] = one.id
-            owed[one.instance] = owed.get(one.instance, 0) + one.size_bytes
-        assert owed == self.ledger.bytes_of, "reserved bytes were miscounted"
-        held = np.flatnonzero((table.state == WRITING) | (table.state == QUARANTINED))
-        assert held.tolist() == sorted(written), "a row in transit belongs to no reservation"

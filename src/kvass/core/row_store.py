@@ -10,7 +10,6 @@ another.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -85,13 +84,14 @@ class Namespace(msgspec.Struct):
     asked_s: list[float] = []
 
 
-class L1:
+class RowStore:
     """Rows of all classes in an arena of ``arena_bytes``."""
 
     def __init__(
         self,
         arena_bytes: int,
         extent_bytes: int,
+        counters: dict[str, int],
         seed: bytes = b"",
         policy: Callable[[RowTable], EvictionPolicy] = Lru,
         slice_slots: int = 2048,
@@ -101,8 +101,7 @@ class L1:
         self.extents = ExtentMap(arena_bytes)
         self.classes: dict[int, RowClass] = {}
         self._of_namespace: dict[int, list[RowClass]] = {}
-        self.evicted: Counter[str] = Counter()
-        """Rows evicted, by reason."""
+        self._counters = counters
         self._extent_bytes = extent_bytes
         self._policy = policy
         self._slice_slots = slice_slots
@@ -162,15 +161,15 @@ class L1:
         there[there] = self.table.state[found[there]] == READY
         return there
 
-    def touch(self, one: RowClass, rows: I64Array) -> None:
+    def touch(self, row_class: RowClass, rows: I64Array) -> None:
         """``rows``, in chunk order, were used.
 
         The deepest becomes the oldest of them, since it is worth nothing without the others; but a
         window's or a state's becomes the newest, since a hit needs only those at its end.
         """
         if len(rows):
-            oldest_first = rows[::-1] if one.spec.layout.kind == "full" else rows
-            one.policy.touched(oldest_first, self.table.stamp_rows(oldest_first))
+            oldest_first = rows[::-1] if row_class.spec.layout.kind == "full" else rows
+            row_class.policy.touched(oldest_first, self.table.stamp_rows(oldest_first))
             self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def slots(self, rows: I64Array) -> Slots:
@@ -220,18 +219,18 @@ class L1:
     # ------------------------------------------------------------ writing
 
     def allocate(
-        self, one: RowClass, keys: U64Array, protect: int, state: int = WRITING
+        self, row_class: RowClass, keys: U64Array, protect: int, state: int = WRITING
     ) -> I64Array:
         """WRITING (or LOADING) rows for the first of ``keys``, as many as room can be made for.
 
         Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. ``keys`` are
         distinct, and none is in the index.
         """
-        self._make_room(one, len(keys), protect)
-        rows = one.free.take(len(keys))
+        self._make_room(row_class, len(keys), protect)
+        rows = row_class.free.take(len(keys))
         self._move(rows, FREE, state)
         self.table.key[rows] = keys[: len(rows)]
-        one.index.add(rows)
+        row_class.index.add(rows)
         return rows
 
     def _move(self, rows: I64Array, before: int, after: int) -> None:
@@ -296,20 +295,20 @@ class L1:
             owner.doomed += int(pinned.sum())
         self.free(rows[~pinned])
 
-    def clear(self, one: RowClass) -> int:
+    def clear(self, row_class: RowClass) -> int:
         """Nothing of a class matches any more, at once; how many rows did.
 
         Its sets are ``CLEARED``. Who reads or writes there goes on; what nobody does is given back
         by ``reclaim``, or to the next one who needs room.
         """
-        matched = one.rows[READY] - one.doomed
-        sets = np.flatnonzero(self.sets.owner == one.id)
+        matched = row_class.rows[READY] - row_class.doomed
+        sets = np.flatnonzero(self.sets.owner == row_class.id)
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
-        one.index = self._new_index(one.spec)
-        one.policy = self._policy(self.table)
-        one.free, one.slots, one.doomed = FreeSlots(), 0, 0
-        one.rows = [0] * len(STATE_NAMES)
+        row_class.index = self._new_index(row_class.spec)
+        row_class.policy = self._policy(self.table)
+        row_class.free, row_class.slots, row_class.doomed = FreeSlots(), 0, 0
+        row_class.rows = [0] * len(STATE_NAMES)
         return matched
 
     @property
@@ -329,13 +328,13 @@ class L1:
     @property
     def cold(self) -> bool:
         """Whether ``warm`` has something to do."""
-        return any(one.index.cold for one in self.classes.values())
+        return any(row_class.index.cold for row_class in self.classes.values())
 
     def warm(self) -> None:
         """Touch some memory of an index that is new, so that the first stores need not."""
-        for one in self.classes.values():
-            if one.index.cold:
-                one.index.warm()
+        for row_class in self.classes.values():
+            if row_class.index.cold:
+                row_class.index.warm()
                 return
 
     def _idle_cleared(self) -> I64Array:
@@ -358,34 +357,34 @@ class L1:
 
     # ------------------------------------------------------------ room
 
-    def _make_room(self, one: RowClass, count: int, protect: int) -> None:
-        while (lacking := count - len(one.free)) > 0:
-            if self._add_set(one):
+    def _make_room(self, row_class: RowClass, count: int, protect: int) -> None:
+        while (lacking := count - len(row_class.free)) > 0:
+            if self._add_set(row_class):
                 continue
-            victims = one.policy.victims(lacking, protect)
+            victims = row_class.policy.victims(lacking, protect)
             oldest = int(self.table.stamp[victims[0]]) if len(victims) else protect
-            if self._take_over(one, lacking, below=oldest):
+            if self._take_over(row_class, lacking, below=oldest):
                 continue
             if not len(victims):
                 return
-            self.evicted["capacity"] += len(victims)
-            self._evict(one, victims)
+            self._counters["evicted_capacity"] += len(victims)
+            self._evict(row_class, victims)
 
-    def _evict(self, one: RowClass, rows: I64Array) -> None:
+    def _evict(self, row_class: RowClass, rows: I64Array) -> None:
         """Free ``rows`` of a class, and what is worth nothing without them.
 
         No hit gets past a missing ``full`` row, so its chunk's windows and states go with it.
         """
         keys = self.table.keys_of(rows)
         self._drop(rows)
-        if one.spec.layout.kind != "full":
+        if row_class.spec.layout.kind != "full":
             return
-        for other in self._of_namespace[one.namespace]:
+        for other in self._of_namespace[row_class.namespace]:
             if other.spec.layout.kind != "full":
                 found = other.index.find(keys)
                 found = found[found != ABSENT]
                 orphans = found[self.table.evictable(found)]
-                self.evicted["orphaned"] += len(orphans)
+                self._counters["evicted_orphaned"] += len(orphans)
                 self._drop(orphans)
 
     def _drop(self, rows: I64Array) -> None:
@@ -394,16 +393,16 @@ class L1:
             self._leaving -= int(self.table.passing[rows].sum())
         self.free(rows)
 
-    def _add_set(self, one: RowClass) -> bool:
-        made = self.extents.add(one.spec.shard_bytes, one.slots_per_set)
+    def _add_set(self, row_class: RowClass) -> bool:
+        made = self.extents.add(row_class.spec.shard_bytes, row_class.slots_per_set)
         if made is None:
             return False
         self.table.grow(made.end_row)
-        self.sets.add(made, one.id)
+        self.sets.add(made, row_class.id)
         self.table.set_of[made.first_row : made.end_row] = made.id
         self.table.slot[made.first_row : made.end_row] = np.arange(made.slots)
-        one.free.give_new(np.arange(made.first_row, made.end_row))
-        one.slots += made.slots
+        row_class.free.give_new(np.arange(made.first_row, made.end_row))
+        row_class.slots += made.slots
         return True
 
     def _take_over(self, asker: RowClass, lacking: int, below: int) -> bool:
@@ -432,7 +431,7 @@ class L1:
             if owner == CLEARED:
                 self._drop(held)
             else:
-                self.evicted["handed_over"] += len(held)
+                self._counters["evicted_handed_over"] += len(held)
                 self._evict(self.classes[owner], held)
         self._remove_sets(sets)
 
@@ -443,9 +442,9 @@ class L1:
         gone = np.zeros(len(self.table), np.bool_)
         gone[rows] = True
         for owner in sorted({*owners.tolist()} - {CLEARED}):
-            one = self.classes[owner]
-            one.slots -= int(self.sets.slots[sets[owners == owner]].sum())
-            one.free.drop(gone)
+            row_class = self.classes[owner]
+            row_class.slots -= int(self.sets.slots[sets[owners == owner]].sum())
+            row_class.free.drop(gone)
         self.sets.cleared -= int((owners == CLEARED).sum())
         self.table.set_of[rows] = NOBODY
         self.sets.owner[sets] = NOBODY
@@ -453,16 +452,16 @@ class L1:
 
     # ------------------------------------------------------------ looking
 
-    def last_use(self, one: RowClass) -> int:
+    def last_use(self, row_class: RowClass) -> int:
         """When a row of a class was last used, or a huge stamp while any is in use."""
-        own = self.sets.owner == one.id
+        own = self.sets.owner == row_class.id
         if self.sets.held[own].any():
             return STAYS
         return int(self.sets.newest[own].max(initial=NEVER))
 
-    def in_use(self, one: RowClass) -> bool:
+    def in_use(self, row_class: RowClass) -> bool:
         """Whether any slot of the class is not FREE."""
-        return one.slots != len(one.free)
+        return row_class.slots != len(row_class.free)
 
     @property
     def cleared_bytes(self) -> int:
@@ -471,8 +470,3 @@ class L1:
             return 0
         sets = np.flatnonzero(self.sets.owner == CLEARED).tolist()
         return sum(sum(self.extents.sets[i].extent_bytes) for i in sets)
-
-    def census(self, one: RowClass) -> dict[str, int]:
-        """Rows of a class by state name."""
-        rows = [one.slots - sum(one.rows[FREE + 1 :]), *one.rows[FREE + 1 :]]
-        return dict(zip(STATE_NAMES, rows, strict=True))
