@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import flows, index, settlement
+from kvass.core import index, settlement, writing
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, Rig, digests, layout
 
@@ -211,8 +211,8 @@ def test_a_move_of_many_reservations_goes_on_in_slices(few: Rig) -> None:
 def test_a_reserve_that_would_take_long_is_decided_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flows, "COST_A_STEP", 3 * flows.COST_OF_AN_ITEM)
-    monkeypatch.setattr(flows, "ROWS_A_STEP", 4)
+    monkeypatch.setattr(writing, "COST_A_STEP", 3 * writing.COST_OF_AN_ITEM)
+    monkeypatch.setattr(writing, "ROWS_A_STEP", 4)
     rig = Rig(pages=64, extent=4, instance_write_share=1.0)
     e = rig.engine()
     items = [m.ReserveItem(request="r", digests=digests(f"{i}a", f"{i}b")) for i in range(5)]

@@ -44,8 +44,8 @@ BREAKS = [
         (
             (
                 "rows.py",
-                "(self.state[rows] == READY) & (self.pins[rows] == 0)",
-                "self.state[rows] == READY",
+                "(self.state[rows] >= READY) & (self.pins[rows] == 0)",
+                "self.state[rows] >= READY",
             ),
             (
                 "rows.py",
@@ -55,16 +55,16 @@ BREAKS = [
         ),
     ),
     one(
-        "a doomed row is never freed",
+        "a withdrawn row is never freed",
         7,
         "row_store.py",
-        "table.doomed[rows] if ahead else table.doomed[rows] | table.passing[rows]",
-        "table.passing[rows]",
+        "leaving = states == WITHDRAWN if ahead else np.isin(states, _LEAVING)",
+        "leaving = states == TRANSIENT",
     ),
     one(
         "an asker's own prefix is evicted",
         6,
-        "flows.py",
+        "writing.py",
         "    protect = state.store.table.clock\n",
         "    protect = 1 << 60\n",
     ),
@@ -78,9 +78,9 @@ BREAKS = [
     one(
         "a lookup does not count as use",
         6,
-        "flows.py",
-        "            state.store.touch(one, rows)\n",
-        "            pass\n",
+        "reading.py",
+        "    view.touch(chunks)\n    if ns.tier_epochs and chunks < len(keys) - msg.spare:\n",
+        "    if ns.tier_epochs and chunks < len(keys) - msg.spare:\n",
     ),
     one(
         "no set is ever handed over",
@@ -287,14 +287,14 @@ BREAKS = [
     one(
         "the share is not enforced",
         12,
-        "flows.py",
+        "writing.py",
         "state.quota - state.ledger.bytes_of.get(instance.id, 0)",
         "state.quota",
     ),
     one(
         "one key is granted twice in a message",
         12,
-        "flows.py",
+        "writing.py",
         "        lacking[:, columns[repeated(keys[columns])]] = False\n",
         "        pass\n",
     ),
@@ -323,9 +323,9 @@ BREAKS = [
     one(
         "the whole prompt is pinned in every group",
         6,
-        "flows.py",
-        "        rows = f[begin:chunks]\n",
-        "        rows = f[first:chunks]\n",
+        "prefix.py",
+        "[(begin, end) for begin, _ in self.needs(end)]",
+        "[(self._first, end) for _ in self.needs(end)]",
     ),
     one(
         "a hit that could reach further ends early",
@@ -337,14 +337,14 @@ BREAKS = [
     one(
         "a group's rows are granted as another's chunks",
         3,
-        "flows.py",
+        "writing.py",
         "        which=() if all(each == chunks for each in which) else which,\n",
         "",
     ),
     one(
         "windows are written where no full row is",
         6,
-        "flows.py",
+        "writing.py",
         "        lacking[~full] &= (~absent | lacking)[full].all(axis=0)\n",
         "        pass\n",
     ),
@@ -358,15 +358,15 @@ BREAKS = [
     one(
         "a bad row is dropped by its place in another group",
         8,
-        "flows.py",
+        "reading.py",
         "        begin = lease.chunks - len(part.rows)",
         "        begin = 0",
     ),
     one(
         "half a chunk for which there is no room is kept",
         3,
-        "flows.py",
-        "        _take_back(state, rows[i][kept:])\n",
+        "writing.py",
+        "        _take_back(state, rows[i][n:])\n",
         "        pass\n",
     ),
 ]

@@ -55,14 +55,14 @@ BREAKS = [
     one(
         "readers are inferred from who is registered",
         2,
-        "flows.py",
+        "reading.py",
         "(0,) if msg.readers is None else msg.readers",
         "tuple(instance.workers)",
     ),
     one(
         "missing readers mean every rank",
         2,
-        "flows.py",
+        "reading.py",
         "(0,) if msg.readers is None else msg.readers",
         "msg.readers or tuple(range(instance.terms.ranks))",
     ),
@@ -70,8 +70,8 @@ BREAKS = [
         "every rank owes a commit, replicas too",
         2,
         (
-            ("flows.py", "named = instance.writers if", "named = tuple(instance.workers) if"),
-            ("flows.py", "    if not instance.covers_all_shards(writers):\n", "    if False:\n"),
+            ("writing.py", "named = instance.writers if", "named = tuple(instance.workers) if"),
+            ("writing.py", "    if not instance.covers_all_shards(writers):\n", "    if False:\n"),
         ),
     ),
     one(
@@ -256,7 +256,7 @@ BREAKS = [
         "a row being written matches",
         4,
         "row_store.py",
-        "self.table.state[found] == READY",
+        "self.table.state[found] >= least",
         "there",
     ),
     one(
@@ -305,7 +305,7 @@ BREAKS = [
         "a row that was reported wrong still matches while it is read",
         4,
         "row_store.py",
-        '        """READY ``rows`` stop matching now, and are freed once nobody reads them."""\n'
+        '        """Readable ``rows`` match no more, and are freed once nobody reads them."""\n'
         "        self._unindex(rows)\n",
         "",
     ),
@@ -323,5 +323,5 @@ BREAKS = [
         "    state.settlement.distrust(instance.id, state.now)\n",
         "    pass\n",
     ),
-    one("a bad row stays", 8, "flows.py", "        state.store.forget(rows)\n", ""),
+    one("a bad row stays", 8, "reading.py", "        state.store.withdraw(rows)\n", ""),
 ]

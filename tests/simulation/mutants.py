@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.simulation import breaks_settlement, breaks_room, breaks_tiers
+from tests.simulation import breaks_room, breaks_settlement, breaks_tiers
 from tests.simulation.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]

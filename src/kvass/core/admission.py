@@ -132,7 +132,7 @@ def _drop_least_used(state: State) -> None:
 
 def _drop(state: State, ns: Namespace) -> None:
     ns.epoch += 1
-    promote.void(state, ns)  # a tier may not have said yet what it holds
+    promote.cancel(state, ns)  # a tier may not have said yet what it holds
     for row_class in ns.classes:
         state.store.remove_class(row_class)
     state.store.reclaim()

@@ -22,7 +22,7 @@ def first_chunk(group: GroupLayout, chunks: int, chunk_tokens: int, first: int =
     return min(chunks, max(first, group.needs(chunks * chunk_tokens) // chunk_tokens))
 
 
-def proving(groups: Sequence[GroupLayout]) -> list[bool]:
+def checked_groups(groups: Sequence[GroupLayout]) -> list[bool]:
     """Which groups must have the spare chunks after a hit."""
     full = [group.kind == "full" for group in groups]
     return full if any(full) else [group.kind != "state" for group in groups]

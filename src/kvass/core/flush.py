@@ -60,7 +60,7 @@ def ahead(state: State) -> None:
         if len(row_class.free) * row_class.spec.row_bytes > size // _ROOM_SHARE:
             continue
         rows = row_class.policy.victims(_AHEAD, store.table.clock)
-        rows = rows[~store.table.kept[rows]]
+        rows = rows[~store.table.offered[rows]]
         if len(rows):
             _queue(state, ClassRows(row_class.id, rows), range(len(state.config.tiers)))
 
@@ -71,7 +71,7 @@ def all_left(state: State) -> None:
         return
     for row_class in state.store.classes.values():
         rows = row_class.index.rows()
-        rows = rows[(state.store.table.state[rows] == READY) & ~state.store.table.kept[rows]]
+        rows = rows[(state.store.table.state[rows] >= READY) & ~state.store.table.offered[rows]]
         rows = rows[np.argsort(state.store.table.stamp[rows])]
         if len(rows):
             _queue(state, ClassRows(row_class.id, rows), range(len(state.config.tiers)))
@@ -86,7 +86,7 @@ def hurry(state: State) -> None:
 
 
 def _queue(state: State, part: ClassRows, tiers: Iterable[int]) -> None:
-    state.store.table.kept[part.rows] = True
+    state.store.table.offered[part.rows] = True
     row_class = state.store.classes.get(part.row_class)  # gone: cleared, and then unused
     if row_class is None or state.namespaces[row_class.namespace].private:
         return
@@ -139,7 +139,7 @@ def _live(state: State, row_class: RowClass, queued: Queued) -> I64Array:
     """Which of the rows still are what they were when they were queued."""
     same = row_class.index.find(queued.keys) == queued.rows
     rows: I64Array = queued.rows[same]
-    rows = rows[state.store.table.state[rows] == READY]
+    rows = rows[state.store.table.state[rows] >= READY]
     state.counters["flushes_lost"] += len(queued.rows) - len(rows)
     return rows
 

@@ -19,6 +19,7 @@ from kvass.core.rows import (
     QUARANTINED,
     READY,
     STATE_NAMES,
+    WITHDRAWN,
     WRITING,
 )
 from kvass.core.sets import CLEARED
@@ -139,11 +140,10 @@ def _extents(state: State) -> None:
 
 
 def _rows(state: State) -> None:
-    """A slot is listed as free once, or used; a READY row matches, or is doomed and being read."""
+    """A slot is listed as free once, or used; a row that may be read matches."""
     table, classes = state.store.table, state.store.classes.values()
-    free, ready = table.state == FREE, table.state == READY
+    free, readable, withdrawn = table.state == FREE, table.state >= READY, table.state == WITHDRAWN
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
-    assert not table.doomed[free].any(), "a FREE row is doomed"
     assert not table.key[free].any(), "a FREE row keeps a key"
     home = np.full(len(table), NOBODY)
     for extent_set in state.store.extents.sets.values():
@@ -168,13 +168,11 @@ def _rows(state: State) -> None:
             assert (owner[rows] == row_class.id).all(), "the index names another class's row"
             matches[rows] = True
     assert (listed == (free & (owner >= 0))).all(), "a slot is free and used, twice free, or lost"
-    assert not (matches & (free | table.doomed)).any(), "a FREE or doomed row still matches"
-    known = matches | table.doomed | cleared
-    assert known[ready].all(), "a READY row is lost"
+    assert not (matches & (free | withdrawn)).any(), "a FREE or WITHDRAWN row still matches"
+    assert (matches | cleared)[readable].all(), "a READY row is lost"
     assert matches[(table.state == LOADING) & ~cleared].all(), "a LOADING row is lost"
-    assert ready[table.passing].all(), "a row passes that is not READY"
-    assert (table.pins[ready & table.doomed] > 0).all(), "a doomed row that nobody reads"
-    assert (table.stamp[ready] != NEVER).all(), "a READY row that eviction cannot see"
+    assert (table.pins[withdrawn] > 0).all(), "a WITHDRAWN row that nobody reads"
+    assert (table.stamp[readable] != NEVER).all(), "a READY row that eviction cannot see"
 
 
 def _counts(state: State, pinned: list[ClassRows]) -> None:
@@ -183,7 +181,7 @@ def _counts(state: State, pinned: list[ClassRows]) -> None:
     held, used = np.zeros_like(sets.held), np.zeros_like(sets.used)
     filled = table.set_of[table.state != FREE]
     np.add.at(used, filled, 1)
-    np.add.at(held, table.set_of[(table.state != FREE) & (table.state != READY)], 1)
+    np.add.at(held, table.set_of[np.isin(table.state, (WRITING, LOADING, QUARANTINED))], 1)
     for part in pinned:
         np.add.at(held, table.set_of[part.rows], 1)
     there = sets.owner != NOBODY
@@ -199,8 +197,6 @@ def _counts(state: State, pinned: list[ClassRows]) -> None:
         assert len(rows) == row_class.slots, "a class miscounts its slots"
         counted = np.bincount(table.state[rows], minlength=len(STATE_NAMES)).tolist()
         assert counted[FREE + 1 :] == row_class.rows[FREE + 1 :], "a class miscounts its rows"
-        doomed = table.doomed[rows] & (table.state[rows] == READY)
-        assert doomed.sum() == row_class.doomed, "a class miscounts its doomed rows"
 
 
 def _instances(state: State) -> None:

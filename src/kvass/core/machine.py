@@ -1,10 +1,11 @@
-"""``CacheMachine``: everything the daemon knows, and the one door through which it changes.
+"""``CacheMachine``: everything the daemon knows, and the one way in which it changes.
 
 Law of this file: ``step(event, now) -> effects`` is pure; ``now`` never goes back; every request is
 answered exactly once, refusals included (law 11), and a refused message changed nothing.
 
-The parts: ``registry`` and ``admission`` (who), ``store`` (rows, slots, room), ``custody`` (leases,
-reservations, and how they end), ``flows`` (what a message does), ``status`` (what can be seen).
+The parts: ``registry``, ``admission`` and ``session_limits`` (who), ``row_store`` (rows, slots,
+room), ``settlement`` (leases, reservations, and how they end), ``reading``, ``promote``,
+``writing`` and ``clearing`` (what messages do), ``flush`` and ``epochs`` (tiers), ``status``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvass.core import admission, epochs, flows, flush, invariants, promote
+from kvass.core import (
+    admission,
+    clearing,
+    epochs,
+    flush,
+    invariants,
+    promote,
+    reading,
+    writing,
+)
 from kvass.core import status as fields
 from kvass.core.effects import (
     Close,
@@ -83,15 +93,15 @@ def _status(state: State, session: ClientSession, msg: Status) -> StatusReply:
 
 _HANDLERS: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | None]]] = {
     Register: admission.register,
-    Lookup: flows.lookup,
-    Prefetch: flows.prefetch,
-    Release: flows.release,
-    Renew: flows.renew,
-    Reserve: flows.reserve,
-    Commit: flows.commit,
-    Abort: flows.abort,
-    HandedOver: flows.handed_over,
-    Clear: flows.clear,
+    Lookup: reading.lookup,
+    Prefetch: reading.prefetch,
+    Release: reading.release,
+    Renew: reading.renew,
+    Reserve: writing.reserve,
+    Commit: writing.commit,
+    Abort: writing.abort,
+    HandedOver: writing.handed_over,
+    Clear: clearing.clear,
     Ping: _ping,
     Status: _status,
 }
@@ -133,7 +143,7 @@ class CacheMachine:
             epochs.look_again(state)
             state.store.reclaim()
             state.store.warm()
-            promote.go_on(state)
+            promote.resume_some(state)
         else:
             self._of_tier(event)
         if state.settlement.published:
@@ -242,7 +252,7 @@ class CacheMachine:
 
     def _end(self, session: ClientSession, code: ErrorCode, text: str, seq: int = 0) -> None:
         """Tell a session why it must go, and see it out as law 3 wants."""
-        promote.forget(self.state, session.id)
+        promote.session_lost(self.state, session.id)
         self.state.counters[f"ended_{code}"] += 1
         self._send(session, Error(seq=seq, code=code, text=text, fatal=True))
         session.ending = True
@@ -261,7 +271,7 @@ class CacheMachine:
 
     def _lost(self, event: Lost) -> None:
         session = self.state.sessions.pop(event.session, None)
-        promote.forget(self.state, event.session)
+        promote.session_lost(self.state, event.session)
         if session is None:
             return
         self.state.session_limits.leave(session)

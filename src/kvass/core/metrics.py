@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, get_args
 
-from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, WRITING
+from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WITHDRAWN, WRITING
 from kvass.errors import ErrorCode
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ GAUGES: Final = (
     Gauge(
         "rows",
         "Rows that hold a chunk of a layer group.",
-        lambda s: sum(_rows(c, READY) for c in s.store.classes.values()),
+        lambda s: sum(_rows(c, WITHDRAWN, READY, TRANSIENT) for c in s.store.classes.values()),
     ),
     Gauge("rows_loading", "Rows that a tier is filling.", lambda s: len(s.promotions.loading)),
     Gauge(
@@ -136,7 +136,7 @@ TIER_GAUGES: Final = (
 
 GROUP_GAUGES: Final = (
     Gauge("row_bytes", "The size of a row, all shards.", lambda c: c.spec.row_bytes),
-    Gauge("rows", "Rows that hold a chunk.", lambda c: _rows(c, READY)),
+    Gauge("rows", "Rows that hold a chunk.", lambda c: _rows(c, WITHDRAWN, READY, TRANSIENT)),
     Gauge("rows_writing", "Rows that ranks are writing.", lambda c: _rows(c, WRITING)),
     Gauge("rows_loading", "Rows that a tier is filling.", lambda c: _rows(c, LOADING)),
     Gauge(

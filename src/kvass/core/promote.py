@@ -3,11 +3,12 @@
 Law of this file: a row is LOADING from the step that asks a tier for it to the step in which that
 tier is done with its slot, whoever still waits for it. What a promotion waits for it has pinned. It
 is answered once: when nothing is awaited any more, or at its deadline, with the longest hit that is
-READY then. A row that a tier could not give is a shorter match, never another's bytes.
+READY then. A row that a tier could not give makes the match shorter.
 
-The way of one: ``begin`` asks the tiers in order what they hold; ``_plan`` chooses the longest hit
-that these and L1 make together, cuts it to what fits, and has the rest loaded; ``_aim`` pins it,
-and waits; ``_answer``. Rows that another promotion is loading already are shared.
+The steps of a promotion: ``begin`` asks the tiers in order what they hold (``_probe_next``). Then
+``_plan`` chooses the longest hit that these and L1 make together, cuts it to what fits, and has the
+rest loaded. ``_hold`` pins it and waits. ``_answer`` replies. Rows that another promotion is
+already loading are shared.
 """
 
 from __future__ import annotations
@@ -18,46 +19,52 @@ from typing import Final
 import numpy as np
 
 from kvass.core import epochs, flush
-from kvass.core.coverage import BoolArray, first_chunk, longest_hit, proving
+from kvass.core.coverage import BoolArray
 from kvass.core.effects import Loaded, Probed, Records, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
 from kvass.core.leases import ClassRows
+from kvass.core.prefix import PrefixView
+from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace, RowClass
-from kvass.core.rows import LOADING, READY
+from kvass.core.rows import LOADING, READY, WITHDRAWN
 from kvass.core.state import State
-from kvass.core.tiers import NOWHERE, SLICE, Loading, Probing, Promotion
+from kvass.core.tiers import DUPLICATE, IN_NO_TIER, NOT_ASKED, SLICE, Loading, Probing, Promotion
 from kvass.messages import Matched, Prefetched
-from kvass.types import I64Array, Slots, U64Array
+from kvass.types import I64Array, U64Array
 
 LOADING_SHARE: Final = 0.5
 """LOADING rows take no more of L1 than this (law 12)."""
 PROBE_CHUNKS: Final = 16
 PROBE_GROWTH: Final = 4
 LOAD_BYTES: Final = 16 << 20
-"""What one operation loads: so little that a hit can be had in part, and no less."""
-
-_NOT_AGAIN: Final = NOWHERE - 1
-"""The home of a key that a prompt says twice: one row is enough."""
-_IN_NONE: Final = NOWHERE - 2
-"""... of a row that no tier has that was asked for it."""
+"""What one operation loads. It is small, so that a hit can be had in part."""
 
 
 def begin(state: State, promotion: Promotion) -> bool:
     """Find out what the tiers hold of a prompt, and promote it; the answer comes by itself.
 
-    False: so many wait that nothing was begun. The asker has what L1 has.
+    False: so many wait that nothing was begun. The asker is given what L1 has.
     """
     if not state.promotions.room(promotion, state.config.limits.waiting_bytes):
         state.counters["lookups_not_waited"] += 1
         return False
     state.promotions.add(promotion)
     for home in promotion.homes:
-        home[repeated(promotion.keys)] = _NOT_AGAIN
-    _ask_next(state, promotion)
+        home[repeated(promotion.keys)] = DUPLICATE
+    _probe_next(state, promotion)
     return True
 
 
-def _ask_next(state: State, promotion: Promotion) -> None:
+def _view(state: State, promotion: Promotion, chunks: int | None = None) -> PrefixView:
+    """What L1 has of the prompt, or of its first ``chunks``, now."""
+    keys, first, spare = promotion.keys[:chunks], promotion.first, promotion.spare
+    return PrefixView(state.store, promotion.namespace, keys, first, spare)
+
+
+# ---------------------------------------------------------------- asking what tiers hold
+
+
+def _probe_next(state: State, promotion: Promotion) -> None:
     """Ask a tier for more of what L1 and the tiers before it have not; if there is no more: plan.
 
     A few chunks first, then ever more: no hit gets past a full row that nobody has, and most
@@ -67,73 +74,66 @@ def _ask_next(state: State, promotion: Promotion) -> None:
     promotion.early = epochs.awaited(promotion.namespace)
     if promotion.early:
         return
-    found = [c.index.find(promotion.keys) for c in promotion.namespace.classes]
-    coming = _there(state, found, (READY, LOADING))
+    view, first, end = _view(state, promotion), promotion.first, len(promotion.keys)
+    coming = view.there(LOADING)
     for tier in tiers:
         if tier > promotion.probing:
-            promotion.probing, promotion.reach = tier, promotion.first
-        while (
-            tier == promotion.probing
-            and promotion.reach < len(promotion.keys)
-            and not _gap(promotion, coming)
-        ):
+            promotion.probing, promotion.reach = tier, first
+        while tier == promotion.probing and promotion.reach < end and not _gap(promotion, coming):
             begin = promotion.reach
-            more = max(PROBE_CHUNKS, (begin - promotion.first) * PROBE_GROWTH)
-            promotion.reach = min(promotion.first + more, len(promotion.keys))
+            more = max(PROBE_CHUNKS, (begin - first) * PROBE_GROWTH)
+            promotion.reach = reach = min(first + more, end)
             wanted = [
                 begin
-                + np.flatnonzero(((rows == ABSENT) & _homeless(home))[begin : promotion.reach])
-                for rows, home in zip(found, promotion.homes, strict=True)
+                + np.flatnonzero(
+                    ((rows == ABSENT) & np.isin(home, (NOT_ASKED, IN_NO_TIER)))[begin:reach]
+                )
+                for rows, home in zip(view.found, promotion.homes, strict=True)
             ]
             if any(map(len, wanted)):
                 _probe(state, promotion, tier, wanted)
                 return
-    if tiers and _has_lost(promotion, found):
+    if tiers and _has_lost(promotion, view.found):
         promotion.probing = -1
-        _ask_next(state, promotion)
+        _probe_next(state, promotion)
     else:
         _plan(state, promotion)
-
-
-def _homeless(home: I64Array) -> BoolArray:
-    """Of which chunks no tier is known to hold the row."""
-    return np.isin(home, (NOWHERE, _IN_NONE))
 
 
 def _has_lost(promotion: Promotion, found: list[I64Array]) -> bool:
     """Whether no tier was asked for some row because L1 had it, and L1 has it no more. Of these
     at least one is asked for then, so this comes to an end."""
+    asked = slice(promotion.first, promotion.reach)
     return any(
-        ((rows == ABSENT) & (home == NOWHERE))[promotion.first : promotion.reach].any()
+        ((rows == ABSENT) & (home == NOT_ASKED))[asked].any()
         for rows, home in zip(found, promotion.homes, strict=True)
+    )
+
+
+def _gap(promotion: Promotion, coming: list[BoolArray]) -> bool:
+    """Whether some full row has been asked for in vain, so that what follows it is of no use."""
+    asked = slice(promotion.first, promotion.reach)
+    return any(
+        not (there | (home >= 0))[asked].all()
+        for c, there, home in zip(promotion.namespace.classes, coming, promotion.homes, strict=True)
+        if c.spec.layout.kind == "full"
     )
 
 
 def resume(state: State) -> None:
     """A tier has told an epoch, or that it cannot: go on with those who came before that."""
     promotions = state.promotions
-    promotions.early = deque(
-        promotion.id for promotion in promotions.all.values() if promotion.early
-    )
-    go_on(state)
+    promotions.early = deque(p.id for p in promotions.all.values() if p.early)
+    resume_some(state)
 
 
-def go_on(state: State) -> None:
-    """Those whose turn has come, ``SLICE`` in a step."""
+def resume_some(state: State) -> None:
+    """Go on with ``SLICE`` of them; the next tick has more."""
     early = state.promotions.early
     for _ in range(min(len(early), SLICE)):
         promotion = state.promotions.all.get(early.popleft())
         if promotion is not None and promotion.early:
-            _ask_next(state, promotion)
-
-
-def _gap(promotion: Promotion, coming: list[BoolArray]) -> bool:
-    """Whether some full row has been asked for in vain, so that what follows it is of no use."""
-    return any(
-        not (there | (home >= 0))[promotion.first : promotion.reach].all()
-        for c, there, home in zip(promotion.namespace.classes, coming, promotion.homes, strict=True)
-        if c.spec.layout.kind == "full"
-    )
+            _probe_next(state, promotion)
 
 
 def _probe(state: State, promotion: Promotion, tier: int, wanted: list[I64Array]) -> None:
@@ -154,95 +154,64 @@ def probed(state: State, event: Probed) -> None:
     at = 0
     for home, wanted in zip(promotion.homes, op.wanted, strict=True):
         held = event.held[at : at + len(wanted)]
-        home[wanted[held]], home[wanted[~held]] = op.tier, _IN_NONE
+        home[wanted[held]], home[wanted[~held]] = op.tier, IN_NO_TIER
         at += len(wanted)
     if promotion.epoch == promotion.namespace.epoch:
-        _ask_next(state, promotion)
+        _probe_next(state, promotion)
     else:
         _answer(state, promotion)
 
 
+# ---------------------------------------------------------------- loading
+
+
 def _plan(state: State, promotion: Promotion) -> None:
     """Have loaded what the longest hit needs beyond L1, as far as it fits."""
-    ns = promotion.namespace
     protect, n, weighed = state.store.table.clock, len(promotion.keys), False
     while n > promotion.first:
-        found = [c.index.find(promotion.keys[:n]) for c in ns.classes]
+        view = _view(state, promotion, n)
         lacking = [
             (rows == ABSENT) & (home[:n] >= 0)
-            for rows, home in zip(found, promotion.homes, strict=True)
+            for rows, home in zip(view.found, promotion.homes, strict=True)
         ]
-        coming = _there(state, found, (READY, LOADING))
-        end = _longest(promotion, [a | b for a, b in zip(coming, lacking, strict=True)])
-        wanted = _wanted(promotion, lacking, end)
-        if end == promotion.first or not any(map(len, wanted)):
+        coming = view.there(LOADING)
+        end = view.longest([a | b for a, b in zip(coming, lacking, strict=True)])
+        wanted = [
+            begin + np.flatnonzero(lacks[begin:upto])
+            for lacks, (begin, upto) in zip(lacking, view.needs(end), strict=True)
+        ]
+        if not any(map(len, wanted)):
             break
         if not weighed:
             weighed = True
-            gained = end - _longest(promotion, _there(state, found, (READY,)))
-            if not _worth_it(state, promotion, wanted, gained):
+            if not _worth_it(state, promotion, wanted, end - view.longest(view.there())):
                 break
         upto = end + promotion.spare
-        n = _fitting(state, ns, wanted, upto)
+        n = _fitting(state, promotion.namespace, wanted, upto)
         if n == upto:
-            _touch(state, promotion, found, end)  # nothing of the prompt shall make room for it
+            view.touch(end)  # nothing of the prompt shall make room for it
             n = _load(state, promotion, wanted, upto, protect)
             if n == upto:
                 flush.ahead(state)
                 break
-    _aim(state, promotion, (READY, LOADING))
-
-
-def _longest(promotion: Promotion, there: list[BoolArray]) -> int:
-    groups = [c.spec.layout for c in promotion.namespace.classes]
-    return longest_hit(
-        groups, there, promotion.namespace.chunk_tokens, promotion.first, promotion.spare
-    )
-
-
-def _begin(promotion: Promotion, c: RowClass, end: int) -> int:
-    """The first chunk that a hit of ``end`` chunks needs of a class."""
-    return first_chunk(c.spec.layout, end, promotion.namespace.chunk_tokens, promotion.first)
-
-
-def _wanted(promotion: Promotion, lacking: list[BoolArray], end: int) -> list[I64Array]:
-    """The chunks of each class that a hit of ``end`` chunks, and the proof of it, lack."""
-    wanted = []
-    for c, lacks, upto in zip(
-        promotion.namespace.classes, lacking, _ends(promotion, end), strict=True
-    ):
-        begin = _begin(promotion, c, end)
-        wanted.append(begin + np.flatnonzero(lacks[begin:upto]))
-    return wanted
-
-
-def _ends(promotion: Promotion, end: int) -> list[int]:
-    """Where what a hit of ``end`` chunks uses of each class ends, proof included."""
-    groups = [c.spec.layout for c in promotion.namespace.classes]
-    return [end + promotion.spare * proves for proves in proving(groups)]
-
-
-def _touch(state: State, promotion: Promotion, found: list[I64Array], end: int) -> None:
-    for c, rows in zip(promotion.namespace.classes, found, strict=True):
-        own = rows[_begin(promotion, c, end) : end + promotion.spare]
-        state.store.touch(c, own[own != ABSENT])
+    _hold(state, promotion, LOADING)
 
 
 def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks: int) -> bool:
     """Whether loading takes less time than computing the tokens it saves, as far as is known."""
     if not state.config.weigh_loads or promotion.prefill_tokens_s <= 0:
         return True
-    sizes = np.zeros(len(state.config.tiers))
-    for c, home, w in zip(promotion.namespace.classes, promotion.homes, wanted, strict=True):
+    ns, speeds = promotion.namespace, state.tiers.speeds
+    sizes = np.zeros(len(speeds), np.int64)
+    for c, home, w in zip(ns.classes, promotion.homes, wanted, strict=True):
         sizes += np.bincount(home[w], minlength=len(sizes)) * c.spec.row_bytes
-    seconds = sum(
-        state.tiers.speeds[tier].seconds(int(size)) for tier, size in enumerate(sizes) if size
-    )
-    if seconds * promotion.prefill_tokens_s <= chunks * promotion.namespace.chunk_tokens:
+    asked = [(speeds[tier], int(sizes[tier])) for tier in np.flatnonzero(sizes).tolist()]
+    seconds = sum(speed.seconds(size) for speed, size in asked)
+    if seconds * promotion.prefill_tokens_s <= chunks * ns.chunk_tokens:
         return True
     state.counters["promotions_not_worth_it"] += 1
-    for tier in np.flatnonzero(sizes):
-        state.tiers.speeds[int(tier)].doubt()
+    for speed, _ in asked:
+        speed.doubt()
     return False
 
 
@@ -260,37 +229,30 @@ def _load(
 ) -> int:
     """Take slots for all of ``wanted`` and ask the tiers to fill them; ``upto``. If there is no
     room for all: nothing, and the first chunk for which there was none."""
-    ns = promotion.namespace
-    rows = [
-        state.store.allocate(c, promotion.keys[w], protect, LOADING)
-        for c, w in zip(ns.classes, wanted, strict=True)
-    ]
-    cut = min(
-        (int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)),
-        default=upto,
-    )
+    classes = promotion.namespace.classes
+    rows, cut = state.store.allocate_each(classes, promotion.keys[:upto], wanted, protect, LOADING)
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
             state.store.free(taken)
         return cut
-    for c, w, taken, home in zip(ns.classes, wanted, rows, promotion.homes, strict=True):
+    for c, w, taken, home in zip(classes, wanted, rows, promotion.homes, strict=True):
         state.store.touch(c, taken)
         step = max(1, LOAD_BYTES // c.spec.row_bytes)
         for tier in np.unique(home[w]).tolist():
             of_tier = taken[home[w] == tier]
             for at in range(0, len(of_tier), step):
-                _ask_for(state, promotion, c, int(tier), of_tier[at : at + step])
+                _load_rows(state, promotion.namespace, c, tier, of_tier[at : at + step])
     return upto
 
 
-def _ask_for(state: State, promotion: Promotion, c: RowClass, tier: int, rows: I64Array) -> None:
+def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array) -> None:
     size = len(rows) * c.spec.row_bytes
     op = state.tiers.begin(Loading(tier, ClassRows(c.id, rows), size, set()))
     for row in rows.tolist():
         state.promotions.loading[row] = op
     state.tiers.speeds[tier].begin(size, state.now)
-    records = _records(promotion.namespace, tier, c, state.store.table.keys_of(rows))
+    records = _records(ns, tier, c, state.store.table.keys_of(rows))
     state.out.append(TierLoad(tier, op, records, state.store.slots(rows), c.spec.shard_bytes))
 
 
@@ -298,64 +260,6 @@ def _records(ns: Namespace, tier: int, c: RowClass, keys: U64Array) -> Records:
     epoch = ns.tier_epochs[tier]
     assert epoch is not None, "a tier was asked under no epoch"
     return Records(ns.digest, epoch, c.spec.group, keys)
-
-
-# ---------------------------------------------------------------- waiting
-
-
-def _aim(state: State, promotion: Promotion, states: tuple[int, ...]) -> None:
-    """Pin the longest hit of rows in ``states``; answer, if none of them is LOADING."""
-    before, ns = promotion.pinned, promotion.namespace
-    if promotion.epoch != ns.epoch:
-        _answer(state, promotion)
-        return
-    promotion.awaits = set()
-    found = [c.index.find(promotion.keys) for c in ns.classes]
-    promotion.chunks = _longest(promotion, _there(state, found, states))
-    parts, proof = [], []
-    for c, f, upto in zip(ns.classes, found, _ends(promotion, promotion.chunks), strict=True):
-        rows = f[_begin(promotion, c, promotion.chunks) : promotion.chunks]
-        after = f[promotion.chunks : upto] if promotion.chunks > promotion.first else f[:0]
-        state.store.touch(c, rows)
-        parts.append(ClassRows(c.id, rows))
-        proof.append(ClassRows(c.id, after))
-    promotion.parts, promotion.proof = tuple(parts), tuple(proof)
-    for part in promotion.pinned:
-        state.store.pin(part.rows)
-        for row in part.rows[state.store.table.state[part.rows] == LOADING].tolist():
-            promotion.awaits.add(state.promotions.loading[row])
-    for part in before:  # only now: what is not retained stays for those who wait
-        state.store.unpin(part.rows, ahead=not promotion.readers)
-    for op in promotion.awaits:
-        loading = state.tiers.ops[op]
-        assert isinstance(loading, Loading), "a LOADING row that nobody loads"
-        loading.waiters.add(promotion.id)
-    if not promotion.awaits:
-        _answer(state, promotion)
-
-
-def _there(state: State, found: list[I64Array], states: tuple[int, ...]) -> list[BoolArray]:
-    """Which rows of each class are in one of ``states``."""
-    table = state.store.table
-    there = []
-    for rows in found:
-        held = rows != ABSENT
-        held[held] = np.isin(table.state[rows[held]], states)
-        there.append(held)
-    return there
-
-
-def _let_go(state: State, promotion: Promotion) -> None:
-    """Unpin what it has pinned so far."""
-    pinned = promotion.pinned
-    promotion.parts, promotion.proof, promotion.chunks, promotion.awaits = (
-        (),
-        (),
-        promotion.first,
-        set(),
-    )
-    for part in pinned:
-        state.store.unpin(part.rows, ahead=not promotion.readers)
 
 
 def loaded(state: State, event: Loaded) -> None:
@@ -380,67 +284,80 @@ def loaded(state: State, event: Loaded) -> None:
             continue
         promotion.awaits.discard(event.op)
         if any(np.isin(part.rows, bad).any() for part in promotion.pinned):
-            _aim(state, promotion, (READY, LOADING))
+            _hold(state, promotion, LOADING)
         elif not promotion.awaits:
             _answer(state, promotion)
     state.store.free(bad)
 
 
+# ---------------------------------------------------------------- waiting
+
+
+def _hold(state: State, promotion: Promotion, least: int) -> None:
+    """Pin the longest hit of rows in state ``least`` or above; answer, if none of it is LOADING."""
+    if promotion.epoch != promotion.namespace.epoch:
+        _answer(state, promotion)
+        return
+    before, view = promotion.pinned, _view(state, promotion)
+    promotion.chunks = view.longest(view.there(least))
+    view.touch(promotion.chunks)
+    promotion.parts = view.returned(promotion.chunks)
+    promotion.spares = view.spares(promotion.chunks)
+    promotion.awaits = set()
+    for part in promotion.pinned:
+        state.store.pin(part.rows)
+        for row in part.rows[state.store.table.state[part.rows] == LOADING].tolist():
+            promotion.awaits.add(state.promotions.loading[row])
+    _unpin(state, promotion, before)  # only now: TRANSIENT rows stay for those who wait
+    for op in promotion.awaits:
+        loading = state.tiers.ops[op]
+        assert isinstance(loading, Loading), "a LOADING row that nobody loads"
+        loading.waiters.add(promotion.id)
+    if not promotion.awaits:
+        _answer(state, promotion)
+
+
+def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> None:
+    for part in parts:
+        state.store.unpin(part.rows, ahead=not promotion.readers)
+
+
+def _let_go(state: State, promotion: Promotion) -> None:
+    """It holds nothing any more."""
+    pinned = promotion.pinned
+    promotion.parts = promotion.spares = ()
+    promotion.chunks, promotion.awaits = promotion.first, set()
+    _unpin(state, promotion, pinned)
+
+
 def _answer(state: State, promotion: Promotion) -> None:
     """Give the asker what is pinned by now."""
-    instance = state.instances.get(promotion.instance)
+    instance, first = state.instances.get(promotion.instance), promotion.first
     there = instance is not None and state.namespace_of(instance) is promotion.namespace
     if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
         _let_go(state, promotion)
-    elif any(state.store.table.doomed[part.rows].any() for part in promotion.pinned):
-        _aim(state, promotion, (READY, LOADING))  # a reader has found one of them to be wrong
+    elif any((state.store.table.state[p.rows] == WITHDRAWN).any() for p in promotion.pinned):
+        _hold(state, promotion, LOADING)  # a reader has found one of them to be wrong
         return
     state.promotions.drop(promotion)
-    parts, chunks = promotion.parts, promotion.chunks
     if not promotion.readers:
-        state.send(promotion.session, Prefetched(seq=promotion.seq, chunks=chunks))
-    elif chunks == promotion.first:
-        state.send(promotion.session, miss(state, promotion.first, promotion.seq))
+        reply: Prefetched | Matched = Prefetched(chunks=promotion.chunks)
+    elif promotion.chunks == first:
+        reply = miss(state, first)
     else:
-        asker = promotion.instance, promotion.request
-        matched = match(
-            state, *asker, promotion.first, chunks, parts, promotion.readers, promotion.spare
+        lease = state.settlement.lend(
+            promotion.instance,
+            promotion.request,
+            promotion.chunks - first,
+            promotion.parts,
+            promotion.readers,
+            state.now,
         )
-        matched.seq = promotion.seq
-        state.counters["promoted_chunks"] += chunks - promotion.first
-        state.send(promotion.session, matched)
+        state.counters["promoted_chunks"] += lease.chunks
+        reply = matched(state, lease, first, promotion.spare)
+    reply.seq = promotion.seq
+    state.send(promotion.session, reply)
     _let_go(state, promotion)
-
-
-def miss(state: State, first: int, seq: int = 0) -> Matched:
-    """Nothing from ``first`` on."""
-    return Matched(seq=seq, boot=state.config.boot, first=first, chunks=first)
-
-
-def match(
-    state: State,
-    instance: str,
-    request: str,
-    first: int,
-    chunks: int,
-    parts: tuple[ClassRows, ...],
-    readers: set[int],
-    spare: int,
-) -> Matched:
-    """Lend ``parts`` to ``readers``, and tell where they lie."""
-    state.counters["hit_chunks"] += chunks - first
-    lease = state.settlement.lend(instance, request, chunks - first, parts, readers, state.now)
-    slots: tuple[Slots, ...] = tuple(state.store.slots(p.rows) for p in parts)
-    return Matched(
-        boot=state.config.boot,
-        lease=lease.id,
-        first=first,
-        chunks=chunks,
-        given_s=state.now,
-        deadline_s=lease.deadline,
-        slots=slots,
-        spare=spare,
-    )
 
 
 # ---------------------------------------------------------------- time, death, clears
@@ -450,21 +367,17 @@ def lapse(state: State) -> None:
     """Answer those whose time is up with what is READY by now."""
     for promotion in state.promotions.due(state.now):
         state.counters["promotions_late"] += 1
-        _aim(state, promotion, (READY,))
+        _hold(state, promotion, READY)
 
 
-def forget(state: State, session: int) -> None:
-    """A session is gone: nobody waits for its promotions. What is LOADING goes on loading."""
-    for promotion in [
-        promotion for promotion in state.promotions.all.values() if promotion.session == session
-    ]:
+def session_lost(state: State, session: int) -> None:
+    """Nobody waits for a session's promotions any more. What is LOADING goes on loading."""
+    for promotion in [p for p in state.promotions.all.values() if p.session == session]:
         state.promotions.drop(promotion)
         _let_go(state, promotion)
 
 
-def void(state: State, ns: Namespace) -> None:
+def cancel(state: State, ns: Namespace) -> None:
     """``ns`` is cleared: what waits for rows of before misses."""
-    for promotion in [
-        promotion for promotion in state.promotions.all.values() if promotion.namespace is ns
-    ]:
+    for promotion in [p for p in state.promotions.all.values() if p.namespace is ns]:
         _answer(state, promotion)

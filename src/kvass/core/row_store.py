@@ -1,7 +1,7 @@
 """L1: the index, the slots, and room for new ones.
 
-Law of this file: an index entry names a row that is WRITING, LOADING or READY and not doomed; room
-is made here, at allocation time, and nowhere else (law 6). It knows no sessions and no time.
+Law of this file: an index entry names a row that is WRITING, LOADING, READY or TRANSIENT; room is
+made here, at allocation time, and nowhere else (law 6). It knows no sessions and no time.
 
 No free slot: take free arena; else evict, from the class's own rows or by taking over the extent
 sets of least value of other classes, whichever was used longer ago. So no layout can starve
@@ -29,6 +29,8 @@ from kvass.core.rows import (
     QUARANTINED,
     READY,
     STATE_NAMES,
+    TRANSIENT,
+    WITHDRAWN,
     WRITING,
     RowTable,
 )
@@ -37,6 +39,7 @@ from kvass.core.slots import FreeSlots
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
+_LEAVING: Final = (WITHDRAWN, TRANSIENT)
 
 TYPICAL_ROW: Final = 1 << 20
 ROOM: Final = 9 << 17
@@ -48,7 +51,6 @@ class RowClass(msgspec.Struct):
     """The rows of one (namespace, group): equally large, one index, one eviction policy.
 
     ``slots``: of all its sets. ``rows``: how many of them are in each state, but for FREE ones.
-    ``doomed``: how many READY rows stopped matching while somebody reads them.
     """
 
     id: int
@@ -60,7 +62,6 @@ class RowClass(msgspec.Struct):
     free: FreeSlots
     slots: int = 0
     rows: list[int] = []
-    doomed: int = 0
 
 
 class Namespace(msgspec.Struct):
@@ -107,7 +108,7 @@ class RowStore:
         self._slice_slots = slice_slots
         self._next_class = 0
         self._leaving = 0
-        """READY rows that are doomed or passing, so that most unpins need not look for any."""
+        """Rows that are freed at their last unpin: most unpins need not look for any."""
         self._seed = seed
         self.sets = SetTable()
         self.pinned = 0
@@ -152,13 +153,13 @@ class RowStore:
 
     # ------------------------------------------------------------ finding
 
-    def readable(self, found: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``found`` (row ids, or ``ABSENT``) are READY."""
+    def there(self, found: I64Array, least: int = READY) -> npt.NDArray[np.bool_]:
+        """Which of ``found`` (row ids, or ``ABSENT``) are in state ``least`` or above."""
         there: npt.NDArray[np.bool_] = found != ABSENT
         if there.all():
-            ready: npt.NDArray[np.bool_] = self.table.state[found] == READY
-            return ready
-        there[there] = self.table.state[found[there]] == READY
+            there = self.table.state[found] >= least
+        else:
+            there[there] = self.table.state[found[there]] >= least
         return there
 
     def touch(self, row_class: RowClass, rows: I64Array) -> None:
@@ -198,7 +199,7 @@ class RowStore:
     def unpin(self, rows: I64Array, ahead: bool = False) -> None:
         """Undo one ``pin`` of the same ``rows``; those that only stayed for it are freed.
 
-        ``ahead``: whoever they are for is still to come, so passing ones stay.
+        ``ahead``: whoever they are for is still to come, so TRANSIENT ones stay.
         """
         table = self.table
         table.pins[rows] -= 1
@@ -206,15 +207,10 @@ class RowStore:
         self.pinned -= len(rows)
         if not self._leaving:
             return
-        over = table.doomed[rows] if ahead else table.doomed[rows] | table.passing[rows]
-        leaving = over & table.evictable(rows)
-        if leaving.any():
-            gone = np.unique(rows[leaving])
-            self._leaving -= len(gone)
-            owner = self.class_of(gone)
-            if owner is not None:
-                owner.doomed -= int(table.doomed[gone].sum())
-            self.free(gone)
+        states = table.state[rows]
+        leaving = states == WITHDRAWN if ahead else np.isin(states, _LEAVING)
+        leaving &= table.pins[rows] == 0
+        self.free(np.unique(rows[leaving]))
 
     # ------------------------------------------------------------ writing
 
@@ -233,6 +229,23 @@ class RowStore:
         row_class.index.add(rows)
         return rows
 
+    def allocate_each(
+        self,
+        classes: list[RowClass],
+        keys: U64Array,
+        wanted: list[I64Array],
+        protect: int,
+        state: int = WRITING,
+    ) -> tuple[list[I64Array], int]:
+        """Rows for the chunks ``wanted`` of each class, and the first chunk that got none in some
+        class because there was no room; ``len(keys)`` if there is none. Rows behind it were taken.
+        """
+        rows = [
+            self.allocate(c, keys[w], protect, state) for c, w in zip(classes, wanted, strict=True)
+        ]
+        short = [int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)]
+        return rows, min(short, default=len(keys))
+
     def _move(self, rows: I64Array, before: int, after: int) -> None:
         """Move ``rows``, all of one class and in state ``before``, and count them."""
         if not len(rows):
@@ -245,10 +258,17 @@ class RowStore:
             np.add.at(self.sets.used, sets, used)
         if after == FREE:
             self.sets.newest[sets[self.sets.used[sets] == 0]] = NEVER
+        self._leaving += len(rows) * ((after in _LEAVING) - (before in _LEAVING))
         owner = self.class_of(rows)
         if owner is not None:
             owner.rows[before] -= len(rows)
             owner.rows[after] += len(rows)
+
+    def _move_all(self, rows: I64Array, after: int) -> None:
+        """The same for rows of one class in whatever states."""
+        states = self.table.state[rows]
+        for before in np.flatnonzero(np.bincount(states)).tolist():
+            self._move(rows[states == before], before, after)
 
     def publish(self, rows: I64Array) -> None:
         """Every shard of ``rows`` is written: they are readable from here on."""
@@ -256,11 +276,8 @@ class RowStore:
 
     def promoted(self, rows: I64Array, retain: bool) -> None:
         """A tier has filled LOADING ``rows``: they are readable from here on."""
-        self._move(rows, LOADING, READY)
-        self.table.kept[rows] = True
-        if not retain:
-            self.table.passing[rows] = True
-            self._leaving += len(rows)
+        self._move(rows, LOADING, READY if retain else TRANSIENT)
+        self.table.offered[rows] = True
 
     def fail(self, rows: I64Array) -> None:
         """LOADING ``rows`` will not be filled: nobody finds them any more."""
@@ -272,28 +289,21 @@ class RowStore:
         self._move(rows, WRITING, QUARANTINED)
 
     def free(self, rows: I64Array) -> None:
-        """Nobody reads or writes ``rows`` (all of one class and in one state) any more."""
+        """Nobody reads or writes ``rows`` (all of one class) any more."""
         if not len(rows):
             return
         self._unindex(rows)
-        self._move(rows, int(self.table.state[rows[0]]), FREE)
+        self._move_all(rows, FREE)
         owner = self.class_of(rows)
         if owner is not None:
             owner.free.give_back(rows)
 
-    def forget(self, rows: I64Array) -> None:
-        """READY ``rows`` stop matching now, and are freed once nobody reads them."""
+    def withdraw(self, rows: I64Array) -> None:
+        """Readable ``rows`` match no more, and are freed once nobody reads them."""
         self._unindex(rows)
-        table = self.table
-        pinned = table.pins[rows] > 0
-        self._leaving -= int(table.passing[rows].sum())
-        table.passing[rows] = False
-        table.doomed[rows[pinned]] = True
-        self._leaving += int(pinned.sum())
-        owner = self.class_of(rows)
-        if owner is not None:
-            owner.doomed += int(pinned.sum())
-        self.free(rows[~pinned])
+        read = self.table.pins[rows] > 0
+        self._move_all(rows[read], WITHDRAWN)
+        self.free(rows[~read])
 
     def clear(self, row_class: RowClass) -> int:
         """Nothing of a class matches any more, at once; how many rows did.
@@ -301,13 +311,13 @@ class RowStore:
         Its sets are ``CLEARED``. Who reads or writes there goes on; what nobody does is given back
         by ``reclaim``, or to the next one who needs room.
         """
-        matched = row_class.rows[READY] - row_class.doomed
+        matched = sum(row_class.rows[READY:])
         sets = np.flatnonzero(self.sets.owner == row_class.id)
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
         row_class.index = self._new_index(row_class.spec)
         row_class.policy = self._policy(self.table)
-        row_class.free, row_class.slots, row_class.doomed = FreeSlots(), 0, 0
+        row_class.free, row_class.slots = FreeSlots(), 0
         row_class.rows = [0] * len(STATE_NAMES)
         return matched
 
@@ -376,7 +386,7 @@ class RowStore:
         No hit gets past a missing ``full`` row, so its chunk's windows and states go with it.
         """
         keys = self.table.keys_of(rows)
-        self._drop(rows)
+        self.free(rows)
         if row_class.spec.layout.kind != "full":
             return
         for other in self._of_namespace[row_class.namespace]:
@@ -385,13 +395,7 @@ class RowStore:
                 found = found[found != ABSENT]
                 orphans = found[self.table.evictable(found)]
                 self._counters["evicted_orphaned"] += len(orphans)
-                self._drop(orphans)
-
-    def _drop(self, rows: I64Array) -> None:
-        """Free READY rows that nobody reads."""
-        if self._leaving:
-            self._leaving -= int(self.table.passing[rows].sum())
-        self.free(rows)
+                self.free(orphans)
 
     def _add_set(self, row_class: RowClass) -> bool:
         made = self.extents.add(row_class.spec.shard_bytes, row_class.slots_per_set)
@@ -427,9 +431,9 @@ class RowStore:
         owners = self.sets.owner[sets]
         for owner in sorted(set(owners.tolist())):
             rows = self.sets.rows_of(sets[owners == owner])
-            held = rows[self.table.state[rows] == READY]
+            held = rows[self.table.state[rows] >= READY]
             if owner == CLEARED:
-                self._drop(held)
+                self.free(held)
             else:
                 self._counters["evicted_handed_over"] += len(held)
                 self._evict(self.classes[owner], held)

@@ -174,7 +174,11 @@ class Tiers:
         return sum(speed.loading_bytes for speed in self.speeds)
 
 
-NOWHERE: Final = -1
+NOT_ASKED: Final = -1
+DUPLICATE: Final = -2
+IN_NO_TIER: Final = -3
+"""Instead of a tier's number (``Promotion.homes``): no tier was asked for the row; the prompt has
+the key twice, and one row is enough; every tier that was asked does not have it."""
 INSTANCE_SHARE: Final = 0.25
 """Of ``Limits.waiting_bytes``: what one instance may take."""
 
@@ -182,9 +186,11 @@ INSTANCE_SHARE: Final = 0.25
 class Promotion(msgspec.Struct):
     """A lookup (or, without readers, a prefetch) that waits for tiers.
 
-    ``homes``: per class and chunk the tier that holds the row, or ``NOWHERE``. ``parts``: what it
-    has pinned so far, READY or LOADING, and ``proof``: the spare chunks after it; ``awaits``: the
-    loads that fill the latter.
+    ``homes``: per class and chunk the tier that holds the row, or ``NOT_ASKED``, ``DUPLICATE`` or
+    ``IN_NO_TIER``. ``early``: no tier has told its epoch yet, so none was asked. ``probing``: the
+    tier that was asked last, and ``reach``: for the chunks before this one. ``parts`` is the hit of
+    ``chunks`` chunks that it has pinned, READY or LOADING, and ``spares`` are the spare chunks
+    after it. ``awaits``: the operations that fill what of these is LOADING.
     """
 
     id: int
@@ -202,20 +208,17 @@ class Promotion(msgspec.Struct):
     spare: int
     homes: list[I64Array]
     early: bool = False
-    """Nothing was asked yet, because no tier has told its epoch."""
     probing: int = -1
-    """The tier that was asked last, """
     reach: int = 0
-    """and for the chunks before this one."""
     chunks: int = 0
     parts: tuple[ClassRows, ...] = ()
-    proof: tuple[ClassRows, ...] = ()
+    spares: tuple[ClassRows, ...] = ()
     awaits: set[int] = set()
 
     @property
     def pinned(self) -> tuple[ClassRows, ...]:
         """All that it holds."""
-        return self.parts + self.proof
+        return self.parts + self.spares
 
     @property
     def size_bytes(self) -> int:

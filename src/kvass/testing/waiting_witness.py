@@ -13,7 +13,6 @@ from typing import Any
 
 from kvass import messages as m
 from kvass.core.effects import Effect, Send, TierClear, TierEpoch, ToTier
-from kvass.core.flows import GUESS_TOKENS_S
 from kvass.testing.books import Books, BrokenLawError, Fill, RowKey, Source, Space, split
 
 
@@ -79,8 +78,9 @@ class WaitingWitness(Books):
     def _sure_until(
         self, one: Pending, space: Space, message: m.Lookup | m.Prefetch, now: float
     ) -> float:
-        """Before this it does not give up: for the rest of what L1 has, it waits no longer than
-        computing that takes, which we know from below only (what was evicted we may not know)."""
+        """Before this it does not give up. If L1 has a part, it waits no longer than computing the
+        rest takes, or the rest's share of the budget if the asker does not know its speed. We know
+        the rest from below only: of what was evicted we may not know."""
         if isinstance(message, m.Prefetch):
             return one.due
         keys = split(message.digests, message.width)
@@ -89,9 +89,11 @@ class WaitingWitness(Books):
         )
         if ready == message.first:
             return one.due
-        speed = message.prefill_tokens_s
-        speed = speed if 0 < speed < float("inf") else GUESS_TOKENS_S
-        left_s = (len(keys) - ready) * space.chunk_tokens / speed
+        speed, left = message.prefill_tokens_s, len(keys) - ready
+        if 0 < speed < inf:
+            left_s = left * space.chunk_tokens / speed
+        else:
+            left_s = (one.due - now) * left / (len(keys) - message.first)
         return min(one.due, now + max(left_s, self.timing.lookup_budget_ms / 1000))
 
     def space_of(self, session: int, message: m.Lookup | m.Prefetch) -> Space | None:
