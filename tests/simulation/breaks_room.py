@@ -13,14 +13,14 @@ BREAKS = [
         "the lease's deadline is ignored",
         5,
         "settlement.py",
-        "if lease is not None and lease.deadline <= now:",
-        "if False:",
+        "            if lease.deadline <= now:\n",
+        "            if False:\n",
     ),
     one(
         "a renewed lease never lapses",
         5,
         "settlement.py",
-        "        self.ledger.wake_at(lease.deadline, lease.id)\n",
+        "        self.leases.wake_at(lease.deadline, lease)\n",
         "",
     ),
     one(
@@ -34,9 +34,10 @@ BREAKS = [
         "an ended lease does not unpin",
         6,
         "settlement.py",
-        "        self.ledger.drop_lease(lease)\n        for part in lease.parts:\n"
+        "        self.leases.drop(lease)\n"
+        "        for part in lease.parts:\n"
         "            self.store.unpin(part.rows)\n",
-        "        self.ledger.drop_lease(lease)\n",
+        "        self.leases.drop(lease)\n",
     ),
     Mutant(
         "a pinned row is evicted",
@@ -135,8 +136,8 @@ BREAKS = [
         "a rank that comes back commits what the one before it owed",
         4,
         "checks.py",
-        "    state.settlement.settle(an_id, state.now)\n    reservation =",
-        "    reservation =",
+        "    state.settlement.settle(an_id, state.now)\n",
+        '    if kind == "lease":\n        state.settlement.settle(an_id, state.now)\n',
     ),
     # ------------------------------------------------------------ law 7: quiescence
     one(
@@ -164,7 +165,7 @@ BREAKS = [
         "a dead writer's slots wait for the reservation's deadline",
         7,
         "settlement.py",
-        "            self.ledger.wake_at(until, reservation.id)\n",
+        "            self.reservations.wake_at(until, reservation)\n",
         "            pass\n",
     ),
     one(
@@ -220,15 +221,14 @@ BREAKS = [
         "lookups that wait take any memory",
         12,
         "tiers.py",
-        "        return self.bytes + size <= limit_bytes and mine + size <= limit_bytes * "
-        "INSTANCE_SHARE\n",
+        "        return all_bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE\n",
         "        return True\n",
     ),
     one(
         "slots wait for ever for the end of a process that has ended",
         7,
         "settlement.py",
-        "            if until < reservation.dirty.get(session, 0.0):\n",
+        "            if until < reservation.writing_until.get(session, 0.0):\n",
         "            if False:\n",
     ),
     one(
@@ -280,15 +280,15 @@ BREAKS = [
     one(
         "the share is not given back",
         12,
-        "leases.py",
-        "        left = self.bytes_of[reservation.instance] - reservation.size_bytes\n",
-        "        left = self.bytes_of[reservation.instance]\n",
+        "ledger.py",
+        "        self.bytes_of[entry.instance] -= size_bytes\n",
+        "        pass\n",
     ),
     one(
         "the share is not enforced",
         12,
         "writing.py",
-        "state.quota - state.ledger.bytes_of.get(instance.id, 0)",
+        "state.quota - state.reservations.bytes_of.get(instance.id, 0)",
         "state.quota",
     ),
     one(

@@ -27,15 +27,15 @@ BREAKS = [
         "another instance's lease can be released",
         2,
         "checks.py",
-        "if lease is not None and lease.instance != instance.id:",
-        "if False:",
+        "if entry is not None and entry.instance != instance.id:",
+        'if kind != "lease" and entry is not None and entry.instance != instance.id:',
     ),
     one(
         "another instance's reservation can be settled",
         2,
         "checks.py",
-        "if reservation is not None and reservation.instance != instance.id:",
-        "if False:",
+        "if entry is not None and entry.instance != instance.id:",
+        'if kind == "lease" and entry is not None and entry.instance != instance.id:',
     ),
     one("a rank may speak for another", 2, "checks.py", "    if rank != own:\n", "    if False:\n"),
     one(
@@ -93,9 +93,11 @@ BREAKS = [
         "a late slot is freed at the deadline",
         3,
         "settlement.py",
-        '                    self.discard(reservation, "late")\n',
-        '                    self.discard(reservation, "late")\n'
-        "                    reservation.owing.clear()\n",
+        "            if reservation.deadline <= now:\n"
+        '                self.discard(reservation, "late")\n',
+        "            if reservation.deadline <= now:\n"
+        '                self.discard(reservation, "late")\n'
+        "                reservation.owing.clear()\n",
     ),
     one(
         "an abort by one rank settles for all",
@@ -137,9 +139,10 @@ BREAKS = [
         "the end of one of several lost writers frees the slots of all",
         3,
         "settlement.py",
-        "                self._soil(reservation, session, until, now)\n\n",
-        "                reservation.dirty = {session: until}\n"
-        "                self._soil(reservation, session, until, now)\n\n",
+        "                self._wait_for_device(reservation, session, until, now)\n\n",
+        "                reservation.writing_until = {session: until}\n"
+        "                self._wait_for_device(reservation, session, until, now)\n"
+        "\n",
     ),
     one(
         "two rows on one slot",
@@ -277,8 +280,8 @@ BREAKS = [
         "the reservation's deadline is ignored",
         5,
         "settlement.py",
-        "                if reservation.deadline <= now:\n",
-        "                if False:\n",
+        "            if reservation.deadline <= now:\n",
+        "            if False:\n",
     ),
     one(
         "a clear does not doom what is being written",

@@ -91,14 +91,15 @@ BREAKS = [
         "a promotion that nobody waits for stays pinned",
         7,
         "promote.py",
-        "        state.promotions.drop(promotion)\n        _let_go(state, promotion)\n",
-        "        state.promotions.drop(promotion)\n",
+        "        state.promotions.drop(promotion, promotion.size_bytes)\n"
+        "        _let_go(state, promotion)\n",
+        "        state.promotions.drop(promotion, promotion.size_bytes)\n",
     ),
     one(
         "a lookup's budget is ignored",
         5,
         "promote.py",
-        "    for promotion in state.promotions.due(state.now):\n",
+        "    for promotion in state.promotions.due(state.now, SLICE):\n",
         "    for promotion in ():\n",
     ),
     one(

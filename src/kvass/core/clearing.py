@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvass.core import epochs, promote
-from kvass.core.checks import instance_of
+from kvass.core.checks import instance_of, named_namespace
 from kvass.core.registry import ClientSession
 from kvass.core.row_store import Namespace
 from kvass.core.state import State
@@ -43,6 +43,4 @@ def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespac
         return [own]
     if msg.everything:
         return list(state.namespaces.values())
-    if msg.namespace in state.by_digest:
-        return [state.namespaces[state.by_digest[msg.namespace]]]
-    raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
+    return [named_namespace(state, msg.namespace)]

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvass.core import epochs
 from kvass.core.effects import Records, Stored, TierStore
-from kvass.core.leases import ClassRows
+from kvass.core.ledger import ClassRows
 from kvass.core.row_store import Namespace, RowClass
 from kvass.core.rows import READY
 from kvass.core.state import State

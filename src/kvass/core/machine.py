@@ -183,7 +183,7 @@ class CacheMachine:
         behind = state.settlement.behind(state.now) or state.promotions.behind(state.now)
         if behind or state.store.reclaimable or state.store.cold:
             return state.now  # a slice of work is left to do
-        due = [state.ledger.next_due, state.session_limits.next_due]
+        due = [state.settlement.next_due, state.session_limits.next_due]
         if state.config.tiers:
             due += [state.promotions.next_due, state.flushes.next_due]
         return min((when for when in due if when is not None), default=None)

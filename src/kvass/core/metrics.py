@@ -80,7 +80,7 @@ def _used_bytes(row_class: RowClass) -> int:
 
 
 def _discarded_bytes(state: State) -> int:
-    return sum(r.size_bytes for r in state.ledger.reservations.values() if r.discarded)
+    return sum(r.size_bytes for r in state.reservations.all.values() if r.discarded)
 
 
 def _all_used_bytes(state: State) -> int:
@@ -90,11 +90,11 @@ def _all_used_bytes(state: State) -> int:
 GAUGES: Final = (
     Gauge("sessions", "Connections.", lambda s: len(s.sessions)),
     Gauge("instances", "Engines with a registered connection.", lambda s: len(s.instances)),
-    Gauge("leases", "Matches whose rows are pinned for readers.", lambda s: len(s.ledger.leases)),
+    Gauge("leases", "Matches whose rows are pinned for readers.", lambda s: len(s.leases.all)),
     Gauge(
         "reservations",
         "Grants whose slots may still be written.",
-        lambda s: len(s.ledger.reservations),
+        lambda s: len(s.reservations.all),
     ),
     Gauge("pins", "Pins on rows: by leases, promotions and flushes.", lambda s: s.store.pinned),
     Gauge(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvass.core.coverage import BoolArray, checked_groups, first_chunk, longest_hit
 from kvass.core.index import ABSENT
-from kvass.core.leases import ClassRows
+from kvass.core.ledger import ClassRows
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.rows import READY
 from kvass.types import I64Array, U64Array

@@ -22,7 +22,7 @@ from kvass.core import epochs, flush
 from kvass.core.coverage import BoolArray
 from kvass.core.effects import Loaded, Probed, Records, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
-from kvass.core.leases import ClassRows
+from kvass.core.ledger import ClassRows
 from kvass.core.prefix import PrefixView
 from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace, RowClass
@@ -48,7 +48,7 @@ def begin(state: State, promotion: Promotion) -> bool:
     if not state.promotions.room(promotion, state.config.limits.waiting_bytes):
         state.counters["lookups_not_waited"] += 1
         return False
-    state.promotions.add(promotion)
+    state.promotions.add(promotion, promotion.size_bytes)
     for home in promotion.homes:
         home[repeated(promotion.keys)] = DUPLICATE
     _probe_next(state, promotion)
@@ -339,7 +339,7 @@ def _answer(state: State, promotion: Promotion) -> None:
     elif any((state.store.table.state[p.rows] == WITHDRAWN).any() for p in promotion.pinned):
         _hold(state, promotion, LOADING)  # a reader has found one of them to be wrong
         return
-    state.promotions.drop(promotion)
+    state.promotions.drop(promotion, promotion.size_bytes)
     if not promotion.readers:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.chunks)
     elif promotion.chunks == first:
@@ -365,7 +365,7 @@ def _answer(state: State, promotion: Promotion) -> None:
 
 def lapse(state: State) -> None:
     """Answer those whose time is up with what is READY by now."""
-    for promotion in state.promotions.due(state.now):
+    for promotion in state.promotions.due(state.now, SLICE):
         state.counters["promotions_late"] += 1
         _hold(state, promotion, READY)
 
@@ -373,7 +373,7 @@ def lapse(state: State) -> None:
 def session_lost(state: State, session: int) -> None:
     """Nobody waits for a session's promotions any more. What is LOADING goes on loading."""
     for promotion in [p for p in state.promotions.all.values() if p.session == session]:
-        state.promotions.drop(promotion)
+        state.promotions.drop(promotion, promotion.size_bytes)
         _let_go(state, promotion)
 
 

@@ -15,12 +15,13 @@ from kvass.core import promote
 from kvass.core.checks import (
     check_request,
     known_ranks,
+    named_namespace,
     open_lease,
     own_rank,
     scheduler_of,
     split_keys,
 )
-from kvass.core.leases import Lease
+from kvass.core.ledger import Lease
 from kvass.core.prefix import PrefixView
 from kvass.core.registry import ClientSession
 from kvass.core.replies import matched, miss
@@ -101,10 +102,8 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
         if msg.namespace:
             raise Refused("forbidden", "an engine prefetches for its own namespace only")
         ns = state.namespace_of(scheduler_of(state, session))
-    elif msg.namespace in state.by_digest:
-        ns = state.namespaces[state.by_digest[msg.namespace]]
     else:
-        raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
+        ns = named_namespace(state, msg.namespace)
     _check_leases(state, _asker(session))
     state.counters["prefetches"] += 1
     if ns is None:
@@ -126,7 +125,7 @@ def _asker(session: ClientSession) -> str:
 
 
 def _check_leases(state: State, instance: str) -> None:
-    held = len(state.ledger.leases_of.get(instance, ())) + state.promotions.of_instance[instance]
+    held = len(state.leases.of(instance)) + len(state.promotions.of(instance))
     if held >= state.config.limits.leases_per_instance:
         raise Refused("limit", f"{held} leases are open: release some")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvass.core.leases import Lease
+from kvass.core.ledger import Lease
 from kvass.core.state import State
 from kvass.messages import Matched
 

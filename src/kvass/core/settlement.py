@@ -31,11 +31,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
-from kvass.core.leases import ClassRows, Lease, Ledger, Reservation
+from kvass.core.ledger import ClassRows, Lease, Ledger, Reservation
 from kvass.core.row_store import RowStore
 from kvass.types import DEVICE_S, SCHEDULER, Timing
 
@@ -62,12 +63,22 @@ class Settlement:
 
     def __init__(self, store: RowStore, timing: Timing, counters: dict[str, int]) -> None:
         self.store = store
-        self.ledger = Ledger()
+        self.leases = Ledger[Lease]()
+        self.reservations = Ledger[Reservation]()
         self._counters = counters
         self.published: list[ClassRows] = []
         """What became READY and nobody has taken note of: emptied by whoever wants to know."""
         self._timing = timing
         self._losses: deque[Loss] = deque()
+        self._next = 1
+
+    def issued(self, an_id: int) -> bool:
+        """Whether a lease or a reservation of this boot ever had that number."""
+        return 0 < an_id < self._next
+
+    def _new_id(self) -> int:
+        self._next += 1
+        return self._next - 1
 
     # ------------------------------------------------------------ leases
 
@@ -84,7 +95,7 @@ class Settlement:
         for part in parts:
             self.store.pin(part.rows)
         lease = Lease(
-            id=self.ledger.new_id(),
+            id=self._new_id(),
             instance=instance,
             request=request,
             chunks=chunks,
@@ -92,13 +103,13 @@ class Settlement:
             owing=readers,
             deadline=now + self._timing.lease_s,
         )
-        self.ledger.add_lease(lease)
+        self.leases.add(lease)
         return lease
 
     def renew(self, lease: Lease, now: float) -> float:
         """A full term from now on; returns the new deadline."""
         lease.deadline = now + self._timing.lease_s
-        self.ledger.wake_at(lease.deadline, lease.id)
+        self.leases.wake_at(lease.deadline, lease)
         return lease.deadline
 
     def release(self, lease: Lease, rank: int) -> None:
@@ -109,7 +120,7 @@ class Settlement:
 
     def end_lease(self, lease: Lease) -> None:
         """Nobody reads under this lease any more, or nobody's reading counts."""
-        self.ledger.drop_lease(lease)
+        self.leases.drop(lease)
         for part in lease.parts:
             self.store.unpin(part.rows)
 
@@ -126,7 +137,7 @@ class Settlement:
     ) -> Reservation:
         """Record that ``writers`` each owe a commit on the WRITING rows of ``parts``."""
         reservation = Reservation(
-            id=self.ledger.new_id(),
+            id=self._new_id(),
             instance=instance,
             request=request,
             parts=parts,
@@ -137,7 +148,7 @@ class Settlement:
                 len(p.rows) * self.store.classes[p.row_class].spec.row_bytes for p in parts
             ),
         )
-        self.ledger.add_reservation(reservation)
+        self.reservations.add(reservation, reservation.size_bytes)
         return reservation
 
     def commit(self, reservation: Reservation, rank: int, epoch: int | None, now: float) -> None:
@@ -173,14 +184,12 @@ class Settlement:
 
     def distrust(self, instance: str, now: float) -> None:
         """The instance's weights were replaced: it may have written with both what it has open."""
-        ids = set(self.ledger.reservations_of.get(instance, ()))
-        self._losses.append(Loss(MOVED, 0, now, ids))
-        self._carry_out_losses(now)
+        self._lost(Loss(MOVED, 0, now, set(self.reservations.of(instance))), now)
 
     def _settle(self, reservation: Reservation, now: float) -> None:
         if not reservation.settled(now):
             return
-        self.ledger.drop_reservation(reservation)
+        self.reservations.drop(reservation, reservation.size_bytes)
         for part in reservation.parts:
             if reservation.discarded:
                 self.store.free(part.rows)
@@ -193,20 +202,24 @@ class Settlement:
     def lapse(self, now: float) -> None:
         """Carry out what is due: leases end, late reservations are discarded, slots come clean."""
         self._carry_out_losses(now)
-        for an_id in self.ledger.due(now, SLICE):
-            lease = self.ledger.leases.get(an_id)
-            if lease is not None and lease.deadline <= now:
+        for lease in self.leases.due(now, SLICE):
+            if lease.deadline <= now:
                 self._counters["lapsed_leases"] += 1
                 self.end_lease(lease)
-            reservation = self.ledger.reservations.get(an_id)
-            if reservation is not None:
-                if reservation.deadline <= now:
-                    self.discard(reservation, "late")
-                self._settle(reservation, now)
+        for reservation in self.reservations.due(now, SLICE):
+            if reservation.deadline <= now:
+                self.discard(reservation, "late")
+            self._settle(reservation, now)
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``lapse`` has something to do next."""
+        due = (self.leases.next_due, self.reservations.next_due)
+        return min((when for when in due if when is not None), default=None)
 
     def behind(self, now: float) -> bool:
         """Whether more has ended than was carried out: ``lapse`` goes on with it."""
-        due = self.ledger.next_due
+        due = self.next_due
         return bool(self._losses) or (due is not None and due <= now)
 
     def rank_lost(
@@ -217,9 +230,8 @@ class Settlement:
         Until when that may be; None: it was not writing.
         """
         until = math.inf if exiting else now + self._timing.dma_grace_s
-        writing = any(rank in reservation.owing for reservation in self._reservations(instance))
-        self._losses.append(Loss(rank, session, until, self._ids(instance)))
-        self._carry_out_losses(now)
+        writing = any(rank in r.owing for r in self.reservations.of(instance).values())
+        self._lost(Loss(rank, session, until, self._ids(instance)), now)
         return until if writing else None
 
     def process_ended(self, session: int, now: float) -> None:
@@ -228,17 +240,13 @@ class Settlement:
         for loss in self._losses:
             if loss.session == session:
                 loss.until = min(loss.until, until)
-        dirty = [
-            reservation for reservation in self.ledger.reservations.values() if reservation.dirty
-        ]
-        for reservation in dirty:
-            if until < reservation.dirty.get(session, 0.0):
-                self._soil(reservation, session, until, now)
+        for reservation in [r for r in self.reservations.all.values() if r.writing_until]:
+            if until < reservation.writing_until.get(session, 0.0):
+                self._wait_for_device(reservation, session, until, now)
 
     def scheduler_lost(self, instance: str, session: int, now: float) -> None:
         """A scheduler's EOF cancels only what it never handed over."""
-        self._losses.append(Loss(SCHEDULER, session, now, self._ids(instance)))
-        self._carry_out_losses(now)
+        self._lost(Loss(SCHEDULER, session, now, self._ids(instance)), now)
 
     def settle(self, an_id: int, now: float) -> None:
         """Somebody names ``an_id``: what was lost of it is carried out now."""
@@ -246,6 +254,10 @@ class Settlement:
             if an_id in loss.ids:
                 loss.ids.discard(an_id)
                 self._lose(loss, an_id, now)
+
+    def _lost(self, loss: Loss, now: float) -> None:
+        self._losses.append(loss)
+        self._carry_out_losses(now)
 
     def _carry_out_losses(self, now: float) -> None:
         left = SLICE
@@ -258,7 +270,7 @@ class Settlement:
                 self._losses.popleft()
 
     def _lose(self, loss: Loss, an_id: int, now: float) -> None:
-        lease, reservation = self.ledger.leases.get(an_id), self.ledger.reservations.get(an_id)
+        lease, reservation = self.leases.all.get(an_id), self.reservations.all.get(an_id)
         if loss.rank == SCHEDULER:
             self._scheduler_lost(lease, reservation, now)
         elif loss.rank == MOVED:
@@ -275,13 +287,15 @@ class Settlement:
         if reservation is not None and loss.rank in reservation.owing:
             self.discard(reservation, "writer_lost")
             reservation.owing.discard(loss.rank)
-            self._soil(reservation, loss.session, loss.until, now)
+            self._wait_for_device(reservation, loss.session, loss.until, now)
 
-    def _soil(self, reservation: Reservation, session: int, until: float, now: float) -> None:
+    def _wait_for_device(
+        self, reservation: Reservation, session: int, until: float, now: float
+    ) -> None:
         """What ``session`` was writing may change until then; infinity: until its process ends."""
-        reservation.dirty[session] = until
+        reservation.writing_until[session] = until
         if until < math.inf:
-            self.ledger.wake_at(until, reservation.id)
+            self.reservations.wake_at(until, reservation)
         self._settle(reservation, now)
 
     def _scheduler_lost(
@@ -294,25 +308,16 @@ class Settlement:
 
     def presume_handed_over(self, instance: str) -> None:
         """The scheduler's words were lost: its ranks may know of anything it was given."""
-        for lease in self._leases(instance):
-            lease.handed_over = True
-        for reservation in self._reservations(instance):
-            reservation.handed_over = True
+        for entry in self._of(instance):
+            entry.handed_over = True
 
     def owes(self, instance: str, rank: int) -> bool:
         """Whether a worker may still read or write under something it was handed."""
-        return any(rank in x.owing for x in self._leases(instance)) or any(
-            rank in x.owing for x in self._reservations(instance)
-        )
+        return any(rank in entry.owing for entry in self._of(instance))
+
+    def _of(self, instance: str) -> Iterator[Lease | Reservation]:
+        yield from self.leases.of(instance).values()
+        yield from self.reservations.of(instance).values()
 
     def _ids(self, instance: str) -> set[int]:
-        ledger = self.ledger
-        return ledger.leases_of.get(instance, set()) | ledger.reservations_of.get(instance, set())
-
-    def _leases(self, instance: str) -> list[Lease]:
-        ids = self.ledger.leases_of.get(instance, ())
-        return [self.ledger.leases[i] for i in ids]
-
-    def _reservations(self, instance: str) -> list[Reservation]:
-        ids = self.ledger.reservations_of.get(instance, ())
-        return [self.ledger.reservations[i] for i in ids]
+        return {entry.id for entry in self._of(instance)}

@@ -53,7 +53,7 @@ class State:
             config.arena_bytes, extent, self.counters, config.seed, slice_slots=config.slice_slots
         )
         self.settlement = Settlement(self.store, config.timing, self.counters)
-        self.ledger = self.settlement.ledger
+        self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
         self.sessions: dict[int, ClientSession] = {}
         self.session_limits = SessionLimits(config.limits, config.timing.hello_s)
         self.instances: dict[str, Instance] = {}

@@ -8,14 +8,13 @@ ends once. What a tier may still write or read is in an operation, and nowhere e
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
-from collections import Counter, deque
+from collections import deque
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from kvass.core.leases import ClassRows
+from kvass.core.ledger import ClassRows, Entry, Ledger
 from kvass.core.metrics import TIER_COUNTERS
 from kvass.core.row_store import Namespace
 from kvass.types import I64Array, U64Array
@@ -27,7 +26,6 @@ _SAMPLE_S: Final = 1.0
 REST_S: Final = 1.0
 _FASTEST: Final = 1e15
 _GIVE_UP: Final = 7
-_DUE: Final = 1024
 SLICE: Final = 64
 """So many waiting lookups go on or are answered in one step: 5 ms of work."""
 PROMOTION_BYTES: Final = 2048
@@ -183,7 +181,7 @@ INSTANCE_SHARE: Final = 0.25
 """Of ``Limits.waiting_bytes``: what one instance may take."""
 
 
-class Promotion(msgspec.Struct):
+class Promotion(Entry, kw_only=True):
     """A lookup (or, without readers, a prefetch) that waits for tiers.
 
     ``homes``: per class and chunk the tier that holds the row, or ``NOT_ASKED``, ``DUPLICATE`` or
@@ -193,17 +191,13 @@ class Promotion(msgspec.Struct):
     after it. ``awaits``: the operations that fill what of these is LOADING.
     """
 
-    id: int
     session: int
     seq: int
-    instance: str
-    request: str
     readers: set[int]
     namespace: Namespace
     epoch: int
     keys: U64Array
     first: int
-    deadline: float
     prefill_tokens_s: float
     spare: int
     homes: list[I64Array]
@@ -213,7 +207,7 @@ class Promotion(msgspec.Struct):
     chunks: int = 0
     parts: tuple[ClassRows, ...] = ()
     spares: tuple[ClassRows, ...] = ()
-    awaits: set[int] = set()
+    awaits: set[int] = msgspec.field(default_factory=set)
 
     @property
     def pinned(self) -> tuple[ClassRows, ...]:
@@ -227,21 +221,15 @@ class Promotion(msgspec.Struct):
         return PROMOTION_BYTES + len(self.request) + arrays
 
 
-class Promotions:
-    """All of them, and which is due when."""
+class Promotions(Ledger[Promotion]):
+    """All of them, and the rows that they wait for."""
 
     def __init__(self) -> None:
-        self.all: dict[int, Promotion] = {}
-        self.of_instance: Counter[str] = Counter()
-        self.bytes_of: Counter[str] = Counter()
-        """``size_bytes`` of those of an instance, """
-        self.bytes = 0
-        """and of all."""
+        super().__init__()
         self.loading: dict[int, int] = {}
         """LOADING row -> the operation that fills it."""
         self.early: deque[int] = deque()
         """Those that go on now, because a tier has told its epoch."""
-        self._due: list[tuple[float, int]] = []
         self._next = 1
 
     def new_id(self) -> int:
@@ -255,42 +243,9 @@ class Promotions:
     def room(self, promotion: Promotion, limit_bytes: int) -> bool:
         """Whether all that wait stay within ``limit_bytes`` with one more, and those of its
         instance within ``INSTANCE_SHARE`` of it."""
-        size, mine = promotion.size_bytes, self.bytes_of.get(promotion.instance, 0)
-        return self.bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE
-
-    def add(self, promotion: Promotion) -> None:
-        self.all[promotion.id] = promotion
-        if len(self._due) > 2 * len(self.all) + _DUE:  # most were answered long before their time
-            self._due = [due for due in self._due if due[1] in self.all]
-            heapq.heapify(self._due)
-        self.of_instance[promotion.instance] += 1
-        self.bytes_of[promotion.instance] += promotion.size_bytes
-        self.bytes += promotion.size_bytes
-        heapq.heappush(self._due, (promotion.deadline, promotion.id))
-
-    def drop(self, promotion: Promotion) -> None:
-        del self.all[promotion.id]
-        self.of_instance[promotion.instance] -= 1
-        self.bytes_of[promotion.instance] -= promotion.size_bytes
-        self.bytes -= promotion.size_bytes
-        if not self.of_instance[promotion.instance]:
-            del self.of_instance[promotion.instance], self.bytes_of[promotion.instance]
-
-    def due(self, now: float) -> list[Promotion]:
-        """Those whose time is up: ``SLICE`` of them, the next call gives more."""
-        late = list[Promotion]()
-        while self._due and self._due[0][0] <= now and len(late) < SLICE:
-            promotion = self.all.get(heapq.heappop(self._due)[1])
-            if promotion is not None:
-                late.append(promotion)
-        return late
-
-    @property
-    def next_due(self) -> float | None:
-        """When ``due`` will have something."""
-        while self._due and self._due[0][1] not in self.all:
-            heapq.heappop(self._due)
-        return self._due[0][0] if self._due else None
+        size = promotion.size_bytes
+        all_bytes, mine = sum(self.bytes_of.values()), self.bytes_of.get(promotion.instance, 0)
+        return all_bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE
 
 
 class Queued(msgspec.Struct, frozen=True):

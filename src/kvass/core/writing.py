@@ -23,7 +23,7 @@ from kvass.core.checks import (
 )
 from kvass.core.coverage import first_chunk
 from kvass.core.index import ABSENT, repeated
-from kvass.core.leases import ClassRows
+from kvass.core.ledger import ClassRows
 from kvass.core.registry import ClientSession, Instance
 from kvass.core.row_store import Namespace, RowClass
 from kvass.core.state import State
@@ -205,9 +205,9 @@ def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int
 def _allowance(state: State, instance: Instance) -> int:
     """How many more bytes the instance may reserve (law 12)."""
     limits = state.config.limits
-    if len(state.ledger.reservations_of.get(instance.id, ())) >= limits.reservations_per_instance:
+    if len(state.reservations.of(instance.id)) >= limits.reservations_per_instance:
         return 0
-    return max(0, state.quota - state.ledger.bytes_of.get(instance.id, 0))
+    return max(0, state.quota - state.reservations.bytes_of.get(instance.id, 0))
 
 
 def _take_back(state: State, rows: I64Array) -> None:
