@@ -171,8 +171,8 @@ BREAKS = [
     one(
         "who never says Hello stays",
         12,
-        "machine.py",
-        "in self.state.session_limits.overdue(self.state.now):",
+        "sessions.py",
+        "in state.session_limits.overdue(state.now):",
         "in ():",
     ),
     one(
@@ -221,7 +221,8 @@ BREAKS = [
         "lookups that wait take any memory",
         12,
         "tiers.py",
-        "        return all_bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE\n",
+        "        return all_bytes + size <= limit_bytes "
+        "and mine + size <= limit_bytes * INSTANCE_SHARE\n",
         "        return True\n",
     ),
     one(
@@ -234,9 +235,9 @@ BREAKS = [
     one(
         "nobody watches for the end of a process",
         7,
-        "machine.py",
-        "            if until is not None:\n",
-        "            if False:\n",
+        "sessions.py",
+        "        if until is not None:\n",
+        "        if False:\n",
     ),
     one(
         "a scheduler's loss leaves its leases",
@@ -266,15 +267,15 @@ BREAKS = [
     one(
         "a lost rank leaves its namespace open",
         10,
-        "machine.py",
-        "        instance.namespace = None if instance.missing else instance.namespace\n",
+        "sessions.py",
+        "    instance.namespace = None if instance.missing else instance.namespace\n",
         "",
     ),
     one(
         "a refusal is not answered",
         11,
         "machine.py",
-        "            self._send(session, Error(seq=message.seq, code=no.code, text=no.text))\n",
+        "        state.send(session.id, Error(seq=message.seq, code=no.code, text=no.text))\n",
         "",
     ),
     one(

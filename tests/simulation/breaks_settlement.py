@@ -208,15 +208,15 @@ BREAKS = [
     one(
         "a garbled scheduler's grants are taken back at once",
         3,
-        "machine.py",
-        "self.state.settlement.presume_handed_over(who.instance)",
+        "sessions.py",
+        "state.settlement.presume_handed_over(who.instance)",
         "pass",
     ),
     one(
         "a session that owes commits is closed",
         3,
-        "machine.py",
-        "elif who is not None and self.state.settlement.owes(who.instance, who.rank):",
+        "sessions.py",
+        "elif who is not None and state.settlement.owes(who.instance, who.rank):",
         "elif False:",
     ),
     # ------------------------------------------------------------ law 4: publishing

@@ -249,8 +249,8 @@ BREAKS = [
         "a tier that is back is not asked for its notes",
         8,
         "machine.py",
-        "            if back:\n",
-        "            if False:\n",
+        "    if back:\n",
+        "    if False:\n",
     ),
     one(
         "notes are never read again",

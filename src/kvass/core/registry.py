@@ -29,7 +29,6 @@ class ClientSession(msgspec.Struct):
     greeted: bool = False
     ending: bool = False
     wants_arena: bool = False
-    client: str = ""
     registered: Register | None = None
 
 

@@ -70,9 +70,9 @@ class State:
         self.flushes = Flushes(len(config.tiers))
         self.stopping = False
 
-    def send(self, session: int, message: FromDaemon) -> None:
-        """Have ``message`` sent: an answer that comes later than its request's step."""
-        self.out.append(Send(session, message))
+    def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
+        """Have ``message`` sent."""
+        self.out.append(Send(session, message, with_arena))
 
     @property
     def quota(self) -> int:
