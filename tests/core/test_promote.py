@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvass import messages as m
-from kvass.core import epochs, promote, tiers
+from kvass.core import epochs, promote
 from kvass.core.effects import (
     Faulted,
     Loaded,
@@ -18,7 +18,7 @@ from kvass.core.effects import (
     TierProbe,
     TierStore,
 )
-from kvass.core.tiers import PROMOTION_BYTES
+from kvass.core.tier_state import PROMOTION_BYTES
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, LEASE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig, names
@@ -990,7 +990,6 @@ def test_what_is_loaded_for_a_namespace_that_was_cleared_and_forgotten_is_nobody
 
 def test_lookups_that_wait_for_an_epoch_go_on_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promote, "SLICE", 2)
-    monkeypatch.setattr(tiers, "SLICE", 2)
     rig = TierRig()
     e = rig.engine("e")
     for i in range(7):

@@ -220,7 +220,7 @@ BREAKS = [
     one(
         "lookups that wait take any memory",
         12,
-        "tiers.py",
+        "tier_state.py",
         "        return all_bytes + size <= limit_bytes "
         "and mine + size <= limit_bytes * INSTANCE_SHARE\n",
         "        return True\n",

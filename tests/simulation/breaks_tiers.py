@@ -178,15 +178,16 @@ BREAKS = [
         "a tier that has read what it may is not given more",
         7,
         "flush.py",
-        '    counters["store_failures"] += int((~event.which).sum())\n    pump(state, op.tier)\n',
+        '    counters["store_failures"] += int((~event.which).sum())\n'
+        "    store_next(state, op.tier)\n",
         '    counters["store_failures"] += int((~event.which).sum())\n',
     ),
     one(
         "a busy tier that was down is due at once, over and over",
         7,
-        "tiers.py",
-        "            if queue and 0 < failures < _GIVE_UP and not out\n",
-        "            if queue and 0 < failures < _GIVE_UP\n",
+        "tier_state.py",
+        "            if queue and 0 < failures < _MOST_FAILURES and not out\n",
+        "            if queue and 0 < failures < _MOST_FAILURES\n",
     ),
     # ------------------------------------------------------------ epochs
     one(
@@ -220,7 +221,7 @@ BREAKS = [
     one(
         "epochs of two lives are the same",
         8,
-        "tiers.py",
+        "tier_state.py",
         "[self._boot, digest, self._epochs",
         "[digest, self._epochs",
     ),

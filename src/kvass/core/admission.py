@@ -104,7 +104,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         model=instance.terms.model or instance.terms.identity.get("model", ""),
     )
     state.by_digest[digest] = new
-    epochs.welcome(state, state.namespaces[new])
+    epochs.namespace_added(state, state.namespaces[new])
     return new
 
 

@@ -7,7 +7,7 @@ from kvass.core.checks import instance_of, named_namespace
 from kvass.core.registry import ClientSession
 from kvass.core.row_store import Namespace
 from kvass.core.state import State
-from kvass.core.tiers import Clearing
+from kvass.core.tier_state import Clearing
 from kvass.errors import Refused
 from kvass.messages import Clear, Cleared
 

@@ -1,12 +1,12 @@
-"""Flushing: what L1 has and a tier has not goes there, behind everybody's back.
+"""Flushing: rows of L1 are stored in the tiers, in the background.
 
-Law of this file: a row that a tier reads is pinned by its operation, so nothing writes there
-meanwhile. Each tier is given at most ``FLUSH_BYTES`` at a time, and never so much that flushing
-keeps the arena full. What left L1 before its turn came is not flushed, and counted.
+Law of this file: a row that a tier reads is pinned by its operation, so nothing writes to it
+meanwhile. Each tier stores at most ``FLUSH_BYTES`` at a time, and never so much that flushing keeps
+the arena full. A row that left L1 before its turn came is not flushed, and counted.
 
-``write_through``: rows are queued when they become READY. ``on_evict``: when they are about to
-leave, because room is short and nobody has used them for longest. A tier that refuses a row is not
-asked again for it; one that is down is, after a while, for those that are still there.
+With ``write_through`` rows are queued when they become READY; with ``on_evict`` when L1 is nearly
+full and they are the least recently used. A tier that refuses a row is not asked again for it. A
+tier that is down is asked again after a while, for the rows that are still there.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Final
 import numpy as np
 
 from kvass.core import epochs
-from kvass.core.effects import Records, Stored, TierStore
+from kvass.core.effects import Stored, TierStore
 from kvass.core.ledger import ClassRows
 from kvass.core.row_store import Namespace, RowClass
 from kvass.core.rows import READY
 from kvass.core.state import State
-from kvass.core.tiers import REST_S, Flushing, Queued
+from kvass.core.tier_state import REST_S, Flushing, Queued
 from kvass.types import I64Array
 
 FLUSH_BYTES: Final = 64 << 20
@@ -37,7 +37,7 @@ _LOOK: Final = 16
 """How much of a queue is looked at for rows whose epoch is known: a dead tier's may be long."""
 
 
-def take_published(state: State) -> None:
+def queue_published(state: State) -> None:
     """Queue what became READY in this step."""
     parts, state.settlement.published = state.settlement.published, []
     if state.config.flush == "write_through" and not state.stopping:
@@ -45,14 +45,14 @@ def take_published(state: State) -> None:
             _queue(state, part, range(len(state.config.tiers)))
 
 
-def promoted(state: State, part: ClassRows, tier: int) -> None:
-    """``tier`` gave these rows: those before it, asked sooner and faster, shall have them too."""
+def queue_promoted(state: State, part: ClassRows, tier: int) -> None:
+    """``tier`` gave these rows: queue them for the tiers before it, which are asked first."""
     if len(part.rows) and state.config.flush == "write_through" and not state.stopping:
         _queue(state, part, range(tier))
 
 
-def ahead(state: State) -> None:
-    """``on_evict``: have the rows that leave next flushed, if room is short."""
+def queue_next_victims(state: State) -> None:
+    """``on_evict``: queue the rows that will be evicted next, if L1 is nearly full."""
     store, size = state.store, state.config.arena_bytes
     if state.config.flush != "on_evict" or store.extents.free_bytes > size // _ROOM_SHARE:
         return
@@ -65,8 +65,8 @@ def ahead(state: State) -> None:
             _queue(state, ClassRows(row_class.id, rows), range(len(state.config.tiers)))
 
 
-def all_left(state: State) -> None:
-    """The daemon stops: with ``on_evict`` that is when the rest leaves."""
+def queue_all_left(state: State) -> None:
+    """The daemon stops: with ``on_evict`` everything that no tier was given is queued."""
     if state.config.flush != "on_evict":
         return
     for row_class in state.store.classes.values():
@@ -77,12 +77,12 @@ def all_left(state: State) -> None:
             _queue(state, ClassRows(row_class.id, rows), range(len(state.config.tiers)))
 
 
-def hurry(state: State) -> None:
-    """The daemon stops: tiers that were left alone are asked once more."""
-    epochs.rest_no_more(state)
+def retry_now(state: State) -> None:
+    """The daemon stops: tiers that were down are asked once more."""
+    epochs.retry_now(state)
     for tier in range(len(state.flushes.queues)):
         state.flushes.rests_until[tier] = -math.inf
-        pump(state, tier)
+        store_next(state, tier)
 
 
 def _queue(state: State, part: ClassRows, tiers: Iterable[int]) -> None:
@@ -96,11 +96,11 @@ def _queue(state: State, part: ClassRows, tiers: Iterable[int]) -> None:
         state.flushes.rows[tier] += len(part.rows)
         if state.flushes.rows[tier] > len(state.store.table) + _AHEAD:
             _drop_stale(state, tier)
-        pump(state, tier)
+        store_next(state, tier)
 
 
-def pump(state: State, tier: int, look: int = _LOOK) -> None:
-    """Give a tier the next rows of its queue, as many as may be on their way at a time."""
+def store_next(state: State, tier: int, look: int = _LOOK) -> None:
+    """Have a tier store the next rows of its queue, up to the limit of what it stores at a time."""
     flushes = state.flushes
     if state.now < flushes.rests_until[tier]:
         return
@@ -145,7 +145,7 @@ def _live(state: State, row_class: RowClass, queued: Queued) -> I64Array:
 
 
 def _drop_stale(state: State, tier: int) -> None:
-    """Rows come and go faster than the tier takes them: forget those that went."""
+    """Take rows out of a tier's queue that left L1: they come and go faster than it stores."""
     queue = state.flushes.queues[tier]
     of: dict[int, list[Queued]] = {}
     for queued in queue:
@@ -164,29 +164,27 @@ def _drop_stale(state: State, tier: int) -> None:
 
 
 def _store(state: State, tier: int, ns: Namespace, row_class: RowClass, rows: I64Array) -> None:
-    epoch = ns.tier_epochs[tier]
-    assert epoch is not None, "a tier was asked under no epoch"
     size = len(rows) * row_class.spec.row_bytes
     state.store.pin(rows)
     state.flushes.bytes_out[tier] += size
     op = state.tiers.begin(Flushing(tier, ClassRows(row_class.id, rows), size))
     keys = state.store.table.keys_of(rows).copy()
-    records = Records(ns.digest, epoch, row_class.spec.group, keys)
+    records = epochs.records(ns, tier, row_class, keys)
     slots, shard_bytes = state.store.slots(rows), row_class.spec.shard_bytes
     state.out.append(TierStore(tier, op, records, slots, shard_bytes))
 
 
-def wake(state: State) -> None:
+def retry_due(state: State) -> None:
     """Ask tiers again that were down a while ago."""
     for tier, until in enumerate(state.flushes.rests_until):
         if until <= state.now and state.flushes.failures[tier]:
-            pump(state, tier)
+            store_next(state, tier)
             if not state.flushes.bytes_out[tier]:  # it has not told its epochs either
                 state.flushes.rests_until[tier] = state.now + REST_S
 
 
-def left(state: State, tier: int) -> int:
-    """Rows that a tier was promised and has not taken, of those that are still there."""
+def rows_left(state: State, tier: int) -> int:
+    """Rows that are queued for a tier, or that it has not finished storing, and still there."""
     _drop_stale(state, tier)
     ops = state.tiers.ops.values()
     storing = sum(len(o.part.rows) for o in ops if isinstance(o, Flushing) and o.tier == tier)
@@ -212,4 +210,4 @@ def stored(state: State, event: Stored) -> None:
         flushes.failures[op.tier] = 0
     counters["stored_rows"] += int(event.which.sum())
     counters["store_failures"] += int((~event.which).sum())
-    pump(state, op.tier)
+    store_next(state, op.tier)

@@ -23,7 +23,7 @@ from kvass.core.rows import (
     WRITING,
 )
 from kvass.core.sets import CLEARED
-from kvass.core.tiers import Flushing, Loading, Probing
+from kvass.core.tier_state import Flushing, Loading, Probing
 
 if TYPE_CHECKING:
     from kvass.core.ledger import ClassRows

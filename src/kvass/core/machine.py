@@ -46,7 +46,7 @@ from kvass.core.effects import (
 )
 from kvass.core.registry import ClientSession
 from kvass.core.state import CoreConfig, State
-from kvass.core.tiers import Asking
+from kvass.core.tier_state import Asking
 from kvass.errors import Refused
 from kvass.messages import (
     Abort,
@@ -121,16 +121,16 @@ def _process_ended(state: State, event: ProcessEnded) -> None:
 
 def _tick(state: State, event: Tick) -> None:
     sessions.end_silent(state)
-    epochs.look_again(state)
+    epochs.read_again(state)
     state.store.reclaim()
     state.store.warm()
     promote.resume_some(state)
 
 
 def _epoch_is(state: State, event: EpochIs) -> None:
-    tier = epochs.answered(state, event)
+    tier = epochs.epoch_told(state, event)
     if event.epoch is not None:
-        flush.pump(state, tier, len(state.flushes.queues[tier]))
+        flush.store_next(state, tier, len(state.flushes.queues[tier]))
     promote.resume(state)
 
 
@@ -138,13 +138,13 @@ def _tier_report(state: State, event: TierReport) -> None:
     back = event.fields.get("up") and not state.tiers.reports[event.tier].get("up", True)
     state.tiers.reports[event.tier] = event.fields
     if back:
-        epochs.look_again(state, event.tier)
+        epochs.read_again(state, event.tier)
 
 
 def _stopping(state: State, event: Stopping) -> None:
     state.stopping = True
-    flush.hurry(state)
-    flush.all_left(state)
+    flush.retry_now(state)
+    flush.queue_all_left(state)
 
 
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
@@ -181,9 +181,9 @@ class CacheMachine:
             promote.lapse(state)
         _EVENTS[type(event)](state, event)
         if state.settlement.published:
-            flush.take_published(state)
+            flush.queue_published(state)
         if any(state.flushes.failures):
-            flush.wake(state)  # after the event: it may have found a row to be wrong
+            flush.retry_due(state)  # after the event: it may have found a row to be wrong
         return state.out
 
     def next_deadline(self) -> float | None:
@@ -213,8 +213,9 @@ class CacheMachine:
 
     def unflushed(self) -> list[tuple[str, int]]:
         """Of a daemon that ends: tiers, and how many rows each was promised and has not taken."""
-        left = [(tier, flush.left(self.state, i)) for i, tier in enumerate(self.state.config.tiers)]
-        return [(tier, rows) for tier, rows in left if rows]
+        names = enumerate(self.state.config.tiers)
+        left = [(name, flush.rows_left(self.state, tier)) for tier, name in names]
+        return [(name, rows) for name, rows in left if rows]
 
     def status(self) -> dict[str, Any]:
         """The fields of ``kvass status --json``."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvass.core import epochs, flush
 from kvass.core.coverage import BoolArray
-from kvass.core.effects import Loaded, Probed, Records, TierLoad, TierProbe
+from kvass.core.effects import Loaded, Probed, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
 from kvass.core.ledger import ClassRows
 from kvass.core.prefix import PrefixView
@@ -28,9 +28,17 @@ from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace, RowClass
 from kvass.core.rows import LOADING, READY, WITHDRAWN
 from kvass.core.state import State
-from kvass.core.tiers import DUPLICATE, IN_NO_TIER, NOT_ASKED, SLICE, Loading, Probing, Promotion
+from kvass.core.tier_state import (
+    DUPLICATE,
+    IN_NO_TIER,
+    NOT_ASKED,
+    SLICE,
+    Loading,
+    Probing,
+    Promotion,
+)
 from kvass.messages import Matched, Prefetched
-from kvass.types import I64Array, U64Array
+from kvass.types import I64Array
 
 LOADING_SHARE: Final = 0.5
 """LOADING rows take no more of L1 than this (law 12)."""
@@ -71,7 +79,7 @@ def _probe_next(state: State, promotion: Promotion) -> None:
     prompts that L1 does not know the tiers do not know either.
     """
     tiers = epochs.usable(state, promotion.namespace)
-    promotion.early = epochs.awaited(promotion.namespace)
+    promotion.early = epochs.pending(promotion.namespace)
     if promotion.early:
         return
     view, first, end = _view(state, promotion), promotion.first, len(promotion.keys)
@@ -140,7 +148,8 @@ def _probe(state: State, promotion: Promotion, tier: int, wanted: list[I64Array]
     ns = promotion.namespace
     op = state.tiers.begin(Probing(tier, promotion.id, wanted))
     batches = tuple(
-        _records(ns, tier, c, promotion.keys[w]) for c, w in zip(ns.classes, wanted, strict=True)
+        epochs.records(ns, tier, c, promotion.keys[w])
+        for c, w in zip(ns.classes, wanted, strict=True)
     )
     state.out.append(TierProbe(tier, op, batches))
 
@@ -192,7 +201,7 @@ def _plan(state: State, promotion: Promotion) -> None:
             view.touch(end)  # nothing of the prompt shall make room for it
             n = _load(state, promotion, wanted, upto, protect)
             if n == upto:
-                flush.ahead(state)
+                flush.queue_next_victims(state)
                 break
     _hold(state, promotion, LOADING)
 
@@ -252,14 +261,8 @@ def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Arr
     for row in rows.tolist():
         state.promotions.loading[row] = op
     state.tiers.speeds[tier].begin(size, state.now)
-    records = _records(ns, tier, c, state.store.table.keys_of(rows))
+    records = epochs.records(ns, tier, c, state.store.table.keys_of(rows))
     state.out.append(TierLoad(tier, op, records, state.store.slots(rows), c.spec.shard_bytes))
-
-
-def _records(ns: Namespace, tier: int, c: RowClass, keys: U64Array) -> Records:
-    epoch = ns.tier_epochs[tier]
-    assert epoch is not None, "a tier was asked under no epoch"
-    return Records(ns.digest, epoch, c.spec.group, keys)
 
 
 def loaded(state: State, event: Loaded) -> None:
@@ -275,7 +278,7 @@ def loaded(state: State, event: Loaded) -> None:
     counters["loaded_rows"] += int(event.which.sum())
     counters["load_misses"] += int((~event.which).sum())
     state.store.promoted(rows[good], state.config.retain_promoted)
-    flush.promoted(state, ClassRows(op.part.row_class, rows[good]), op.tier)
+    flush.queue_promoted(state, ClassRows(op.part.row_class, rows[good]), op.tier)
     bad = rows[~good]
     state.store.fail(bad)
     for waiter in sorted(op.waiters):

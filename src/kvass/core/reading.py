@@ -28,7 +28,7 @@ from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace
 from kvass.core.rows import WITHDRAWN
 from kvass.core.state import State
-from kvass.core.tiers import NOT_ASKED, Promotion
+from kvass.core.tier_state import NOT_ASKED, Promotion
 from kvass.errors import Refused
 from kvass.messages import Lookup, Matched, Prefetch, Prefetched, Release, Renew, Renewed
 from kvass.types import SCHEDULER, U64Array

@@ -15,7 +15,7 @@ from kvass.core.registry import ClientSession, Instance
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.session_limits import SessionLimits
 from kvass.core.settlement import Settlement
-from kvass.core.tiers import Flushes, FlushMode, Promotions, Tiers
+from kvass.core.tier_state import Flushes, FlushMode, Promotions, Tiers
 from kvass.messages import FromClient, FromDaemon
 from kvass.types import Limits, Timing
 

@@ -59,7 +59,7 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
         for item, (keys, writers), found in zip(msg.items[:now], asked, used, strict=False)
     ]
     grants += [Grant(later=item.first) for item in msg.items[now:]]
-    flush.ahead(state)
+    flush.queue_next_victims(state)
     return Granted(
         boot=state.config.boot,
         given_s=state.now,

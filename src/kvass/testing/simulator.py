@@ -45,7 +45,7 @@ from kvass.core.effects import (
     Watch,
 )
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.core.tiers import FlushMode
+from kvass.core.tier_state import FlushMode
 from kvass.testing.actors import Engine, Memory, Peer, Process, some
 from kvass.testing.books import Archive, BrokenLawError, Tag
 from kvass.testing.layouts import random_model

@@ -1,7 +1,6 @@
-"""What is known of the tiers, and what is under way with them: the nouns of ``promote``, ``flush``
-and ``epochs``.
+"""The state of the tiers, of the operations they were asked for, and of promotions and flushes.
 
-Law of this file: records. An operation (``ops``) is what a tier was asked and has not answered; it
+Law of this file: an operation (``Tiers.ops``) is what a tier was asked and has not answered. It
 ends once. What a tier may still write or read is in an operation, and nowhere else.
 """
 
@@ -21,17 +20,18 @@ from kvass.types import I64Array, U64Array
 
 FlushMode = Literal["write_through", "on_evict", "none"]
 
-_SAMPLE_S: Final = 1.0
-"""A tier that is never idle is measured as often as this."""
 REST_S: Final = 1.0
-_FASTEST: Final = 1e15
-_GIVE_UP: Final = 7
+"""How long a tier that was down is not asked to store; twice as long after each failure, """
+_MOST_FAILURES: Final = 7
+"""until so many in a row: then it is asked again only when there is more to store."""
 SLICE: Final = 64
 """So many waiting lookups go on or are answered in one step: 5 ms of work."""
 PROMOTION_BYTES: Final = 2048
 """What one takes of the daemon's memory, but for its keys."""
-_FRESH: Final = 0.5
-"""The weight of a new measurement."""
+_SAMPLE_S: Final = 1.0
+"""A tier that is never idle is measured as often as this."""
+_SAMPLE_WEIGHT: Final = 0.5
+_FASTEST: Final = 1e15
 
 
 class Probing(msgspec.Struct):
@@ -116,7 +116,7 @@ class Speed(msgspec.Struct):
         if self.done_bytes and spent > 0 and (not self.loading_bytes or spent >= _SAMPLE_S):
             sample = self.done_bytes / spent
             self.bytes_s = (
-                self.bytes_s + _FRESH * (sample - self.bytes_s) if self.bytes_s else sample
+                self.bytes_s + _SAMPLE_WEIGHT * (sample - self.bytes_s) if self.bytes_s else sample
             )
             self.since, self.done_bytes = now, 0
 
@@ -125,8 +125,8 @@ class Speed(msgspec.Struct):
         return (self.loading_bytes + size) / self.bytes_s if self.bytes_s else 0.0
 
     def doubt(self) -> None:
-        """It was not asked because it is slow: believe a little less in that each time, so that a
-        tier that has become fast is found out."""
+        """It was not asked because it is slow. Each time it is taken to be a little faster, so that
+        it is tried again, and a tier that has become fast is noticed."""
         self.bytes_s = min(self.bytes_s * 1.05, _FASTEST)
 
 
@@ -249,7 +249,7 @@ class Promotions(Ledger[Promotion]):
 
 
 class Queued(msgspec.Struct, frozen=True):
-    """Rows that shall be flushed if they still are what they were: ``keys`` says what."""
+    """Rows to be flushed, if they still hold what they held: ``keys`` says what."""
 
     row_class: int
     rows: I64Array
@@ -257,7 +257,7 @@ class Queued(msgspec.Struct, frozen=True):
 
 
 class Flushes:
-    """What each tier is to be given, first come first served."""
+    """What each tier is to store, first come first served."""
 
     def __init__(self, tiers: int) -> None:
         self.queues: list[deque[Queued]] = [deque() for _ in range(tiers)]
@@ -268,22 +268,23 @@ class Flushes:
         self.failures: list[int] = [0] * tiers
         """How often in a row each tier was down when it was asked to store."""
         self.rests_until: list[float] = [-math.inf] * tiers
+        """Until when each tier is not asked, because it was down."""
 
     def failed(self, tier: int, now: float) -> None:
-        """A tier is down: it is left alone for a while, each time for longer."""
+        """A tier is down: it is not asked for a while, each time for longer."""
         if now < self.rests_until[tier]:
-            return  # that of one operation that was on its way with others
-        self.failures[tier] = min(self.failures[tier] + 1, _GIVE_UP)
+            return  # it was counted, with another operation of that time
+        self.failures[tier] = min(self.failures[tier] + 1, _MOST_FAILURES)
         self.rests_until[tier] = now + REST_S * 2 ** (self.failures[tier] - 1)
 
     @property
     def next_due(self) -> float | None:
-        """When a tier that was down shall be asked again; in the end only when there is more."""
+        """When a tier that was down is to be asked again."""
         waiting = [
             until
             for until, queue, failures, out in zip(
                 self.rests_until, self.queues, self.failures, self.bytes_out, strict=True
             )
-            if queue and 0 < failures < _GIVE_UP and not out
+            if queue and 0 < failures < _MOST_FAILURES and not out
         ]
         return min(waiting, default=None)
