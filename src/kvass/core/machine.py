@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from kvass import messages
 from kvass.core import (
     admission,
     clearing,
+    effects,
     epochs,
     flush,
     invariants,
@@ -25,77 +27,41 @@ from kvass.core import (
     writing,
 )
 from kvass.core import status as fields
-from kvass.core.effects import (
-    Effect,
-    Emptied,
-    EpochIs,
-    Event,
-    Faulted,
-    Loaded,
-    Lost,
-    Opened,
-    PopulatedTo,
-    Probed,
-    ProcessEnded,
-    Received,
-    SessionId,
-    Stopping,
-    Stored,
-    Tick,
-    TierReport,
-)
+from kvass.core.effects import Effect, Event, SessionId
 from kvass.core.registry import ClientSession
 from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
 from kvass.errors import Refused
-from kvass.messages import (
-    Abort,
-    Clear,
-    Commit,
-    Error,
-    FromDaemon,
-    HandedOver,
-    Hello,
-    Lookup,
-    Ping,
-    Pong,
-    Prefetch,
-    Register,
-    Release,
-    Renew,
-    Reserve,
-    Status,
-    StatusReply,
-)
+from kvass.messages import Error, FromDaemon, Hello, Pong, StatusReply
 
 __all__ = ["CacheMachine", "CoreConfig"]
 
 
-def _ping(state: State, session: ClientSession, msg: Ping) -> Pong:
+def _ping(state: State, session: ClientSession, msg: messages.Ping) -> Pong:
     return Pong()
 
 
-def _status(state: State, session: ClientSession, msg: Status) -> StatusReply:
+def _status(state: State, session: ClientSession, msg: messages.Status) -> StatusReply:
     return StatusReply(fields=fields.status(state))
 
 
 _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | None]]] = {
-    Register: admission.register,
-    Lookup: reading.lookup,
-    Prefetch: reading.prefetch,
-    Release: reading.release,
-    Renew: reading.renew,
-    Reserve: writing.reserve,
-    Commit: writing.commit,
-    Abort: writing.abort,
-    HandedOver: writing.handed_over,
-    Clear: clearing.clear,
-    Ping: _ping,
-    Status: _status,
+    messages.Register: admission.register,
+    messages.Lookup: reading.lookup,
+    messages.Prefetch: reading.prefetch,
+    messages.Release: reading.release,
+    messages.Renew: reading.renew,
+    messages.Reserve: writing.reserve,
+    messages.Commit: writing.commit,
+    messages.Abort: writing.abort,
+    messages.HandedOver: writing.handed_over,
+    messages.Clear: clearing.clear,
+    messages.Ping: _ping,
+    messages.Status: _status,
 }
 
 
-def _received(state: State, event: Received) -> None:
+def _received(state: State, event: effects.Received) -> None:
     session, message = state.sessions.get(event.session), event.message
     if session is None or session.ending:
         return
@@ -115,11 +81,11 @@ def _received(state: State, event: Received) -> None:
         state.send(session.id, Error(seq=message.seq, code=no.code, text=no.text))
 
 
-def _process_ended(state: State, event: ProcessEnded) -> None:
+def _process_ended(state: State, event: effects.ProcessEnded) -> None:
     state.settlement.process_ended(event.session, state.now)
 
 
-def _tick(state: State, event: Tick) -> None:
+def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
     epochs.read_again(state)
     state.store.reclaim()
@@ -127,41 +93,41 @@ def _tick(state: State, event: Tick) -> None:
     promote.resume_some(state)
 
 
-def _epoch_is(state: State, event: EpochIs) -> None:
+def _epoch_is(state: State, event: effects.EpochIs) -> None:
     tier = epochs.epoch_told(state, event)
     if event.epoch is not None:
         flush.store_next(state, tier, len(state.flushes.queues[tier]))
     promote.resume(state)
 
 
-def _tier_report(state: State, event: TierReport) -> None:
+def _tier_report(state: State, event: effects.TierReport) -> None:
     back = event.fields.get("up") and not state.tiers.reports[event.tier].get("up", True)
     state.tiers.reports[event.tier] = event.fields
     if back:
         epochs.read_again(state, event.tier)
 
 
-def _stopping(state: State, event: Stopping) -> None:
+def _stopping(state: State, event: effects.Stopping) -> None:
     state.stopping = True
     flush.retry_now(state)
     flush.queue_all_left(state)
 
 
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
-    Received: _received,
-    Opened: sessions.opened,
-    Lost: sessions.lost,
-    Faulted: sessions.faulted,
-    ProcessEnded: _process_ended,
-    PopulatedTo: sessions.populated,
-    Tick: _tick,
-    Probed: promote.probed,
-    Loaded: promote.loaded,
-    Stored: flush.stored,
-    EpochIs: _epoch_is,
-    Emptied: epochs.emptied,
-    TierReport: _tier_report,
-    Stopping: _stopping,
+    effects.Received: _received,
+    effects.Opened: sessions.opened,
+    effects.Lost: sessions.lost,
+    effects.Faulted: sessions.faulted,
+    effects.ProcessEnded: _process_ended,
+    effects.PopulatedTo: sessions.populated,
+    effects.Tick: _tick,
+    effects.Probed: promote.probed,
+    effects.Loaded: promote.loaded,
+    effects.Stored: flush.stored,
+    effects.EpochIs: _epoch_is,
+    effects.Emptied: epochs.emptied,
+    effects.TierReport: _tier_report,
+    effects.Stopping: _stopping,
 }
 
 

@@ -71,78 +71,62 @@ class Gauge(NamedTuple):
     read: Callable[..., int]
 
 
-def _rows(row_class: RowClass, *states: int) -> int:
-    return sum(row_class.rows[state] for state in states)
+def _filled_rows(row_class: RowClass) -> int:
+    return sum(row_class.rows[state] for state in (WITHDRAWN, READY, TRANSIENT))
 
 
 def _used_bytes(row_class: RowClass) -> int:
     return sum(row_class.rows[FREE + 1 :]) * row_class.spec.row_bytes
 
 
-def _discarded_bytes(state: State) -> int:
-    return sum(r.size_bytes for r in state.reservations.all.values() if r.discarded)
+def _quarantined_bytes(row_class: RowClass) -> int:
+    return row_class.rows[QUARANTINED] * row_class.spec.row_bytes
+
+
+def _all_rows(state: State) -> int:
+    return sum(map(_filled_rows, state.store.classes.values()))
 
 
 def _all_used_bytes(state: State) -> int:
     return sum(map(_used_bytes, state.store.classes.values())) + state.store.cleared_bytes
 
 
+def _discarded_bytes(state: State) -> int:
+    return sum(r.size_bytes for r in state.reservations.all.values() if r.discarded)
+
+
+def _load_bytes_s(state: State, tier: int) -> int:
+    return int(state.tiers.speeds[tier].bytes_s)
+
+
 GAUGES: Final = (
     Gauge("sessions", "Connections.", lambda s: len(s.sessions)),
     Gauge("instances", "Engines with a registered connection.", lambda s: len(s.instances)),
     Gauge("leases", "Matches whose rows are pinned for readers.", lambda s: len(s.leases.all)),
-    Gauge(
-        "reservations",
-        "Grants whose slots may still be written.",
-        lambda s: len(s.reservations.all),
-    ),
+    Gauge("reservations", "Grants that may still be written.", lambda s: len(s.reservations.all)),
     Gauge("pins", "Pins on rows: by leases, promotions and flushes.", lambda s: s.store.pinned),
-    Gauge(
-        "rows",
-        "Rows that hold a chunk of a layer group.",
-        lambda s: sum(_rows(c, WITHDRAWN, READY, TRANSIENT) for c in s.store.classes.values()),
-    ),
+    Gauge("rows", "Rows that hold a chunk of a layer group.", _all_rows),
     Gauge("rows_loading", "Rows that a tier is filling.", lambda s: len(s.promotions.loading)),
-    Gauge(
-        "quarantined_bytes",
-        "Slots of discarded reservations that may still be written.",
-        _discarded_bytes,
-    ),
-    Gauge("l1_used_bytes", "Slots that are not free, and cleared ones.", _all_used_bytes),
-    Gauge(
-        "l1_cleared_bytes",
-        "Cleared memory that was not given back yet.",
-        lambda s: s.store.cleared_bytes,
-    ),
+    Gauge("quarantined_bytes", "Discarded, and may still be written.", _discarded_bytes),
+    Gauge("l1_used_bytes", "Slots that are not free, and cleared memory.", _all_used_bytes),
+    Gauge("l1_cleared_bytes", "Cleared, and not given back yet.", lambda s: s.store.cleared_bytes),
     Gauge("l1_capacity_bytes", "The arena.", lambda s: s.config.arena_bytes),
     Gauge("l1_populated_bytes", "The arena's populated part.", lambda s: s.populated_bytes),
-    Gauge(
-        "promotions",
-        "Lookups and prefetches that wait for a tier.",
-        lambda s: len(s.promotions.all),
-    ),
+    Gauge("promotions", "Lookups and prefetches that wait.", lambda s: len(s.promotions.all)),
 )
 
 TIER_GAUGES: Final = (
     Gauge("flush_queue_rows", "Rows queued for the tier.", lambda s, n: s.flushes.rows[n]),
-    Gauge("storing_bytes", "What the tier is storing now.", lambda s, n: s.flushes.bytes_out[n]),
-    Gauge("loading_bytes", "What it is loading now.", lambda s, n: s.tiers.speeds[n].loading_bytes),
-    Gauge(
-        "load_bytes_s",
-        "How fast it loads; 0: not known yet.",
-        lambda s, n: int(s.tiers.speeds[n].bytes_s),
-    ),
+    Gauge("storing_bytes", "What the tier is storing.", lambda s, n: s.flushes.bytes_out[n]),
+    Gauge("loading_bytes", "What it is loading.", lambda s, n: s.tiers.speeds[n].loading_bytes),
+    Gauge("load_bytes_s", "How fast it loads; 0: not known.", _load_bytes_s),
 )
 
 GROUP_GAUGES: Final = (
     Gauge("row_bytes", "The size of a row, all shards.", lambda c: c.spec.row_bytes),
-    Gauge("rows", "Rows that hold a chunk.", lambda c: _rows(c, WITHDRAWN, READY, TRANSIENT)),
-    Gauge("rows_writing", "Rows that ranks are writing.", lambda c: _rows(c, WRITING)),
-    Gauge("rows_loading", "Rows that a tier is filling.", lambda c: _rows(c, LOADING)),
-    Gauge(
-        "quarantined_bytes",
-        "Slots of discarded rows that may still be written.",
-        lambda c: _rows(c, QUARANTINED) * c.spec.row_bytes,
-    ),
+    Gauge("rows", "Rows that hold a chunk.", _filled_rows),
+    Gauge("rows_writing", "Rows that ranks are writing.", lambda c: c.rows[WRITING]),
+    Gauge("rows_loading", "Rows that a tier is filling.", lambda c: c.rows[LOADING]),
+    Gauge("quarantined_bytes", "Discarded, and may still be written.", _quarantined_bytes),
     Gauge("used_bytes", "Slots that are not free.", _used_bytes),
 )
