@@ -201,9 +201,8 @@ BREAKS = [
         "a scheduler's loss cancels grants it had handed over",
         3,
         "settlement.py",
-        "        if reservation is not None and not reservation.handed_over:\n"
-        "            self.cancel(reservation, now)",
-        "        if reservation is not None:\n            self.cancel(reservation, now)",
+        "            if reservation is not None and not reservation.handed_over:\n",
+        "            if reservation is not None:\n",
     ),
     one(
         "a garbled scheduler's grants are taken back at once",
@@ -232,7 +231,7 @@ BREAKS = [
         "a dead writer's row is published",
         4,
         "settlement.py",
-        '            self.discard(reservation, "writer_lost")\n',
+        '                self.discard(reservation, "writer_lost")\n',
         "",
     ),
     one(
@@ -323,7 +322,7 @@ BREAKS = [
         "what old and new weights wrote together is published",
         10,
         "admission.py",
-        "    state.settlement.distrust(instance.id, state.now)\n",
+        "    state.settlement.weights_replaced(instance.id, state.now)\n",
         "    pass\n",
     ),
     one("a bad row stays", 8, "reading.py", "        state.store.withdraw(rows)\n", ""),

@@ -66,7 +66,7 @@ def _admit(state: State, session: ClientSession, terms: Register) -> None:
 
 def _leave(state: State, instance: Instance) -> None:
     """The instance moves to another generation. Rows of a private one are of no use to anybody."""
-    state.settlement.distrust(instance.id, state.now)
+    state.settlement.weights_replaced(instance.id, state.now)
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:

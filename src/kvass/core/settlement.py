@@ -1,30 +1,31 @@
 """Leases and reservations as they are opened and settled, and what that does to the rows.
 
-Law of this file: every way a lease or reservation can end is here, and each ends once. A lease
-ends when its last owing rank released or its deadline passed. A reservation is *settled* when no
-rank owes any more and no lost writer's DMA may still land; only then do its slots change hands
-(law 3).
+Law of this file: every way a lease or reservation can end is here, and each ends once. A lease ends
+when its last owing rank released or its deadline passed. A reservation is *settled* when no rank
+owes a commit any more and no device of a lost writer may still write. Only then are its slots freed
+or made readable (law 3).
 
-When a lost writer's DMA is over. Its EOF alone proves nothing: a process that exits closes our
-socket before or after the GPU's files, and only their release stops the GPU. The end of the process
-proves it: the kernel releases a process's files before it reports its end. So
+When does a lost writer's device stop writing? EOF on its socket alone proves nothing: a process
+that exits closes our socket before or after the GPU's files, and only releasing these stops the
+GPU. The end of the process proves it: the kernel releases a process's files before it reports the
+end. So
 
-- if the process was seen to be exiting at EOF, its slots wait for its end, however long that takes;
-  with much pinned memory it takes longer than any grace one would want to wait without need;
+- if the process was seen to be exiting at EOF, its slots wait for its end, however long that takes
+  (with much pinned memory it takes longer than any grace time that is short enough to be useful);
 - if not, it either lives on (a client of kvass closes its socket only when its copies have ended)
   or cannot be seen. Its slots wait for ``dma_grace_s``, or for its end if that is seen sooner.
 
-After the end they rest ``DEVICE_S`` more. Not covered: a device that was told by another process
-than the one that connected (a forked child, or whoever was passed the socket), and one whose driver
-goes on after it was released.
+After the end they wait ``DEVICE_S`` more. Not covered: a device that was started by another process
+than the one that connected (a forked child, or one that was passed the socket), and a device whose
+driver goes on after it was released.
 
-Where many end at once (a term of thousands of leases is over, a rank that owed thousands is lost),
-they are carried out ``SLICE`` at a time, in this step and later ones. Whoever names one meanwhile
-finds it ended: its deadline says so, or ``settle`` carries it out first.
+Where many end at once (thousands of leases lapse, or a rank that owed thousands is lost), they are
+ended ``SLICE`` at a time, in this step and later ones. A message that names one of them meanwhile
+finds it ended: by its deadline, or because ``settle`` ends it first.
 
-A commit counts only while its reservation is not discarded; it is discarded by its deadline, by a
-rank's abort or death, by a clear of its namespace, or when its instance moves to another one
-(laws 4, 8).
+A commit counts only while its reservation is not discarded. A reservation is discarded at its
+deadline, when a rank that owes aborts or is lost, when its namespace is cleared, or when its
+instance's weights were replaced (laws 4, 8).
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ from kvass.types import DEVICE_S, SCHEDULER, Timing
 SLICE: Final = 64
 """How many leases and reservations end in one step, at most: 2 ms of work."""
 
-
 MOVED: Final = -2
 
 
 class Loss(msgspec.Struct):
-    """A session that was lost, and the numbers of what it may owe still. Its device may write
-    ``until`` then (infinity: until its process ends). ``rank``: ``MOVED`` if it is not lost, but
-    its instance has moved to another generation."""
+    """A session that was lost, and the leases and reservations that it may still owe.
+
+    ``until``: when its device may still write (infinity: until its process ends). ``rank``: whose
+    session it was; ``MOVED``: nobody's, the instance has moved to another generation.
+    """
 
     rank: int
     session: int
@@ -59,7 +61,7 @@ class Loss(msgspec.Struct):
 
 
 class Settlement:
-    """The ledger and L1, moved together."""
+    """Leases and reservations, and the rows of ``store`` that they hold."""
 
     def __init__(self, store: RowStore, timing: Timing, counters: dict[str, int]) -> None:
         self.store = store
@@ -67,7 +69,7 @@ class Settlement:
         self.reservations = Ledger[Reservation]()
         self._counters = counters
         self.published: list[ClassRows] = []
-        """What became READY and nobody has taken note of: emptied by whoever wants to know."""
+        """Rows that became READY and were not queued for tiers yet (``flush``)."""
         self._timing = timing
         self._losses: deque[Loss] = deque()
         self._next = 1
@@ -182,8 +184,8 @@ class Settlement:
             for part in reservation.parts:
                 self.store.discard(part.rows)
 
-    def distrust(self, instance: str, now: float) -> None:
-        """The instance's weights were replaced: it may have written with both what it has open."""
+    def weights_replaced(self, instance: str, now: float) -> None:
+        """Discard what the instance has open: it may have written it with old and new weights."""
         self._lost(Loss(MOVED, 0, now, set(self.reservations.of(instance))), now)
 
     def _settle(self, reservation: Reservation, now: float) -> None:
@@ -200,7 +202,7 @@ class Settlement:
     # ------------------------------------------------------------ time and death
 
     def lapse(self, now: float) -> None:
-        """Carry out what is due: leases end, late reservations are discarded, slots come clean."""
+        """End leases, discard reservations and free slots whose time has come."""
         self._carry_out_losses(now)
         for lease in self.leases.due(now, SLICE):
             if lease.deadline <= now:
@@ -218,16 +220,16 @@ class Settlement:
         return min((when for when in due if when is not None), default=None)
 
     def behind(self, now: float) -> bool:
-        """Whether more has ended than was carried out: ``lapse`` goes on with it."""
+        """Whether more should have ended than one step did: ``lapse`` goes on with it."""
         due = self.next_due
         return bool(self._losses) or (due is not None and due <= now)
 
     def rank_lost(
         self, instance: str, rank: int, session: int, exiting: bool, now: float
     ) -> float | None:
-        """A worker's EOF settles that rank's debts: all it may still do is finish a DMA.
+        """A worker's EOF settles what that rank owes: only its device may still write.
 
-        Until when that may be; None: it was not writing.
+        Returns until when it may; None: the rank was not writing.
         """
         until = math.inf if exiting else now + self._timing.dma_grace_s
         writing = any(rank in r.owing for r in self.reservations.of(instance).values())
@@ -235,7 +237,7 @@ class Settlement:
         return until if writing else None
 
     def process_ended(self, session: int, now: float) -> None:
-        """The process behind a lost session is gone: its DMA is over, but for ``DEVICE_S``."""
+        """The process behind a lost session ended: its device writes ``DEVICE_S`` more at most."""
         until = now + min(DEVICE_S, self._timing.dma_grace_s)
         for loss in self._losses:
             if loss.session == session:
@@ -249,7 +251,7 @@ class Settlement:
         self._lost(Loss(SCHEDULER, session, now, self._ids(instance)), now)
 
     def settle(self, an_id: int, now: float) -> None:
-        """Somebody names ``an_id``: what was lost of it is carried out now."""
+        """A message names ``an_id``: what it lost is carried out now."""
         for loss in self._losses:
             if an_id in loss.ids:
                 loss.ids.discard(an_id)
@@ -272,22 +274,20 @@ class Settlement:
     def _lose(self, loss: Loss, an_id: int, now: float) -> None:
         lease, reservation = self.leases.all.get(an_id), self.reservations.all.get(an_id)
         if loss.rank == SCHEDULER:
-            self._scheduler_lost(lease, reservation, now)
+            if lease is not None and not lease.handed_over:
+                self.end_lease(lease)
+            if reservation is not None and not reservation.handed_over:
+                self.cancel(reservation, now)
         elif loss.rank == MOVED:
             if reservation is not None:
                 self.discard(reservation, "moved")
         else:
-            self._rank_lost(lease, reservation, loss, now)
-
-    def _rank_lost(
-        self, lease: Lease | None, reservation: Reservation | None, loss: Loss, now: float
-    ) -> None:
-        if lease is not None:
-            self.release(lease, loss.rank)
-        if reservation is not None and loss.rank in reservation.owing:
-            self.discard(reservation, "writer_lost")
-            reservation.owing.discard(loss.rank)
-            self._wait_for_device(reservation, loss.session, loss.until, now)
+            if lease is not None:
+                self.release(lease, loss.rank)
+            if reservation is not None and loss.rank in reservation.owing:
+                self.discard(reservation, "writer_lost")
+                reservation.owing.discard(loss.rank)
+                self._wait_for_device(reservation, loss.session, loss.until, now)
 
     def _wait_for_device(
         self, reservation: Reservation, session: int, until: float, now: float
@@ -298,16 +298,8 @@ class Settlement:
             self.reservations.wake_at(until, reservation)
         self._settle(reservation, now)
 
-    def _scheduler_lost(
-        self, lease: Lease | None, reservation: Reservation | None, now: float
-    ) -> None:
-        if lease is not None and not lease.handed_over:
-            self.end_lease(lease)
-        if reservation is not None and not reservation.handed_over:
-            self.cancel(reservation, now)
-
     def presume_handed_over(self, instance: str) -> None:
-        """The scheduler's words were lost: its ranks may know of anything it was given."""
+        """Messages of the scheduler were lost: its ranks may know of anything it was given."""
         for entry in self._of(instance):
             entry.handed_over = True
 
