@@ -193,7 +193,7 @@ BREAKS = [
         "who may only look registers",
         12,
         "session_limits.py",
-        "        if session.id in self._looking and (lacks := self._lacks(session.uid)):\n",
+        "        if session.id in self._observers and (lacks := self._lacks(session.uid)):\n",
         "        if lacks := '':\n",
     ),
     one(
@@ -214,7 +214,7 @@ BREAKS = [
         "a session gives way although it registered",
         12,
         "session_limits.py",
-        "        if self._looking.pop(session.id, 0) is None:\n",
+        "        if self._observers.pop(session.id, 0) is None:\n",
         "        if False:\n",
     ),
     one(

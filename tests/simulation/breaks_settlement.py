@@ -300,7 +300,7 @@ BREAKS = [
         "a cleared class still evicts its rows",
         6,
         "row_store.py",
-        "        row_class.policy = self._policy(self.table)\n",
+        "        row_class.lru = Lru(self.table)\n",
         "",
     ),
     one(

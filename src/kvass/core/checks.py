@@ -1,7 +1,7 @@
-"""What a session may say: every claim in a message is checked here before anything changes.
+"""What a session may say: the values in a message are checked here before anything changes.
 
-Law of this file: it reads, and raises ``Refused`` naming what to do; it changes nothing. (What a
-lost session left to be settled has happened already: naming it has it carried out.)
+Law of this file: it reads, and raises ``Refused``, whose text says what to do. It changes nothing,
+but for what is settled already: if a lost session owed what a message names, that ends first.
 """
 
 from __future__ import annotations

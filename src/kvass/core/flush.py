@@ -59,7 +59,7 @@ def queue_next_victims(state: State) -> None:
     for row_class in store.classes.values():
         if len(row_class.free) * row_class.spec.row_bytes > size // _ROOM_SHARE:
             continue
-        rows = row_class.policy.victims(_AHEAD, store.table.clock)
+        rows = row_class.lru.victims(_AHEAD, store.table.clock)
         rows = rows[~store.table.offered[rows]]
         if len(rows):
             _queue(state, ClassRows(row_class.id, rows), range(len(state.config.tiers)))

@@ -1,8 +1,8 @@
-"""Sessions, instances and namespaces: who talks to us, and what the bytes of whom mean.
+"""Sessions, instances, and the digest of a namespace.
 
 Law of this file: a namespace is the digest of everything that changes bytes (law 10). So two
-engines whose bytes differ meet in no namespace, and a contradiction can exist only inside one
-instance, where it is refused by the field's name.
+engines whose bytes differ share no namespace. A contradiction can exist only inside one instance,
+and is refused with the name of the field.
 """
 
 from __future__ import annotations

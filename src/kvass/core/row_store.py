@@ -1,23 +1,22 @@
-"""L1: the index, the slots, and room for new ones.
+"""The rows of L1: their index, their slots, and room for new ones.
 
 Law of this file: an index entry names a row that is WRITING, LOADING, READY or TRANSIENT; room is
 made here, at allocation time, and nowhere else (law 6). It knows no sessions and no time.
 
-No free slot: take free arena; else evict, from the class's own rows or by taking over the extent
-sets of least value of other classes, whichever was used longer ago. So no layout can starve
-another.
+Where there is no free slot, a new extent set is taken from the arena's free space. If there is
+none, rows are evicted: the class's own, or the extent sets of other classes, whichever were used
+less recently. So no layout can starve another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.eviction import EvictionPolicy, Lru
+from kvass.core.eviction import Lru
 from kvass.core.extents import STAYS, ExtentMap
 from kvass.core.index import ABSENT, KeyIndex
 from kvass.core.registry import RowClassSpec
@@ -40,6 +39,7 @@ from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
 _LEAVING: Final = (WITHDRAWN, TRANSIENT)
+"""Rows in these states are freed at their last unpin."""
 
 TYPICAL_ROW: Final = 1 << 20
 ROOM: Final = 9 << 17
@@ -48,15 +48,15 @@ holds, and for so many at most: 1 TiB and an eighth. For more they grow, in step
 
 
 class RowClass(msgspec.Struct):
-    """The rows of one (namespace, group): equally large, one index, one eviction policy.
+    """The rows of one (namespace, group): all of one size, with an index and a record of their use.
 
-    ``slots``: of all its sets. ``rows``: how many of them are in each state, but for FREE ones.
+    ``slots``: how many its sets have. ``rows``: how many rows are in each state, except FREE.
     """
 
     id: int
     namespace: int
     spec: RowClassSpec
-    policy: EvictionPolicy
+    lru: Lru
     slots_per_set: int
     index: KeyIndex
     free: FreeSlots
@@ -67,8 +67,8 @@ class RowClass(msgspec.Struct):
 class Namespace(msgspec.Struct):
     """``epoch`` counts clears: what was reserved under an older one is discarded at commit.
 
-    ``tier_epochs``: what its records in each tier go by; None: not known (yet), so that the tier is
-    of no use to it. ``asked_s``: when each was last asked for (inf: the answer is awaited).
+    ``tier_epochs``: the epoch of its records in each tier; None: not known yet, so that tier is not
+    used for it. ``asked_s``: when each was last asked for; infinity: the answer is awaited.
 
     ``private``: of one engine's generation (``messages.Register``). No engine has it once that one
     has left it. So its rows are in L1 only: no tier is asked for an epoch, both lists are empty.
@@ -94,7 +94,6 @@ class RowStore:
         extent_bytes: int,
         counters: dict[str, int],
         seed: bytes = b"",
-        policy: Callable[[RowTable], EvictionPolicy] = Lru,
         slice_slots: int = 2048,
     ) -> None:
         self.table = RowTable()
@@ -104,7 +103,6 @@ class RowStore:
         self._of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes
-        self._policy = policy
         self._slice_slots = slice_slots
         self._next_class = 0
         self._leaving = 0
@@ -122,7 +120,7 @@ class RowStore:
             id=self._next_class,
             namespace=namespace,
             spec=spec,
-            policy=self._policy(self.table),
+            lru=Lru(self.table),
             slots_per_set=self._slots_per_set(spec),
             index=self._new_index(spec),
             free=FreeSlots(),
@@ -139,8 +137,8 @@ class RowStore:
         return KeyIndex(self.table, self._seed, most)
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
-        """So many that an extent is as large as wished; but a set of many shards, each with an
-        extent, is no more than a sixteenth of the arena: a few in use must leave room for others
+        """So many that an extent is as large as configured. But a set, which has an extent for each
+        shard, is at most a sixteenth of the arena: a few sets in use must leave room for others
         (law 6)."""
         most = max(self._extent_bytes, self.extents.size // 16)
         return min(-(-self._extent_bytes // max(spec.shard_bytes)), -(-most // spec.row_bytes))
@@ -165,12 +163,12 @@ class RowStore:
     def touch(self, row_class: RowClass, rows: I64Array) -> None:
         """``rows``, in chunk order, were used.
 
-        The deepest becomes the oldest of them, since it is worth nothing without the others; but a
-        window's or a state's becomes the newest, since a hit needs only those at its end.
+        The deepest becomes the oldest of them: it is of no use without the others. For windows and
+        states the deepest becomes the newest: a hit needs only those at its end.
         """
         if len(rows):
             oldest_first = rows[::-1] if row_class.spec.layout.kind == "full" else rows
-            row_class.policy.touched(oldest_first, self.table.stamp_rows(oldest_first))
+            row_class.lru.touched(oldest_first, self.table.stamp_rows(oldest_first))
             self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def slots(self, rows: I64Array) -> Slots:
@@ -191,15 +189,15 @@ class RowStore:
     # ------------------------------------------------------------ reading
 
     def pin(self, rows: I64Array) -> None:
-        """One more lease holds ``rows``; a row named twice in it counts once."""
+        """One lease more holds ``rows``; a row that they name twice is pinned once."""
         self.table.pins[rows] += 1
         np.add.at(self.sets.held, self._sets_of(rows), 1)
         self.pinned += len(rows)
 
     def unpin(self, rows: I64Array, ahead: bool = False) -> None:
-        """Undo one ``pin`` of the same ``rows``; those that only stayed for it are freed.
+        """Undo one ``pin`` of the same ``rows``; at their last one, some are freed (``_LEAVING``).
 
-        ``ahead``: whoever they are for is still to come, so TRANSIENT ones stay.
+        ``ahead``: they were prefetched and their reader is still to come: TRANSIENT ones stay.
         """
         table = self.table
         table.pins[rows] -= 1
@@ -306,17 +304,17 @@ class RowStore:
         self.free(rows[~read])
 
     def clear(self, row_class: RowClass) -> int:
-        """Nothing of a class matches any more, at once; how many rows did.
+        """Nothing of a class matches any more, from now on; returns how many rows did.
 
-        Its sets are ``CLEARED``. Who reads or writes there goes on; what nobody does is given back
-        by ``reclaim``, or to the next one who needs room.
+        Its sets are ``CLEARED``. Who reads or writes there goes on. Sets in which nobody does are
+        given back by ``reclaim``, or when somebody needs room.
         """
         matched = sum(row_class.rows[READY:])
         sets = np.flatnonzero(self.sets.owner == row_class.id)
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
         row_class.index = self._new_index(row_class.spec)
-        row_class.policy = self._policy(self.table)
+        row_class.lru = Lru(self.table)
         row_class.free, row_class.slots = FreeSlots(), 0
         row_class.rows = [0] * len(STATE_NAMES)
         return matched
@@ -341,7 +339,7 @@ class RowStore:
         return any(row_class.index.cold for row_class in self.classes.values())
 
     def warm(self) -> None:
-        """Touch some memory of an index that is new, so that the first stores need not."""
+        """Touch some memory of a new index, so that the first stores do not wait for the kernel."""
         for row_class in self.classes.values():
             if row_class.index.cold:
                 row_class.index.warm()
@@ -371,7 +369,7 @@ class RowStore:
         while (lacking := count - len(row_class.free)) > 0:
             if self._add_set(row_class):
                 continue
-            victims = row_class.policy.victims(lacking, protect)
+            victims = row_class.lru.victims(lacking, protect)
             oldest = int(self.table.stamp[victims[0]]) if len(victims) else protect
             if self._take_over(row_class, lacking, below=oldest):
                 continue

@@ -1,8 +1,9 @@
-"""Who has a place: how many sessions there may be, of whom, and who must go for another.
+"""How many sessions there may be, in all and of one user, and which must end for another.
 
-Law of this file: no user has all places; who has not said Hello gives way to others; and the
-daemon's own user can always look. It says who must go; the machine ends that session. Nobody is
-named here who may owe a commit or a release (law 3): only who has not registered.
+Law of this file: no user can take all places. A session that has not said Hello is ended if another
+needs its place. The daemon's own user can always connect to look (``kvass status``). This file says
+which session must end, and ``sessions`` ends it. It never names one that may owe a commit or a
+release (law 3): only sessions that have not registered.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvass.core.registry import ClientSession
 from kvass.errors import Refused
 from kvass.types import Limits
 
-LOOKERS: Final = 16
+OBSERVERS: Final = 16
 """SessionLimits beyond the limits, for the daemon's own user. Who has one of them can look (``kvass
 status``) and not register. If they are all taken, the one taken first is given to the next."""
 
@@ -24,21 +25,21 @@ SLICE: Final = 64
 
 
 class SessionLimits:
-    """Which sessions have one. ``hello_s``: how long a session may take to say Hello."""
+    """Which sessions have a place. ``hello_s``: how long a session may take to say Hello."""
 
     def __init__(self, limits: Limits, hello_s: float) -> None:
         self._limits = limits
         self._hello_s = hello_s
         self._seated: dict[int, int] = {}
-        """ClientSession -> its user, without those of ``_looking``."""
+        """ClientSession -> its user, without those of ``_observers``."""
         self._of_uid: Counter[int] = Counter()
-        self._looking: dict[int, None] = {}
-        """Sessions in the places of ``LOOKERS``, the oldest first."""
+        self._observers: dict[int, None] = {}
+        """Sessions in the places of ``OBSERVERS``, the oldest first."""
         self._silent: dict[int, float] = {}
         """Sessions that have not said Hello, the oldest first, and when that becomes too long."""
 
     def admit(self, session: ClientSession, now: float) -> int | None:
-        """Give a new session a place. Which session must go then, if any; perhaps it is itself."""
+        """Give a new session a place. Returns which session must end for it, perhaps itself."""
         self._silent[session.id] = now + self._hello_s
         if not self._lacks(session.uid):
             self._seat(session)
@@ -50,8 +51,8 @@ class SessionLimits:
                 return other
         if not session.own:
             return session.id
-        self._looking[session.id] = None
-        return next(iter(self._looking)) if len(self._looking) > LOOKERS else None
+        self._observers[session.id] = None
+        return next(iter(self._observers)) if len(self._observers) > OBSERVERS else None
 
     def greeted(self, session: ClientSession) -> None:
         """It said Hello."""
@@ -59,18 +60,18 @@ class SessionLimits:
 
     def check(self, session: ClientSession) -> None:
         """Raises ``Refused`` (``limit``) if a session may only look."""
-        if session.id in self._looking and (lacks := self._lacks(session.uid)):
+        if session.id in self._observers and (lacks := self._lacks(session.uid)):
             raise Refused("limit", lacks)
 
     def settle(self, session: ClientSession) -> None:
         """It registers, which ``check`` allowed."""
-        if self._looking.pop(session.id, 0) is None:
+        if self._observers.pop(session.id, 0) is None:
             self._seat(session)
 
     def leave(self, session: ClientSession) -> None:
         """Its place is free."""
         self._silent.pop(session.id, None)
-        self._looking.pop(session.id, None)
+        self._observers.pop(session.id, None)
         if self._seated.pop(session.id, None) is not None:
             self._of_uid[session.uid] -= 1
             if not self._of_uid[session.uid]:

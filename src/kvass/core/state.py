@@ -1,7 +1,4 @@
-"""The nouns of the machine in one place: what ``machine``, ``flows``, ``checks``, ``report`` share.
-
-Law of this file: fields, and questions about them; what changes them is elsewhere.
-"""
+"""The state of the machine in one place; what changes it is in the other files."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class State:
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
         self.messages: Counter[type[FromClient]] = Counter()
-        """What sessions have said, by kind, refused or not."""
+        """Messages that were received, by kind, refused ones included."""
         self.populated_bytes = 0
         self.now = float("-inf")
         self.out: list[Effect] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvass.core.effects import Close, Effect, Event, Opened
-from kvass.core.session_limits import LOOKERS
+from kvass.core.session_limits import OBSERVERS
 from kvass.messages import Error, FromDaemon
 from kvass.testing.books import BrokenLawError
 from kvass.types import Limits
@@ -78,5 +78,5 @@ class Doors:
     def left(self, session: int) -> None:
         """It ended; nobody may have more than there are places."""
         del self.guests[session]
-        if len(self.guests) > self.limits.sessions + LOOKERS:
+        if len(self.guests) > self.limits.sessions + OBSERVERS:
             raise BrokenLawError("law 12: more sessions than places")
