@@ -79,9 +79,9 @@ BREAKS = [
     one(
         "a lookup does not count as use",
         6,
-        "reading.py",
-        "    view.touch(chunks)\n    if ns.tier_epochs and chunks < len(keys) - msg.spare:\n",
-        "    if ns.tier_epochs and chunks < len(keys) - msg.spare:\n",
+        "prefix.py",
+        "            self._store.touch(c, used[used != ABSENT])\n",
+        "            pass\n",
     ),
     one(
         "no set is ever handed over",
@@ -325,8 +325,8 @@ BREAKS = [
         "the whole prompt is pinned in every group",
         6,
         "prefix.py",
-        "[(begin, end) for begin, _ in self.needs(end)]",
-        "[(self._first, end) for _ in self.needs(end)]",
+        "ClassRows(c.id, rows[begin:end])",
+        "ClassRows(c.id, rows[self._first : end])",
     ),
     one(
         "a hit that could reach further ends early",

@@ -41,8 +41,8 @@ BREAKS = [
         "the proof of a promoted match is not waited for",
         4,
         "promote.py",
-        "    promotion.spares = view.spares(promotion.chunks)\n",
-        "",
+        "    promotion.parts, promotion.spares = view.use(promotion.chunks)\n",
+        "    promotion.parts, _ = view.use(promotion.chunks)\n",
     ),
     one(
         "a key said twice is loaded twice",
@@ -76,7 +76,7 @@ BREAKS = [
         "a promotion evicts its own prefix",
         6,
         "promote.py",
-        "            view.touch(end)  # nothing",
+        "            view.use(end)  # nothing",
         "            # nothing",
     ),
     # ------------------------------------------------------------ pins and answers

@@ -108,6 +108,8 @@ class Ledger(Generic[E]):
 
         An entry may have been given another time since: the caller looks.
         """
+        if not self._due or self._due[0][0] > now:
+            return []
         found = dict[int, E]()
         while len(found) < most and (when := self.next_due) is not None and when <= now:
             number = heapq.heappop(self._due)[1]

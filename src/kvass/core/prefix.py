@@ -36,28 +36,23 @@ class PrefixView:
     def needs(self, end: int) -> list[tuple[int, int]]:
         """Per class, the chunks ``[begin, upto)`` that a hit of ``end`` chunks uses: from ``first``
         on what it returns, and then the spare ones."""
-        tokens, spare = self._ns.chunk_tokens, self._spare if end > self._first else 0
+        tokens, first = self._ns.chunk_tokens, self._first
+        if not self._spare or end == first:
+            return [(first_chunk(group, end, tokens, first), end) for group in self._groups]
         return [
-            (first_chunk(group, end, tokens, self._first), end + spare * checked)
+            (first_chunk(group, end, tokens, first), end + self._spare * checked)
             for group, checked in zip(self._groups, checked_groups(self._groups), strict=True)
         ]
 
-    def returned(self, end: int) -> tuple[ClassRows, ...]:
-        """The rows that a hit of ``end`` chunks returns."""
-        return self._rows([(begin, end) for begin, _ in self.needs(end)])
-
-    def spares(self, end: int) -> tuple[ClassRows, ...]:
-        """The rows of the spare chunks after a hit of ``end`` chunks."""
-        return self._rows([(end, upto) for _, upto in self.needs(end)])
-
-    def touch(self, end: int) -> None:
-        """What there is of a hit of ``end`` chunks is in use, and so is what the engine has itself
-        of ``[0, first)``."""
-        tokens = self._ns.chunk_tokens
-        for c, rows, (_, upto) in zip(self._ns.classes, self.found, self.needs(end), strict=True):
-            used = rows[first_chunk(c.spec.layout, end, tokens) : upto]
+    def use(self, end: int) -> tuple[tuple[ClassRows, ...], tuple[ClassRows, ...]]:
+        """The rows that a hit of ``end`` chunks returns, and its spare ones. All of them are in use
+        now, and so is what there is of the chunks that the engine has itself."""
+        tokens, parts, spares = self._ns.chunk_tokens, [], []
+        for c, rows, (begin, upto) in zip(
+            self._ns.classes, self.found, self.needs(end), strict=True
+        ):
+            used = rows[first_chunk(c.spec.layout, end, tokens) if self._first else begin : upto]
             self._store.touch(c, used[used != ABSENT])
-
-    def _rows(self, chunks: list[tuple[int, int]]) -> tuple[ClassRows, ...]:
-        each = zip(self._ns.classes, self.found, chunks, strict=True)
-        return tuple([ClassRows(c.id, rows[begin:end]) for c, rows, (begin, end) in each])
+            parts.append(ClassRows(c.id, rows[begin:end]))
+            spares.append(ClassRows(c.id, rows[end:upto]))
+        return tuple(parts), tuple(spares)

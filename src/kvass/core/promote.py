@@ -198,7 +198,7 @@ def _plan(state: State, promotion: Promotion) -> None:
         upto = end + promotion.spare
         n = _fitting(state, promotion.namespace, wanted, upto)
         if n == upto:
-            view.touch(end)  # nothing of the prompt shall make room for it
+            view.use(end)  # nothing of the prompt shall make room for it
             n = _load(state, promotion, wanted, upto, protect)
             if n == upto:
                 flush.queue_next_victims(state)
@@ -303,9 +303,7 @@ def _hold(state: State, promotion: Promotion, least: int) -> None:
         return
     before, view = promotion.pinned, _view(state, promotion)
     promotion.chunks = view.longest(view.there(least))
-    view.touch(promotion.chunks)
-    promotion.parts = view.returned(promotion.chunks)
-    promotion.spares = view.spares(promotion.chunks)
+    promotion.parts, promotion.spares = view.use(promotion.chunks)
     promotion.awaits = set()
     for part in promotion.pinned:
         state.store.pin(part.rows)

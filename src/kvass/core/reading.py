@@ -58,7 +58,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         return miss(state, msg.first)
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
     chunks = view.longest(view.there())
-    view.touch(chunks)
+    parts, _ = view.use(chunks)
     if ns.tier_epochs and chunks < len(keys) - msg.spare:
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s)
@@ -67,7 +67,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if chunks == msg.first:
         return miss(state, msg.first)
     lease = state.settlement.lend(
-        instance.id, msg.request, chunks - msg.first, view.returned(chunks), readers, state.now
+        instance.id, msg.request, chunks - msg.first, parts, readers, state.now
     )
     return matched(state, lease, msg.first, msg.spare)
 
@@ -110,7 +110,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
         return Prefetched()
     view = PrefixView(state.store, ns, keys, 0)
     chunks = view.longest(view.there())
-    view.touch(chunks)
+    view.use(chunks)
     if ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
         promotion = _promotion(state, session, msg, ns, keys, set(), wait_s)

@@ -203,7 +203,8 @@ class Settlement:
 
     def lapse(self, now: float) -> None:
         """End leases, discard reservations and free slots whose time has come."""
-        self._carry_out_losses(now)
+        if self._losses:
+            self._carry_out_losses(now)
         for lease in self.leases.due(now, SLICE):
             if lease.deadline <= now:
                 self._counters["lapsed_leases"] += 1
