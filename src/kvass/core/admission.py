@@ -1,7 +1,7 @@
 """Registration: a session becomes one (instance, rank), a complete instance gets its namespace.
 
-Law of this file: a refused ``Register`` changes nothing. An instance that moves to another
-generation leaves nothing behind that is still to be published, and takes nothing with it.
+Law of this file: a refused ``Register`` changes nothing. When an instance moves to another
+generation, nothing that it was writing is published.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvass.types import SCHEDULER
 
 
 def register(state: State, session: ClientSession, msg: Register) -> Registered:
-    """Admit a session; said again with the same words, it is only answered again, and with another
-    generation its instance moves."""
+    """Admit a session. If it registers again with the same values, it is only answered again; with
+    another generation its instance moves."""
     terms = msgspec.structs.replace(msg, seq=0)
     before = session.registered
     if before is not None and msgspec.structs.replace(before, generation=terms.generation) != terms:
@@ -65,7 +65,7 @@ def _admit(state: State, session: ClientSession, terms: Register) -> None:
 
 
 def _leave(state: State, instance: Instance) -> None:
-    """The instance moves to another generation. Rows of a private one are of no use to anybody."""
+    """The instance moves to another generation. Rows of its private one are of no use any more."""
     state.settlement.weights_replaced(instance.id, state.now)
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
