@@ -293,14 +293,14 @@ BREAKS = [
         "a cleared class still finds its rows",
         4,
         "row_store.py",
-        "        row_class.index = self._new_index(row_class.spec)\n",
+        "            row_class.index.clear()\n",
         "",
     ),
     one(
         "a cleared class still evicts its rows",
         6,
         "row_store.py",
-        "        row_class.lru = Lru(self.table)\n",
+        "            row_class.lru = Lru(self.table)\n",
         "",
     ),
     one(

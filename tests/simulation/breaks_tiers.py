@@ -20,7 +20,7 @@ BREAKS = [
         "a row that a tier could not give is still found",
         4,
         "promote.py",
-        "    state.store.fail(bad)\n",
+        "    state.store.fail(failed.rows)\n",
         "",
     ),
     one(
@@ -69,7 +69,7 @@ BREAKS = [
         "any share of L1 may be LOADING",
         12,
         "promote.py",
-        "    left = int(state.config.arena_bytes * LOADING_SHARE) - state.tiers.loading_bytes\n",
+        "    left = int(state.config.arena_bytes * LOADING_SHARE) - state.loading_bytes\n",
         "    left = 1 << 60\n",
     ),
     one(
@@ -84,16 +84,37 @@ BREAKS = [
         "a promotion that was answered stays pinned",
         7,
         "promote.py",
-        "    state.send(promotion.session, reply)\n    _let_go(state, promotion)\n",
-        "    state.send(promotion.session, reply)\n",
+        "    state.send(promotion.session, reply)\n    _end(state, promotion)\n",
+        "    state.send(promotion.session, reply)\n"
+        "    promotion.parts = ()\n    _end(state, promotion)\n",
     ),
     one(
         "a promotion that nobody waits for stays pinned",
         7,
         "promote.py",
-        "        state.promotions.drop(promotion, promotion.size_bytes)\n"
-        "        _let_go(state, promotion)\n",
-        "        state.promotions.drop(promotion, promotion.size_bytes)\n",
+        "    if promotion.gone:\n        _end(state, promotion)\n",
+        "    if promotion.gone:\n        state.promotions.drop(promotion, promotion.size_bytes)\n",
+    ),
+    one(
+        "what a tier could not give is never free",
+        7,
+        "promote.py",
+        "            state.store.free(head.failed.rows)\n",
+        "            pass\n",
+    ),
+    one(
+        "lookups beyond the first slice are forgotten",
+        7,
+        "promote.py",
+        "            if not left:\n                return\n",
+        "            if not left:\n                return waking.clear()\n",
+    ),
+    one(
+        "a lookup goes on though its asker is gone",
+        7,
+        "promote.py",
+        "            if promotion.gone or promotion.epoch",
+        "            if promotion.epoch",
     ),
     one(
         "a lookup's budget is ignored",
@@ -120,7 +141,7 @@ BREAKS = [
         "a namespace is forgotten, and promoted for",
         7,
         "admission.py",
-        "    promote.cancel(state, ns)  # a tier may not have said yet what it holds\n",
+        "    promote.cancel(state, gone)  # a tier may not have said yet what it holds\n",
         "",
     ),
     one(

@@ -55,6 +55,18 @@ class TestOwner(TierSuite):
         url = f"mooncake:{bare.address}?prefix=test{next(numbers)}:&segment=512MiB"
         return lambda: open_tier(url)
 
+    @pytest.fixture(scope="class")
+    def owner(self, bare: MooncakeServer) -> Iterator[Tier]:
+        """One for all tests that need not close it: its library takes 2 s to give memory back."""
+        opened = open_tier(f"mooncake:{bare.address}?prefix=owner:&segment=512MiB")
+        yield opened
+        opened.close()
+
+    @pytest.fixture
+    def tier(self, owner: Tier) -> Tier:
+        owner.clear()
+        return owner
+
 
 @pytest.fixture
 def own_server() -> Iterator[Callable[..., MooncakeServer]]:

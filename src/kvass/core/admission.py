@@ -18,6 +18,7 @@ from kvass.core.registry import (
     row_class_specs,
 )
 from kvass.core.row_store import Namespace
+from kvass.core.rows import NEVER
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
@@ -70,8 +71,7 @@ def _leave(state: State, instance: Instance) -> None:
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:
-        for row_class in left.classes:
-            state.store.clear(row_class)
+        state.store.clear(left.classes)
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
@@ -110,30 +110,32 @@ def _namespace_for(state: State, instance: Instance) -> int:
 
 def _drop_unused(state: State) -> None:
     """Forget namespaces that no live instance has and whose slots are all free."""
-    live = {i.namespace for i in state.instances.values()}
-    for ns in list(state.namespaces.values()):
-        if ns.id not in live and not any(state.store.in_use(c) for c in ns.classes):
-            _drop(state, ns)
+    idle = _without_instance(state)
+    _drop(state, [ns for ns in idle if not any(map(state.store.in_use, ns.classes))])
 
 
 def _drop_least_used(state: State) -> None:
     """Of the namespaces that no live instance has and nobody reads or writes, the oldest goes."""
-    live = {i.namespace for i in state.instances.values()}
+    uses = state.store.last_uses()
     idle = [
         (last_use, ns.id)
-        for ns in state.namespaces.values()
-        if ns.id not in live
-        and (last_use := max(map(state.store.last_use, ns.classes))) < state.store.table.clock
+        for ns in _without_instance(state)
+        if (last_use := max(uses.get(c.id, NEVER) for c in ns.classes)) < state.store.table.clock
     ]
     if idle:
-        ns = state.namespaces[min(idle)[1]]
-        _drop(state, ns)
+        _drop(state, [state.namespaces[min(idle)[1]]])
 
 
-def _drop(state: State, ns: Namespace) -> None:
-    ns.epoch += 1
-    promote.cancel(state, ns)  # a tier may not have said yet what it holds
-    for row_class in ns.classes:
-        state.store.remove_class(row_class)
+def _without_instance(state: State) -> list[Namespace]:
+    live = {i.namespace for i in state.instances.values()}
+    return [ns for ns in state.namespaces.values() if ns.id not in live]
+
+
+def _drop(state: State, gone: list[Namespace]) -> None:
+    for ns in gone:
+        ns.epoch += 1
+    promote.cancel(state, gone)  # a tier may not have said yet what it holds
+    for ns in gone:
+        del state.namespaces[ns.id], state.by_digest[ns.digest]
+    state.store.remove([c for ns in gone for c in ns.classes])
     state.store.reclaim()
-    del state.namespaces[ns.id], state.by_digest[ns.digest]

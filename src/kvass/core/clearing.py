@@ -21,9 +21,10 @@ def clear(state: State, session: ClientSession, msg: Clear) -> Cleared | None:
     clearing = Clearing(session=session.id, seq=msg.seq, rows=0)
     for ns in chosen:
         ns.epoch += 1
-        promote.cancel(state, ns)
-        clearing.rows += sum(map(state.store.clear, ns.classes))
+    promote.cancel(state, chosen)
+    for ns in chosen:
         epochs.clear(state, ns, clearing)
+    clearing.rows = state.store.clear([c for ns in chosen for c in ns.classes])
     state.store.reclaim()
     if msg.tiers:
         epochs.empty(state, clearing)

@@ -95,7 +95,7 @@ def _queue(state: State, part: ClassRows, tiers: Iterable[int]) -> None:
         state.flushes.queues[tier].append(Queued(part.row_class, part.rows, keys))
         state.flushes.rows[tier] += len(part.rows)
         if state.flushes.rows[tier] > len(state.store.table) + _AHEAD:
-            _drop_stale(state, tier)
+            _drop_stale(state, tier, 2 * len(part.rows))
         store_next(state, tier)
 
 
@@ -144,22 +144,17 @@ def _live(state: State, row_class: RowClass, queued: Queued) -> I64Array:
     return rows
 
 
-def _drop_stale(state: State, tier: int) -> None:
-    """Take rows out of a tier's queue that left L1: they come and go faster than it stores."""
-    queue = state.flushes.queues[tier]
-    of: dict[int, list[Queued]] = {}
-    for queued in queue:
-        of.setdefault(queued.row_class, []).append(queued)
-    queue.clear()
-    state.flushes.rows[tier] = 0
-    for number, some in of.items():
-        row_class = state.store.classes.get(number)
-        if row_class is not None:
-            keys = np.concatenate([queued.keys for queued in some])
-            rows = _live(
-                state, row_class, Queued(number, np.concatenate([q.rows for q in some]), keys)
-            )
-            queue.append(Queued(number, rows, state.store.table.keys_of(rows).copy()))
+def _drop_stale(state: State, tier: int, most: int) -> None:
+    """Of the ``most`` rows that are first in a tier's queue, drop those that left L1: they come and
+    go faster than the tier stores. The others are last now, so the next call looks at other rows.
+    """
+    while most > 0 and state.flushes.queues[tier]:
+        queued = _pop(state, tier, most)
+        most -= len(queued.rows)
+        row_class = state.store.classes.get(queued.row_class)
+        if row_class is not None and len(rows := _live(state, row_class, queued)):
+            keys = state.store.table.keys_of(rows).copy()
+            state.flushes.queues[tier].append(Queued(row_class.id, rows, keys))
             state.flushes.rows[tier] += len(rows)
 
 
@@ -185,7 +180,7 @@ def retry_due(state: State) -> None:
 
 def rows_left(state: State, tier: int) -> int:
     """Rows that are queued for a tier, or that it has not finished storing, and still there."""
-    _drop_stale(state, tier)
+    _drop_stale(state, tier, state.flushes.rows[tier])
     ops = state.tiers.ops.values()
     storing = sum(len(o.part.rows) for o in ops if isinstance(o, Flushing) and o.tier == tier)
     return state.flushes.rows[tier] + storing + state.tiers.counters[tier]["stores_abandoned"]

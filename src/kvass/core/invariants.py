@@ -91,9 +91,12 @@ def _loading(state: State) -> None:
     loading = {n: op for n, op in tiers.ops.items() if isinstance(op, Loading)}
     rows = {row: n for n, op in loading.items() for row in op.part.rows.tolist()}
     assert rows == state.promotions.loading, "a LOADING row is filled by another operation, or none"
-    assert sorted(rows) == np.flatnonzero(table.state == LOADING).tolist(), "a stray LOADING row"
-    size = sum(op.size_bytes for op in loading.values())
-    assert size == tiers.loading_bytes, "LOADING bytes were miscounted"
+    waking = state.promotions.waking
+    failed = [row for each in waking if each.failed for row in each.failed.rows.tolist()]
+    held = np.flatnonzero(table.state == LOADING).tolist()
+    assert sorted([*rows, *failed]) == held, "a stray LOADING row"
+    size = sum(op.size_bytes for op in loading.values()) + sum(w.failed_bytes for w in waking)
+    assert size == state.loading_bytes, "LOADING bytes were miscounted"
     assert size <= state.config.arena_bytes * LOADING_SHARE, "more is LOADING than may be"
 
 
@@ -103,6 +106,7 @@ def _promotions(state: State) -> None:
     waiting = sum(p.size_bytes for p in promotions.all.values())
     assert waiting == sum(promotions.bytes_of.values()), "miscounted bytes"
     assert waiting <= state.config.limits.waiting_bytes, "more waits than may"
+    woken = {waiter for each in promotions.waking for waiter in each.waiters}
     for p in promotions.all.values():
         late = p.deadline <= state.now and not promotions.behind(state.now)
         assert not late, "a promotion outlived its deadline"
@@ -113,7 +117,8 @@ def _promotions(state: State) -> None:
             assert isinstance(op, Loading), "a promotion waits for something else than a load"
             assert p.id in op.waiters, "nobody would wake a promotion"
         probing = any(isinstance(op, Probing) and op.promotion == p.id for op in ops.values())
-        assert awaited or probing or p.early, "a promotion waits for nothing"
+        going = probing or p.early or p.id in woken
+        assert awaited or going, "a promotion waits for nothing"
 
 
 def _flushes(state: State) -> None:
@@ -170,7 +175,11 @@ def _rows(state: State) -> None:
     assert (listed == (free & (owner >= 0))).all(), "a slot is free and used, twice free, or lost"
     assert not (matches & (free | withdrawn)).any(), "a FREE or WITHDRAWN row still matches"
     assert (matches | cleared)[readable].all(), "a READY row is lost"
-    assert matches[(table.state == LOADING) & ~cleared].all(), "a LOADING row is lost"
+    failed = np.zeros(len(table), np.bool_)
+    for waking in state.promotions.waking:
+        if waking.failed is not None:
+            failed[waking.failed.rows] = True
+    assert matches[(table.state == LOADING) & ~cleared & ~failed].all(), "a LOADING row is lost"
     assert (table.pins[withdrawn] > 0).all(), "a WITHDRAWN row that nobody reads"
     assert (table.stamp[readable] != NEVER).all(), "a READY row that eviction cannot see"
 

@@ -14,6 +14,7 @@ already loading are shared.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -36,6 +37,7 @@ from kvass.core.tier_state import (
     Loading,
     Probing,
     Promotion,
+    Waking,
 )
 from kvass.messages import Matched, Prefetched
 from kvass.types import I64Array
@@ -136,7 +138,8 @@ def resume(state: State) -> None:
 
 
 def resume_some(state: State) -> None:
-    """Go on with ``SLICE`` of them; the next tick has more."""
+    """Go on with a slice of what earlier steps left to do."""
+    _wake(state)
     early = state.promotions.early
     for _ in range(min(len(early), SLICE)):
         promotion = state.promotions.all.get(early.popleft())
@@ -165,7 +168,7 @@ def probed(state: State, event: Probed) -> None:
         held = event.held[at : at + len(wanted)]
         home[wanted[held]], home[wanted[~held]] = op.tier, IN_NO_TIER
         at += len(wanted)
-    if promotion.epoch == promotion.namespace.epoch:
+    if promotion.epoch == promotion.namespace.epoch and not promotion.gone:
         _probe_next(state, promotion)
     else:
         _answer(state, promotion)
@@ -229,7 +232,7 @@ def _fitting(state: State, ns: Namespace, wanted: list[I64Array], upto: int) -> 
     sizes = np.zeros(upto, np.int64)
     for c, w in zip(ns.classes, wanted, strict=True):
         sizes[w] += c.spec.row_bytes
-    left = int(state.config.arena_bytes * LOADING_SHARE) - state.tiers.loading_bytes
+    left = int(state.config.arena_bytes * LOADING_SHARE) - state.loading_bytes
     return int(np.searchsorted(np.cumsum(sizes), max(left, 0), side="right"))
 
 
@@ -279,18 +282,12 @@ def loaded(state: State, event: Loaded) -> None:
     counters["load_misses"] += int((~event.which).sum())
     state.store.promoted(rows[good], state.config.retain_promoted)
     flush.queue_promoted(state, ClassRows(op.part.row_class, rows[good]), op.tier)
-    bad = rows[~good]
-    state.store.fail(bad)
-    for waiter in sorted(op.waiters):
-        promotion = state.promotions.all.get(waiter)
-        if promotion is None or event.op not in promotion.awaits:
-            continue
-        promotion.awaits.discard(event.op)
-        if any(np.isin(part.rows, bad).any() for part in promotion.pinned):
-            _hold(state, promotion, LOADING)
-        elif not promotion.awaits:
-            _answer(state, promotion)
-    state.store.free(bad)
+    failed = ClassRows(op.part.row_class, rows[~good])
+    state.store.fail(failed.rows)
+    for waiter in op.waiters:
+        if (promotion := state.promotions.all.get(waiter)) is not None:
+            promotion.awaits.discard(event.op)
+    _wake(state, Waking(deque(sorted(op.waiters)), failed, len(failed.rows) * size))
 
 
 # ---------------------------------------------------------------- waiting
@@ -331,8 +328,40 @@ def _let_go(state: State, promotion: Promotion) -> None:
     _unpin(state, promotion, pinned)
 
 
+def _wake(state: State, more: Waking | None = None) -> None:
+    """Let promotions go on for which something has happened, in its order, ``SLICE`` in a step."""
+    waking, left = state.promotions.waking, SLICE
+    if more is not None:
+        waking.append(more)
+    while waking:
+        head = waking[0]
+        while head.waiters:
+            if not left:
+                return
+            left -= 1
+            promotion = state.promotions.all.get(head.waiters.popleft())
+            if promotion is None:
+                continue
+            if promotion.gone or promotion.epoch != promotion.namespace.epoch:
+                _answer(state, promotion)
+            elif head.failed is not None and _uses(promotion, head.failed.rows):
+                _hold(state, promotion, LOADING)
+            elif not promotion.awaits:
+                _answer(state, promotion)
+        if head.failed is not None:
+            state.store.free(head.failed.rows)
+        waking.popleft()
+
+
+def _uses(promotion: Promotion, rows: I64Array) -> bool:
+    return any(np.isin(part.rows, rows).any() for part in promotion.pinned)
+
+
 def _answer(state: State, promotion: Promotion) -> None:
     """Give the asker what is pinned by now."""
+    if promotion.gone:
+        _end(state, promotion)
+        return
     instance, first = state.instances.get(promotion.instance), promotion.first
     there = instance is not None and state.namespace_of(instance) is promotion.namespace
     if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
@@ -340,7 +369,6 @@ def _answer(state: State, promotion: Promotion) -> None:
     elif any((state.store.table.state[p.rows] == WITHDRAWN).any() for p in promotion.pinned):
         _hold(state, promotion, LOADING)  # a reader has found one of them to be wrong
         return
-    state.promotions.drop(promotion, promotion.size_bytes)
     if not promotion.readers:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.chunks)
     elif promotion.chunks == first:
@@ -358,6 +386,11 @@ def _answer(state: State, promotion: Promotion) -> None:
         reply = matched(state, lease, first, promotion.spare)
     reply.seq = promotion.seq
     state.send(promotion.session, reply)
+    _end(state, promotion)
+
+
+def _end(state: State, promotion: Promotion) -> None:
+    state.promotions.drop(promotion, promotion.size_bytes)
     _let_go(state, promotion)
 
 
@@ -373,12 +406,16 @@ def lapse(state: State) -> None:
 
 def session_lost(state: State, session: int) -> None:
     """Nobody waits for a session's promotions any more. What is LOADING goes on loading."""
-    for promotion in [p for p in state.promotions.all.values() if p.session == session]:
-        state.promotions.drop(promotion, promotion.size_bytes)
-        _let_go(state, promotion)
+    gone = [p for p in state.promotions.all.values() if p.session == session]
+    for promotion in gone:
+        promotion.gone = True
+    if gone:
+        _wake(state, Waking(deque(p.id for p in gone)))
 
 
-def cancel(state: State, ns: Namespace) -> None:
-    """``ns`` is cleared: what waits for rows of before misses."""
-    for promotion in [p for p in state.promotions.all.values() if p.namespace is ns]:
-        _answer(state, promotion)
+def cancel(state: State, cleared: Iterable[Namespace]) -> None:
+    """Namespaces are cleared: what waits for rows of before misses."""
+    ids = {ns.id for ns in cleared}
+    of_them = [p.id for p in state.promotions.all.values() if p.namespace.id in ids]
+    if of_them:
+        _wake(state, Waking(deque(of_them)))

@@ -10,6 +10,7 @@ less recently. So no layout can starve another.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
@@ -45,6 +46,9 @@ TYPICAL_ROW: Final = 1 << 20
 ROOM: Final = 9 << 17
 """The tables have room from the beginning for as many rows of ``TYPICAL_ROW`` bytes as the arena
 holds, and for so many at most: 1 TiB and an eighth. For more they grow, in steps of up to 0.3 s."""
+INDEX_ROOM: Final = 4 * ROOM
+"""All indexes together have room from the beginning for so many rows (160 MiB). A class that comes
+when that is spent begins with a small index, which grows: there may be thousands of classes."""
 
 
 class RowClass(msgspec.Struct):
@@ -105,6 +109,7 @@ class RowStore:
         self._extent_bytes = extent_bytes
         self._slice_slots = slice_slots
         self._next_class = 0
+        self._index_room = INDEX_ROOM
         self._leaving = 0
         """Rows that are freed at their last unpin: most unpins need not look for any."""
         self._seed = seed
@@ -132,9 +137,11 @@ class RowStore:
         return made
 
     def _new_index(self, spec: RowClassSpec) -> KeyIndex:
-        """With room for all rows of the class that the arena holds, or for ``ROOM`` of them."""
+        """With room for all rows of the class that the arena holds, if that much is left."""
         most = min(self.extents.size // spec.row_bytes, ROOM)
-        return KeyIndex(self.table, self._seed, most)
+        index = KeyIndex(self.table, self._seed, most if most <= self._index_room else 0)
+        self._index_room -= index.room
+        return index
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
         """So many that an extent is as large as configured. But a set, which has an extent for each
@@ -143,11 +150,13 @@ class RowStore:
         most = max(self._extent_bytes, self.extents.size // 16)
         return min(-(-self._extent_bytes // max(spec.shard_bytes)), -(-most // spec.row_bytes))
 
-    def remove_class(self, gone: RowClass) -> None:
-        """Forget a class; its slots are given back by ``reclaim``."""
-        self.clear(gone)
-        del self.classes[gone.id]
-        self._of_namespace[gone.namespace].remove(gone)
+    def remove(self, gone: Collection[RowClass]) -> None:
+        """Forget classes; their slots are given back by ``reclaim``."""
+        self._disown(gone)
+        for row_class in gone:
+            self._index_room += row_class.index.room
+            del self.classes[row_class.id]
+            self._of_namespace[row_class.namespace].remove(row_class)
 
     # ------------------------------------------------------------ finding
 
@@ -303,21 +312,26 @@ class RowStore:
         self._move_all(rows[read], WITHDRAWN)
         self.free(rows[~read])
 
-    def clear(self, row_class: RowClass) -> int:
-        """Nothing of a class matches any more, from now on; returns how many rows did.
+    def clear(self, classes: Collection[RowClass]) -> int:
+        """Nothing of ``classes`` matches any more, from now on; returns how many rows did.
 
-        Its sets are ``CLEARED``. Who reads or writes there goes on. Sets in which nobody does are
+        Their sets are ``CLEARED``. Who reads or writes there goes on. Sets in which nobody does are
         given back by ``reclaim``, or when somebody needs room.
         """
-        matched = sum(row_class.rows[READY:])
-        sets = np.flatnonzero(self.sets.owner == row_class.id)
+        matched = sum(sum(row_class.rows[READY:]) for row_class in classes)
+        self._disown(classes)
+        for row_class in classes:
+            row_class.index.clear()
+            row_class.lru = Lru(self.table)
+            row_class.free, row_class.slots = FreeSlots(), 0
+            row_class.rows = [0] * len(STATE_NAMES)
+        return matched
+
+    def _disown(self, classes: Collection[RowClass]) -> None:
+        """The sets of ``classes`` are nobody's: looked for once, however many classes."""
+        sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in classes]))
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
-        row_class.index = self._new_index(row_class.spec)
-        row_class.lru = Lru(self.table)
-        row_class.free, row_class.slots = FreeSlots(), 0
-        row_class.rows = [0] * len(STATE_NAMES)
-        return matched
 
     @property
     def reclaimable(self) -> bool:
@@ -454,12 +468,14 @@ class RowStore:
 
     # ------------------------------------------------------------ looking
 
-    def last_use(self, row_class: RowClass) -> int:
-        """When a row of a class was last used, or a huge stamp while any is in use."""
-        own = self.sets.owner == row_class.id
-        if self.sets.held[own].any():
-            return STAYS
-        return int(self.sets.newest[own].max(initial=NEVER))
+    def last_uses(self) -> dict[int, int]:
+        """When a row of each class that has sets was last used; ``STAYS`` while any is in use."""
+        sets = np.flatnonzero(self.sets.owner >= 0)
+        used = np.where(self.sets.held[sets] > 0, STAYS, self.sets.newest[sets])
+        classes, which = np.unique(self.sets.owner[sets], return_inverse=True)
+        last = np.full(len(classes), NEVER)
+        np.maximum.at(last, which, used)
+        return dict(zip(classes.tolist(), last.tolist(), strict=True))
 
     def in_use(self, row_class: RowClass) -> bool:
         """Whether any slot of the class is not FREE."""

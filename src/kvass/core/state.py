@@ -72,6 +72,12 @@ class State:
         self.out.append(Send(session, message, with_arena))
 
     @property
+    def loading_bytes(self) -> int:
+        """Bytes of all LOADING rows (law 12)."""
+        asked = sum(speed.loading_bytes for speed in self.tiers.speeds)
+        return asked + sum(one.failed_bytes for one in self.promotions.waking)
+
+    @property
     def quota(self) -> int:
         """Bytes one instance may have reserved or quarantined (law 12)."""
         return int(self.config.arena_bytes * self.config.limits.instance_write_share)

@@ -166,11 +166,6 @@ class Tiers:
         seed = b"".join([self._boot, digest, self._epochs.to_bytes(8, "big")])
         return int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
 
-    @property
-    def loading_bytes(self) -> int:
-        """Bytes of all LOADING rows (law 12)."""
-        return sum(speed.loading_bytes for speed in self.speeds)
-
 
 NOT_ASKED: Final = -1
 DUPLICATE: Final = -2
@@ -185,10 +180,11 @@ class Promotion(Entry, kw_only=True):
     """A lookup (or, without readers, a prefetch) that waits for tiers.
 
     ``homes``: per class and chunk the tier that holds the row, or ``NOT_ASKED``, ``DUPLICATE`` or
-    ``IN_NO_TIER``. ``early``: no tier has told its epoch yet, so none was asked. ``probing``: the
-    tier that was asked last, and ``reach``: for the chunks before this one. ``parts`` is the hit of
-    ``chunks`` chunks that it has pinned, READY or LOADING, and ``spares`` are the spare chunks
-    after it. ``awaits``: the operations that fill what of these is LOADING.
+    ``IN_NO_TIER``. ``gone``: its session ended, so nobody waits for the answer. ``early``: no tier
+    has told its epoch yet, so none was asked. ``probing``: the tier that was asked last, and
+    ``reach``: for the chunks before this one. ``parts`` is the hit of ``chunks`` chunks that it has
+    pinned, READY or LOADING, and ``spares`` are the spare chunks after it. ``awaits``: the
+    operations that fill what of these is LOADING.
     """
 
     session: int
@@ -201,6 +197,7 @@ class Promotion(Entry, kw_only=True):
     prefill_tokens_s: float
     spare: int
     homes: list[I64Array]
+    gone: bool = False
     early: bool = False
     probing: int = -1
     reach: int = 0
@@ -221,6 +218,18 @@ class Promotion(Entry, kw_only=True):
         return PROMOTION_BYTES + len(self.request) + arrays
 
 
+class Waking(msgspec.Struct):
+    """Promotions that go on because something happened: a load or a session is over, or a clear.
+
+    ``failed``: the rows that a tier could not fill, of ``failed_bytes``. They are free when every
+    waiter has let them go.
+    """
+
+    waiters: deque[int]
+    failed: ClassRows | None = None
+    failed_bytes: int = 0
+
+
 class Promotions(Ledger[Promotion]):
     """All of them, and the rows that they wait for."""
 
@@ -230,6 +239,7 @@ class Promotions(Ledger[Promotion]):
         """LOADING row -> the operation that fills it."""
         self.early: deque[int] = deque()
         """Those that go on now, because a tier has told its epoch."""
+        self.waking: deque[Waking] = deque()
         self._next = 1
 
     def new_id(self) -> int:
@@ -238,7 +248,8 @@ class Promotions(Ledger[Promotion]):
 
     def behind(self, now: float) -> bool:
         """Whether more should have gone on, or been answered, than one step did."""
-        return bool(self.early) or (self.next_due is not None and self.next_due <= now)
+        more = bool(self.early or self.waking)
+        return more or (self.next_due is not None and self.next_due <= now)
 
     def room(self, promotion: Promotion, limit_bytes: int) -> bool:
         """Whether all that wait stay within ``limit_bytes`` with one more, and those of its

@@ -363,13 +363,18 @@ class Simulation:
 
 
 def run_seed(
-    seed: int, steps: int = 350, trace_to: Path | None = None, validate: bool = True
+    seed: int,
+    steps: int = 350,
+    trace_to: Path | None = None,
+    look: Callable[[Simulation], None] = lambda sim: None,
 ) -> str | None:
-    """Run one seed; ``None``, or what went wrong and where its trace lies."""
+    """Run one seed, and let ``look`` see its end; ``None``, or what went wrong and where its trace
+    lies."""
     sim: Simulation | None = None
     try:
-        sim = Simulation(seed, validate)
+        sim = Simulation(seed)
         sim.run(steps)
+        look(sim)
         run_reference(seed)
     except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this seed
         told = "".join(traceback.format_exception(error, limit=-6))
