@@ -6,7 +6,7 @@ Law of this file: one function per message. It returns the reply (``None``: ther
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,26 +39,37 @@ COST_A_STEP: Final = 24 * COST_OF_AN_ITEM
 them, and to find eight that are there as long as c."""
 
 
+class Item(NamedTuple):
+    """A ``ReserveItem`` that was checked. ``classes``: of the groups whose rows it asks for."""
+
+    request: str
+    first: int
+    keys: U64Array
+    classes: list[RowClass]
+    writers: set[int]
+
+
+Used = tuple[int, I64Array]
+"""Of one class: a chunk, and the rows from there on (or ``ABSENT``) that a prompt has."""
+
+
 def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     """Slots for the chunks of one scheduler step that nobody has yet."""
     instance = scheduler_of(state, session)
-    asked = [_check_item(state, item, msg.width, instance) for item in msg.items]
-    if state.namespace_of(instance) is None:  # no decision about any key: it is asked again
+    ns = state.namespace_of(instance)
+    if ns is None:  # no decision about any key: it is asked again
         raise Refused("not_registered", f"ranks {instance.missing} are missing: reserve later")
-    total = sum(len(keys) for keys, _ in asked)
-    if total > state.config.limits.keys_per_message:
+    items = [_checked(state, instance, ns, item, msg.width) for item in msg.items]
+    if sum(len(item.keys) for item in items) > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
     protect = state.store.table.clock
-    now = _items_now(msg.items, asked)
-    used = [
-        _touch(state, instance, item, keys)  # all of them, before any makes room for itself
-        for item, (keys, _) in zip(msg.items[:now], asked, strict=False)
-    ]
+    now = _items_now(items)
+    used = [_touch(state, ns, item) for item in items[:now]]  # before any makes room for itself
     grants = [
-        _grant(state, instance, item, keys, writers, protect, found)
-        for item, (keys, writers), found in zip(msg.items[:now], asked, used, strict=False)
+        _grant(state, instance, ns, item, protect, found)
+        for item, found in zip(items[:now], used, strict=True)
     ]
-    grants += [Grant(later=item.first) for item in msg.items[now:]]
+    grants += [Grant(later=item.first) for item in items[now:]]
     flush.queue_next_victims(state)
     return Granted(
         boot=state.config.boot,
@@ -68,23 +79,11 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     )
 
 
-def _items_now(items: list[ReserveItem], asked: list[tuple[U64Array, set[int]]]) -> int:
-    """How many of the items one step carries out."""
-    costs = [
-        COST_OF_AN_ITEM + len(keys) - item.first + len(keys) // 8
-        for item, (keys, _) in zip(items, asked, strict=True)
-    ]
-    return max(1, int(np.searchsorted(np.cumsum(costs), COST_A_STEP, side="right")))
-
-
-def _check_item(
-    state: State, item: ReserveItem, width: int, instance: Instance
-) -> tuple[U64Array, set[int]]:
+def _checked(
+    state: State, instance: Instance, ns: Namespace, item: ReserveItem, width: int
+) -> Item:
     check_request(item.request, state.config.limits)
     keys = split_keys(item.digests, width, item.first, state.config.limits)
-    ns = state.namespace_of(instance)
-    if ns is None:
-        return keys, set()
     named = instance.writers if item.writers is None else item.writers
     writers = known_ranks("writers", named, instance)
     if not instance.covers_all_shards(writers):
@@ -92,43 +91,40 @@ def _check_item(
     groups = len(ns.classes)
     if not 0 < item.groups < 1 << groups:
         raise Refused("bad_value", f"groups: mask {item.groups} does not fit {groups} groups")
-    return keys, writers
+    classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
+    return Item(item.request, item.first, keys, classes, writers)
+
+
+def _items_now(items: list[Item]) -> int:
+    """How many of the items one step carries out."""
+    costs = [COST_OF_AN_ITEM + len(x.keys) - x.first + len(x.keys) // 8 for x in items]
+    return max(1, int(np.searchsorted(np.cumsum(costs), COST_A_STEP, side="right")))
 
 
 def _grant(
-    state: State,
-    instance: Instance,
-    item: ReserveItem,
-    keys: U64Array,
-    writers: set[int],
-    protect: int,
-    used: list[Used],
+    state: State, instance: Instance, ns: Namespace, item: Item, protect: int, used: list[Used]
 ) -> Grant:
     """WRITING rows for the chunks of ``item`` that nobody has, as far as they fit."""
-    ns = state.namespace_of(instance)
-    assert ns is not None, "reserve() asked already"
-    classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
-    until = min(item.first + ROWS_A_STEP, len(keys))
-    later = until if until < len(keys) else -1
-    lacking = _lacking(ns, item, keys[:until])[[c.spec.group for c in classes]]
-    _cut(lacking, classes, _allowance(state, instance))
+    until = min(item.first + ROWS_A_STEP, len(item.keys))
+    later = until if until < len(item.keys) else -1
+    lacking = _lacking(ns, item, until)
+    _cut(lacking, item.classes, _allowance(state, instance))
     wanted = [np.flatnonzero(each) + item.first for each in lacking]
     if not any(map(len, wanted)):
         return Grant(later=later)
     state.counters["chunks_wanted"] += int(lacking.any(axis=0).sum())
-    rows, end = state.store.allocate_each(classes, keys[:until], wanted, protect)
+    rows, end = state.store.allocate_each(item.classes, item.keys[:until], wanted, protect)
     for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
         n = int(np.searchsorted(w, end))
         _take_back(state, rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
-    _touch_new(
-        state, ns, used, {c.id: (w, r) for c, w, r in zip(classes, wanted, rows, strict=True)}
-    )
-    parts = tuple(ClassRows(c.id, r) for c, r in zip(classes, rows, strict=True) if len(r))
+    new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
+    _touch_new(state, ns, used, new)
+    parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
     if not parts:
         return Grant()
     reservation = state.settlement.reserve(
-        instance.id, item.request, parts, writers, ns.epoch, state.now
+        instance.id, item.request, parts, item.writers, ns.epoch, state.now
     )
     which = tuple(tuple(w.tolist()) for w in wanted)
     chunks = tuple(sorted({c for each in which for c in each}))
@@ -142,22 +138,16 @@ def _grant(
     )
 
 
-Used = tuple[int, I64Array]
-"""Of one class: a chunk, and the rows from there on (or ``ABSENT``) that a prompt has."""
-
-
-def _touch(state: State, instance: Instance, item: ReserveItem, keys: U64Array) -> list[Used]:
+def _touch(state: State, ns: Namespace, item: Item) -> list[Used]:
     """The prompt that ``item`` names is in use, also by who asks to write the rest of it.
 
     Of windows and states that means what it asks to write, and what a hit of all of it needs.
     """
-    ns = state.namespace_of(instance)
-    assert ns is not None, "reserve() asked already"
     used = []
     for c in ns.classes:
-        begin = min(item.first, first_chunk(c.spec.layout, len(keys), ns.chunk_tokens))
-        found = c.index.find(keys[begin:])
-        state.store.touch(c, _present(found))
+        begin = min(item.first, first_chunk(c.spec.layout, len(item.keys), ns.chunk_tokens))
+        found = c.index.find(item.keys[begin:])
+        state.store.touch(c, found[found != ABSENT])
         used.append((begin, found))
     return used
 
@@ -165,7 +155,8 @@ def _touch(state: State, instance: Instance, item: ReserveItem, keys: U64Array) 
 def _touch_new(
     state: State, ns: Namespace, used: list[Used], new: dict[int, tuple[I64Array, I64Array]]
 ) -> None:
-    """Once more, with the new rows, by class the chunks and the rows: they are deeper, so older.
+    """Touch the same rows once more, with the new ones (by class the chunks and the rows): these
+    are deeper, so they must be older.
 
     Nothing of ``used`` has been evicted since it was touched: that is protected.
     """
@@ -173,26 +164,27 @@ def _touch_new(
         if c.id in new:
             chunks, rows = new[c.id]
             found[chunks - begin] = rows
-        state.store.touch(c, _present(found))
+        state.store.touch(c, found[found != ABSENT])
 
 
-def _lacking(ns: Namespace, item: ReserveItem, keys: U64Array) -> npt.NDArray[np.bool_]:
-    """Which rows nobody has of those that ``item`` asks for: bool, ``(groups, chunks)``, from chunk
-    ``item.first`` on.
+def _lacking(ns: Namespace, item: Item, until: int) -> npt.NDArray[np.bool_]:
+    """Which rows nobody has of those that ``item`` asks for: bool, per class of it, for the chunks
+    ``[item.first, until)``.
 
     A window or a state is worth writing only where the chunk's full rows are, or will be.
     """
-    keys = keys[item.first :]
+    keys = item.keys[item.first : until]
     absent = np.stack([c.index.find(keys) == ABSENT for c in ns.classes])
-    asked = np.array([item.groups >> g & 1 for g in range(len(absent))], np.bool_)
-    lacking: npt.NDArray[np.bool_] = absent & asked[:, None]
+    groups = [c.spec.group for c in item.classes]
+    lacking = np.zeros_like(absent)
+    lacking[groups] = absent[groups]
     columns = np.flatnonzero(lacking.any(axis=0))
     if len(columns) > 1:  # a key said twice is written once
         lacking[:, columns[repeated(keys[columns])]] = False
     full = np.array([c.spec.layout.kind == "full" for c in ns.classes])
     if not full.all():
         lacking[~full] &= (~absent | lacking)[full].all(axis=0)
-    return lacking
+    return lacking[groups]
 
 
 def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> None:
@@ -253,8 +245,3 @@ def handed_over(state: State, session: ClientSession, msg: HandedOver) -> None:
     for held in (*leases, *reservations):
         if held is not None:  # else it ended meanwhile
             held.handed_over = True
-
-
-def _present(found: I64Array) -> I64Array:
-    present: I64Array = found[found != ABSENT]
-    return present
