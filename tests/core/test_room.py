@@ -1,4 +1,4 @@
-"""Law 6 and DESIGN section 6: room is made at allocation time, and any namespace can get it."""
+"""Law 6: room is made at allocation time, and any namespace can get it."""
 
 from __future__ import annotations
 

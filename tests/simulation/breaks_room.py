@@ -299,7 +299,7 @@ BREAKS = [
         "        lacking[:, columns[repeated(keys[columns])]] = False\n",
         "        pass\n",
     ),
-    # ------------------------------------------------------------ layer groups (DESIGN section 4)
+    # ------------------------------------------------------------ layer groups
     one(
         "a hit may end where a window does not reach",
         4,

@@ -13,7 +13,7 @@ from kvass.messages import Clear, Cleared
 
 
 def clear(state: State, session: ClientSession, msg: Clear) -> Cleared | None:
-    """Namespaces stop matching: their epoch moves on (DESIGN section 4).
+    """Namespaces stop matching: their epoch moves on.
 
     ``None``: it is answered when the tiers have taken note.
     """

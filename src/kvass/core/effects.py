@@ -18,7 +18,7 @@ from kvass.messages import FromClient, FromDaemon
 from kvass.types import Slots, U64Array
 
 SessionId = int
-"""Chosen by the shell, never reused in one boot."""
+"""Chosen by the daemon, never reused in one boot."""
 
 
 # ---------------------------------------------------------------- events

@@ -138,7 +138,7 @@ class CacheMachine:
         self.state = State(config)
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        """Apply ``event`` at CLOCK_MONOTONIC ``now`` (seconds); returns what the shell must do."""
+        """Apply ``event`` at CLOCK_MONOTONIC ``now`` (seconds); returns what the daemon must do."""
         assert now >= self.state.now, "time went back"
         state = self.state
         state.now, state.out = now, []

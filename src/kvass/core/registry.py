@@ -167,7 +167,7 @@ def _shape(layout: RankLayout) -> list[tuple[str, int, int]]:
 
 
 def namespace_digest(instance: Instance) -> bytes:
-    """SHA-256 over the tagged, length-prefixed fields of a complete instance (DESIGN section 4)."""
+    """SHA-256 over the tagged, length-prefixed fields of a complete instance."""
     h = hashlib.sha256()
 
     def field(tag: str, *values: object) -> None:

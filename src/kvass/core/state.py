@@ -61,8 +61,8 @@ class State:
         self.populated_bytes = 0
         self.now = float("-inf")
         self.out: list[Effect] = []
-        """What the step in progress has the shell do."""
-        self.tiers = Tiers(config.tiers, config.boot)
+        """What the step in progress has the daemon do."""
+        self.tiers = Tiers(len(config.tiers), config.boot)
         self.promotions = Promotions()
         self.flushes = Flushes(len(config.tiers))
         self.stopping = False
@@ -75,7 +75,7 @@ class State:
     def loading_bytes(self) -> int:
         """Bytes of all LOADING rows (law 12)."""
         asked = sum(speed.loading_bytes for speed in self.tiers.speeds)
-        return asked + sum(one.failed_bytes for one in self.promotions.waking)
+        return asked + sum(each.failed_bytes for each in self.promotions.waking)
 
     @property
     def quota(self) -> int:

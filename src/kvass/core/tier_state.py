@@ -133,12 +133,11 @@ class Speed(msgspec.Struct):
 class Tiers:
     """All tiers, by number; the first is asked first."""
 
-    def __init__(self, names: tuple[str, ...], boot: bytes) -> None:
-        self.names = names
+    def __init__(self, tiers: int, boot: bytes) -> None:
         self.ops: dict[int, Op] = {}
-        self.speeds = [Speed() for _ in names]
-        self.reports: list[dict[str, Any]] = [{} for _ in names]
-        self.counters = [dict.fromkeys(TIER_COUNTERS, 0) for _ in names]
+        self.speeds = [Speed() for _ in range(tiers)]
+        self.reports: list[dict[str, Any]] = [{} for _ in range(tiers)]
+        self.counters = [dict.fromkeys(TIER_COUNTERS, 0) for _ in range(tiers)]
         self.owed: set[tuple[bytes, int]] = set()
         """(namespace digest, tier) that were cleared, and whose tier does not know yet."""
         self.known: dict[tuple[bytes, int], int] = {}
