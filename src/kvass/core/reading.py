@@ -139,7 +139,6 @@ def _promotion(
     readers: set[int],
     wait_s: float,
 ) -> Promotion:
-    looks = isinstance(msg, Lookup)
     return Promotion(
         id=state.promotions.new_id(),
         session=session.id,
@@ -150,10 +149,10 @@ def _promotion(
         namespace=ns,
         epoch=ns.epoch,
         keys=keys,
-        first=msg.first if looks else 0,
+        first=msg.first if isinstance(msg, Lookup) else 0,
         deadline=state.now + wait_s,
-        prefill_tokens_s=_speed(msg) if looks else 0.0,
-        spare=msg.spare if looks else 0,
+        prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
+        spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=[np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes],
     )
 
