@@ -215,7 +215,8 @@ def test_what_a_lost_scheduler_leaves_is_settled_by_the_time_it_is_carried_out(f
 
 def test_a_move_of_many_reservations_goes_on_in_slices(few: Rig) -> None:
     e = few.engine()
-    grants = e.reserve_items(*[m.ReserveItem(request="r", digests=digests(i)) for i in range(20)])
+    items = [m.ReserveItem(request="r", digests=digests(i)) for i in range(20)]
+    grants = e.reserve_items(*items[:10]) + e.reserve_items(*items[10:])
     e.hand_over(reservations=tuple(g.reservation for g in grants))
     terms: dict[str, Any] = {"instance": "e", "identity": {"model": "m"}, "chunk_tokens": 16}
     few.say(e.scheduler, m.Register(seq=2, generation=b"new", **terms))
@@ -253,7 +254,7 @@ def test_a_new_index_is_warm_before_it_is_used(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(pages=4096, extent=64)
     e = rig.engine()
     assert ticks(rig) > 5
-    assert not rig.machine.state.store.cold
+    assert not rig.machine.state.store.unfinished
     e.store("a")
     assert e.clear() == 1
     assert ticks(rig) > 5

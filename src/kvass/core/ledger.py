@@ -122,3 +122,10 @@ class Ledger(Generic[E]):
         while self._due and self._due[0][1] not in self.all:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
+
+
+def soonest(one: float | None, other: float | None) -> float | None:
+    """The earlier of two times; ``None`` is never."""
+    if one is None or (other is not None and other < one):
+        return other
+    return one

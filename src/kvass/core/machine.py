@@ -28,6 +28,7 @@ from kvass.core import (
 )
 from kvass.core import status as fields
 from kvass.core.effects import Effect, Event, SessionId
+from kvass.core.ledger import soonest
 from kvass.core.registry import ClientSession
 from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
@@ -153,15 +154,14 @@ class CacheMachine:
         return state.out
 
     def next_deadline(self) -> float | None:
-        """When a ``Tick`` is due, if nothing happens before."""
+        """When a ``Tick`` is due, if nothing happens before. Asked after every message."""
         state = self.state
-        behind = state.settlement.behind(state.now) or state.promotions.behind(state.now)
-        if behind or state.store.reclaimable or state.store.cold:
+        if state.settlement.unfinished or state.store.unfinished or state.promotions.unfinished:
             return state.now  # a slice of work is left to do
-        due = [state.settlement.next_due, state.session_limits.next_due]
-        if state.config.tiers:
-            due += [state.promotions.next_due, state.flushes.next_due]
-        return min((when for when in due if when is not None), default=None)
+        due = soonest(state.settlement.next_due, state.session_limits.next_due)
+        if not state.config.tiers:
+            return due
+        return soonest(due, soonest(state.promotions.next_due, state.flushes.next_due))
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""

@@ -110,6 +110,8 @@ class RowStore:
         self._slice_slots = slice_slots
         self._next_class = 0
         self._index_room = INDEX_ROOM
+        self._cold: list[KeyIndex] = []
+        """Indexes whose memory nobody has touched yet."""
         self._leaving = 0
         """Rows that are freed at their last unpin: most unpins need not look for any."""
         self._seed = seed
@@ -141,6 +143,7 @@ class RowStore:
         most = min(self.extents.size // spec.row_bytes, ROOM)
         index = KeyIndex(self.table, self._seed, most if most <= self._index_room else 0)
         self._index_room -= index.room
+        self._cold += [index] if index.cold else []
         return index
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
@@ -155,6 +158,7 @@ class RowStore:
         self._disown(gone)
         for row_class in gone:
             self._index_room += row_class.index.room
+            self._cold = [index for index in self._cold if index is not row_class.index]
             del self.classes[row_class.id]
             self._of_namespace[row_class.namespace].remove(row_class)
 
@@ -322,6 +326,8 @@ class RowStore:
         self._disown(classes)
         for row_class in classes:
             row_class.index.clear()
+            if row_class.index.cold and row_class.index not in self._cold:
+                self._cold.append(row_class.index)
             row_class.lru = Lru(self.table)
             row_class.free, row_class.slots = FreeSlots(), 0
             row_class.rows = [0] * len(STATE_NAMES)
@@ -334,9 +340,9 @@ class RowStore:
         self.sets.cleared += len(sets)
 
     @property
-    def reclaimable(self) -> bool:
-        """Whether ``reclaim`` has something to do now."""
-        return bool(self.sets.cleared) and bool(len(self._idle_cleared()))
+    def unfinished(self) -> bool:
+        """Whether ``reclaim`` or ``warm`` has something to do now."""
+        return bool(self._cold or (self.sets.cleared and len(self._idle_cleared())))
 
     def reclaim(self) -> None:
         """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
@@ -347,17 +353,12 @@ class RowStore:
                 sets[: max(1, int(np.searchsorted(upto, self._slice_slots, side="right")))]
             )
 
-    @property
-    def cold(self) -> bool:
-        """Whether ``warm`` has something to do."""
-        return any(row_class.index.cold for row_class in self.classes.values())
-
     def warm(self) -> None:
         """Touch some memory of a new index, so that the first stores do not wait for the kernel."""
-        for row_class in self.classes.values():
-            if row_class.index.cold:
-                row_class.index.warm()
-                return
+        if self._cold:
+            self._cold[0].warm()
+            if not self._cold[0].cold:
+                del self._cold[0]
 
     def _idle_cleared(self) -> I64Array:
         return np.flatnonzero((self.sets.owner == CLEARED) & (self.sets.held == 0))

@@ -37,7 +37,7 @@ from typing import Final
 
 import msgspec
 
-from kvass.core.ledger import ClassRows, Lease, Ledger, Reservation
+from kvass.core.ledger import ClassRows, Lease, Ledger, Reservation, soonest
 from kvass.core.row_store import RowStore
 from kvass.types import DEVICE_S, SCHEDULER, Timing
 
@@ -217,13 +217,17 @@ class Settlement:
     @property
     def next_due(self) -> float | None:
         """When ``lapse`` has something to do next."""
-        due = (self.leases.next_due, self.reservations.next_due)
-        return min((when for when in due if when is not None), default=None)
+        return soonest(self.leases.next_due, self.reservations.next_due)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether more was lost than one step carried out: ``lapse`` goes on with it."""
+        return bool(self._losses)
 
     def behind(self, now: float) -> bool:
-        """Whether more should have ended than one step did: ``lapse`` goes on with it."""
+        """Whether more should have ended than one step did."""
         due = self.next_due
-        return bool(self._losses) or (due is not None and due <= now)
+        return self.unfinished or (due is not None and due <= now)
 
     def rank_lost(
         self, instance: str, rank: int, session: int, exiting: bool, now: float

@@ -245,10 +245,14 @@ class Promotions(Ledger[Promotion]):
         self._next += 1
         return self._next - 1
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether some shall go on now."""
+        return bool(self.early or self.waking)
+
     def behind(self, now: float) -> bool:
         """Whether more should have gone on, or been answered, than one step did."""
-        more = bool(self.early or self.waking)
-        return more or (self.next_due is not None and self.next_due <= now)
+        return self.unfinished or (self.next_due is not None and self.next_due <= now)
 
     def room(self, promotion: Promotion, limit_bytes: int) -> bool:
         """Whether all that wait stay within ``limit_bytes`` with one more, and those of its

@@ -31,10 +31,10 @@ from kvass.errors import Refused
 from kvass.messages import Abort, Commit, Grant, Granted, HandedOver, Reserve, ReserveItem
 from kvass.types import SCHEDULER, I64Array, U64Array
 
-ROWS_A_STEP: Final = 4096
+ROWS_A_STEP: Final = 1024
 """So many chunks of an item one step decides at most: others wait for it."""
 COST_OF_AN_ITEM: Final = 256
-COST_A_STEP: Final = 24 * COST_OF_AN_ITEM
+COST_A_STEP: Final = 12 * COST_OF_AN_ITEM
 """What one step does for a ``Reserve``, in chunks that it grants: an item takes as long as 256 of
 them, and to find eight that are there as long as c."""
 
