@@ -205,11 +205,12 @@ class Settlement:
         """End leases, discard reservations and free slots whose time has come."""
         if self._losses:
             self._carry_out_losses(now)
-        for lease in self.leases.due(now, SLICE):
+        leases = self.leases.due(now, SLICE)
+        for lease in leases:
             if lease.deadline <= now:
                 self._counters["lapsed_leases"] += 1
                 self.end_lease(lease)
-        for reservation in self.reservations.due(now, SLICE):
+        for reservation in self.reservations.due(now, SLICE - len(leases)):
             if reservation.deadline <= now:
                 self.discard(reservation, "late")
             self._settle(reservation, now)
@@ -317,4 +318,4 @@ class Settlement:
         yield from self.reservations.of(instance).values()
 
     def _ids(self, instance: str) -> set[int]:
-        return {entry.id for entry in self._of(instance)}
+        return {*self.leases.of(instance), *self.reservations.of(instance)}
