@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import index, promote, row_store, settlement, writing
+from kvass.core import index, row_store, writing
 from kvass.core.effects import TierLoad, TierProbe, TierStore
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
@@ -21,21 +21,19 @@ def rig() -> Rig:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> Rig:
+def few() -> Rig:
     """Ends two leases or reservations at a time."""
-    monkeypatch.setattr(settlement, "SLICE", 2)
-    return Rig(pages=64, extent=4, instance_write_share=1.0)
+    return Rig(pages=64, extent=4, instance_write_share=1.0, core={"slice_ends": 2})
 
 
 @pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch) -> tuple[TierRig, Engine]:
+def waiting() -> tuple[TierRig, Engine]:
     """Ten lookups of two chunks wait for one load; two of them go on in a step."""
-    rig = TierRig(pages=64, extent=4, instance_write_share=1.0)
+    rig = TierRig(pages=64, extent=4, instance_write_share=1.0, core={"slice_ends": 2})
     e = rig.ready()
     e.store("a", "b")
     rig.settle()
     rig.forget_l1()
-    monkeypatch.setattr(promote, "SLICE", 2)
     for _ in range(10):
         message = m.Lookup(seq=7, request="r", digests=digests("a", "b"), width=WIDTH)
         rig.say(e.scheduler, message)

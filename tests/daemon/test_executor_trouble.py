@@ -22,7 +22,6 @@ from kvass.core.effects import (
 )
 from kvass.daemon.breaker import FIRST_S, Breaker
 from kvass.errors import TierDown
-from kvass.testing.scripted import eventually
 from tests.daemon.tier_rig import (
     PAGE,
     SPACE,
@@ -37,6 +36,7 @@ from tests.daemon.tier_rig import (
     rig,
     store,
 )
+from tests.support.waiting import eventually
 
 # ---------------------------------------------------------------- trouble
 

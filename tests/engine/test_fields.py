@@ -16,8 +16,8 @@ import pytest
 from kvass.connectors.vllm import engine, environment, fields, identity, namespace, settings
 from kvass.connectors.vllm.fields import LISTS, NO_SETTINGS, Lists, words
 from kvass.connectors.vllm.variables import VARIABLES
-from kvass.testing.vllm_scheduler import make_configs, tiny_model
 from tests.engine.fields_page import PAGE, page
+from tests.support.vllm.scheduler import make_configs, tiny_model
 
 
 def of(config: Any, caches: Any) -> dict[str, str]:

@@ -16,7 +16,6 @@ from kvass.connectors.vllm.memory import Memory, _Regions
 from kvass.connectors.vllm.metadata import Load, Store
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing.fake_cuda import FakeCuda
 from kvass.transfer import DEVICES, ON_REQUEST, cuda_runtime
 from kvass.transfer.base import Done, Job, Outcome
 from kvass.transfer.cuda import CudaMover
@@ -26,6 +25,7 @@ from kvass.transfer.host import HostMover
 from kvass.transfer.runtime import Batch, Fault, Kind, Stream
 from kvass.transfer.self_check import NO_KERNEL
 from kvass.types import RankLayout
+from tests.support.gpu.fake_cuda import FakeCuda
 
 PLANES = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=4, chunk_blocks=1)
 

@@ -14,8 +14,8 @@ import pytest
 from kvass.connectors.vllm import engine, identity
 from kvass.connectors.vllm.groups import page_formats
 from kvass.connectors.vllm.memory import read_memory
-from kvass.testing.vllm_scheduler import make_configs
 from kvass.types import GroupLayout
+from tests.support.vllm.scheduler import make_configs
 
 
 def setup(**changes: Any) -> engine.Setup:
@@ -219,7 +219,7 @@ def test_where_a_configuration_lay_is_no_part_of_it() -> None:
 
 PRINT_IDENTITY = """
 from kvass.connectors.vllm import engine, groups
-from kvass.testing.vllm_scheduler import make_configs
+from tests.support.vllm.scheduler import make_configs
 config, caches = make_configs()
 ours = dict(engine.read_setup(config, caches).identity)
 print(sorted((ours | groups.page_formats(caches)).items()))

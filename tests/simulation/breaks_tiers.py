@@ -120,7 +120,7 @@ BREAKS = [
         "a lookup's budget is ignored",
         5,
         "promote.py",
-        "    for promotion in state.promotions.due(state.now, SLICE):\n",
+        "    for promotion in state.promotions.due(state.now, state.config.slice_ends):\n",
         "    for promotion in ():\n",
     ),
     one(

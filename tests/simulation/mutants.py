@@ -58,7 +58,7 @@ def broken_copy(mutant: Mutant, into: Path) -> Path:
 
 _SEEDS = """
 import sys
-from kvass.testing.simulator import run_seed
+from tests.support.simulation.simulator import run_seed
 for seed in {seeds}:
     told = run_seed(seed)
     if told is not None:

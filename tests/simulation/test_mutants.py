@@ -36,7 +36,7 @@ def test_every_break_is_noticed(mutant: Mutant, noticed: dict[str, Future[str]])
 
 
 def test_an_unbroken_copy_is_not_blamed(tmp_path: Path) -> None:
-    """The tests and seeds run whole elsewhere: here, that a copy is not blamed for being one."""
+    """All tests and seeds run elsewhere: here, that a copy is not blamed for being one."""
     copy = broken_copy(UNBROKEN, tmp_path)
     assert (simulate(copy, range(3)), unit_tests(copy, "tests/core/test_room.py")) == ("", "")
 

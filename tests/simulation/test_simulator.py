@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvass.core.settlement import Settlement
-from kvass.testing import simulator
-from kvass.testing.simulator import Simulation, run_seed
-from kvass.testing.traces import dump_trace, replay
+from tests.support.simulation import simulator
+from tests.support.simulation.simulator import Simulation, run_seed
+from tests.support.simulation.traces import dump_trace, replay
 
 SEEDS = 300
 BATCHES = 10

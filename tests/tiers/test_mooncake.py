@@ -13,12 +13,12 @@ import pytest
 
 from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
-from kvass.testing.mooncake_server import MooncakeServer, Owner
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.mooncake import MooncakeTier
 from kvass.tiers.parcel import WORTH_IT
 from kvass.types import PAGE
+from tests.support.servers.mooncake import MooncakeServer, Owner
 from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of, works
 
 numbers = count()

@@ -33,7 +33,6 @@ from kvass.core.tier_state import (
     DUPLICATE,
     IN_NO_TIER,
     NOT_ASKED,
-    SLICE,
     Loading,
     Probing,
     Promotion,
@@ -141,7 +140,7 @@ def resume_some(state: State) -> None:
     """Go on with a slice of what earlier steps left to do."""
     _wake(state)
     early = state.promotions.early
-    for _ in range(min(len(early), SLICE)):
+    for _ in range(min(len(early), state.config.slice_ends)):
         promotion = state.promotions.all.get(early.popleft())
         if promotion is not None and promotion.early:
             _probe_next(state, promotion)
@@ -329,8 +328,8 @@ def _let_go(state: State, promotion: Promotion) -> None:
 
 
 def _wake(state: State, more: Waking | None = None) -> None:
-    """Let promotions go on for which something has happened, in its order, ``SLICE`` in a step."""
-    waking, left = state.promotions.waking, SLICE
+    """Let promotions go on for which something has happened, in its order, a slice of them."""
+    waking, left = state.promotions.waking, state.config.slice_ends
     if more is not None:
         waking.append(more)
     while waking:
@@ -399,7 +398,7 @@ def _end(state: State, promotion: Promotion) -> None:
 
 def lapse(state: State) -> None:
     """Answer those whose time is up with what is READY by now."""
-    for promotion in state.promotions.due(state.now, SLICE):
+    for promotion in state.promotions.due(state.now, state.config.slice_ends):
         state.counters["promotions_late"] += 1
         _hold(state, promotion, READY)
 

@@ -20,8 +20,8 @@ than the one that connected (a forked child, or one that was passed the socket),
 driver goes on after it was released.
 
 Where many end at once (thousands of leases lapse, or a rank that owed thousands is lost), they are
-ended ``SLICE`` at a time, in this step and later ones. A message that names one of them meanwhile
-finds it ended: by its deadline, or because ``settle`` ends it first.
+ended ``slice_ends`` at a time, in this step and later ones. A message that names one of them
+meanwhile finds it ended: by its deadline, or because ``settle`` ends it first.
 
 A commit counts only while its reservation is not discarded. A reservation is discarded at its
 deadline, when a rank that owes aborts or is lost, when its namespace is cleared, or when its
@@ -40,9 +40,6 @@ import msgspec
 from kvass.core.ledger import ClassRows, Lease, Ledger, Reservation, soonest
 from kvass.core.row_store import RowStore
 from kvass.types import DEVICE_S, SCHEDULER, Timing
-
-SLICE: Final = 64
-"""How many leases and reservations end in one step, at most: 2 ms of work."""
 
 MOVED: Final = -2
 
@@ -63,7 +60,9 @@ class Loss(msgspec.Struct):
 class Settlement:
     """Leases and reservations, and the rows of ``store`` that they hold."""
 
-    def __init__(self, store: RowStore, timing: Timing, counters: dict[str, int]) -> None:
+    def __init__(
+        self, store: RowStore, timing: Timing, counters: dict[str, int], slice_ends: int
+    ) -> None:
         self.store = store
         self.leases = Ledger[Lease]()
         self.reservations = Ledger[Reservation]()
@@ -71,6 +70,7 @@ class Settlement:
         self.published: list[ClassRows] = []
         """Rows that became READY and were not queued for tiers yet (``flush``)."""
         self._timing = timing
+        self._slice_ends = slice_ends
         self._losses: deque[Loss] = deque()
         self._next = 1
 
@@ -205,12 +205,12 @@ class Settlement:
         """End leases, discard reservations and free slots whose time has come."""
         if self._losses:
             self._carry_out_losses(now)
-        leases = self.leases.due(now, SLICE)
+        leases = self.leases.due(now, self._slice_ends)
         for lease in leases:
             if lease.deadline <= now:
                 self._counters["lapsed_leases"] += 1
                 self.end_lease(lease)
-        for reservation in self.reservations.due(now, SLICE - len(leases)):
+        for reservation in self.reservations.due(now, self._slice_ends - len(leases)):
             if reservation.deadline <= now:
                 self.discard(reservation, "late")
             self._settle(reservation, now)
@@ -268,7 +268,7 @@ class Settlement:
         self._carry_out_losses(now)
 
     def _carry_out_losses(self, now: float) -> None:
-        left = SLICE
+        left = self._slice_ends
         while self._losses and left:
             loss = self._losses[0]
             while loss.ids and left:

@@ -37,6 +37,9 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Whether what is cheaper to compute again is not promoted."""
     slice_slots: int = 2048
     """Slots of cleared rows that one step gives back: 2 ms of work."""
+    slice_ends: int = 64
+    """Leases, reservations, lookups and sessions that one step ends, or lets go on, of those whose
+    turn has come together: 5 ms of work."""
 
 
 class State:
@@ -49,10 +52,10 @@ class State:
         self.store = RowStore(
             config.arena_bytes, extent, self.counters, config.seed, slice_slots=config.slice_slots
         )
-        self.settlement = Settlement(self.store, config.timing, self.counters)
+        self.settlement = Settlement(self.store, config.timing, self.counters, config.slice_ends)
         self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
         self.sessions: dict[int, ClientSession] = {}
-        self.session_limits = SessionLimits(config.limits, config.timing.hello_s)
+        self.session_limits = SessionLimits(config.limits, config.timing.hello_s, config.slice_ends)
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}

@@ -24,8 +24,6 @@ REST_S: Final = 1.0
 """How long a tier that was down is not asked to store; twice as long after each failure, """
 _MOST_FAILURES: Final = 7
 """until so many in a row: then it is asked again only when there is more to store."""
-SLICE: Final = 64
-"""So many waiting lookups go on or are answered in one step: 5 ms of work."""
 PROMOTION_BYTES: Final = 2048
 """What one takes of the daemon's memory, but for its keys."""
 _SAMPLE_S: Final = 1.0
