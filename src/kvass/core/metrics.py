@@ -1,6 +1,6 @@
-"""Every counter and gauge of the core: its name, its meaning, and where a gauge is read.
+"""Every counter and gauge of the core: its name and its meaning.
 
-An exporter needs no other file. ``kvass status --json`` shows all of them under these names: those
+An exporter needs this file and ``status``, which has all of them under these names: those
 of the daemon at the top level (its counters in ``counters``), those of a tier and of a layer group
 in tables of their own. ``messages`` counts what clients sent, by the message's tag. The core has no
 clock and measures no durations, so there is no histogram. A tier's process adds fields to its
@@ -12,15 +12,9 @@ A counter only grows, and begins at 0 in every boot. Counting under a name that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple, get_args
+from typing import Final, get_args
 
-from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WITHDRAWN, WRITING
 from kvass.errors import ErrorCode
-
-if TYPE_CHECKING:
-    from kvass.core.row_store import RowClass
-    from kvass.core.state import State
 
 COUNTERS: Final[dict[str, str]] = {
     "lookups": "Lookups that were not refused.",
@@ -63,70 +57,34 @@ TIER_COUNTERS: Final[dict[str, str]] = {
 }
 
 
-class Gauge(NamedTuple):
-    """``read`` takes the state, and for a gauge of a tier or group its number or row class."""
+GAUGES: Final[dict[str, str]] = {
+    "sessions": "Connections.",
+    "instances": "Engines with a registered connection.",
+    "leases": "Matches whose rows are pinned for readers.",
+    "reservations": "Grants whose slots may still be written.",
+    "pins": "Pins on rows: by leases, promotions and flushes.",
+    "rows": "Rows that hold a chunk of a layer group.",
+    "rows_loading": "Rows that a tier is filling.",
+    "quarantined_bytes": "Slots of discarded reservations, which may still be written.",
+    "l1_used_bytes": "Slots that are not free, and cleared memory.",
+    "l1_cleared_bytes": "Cleared memory that was not given back yet.",
+    "l1_capacity_bytes": "The arena.",
+    "l1_populated_bytes": "The part of the arena that is populated.",
+    "promotions": "Lookups and prefetches that wait for a tier.",
+}
 
-    name: str
-    meaning: str
-    read: Callable[..., int]
+TIER_GAUGES: Final[dict[str, str]] = {
+    "flush_queue_rows": "Rows queued for the tier.",
+    "storing_bytes": "What the tier is storing now.",
+    "loading_bytes": "What the tier is loading now.",
+    "load_bytes_s": "How fast the tier loads; 0: not known yet.",
+}
 
-
-def _filled_rows(row_class: RowClass) -> int:
-    return sum(row_class.rows[state] for state in (WITHDRAWN, READY, TRANSIENT))
-
-
-def _used_bytes(row_class: RowClass) -> int:
-    return sum(row_class.rows[FREE + 1 :]) * row_class.spec.row_bytes
-
-
-def _quarantined_bytes(row_class: RowClass) -> int:
-    return row_class.rows[QUARANTINED] * row_class.spec.row_bytes
-
-
-def _all_rows(state: State) -> int:
-    return sum(map(_filled_rows, state.store.classes.values()))
-
-
-def _all_used_bytes(state: State) -> int:
-    return sum(map(_used_bytes, state.store.classes.values())) + state.store.cleared_bytes
-
-
-def _discarded_bytes(state: State) -> int:
-    return sum(r.size_bytes for r in state.reservations.all.values() if r.discarded)
-
-
-def _load_bytes_s(state: State, tier: int) -> int:
-    return int(state.tiers.speeds[tier].bytes_s)
-
-
-GAUGES: Final = (
-    Gauge("sessions", "Connections.", lambda s: len(s.sessions)),
-    Gauge("instances", "Engines with a registered connection.", lambda s: len(s.instances)),
-    Gauge("leases", "Matches whose rows are pinned for readers.", lambda s: len(s.leases.all)),
-    Gauge("reservations", "Grants that may still be written.", lambda s: len(s.reservations.all)),
-    Gauge("pins", "Pins on rows: by leases, promotions and flushes.", lambda s: s.store.pinned),
-    Gauge("rows", "Rows that hold a chunk of a layer group.", _all_rows),
-    Gauge("rows_loading", "Rows that a tier is filling.", lambda s: len(s.promotions.loading)),
-    Gauge("quarantined_bytes", "Discarded, and may still be written.", _discarded_bytes),
-    Gauge("l1_used_bytes", "Slots that are not free, and cleared memory.", _all_used_bytes),
-    Gauge("l1_cleared_bytes", "Cleared, and not given back yet.", lambda s: s.store.cleared_bytes),
-    Gauge("l1_capacity_bytes", "The arena.", lambda s: s.config.arena_bytes),
-    Gauge("l1_populated_bytes", "The arena's populated part.", lambda s: s.populated_bytes),
-    Gauge("promotions", "Lookups and prefetches that wait.", lambda s: len(s.promotions.all)),
-)
-
-TIER_GAUGES: Final = (
-    Gauge("flush_queue_rows", "Rows queued for the tier.", lambda s, n: s.flushes.rows[n]),
-    Gauge("storing_bytes", "What the tier is storing.", lambda s, n: s.flushes.bytes_out[n]),
-    Gauge("loading_bytes", "What it is loading.", lambda s, n: s.tiers.speeds[n].loading_bytes),
-    Gauge("load_bytes_s", "How fast it loads; 0: not known.", _load_bytes_s),
-)
-
-GROUP_GAUGES: Final = (
-    Gauge("row_bytes", "The size of a row, all shards.", lambda c: c.spec.row_bytes),
-    Gauge("rows", "Rows that hold a chunk.", _filled_rows),
-    Gauge("rows_writing", "Rows that ranks are writing.", lambda c: c.rows[WRITING]),
-    Gauge("rows_loading", "Rows that a tier is filling.", lambda c: c.rows[LOADING]),
-    Gauge("quarantined_bytes", "Discarded, and may still be written.", _quarantined_bytes),
-    Gauge("used_bytes", "Slots that are not free.", _used_bytes),
-)
+GROUP_GAUGES: Final[dict[str, str]] = {
+    "row_bytes": "The size of a row, all shards.",
+    "rows": "Rows that hold a chunk.",
+    "rows_writing": "Rows that ranks are writing.",
+    "rows_loading": "Rows that a tier is filling.",
+    "quarantined_bytes": "Slots of discarded rows, which may still be written.",
+    "used_bytes": "Slots that are not free.",
+}
