@@ -234,7 +234,7 @@ class Timing(msgspec.Struct, frozen=True):
     may come before the GPU's descriptors are released, and it is their release that stops the GPU
     and unpins. With 243 GB pinned that took 26 s (sgl-project/sglang#32829). So what counts is the
     end of the process; this bound is for a writer that lives on without its connection, and for one
-    whose end the daemon cannot see (``core/custody.py``). Only slots wait, and only those the
+    whose end the daemon cannot see (``core/settlement.py``). Only slots wait, and only those the
     process was writing: their keys are anybody's at once.
     """
     lookup_budget_ms: float = 100.0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvass.core.eviction import Lru
-from kvass.core.extents import STAYS, ExtentMap, Spans
+from kvass.core.extents import STAYS, ExtentMap, FreeSpace
 from kvass.core.rows import FREE, KEY_WORDS, NEVER, READY, WRITING, RowTable
 from kvass.types import I64Array
 
@@ -25,12 +25,12 @@ def ready_table(rows: int) -> RowTable:
 # ---------------------------------------------------------------- spans
 
 
-def give(spans: Spans, start: int, length: int) -> None:
+def give(spans: FreeSpace, start: int, length: int) -> None:
     spans.give(np.array([start]), np.array([length]))
 
 
 def test_spans_take_first_fit_and_coalesce() -> None:
-    spans = Spans(10)
+    spans = FreeSpace(10)
     assert [spans.take(3), spans.take(4), spans.take(4), spans.take(3)] == [0, 3, None, 7]
     give(spans, 0, 3)
     give(spans, 7, 3)
@@ -40,12 +40,12 @@ def test_spans_take_first_fit_and_coalesce() -> None:
 
 
 def test_an_empty_line_has_no_span() -> None:
-    assert Spans(0).take(1) is None
+    assert FreeSpace(0).take(1) is None
 
 
 @pytest.mark.parametrize("again", [(0, 2), (1, 1), (1, 5), (6, 3)])
 def test_what_is_free_cannot_be_given_back(again: tuple[int, int]) -> None:
-    spans = Spans(8)
+    spans = FreeSpace(8)
     spans.take(8)
     give(spans, 0, 2)
     give(spans, 6, 2)

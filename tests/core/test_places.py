@@ -6,7 +6,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core.effects import Close, Opened, Send, Tick
-from kvass.core.places import LOOKERS
+from kvass.core.session_limits import OBSERVERS
 from kvass.types import PAGE, Timing
 from tests.core.rig import Rig, layout
 
@@ -93,11 +93,11 @@ def test_no_user_takes_all_places() -> None:
 def test_the_daemons_own_user_can_always_look(limits: dict[str, int]) -> None:
     rig = Rig(**limits)
     e = rig.engine(uid=OWN, own=True)
-    for _ in range(3 * LOOKERS):
+    for _ in range(3 * OBSERVERS):
         session = knock(rig)
         assert isinstance(rig.ask(session, m.Status(seq=3)), m.StatusReply)
         assert rig.ask(session, m.Clear(seq=4, everything=True)).rows == 0
-    assert rig.status["sessions"] == 2 + LOOKERS
+    assert rig.status["sessions"] == 2 + OBSERVERS
     assert isinstance(rig.ask(e.scheduler, m.Ping(seq=5)), m.Pong)
 
 
@@ -110,7 +110,7 @@ def test_who_may_only_look_does_not_register_until_there_is_a_place() -> None:
     assert rig.status["instances"] == 0
     rig.lose(first)
     assert isinstance(rig.register(looker, rank=0, layout=layout(1)), m.Registered)
-    for _ in range(2 * LOOKERS):
+    for _ in range(2 * OBSERVERS):
         knock(rig)
     assert isinstance(rig.register(looker, rank=0, layout=layout(1)), m.Registered)
     assert rig.register(knock(rig), "another").code == "limit"
@@ -121,7 +121,7 @@ def test_an_engine_is_never_ended_for_a_place() -> None:
     rig = Rig(sessions=3)
     e = rig.engine(uid=OTHER)
     silent = knock(rig, OTHER, hello=False)
-    for _ in range(3 * LOOKERS):
+    for _ in range(3 * OBSERVERS):
         knock(rig)
     assert silent not in rig.machine.state.sessions
     assert {e.scheduler, *e.workers} <= rig.machine.state.sessions.keys()

@@ -18,7 +18,7 @@ from kvass.core.effects import (
     TierProbe,
     TierStore,
 )
-from kvass.core.tiers import PROMOTION_BYTES
+from kvass.core.tier_state import PROMOTION_BYTES
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, LEASE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig, names
@@ -555,7 +555,7 @@ def test_rows_that_are_not_retained_leave_at_the_last_release() -> None:
     rig.begin(e, "a", "b")
     rig.settle()
     rig.begin(e, "a", "b")  # while they are read, they match
-    one, two = list(rig.machine.state.ledger.leases)[:2]
+    one, two = list(rig.machine.state.leases.all)[:2]
     (three,) = rig.replies(e.scheduler)
     for lease in (one, two):
         e.give_back(lease)

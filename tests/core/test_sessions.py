@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvass import messages as m
-from kvass.core import machine
+from kvass.core import sessions
 from kvass.core.effects import Close, Faulted, HalfClose, Lost, Opened, PopulatedTo, Received, Send
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, Rig
@@ -54,8 +54,8 @@ def test_a8_who_names_no_range_speaks_protocol_1_whatever_the_daemon_does(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, low: int, meets: int | None
 ) -> None:
     """A range that is not said means what it meant when there was one protocol only."""
-    monkeypatch.setattr(machine, "PROTOCOL_MIN", low)
-    monkeypatch.setattr(machine, "PROTOCOL_MAX", 3)
+    monkeypatch.setattr(sessions, "PROTOCOL_MIN", low)
+    monkeypatch.setattr(sessions, "PROTOCOL_MAX", 3)
     reply = rig.ask(rig.open(hello=False), m.Hello(seq=1, clock_s=rig.now))
     if meets is not None:
         assert reply.protocol == meets

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import flows, index, l1
+from kvass.core import index, row_store, writing
 from kvass.core.effects import TierLoad, TierProbe, TierStore
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
@@ -229,8 +229,8 @@ def test_a_move_of_many_reservations_goes_on_in_slices(few: Rig) -> None:
 def test_a_reserve_that_would_take_long_is_decided_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flows, "COST_A_STEP", 3 * flows.COST_OF_AN_ITEM)
-    monkeypatch.setattr(flows, "ROWS_A_STEP", 4)
+    monkeypatch.setattr(writing, "COST_A_STEP", 3 * writing.COST_OF_AN_ITEM)
+    monkeypatch.setattr(writing, "ROWS_A_STEP", 4)
     rig = Rig(pages=64, extent=4, instance_write_share=1.0)
     e = rig.engine()
     items = [m.ReserveItem(request="r", digests=digests(f"{i}a", f"{i}b")) for i in range(5)]
@@ -252,7 +252,7 @@ def test_a_new_index_is_warm_before_it_is_used(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(pages=4096, extent=64)
     e = rig.engine()
     assert ticks(rig) > 5
-    assert not rig.machine.state.l1.unfinished
+    assert not rig.machine.state.store.unfinished
     e.store("a")
     assert e.clear() == 1
     assert ticks(rig) > 5
@@ -300,10 +300,10 @@ def test_lookups_that_a_clear_makes_miss_are_answered_in_slices(
 
 def test_all_indexes_together_begin_with_so_much_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand namespaces would take as many times the memory of one."""
-    monkeypatch.setattr(l1, "INDEX_ROOM", 1030)
+    monkeypatch.setattr(row_store, "INDEX_ROOM", 1030)
     rig = Rig(pages=400, extent=4, instance_write_share=1.0)
     engines = [rig.engine(f"e{i}", identity={"model": f"m{i}"}) for i in range(3)]
-    classes = rig.machine.state.l1.classes.values()
+    classes = rig.machine.state.store.classes.values()
     assert [one.index.room >= 400 for one in classes] == [True, True, False]
     engines[2].store(*range(300))
     assert engines[2].holds(*range(300)) == 300

@@ -121,8 +121,8 @@ class TierRig(Rig):
 
     def forget_l1(self) -> None:
         """L1 loses what it holds, and the tiers do not."""
-        self.machine.state.l1.clear(self.machine.state.l1.classes.values())
-        self.machine.state.l1.reclaim()
+        self.machine.state.store.clear(self.machine.state.store.classes.values())
+        self.machine.state.store.reclaim()
 
 
 def names(records: Records) -> list[Record]:

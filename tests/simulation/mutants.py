@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.simulation import breaks_custody, breaks_room, breaks_tiers
+from tests.simulation import breaks_room, breaks_settlement, breaks_tiers
 from tests.simulation.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ class StaleMutantError(Exception):
 
 UNBROKEN = Mutant("unbroken", 0, ())
 
-MUTANTS = [*breaks_custody.BREAKS, *breaks_room.BREAKS, *breaks_tiers.BREAKS]
+MUTANTS = [*breaks_settlement.BREAKS, *breaks_room.BREAKS, *breaks_tiers.BREAKS]
 
 
 # ---------------------------------------------------------------- breaking

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvass.core import coverage, flows
+from kvass.core import coverage, prefix
 from kvass.layout.spans import Spans
 from kvass.types import GroupLayout
 from tests.support.reference.engine import run_reference
@@ -95,7 +95,7 @@ REAL_TO_LOAD, REAL_TO_STORE = Spans.to_load, Spans.to_store
         (GroupLayout, "needs", short_window),
         (Spans, "to_load", all_of_a_row),
         (Spans, "to_load", too_little),
-        (flows, "longest_hit", any_group),
+        (prefix, "longest_hit", any_group),
         (Spans, "to_store", stale_states),
     ],
     ids=lambda x: getattr(x, "__name__", x).split(".")[-1],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvass.core.custody import Custody
+from kvass.core.settlement import Settlement
 from tests.support.simulation import simulator
 from tests.support.simulation.simulator import Simulation, run_seed
 from tests.support.simulation.traces import dump_trace, replay
@@ -90,7 +90,7 @@ def test_a_broken_core_is_told_by_seed_and_leaves_a_trace_to_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(Custody, "rank_lost", lambda *_: None)
+        broken.setattr(Settlement, "rank_lost", lambda *_: None)
         seed, told = next((s, told) for s in range(30) if (told := run_seed(s, trace_to=tmp_path)))
         assert told.startswith(f"seed {seed} failed: ")
         trace = tmp_path / f"sim-{seed}.jsonl"
@@ -106,7 +106,7 @@ def test_the_command_line_counts_and_fails(
     assert simulator.main(["--seeds", "3", "--start", "5", "--jobs", "1"]) == 0
     assert "3 seeds from 5: 0 failed" in capsys.readouterr().out
     monkeypatch.setattr(simulator, "ProcessPoolExecutor", InProcess)
-    monkeypatch.setattr(Custody, "rank_lost", lambda *_: None)
+    monkeypatch.setattr(Settlement, "rank_lost", lambda *_: None)
     assert simulator.main(["--seeds", "30", "--traces", str(tmp_path)]) == 1
     told = capsys.readouterr()
     assert " failed: " in told.err

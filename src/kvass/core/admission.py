@@ -1,7 +1,7 @@
 """Registration: a session becomes one (instance, rank), a complete instance gets its namespace.
 
-Law of this file: a refused ``Register`` changes nothing. An instance that moves to another
-generation leaves nothing behind that is still to be published, and takes nothing with it.
+Law of this file: a refused ``Register`` changes nothing. When an instance moves to another
+generation, nothing that it was writing is published.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import msgspec
 
 from kvass.core import epochs, promote
-from kvass.core.l1 import Namespace
 from kvass.core.registry import (
+    ClientSession,
     Instance,
-    Session,
     check_agrees,
     check_register,
     namespace_digest,
     row_class_specs,
 )
+from kvass.core.row_store import Namespace
 from kvass.core.rows import NEVER
 from kvass.core.state import State
 from kvass.errors import Refused
@@ -25,9 +25,9 @@ from kvass.messages import Register, Registered
 from kvass.types import SCHEDULER
 
 
-def register(state: State, session: Session, msg: Register) -> Registered:
-    """Admit a session; said again with the same words, it is only answered again, and with another
-    generation its instance moves."""
+def register(state: State, session: ClientSession, msg: Register) -> Registered:
+    """Admit a session. If it registers again with the same values, it is only answered again; with
+    another generation its instance moves."""
     terms = msgspec.structs.replace(msg, seq=0)
     before = session.registered
     if before is not None and msgspec.structs.replace(before, generation=terms.generation) != terms:
@@ -39,9 +39,9 @@ def register(state: State, session: Session, msg: Register) -> Registered:
     return Registered(namespace=b"" if ns is None else ns.digest, missing=instance.missing)
 
 
-def _admit(state: State, session: Session, terms: Register) -> None:
+def _admit(state: State, session: ClientSession, terms: Register) -> None:
     check_register(terms, state.config.limits)
-    state.places.check(session)
+    state.session_limits.check(session)
     instance = state.instances.get(terms.instance) or Instance(id=terms.instance, terms=terms)
     if instance.sessions.get(terms.rank, session.id) != session.id:
         who = "its scheduler" if terms.rank == SCHEDULER else f"rank {terms.rank}"
@@ -56,7 +56,7 @@ def _admit(state: State, session: Session, terms: Register) -> None:
     namespace = instance.namespace
     if not complete.missing and (instance.missing or moves):
         namespace = _namespace_for(state, complete)
-    state.places.settle(session)
+    state.session_limits.settle(session)
     if moves:
         _leave(state, instance)
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace
@@ -66,12 +66,12 @@ def _admit(state: State, session: Session, terms: Register) -> None:
 
 
 def _leave(state: State, instance: Instance) -> None:
-    """The instance moves to another generation. Rows of a private one are of no use to anybody."""
-    state.custody.distrust(instance.id, state.now)
+    """The instance moves to another generation. Rows of its private one are of no use any more."""
+    state.settlement.weights_replaced(instance.id, state.now)
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:
-        state.l1.clear(left.classes)
+        state.store.clear(left.classes)
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
@@ -98,47 +98,44 @@ def _namespace_for(state: State, instance: Instance) -> int:
     state.namespaces[new] = Namespace(
         id=new,
         digest=digest,
-        classes=[state.l1.add_class(spec, new) for spec in specs],
+        classes=[state.store.add_class(spec, new) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
         private=bool(instance.generation),
         model=instance.terms.model or instance.terms.identity.get("model", ""),
     )
     state.by_digest[digest] = new
-    epochs.welcome(state, state.namespaces[new])
+    epochs.namespace_added(state, state.namespaces[new])
     return new
 
 
 def _drop_unused(state: State) -> None:
     """Forget namespaces that no live instance has and whose slots are all free."""
-    live = {i.namespace for i in state.instances.values()}
-    _drop(
-        state,
-        [
-            ns
-            for ns in state.namespaces.values()
-            if ns.id not in live and not any(state.l1.in_use(c) for c in ns.classes)
-        ],
-    )
+    idle = _without_instance(state)
+    _drop(state, [ns for ns in idle if not any(map(state.store.in_use, ns.classes))])
 
 
 def _drop_least_used(state: State) -> None:
     """Of the namespaces that no live instance has and nobody reads or writes, the oldest goes."""
-    live, uses = {i.namespace for i in state.instances.values()}, state.l1.last_uses()
+    uses = state.store.last_uses()
     idle = [
         (last_use, ns.id)
-        for ns in state.namespaces.values()
-        if ns.id not in live
-        and (last_use := max(uses.get(c.id, NEVER) for c in ns.classes)) < state.l1.table.clock
+        for ns in _without_instance(state)
+        if (last_use := max(uses.get(c.id, NEVER) for c in ns.classes)) < state.store.table.clock
     ]
     if idle:
         _drop(state, [state.namespaces[min(idle)[1]]])
 
 
+def _without_instance(state: State) -> list[Namespace]:
+    live = {i.namespace for i in state.instances.values()}
+    return [ns for ns in state.namespaces.values() if ns.id not in live]
+
+
 def _drop(state: State, gone: list[Namespace]) -> None:
     for ns in gone:
         ns.epoch += 1
-    promote.void(state, gone)  # a tier may not have said yet what it holds
+    promote.cancel(state, gone)  # a tier may not have said yet what it holds
     for ns in gone:
         del state.namespaces[ns.id], state.by_digest[ns.digest]
-    state.l1.remove([c for ns in gone for c in ns.classes])
-    state.l1.reclaim()
+    state.store.remove([c for ns in gone for c in ns.classes])
+    state.store.reclaim()

@@ -1,38 +1,39 @@
-"""What a session may say: every claim in a message is checked here before anything changes.
+"""What a session may say: the values in a message are checked here before anything changes.
 
-Law of this file: it reads, and raises ``Refused`` naming what to do; it changes nothing. (What a
-lost session left to be settled has happened already: naming it has it carried out.)
+Law of this file: it reads, and raises ``Refused``, whose text says what to do. It changes nothing,
+but for what is settled already: if a lost session owed what a message names, that ends first.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvass.core.index import key_array
-from kvass.core.leases import Lease, Reservation
-from kvass.core.registry import Instance, Session
-from kvass.errors import Refused
+from kvass.core.ledger import E, Lease, Ledger, Reservation
+from kvass.core.registry import ClientSession, Instance
+from kvass.errors import ErrorCode, Refused
 from kvass.types import MAX_RANKS, SCHEDULER, Limits, U64Array
 
 if TYPE_CHECKING:
+    from kvass.core.row_store import Namespace
     from kvass.core.state import State
 
 
-def instance_of(state: State, session: Session) -> Instance:
+def instance_of(state: State, session: ClientSession) -> Instance:
     """The instance the session registered for."""
     if session.registered is None:
         raise Refused("not_registered", "send Register first")
     return state.instances[session.registered.instance]
 
 
-def scheduler_of(state: State, session: Session) -> Instance:
+def scheduler_of(state: State, session: ClientSession) -> Instance:
     """The same, if the session is its scheduler."""
     instance = instance_of(state, session)
     own_rank(session, SCHEDULER)
     return instance
 
 
-def own_rank(session: Session, rank: int) -> int:
+def own_rank(session: ClientSession, rank: int) -> int:
     """``rank``, if it is the session's own: nobody speaks for another."""
     if session.registered is None:
         raise Refused("not_registered", "send Register first")
@@ -77,32 +78,42 @@ def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Arr
     return key_array(digests, width)
 
 
-def open_lease(state: State, session: Session, boot: bytes, an_id: int) -> Lease | None:
+def open_lease(state: State, session: ClientSession, boot: bytes, an_id: int) -> Lease | None:
     """The session's lease of this boot, or ``None`` if it ended."""
-    instance = instance_of(state, session)
-    _check_boot(state, boot)
-    if not state.ledger.issued(an_id):
-        raise Refused("unknown_lease", f"lease {an_id} was never given")
-    state.custody.settle(an_id, state.now)
-    lease = state.ledger.leases.get(an_id)
-    if lease is not None and lease.instance != instance.id:
-        raise Refused("not_yours", f"lease {an_id} is another instance's")
+    lease = _open(state, session, boot, an_id, "lease", state.leases)
     return None if lease is not None and lease.deadline <= state.now else lease
 
 
-def open_reservation(state: State, session: Session, boot: bytes, an_id: int) -> Reservation | None:
+def open_reservation(
+    state: State, session: ClientSession, boot: bytes, an_id: int
+) -> Reservation | None:
     """The session's reservation of this boot, or ``None`` if it was settled."""
+    return _open(state, session, boot, an_id, "reservation", state.reservations)
+
+
+def _open(
+    state: State,
+    session: ClientSession,
+    boot: bytes,
+    an_id: int,
+    kind: Literal["lease", "reservation"],
+    ledger: Ledger[E],
+) -> E | None:
     instance = instance_of(state, session)
-    _check_boot(state, boot)
-    if not state.ledger.issued(an_id):
-        raise Refused("unknown_reservation", f"reservation {an_id} was never given")
-    state.custody.settle(an_id, state.now)
-    one = state.ledger.reservations.get(an_id)
-    if one is not None and one.instance != instance.id:
-        raise Refused("not_yours", f"reservation {an_id} is another instance's")
-    return one
-
-
-def _check_boot(state: State, boot: bytes) -> None:
     if boot != state.config.boot:
         raise Refused("wrong_boot", "this names another daemon's life: drop it")
+    if not state.settlement.issued(an_id):
+        unknown: ErrorCode = "unknown_lease" if kind == "lease" else "unknown_reservation"
+        raise Refused(unknown, f"{kind} {an_id} was never given")
+    state.settlement.settle(an_id, state.now)
+    entry = ledger.all.get(an_id)
+    if entry is not None and entry.instance != instance.id:
+        raise Refused("not_yours", f"{kind} {an_id} is another instance's")
+    return entry
+
+
+def named_namespace(state: State, digest: bytes) -> Namespace:
+    """The namespace that a session that only looks names."""
+    if digest not in state.by_digest:
+        raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
+    return state.namespaces[state.by_digest[digest]]

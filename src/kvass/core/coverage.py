@@ -22,8 +22,8 @@ def first_chunk(group: GroupLayout, chunks: int, chunk_tokens: int, first: int =
     return min(chunks, max(first, group.needs(chunks * chunk_tokens) // chunk_tokens))
 
 
-def proving(groups: Sequence[GroupLayout]) -> list[bool]:
-    """Which groups must have the spare chunks after a hit."""
+def checked_groups(groups: Sequence[GroupLayout]) -> list[bool]:
+    """Which groups must have the spare chunks after a hit: the full ones, or else every window."""
     full = [group.kind == "full" for group in groups]
     return full if any(full) else [group.kind != "state" for group in groups]
 
@@ -37,8 +37,8 @@ def longest_hit(
 ) -> int:
     """The most chunks of a prompt, counted from its beginning, that can be had; ``first`` if none.
 
-    ``there[g][c]``: group ``g``'s row of chunk ``c`` can be read. All are equally long. After the
-    hit there are ``spare`` more chunks in every ``full`` group (in every window, if none is full).
+    ``there[g][c]``: group ``g``'s row of chunk ``c`` can be read. All are equally long. With EAGLE
+    or MTP, the ``spare`` chunks after the hit must be there too, in ``checked_groups``.
     """
     end = len(there[0])
     for group, rows in zip(groups, there, strict=True):

@@ -1,8 +1,8 @@
 """What goes into ``CacheMachine.step`` and what comes out of it.
 
-Law of this file: plain values. An event says what happened; an effect says what the shell must do.
-The *result* of an effect, where it has one, is simply the next event. What goes to a
-tier and comes from it is tagged, since it goes to another process (``daemon.tier_process.frames``).
+Law of this file: plain values. An event says what happened; an effect says what the daemon must do.
+The result of an effect, where it has one, is a later event. What goes to a tier or comes from it is
+tagged, because it travels to and from the tier's process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvass.messages import FromClient, FromDaemon
 from kvass.types import Slots, U64Array
 
 SessionId = int
-"""Chosen by the shell, never reused in one boot."""
+"""Chosen by the daemon, never reused in one boot."""
 
 
 # ---------------------------------------------------------------- events
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A peer of user ``uid`` connected; it must say ``Hello`` first, and soon.
+    """A peer of user ``uid`` connected; it must say ``Hello`` first, within ``Timing.hello_s``.
 
     ``own``: it is the daemon's user, or root. ``refusal``: why it may not connect; empty: it may.
     """
@@ -52,9 +52,9 @@ class Faulted(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """EOF: the peer asks for no more writes. What its device was told before may still land.
+    """EOF: the peer starts no more writes. Writes that its device has begun may still go on.
 
-    ``exiting``: its process was seen to exit. Then its end comes, and is told if it is watched.
+    ``exiting``: its process was seen to be exiting. Its end is told, if it is watched (``Watch``).
     """
 
     session: SessionId
@@ -74,14 +74,14 @@ class PopulatedTo(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time passed: lapse what is due."""
+    """Time passed: do what is due."""
 
 
 class Stopping(msgspec.Struct, frozen=True):
-    """The daemon was told to stop: what was promised to tiers is flushed, and nothing new."""
+    """The daemon was told to stop: what is queued for tiers is flushed, and nothing new."""
 
 
-# A tier's answers. Each ends the operation of that number, once, in whatever order.
+# A tier's answers. Each ends the operation ``op``, once; they come in any order.
 
 
 class Probed(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +95,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The end of a ``TierLoad``: nobody writes to its slots any more.
 
     ``which``: bool, one per record: whole and right. ``seconds``: what the tier took for it; 0: it
-    was not asked, or fell out.
+    was not asked, or it is down.
     """
 
     op: int
@@ -106,7 +106,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 class Stored(msgspec.Struct, frozen=True, tag=True):
     """The end of a ``TierStore``: nobody reads its slots any more; ``which`` are held now.
 
-    ``down``: the tier was not asked, or fell out, which says nothing of these records.
+    ``down``: the tier was not asked, or it is down, which says nothing about these records.
     """
 
     op: int
@@ -160,7 +160,7 @@ class Close(msgspec.Struct, frozen=True):
 class HalfClose(msgspec.Struct, frozen=True):
     """Shut down our sending side, drop whatever still arrives, and wait for EOF (then ``Lost``).
 
-    For a session that must end but may still write into slots it was granted (law 3).
+    For a session that must end but may still write to slots that it was granted (law 3).
     """
 
     session: SessionId

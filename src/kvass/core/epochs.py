@@ -1,17 +1,20 @@
-"""Epochs in tiers: what makes records of before a clear match never again.
+"""Epochs in tiers: records from before a clear never match again.
+
+A record's key contains an epoch, and each tier keeps a note of each namespace's epoch beside the
+records.
 
 Law of this file: a tier is used for a namespace only under an epoch that the tier itself has noted.
-One that has no note gets a fresh epoch, which no record goes by, so a lost note costs records and
-never makes old ones match. A clear is done when every tier has noted a fresh one; a tier that could
-not is asked again, and is of no use to the namespace until it has.
+A tier without a note gets a fresh epoch, which no record has, so a lost note costs records and
+never makes old ones match. A clear is done when every tier has noted a fresh epoch. A tier that
+could not is asked again, and is not used for the namespace until it has.
 
-Epochs have an order, and of two the higher one is the newer. An epoch is a counter (high 32 bits)
-and random bits (low 32). A fresh one has a counter above every one that was seen, and at least the
-time in seconds since 1970: so it is the higher one too where the earlier note was lost.
+Epochs have an order: of two, the higher one is newer. An epoch is a counter (high 32 bits) and
+random bits (low 32). The counter of a fresh epoch is above every counter seen in that tier, and at
+least the time in seconds since 1970. So it is higher also where the earlier note was lost.
 
-A store that goes back to a snapshot has an old note and the records of that time. A daemon notes
-the highest epoch it has seen again when it reads a lower one. It looks when it meets a namespace,
-when a tier is back that was down, and every ``LOOK_AGAIN_S``.
+A store that goes back to a snapshot has the note and the records of that time. When a daemon reads
+a note that is lower than the highest epoch it has seen, it notes the highest again. It reads notes
+when it first sees a namespace, when a tier that was down is back, and every ``LOOK_AGAIN_S``.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from kvass.core.effects import Emptied, EpochIs, TierClear, TierEpoch
-from kvass.core.l1 import Namespace
+from kvass.core.effects import Emptied, EpochIs, Records, TierClear, TierEpoch
+from kvass.core.row_store import Namespace, RowClass
 from kvass.core.state import State
-from kvass.core.tiers import Asking, Clearing, Emptying
+from kvass.core.tier_state import Asking, Clearing, Emptying
 from kvass.messages import Cleared, Error
+from kvass.types import U64Array
 
 ASK_AGAIN_S: Final = 1.0
 """How long a tier that could not tell an epoch is left alone."""
@@ -51,7 +55,7 @@ def to_note(asked: TierEpoch, noted: int | None, clock_s: float) -> int:
     return counter << _RANDOM_BITS | asked.fresh & _RANDOM
 
 
-def welcome(state: State, ns: Namespace) -> None:
+def namespace_added(state: State, ns: Namespace) -> None:
     """A new namespace: ask every tier what it goes by there. A private one uses none."""
     if ns.private:
         return
@@ -69,23 +73,23 @@ def usable(state: State, ns: Namespace) -> list[int]:
     return [tier for tier, epoch in enumerate(ns.tier_epochs) if epoch is not None]
 
 
-def rest_no_more(state: State) -> None:
+def retry_now(state: State) -> None:
     """Tiers that failed to tell an epoch may be asked again now."""
     for ns in state.namespaces.values():
         ns.asked_s = [when if when == math.inf else -math.inf for when in ns.asked_s]
 
 
-def look_again(state: State, back: int | None = None) -> None:
-    """Have every note read again that was not for a while, or at once those of the tier ``back``:
-    whatever it was down for, its store may be an older one now."""
+def read_again(state: State, back: int | None = None) -> None:
+    """Read every note that was not read for ``LOOK_AGAIN_S``, and at once those of the tier
+    ``back``: it was down, and its store may have gone back to an older state."""
     for ns in state.namespaces.values():
         for tier, when in enumerate(ns.asked_s):
             if when != math.inf and (tier == back or state.now - when >= LOOK_AGAIN_S - 1):
                 _ask(state, ns, tier)
 
 
-def awaited(ns: Namespace) -> bool:
-    """Whether no tier is usable, and one may be soon: it has been asked."""
+def pending(ns: Namespace) -> bool:
+    """Whether no tier is usable yet, and one has been asked and may be soon."""
     return math.inf in ns.asked_s and all(epoch is None for epoch in ns.tier_epochs)
 
 
@@ -106,6 +110,13 @@ def empty(state: State, clearing: Clearing) -> None:
         state.out.append(TierClear(tier, op))
 
 
+def records(ns: Namespace, tier: int, row_class: RowClass, keys: U64Array) -> Records:
+    """What ``keys`` of a class are called in a tier."""
+    epoch = ns.tier_epochs[tier]
+    assert epoch is not None, "a tier was asked under no epoch"
+    return Records(ns.digest, epoch, row_class.spec.group, keys)
+
+
 def _ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None) -> None:
     """Ask a tier for its note. But for a clear's, only one question is open at a time."""
     ns.asked_s[tier] = math.inf  # not again before the answer
@@ -116,7 +127,7 @@ def _ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = Non
     state.out.append(TierEpoch(tier, op, ns.digest, fresh, renew, known))
 
 
-def answered(state: State, event: EpochIs) -> int:
+def epoch_told(state: State, event: EpochIs) -> int:
     """A tier told what epoch it has noted, or could not; which tier that was.
 
     What was asked before a clear tells nothing of what the tier goes by after it: the clear has
@@ -144,16 +155,16 @@ def emptied(state: State, event: Emptied) -> None:
     _cleared(state, op.clearing, op.tier, event.done)
 
 
-def _cleared(state: State, one: Clearing, tier: int, done: bool) -> None:
-    one.awaits -= 1
+def _cleared(state: State, clearing: Clearing, tier: int, done: bool) -> None:
+    clearing.awaits -= 1
     if not done:
-        one.failed = one.failed | {tier}
-    session = state.sessions.get(one.session)
-    if one.awaits or session is None or session.ending:
+        clearing.failed = clearing.failed | {tier}
+    session = state.sessions.get(clearing.session)
+    if clearing.awaits or session is None or session.ending:
         return
-    if not one.failed:
-        state.send(one.session, Cleared(seq=one.seq, rows=one.rows))
+    if not clearing.failed:
+        state.send(clearing.session, Cleared(seq=clearing.seq, rows=clearing.rows))
         return
-    names = ", ".join(state.config.tiers[i] for i in sorted(one.failed))
+    names = ", ".join(state.config.tiers[i] for i in sorted(clearing.failed))
     text = f"{names}: could not take note, and is not used until it has: clear again"
-    state.send(one.session, Error(seq=one.seq, code="tier_down", text=text))
+    state.send(clearing.session, Error(seq=clearing.seq, code="tier_down", text=text))

@@ -1,7 +1,7 @@
 """Events as lines of text, and back: for logs, traces and replays.
 
-Law of this file: pure. A line is JSON, ``[time, event's name, fields]``, bytes in base64; ``parse``
-gives back what ``line`` was given, unless that was cut.
+A line is JSON: ``[time, the event's name, its fields]``, bytes in base64. ``parse`` gives back what
+``line`` was given, unless the line was cut.
 """
 
 from __future__ import annotations

@@ -1,37 +1,20 @@
-"""Which rows leave when room is needed.
+"""Which rows are evicted when room is needed: the least recently used ones.
 
-Law of this file: a policy ranks, it never acts. It reads the row table and changes nothing in it.
+Law of this file: it reads the row table and changes nothing in it.
 
-``Lru`` evicts the least recently used row, the deeper chunk first: whoever uses a prefix touches
-all of it, deepest chunk first, so an ancestor is never older than its descendant and leaves after
-it (as under an optimal policy: an ancestor's next use is never later).
+Of a prefix the deeper chunk is evicted first: whoever uses a prefix touches all of it, deepest
+chunk first, so a chunk is never older than those that follow it. (An optimal policy evicts in that
+order too: the next use of a chunk is never later than that of one that follows it.)
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from kvass.core.rows import RowTable
 from kvass.types import I64Array
-
-
-class EvictionPolicy(Protocol):
-    """One per (namespace, group).
-
-    Guaranteed by the caller: a row that is freed gets another stamp (``NEVER``), so what a policy
-    remembers of it goes stale by itself.
-    """
-
-    def touched(self, rows: I64Array, stamps: I64Array) -> None:
-        """``rows`` were used; ``stamps`` (ascending) are what the table now says of them."""
-        ...
-
-    def victims(self, count: int, protect: int) -> I64Array:
-        """At most ``count`` evictable rows stamped before ``protect``, the least valuable first."""
-        ...
-
 
 _SEGMENT: Final = 4096
 """Entries of the log that are looked at in one numpy call."""
@@ -45,9 +28,10 @@ Segment = tuple[I64Array, I64Array]
 class Lru:
     """Exact LRU as a log of touches: appending and scanning are vectorised, nothing is sorted.
 
-    An entry is stale once its row has another stamp. The log is a list of segments. Whenever a
-    segment is full, the next ``_TIDIED`` old ones, in turn, lose their stale entries and are joined
-    to their neighbours. So no touch takes long, and the log has twice its live entries, or so.
+    An entry is stale once its row has another stamp; a row that is freed gets ``NEVER``. The log is
+    a list of segments. Whenever a segment is full, the next ``_TIDIED`` old ones, in turn, lose
+    their stale entries and are joined to their neighbours. So no touch takes long, and the log has
+    about twice its live entries.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -65,6 +49,7 @@ class Lru:
         self._used = 0
 
     def touched(self, rows: I64Array, stamps: I64Array) -> None:
+        """``rows`` were used; ``stamps`` (ascending) are what the table now says of them."""
         while len(rows):
             n = min(len(rows), _SEGMENT - self._used)
             self._rows[self._used : self._used + n] = rows[:n]
@@ -93,6 +78,7 @@ class Lru:
             self._tidied = at + 1
 
     def victims(self, count: int, protect: int) -> I64Array:
+        """At most ``count`` evictable rows stamped before ``protect``, the oldest first."""
         table, found, missing = self._table, list[I64Array](), count
         self._drop_stale()
         for rows, stamps in (*self._segments, (self._rows[: self._used], self._stamps)):

@@ -30,7 +30,7 @@ _NEW: Final = 256
 """So many extents are put in their places at a time, since one by one takes longer."""
 
 
-class Spans:
+class FreeSpace:
     """Free space of a line of ``size`` units: first fit, neighbours coalesce."""
 
     def __init__(self, size: int) -> None:
@@ -39,8 +39,8 @@ class Spans:
         self.total = size
         """Free units in all."""
 
-    def copy(self) -> Spans:
-        other = Spans(0)
+    def copy(self) -> FreeSpace:
+        other = FreeSpace(0)
         other.starts, other.lengths, other.total = self.starts, self.lengths.copy(), self.total
         return other
 
@@ -115,8 +115,8 @@ class ExtentMap:
     def __init__(self, size: int) -> None:
         self.size = size
         self.sets: dict[int, ExtentSet] = {}
-        self._bytes = Spans(size)
-        self._row_ids = Spans(1 << 48)
+        self._bytes = FreeSpace(size)
+        self._row_ids = FreeSpace(1 << 48)
         self._unused_ids: list[int] = []
         none = np.empty(0, np.int64)
         self._base, self._length, self._set = none, none, none
@@ -140,7 +140,7 @@ class ExtentMap:
         return None
 
     def _place(
-        self, slots: int, taken: Spans, bases: list[int | None], needs: list[int]
+        self, slots: int, taken: FreeSpace, bases: list[int | None], needs: list[int]
     ) -> ExtentSet:
         self._bytes = taken
         first_row = self._row_ids.take(slots)

@@ -1,8 +1,8 @@
-"""Sessions, instances and namespaces: who talks to us, and what the bytes of whom mean.
+"""Sessions, instances, and the digest of a namespace.
 
 Law of this file: a namespace is the digest of everything that changes bytes (law 10). So two
-engines whose bytes differ meet in no namespace, and a contradiction can exist only inside one
-instance, where it is refused by the field's name.
+engines whose bytes differ share no namespace. A contradiction can exist only inside one instance,
+and is refused with the name of the field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvass.messages import Register
 from kvass.types import MAX_GROUPS, MAX_RANKS, SCHEDULER, GroupLayout, Limits, RankLayout
 
 
-class Session(msgspec.Struct):
+class ClientSession(msgspec.Struct):
     """One connection. ``own``: of the daemon's user. ``ending``: it was told to go; what it still
     says is ignored."""
 
@@ -29,7 +29,6 @@ class Session(msgspec.Struct):
     greeted: bool = False
     ending: bool = False
     wants_arena: bool = False
-    client: str = ""
     features: tuple[str, ...] = ()
     """Those that both sides know."""
     registered: Register | None = None
@@ -170,7 +169,7 @@ def _shape(layout: RankLayout) -> list[tuple[str, int, int]]:
 
 
 def namespace_digest(instance: Instance) -> bytes:
-    """SHA-256 over the tagged, length-prefixed fields of a complete instance (law 10)."""
+    """SHA-256 over the tagged, length-prefixed fields of a complete instance."""
     h = hashlib.sha256()
 
     def field(tag: str, *values: object) -> None:

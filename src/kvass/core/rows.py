@@ -1,20 +1,20 @@
 """The row table: one row id per slot of the arena, numpy columns, no object per row.
 
-Law of this file: a row's state changes only through ``move``, along ``TRANSITIONS``, and its
-columns say the same at all times: a FREE row has no key, no pin, no stamp and no doom.
+Law of this file: a row's state changes only through ``move``, along ``TRANSITIONS``. A FREE row has
+no key, no pin and no stamp.
 
 A row id *is* a slot: ids ``[set.first_row, set.first_row + set.slots)`` are the slots of an extent
-set. States:
+set. States, in an order in which "at least" has a meaning (``LOADING`` and above: a lookup may have
+it now or soon; ``READY`` and above: a lookup may have it now):
 
-- FREE: nobody's; may be granted.
-- WRITING: granted to writers; readable by nobody.
+- FREE: holds nothing; may be granted.
+- WRITING: granted to writers; nobody may read it.
+- QUARANTINED: its writers failed or were too late, and may still write: nobody may have it.
+- WITHDRAWN: was READY, proved wrong, and somebody reads it still. No lookup finds it. It is freed
+  at its last unpin.
 - LOADING: being filled from a tier.
-- READY: every shard is written; readable while pinned.
-- QUARANTINED: its writers failed or were too late and may still write: given to nobody.
-
-A READY row that is *doomed* stopped matching (reported bad) while somebody reads it; it is freed at
-its last unpin. A READY row that is *passing* was promoted not to be retained: it is freed at its
-last unpin, and matches until then. *Kept*: a tier has the row, or was asked to.
+- READY: every shard is written; it may be read while it is pinned.
+- TRANSIENT: READY, and not to be retained: it was promoted, and is freed at its last unpin.
 """
 
 from __future__ import annotations
@@ -28,22 +28,37 @@ from kvass.types import I64Array, U64Array
 
 FREE: Final = 0
 WRITING: Final = 1
-LOADING: Final = 2
-READY: Final = 3
-QUARANTINED: Final = 4
+QUARANTINED: Final = 2
+WITHDRAWN: Final = 3
+LOADING: Final = 4
+READY: Final = 5
+TRANSIENT: Final = 6
 
-STATE_NAMES: Final = ("free", "writing", "loading", "ready", "quarantined")
+STATE_NAMES: Final = (
+    "free",
+    "writing",
+    "quarantined",
+    "withdrawn",
+    "loading",
+    "ready",
+    "transient",
+)
 
 TRANSITIONS: Final = frozenset(
     {
         (FREE, WRITING),
-        (FREE, LOADING),
-        (LOADING, READY),
-        (LOADING, FREE),
         (WRITING, READY),
         (WRITING, QUARANTINED),
         (QUARANTINED, FREE),
+        (FREE, LOADING),
+        (LOADING, READY),
+        (LOADING, TRANSIENT),
+        (LOADING, FREE),
+        (READY, WITHDRAWN),
         (READY, FREE),
+        (TRANSIENT, WITHDRAWN),
+        (TRANSIENT, FREE),
+        (WITHDRAWN, FREE),
     }
 )
 
@@ -61,16 +76,17 @@ CACHE_LINE: Final = 64
 
 _RECORD: Final = np.dtype(
     {
-        "names": ["key", "stamp", "pins", "set_of", "slot", "state", "doomed", "passing", "kept"],
+        "names": ["key", "stamp", "pins", "set_of", "slot", "state", "offered"],
         "formats": [
             (np.uint64, KEY_WORDS),
             np.int64,
-            *[np.int32] * 2,
+            np.int32,
+            np.int32,
             "<u4",
             np.uint8,
-            *[np.bool_] * 3,
+            np.bool_,
         ],
-        "offsets": [0, 32, 40, 44, 48, 52, 53, 54, 55],
+        "offsets": [0, 32, 40, 44, 48, 52, 53],
         "itemsize": CACHE_LINE,
     }
 )
@@ -109,9 +125,8 @@ class RowTable:
         self.set_of: npt.NDArray[np.int32] = self._records["set_of"]
         self.slot: npt.NDArray[np.uint32] = self._records["slot"]
         self.state: npt.NDArray[np.uint8] = self._records["state"]
-        self.doomed: npt.NDArray[np.bool_] = self._records["doomed"]
-        self.passing: npt.NDArray[np.bool_] = self._records["passing"]
-        self.kept: npt.NDArray[np.bool_] = self._records["kept"]
+        self.offered: npt.NDArray[np.bool_] = self._records["offered"]
+        """A tier gave what is in it, or was asked to take it: ``--flush on_evict`` asks once."""
         self.set_of[:] = NOBODY
         self.stamp[:] = NEVER
 
@@ -148,13 +163,11 @@ class RowTable:
         if after == FREE:
             assert not self.pins[rows].any(), "a pinned row was freed"
             self.stamp[rows] = NEVER
-            self.doomed[rows] = False
-            self.passing[rows] = False
-            self.kept[rows] = False
+            self.offered[rows] = False
             self.key[rows] = 0
         self.state[rows] = after
 
     def evictable(self, rows: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``rows`` hold something that may be dropped now: READY and unpinned."""
-        may: npt.NDArray[np.bool_] = (self.state[rows] == READY) & (self.pins[rows] == 0)
+        """Which of ``rows`` hold something that may be dropped now: readable and unpinned."""
+        may: npt.NDArray[np.bool_] = (self.state[rows] >= READY) & (self.pins[rows] == 0)
         return may

@@ -1,7 +1,7 @@
-"""What is known of each extent set: whose it is, whether it may go, and what it is worth.
+"""The table of extent sets: whose each is, whether it may be given away, and when it was last used.
 
-Law of this file: columns over the numbers of sets, kept as rows change, so that nobody has to look
-at rows to choose among 16,384 sets. ``l1`` alone changes them.
+It is kept up to date as rows change, so that choosing among 16,384 sets looks at no rows.
+``row_store`` alone changes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The free slots of a row class, in the order in which they are given.
 
-Law of this file: a slot is listed once. The slot that was freed last is given next, so that few
-extents are in use where few are needed.
+Law of this file: a slot is listed once. The slot that was freed last is given next, so that no more
+extents are in use than are needed.
 """
 
 from __future__ import annotations

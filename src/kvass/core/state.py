@@ -1,7 +1,4 @@
-"""The nouns of the machine in one place: what ``machine``, ``flows``, ``checks``, ``report`` share.
-
-Law of this file: fields, and questions about them; what changes them is elsewhere.
-"""
+"""The state of the machine in one place; what changes it is in the other files."""
 
 from __future__ import annotations
 
@@ -9,12 +6,13 @@ from collections import Counter
 
 import msgspec
 
-from kvass.core.custody import Custody
 from kvass.core.effects import Effect, Send
-from kvass.core.l1 import L1, Namespace
-from kvass.core.places import Places
-from kvass.core.registry import Instance, Session
-from kvass.core.tiers import Flushes, FlushMode, Promotions, Tiers
+from kvass.core.metrics import COUNTERS
+from kvass.core.registry import ClientSession, Instance
+from kvass.core.row_store import Namespace, RowStore
+from kvass.core.session_limits import SessionLimits
+from kvass.core.settlement import Settlement
+from kvass.core.tier_state import Flushes, FlushMode, Promotions, Tiers
 from kvass.messages import FromClient, FromDaemon
 from kvass.types import Limits, Timing
 
@@ -49,36 +47,38 @@ class State:
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
+        self.counters = dict.fromkeys(COUNTERS, 0)
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
-        self.l1 = L1(config.arena_bytes, extent, config.seed, slice_slots=config.slice_slots)
-        self.custody = Custody(self.l1, config.timing, config.slice_ends)
-        self.ledger = self.custody.ledger
-        self.sessions: dict[int, Session] = {}
-        self.places = Places(config.limits, config.timing.hello_s, config.slice_ends)
+        self.store = RowStore(
+            config.arena_bytes, extent, self.counters, config.seed, slice_slots=config.slice_slots
+        )
+        self.settlement = Settlement(self.store, config.timing, self.counters, config.slice_ends)
+        self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
+        self.sessions: dict[int, ClientSession] = {}
+        self.session_limits = SessionLimits(config.limits, config.timing.hello_s, config.slice_ends)
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
-        self.counters: Counter[str] = Counter()
         self.messages: Counter[type[FromClient]] = Counter()
-        """What sessions have said, by kind, refused or not."""
+        """Messages that were received, by kind, refused ones included."""
         self.populated_bytes = 0
         self.now = float("-inf")
         self.out: list[Effect] = []
-        """What the step in progress has the shell do."""
-        self.tiers = Tiers(config.tiers, config.boot)
+        """What the step in progress has the daemon do."""
+        self.tiers = Tiers(len(config.tiers), config.boot)
         self.promotions = Promotions()
         self.flushes = Flushes(len(config.tiers))
         self.stopping = False
 
-    def send(self, session: int, message: FromDaemon) -> None:
-        """Have ``message`` sent: an answer that comes later than its request's step."""
-        self.out.append(Send(session, message))
+    def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
+        """Have ``message`` sent."""
+        self.out.append(Send(session, message, with_arena))
 
     @property
     def loading_bytes(self) -> int:
         """Bytes of all LOADING rows (law 12)."""
         asked = sum(speed.loading_bytes for speed in self.tiers.speeds)
-        return asked + sum(one.failed_bytes for one in self.promotions.waking)
+        return asked + sum(each.failed_bytes for each in self.promotions.waking)
 
     @property
     def quota(self) -> int:

@@ -29,7 +29,7 @@ from kvass.core.effects import (
     Watch,
 )
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.core.tiers import FlushMode
+from kvass.core.tier_state import FlushMode
 from kvass.types import Limits, Timing
 from tests.support.simulation.clients import ArenaContents, ClientConnection, SimulatedEngine
 from tests.support.simulation.random_models import random_model

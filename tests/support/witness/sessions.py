@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvass.core.effects import Close, Effect, Event, Opened
-from kvass.core.places import LOOKERS
+from kvass.core.session_limits import OBSERVERS
 from kvass.messages import Error, FromDaemon
 from kvass.types import Limits
 from tests.support.witness.records import BrokenLawError
@@ -80,5 +80,5 @@ class SessionWitness:
     def left(self, session: int) -> None:
         """A session ended; there may be no more than there are places."""
         del self.sessions[session]
-        if len(self.sessions) > self.limits.sessions + LOOKERS:
+        if len(self.sessions) > self.limits.sessions + OBSERVERS:
             raise BrokenLawError("law 12: more sessions than places")

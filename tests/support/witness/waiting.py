@@ -48,8 +48,9 @@ class WaitingWitness:
         message: m.Lookup | m.Prefetch,
         keys: list[bytes],
     ) -> float:
-        """Before this time the core does not give up. If a part is READY, it waits for the rest its
-        share of the time. This is a lower bound: evicted rows are not known here."""
+        """Before this time the core does not give up. If a part is READY, it waits for the rest no
+        longer than computing it takes, or, if the asker does not know its speed, the rest's share
+        of the budget. This is a lower bound: evicted rows are not known here."""
         if isinstance(message, m.Prefetch):
             return one.due
         state = self.state
@@ -58,7 +59,11 @@ class WaitingWitness:
         )
         if ready == message.first:
             return one.due
-        left_s = (one.due - state.now) * (len(keys) - ready) / (len(keys) - message.first)
+        speed, left = message.prefill_tokens_s, len(keys) - ready
+        if 0 < speed < inf:
+            left_s = left * namespace.chunk_tokens / speed
+        else:
+            left_s = (one.due - state.now) * left / (len(keys) - message.first)
         return min(one.due, state.now + max(left_s, state.config.timing.lookup_budget_ms / 1000))
 
     def _promise(self, one: Pending, namespace: Namespace, keys: list[bytes]) -> None:

@@ -1,36 +1,35 @@
-"""What is known of the tiers, and what is under way with them: the nouns of ``promote``, ``flush``
-and ``epochs``.
+"""The state of the tiers, of the operations they were asked for, and of promotions and flushes.
 
-Law of this file: records. An operation (``ops``) is what a tier was asked and has not answered; it
+Law of this file: an operation (``Tiers.ops``) is what a tier was asked and has not answered. It
 ends once. What a tier may still write or read is in an operation, and nowhere else.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
-from collections import Counter, deque
+from collections import deque
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from kvass.core.l1 import Namespace
-from kvass.core.leases import Part
+from kvass.core.ledger import ClassRows, Entry, Ledger
+from kvass.core.metrics import TIER_COUNTERS
+from kvass.core.row_store import Namespace
 from kvass.types import I64Array, U64Array
 
 FlushMode = Literal["write_through", "on_evict", "none"]
 
-_SAMPLE_S: Final = 1.0
-"""A tier that is never idle is measured as often as this."""
 REST_S: Final = 1.0
-_FASTEST: Final = 1e15
-_GIVE_UP: Final = 7
-_DUE: Final = 1024
+"""How long a tier that was down is not asked to store; twice as long after each failure, """
+_MOST_FAILURES: Final = 7
+"""until so many in a row: then it is asked again only when there is more to store."""
 PROMOTION_BYTES: Final = 2048
 """What one takes of the daemon's memory, but for its keys."""
-_FRESH: Final = 0.5
-"""The weight of a new measurement."""
+_SAMPLE_S: Final = 1.0
+"""A tier that is never idle is measured as often as this."""
+_SAMPLE_WEIGHT: Final = 0.5
+_FASTEST: Final = 1e15
 
 
 class Probing(msgspec.Struct):
@@ -45,7 +44,7 @@ class Loading(msgspec.Struct):
     """A ``TierLoad`` into LOADING rows, and the promotions that wait for some of them."""
 
     tier: int
-    part: Part
+    part: ClassRows
     size_bytes: int
     waiters: set[int]
 
@@ -54,7 +53,7 @@ class Flushing(msgspec.Struct):
     """A ``TierStore`` of rows that are pinned for it."""
 
     tier: int
-    part: Part
+    part: ClassRows
     size_bytes: int
 
 
@@ -115,7 +114,7 @@ class Speed(msgspec.Struct):
         if self.done_bytes and spent > 0 and (not self.loading_bytes or spent >= _SAMPLE_S):
             sample = self.done_bytes / spent
             self.bytes_s = (
-                self.bytes_s + _FRESH * (sample - self.bytes_s) if self.bytes_s else sample
+                self.bytes_s + _SAMPLE_WEIGHT * (sample - self.bytes_s) if self.bytes_s else sample
             )
             self.since, self.done_bytes = now, 0
 
@@ -124,20 +123,19 @@ class Speed(msgspec.Struct):
         return (self.loading_bytes + size) / self.bytes_s if self.bytes_s else 0.0
 
     def doubt(self) -> None:
-        """It was not asked because it is slow: believe a little less in that each time, so that a
-        tier that has become fast is found out."""
+        """It was not asked because it is slow. Each time it is taken to be a little faster, so that
+        it is tried again, and a tier that has become fast is noticed."""
         self.bytes_s = min(self.bytes_s * 1.05, _FASTEST)
 
 
 class Tiers:
     """All tiers, by number; the first is asked first."""
 
-    def __init__(self, names: tuple[str, ...], boot: bytes) -> None:
-        self.names = names
+    def __init__(self, tiers: int, boot: bytes) -> None:
         self.ops: dict[int, Op] = {}
-        self.speeds = [Speed() for _ in names]
-        self.reports: list[dict[str, Any]] = [{} for _ in names]
-        self.counters = [Counter[str]() for _ in names]
+        self.speeds = [Speed() for _ in range(tiers)]
+        self.reports: list[dict[str, Any]] = [{} for _ in range(tiers)]
+        self.counters = [dict.fromkeys(TIER_COUNTERS, 0) for _ in range(tiers)]
         self.owed: set[tuple[bytes, int]] = set()
         """(namespace digest, tier) that were cleared, and whose tier does not know yet."""
         self.known: dict[tuple[bytes, int], int] = {}
@@ -166,50 +164,49 @@ class Tiers:
         return int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
 
 
-NOWHERE: Final = -1
+NOT_ASKED: Final = -1
+DUPLICATE: Final = -2
+IN_NO_TIER: Final = -3
+"""Instead of a tier's number (``Promotion.homes``): no tier was asked for the row; the prompt has
+the key twice, and one row is enough; every tier that was asked does not have it."""
 INSTANCE_SHARE: Final = 0.25
 """Of ``Limits.waiting_bytes``: what one instance may take."""
 
 
-class Promotion(msgspec.Struct):
+class Promotion(Entry, kw_only=True):
     """A lookup (or, without readers, a prefetch) that waits for tiers.
 
-    ``homes``: per class and chunk the tier that holds the row, or ``NOWHERE``. ``parts``: what it
-    has pinned so far, READY or LOADING, and ``proof``: the spare chunks after it; ``awaits``: the
-    loads that fill the latter.
+    ``homes``: per class and chunk the tier that holds the row, or ``NOT_ASKED``, ``DUPLICATE`` or
+    ``IN_NO_TIER``. ``gone``: its session ended, so nobody waits for the answer. ``early``: no tier
+    has told its epoch yet, so none was asked. ``probing``: the tier that was asked last, and
+    ``reach``: for the chunks before this one. ``parts`` is the hit of ``chunks`` chunks that it has
+    pinned, READY or LOADING, and ``spares`` are the spare chunks after it. ``awaits``: the
+    operations that fill what of these is LOADING.
     """
 
-    id: int
     session: int
     seq: int
-    instance: str
-    request: str
     readers: set[int]
     namespace: Namespace
     epoch: int
     keys: U64Array
     first: int
-    deadline: float
     prefill_tokens_s: float
     spare: int
     homes: list[I64Array]
     gone: bool = False
-    """Nobody waits for the answer any more: the asker's session is over."""
     early: bool = False
-    """Nothing was asked yet, because no tier has told its epoch."""
     probing: int = -1
-    """The tier that was asked last, """
     reach: int = 0
-    """and for the chunks before this one."""
     chunks: int = 0
-    parts: tuple[Part, ...] = ()
-    proof: tuple[Part, ...] = ()
-    awaits: set[int] = set()
+    parts: tuple[ClassRows, ...] = ()
+    spares: tuple[ClassRows, ...] = ()
+    awaits: set[int] = msgspec.field(default_factory=set)
 
     @property
-    def pinned(self) -> tuple[Part, ...]:
+    def pinned(self) -> tuple[ClassRows, ...]:
         """All that it holds."""
-        return self.parts + self.proof
+        return self.parts + self.spares
 
     @property
     def size_bytes(self) -> int:
@@ -221,31 +218,25 @@ class Promotion(msgspec.Struct):
 class Waking(msgspec.Struct):
     """Promotions that go on because something happened: a load or a session is over, or a clear.
 
-    ``failed``: the rows that a tier could not fill. They take ``failed_bytes``, and are free when
-    every waiter has let them go.
+    ``failed``: the rows that a tier could not fill, of ``failed_bytes``. They are free when every
+    waiter has let them go.
     """
 
     waiters: deque[int]
-    failed: Part | None = None
+    failed: ClassRows | None = None
     failed_bytes: int = 0
 
 
-class Promotions:
-    """All of them, and which is due when."""
+class Promotions(Ledger[Promotion]):
+    """All of them, and the rows that they wait for."""
 
     def __init__(self) -> None:
-        self.all: dict[int, Promotion] = {}
-        self.of_instance: Counter[str] = Counter()
-        self.bytes_of: Counter[str] = Counter()
-        """``size_bytes`` of those of an instance, """
-        self.bytes = 0
-        """and of all."""
+        super().__init__()
         self.loading: dict[int, int] = {}
         """LOADING row -> the operation that fills it."""
         self.early: deque[int] = deque()
         """Those that go on now, because a tier has told its epoch."""
         self.waking: deque[Waking] = deque()
-        self._due: list[tuple[float, int]] = []
         self._next = 1
 
     def new_id(self) -> int:
@@ -261,49 +252,16 @@ class Promotions:
         """Whether more should have gone on, or been answered, than one step did."""
         return self.unfinished or (self.next_due is not None and self.next_due <= now)
 
-    def room(self, one: Promotion, limit_bytes: int) -> bool:
+    def room(self, promotion: Promotion, limit_bytes: int) -> bool:
         """Whether all that wait stay within ``limit_bytes`` with one more, and those of its
         instance within ``INSTANCE_SHARE`` of it."""
-        size, mine = one.size_bytes, self.bytes_of.get(one.instance, 0)
-        return self.bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE
-
-    def add(self, one: Promotion) -> None:
-        self.all[one.id] = one
-        if len(self._due) > 2 * len(self.all) + _DUE:  # most were answered long before their time
-            self._due = [due for due in self._due if due[1] in self.all]
-            heapq.heapify(self._due)
-        self.of_instance[one.instance] += 1
-        self.bytes_of[one.instance] += one.size_bytes
-        self.bytes += one.size_bytes
-        heapq.heappush(self._due, (one.deadline, one.id))
-
-    def drop(self, one: Promotion) -> None:
-        del self.all[one.id]
-        self.of_instance[one.instance] -= 1
-        self.bytes_of[one.instance] -= one.size_bytes
-        self.bytes -= one.size_bytes
-        if not self.of_instance[one.instance]:
-            del self.of_instance[one.instance], self.bytes_of[one.instance]
-
-    def due(self, now: float, most: int) -> list[Promotion]:
-        """Those whose time is up: ``most`` of them, the next call gives more."""
-        late = list[Promotion]()
-        while self._due and self._due[0][0] <= now and len(late) < most:
-            one = self.all.get(heapq.heappop(self._due)[1])
-            if one is not None:
-                late.append(one)
-        return late
-
-    @property
-    def next_due(self) -> float | None:
-        """When ``due`` will have something."""
-        while self._due and self._due[0][1] not in self.all:
-            heapq.heappop(self._due)
-        return self._due[0][0] if self._due else None
+        size = promotion.size_bytes
+        all_bytes, mine = sum(self.bytes_of.values()), self.bytes_of.get(promotion.instance, 0)
+        return all_bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE
 
 
 class Queued(msgspec.Struct, frozen=True):
-    """Rows that shall be flushed if they still are what they were: ``keys`` says what."""
+    """Rows to be flushed, if they still hold what they held: ``keys`` says what."""
 
     row_class: int
     rows: I64Array
@@ -311,7 +269,7 @@ class Queued(msgspec.Struct, frozen=True):
 
 
 class Flushes:
-    """What each tier is to be given, first come first served."""
+    """What each tier is to store, first come first served."""
 
     def __init__(self, tiers: int) -> None:
         self.queues: list[deque[Queued]] = [deque() for _ in range(tiers)]
@@ -322,22 +280,23 @@ class Flushes:
         self.failures: list[int] = [0] * tiers
         """How often in a row each tier was down when it was asked to store."""
         self.rests_until: list[float] = [-math.inf] * tiers
+        """Until when each tier is not asked, because it was down."""
 
     def failed(self, tier: int, now: float) -> None:
-        """A tier is down: it is left alone for a while, each time for longer."""
+        """A tier is down: it is not asked for a while, each time for longer."""
         if now < self.rests_until[tier]:
-            return  # that of one operation that was on its way with others
-        self.failures[tier] = min(self.failures[tier] + 1, _GIVE_UP)
+            return  # it was counted, with another operation of that time
+        self.failures[tier] = min(self.failures[tier] + 1, _MOST_FAILURES)
         self.rests_until[tier] = now + REST_S * 2 ** (self.failures[tier] - 1)
 
     @property
     def next_due(self) -> float | None:
-        """When a tier that was down shall be asked again; in the end only when there is more."""
+        """When a tier that was down is to be asked again."""
         waiting = [
             until
             for until, queue, failures, out in zip(
                 self.rests_until, self.queues, self.failures, self.bytes_out, strict=True
             )
-            if queue and 0 < failures < _GIVE_UP and not out
+            if queue and 0 < failures < _MOST_FAILURES and not out
         ]
         return min(waiting, default=None)

@@ -12,14 +12,14 @@ BREAKS = [
     one(
         "a release by one rank counts for all",
         2,
-        "custody.py",
+        "settlement.py",
         "        lease.owing.discard(rank)\n",
         "        lease.owing.clear()\n",
     ),
     one(
         "a release said twice counts twice",
         2,
-        "custody.py",
+        "settlement.py",
         "        lease.owing.discard(rank)\n",
         "        lease.owing.pop()\n",
     ),
@@ -27,15 +27,15 @@ BREAKS = [
         "another instance's lease can be released",
         2,
         "checks.py",
-        "if lease is not None and lease.instance != instance.id:",
-        "if False:",
+        "if entry is not None and entry.instance != instance.id:",
+        'if kind != "lease" and entry is not None and entry.instance != instance.id:',
     ),
     one(
         "another instance's reservation can be settled",
         2,
         "checks.py",
-        "if one is not None and one.instance != instance.id:",
-        "if False:",
+        "if entry is not None and entry.instance != instance.id:",
+        'if kind == "lease" and entry is not None and entry.instance != instance.id:',
     ),
     one("a rank may speak for another", 2, "checks.py", "    if rank != own:\n", "    if False:\n"),
     one(
@@ -55,14 +55,14 @@ BREAKS = [
     one(
         "readers are inferred from who is registered",
         2,
-        "flows.py",
+        "reading.py",
         "(0,) if msg.readers is None else msg.readers",
         "tuple(instance.workers)",
     ),
     one(
         "missing readers mean every rank",
         2,
-        "flows.py",
+        "reading.py",
         "(0,) if msg.readers is None else msg.readers",
         "msg.readers or tuple(range(instance.terms.ranks))",
     ),
@@ -70,8 +70,8 @@ BREAKS = [
         "every rank owes a commit, replicas too",
         2,
         (
-            ("flows.py", "named = instance.writers if", "named = tuple(instance.workers) if"),
-            ("flows.py", "    if not instance.covers_all_shards(writers):\n", "    if False:\n"),
+            ("writing.py", "named = instance.writers if", "named = tuple(instance.workers) if"),
+            ("writing.py", "    if not instance.covers_all_shards(writers):\n", "    if False:\n"),
         ),
     ),
     one(
@@ -92,52 +92,57 @@ BREAKS = [
     one(
         "a late slot is freed at the deadline",
         3,
-        "custody.py",
-        '                    self.discard(one, "late")\n',
-        '                    self.discard(one, "late")\n                    one.owing.clear()\n',
+        "settlement.py",
+        "            if reservation.deadline <= now:\n"
+        '                self.discard(reservation, "late")\n',
+        "            if reservation.deadline <= now:\n"
+        '                self.discard(reservation, "late")\n'
+        "                reservation.owing.clear()\n",
     ),
     one(
         "an abort by one rank settles for all",
         3,
-        "custody.py",
-        '            self.discard(one, "aborted")\n            one.owing.discard(rank)\n',
-        '            self.discard(one, "aborted")\n            one.owing.clear()\n',
+        "settlement.py",
+        '            self.discard(reservation, "aborted")\n'
+        "            reservation.owing.discard(rank)\n",
+        '            self.discard(reservation, "aborted")\n            reservation.owing.clear()\n',
     ),
     one(
         "the dma grace is skipped",
         3,
-        "custody.py",
+        "settlement.py",
         "until = math.inf if exiting else now + self._timing.dma_grace_s",
         "until = math.inf if exiting else now",
     ),
     one(
         "an exiting process's slots are free at its EOF",
         3,
-        "custody.py",
+        "settlement.py",
         "until = math.inf if exiting else now + self._timing.dma_grace_s",
         "until = now if exiting else now + self._timing.dma_grace_s",
     ),
     one(
         "an exiting process's slots wait for the grace only",
         3,
-        "custody.py",
+        "settlement.py",
         "until = math.inf if exiting else now + self._timing.dma_grace_s",
         "until = now + self._timing.dma_grace_s",
     ),
     one(
         "slots are free at their writer's end, with no rest",
         3,
-        "custody.py",
+        "settlement.py",
         "until = now + min(DEVICE_S, self._timing.dma_grace_s)",
         "until = now",
     ),
     one(
         "the end of one of several lost writers frees the slots of all",
         3,
-        "custody.py",
-        "                self._soil(one, session, until, now)\n\n",
-        "                one.dirty = {session: until}\n"
-        "                self._soil(one, session, until, now)\n\n",
+        "settlement.py",
+        "                self._wait_for_device(reservation, session, until, now)\n\n",
+        "                reservation.writing_until = {session: until}\n"
+        "                self._wait_for_device(reservation, session, until, now)\n"
+        "\n",
     ),
     one(
         "two rows on one slot",
@@ -150,7 +155,7 @@ BREAKS = [
     one(
         "an extent set is handed over while a slot is quarantined",
         3,
-        "l1.py",
+        "row_store.py",
         "_IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)",
         "_IN_TRANSIT: Final = (WRITING, LOADING)",
     ),
@@ -159,12 +164,12 @@ BREAKS = [
         3,
         (
             (
-                "l1.py",
+                "row_store.py",
                 "_IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)",
                 "_IN_TRANSIT: Final = (WRITING, LOADING)",
             ),
             (
-                "l1.py",
+                "row_store.py",
                 '        assert (self.table.state[rows] == FREE).all(), "an extent set in use was '
                 'given away"\n',
                 "",
@@ -181,7 +186,7 @@ BREAKS = [
     one(
         "a rank is sent to another's shard",
         3,
-        "l1.py",
+        "row_store.py",
         "tuple([self.extents.sets[i].bases for i in used.tolist()])",
         "tuple([self.extents.sets[i].bases[::-1] for i in used.tolist()])",
     ),
@@ -195,44 +200,45 @@ BREAKS = [
     one(
         "a scheduler's loss cancels grants it had handed over",
         3,
-        "custody.py",
-        "        if one is not None and not one.handed_over:\n            self.cancel(one, now)",
-        "        if one is not None:\n            self.cancel(one, now)",
+        "settlement.py",
+        "            if reservation is not None and not reservation.handed_over:\n",
+        "            if reservation is not None:\n",
     ),
     one(
         "a garbled scheduler's grants are taken back at once",
         3,
-        "machine.py",
-        "self.state.custody.presume_handed_over(who.instance)",
+        "sessions.py",
+        "state.settlement.presume_handed_over(who.instance)",
         "pass",
     ),
     one(
         "a session that owes commits is closed",
         3,
-        "machine.py",
-        "elif who is not None and self.state.custody.owes(who.instance, who.rank):",
+        "sessions.py",
+        "elif who is not None and state.settlement.owes(who.instance, who.rank):",
         "elif False:",
     ),
     # ------------------------------------------------------------ law 4: publishing
     one(
         "a partial row is published",
         4,
-        "custody.py",
-        '            self.discard(one, "cleared")\n        one.owing.discard(rank)\n',
-        '            self.discard(one, "cleared")\n        one.owing.clear()\n',
+        "settlement.py",
+        '            self.discard(reservation, "cleared")\n'
+        "        reservation.owing.discard(rank)\n",
+        '            self.discard(reservation, "cleared")\n        reservation.owing.clear()\n',
     ),
     one(
         "a dead writer's row is published",
         4,
-        "custody.py",
-        '            self.discard(one, "writer_lost")\n',
+        "settlement.py",
+        '                self.discard(reservation, "writer_lost")\n',
         "",
     ),
     one(
         "an aborted row is published once the others commit",
         4,
-        "custody.py",
-        '            self.discard(one, "aborted")\n',
+        "settlement.py",
+        '            self.discard(reservation, "aborted")\n',
         "",
     ),
     Mutant(
@@ -240,14 +246,21 @@ BREAKS = [
         4,
         (
             (
-                "custody.py",
-                "            for part in one.parts:\n                self.l1.discard(part.rows)\n",
+                "settlement.py",
+                "            for part in reservation.parts:\n"
+                "                self.store.discard(part.rows)\n",
                 "",
             ),
-            ("custody.py", "            if one.discarded:\n", "            if False:\n"),
+            ("settlement.py", "            if reservation.discarded:\n", "            if False:\n"),
         ),
     ),
-    one("a row being written matches", 4, "l1.py", "self.table.state[found] == READY", "there"),
+    one(
+        "a row being written matches",
+        4,
+        "row_store.py",
+        "self.table.state[found] >= least",
+        "there",
+    ),
     one(
         "the index trusts a fingerprint",
         4,
@@ -265,36 +278,36 @@ BREAKS = [
     one(
         "the reservation's deadline is ignored",
         5,
-        "custody.py",
-        "                if one.deadline <= now:\n",
-        "                if False:\n",
+        "settlement.py",
+        "            if reservation.deadline <= now:\n",
+        "            if False:\n",
     ),
     one(
         "a clear does not doom what is being written",
         4,
-        "custody.py",
-        "        if one.epoch != epoch:\n",
+        "settlement.py",
+        "        if reservation.epoch != epoch:\n",
         "        if False:\n",
     ),
     one(
         "a cleared class still finds its rows",
         4,
-        "l1.py",
-        "            one.index.clear()\n",
+        "row_store.py",
+        "            row_class.index.clear()\n",
         "",
     ),
     one(
         "a cleared class still evicts its rows",
         6,
-        "l1.py",
-        "            one.policy = self._policy(self.table)\n",
+        "row_store.py",
+        "            row_class.lru = Lru(self.table)\n",
         "",
     ),
     one(
         "a row that was reported wrong still matches while it is read",
         4,
-        "l1.py",
-        '        """READY ``rows`` stop matching now, and are freed once nobody reads them."""\n'
+        "row_store.py",
+        '        """Readable ``rows`` match no more, and are freed once nobody reads them."""\n'
         "        self._unindex(rows)\n",
         "",
     ),
@@ -309,8 +322,8 @@ BREAKS = [
         "what old and new weights wrote together is published",
         10,
         "admission.py",
-        "    state.custody.distrust(instance.id, state.now)\n",
+        "    state.settlement.weights_replaced(instance.id, state.now)\n",
         "    pass\n",
     ),
-    one("a bad row stays", 8, "flows.py", "        state.l1.forget(rows)\n", ""),
+    one("a bad row stays", 8, "reading.py", "        state.store.withdraw(rows)\n", ""),
 ]

@@ -1,24 +1,23 @@
-"""L1: the index, the slots, and room for new ones.
+"""The rows of L1: their index, their slots, and room for new ones.
 
-Law of this file: an index entry names a row that is WRITING, LOADING or READY and not doomed; room
-is made here, at allocation time, and nowhere else (law 6). It knows no sessions and no time.
+Law of this file: an index entry names a row that is WRITING, LOADING, READY or TRANSIENT; room is
+made here, at allocation time, and nowhere else (law 6). It knows no sessions and no time.
 
-No free slot: take free arena; else evict, from the class's own rows or by taking over the extent
-sets of least value of other classes, whichever was used longer ago. So no layout can starve
-another.
+Where there is no free slot, a new extent set is taken from the arena's free space. If there is
+none, rows are evicted: the class's own, or the extent sets of other classes, whichever were used
+less recently. So no layout can starve another.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.eviction import EvictionPolicy, Lru
+from kvass.core.eviction import Lru
 from kvass.core.extents import STAYS, ExtentMap
 from kvass.core.index import ABSENT, KeyIndex
 from kvass.core.registry import RowClassSpec
@@ -30,6 +29,8 @@ from kvass.core.rows import (
     QUARANTINED,
     READY,
     STATE_NAMES,
+    TRANSIENT,
+    WITHDRAWN,
     WRITING,
     RowTable,
 )
@@ -38,6 +39,8 @@ from kvass.core.slots import FreeSlots
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
+_LEAVING: Final = (WITHDRAWN, TRANSIENT)
+"""Rows in these states are freed at their last unpin."""
 
 TYPICAL_ROW: Final = 1 << 20
 ROOM: Final = 9 << 17
@@ -49,29 +52,27 @@ when that is spent begins with a small index, which grows: there may be thousand
 
 
 class RowClass(msgspec.Struct):
-    """The rows of one (namespace, group): equally large, one index, one eviction policy.
+    """The rows of one (namespace, group): all of one size, with an index and a record of their use.
 
-    ``slots``: of all its sets. ``rows``: how many of them are in each state, but for FREE ones.
-    ``doomed``: how many READY rows stopped matching while somebody reads them.
+    ``slots``: how many its sets have. ``rows``: how many rows are in each state, except FREE.
     """
 
     id: int
     namespace: int
     spec: RowClassSpec
-    policy: EvictionPolicy
+    lru: Lru
     slots_per_set: int
     index: KeyIndex
     free: FreeSlots
     slots: int = 0
     rows: list[int] = []
-    doomed: int = 0
 
 
 class Namespace(msgspec.Struct):
     """``epoch`` counts clears: what was reserved under an older one is discarded at commit.
 
-    ``tier_epochs``: what its records in each tier go by; None: not known (yet), so that the tier is
-    of no use to it. ``asked_s``: when each was last asked for (inf: the answer is awaited).
+    ``tier_epochs``: the epoch of its records in each tier; None: not known yet, so that tier is not
+    used for it. ``asked_s``: when each was last asked for; infinity: the answer is awaited.
 
     ``private``: of one engine's generation (``messages.Register``). No engine has it once that one
     has left it. So its rows are in L1 only: no tier is asked for an epoch, both lists are empty.
@@ -88,15 +89,15 @@ class Namespace(msgspec.Struct):
     asked_s: list[float] = []
 
 
-class L1:
+class RowStore:
     """Rows of all classes in an arena of ``arena_bytes``."""
 
     def __init__(
         self,
         arena_bytes: int,
         extent_bytes: int,
+        counters: dict[str, int],
         seed: bytes = b"",
-        policy: Callable[[RowTable], EvictionPolicy] = Lru,
         slice_slots: int = 2048,
     ) -> None:
         self.table = RowTable()
@@ -104,17 +105,15 @@ class L1:
         self.extents = ExtentMap(arena_bytes)
         self.classes: dict[int, RowClass] = {}
         self._of_namespace: dict[int, list[RowClass]] = {}
-        self.evicted: Counter[str] = Counter()
-        """Rows evicted, by reason."""
+        self._counters = counters
         self._extent_bytes = extent_bytes
-        self._policy = policy
         self._slice_slots = slice_slots
         self._next_class = 0
         self._index_room = INDEX_ROOM
         self._cold: list[KeyIndex] = []
         """Indexes whose memory nobody has touched yet."""
         self._leaving = 0
-        """READY rows that are doomed or passing, so that most unpins need not look for any."""
+        """Rows that are freed at their last unpin: most unpins need not look for any."""
         self._seed = seed
         self.sets = SetTable()
         self.pinned = 0
@@ -128,7 +127,7 @@ class L1:
             id=self._next_class,
             namespace=namespace,
             spec=spec,
-            policy=self._policy(self.table),
+            lru=Lru(self.table),
             slots_per_set=self._slots_per_set(spec),
             index=self._new_index(spec),
             free=FreeSlots(),
@@ -148,8 +147,8 @@ class L1:
         return index
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
-        """So many that an extent is as large as wished; but a set of many shards, each with an
-        extent, is no more than a sixteenth of the arena: a few in use must leave room for others
+        """So many that an extent is as large as configured. But a set, which has an extent for each
+        shard, is at most a sixteenth of the arena: a few sets in use must leave room for others
         (law 6)."""
         most = max(self._extent_bytes, self.extents.size // 16)
         return min(-(-self._extent_bytes // max(spec.shard_bytes)), -(-most // spec.row_bytes))
@@ -157,32 +156,32 @@ class L1:
     def remove(self, gone: Collection[RowClass]) -> None:
         """Forget classes; their slots are given back by ``reclaim``."""
         self._disown(gone)
-        for one in gone:
-            self._index_room += one.index.room
-            self._cold = [index for index in self._cold if index is not one.index]
-            del self.classes[one.id]
-            self._of_namespace[one.namespace].remove(one)
+        for row_class in gone:
+            self._index_room += row_class.index.room
+            self._cold = [index for index in self._cold if index is not row_class.index]
+            del self.classes[row_class.id]
+            self._of_namespace[row_class.namespace].remove(row_class)
 
     # ------------------------------------------------------------ finding
 
-    def readable(self, found: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``found`` (row ids, or ``ABSENT``) are READY."""
+    def there(self, found: I64Array, least: int = READY) -> npt.NDArray[np.bool_]:
+        """Which of ``found`` (row ids, or ``ABSENT``) are in state ``least`` or above."""
         there: npt.NDArray[np.bool_] = found != ABSENT
         if there.all():
-            ready: npt.NDArray[np.bool_] = self.table.state[found] == READY
-            return ready
-        there[there] = self.table.state[found[there]] == READY
+            there = self.table.state[found] >= least
+        else:
+            there[there] = self.table.state[found[there]] >= least
         return there
 
-    def touch(self, one: RowClass, rows: I64Array) -> None:
+    def touch(self, row_class: RowClass, rows: I64Array) -> None:
         """``rows``, in chunk order, were used.
 
-        The deepest becomes the oldest of them, since it is worth nothing without the others; but a
-        window's or a state's becomes the newest, since a hit needs only those at its end.
+        The deepest becomes the oldest of them: it is of no use without the others. For windows and
+        states the deepest becomes the newest: a hit needs only those at its end.
         """
         if len(rows):
-            oldest_first = rows[::-1] if one.spec.layout.kind == "full" else rows
-            one.policy.touched(oldest_first, self.table.stamp_rows(oldest_first))
+            oldest_first = rows[::-1] if row_class.spec.layout.kind == "full" else rows
+            row_class.lru.touched(oldest_first, self.table.stamp_rows(oldest_first))
             self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def slots(self, rows: I64Array) -> Slots:
@@ -203,15 +202,15 @@ class L1:
     # ------------------------------------------------------------ reading
 
     def pin(self, rows: I64Array) -> None:
-        """One more lease holds ``rows``; a row named twice in it counts once."""
+        """One lease more holds ``rows``; a row that they name twice is pinned once."""
         self.table.pins[rows] += 1
         np.add.at(self.sets.held, self._sets_of(rows), 1)
         self.pinned += len(rows)
 
     def unpin(self, rows: I64Array, ahead: bool = False) -> None:
-        """Undo one ``pin`` of the same ``rows``; those that only stayed for it are freed.
+        """Undo one ``pin`` of the same ``rows``; at their last one, some are freed (``_LEAVING``).
 
-        ``ahead``: whoever they are for is still to come, so passing ones stay.
+        ``ahead``: they were prefetched and their reader is still to come: TRANSIENT ones stay.
         """
         table = self.table
         table.pins[rows] -= 1
@@ -219,32 +218,44 @@ class L1:
         self.pinned -= len(rows)
         if not self._leaving:
             return
-        over = table.doomed[rows] if ahead else table.doomed[rows] | table.passing[rows]
-        leaving = over & table.evictable(rows)
-        if leaving.any():
-            gone = np.unique(rows[leaving])
-            self._leaving -= len(gone)
-            owner = self.class_of(gone)
-            if owner is not None:
-                owner.doomed -= int(table.doomed[gone].sum())
-            self.free(gone)
+        states = table.state[rows]
+        leaving = states == WITHDRAWN if ahead else np.isin(states, _LEAVING)
+        leaving &= table.pins[rows] == 0
+        self.free(np.unique(rows[leaving]))
 
     # ------------------------------------------------------------ writing
 
     def allocate(
-        self, one: RowClass, keys: U64Array, protect: int, state: int = WRITING
+        self, row_class: RowClass, keys: U64Array, protect: int, state: int = WRITING
     ) -> I64Array:
         """WRITING (or LOADING) rows for the first of ``keys``, as many as room can be made for.
 
         Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. ``keys`` are
         distinct, and none is in the index.
         """
-        self._make_room(one, len(keys), protect)
-        rows = one.free.take(len(keys))
+        self._make_room(row_class, len(keys), protect)
+        rows = row_class.free.take(len(keys))
         self._move(rows, FREE, state)
         self.table.key[rows] = keys[: len(rows)]
-        one.index.add(rows)
+        row_class.index.add(rows)
         return rows
+
+    def allocate_each(
+        self,
+        classes: list[RowClass],
+        keys: U64Array,
+        wanted: list[I64Array],
+        protect: int,
+        state: int = WRITING,
+    ) -> tuple[list[I64Array], int]:
+        """Rows for the chunks ``wanted`` of each class, and the first chunk that got none in some
+        class because there was no room; ``len(keys)`` if there is none. Rows behind it were taken.
+        """
+        rows = [
+            self.allocate(c, keys[w], protect, state) for c, w in zip(classes, wanted, strict=True)
+        ]
+        short = [int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)]
+        return rows, min(short, default=len(keys))
 
     def _move(self, rows: I64Array, before: int, after: int) -> None:
         """Move ``rows``, all of one class and in state ``before``, and count them."""
@@ -258,10 +269,17 @@ class L1:
             np.add.at(self.sets.used, sets, used)
         if after == FREE:
             self.sets.newest[sets[self.sets.used[sets] == 0]] = NEVER
+        self._leaving += len(rows) * ((after in _LEAVING) - (before in _LEAVING))
         owner = self.class_of(rows)
         if owner is not None:
             owner.rows[before] -= len(rows)
             owner.rows[after] += len(rows)
+
+    def _move_all(self, rows: I64Array, after: int) -> None:
+        """The same for rows of one class in whatever states."""
+        states = self.table.state[rows]
+        for before in np.flatnonzero(np.bincount(states)).tolist():
+            self._move(rows[states == before], before, after)
 
     def publish(self, rows: I64Array) -> None:
         """Every shard of ``rows`` is written: they are readable from here on."""
@@ -269,11 +287,8 @@ class L1:
 
     def promoted(self, rows: I64Array, retain: bool) -> None:
         """A tier has filled LOADING ``rows``: they are readable from here on."""
-        self._move(rows, LOADING, READY)
-        self.table.kept[rows] = True
-        if not retain:
-            self.table.passing[rows] = True
-            self._leaving += len(rows)
+        self._move(rows, LOADING, READY if retain else TRANSIENT)
+        self.table.offered[rows] = True
 
     def fail(self, rows: I64Array) -> None:
         """LOADING ``rows`` will not be filled: nobody finds them any more."""
@@ -285,49 +300,42 @@ class L1:
         self._move(rows, WRITING, QUARANTINED)
 
     def free(self, rows: I64Array) -> None:
-        """Nobody reads or writes ``rows`` (all of one class and in one state) any more."""
+        """Nobody reads or writes ``rows`` (all of one class) any more."""
         if not len(rows):
             return
         self._unindex(rows)
-        self._move(rows, int(self.table.state[rows[0]]), FREE)
+        self._move_all(rows, FREE)
         owner = self.class_of(rows)
         if owner is not None:
             owner.free.give_back(rows)
 
-    def forget(self, rows: I64Array) -> None:
-        """READY ``rows`` stop matching now, and are freed once nobody reads them."""
+    def withdraw(self, rows: I64Array) -> None:
+        """Readable ``rows`` match no more, and are freed once nobody reads them."""
         self._unindex(rows)
-        table = self.table
-        pinned = table.pins[rows] > 0
-        self._leaving -= int(table.passing[rows].sum())
-        table.passing[rows] = False
-        table.doomed[rows[pinned]] = True
-        self._leaving += int(pinned.sum())
-        owner = self.class_of(rows)
-        if owner is not None:
-            owner.doomed += int(pinned.sum())
-        self.free(rows[~pinned])
+        read = self.table.pins[rows] > 0
+        self._move_all(rows[read], WITHDRAWN)
+        self.free(rows[~read])
 
     def clear(self, classes: Collection[RowClass]) -> int:
-        """Nothing of ``classes`` matches any more, at once; how many rows did.
+        """Nothing of ``classes`` matches any more, from now on; returns how many rows did.
 
-        Their sets are ``CLEARED``. Who reads or writes there goes on; what nobody does is given
-        back by ``reclaim``, or to the next one who needs room.
+        Their sets are ``CLEARED``. Who reads or writes there goes on. Sets in which nobody does are
+        given back by ``reclaim``, or when somebody needs room.
         """
-        matched = sum(one.rows[READY] - one.doomed for one in classes)
+        matched = sum(sum(row_class.rows[READY:]) for row_class in classes)
         self._disown(classes)
-        for one in classes:
-            one.index.clear()
-            if one.index.cold and one.index not in self._cold:
-                self._cold.append(one.index)
-            one.policy = self._policy(self.table)
-            one.free, one.slots, one.doomed = FreeSlots(), 0, 0
-            one.rows = [0] * len(STATE_NAMES)
+        for row_class in classes:
+            row_class.index.clear()
+            if row_class.index.cold and row_class.index not in self._cold:
+                self._cold.append(row_class.index)
+            row_class.lru = Lru(self.table)
+            row_class.free, row_class.slots = FreeSlots(), 0
+            row_class.rows = [0] * len(STATE_NAMES)
         return matched
 
     def _disown(self, classes: Collection[RowClass]) -> None:
         """The sets of ``classes`` are nobody's: looked for once, however many classes."""
-        sets = np.flatnonzero(np.isin(self.sets.owner, [one.id for one in classes]))
+        sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in classes]))
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
 
@@ -346,7 +354,7 @@ class L1:
             )
 
     def warm(self) -> None:
-        """Touch some memory of an index that is new, so that the first stores need not."""
+        """Touch some memory of a new index, so that the first stores do not wait for the kernel."""
         if self._cold:
             self._cold[0].warm()
             if not self._cold[0].cold:
@@ -372,52 +380,46 @@ class L1:
 
     # ------------------------------------------------------------ room
 
-    def _make_room(self, one: RowClass, count: int, protect: int) -> None:
-        while (lacking := count - len(one.free)) > 0:
-            if self._add_set(one):
+    def _make_room(self, row_class: RowClass, count: int, protect: int) -> None:
+        while (lacking := count - len(row_class.free)) > 0:
+            if self._add_set(row_class):
                 continue
-            victims = one.policy.victims(lacking, protect)
+            victims = row_class.lru.victims(lacking, protect)
             oldest = int(self.table.stamp[victims[0]]) if len(victims) else protect
-            if self._take_over(one, lacking, below=oldest):
+            if self._take_over(row_class, lacking, below=oldest):
                 continue
             if not len(victims):
                 return
-            self.evicted["capacity"] += len(victims)
-            self._evict(one, victims)
+            self._counters["evicted_capacity"] += len(victims)
+            self._evict(row_class, victims)
 
-    def _evict(self, one: RowClass, rows: I64Array) -> None:
+    def _evict(self, row_class: RowClass, rows: I64Array) -> None:
         """Free ``rows`` of a class, and what is worth nothing without them.
 
         No hit gets past a missing ``full`` row, so its chunk's windows and states go with it.
         """
         keys = self.table.keys_of(rows)
-        self._drop(rows)
-        if one.spec.layout.kind != "full":
+        self.free(rows)
+        if row_class.spec.layout.kind != "full":
             return
-        for other in self._of_namespace[one.namespace]:
+        for other in self._of_namespace[row_class.namespace]:
             if other.spec.layout.kind != "full":
                 found = other.index.find(keys)
                 found = found[found != ABSENT]
                 orphans = found[self.table.evictable(found)]
-                self.evicted["orphaned"] += len(orphans)
-                self._drop(orphans)
+                self._counters["evicted_orphaned"] += len(orphans)
+                self.free(orphans)
 
-    def _drop(self, rows: I64Array) -> None:
-        """Free READY rows that nobody reads."""
-        if self._leaving:
-            self._leaving -= int(self.table.passing[rows].sum())
-        self.free(rows)
-
-    def _add_set(self, one: RowClass) -> bool:
-        made = self.extents.add(one.spec.shard_bytes, one.slots_per_set)
+    def _add_set(self, row_class: RowClass) -> bool:
+        made = self.extents.add(row_class.spec.shard_bytes, row_class.slots_per_set)
         if made is None:
             return False
         self.table.grow(made.end_row)
-        self.sets.add(made, one.id)
+        self.sets.add(made, row_class.id)
         self.table.set_of[made.first_row : made.end_row] = made.id
         self.table.slot[made.first_row : made.end_row] = np.arange(made.slots)
-        one.free.give_new(np.arange(made.first_row, made.end_row))
-        one.slots += made.slots
+        row_class.free.give_new(np.arange(made.first_row, made.end_row))
+        row_class.slots += made.slots
         return True
 
     def _take_over(self, asker: RowClass, lacking: int, below: int) -> bool:
@@ -442,11 +444,11 @@ class L1:
         owners = self.sets.owner[sets]
         for owner in sorted(set(owners.tolist())):
             rows = self.sets.rows_of(sets[owners == owner])
-            held = rows[self.table.state[rows] == READY]
+            held = rows[self.table.state[rows] >= READY]
             if owner == CLEARED:
-                self._drop(held)
+                self.free(held)
             else:
-                self.evicted["handed_over"] += len(held)
+                self._counters["evicted_handed_over"] += len(held)
                 self._evict(self.classes[owner], held)
         self._remove_sets(sets)
 
@@ -457,9 +459,9 @@ class L1:
         gone = np.zeros(len(self.table), np.bool_)
         gone[rows] = True
         for owner in sorted({*owners.tolist()} - {CLEARED}):
-            one = self.classes[owner]
-            one.slots -= int(self.sets.slots[sets[owners == owner]].sum())
-            one.free.drop(gone)
+            row_class = self.classes[owner]
+            row_class.slots -= int(self.sets.slots[sets[owners == owner]].sum())
+            row_class.free.drop(gone)
         self.sets.cleared -= int((owners == CLEARED).sum())
         self.table.set_of[rows] = NOBODY
         self.sets.owner[sets] = NOBODY
@@ -476,9 +478,9 @@ class L1:
         np.maximum.at(last, which, used)
         return dict(zip(classes.tolist(), last.tolist(), strict=True))
 
-    def in_use(self, one: RowClass) -> bool:
+    def in_use(self, row_class: RowClass) -> bool:
         """Whether any slot of the class is not FREE."""
-        return one.slots != len(one.free)
+        return row_class.slots != len(row_class.free)
 
     @property
     def cleared_bytes(self) -> int:
@@ -487,8 +489,3 @@ class L1:
             return 0
         sets = np.flatnonzero(self.sets.owner == CLEARED).tolist()
         return sum(sum(self.extents.sets[i].extent_bytes) for i in sets)
-
-    def census(self, one: RowClass) -> dict[str, int]:
-        """Rows of a class by state name."""
-        rows = [one.slots - sum(one.rows[FREE + 1 :]), *one.rows[FREE + 1 :]]
-        return dict(zip(STATE_NAMES, rows, strict=True))

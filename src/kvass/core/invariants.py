@@ -1,0 +1,218 @@
+"""What must be true of the state after every event; for tests and the simulator.
+
+It reads everything and changes nothing. An ``AssertionError`` says which invariant is broken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvass.core.promote import LOADING_SHARE
+from kvass.core.rows import (
+    FREE,
+    LOADING,
+    NEVER,
+    NOBODY,
+    QUARANTINED,
+    READY,
+    STATE_NAMES,
+    WITHDRAWN,
+    WRITING,
+)
+from kvass.core.sets import CLEARED
+from kvass.core.tier_state import Flushing, Loading, Probing
+
+if TYPE_CHECKING:
+    from kvass.core.ledger import ClassRows
+    from kvass.core.state import State
+
+
+def validate(state: State) -> None:
+    """Assert all of it (laws 2, 3, 4, 6, 12)."""
+    pinned = [part for lease in state.leases.all.values() for part in lease.parts]
+    pinned += [part for p in state.promotions.all.values() for part in p.pinned]
+    pinned += [op.part for op in state.tiers.ops.values() if isinstance(op, Flushing)]
+    _leases(state)
+    _reservations(state)
+    _pins(state, pinned)
+    _loading(state)
+    _promotions(state)
+    _flushes(state)
+    _extents(state)
+    _rows(state)
+    _counts(state, pinned)
+    _instances(state)
+
+
+def _leases(state: State) -> None:
+    behind = state.settlement.behind(state.now)
+    for lease in state.leases.all.values():
+        assert lease.owing, "a lease that nobody owes is still held"
+        assert lease.deadline > state.now or behind, "a lease outlived its deadline"
+
+
+def _reservations(state: State) -> None:
+    """Rows in transit belong to one reservation, which is open as long as they may be written."""
+    table, now, behind = state.store.table, state.now, state.settlement.behind(state.now)
+    writers = dict[int, int]()
+    owed = Counter[str]()
+    for reservation in state.reservations.all.values():
+        assert behind or not reservation.settled(now), "a settled reservation is still held"
+        late = reservation.deadline <= now and not behind
+        assert reservation.discarded or not late, "a reservation outlived its deadline"
+        want = QUARANTINED if reservation.discarded else WRITING
+        for part in reservation.parts:
+            for row in part.rows.tolist():
+                assert row not in writers, f"row {row} has two reservations"
+                assert table.state[row] == want, f"row {row} is not in its reservation's state"
+                writers[row] = reservation.id
+        owed[reservation.instance] += reservation.size_bytes
+    assert owed == state.reservations.bytes_of, "reserved bytes were miscounted"
+    assert all(size <= state.quota for size in owed.values()), "an instance has more than its share"
+    in_transit = np.flatnonzero((table.state == WRITING) | (table.state == QUARANTINED))
+    assert in_transit.tolist() == sorted(writers), "a row in transit belongs to no reservation"
+
+
+def _pins(state: State, pinned: list[ClassRows]) -> None:
+    """``pinned``: what leases, promotions and flushes hold. Each of them counts a row once."""
+    pins = state.store.table.pins
+    rows = np.flatnonzero(pins)
+    counted = dict(zip(rows.tolist(), pins[rows].tolist(), strict=True))
+    held = Counter(row for part in pinned for row in set(part.rows.tolist()))
+    assert counted == held, f"rows count the pins {counted}, leases {held}"
+
+
+def _loading(state: State) -> None:
+    """LOADING rows, and nothing else, are a tier's to write."""
+    table, tiers = state.store.table, state.tiers
+    loading = {n: op for n, op in tiers.ops.items() if isinstance(op, Loading)}
+    rows = {row: n for n, op in loading.items() for row in op.part.rows.tolist()}
+    assert rows == state.promotions.loading, "a LOADING row is filled by another operation, or none"
+    waking = state.promotions.waking
+    failed = [row for each in waking if each.failed for row in each.failed.rows.tolist()]
+    held = np.flatnonzero(table.state == LOADING).tolist()
+    assert sorted([*rows, *failed]) == held, "a stray LOADING row"
+    size = sum(op.size_bytes for op in loading.values()) + sum(w.failed_bytes for w in waking)
+    assert size == state.loading_bytes, "LOADING bytes were miscounted"
+    assert size <= state.config.arena_bytes * LOADING_SHARE, "more is LOADING than may be"
+
+
+def _promotions(state: State) -> None:
+    """Each waits for something, is woken by it, and not past its deadline."""
+    promotions, ops = state.promotions, state.tiers.ops
+    waiting = sum(p.size_bytes for p in promotions.all.values())
+    assert waiting == sum(promotions.bytes_of.values()), "miscounted bytes"
+    assert waiting <= state.config.limits.waiting_bytes, "more waits than may"
+    woken = {waiter for each in promotions.waking for waiter in each.waiters}
+    for p in promotions.all.values():
+        late = p.deadline <= state.now and not promotions.behind(state.now)
+        assert not late, "a promotion outlived its deadline"
+        used = [row for part in p.pinned for row in part.rows.tolist()]
+        awaited = {promotions.loading[row] for row in used if row in promotions.loading}
+        assert awaited == p.awaits, "a promotion waits for what it does not use"
+        for op in map(ops.__getitem__, awaited):
+            assert isinstance(op, Loading), "a promotion waits for something else than a load"
+            assert p.id in op.waiters, "nobody would wake a promotion"
+        probing = any(isinstance(op, Probing) and op.promotion == p.id for op in ops.values())
+        going = probing or p.early or p.id in woken
+        assert awaited or going, "a promotion waits for nothing"
+
+
+def _flushes(state: State) -> None:
+    for tier, out in enumerate(state.flushes.bytes_out):
+        ops = [o for o in state.tiers.ops.values() if isinstance(o, Flushing) and o.tier == tier]
+        assert out == sum(op.size_bytes for op in ops), "flushed bytes were miscounted"
+        queued = sum(len(queued.rows) for queued in state.flushes.queues[tier])
+        assert state.flushes.rows[tier] == queued, "a queue miscounts"
+
+
+def _extents(state: State) -> None:
+    end = used = 0
+    for base, size in sorted(
+        extent
+        for each in state.store.extents.sets.values()
+        for extent in zip(each.bases, each.extent_bytes, strict=True)
+    ):
+        assert base >= end, "two extents overlap"
+        end = base + size
+        used += size
+    assert end <= state.config.arena_bytes, "an extent leaves the arena"
+    free = state.store.extents.free_bytes
+    assert used + free == state.config.arena_bytes, "arena bytes were lost"
+
+
+def _rows(state: State) -> None:
+    """A slot is listed as free once, or used; a row that may be read matches."""
+    table, classes = state.store.table, state.store.classes.values()
+    free, readable, withdrawn = table.state == FREE, table.state >= READY, table.state == WITHDRAWN
+    assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
+    assert not table.key[free].any(), "a FREE row keeps a key"
+    home = np.full(len(table), NOBODY)
+    for extent_set in state.store.extents.sets.values():
+        home[extent_set.first_row : extent_set.end_row] = extent_set.id
+    assert (table.set_of == home).all(), "a row left its set"
+    owner = np.full(len(table), NOBODY)
+    owner[home != NOBODY] = state.store.sets.owner[home[home != NOBODY]]
+    cleared = owner == CLEARED
+    listed = np.zeros(len(table), np.int64)
+    matches = np.zeros(len(table), np.bool_)
+    for row_class in classes:
+        np.add.at(listed, row_class.free.listed(), 1)
+        assert (owner[row_class.free.listed()] == row_class.id).all(), (
+            "a free slot of another class"
+        )
+        if len(row_class.index):
+            rows = row_class.index.rows()
+            assert len(rows) == len(row_class.index), "the index miscounts"
+            assert (row_class.index.find(table.key[rows]) == rows).all(), (
+                "the index and a row disagree"
+            )
+            assert (owner[rows] == row_class.id).all(), "the index names another class's row"
+            matches[rows] = True
+    assert (listed == (free & (owner >= 0))).all(), "a slot is free and used, twice free, or lost"
+    assert not (matches & (free | withdrawn)).any(), "a FREE or WITHDRAWN row still matches"
+    assert (matches | cleared)[readable].all(), "a READY row is lost"
+    failed = np.zeros(len(table), np.bool_)
+    for waking in state.promotions.waking:
+        if waking.failed is not None:
+            failed[waking.failed.rows] = True
+    assert matches[(table.state == LOADING) & ~cleared & ~failed].all(), "a LOADING row is lost"
+    assert (table.pins[withdrawn] > 0).all(), "a WITHDRAWN row that nobody reads"
+    assert (table.stamp[readable] != NEVER).all(), "a READY row that eviction cannot see"
+
+
+def _counts(state: State, pinned: list[ClassRows]) -> None:
+    """What is counted per set and class is so. ``pinned``: all that is pinned."""
+    store, table, sets = state.store, state.store.table, state.store.sets
+    held, used = np.zeros_like(sets.held), np.zeros_like(sets.used)
+    filled = table.set_of[table.state != FREE]
+    np.add.at(used, filled, 1)
+    np.add.at(held, table.set_of[np.isin(table.state, (WRITING, LOADING, QUARANTINED))], 1)
+    for part in pinned:
+        np.add.at(held, table.set_of[part.rows], 1)
+    there = sets.owner != NOBODY
+    assert sorted(store.extents.sets) == np.flatnonzero(there).tolist(), "a set is lost"
+    assert sets.cleared == (sets.owner == CLEARED).sum(), "cleared sets were miscounted"
+    assert (held == sets.held)[there].all(), "what holds a set was miscounted"
+    assert (used == sets.used)[there].all(), "the rows of a set were miscounted"
+    assert store.pinned == sum(len(part.rows) for part in pinned), "pins were miscounted"
+    older = table.stamp[table.state != FREE] <= sets.newest[filled]
+    assert (older | (sets.owner[filled] == CLEARED)).all(), "a set seems older than its rows"
+    for row_class in store.classes.values():
+        rows = sets.rows_of(np.flatnonzero(sets.owner == row_class.id))
+        assert len(rows) == row_class.slots, "a class miscounts its slots"
+        counted = np.bincount(table.state[rows], minlength=len(STATE_NAMES)).tolist()
+        assert counted[FREE + 1 :] == row_class.rows[FREE + 1 :], "a class miscounts its rows"
+
+
+def _instances(state: State) -> None:
+    for instance in state.instances.values():
+        assert instance.sessions, "an instance without sessions is still known"
+        assert instance.namespace is None or not instance.missing, "a rank is missing"
+        for rank, session in instance.sessions.items():
+            who = state.sessions[session].registered
+            assert who is not None, "an instance counts a session that never registered"
+            assert (who.instance, who.rank) == (instance.id, rank), "a session is someone else"

@@ -1,0 +1,131 @@
+"""What is open: leases (reading), reservations (writing), and lookups that wait for tiers.
+
+Law of this file: nothing is anonymous. Every entry belongs to an (instance, request), and names the
+ranks that still owe a release or a commit (law 2). What follows from a change is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+from kvass.types import I64Array
+
+_STALE: Final = 1024
+
+
+class ClassRows(msgspec.Struct, frozen=True):
+    """Rows of one row class, in chunk order."""
+
+    row_class: int
+    rows: I64Array
+
+
+class Entry(msgspec.Struct, kw_only=True):
+    """``deadline``: CLOCK_MONOTONIC, seconds."""
+
+    id: int
+    instance: str
+    request: str
+    deadline: float
+
+
+class Lease(Entry, kw_only=True):
+    """Pins on rows, until every rank in ``owing`` released or ``deadline`` passed.
+
+    ``chunks`` long; the rows of a part are of the last of them, and not all parts need be whole.
+    """
+
+    chunks: int
+    parts: tuple[ClassRows, ...]
+    owing: set[int]
+    handed_over: bool = False
+
+
+class Reservation(Entry, kw_only=True):
+    """Rows being written by the ranks in ``owing``.
+
+    ``discarded``: will publish nothing, whatever its writers still say; its rows are QUARANTINED.
+    ``writing_until``: of writers that were lost, by session: until when their device may still
+    write. Infinity: until their process has ended.
+    """
+
+    parts: tuple[ClassRows, ...]
+    owing: set[int]
+    epoch: int
+    size_bytes: int
+    handed_over: bool = False
+    discarded: bool = False
+    writing_until: dict[int, float] = {}
+
+    def settled(self, now: float) -> bool:
+        """Whether nobody can write to its slots any more."""
+        return not self.owing and all(until <= now for until in self.writing_until.values())
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Ledger(Generic[E]):
+    """All open entries of a kind: by number, by instance, and by when they are due."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, E] = {}
+        self.bytes_of: dict[str, int] = {}
+        """What the entries of an instance take, as ``add`` was told (law 12)."""
+        self._of: dict[str, dict[int, E]] = {}
+        self._due: list[tuple[float, int]] = []
+
+    def of(self, instance: str) -> dict[int, E]:
+        """The entries of an instance, by number."""
+        return self._of.get(instance, {})
+
+    def add(self, entry: E, size_bytes: int = 0) -> None:
+        self.all[entry.id] = entry
+        self._of.setdefault(entry.instance, {})[entry.id] = entry
+        self.bytes_of[entry.instance] = self.bytes_of.get(entry.instance, 0) + size_bytes
+        self.wake_at(entry.deadline, entry)
+
+    def drop(self, entry: E, size_bytes: int = 0) -> None:
+        del self.all[entry.id]
+        mine = self._of[entry.instance]
+        del mine[entry.id]
+        self.bytes_of[entry.instance] -= size_bytes
+        if not mine:
+            del self._of[entry.instance], self.bytes_of[entry.instance]
+
+    def wake_at(self, when: float, entry: E) -> None:
+        """Have ``due`` name ``entry`` once ``when`` has come."""
+        heapq.heappush(self._due, (when, entry.id))
+        if len(self._due) > 4 * len(self.all) + _STALE:  # most ended long before their time
+            self._due = [due for due in self._due if due[1] in self.all]
+            heapq.heapify(self._due)
+
+    def due(self, now: float, most: int) -> list[E]:
+        """At most ``most`` entries whose time has come; the next call gives more.
+
+        An entry may have been given another time since: the caller looks.
+        """
+        if not self._due or self._due[0][0] > now:
+            return []
+        found = dict[int, E]()
+        while len(found) < most and (when := self.next_due) is not None and when <= now:
+            number = heapq.heappop(self._due)[1]
+            found[number] = self.all[number]
+        return list(found.values())
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``due`` will have something."""
+        while self._due and self._due[0][1] not in self.all:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+
+def soonest(one: float | None, other: float | None) -> float | None:
+    """The earlier of two times; ``None`` is never."""
+    if one is None or (other is not None and other < one):
+        return other
+    return one

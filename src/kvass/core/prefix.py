@@ -1,0 +1,58 @@
+"""What a namespace has of one prompt: its rows are found once, and then asked about."""
+
+from __future__ import annotations
+
+from kvass.core.coverage import BoolArray, checked_groups, first_chunk, longest_hit
+from kvass.core.index import ABSENT
+from kvass.core.ledger import ClassRows
+from kvass.core.row_store import Namespace, RowStore
+from kvass.core.rows import READY
+from kvass.types import I64Array, U64Array
+
+
+class PrefixView:
+    """The rows of a prompt's chunks in every layer group. It is stale once rows come or go.
+
+    ``keys``: of the prompt's chunks, from chunk 0 on. ``first``: the first chunk that the engine
+    does not have itself. With EAGLE or MTP, ``spare`` extra chunks after a hit must be there too:
+    they are checked, and not returned. ``found``: per row class each chunk's row, or ``ABSENT``.
+    """
+
+    def __init__(
+        self, store: RowStore, ns: Namespace, keys: U64Array, first: int, spare: int = 0
+    ) -> None:
+        self._store, self._ns, self._first, self._spare = store, ns, first, spare
+        self._groups = [c.spec.layout for c in ns.classes]
+        self.found: list[I64Array] = [c.index.find(keys) for c in ns.classes]
+
+    def there(self, least: int = READY) -> list[BoolArray]:
+        """Per class, which chunks have a row in state ``least`` or above (``rows``)."""
+        return [self._store.there(rows, least) for rows in self.found]
+
+    def longest(self, there: list[BoolArray]) -> int:
+        """How many chunks of the prompt can be had, if ``there`` can be; ``first`` if none."""
+        return longest_hit(self._groups, there, self._ns.chunk_tokens, self._first, self._spare)
+
+    def needs(self, end: int) -> list[tuple[int, int]]:
+        """Per class, the chunks ``[begin, upto)`` that a hit of ``end`` chunks uses: from ``first``
+        on what it returns, and then the spare ones."""
+        tokens, first = self._ns.chunk_tokens, self._first
+        if not self._spare or end == first:
+            return [(first_chunk(group, end, tokens, first), end) for group in self._groups]
+        return [
+            (first_chunk(group, end, tokens, first), end + self._spare * checked)
+            for group, checked in zip(self._groups, checked_groups(self._groups), strict=True)
+        ]
+
+    def use(self, end: int) -> tuple[tuple[ClassRows, ...], tuple[ClassRows, ...]]:
+        """The rows that a hit of ``end`` chunks returns, and its spare ones. All of them are in use
+        now, and so is what there is of the chunks that the engine has itself."""
+        tokens, parts, spares = self._ns.chunk_tokens, [], []
+        for c, rows, (begin, upto) in zip(
+            self._ns.classes, self.found, self.needs(end), strict=True
+        ):
+            used = rows[first_chunk(c.spec.layout, end, tokens) if self._first else begin : upto]
+            self._store.touch(c, used[used != ABSENT])
+            parts.append(ClassRows(c.id, rows[begin:end]))
+            spares.append(ClassRows(c.id, rows[end:upto]))
+        return tuple(parts), tuple(spares)

@@ -1,0 +1,193 @@
+"""Lookup, prefetch, renew, release.
+
+Law of this file: one function per message. It returns the reply (``None``: there is none, or it
+comes later) or raises ``Refused`` before it changed anything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+from kvass.core import promote
+from kvass.core.checks import (
+    check_request,
+    known_ranks,
+    named_namespace,
+    open_lease,
+    own_rank,
+    scheduler_of,
+    split_keys,
+)
+from kvass.core.ledger import Lease
+from kvass.core.prefix import PrefixView
+from kvass.core.registry import ClientSession
+from kvass.core.replies import matched, miss
+from kvass.core.row_store import Namespace
+from kvass.core.rows import WITHDRAWN
+from kvass.core.state import State
+from kvass.core.tier_state import NOT_ASKED, Promotion
+from kvass.errors import Refused
+from kvass.messages import Lookup, Matched, Prefetch, Prefetched, Release, Renew, Renewed
+from kvass.types import SCHEDULER, U64Array
+
+PREFETCH_S: Final = 60.0
+"""How long a prefetch may take that does not say."""
+MAX_WAIT_S: Final = 300.0
+"""No lookup waits longer, whatever it asks."""
+
+
+def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
+    """Find and pin: the longest run of READY chunks from ``first``, under one lease.
+
+    ``None``: the tiers may have more, and the answer comes when they have given it.
+    """
+    instance = scheduler_of(state, session)
+    check_request(msg.request, state.config.limits)
+    keys = split_keys(msg.digests, msg.width, msg.first, state.config.limits)
+    if msg.spare < 0:
+        raise Refused("bad_value", f"spare: {msg.spare} is negative")
+    readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
+    _check_leases(state, instance.id)
+    state.counters["lookups"] += 1
+    state.counters["lookup_chunks"] += len(keys) - msg.first
+    ns = state.namespace_of(instance)
+    if ns is None:
+        return miss(state, msg.first)
+    view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
+    chunks = view.longest(view.there())
+    parts, _ = view.use(chunks)
+    if ns.tier_epochs and chunks < len(keys) - msg.spare:
+        wait_s = _wait_s(state, msg, ns, len(keys), chunks)
+        promotion = _promotion(state, session, msg, ns, keys, readers, wait_s)
+        if promotion.deadline > state.now and promote.begin(state, promotion):
+            return None
+    if chunks == msg.first:
+        return miss(state, msg.first)
+    lease = state.settlement.lend(
+        instance.id, msg.request, chunks - msg.first, parts, readers, state.now
+    )
+    return matched(state, lease, msg.first, msg.spare)
+
+
+def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:
+    """How long tiers may take for what L1 lacks of ``asked`` chunks; it has ``chunks``.
+
+    As long as the asker says. If L1 has a part: as long as computing the rest takes, which is its
+    share of that time if the asker does not know its speed; but no less than ``lookup_budget_ms``.
+    """
+    least_s = state.config.timing.lookup_budget_ms / 1000
+    wait_s = min(msg.budget_ms / 1000 or least_s, MAX_WAIT_S)
+    if chunks == msg.first:
+        return wait_s
+    if speed := _speed(msg):
+        rest_s = (asked - chunks) * ns.chunk_tokens / speed
+    else:
+        rest_s = wait_s * (asked - chunks) / (asked - msg.first)
+    return min(wait_s, max(rest_s, least_s))
+
+
+def _speed(msg: Lookup) -> float:
+    """Tokens per second that the engine computes; 0: not known."""
+    return msg.prefill_tokens_s if 0 < msg.prefill_tokens_s < math.inf else 0.0
+
+
+def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched | None:
+    """Promote what a lookup would; nothing is held for the asker."""
+    check_request(msg.request, state.config.limits)
+    keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
+    if session.registered is not None:
+        if msg.namespace:
+            raise Refused("forbidden", "an engine prefetches for its own namespace only")
+        ns = state.namespace_of(scheduler_of(state, session))
+    else:
+        ns = named_namespace(state, msg.namespace)
+    _check_leases(state, _asker(session))
+    state.counters["prefetches"] += 1
+    if ns is None:
+        return Prefetched()
+    view = PrefixView(state.store, ns, keys, 0)
+    chunks = view.longest(view.there())
+    view.use(chunks)
+    if ns.tier_epochs and chunks < len(keys):
+        wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
+        promotion = _promotion(state, session, msg, ns, keys, set(), wait_s)
+        if promotion.deadline > state.now and promote.begin(state, promotion):
+            return None
+    return Prefetched(chunks=chunks)
+
+
+def _asker(session: ClientSession) -> str:
+    """Whose promotions a session's are: its instance's, or its own if it only looks."""
+    return session.registered.instance if session.registered else f"session {session.id}"
+
+
+def _check_leases(state: State, instance: str) -> None:
+    held = len(state.leases.of(instance)) + len(state.promotions.of(instance))
+    if held >= state.config.limits.leases_per_instance:
+        raise Refused("limit", f"{held} leases are open: release some")
+
+
+def _promotion(
+    state: State,
+    session: ClientSession,
+    msg: Lookup | Prefetch,
+    ns: Namespace,
+    keys: U64Array,
+    readers: set[int],
+    wait_s: float,
+) -> Promotion:
+    return Promotion(
+        id=state.promotions.new_id(),
+        session=session.id,
+        seq=msg.seq,
+        instance=_asker(session),
+        request=msg.request,
+        readers=readers,
+        namespace=ns,
+        epoch=ns.epoch,
+        keys=keys,
+        first=msg.first if isinstance(msg, Lookup) else 0,
+        deadline=state.now + wait_s,
+        prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
+        spare=msg.spare if isinstance(msg, Lookup) else 0,
+        homes=[np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes],
+    )
+
+
+def renew(state: State, session: ClientSession, msg: Renew) -> Renewed:
+    """A full term more for a lease that did not lapse."""
+    lease = open_lease(state, session, msg.boot, msg.lease)
+    if lease is None:
+        raise Refused("unknown_lease", f"lease {msg.lease} has ended: look up again")
+    return Renewed(deadline_s=state.settlement.renew(lease, state.now))
+
+
+def release(state: State, session: ClientSession, msg: Release) -> None:
+    """A rank is done reading, or the scheduler gives back what it never handed over."""
+    lease = open_lease(state, session, msg.boot, msg.lease)
+    if lease is None:
+        return  # a late release is no error
+    rank = own_rank(session, msg.rank)
+    if rank == SCHEDULER and lease.handed_over:
+        raise Refused("bad_rank", f"lease {msg.lease} was handed over: only its ranks release")
+    if msg.bad and (rank == SCHEDULER or rank in lease.owing):
+        _drop_bad(state, lease, msg.bad)
+    if rank == SCHEDULER:
+        state.settlement.end_lease(lease)
+    else:
+        state.settlement.release(lease, rank)
+
+
+def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
+    """Rows whose bytes proved wrong never match again (law 8); a tier's record is checked anew."""
+    named = np.array(bad, np.int64)
+    for part in lease.parts:
+        begin = lease.chunks - len(part.rows)  # a window's rows are those of the last chunks
+        wrong = named[(begin <= named) & (named < lease.chunks)]
+        rows = np.unique(part.rows[wrong - begin])
+        rows = rows[state.store.table.state[rows] != WITHDRAWN]
+        state.counters["bad_rows"] += len(rows)
+        state.store.withdraw(rows)

@@ -1,0 +1,321 @@
+"""Leases and reservations as they are opened and settled, and what that does to the rows.
+
+Law of this file: every way a lease or reservation can end is here, and each ends once. A lease ends
+when its last owing rank released or its deadline passed. A reservation is *settled* when no rank
+owes a commit any more and no device of a lost writer may still write. Only then are its slots freed
+or made readable (law 3).
+
+When does a lost writer's device stop writing? EOF on its socket alone proves nothing: a process
+that exits closes our socket before or after the GPU's files, and only releasing these stops the
+GPU. The end of the process proves it: the kernel releases a process's files before it reports the
+end. So
+
+- if the process was seen to be exiting at EOF, its slots wait for its end, however long that takes
+  (with much pinned memory it takes longer than any grace time that is short enough to be useful);
+- if not, it either lives on (a client of kvass closes its socket only when its copies have ended)
+  or cannot be seen. Its slots wait for ``dma_grace_s``, or for its end if that is seen sooner.
+
+After the end they wait ``DEVICE_S`` more. Not covered: a device that was started by another process
+than the one that connected (a forked child, or one that was passed the socket), and a device whose
+driver goes on after it was released.
+
+Where many end at once (thousands of leases lapse, or a rank that owed thousands is lost), they are
+ended ``slice_ends`` at a time, in this step and later ones. A message that names one of them
+meanwhile finds it ended: by its deadline, or because ``settle`` ends it first.
+
+A commit counts only while its reservation is not discarded. A reservation is discarded at its
+deadline, when a rank that owes aborts or is lost, when its namespace is cleared, or when its
+instance's weights were replaced (laws 4, 8).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from kvass.core.ledger import ClassRows, Lease, Ledger, Reservation, soonest
+from kvass.core.row_store import RowStore
+from kvass.types import DEVICE_S, SCHEDULER, Timing
+
+MOVED: Final = -2
+
+
+class Loss(msgspec.Struct):
+    """A session that was lost, and the leases and reservations that it may still owe.
+
+    ``until``: when its device may still write (infinity: until its process ends). ``rank``: whose
+    session it was; ``MOVED``: nobody's, the instance has moved to another generation.
+    """
+
+    rank: int
+    session: int
+    until: float
+    ids: set[int]
+
+
+class Settlement:
+    """Leases and reservations, and the rows of ``store`` that they hold."""
+
+    def __init__(
+        self, store: RowStore, timing: Timing, counters: dict[str, int], slice_ends: int
+    ) -> None:
+        self.store = store
+        self.leases = Ledger[Lease]()
+        self.reservations = Ledger[Reservation]()
+        self._counters = counters
+        self.published: list[ClassRows] = []
+        """Rows that became READY and were not queued for tiers yet (``flush``)."""
+        self._timing = timing
+        self._slice_ends = slice_ends
+        self._losses: deque[Loss] = deque()
+        self._next = 1
+
+    def issued(self, an_id: int) -> bool:
+        """Whether a lease or a reservation of this boot ever had that number."""
+        return 0 < an_id < self._next
+
+    def _new_id(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    # ------------------------------------------------------------ leases
+
+    def lend(
+        self,
+        instance: str,
+        request: str,
+        chunks: int,
+        parts: tuple[ClassRows, ...],
+        readers: set[int],
+        now: float,
+    ) -> Lease:
+        """Pin ``parts`` for ``readers``, each of which owes one release."""
+        for part in parts:
+            self.store.pin(part.rows)
+        lease = Lease(
+            id=self._new_id(),
+            instance=instance,
+            request=request,
+            chunks=chunks,
+            parts=parts,
+            owing=readers,
+            deadline=now + self._timing.lease_s,
+        )
+        self.leases.add(lease)
+        return lease
+
+    def renew(self, lease: Lease, now: float) -> float:
+        """A full term from now on; returns the new deadline."""
+        lease.deadline = now + self._timing.lease_s
+        self.leases.wake_at(lease.deadline, lease)
+        return lease.deadline
+
+    def release(self, lease: Lease, rank: int) -> None:
+        """``rank`` is done reading; a second release changes nothing."""
+        lease.owing.discard(rank)
+        if not lease.owing:
+            self.end_lease(lease)
+
+    def end_lease(self, lease: Lease) -> None:
+        """Nobody reads under this lease any more, or nobody's reading counts."""
+        self.leases.drop(lease)
+        for part in lease.parts:
+            self.store.unpin(part.rows)
+
+    # ------------------------------------------------------------ reservations
+
+    def reserve(
+        self,
+        instance: str,
+        request: str,
+        parts: tuple[ClassRows, ...],
+        writers: set[int],
+        epoch: int,
+        now: float,
+    ) -> Reservation:
+        """Record that ``writers`` each owe a commit on the WRITING rows of ``parts``."""
+        reservation = Reservation(
+            id=self._new_id(),
+            instance=instance,
+            request=request,
+            parts=parts,
+            owing=writers,
+            deadline=now + self._timing.reserve_s,
+            epoch=epoch,
+            size_bytes=sum(
+                len(p.rows) * self.store.classes[p.row_class].spec.row_bytes for p in parts
+            ),
+        )
+        self.reservations.add(reservation, reservation.size_bytes)
+        return reservation
+
+    def commit(self, reservation: Reservation, rank: int, epoch: int | None, now: float) -> None:
+        """``rank`` wrote its shard of every row; ``epoch`` is the namespace's now, if
+        there still is one."""
+        if reservation.deadline <= now:
+            self.discard(reservation, "late")
+        if reservation.epoch != epoch:
+            self.discard(reservation, "cleared")
+        reservation.owing.discard(rank)
+        self._settle(reservation, now)
+
+    def abort(self, reservation: Reservation, rank: int, now: float) -> None:
+        """``rank`` will not write any more, and has not written all."""
+        if rank in reservation.owing:
+            self.discard(reservation, "aborted")
+            reservation.owing.discard(rank)
+            self._settle(reservation, now)
+
+    def cancel(self, reservation: Reservation, now: float) -> None:
+        """No rank was ever told of it: nobody writes."""
+        self.discard(reservation, "cancelled")
+        reservation.owing.clear()
+        self._settle(reservation, now)
+
+    def discard(self, reservation: Reservation, reason: str) -> None:
+        """Whatever its writers still say, nothing of it is published."""
+        if not reservation.discarded:
+            reservation.discarded = True
+            self._counters[f"discarded_{reason}"] += 1
+            for part in reservation.parts:
+                self.store.discard(part.rows)
+
+    def weights_replaced(self, instance: str, now: float) -> None:
+        """Discard what the instance has open: it may have written it with old and new weights."""
+        self._lost(Loss(MOVED, 0, now, set(self.reservations.of(instance))), now)
+
+    def _settle(self, reservation: Reservation, now: float) -> None:
+        if not reservation.settled(now):
+            return
+        self.reservations.drop(reservation, reservation.size_bytes)
+        for part in reservation.parts:
+            if reservation.discarded:
+                self.store.free(part.rows)
+            else:
+                self.store.publish(part.rows)
+                self.published.append(part)
+
+    # ------------------------------------------------------------ time and death
+
+    def lapse(self, now: float) -> None:
+        """End leases, discard reservations and free slots whose time has come."""
+        if self._losses:
+            self._carry_out_losses(now)
+        leases = self.leases.due(now, self._slice_ends)
+        for lease in leases:
+            if lease.deadline <= now:
+                self._counters["lapsed_leases"] += 1
+                self.end_lease(lease)
+        for reservation in self.reservations.due(now, self._slice_ends - len(leases)):
+            if reservation.deadline <= now:
+                self.discard(reservation, "late")
+            self._settle(reservation, now)
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``lapse`` has something to do next."""
+        return soonest(self.leases.next_due, self.reservations.next_due)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether more was lost than one step carried out: ``lapse`` goes on with it."""
+        return bool(self._losses)
+
+    def behind(self, now: float) -> bool:
+        """Whether more should have ended than one step did."""
+        due = self.next_due
+        return self.unfinished or (due is not None and due <= now)
+
+    def rank_lost(
+        self, instance: str, rank: int, session: int, exiting: bool, now: float
+    ) -> float | None:
+        """A worker's EOF settles what that rank owes: only its device may still write.
+
+        Returns until when it may; None: the rank was not writing.
+        """
+        until = math.inf if exiting else now + self._timing.dma_grace_s
+        writing = any(rank in r.owing for r in self.reservations.of(instance).values())
+        self._lost(Loss(rank, session, until, self._ids(instance)), now)
+        return until if writing else None
+
+    def process_ended(self, session: int, now: float) -> None:
+        """The process behind a lost session ended: its device writes ``DEVICE_S`` more at most."""
+        until = now + min(DEVICE_S, self._timing.dma_grace_s)
+        for loss in self._losses:
+            if loss.session == session:
+                loss.until = min(loss.until, until)
+        for reservation in [r for r in self.reservations.all.values() if r.writing_until]:
+            if until < reservation.writing_until.get(session, 0.0):
+                self._wait_for_device(reservation, session, until, now)
+
+    def scheduler_lost(self, instance: str, session: int, now: float) -> None:
+        """A scheduler's EOF cancels only what it never handed over."""
+        self._lost(Loss(SCHEDULER, session, now, self._ids(instance)), now)
+
+    def settle(self, an_id: int, now: float) -> None:
+        """A message names ``an_id``: what it lost is carried out now."""
+        for loss in self._losses:
+            if an_id in loss.ids:
+                loss.ids.discard(an_id)
+                self._lose(loss, an_id, now)
+
+    def _lost(self, loss: Loss, now: float) -> None:
+        self._losses.append(loss)
+        self._carry_out_losses(now)
+
+    def _carry_out_losses(self, now: float) -> None:
+        left = self._slice_ends
+        while self._losses and left:
+            loss = self._losses[0]
+            while loss.ids and left:
+                self._lose(loss, loss.ids.pop(), now)
+                left -= 1
+            if not loss.ids:
+                self._losses.popleft()
+
+    def _lose(self, loss: Loss, an_id: int, now: float) -> None:
+        lease, reservation = self.leases.all.get(an_id), self.reservations.all.get(an_id)
+        if loss.rank == SCHEDULER:
+            if lease is not None and not lease.handed_over:
+                self.end_lease(lease)
+            if reservation is not None and not reservation.handed_over:
+                self.cancel(reservation, now)
+        elif loss.rank == MOVED:
+            if reservation is not None:
+                self.discard(reservation, "moved")
+        else:
+            if lease is not None:
+                self.release(lease, loss.rank)
+            if reservation is not None and loss.rank in reservation.owing:
+                self.discard(reservation, "writer_lost")
+                reservation.owing.discard(loss.rank)
+                self._wait_for_device(reservation, loss.session, loss.until, now)
+
+    def _wait_for_device(
+        self, reservation: Reservation, session: int, until: float, now: float
+    ) -> None:
+        """What ``session`` was writing may change until then; infinity: until its process ends."""
+        reservation.writing_until[session] = until
+        if until < math.inf:
+            self.reservations.wake_at(until, reservation)
+        self._settle(reservation, now)
+
+    def presume_handed_over(self, instance: str) -> None:
+        """Messages of the scheduler were lost: its ranks may know of anything it was given."""
+        for entry in self._of(instance):
+            entry.handed_over = True
+
+    def owes(self, instance: str, rank: int) -> bool:
+        """Whether a worker may still read or write under something it was handed."""
+        return any(rank in entry.owing for entry in self._of(instance))
+
+    def _of(self, instance: str) -> Iterator[Lease | Reservation]:
+        yield from self.leases.of(instance).values()
+        yield from self.reservations.of(instance).values()
+
+    def _ids(self, instance: str) -> set[int]:
+        return {*self.leases.of(instance), *self.reservations.of(instance)}

@@ -1,0 +1,75 @@
+"""The fields of ``kvass status``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WITHDRAWN, WRITING
+
+if TYPE_CHECKING:
+    from kvass.core.row_store import RowClass
+    from kvass.core.state import State
+
+
+def status(state: State) -> dict[str, Any]:
+    """JSON-able. ``metrics`` says what each number means; counters that are 0 are left out."""
+    namespaces = [
+        {
+            "namespace": ns.digest.hex(),
+            "model": ns.model,
+            "epoch": ns.epoch,
+            "private": ns.private,
+            "chunk_tokens": ns.chunk_tokens,
+            "groups": [_group(c) for c in ns.classes],
+        }
+        for ns in state.namespaces.values()
+    ]
+    groups = [g for ns in namespaces for g in ns["groups"]]  # type: ignore[attr-defined]
+    reservations, cleared_bytes = state.reservations.all.values(), state.store.cleared_bytes
+    return {
+        "boot": state.config.boot.hex(),
+        "version": state.config.version,
+        "sessions": len(state.sessions),
+        "instances": len(state.instances),
+        "leases": len(state.leases.all),
+        "reservations": len(state.reservations.all),
+        "pins": state.store.pinned,
+        "rows": sum(g["rows"] for g in groups),
+        "rows_loading": len(state.promotions.loading),
+        "quarantined_bytes": sum(r.size_bytes for r in reservations if r.discarded),
+        "l1_used_bytes": sum(g["used_bytes"] for g in groups) + cleared_bytes,
+        "l1_cleared_bytes": cleared_bytes,
+        "l1_capacity_bytes": state.config.arena_bytes,
+        "l1_populated_bytes": state.populated_bytes,
+        "promotions": len(state.promotions.all),
+        "namespaces": namespaces,
+        "tiers": [_tier(state, number) for number in range(len(state.config.tiers))],
+        "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
+        "counters": {name: count for name, count in state.counters.items() if count},
+    }
+
+
+def _tier(state: State, number: int) -> dict[str, Any]:
+    return {
+        "tier": state.config.tiers[number],
+        "flush_queue_rows": state.flushes.rows[number],
+        "storing_bytes": state.flushes.bytes_out[number],
+        "loading_bytes": state.tiers.speeds[number].loading_bytes,
+        "load_bytes_s": int(state.tiers.speeds[number].bytes_s),
+        **state.tiers.counters[number],
+        **state.tiers.reports[number],
+    }
+
+
+def _group(row_class: RowClass) -> dict[str, Any]:
+    rows, size = row_class.rows, row_class.spec.row_bytes
+    return {
+        "group": row_class.spec.group,
+        "kind": row_class.spec.layout.kind,
+        "row_bytes": size,
+        "rows": rows[READY] + rows[TRANSIENT] + rows[WITHDRAWN],
+        "rows_writing": rows[WRITING],
+        "rows_loading": rows[LOADING],
+        "quarantined_bytes": rows[QUARANTINED] * size,
+        "used_bytes": sum(rows[FREE + 1 :]) * size,
+    }

@@ -1,0 +1,247 @@
+"""Reserve, commit, abort, and handing over.
+
+Law of this file: one function per message. It returns the reply (``None``: there is none) or raises
+``Refused`` before it changed anything.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.core import flush
+from kvass.core.checks import (
+    check_request,
+    known_ranks,
+    open_lease,
+    open_reservation,
+    own_rank,
+    scheduler_of,
+    split_keys,
+)
+from kvass.core.coverage import first_chunk
+from kvass.core.index import ABSENT, repeated
+from kvass.core.ledger import ClassRows
+from kvass.core.registry import ClientSession, Instance
+from kvass.core.row_store import Namespace, RowClass
+from kvass.core.state import State
+from kvass.errors import Refused
+from kvass.messages import Abort, Commit, Grant, Granted, HandedOver, Reserve, ReserveItem
+from kvass.types import SCHEDULER, I64Array, U64Array
+
+ROWS_A_STEP: Final = 1024
+"""So many chunks of an item one step decides at most: others wait for it."""
+COST_OF_AN_ITEM: Final = 256
+COST_A_STEP: Final = 12 * COST_OF_AN_ITEM
+"""What one step does for a ``Reserve``, in chunks that it grants: an item takes as long as 256 of
+them, and to find eight that are there as long as c."""
+
+
+class Item(NamedTuple):
+    """A ``ReserveItem`` that was checked. ``classes``: of the groups whose rows it asks for."""
+
+    request: str
+    first: int
+    keys: U64Array
+    classes: list[RowClass]
+    writers: set[int]
+
+
+Used = tuple[int, I64Array]
+"""Of one class: a chunk, and the rows from there on (or ``ABSENT``) that a prompt has."""
+
+
+def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
+    """Slots for the chunks of one scheduler step that nobody has yet."""
+    instance = scheduler_of(state, session)
+    ns = state.namespace_of(instance)
+    if ns is None:  # no decision about any key: it is asked again
+        raise Refused("not_registered", f"ranks {instance.missing} are missing: reserve later")
+    items = [_checked(state, instance, ns, item, msg.width) for item in msg.items]
+    if sum(len(item.keys) for item in items) > state.config.limits.keys_per_message:
+        raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
+    protect = state.store.table.clock
+    now = _items_now(items)
+    used = [_touch(state, ns, item) for item in items[:now]]  # before any makes room for itself
+    grants = [
+        _grant(state, instance, ns, item, protect, found)
+        for item, found in zip(items[:now], used, strict=True)
+    ]
+    grants += [Grant(later=item.first) for item in items[now:]]
+    flush.queue_next_victims(state)
+    return Granted(
+        boot=state.config.boot,
+        given_s=state.now,
+        deadline_s=state.now + state.config.timing.reserve_s,
+        grants=grants,
+    )
+
+
+def _checked(
+    state: State, instance: Instance, ns: Namespace, item: ReserveItem, width: int
+) -> Item:
+    check_request(item.request, state.config.limits)
+    keys = split_keys(item.digests, width, item.first, state.config.limits)
+    named = instance.writers if item.writers is None else item.writers
+    writers = known_ranks("writers", named, instance)
+    if not instance.covers_all_shards(writers):
+        raise Refused("bad_value", "writers: every shard needs exactly one of them")
+    groups = len(ns.classes)
+    if not 0 < item.groups < 1 << groups:
+        raise Refused("bad_value", f"groups: mask {item.groups} does not fit {groups} groups")
+    classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
+    return Item(item.request, item.first, keys, classes, writers)
+
+
+def _items_now(items: list[Item]) -> int:
+    """How many of the items one step carries out."""
+    costs = [COST_OF_AN_ITEM + len(x.keys) - x.first + len(x.keys) // 8 for x in items]
+    return max(1, int(np.searchsorted(np.cumsum(costs), COST_A_STEP, side="right")))
+
+
+def _grant(
+    state: State, instance: Instance, ns: Namespace, item: Item, protect: int, used: list[Used]
+) -> Grant:
+    """WRITING rows for the chunks of ``item`` that nobody has, as far as they fit."""
+    until = min(item.first + ROWS_A_STEP, len(item.keys))
+    later = until if until < len(item.keys) else -1
+    lacking = _lacking(ns, item, until)
+    _cut(lacking, item.classes, _allowance(state, instance))
+    wanted = [np.flatnonzero(each) + item.first for each in lacking]
+    if not any(map(len, wanted)):
+        return Grant(later=later)
+    state.counters["chunks_wanted"] += int(lacking.any(axis=0).sum())
+    rows, end = state.store.allocate_each(item.classes, item.keys[:until], wanted, protect)
+    for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
+        n = int(np.searchsorted(w, end))
+        _take_back(state, rows[i][n:])
+        wanted[i], rows[i] = w[:n], rows[i][:n]
+    new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
+    _touch_new(state, ns, used, new)
+    parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
+    if not parts:
+        return Grant()
+    reservation = state.settlement.reserve(
+        instance.id, item.request, parts, item.writers, ns.epoch, state.now
+    )
+    which = tuple(tuple(w.tolist()) for w in wanted)
+    chunks = tuple(sorted({c for each in which for c in each}))
+    state.counters["chunks_granted"] += len(chunks)
+    return Grant(
+        reservation=reservation.id,
+        chunks=chunks,
+        slots=tuple(map(state.store.slots, rows)),
+        which=() if all(each == chunks for each in which) else which,
+        later=later,
+    )
+
+
+def _touch(state: State, ns: Namespace, item: Item) -> list[Used]:
+    """The prompt that ``item`` names is in use, also by who asks to write the rest of it.
+
+    Of windows and states that means what it asks to write, and what a hit of all of it needs.
+    """
+    used = []
+    for c in ns.classes:
+        begin = min(item.first, first_chunk(c.spec.layout, len(item.keys), ns.chunk_tokens))
+        found = c.index.find(item.keys[begin:])
+        state.store.touch(c, found[found != ABSENT])
+        used.append((begin, found))
+    return used
+
+
+def _touch_new(
+    state: State, ns: Namespace, used: list[Used], new: dict[int, tuple[I64Array, I64Array]]
+) -> None:
+    """Touch the same rows once more, with the new ones (by class the chunks and the rows): these
+    are deeper, so they must be older.
+
+    Nothing of ``used`` has been evicted since it was touched: that is protected.
+    """
+    for c, (begin, found) in zip(ns.classes, used, strict=True):
+        if c.id in new:
+            chunks, rows = new[c.id]
+            found[chunks - begin] = rows
+        state.store.touch(c, found[found != ABSENT])
+
+
+def _lacking(ns: Namespace, item: Item, until: int) -> npt.NDArray[np.bool_]:
+    """Which rows nobody has of those that ``item`` asks for: bool, per class of it, for the chunks
+    ``[item.first, until)``.
+
+    A window or a state is worth writing only where the chunk's full rows are, or will be.
+    """
+    keys = item.keys[item.first : until]
+    absent = np.stack([c.index.find(keys) == ABSENT for c in ns.classes])
+    groups = [c.spec.group for c in item.classes]
+    lacking = np.zeros_like(absent)
+    lacking[groups] = absent[groups]
+    columns = np.flatnonzero(lacking.any(axis=0))
+    if len(columns) > 1:  # a key said twice is written once
+        lacking[:, columns[repeated(keys[columns])]] = False
+    full = np.array([c.spec.layout.kind == "full" for c in ns.classes])
+    if not full.all():
+        lacking[~full] &= (~absent | lacking)[full].all(axis=0)
+    return lacking[groups]
+
+
+def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> None:
+    """Take out of ``lacking`` the chunks past ``allowance`` bytes."""
+    sizes = np.array([c.spec.row_bytes for c in classes], np.int64)
+    bytes_upto = np.cumsum(sizes @ lacking)
+    lacking[:, int(np.searchsorted(bytes_upto, allowance, side="right")) :] = False
+
+
+def _allowance(state: State, instance: Instance) -> int:
+    """How many more bytes the instance may reserve (law 12)."""
+    limits = state.config.limits
+    if len(state.reservations.of(instance.id)) >= limits.reservations_per_instance:
+        return 0
+    return max(0, state.quota - state.reservations.bytes_of.get(instance.id, 0))
+
+
+def _take_back(state: State, rows: I64Array) -> None:
+    """Undo an allocation that nobody was told of."""
+    if len(rows):
+        state.store.discard(rows)
+        state.store.free(rows)
+
+
+def commit(state: State, session: ClientSession, msg: Commit) -> None:
+    """A rank wrote its shard of every row of a reservation."""
+    reservation = open_reservation(state, session, msg.boot, msg.reservation)
+    rank = own_rank(session, msg.rank)
+    if reservation is None or rank not in reservation.owing:
+        return  # said twice, or settled meanwhile: nothing left to publish
+    row_class = state.store.classes.get(reservation.parts[0].row_class)
+    epoch = None  # its namespace was cleared, and then forgotten
+    if row_class is not None:
+        epoch = state.namespaces[row_class.namespace].epoch
+    state.settlement.commit(reservation, rank, epoch, state.now)
+
+
+def abort(state: State, session: ClientSession, msg: Abort) -> None:
+    """A rank will not write, or the scheduler never told anybody to."""
+    reservation = open_reservation(state, session, msg.boot, msg.reservation)
+    rank = own_rank(session, msg.rank)
+    if reservation is None:
+        return
+    if rank != SCHEDULER:
+        state.settlement.abort(reservation, rank, state.now)
+    elif reservation.handed_over:
+        what = f"reservation {msg.reservation}"
+        raise Refused("bad_rank", f"{what} was handed over: only its ranks abort")
+    else:
+        state.settlement.cancel(reservation, state.now)
+
+
+def handed_over(state: State, session: ClientSession, msg: HandedOver) -> None:
+    """From here on only the ranks settle these."""
+    own_rank(session, SCHEDULER)
+    leases = [open_lease(state, session, msg.boot, i) for i in msg.leases]
+    reservations = [open_reservation(state, session, msg.boot, i) for i in msg.reservations]
+    for held in (*leases, *reservations):
+        if held is not None:  # else it ended meanwhile
+            held.handed_over = True

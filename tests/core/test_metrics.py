@@ -1,0 +1,35 @@
+"""Every number that the core shows is declared, and every declared one is shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import kvass.core
+from kvass.core.metrics import COUNTERS, GAUGES, GROUP_GAUGES, TIER_COUNTERS, TIER_GAUGES
+from tests.core.tier_rig import TierRig
+
+SOURCES = [path.read_text() for path in Path(kvass.core.__file__).parent.glob("*.py")]
+
+
+def test_what_is_counted_is_declared_and_what_is_declared_is_counted() -> None:
+    text = "\n".join(SOURCES)
+    counted = set(re.findall(r'counters(?:\[tier\])?\["(\w+)"\] \+=', text))
+    counted |= {f"discarded_{reason}" for reason in re.findall(r'discard\(\w+, "(\w+)"\)', text)}
+    fixed = {name for name in COUNTERS if not name.startswith(("refused_", "ended_"))}
+    assert counted == fixed | set(TIER_COUNTERS)
+
+
+def test_status_shows_what_is_declared_under_the_declared_names() -> None:
+    rig = TierRig()
+    rig.ready()
+    status = rig.status
+    (tier,), (namespace,) = status["tiers"], status["namespaces"]
+    (group,) = namespace["groups"]
+    other = {"boot", "version", "namespaces", "tiers", "messages", "counters"}
+    assert set(status) == set(GAUGES) | other
+    assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | {"tier"}
+    assert set(group) == set(GROUP_GAUGES) | {"group", "kind"}
+    assert set(status["counters"]) <= set(COUNTERS)
+    for declared in (COUNTERS, TIER_COUNTERS, GAUGES, TIER_GAUGES, GROUP_GAUGES):
+        assert all(re.fullmatch(r"[A-Z].*\.", meaning) for meaning in declared.values())
