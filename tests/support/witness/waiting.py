@@ -7,6 +7,7 @@ were not spoiled since.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from kvass import messages as m
 from kvass.core.effects import Effect, Send, TierClear, TierEpoch
