@@ -209,10 +209,7 @@ class Reconnector:
         if (session := self.session) is None:
             return False
         try:
-            if isinstance(message, OneWay):
-                session.channel.send(message)
-            else:
-                session.send(message, late=late)
+            session.send(message, late=late)
         except Unavailable as error:
             self._lose(session, error)
             return False
@@ -320,6 +317,7 @@ class Reconnector:
         if session is not self.session:
             return
         self.session = None
+        session.requests.void()
         self.wake()
         self.lock.notify_all()
         if error is not None:

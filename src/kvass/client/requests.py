@@ -16,7 +16,7 @@ MAX_UNANSWERED: Final = 256
 MAX_LATE: Final = 4096
 """Open requests whose answer may take its time."""
 
-_REPLY_TO: Final[dict[type[m.Request], type[m.FromDaemon]]] = {
+REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Hello: m.Welcome,
     m.Register: m.Registered,
     m.Lookup: m.Matched,
@@ -46,11 +46,11 @@ class OpenRequests:
             return len(self._late) < MAX_LATE
         return len(self._expected) - len(self._late) < MAX_UNANSWERED
 
-    def add(self, message: m.Request, late: bool = False) -> None:
-        """``message`` was sent."""
-        self._expected[message.seq] = _REPLY_TO[type(message)]
+    def add(self, seq: int, reply: type[m.FromDaemon], late: bool = False) -> None:
+        """A request was sent."""
+        self._expected[seq] = reply
         if late:
-            self._late.add(message.seq)
+            self._late.add(seq)
 
     def late(self, seq: int) -> bool:
         """Whether the answer to ``seq`` may take its time."""
@@ -63,6 +63,13 @@ class OpenRequests:
         if seq not in self._expected:
             raise Unavailable("the connection was lost before the answer")
         return False
+
+    def void(self) -> None:
+        """The connection is lost: nothing that was asked will be answered."""
+        self._expected.clear()
+        self._late.clear()
+        self._abandoned.clear()
+        self._replies.clear()
 
     def fetch(self, seq: int) -> m.FromDaemon:
         """The reply to a ``seq`` that is ``answered``; once."""
