@@ -212,14 +212,14 @@ class Client(Endpoint):
             requests = session.requests
             if self.connection.read_until(lambda: requests.answered(seq), timeout_s):
                 return requests.fetch(seq)
-            if timeout_s > 0 and not requests.late(seq) and not requests.silent_since_s:
+            if timeout_s > 0 and seq not in requests.late and not requests.silent_since_s:
                 requests.silent_since_s = time.monotonic()
             return None
 
     def promoting(self, seq: int) -> bool:
         """Whether the answer to ``seq`` may take its time: a tier is at work on it."""
         session = self.session
-        return session is not None and session.requests.late(seq)
+        return session is not None and seq in session.requests.late
 
     def discard(self, seq: int) -> None:
         """Nobody will wait for ``seq`` any more: its reply is settled when it comes."""
