@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvass.client.reconnect import Reconnector
-from kvass.client.requests import OpenRequests
 from kvass.client.session import ClientSession, refusal
 from kvass.errors import Incompatible, TimedOut, Unavailable, UsageError
 from kvass.messages import (
@@ -118,13 +117,6 @@ class Client(Endpoint):
         """Wait for a connection. Raises as ``Reconnector.connect``."""
         return self.connection.connect(timeout_s).welcome
 
-    @property
-    def _requests(self) -> OpenRequests:
-        """Of the connection as it is now. Raises ``Unavailable`` if there is none."""
-        if self.session is None:
-            raise Unavailable("the connection was lost before the answer")
-        return self.session.requests
-
     # ------------------------------------------------------------ whole requests
 
     def call(self, message: Request, timeout_s: float = 5.0) -> FromDaemon:
@@ -215,24 +207,26 @@ class Client(Endpoint):
         ``discard`` it. Raises ``Unavailable`` if its connection is gone.
         """
         with self.connection.lock:
-            if self.connection.read_until(lambda: self._requests.answered(seq), timeout_s):
-                return self._requests.fetch(seq)
-            requests = self._requests
-            if timeout_s > 0 and not requests.late(seq) and not requests.silent_since_s:
+            if (session := self.connection.session) is None:
+                raise Unavailable("the connection was lost before the answer")
+            requests = session.requests
+            if self.connection.read_until(lambda: requests.answered(seq), timeout_s):
+                return requests.fetch(seq)
+            if timeout_s > 0 and seq not in requests.late and not requests.silent_since_s:
                 requests.silent_since_s = time.monotonic()
             return None
 
     def promoting(self, seq: int) -> bool:
         """Whether the answer to ``seq`` may take its time: a tier is at work on it."""
         session = self.session
-        return session is not None and session.requests.late(seq)
+        return session is not None and seq in session.requests.late
 
     def discard(self, seq: int) -> None:
         """Nobody will wait for ``seq`` any more: its reply is settled when it comes."""
         with self.connection.lock:
-            if self.session is None:
+            if (session := self.session) is None:
                 return
-            if (reply := self._requests.abandon(seq)) is None:
+            if (reply := session.requests.abandon(seq)) is None:
                 self.connection.wake()  # the thread looks for it from now on
             else:
                 self.connection.settle(reply)

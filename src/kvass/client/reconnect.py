@@ -77,7 +77,9 @@ class Reconnector:
         incomplete: bool = False,
     ) -> None:
         self._path = path
-        self._registration = registration
+        self.registration = registration
+        """Said from the next connection on; one that is just being made with another is given up,
+        and the one that is there stays."""
         self._wants_arena = wants_arena
         self._incomplete = incomplete
         self.closed = False
@@ -133,8 +135,8 @@ class Reconnector:
     def complete(self, identity: Mapping[str, str]) -> None:
         """The fields that the registration's identity lacked: begin connecting. From any thread."""
         with self.lock:
-            assert self._registration is not None
-            self._registration.identity.update(identity)
+            assert self.registration is not None
+            self.registration.identity.update(identity)
             self._incomplete = False
         self.start()
 
@@ -154,12 +156,6 @@ class Reconnector:
                     raise TimedOut(f"no connection to {self._path} within {timeout_s:g} s")
                 self.lock.wait(left_s)
             return self.session
-
-    def register_as(self, registration: Register) -> None:
-        """Register as this from the next connection on. One that is just being made with what was
-        said before is given up; the one that is there stays."""
-        with self.lock:
-            self._registration = registration
 
     def close(self) -> None:
         """End the connection, so that the daemon sees EOF. Only after copies drained. Idempotent.
@@ -209,10 +205,7 @@ class Reconnector:
         if (session := self.session) is None:
             return False
         try:
-            if isinstance(message, OneWay):
-                session.channel.send(message)
-            else:
-                session.send(message, late=late)
+            session.send(message, late=late)
         except Unavailable as error:
             self._lose(session, error)
             return False
@@ -320,6 +313,7 @@ class Reconnector:
         if session is not self.session:
             return
         self.session = None
+        session.requests.void()
         self.wake()
         self.lock.notify_all()
         if error is not None:
@@ -330,7 +324,7 @@ class Reconnector:
         than the last one that was logged."""
         self.counters[kind] += 1
         if self.counters[kind] == 1 or (again and self._logged.get(kind) != text):
-            level = logging.DEBUG if self._registration is None else logging.WARNING
+            level = logging.DEBUG if self.registration is None else logging.WARNING
             _log.log(level, "%s (counted from now on, not logged)", text)
             self._logged[kind] = text
 
@@ -346,9 +340,7 @@ class Reconnector:
                 backoff_s = BACKOFF_MIN_S
             pause_s, longest_s = backoff_s, BACKOFF_MAX_S
             try:
-                session = open_session(
-                    self._path, self._registration, wants_arena=self._wants_arena
-                )
+                session = open_session(self._path, self.registration, wants_arena=self._wants_arena)
             except (KvassError, OSError) as error:  # OSError: this process has no descriptor left
                 failure = error if isinstance(error, KvassError) else Unavailable(str(error))
                 self._failed(failure)
@@ -379,7 +371,7 @@ class Reconnector:
 
     def _connected(self, session: ClientSession) -> None:
         with self.lock:
-            if session.registration is not self._registration:
+            if session.registration is not self.registration:
                 return  # it has changed meanwhile: nobody may ask anything through this one
             self.session = session
             self._attempts += 1
@@ -397,7 +389,7 @@ class Reconnector:
             if self._reading:  # the reader sees a hang-up too, and must not lose its bytes to us
                 self.lock.wait(LATE_TICK_S)
                 return True
-            late = session.requests.any_abandoned and not self._wants_arena
+            late = bool(session.requests.abandoned) and not self._wants_arena
             timeout_s = 0.0 if session.behind else LATE_TICK_S if late else None
             poll = self._poll(session)
         poll.poll(None if timeout_s is None else timeout_s * 1000)

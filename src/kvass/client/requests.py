@@ -16,7 +16,7 @@ MAX_UNANSWERED: Final = 256
 MAX_LATE: Final = 4096
 """Open requests whose answer may take its time."""
 
-_REPLY_TO: Final[dict[type[m.Request], type[m.FromDaemon]]] = {
+REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Hello: m.Welcome,
     m.Register: m.Registered,
     m.Lookup: m.Matched,
@@ -35,26 +35,24 @@ class OpenRequests:
         self.silent_since_s = 0.0
         """CLOCK_MONOTONIC since when the daemon owes an answer that came to be overdue; 0: it does
         not. Any message of the daemon ends it."""
+        self.late: set[int] = set()
+        """What is answered in its own time: a tier is at work on it."""
+        self.abandoned: set[int] = set()
+        """What nobody will fetch the reply to."""
         self._expected: dict[int, type[m.FromDaemon]] = {}
-        self._late: set[int] = set()
-        self._abandoned: set[int] = set()
         self._replies: dict[int, m.FromDaemon] = {}
 
     def room(self, late: bool) -> bool:
         """Whether one more may be sent; ``late``: one whose answer may take its time."""
         if late:
-            return len(self._late) < MAX_LATE
-        return len(self._expected) - len(self._late) < MAX_UNANSWERED
+            return len(self.late) < MAX_LATE
+        return len(self._expected) - len(self.late) < MAX_UNANSWERED
 
-    def add(self, message: m.Request, late: bool = False) -> None:
-        """``message`` was sent."""
-        self._expected[message.seq] = _REPLY_TO[type(message)]
+    def add(self, seq: int, reply: type[m.FromDaemon], late: bool = False) -> None:
+        """A request was sent."""
+        self._expected[seq] = reply
         if late:
-            self._late.add(message.seq)
-
-    def late(self, seq: int) -> bool:
-        """Whether the answer to ``seq`` may take its time."""
-        return seq in self._late
+            self.late.add(seq)
 
     def answered(self, seq: int) -> bool:
         """Whether the reply to ``seq`` is here. Raises ``Unavailable`` if it cannot come."""
@@ -64,6 +62,13 @@ class OpenRequests:
             raise Unavailable("the connection was lost before the answer")
         return False
 
+    def void(self) -> None:
+        """The connection is lost: nothing that was asked will be answered."""
+        self._expected.clear()
+        self.late.clear()
+        self.abandoned.clear()
+        self._replies.clear()
+
     def fetch(self, seq: int) -> m.FromDaemon:
         """The reply to a ``seq`` that is ``answered``; once."""
         return self._replies.pop(seq)
@@ -71,13 +76,8 @@ class OpenRequests:
     def abandon(self, seq: int) -> m.FromDaemon | None:
         """Nobody will fetch the reply to ``seq``: the reply, if it is here already."""
         if seq in self._expected:
-            self._abandoned.add(seq)
+            self.abandoned.add(seq)
         return self._replies.pop(seq, None)
-
-    @property
-    def any_abandoned(self) -> bool:
-        """Whether a reply may come that no caller waits for."""
-        return bool(self._abandoned)
 
     def arrived(self, message: m.FromDaemon) -> bool:
         """Keep a reply until it is fetched; False if nobody will fetch this one.
@@ -86,16 +86,16 @@ class OpenRequests:
         """
         self.silent_since_s = 0.0
         if isinstance(message, m.Promoting) and message.seq in self._expected:
-            self._late.add(message.seq)
+            self.late.add(message.seq)
             return True
         expected = self._expected.pop(message.seq, None)
-        self._late.discard(message.seq)
+        self.late.discard(message.seq)
         if expected is None and isinstance(message, m.Error):
             return False  # it refuses a one-way message
         if expected is None or not isinstance(message, (expected, m.Error)):
             raise RemoteError(f"a {type(message).__name__} nobody asked for")
-        if message.seq in self._abandoned:
-            self._abandoned.discard(message.seq)
+        if message.seq in self.abandoned:
+            self.abandoned.discard(message.seq)
             return False
         self._replies[message.seq] = message
         return True

@@ -87,8 +87,9 @@ class NamespaceReset:
         return not self._clear_owed
 
     def _confirm_generation(self, timeout_s: float) -> None:
-        connection, session = self._client.connection, self._client.session
-        connection.register_as(self.registration)
+        connection = self._client.connection
+        connection.registration = self.registration
+        session = connection.session
         if session is None or self._knows_us(session):
             return
         if "generations" not in session.welcome.features:

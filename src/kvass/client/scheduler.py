@@ -243,9 +243,10 @@ class SchedulerClient(Endpoint):
         session, prefill_tokens_s = self._client.session, bounded(prefill_tokens_s)
         if session is None or first * width >= len(digests):
             return 0.0
-        if self._client.silent_s:
+        if silent_s := self._client.silent_s:
             self._client.poll()  # what was late may have come since the last step
-        silent_s, now_s = self._client.silent_s, time.monotonic()
+            silent_s = self._client.silent_s
+        now_s = time.monotonic()
         if silent_s > self._patience_s(session):
             self.counters["timeouts"] += 1  # it would only cost this request its patience
             return 0.0

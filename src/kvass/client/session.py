@@ -23,7 +23,7 @@ from typing import Final, cast
 
 from kvass._version import __version__
 from kvass.arena import memory
-from kvass.client.requests import OpenRequests
+from kvass.client.requests import REPLY_TO, OpenRequests
 from kvass.config import check_folder
 from kvass.errors import ErrorCode, Incompatible, KvassError, Refused, RemoteError, TimedOut
 from kvass.messages import (
@@ -33,6 +33,7 @@ from kvass.messages import (
     Error,
     FromDaemon,
     Hello,
+    OneWay,
     Populated,
     Register,
     Request,
@@ -78,11 +79,14 @@ class ClientSession:
         """The id of the daemon's life."""
         return self.welcome.boot
 
-    def send(self, message: Request, *, late: bool = False) -> None:
-        """Number and send a request. Raises as ``Channel.send``."""
-        message.seq = next(_seqs)
+    def send(self, message: Request | OneWay, *, late: bool = False) -> None:
+        """Send, and expect the reply to a request. Raises as ``Channel.send``."""
+        reply = REPLY_TO.get(type(message))
+        if reply is not None:
+            message.seq = next(_seqs)
         self.channel.send(message)
-        self.requests.add(message, late)
+        if reply is not None:
+            self.requests.add(message.seq, reply, late)
 
     def receive(self, timeout_s: float = 0.0) -> list[FromDaemon]:
         """Take in what arrives first, or nothing within ``timeout_s``; returns what nobody will
