@@ -48,7 +48,7 @@ $(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requiremen
 	@echo "== ready"
 
 demo: $(READY)
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/python -m examples.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -60,7 +60,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 sim: $(READY)
-	$(BIN)/python -m kvass.testing.simulator --seeds $(SEEDS) --jobs $$(nproc)
+	$(BIN)/python -m tests.support.simulation.simulator --seeds $(SEEDS) --jobs $$(nproc)
 
 bench: $(READY)
 	$(BIN)/kvass bench

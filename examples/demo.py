@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvass.testing.daemon import running_daemon
-from kvass.testing.models import Shape, build
-from kvass.testing.vllm_engine import Answer, EngineProcess
+from tests.support.vllm.models import Shape, build
+from tests.support.vllm.process import Answer, EngineProcess
 
 CACHE: Final = Path(__file__).parent.parent / ".cache" / "models"
 SHAPE: Final = Shape(vocab=4096, hidden=512, intermediate=1408, layers=6, heads=8, head_dim=64)
@@ -83,7 +83,7 @@ def main() -> int:
 
 def play(folder: Path, stack: ExitStack) -> list[Row]:
     """Start everything, run the prompts; the table's rows."""
-    with step("building a random-weight model and its tokenizer"):
+    with step("building a random-weight model"):
         model = build(CACHE, SHAPE)
     with step("starting the daemon"):
         daemon = stack.enter_context(running_daemon(folder, l1_size="512MiB"))

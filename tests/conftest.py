@@ -9,6 +9,7 @@ Where several processes share the tests, ``side_by_side`` says how.
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -19,6 +20,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import side_by_side
+
+# The processes that tests start import tests.support too: engines, a daemon's tiers, servers.
+ROOT = str(Path(__file__).parent.parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("explore"), derandomize=True, database=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from examples.demo import Row, report, verdict
-from kvass.testing.vllm_engine import Answer
+from tests.support.vllm.process import Answer
 
 
 def answer(external: int, tokens: tuple[int, ...] = (5, 6)) -> Answer:

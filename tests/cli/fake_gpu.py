@@ -10,10 +10,10 @@ import numpy as np
 
 from kvass.cli.bench.gpu_device import Device, Plain
 from kvass.cli.bench.gpu_torch import TorchMemory
-from kvass.testing.fake_cuda import FakeCuda
-from kvass.testing.fake_device import Piece
 from kvass.transfer.base import U8Array
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Stream
+from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.fake_device import Piece
 
 COMPUTE_S = 0.02
 

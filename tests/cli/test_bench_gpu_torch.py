@@ -18,9 +18,9 @@ import torch
 from kvass.cli.bench import gpu_torch
 from kvass.cli.bench.gpu_torch import TorchDevice, open_device
 from kvass.errors import ConfigError
-from kvass.testing.fake_cuda import FakeCuda
 from kvass.transfer.base import U8Array
 from kvass.transfer.runtime import Batch, Kind, Region, Stream
+from tests.support.gpu.fake_cuda import FakeCuda
 
 
 class Cuda:

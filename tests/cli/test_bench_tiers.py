@@ -24,12 +24,12 @@ from kvass.cli.bench.tiers import Sizes, measure_tier
 from kvass.cli.main import main
 from kvass.errors import TierDown, Unavailable
 from kvass.testing.daemon import running_daemon
-from kvass.testing.mooncake_server import MooncakeServer
-from kvass.testing.redis_server import RedisServer
-from kvass.testing.s3_server import S3Server, credentials
 from kvass.tiers.base import Buffer
 from kvass.tiers.disk import DiskTier
 from kvass.tiers.slots import page_buffer
+from tests.support.servers.mooncake import MooncakeServer
+from tests.support.servers.redis import RedisServer
+from tests.support.servers.s3 import S3Server, credentials
 
 SIZES = Sizes(
     row_bytes=256 << 10,

@@ -12,7 +12,7 @@ from kvass.cli.bench.copies import WIDTH
 from kvass.cli.bench.rows import Rows, flushed, tier_status, wait_tier
 from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
-from kvass.testing.scripted import ScriptedDaemon
+from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 Captured = pytest.CaptureFixture[str]
 

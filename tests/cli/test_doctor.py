@@ -26,9 +26,9 @@ from kvass.cli.doctor.machine import Files, Machine, cgroup_memory, examine
 from kvass.cli.main import main
 from kvass.errors import ConfigError
 from kvass.testing.daemon import running_daemon
-from kvass.testing.scripted import ScriptedDaemon
 from kvass.transfer import cuda_driver
 from kvass.transfer.cuda_driver import Device, Survey
+from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 GIB = 1 << 30
 H200 = Device("NVIDIA H200", 139 * GIB, direct=True)

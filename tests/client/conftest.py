@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvass.messages import Register
-from kvass.testing.scripted import ScriptedDaemon
 from kvass.types import GroupLayout, RankLayout
+from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from kvass import SchedulerClient, WorkerClient
 from kvass.client.scheduler import Match
 from kvass.messages import Register, ReserveItem
 from kvass.testing.daemon import running_daemon
-from kvass.testing.scripted import eventually
 from kvass.types import GroupLayout, RankLayout
+from tests.support.waiting import eventually
 
 MIB: Final = 1 << 20
 STORES: Final = 2000

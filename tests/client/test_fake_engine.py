@@ -13,12 +13,12 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.errors import UsageError
 from kvass.messages import Reserve, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.engine import WIDTH, FakeEngine, chunk_keys, spread
-from kvass.testing.engine_gpu import EngineGpus
+from kvass.testing.fake_engine import WIDTH, FakeEngine, chunk_keys, spread
+from kvass.testing.fake_rank import MakeMover
 from kvass.testing.pages import WrongPageError
-from kvass.testing.rank import MakeMover
 from kvass.transfer.host import HostMover
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
+from tests.support.gpu.engine_mover import EngineGpus
 
 MODEL = RankLayout(
     (

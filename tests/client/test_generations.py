@@ -15,10 +15,11 @@ from kvass.client.scheduler import Match, SchedulerClient
 from kvass.client.session import open_session
 from kvass.messages import Clear, Error, FromClient, Lookup, Register, Release, Reserve
 from kvass.testing.daemon import Daemon
-from kvass.testing.scripted import ScriptedDaemon, eventually
 from tests.client.test_real_daemon import Engine, reconnect
 from tests.client.test_real_daemon import daemon as real_daemon
 from tests.client.test_scheduler import ITEMS, WIDTH, match, sync
+from tests.support.waiting import eventually
+from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 real = real_daemon
 Pair = tuple[Engine, Engine]

@@ -14,12 +14,12 @@ import pytest
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.engine import FakeEngine, chunk_keys, spread
-from kvass.testing.engine_gpu import EngineGpus
-from kvass.testing.layouts import GRIDS
-from kvass.testing.rank import MakeMover, Transfer
+from kvass.testing.fake_engine import FakeEngine, chunk_keys, spread
+from kvass.testing.fake_rank import MakeMover, Transfer
 from kvass.transfer.host import HostMover
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
+from tests.support.gpu.engine_mover import EngineGpus
+from tests.support.simulation.random_models import GRIDS
 
 MODEL = RankLayout(
     (

@@ -40,7 +40,8 @@ from kvass.messages import (
     Release,
     Welcome,
 )
-from kvass.testing.scripted import ScriptedDaemon, eventually
+from tests.support.waiting import eventually
+from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 BOUND_S = 0.25
 """No call that does not ask to wait takes longer than this."""

@@ -36,8 +36,9 @@ from kvass.messages import (
     ReserveItem,
 )
 from kvass.testing.daemon import running_daemon
-from kvass.testing.scripted import ARENA_BYTES, ScriptedDaemon, eventually
 from kvass.wire.framing import HEADER
+from tests.support.waiting import eventually
+from tests.support.wire.scripted_daemon import ARENA_BYTES, ScriptedDaemon
 
 KEYS, WIDTH = b"a" * 32 + b"b" * 32, 32
 PATIENCE_S = 10.0

@@ -18,8 +18,8 @@ from kvass.client.scheduler import SchedulerClient
 from kvass.client.worker import WorkerClient
 from kvass.messages import Granted, Register, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.scripted import eventually
 from kvass.types import PAGE, GroupLayout, RankLayout
+from tests.support.waiting import eventually
 
 PATIENCE_S, WIDTH, CHUNKS = 10.0, 32, 4
 DIGESTS = b"".join(hashlib.sha256(bytes([c])).digest() for c in range(CHUNKS))

@@ -19,7 +19,7 @@ from kvass.client.worker import WorkerClient
 from kvass.errors import TimedOut, Unavailable
 from kvass.messages import Granted, Ping, Register, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.scripted import eventually
+from tests.support.waiting import eventually
 
 WIDTH, CHUNKS = 32, 4
 PATIENCE_S = 20.0

@@ -27,7 +27,8 @@ from kvass.messages import (
     Reserve,
     ReserveItem,
 )
-from kvass.testing.scripted import Answer, ScriptedDaemon, eventually
+from tests.support.waiting import eventually
+from tests.support.wire.scripted_daemon import Answer, ScriptedDaemon
 
 WIDTH = 32
 DIGESTS = bytes(range(8)) * 4 * WIDTH  # 32 chunks

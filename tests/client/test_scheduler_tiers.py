@@ -25,9 +25,10 @@ from kvass.messages import (
     Release,
     Reserve,
 )
-from kvass.testing.scripted import ScriptedDaemon, eventually
 from kvass.types import Timing
 from tests.client.test_scheduler import CHUNKS, DIGESTS, ITEMS, WIDTH, match, sync
+from tests.support.waiting import eventually
+from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 CHUNK_TOKENS = 256
 WHOLE_S = CHUNKS * CHUNK_TOKENS / 5_000

@@ -13,11 +13,11 @@ import pytest
 from kvass.client.client import Client
 from kvass.client.parallel import ParallelStrategy
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.engine import WIDTH, FakeEngine, chunk_keys, spread
-from kvass.testing.engine_gpu import EngineGpus
-from kvass.testing.rank import MakeMover
+from kvass.testing.fake_engine import WIDTH, FakeEngine, chunk_keys, spread
+from kvass.testing.fake_rank import MakeMover
 from kvass.transfer.host import HostMover
 from kvass.types import GroupLayout, RankLayout
+from tests.support.gpu.engine_mover import EngineGpus
 
 MODEL = RankLayout(
     (

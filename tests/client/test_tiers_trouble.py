@@ -16,8 +16,7 @@ import pytest
 
 from kvass.errors import Unavailable
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.engine import WIDTH, FakeEngine, chunk_keys
-from kvass.testing.redis_server import RedisServer
+from kvass.testing.fake_engine import WIDTH, FakeEngine, chunk_keys
 from kvass.types import PAGE
 from tests.client.test_tiers import (
     LARGE,
@@ -29,6 +28,7 @@ from tests.client.test_tiers import (
     tier_of,
     tiered,
 )
+from tests.support.servers.redis import RedisServer
 
 BOUND_S = 20.0
 """Far above any budget here, and far below for ever."""
@@ -53,7 +53,7 @@ def faulty(folder: Path, *more: str, **options: Any) -> Iterator[Faulty]:
     disk, orders = folder / "disk", folder / "orders"
     disk.mkdir(exist_ok=True)
     inner = quote(f"disk:{disk}?capacity=64MiB", safe="")
-    url = f"kvass.testing.faulty_tier:FaultyTier?inner={inner}&orders={quote(str(orders))}"
+    url = f"tests.support.tiers.faulty:FaultyTier?inner={inner}&orders={quote(str(orders))}"
     with running_daemon(folder, "16MiB", tier=[url, *more], dma_grace_s=0.2, **options) as daemon:
         yield Faulty(daemon, orders)
 

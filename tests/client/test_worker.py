@@ -16,8 +16,9 @@ from kvass.client import worker as worker_module
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.messages import Abort, Commit, Hello, Populated, Register, Release
-from kvass.testing.scripted import ARENA_BYTES, ScriptedDaemon, eventually
 from kvass.types import PAGE, GroupLayout, RankLayout, Slots
+from tests.support.waiting import eventually
+from tests.support.wire.scripted_daemon import ARENA_BYTES, ScriptedDaemon
 
 SLICE = 16 << 10
 

@@ -21,11 +21,11 @@ from kvass import messages as m
 from kvass.core.effects import Event, Faulted, Received, Send, Stored, TierReport
 from kvass.core.event_lines import line, parse
 from kvass.errors import FrameError
-from kvass.testing.layouts import random_model
-from kvass.testing.strangers import any_message
 from kvass.types import PAGE, GroupLayout, RankLayout
 from kvass.wire import framing
 from tests.core.rig import BOOT, GRACE_S, WIDTH, Engine, Rig, digests
+from tests.support.simulation.random_messages import any_message
+from tests.support.simulation.random_models import random_model
 
 INTEGERS: Final = (
     *(0, -1, 1, 2**31 - 1, 2**31, -(2**31), 2**32, 2**53),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvass import messages as m
-from kvass.core import epochs, promote, tiers
+from kvass.core import epochs
 from kvass.core.effects import (
     Faulted,
     Loaded,
@@ -988,10 +988,8 @@ def test_what_is_loaded_for_a_namespace_that_was_cleared_and_forgotten_is_nobody
     assert rig.gauge("rows", "rows_loading", "l1_used_bytes") == (0, 0, 0)
 
 
-def test_lookups_that_wait_for_an_epoch_go_on_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promote, "SLICE", 2)
-    monkeypatch.setattr(tiers, "SLICE", 2)
-    rig = TierRig()
+def test_lookups_that_wait_for_an_epoch_go_on_in_slices() -> None:
+    rig = TierRig(core={"slice_ends": 2})
     e = rig.engine("e")
     for i in range(7):
         rig.begin(e, f"prompt {i}")

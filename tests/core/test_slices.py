@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import custody, flows, index
+from kvass.core import flows, index, l1
+from kvass.core.effects import TierLoad, TierProbe, TierStore
 from kvass.types import PAGE
-from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, Rig, digests, layout
+from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
+from tests.core.tier_rig import TierRig
 
 
 @pytest.fixture
@@ -19,10 +21,25 @@ def rig() -> Rig:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> Rig:
+def few() -> Rig:
     """Ends two leases or reservations at a time."""
-    monkeypatch.setattr(custody, "SLICE", 2)
-    return Rig(pages=64, extent=4, instance_write_share=1.0)
+    return Rig(pages=64, extent=4, instance_write_share=1.0, core={"slice_ends": 2})
+
+
+@pytest.fixture
+def waiting() -> tuple[TierRig, Engine]:
+    """Ten lookups of two chunks wait for one load; two of them go on in a step."""
+    rig = TierRig(pages=64, extent=4, instance_write_share=1.0, core={"slice_ends": 2})
+    e = rig.ready()
+    e.store("a", "b")
+    rig.settle()
+    rig.forget_l1()
+    for _ in range(10):
+        message = m.Lookup(seq=7, request="r", digests=digests("a", "b"), width=WIDTH)
+        rig.say(e.scheduler, message)
+    rig.settle(TierProbe)
+    rig.replies(e.scheduler)
+    return rig, e
 
 
 def ticks(rig: Rig) -> int:
@@ -196,7 +213,8 @@ def test_what_a_lost_scheduler_leaves_is_settled_by_the_time_it_is_carried_out(f
 
 def test_a_move_of_many_reservations_goes_on_in_slices(few: Rig) -> None:
     e = few.engine()
-    grants = e.reserve_items(*[m.ReserveItem(request="r", digests=digests(i)) for i in range(20)])
+    items = [m.ReserveItem(request="r", digests=digests(i)) for i in range(20)]
+    grants = e.reserve_items(*items[:10]) + e.reserve_items(*items[10:])
     e.hand_over(reservations=tuple(g.reservation for g in grants))
     terms: dict[str, Any] = {"instance": "e", "identity": {"model": "m"}, "chunk_tokens": 16}
     few.say(e.scheduler, m.Register(seq=2, generation=b"new", **terms))
@@ -234,8 +252,76 @@ def test_a_new_index_is_warm_before_it_is_used(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(pages=4096, extent=64)
     e = rig.engine()
     assert ticks(rig) > 5
-    assert not rig.machine.state.l1.cold
+    assert not rig.machine.state.l1.unfinished
     e.store("a")
     assert e.clear() == 1
     assert ticks(rig) > 5
     assert e.holds("a") == 0
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_lookups_that_wait_for_one_load_are_answered_in_slices(
+    waiting: tuple[TierRig, Engine], good: bool
+) -> None:
+    """A row that the tier could not fill is free when the last of them has let it go."""
+    rig, e = waiting
+    (load,) = rig.open_ops(TierLoad)
+    rig.answer(load, True, good)
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [1 + good] * 2
+    assert ticks(rig) == 4
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [1 + good] * 8
+    assert rig.gauge("rows", "rows_loading", "leases") == (1 + good, 0, 10)
+    e.quit()
+    ticks(rig)
+    assert rig.gauge("pins", "promotions") == (0, 0)
+
+
+def test_lookups_of_a_lost_scheduler_end_in_slices(waiting: tuple[TierRig, Engine]) -> None:
+    rig, e = waiting
+    rig.lose(e.scheduler)
+    assert rig.gauge("promotions") == (8,)
+    rig.settle(TierLoad)
+    ticks(rig)
+    assert rig.gauge("promotions", "pins", "leases", "rows") == (0, 0, 0, 2)
+    assert not rig.replies(e.scheduler)
+
+
+def test_lookups_that_a_clear_makes_miss_are_answered_in_slices(
+    waiting: tuple[TierRig, Engine],
+) -> None:
+    rig, e = waiting
+    rig.say(e.scheduler, m.Clear(seq=9))
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0, 0]
+    rig.settle(TierLoad)
+    assert ticks(rig) > 2
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [0] * 8
+    assert rig.gauge("promotions", "pins", "leases", "rows") == (0, 0, 0, 0)
+
+
+def test_all_indexes_together_begin_with_so_much_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand namespaces would take as many times the memory of one."""
+    monkeypatch.setattr(l1, "INDEX_ROOM", 1030)
+    rig = Rig(pages=400, extent=4, instance_write_share=1.0)
+    engines = [rig.engine(f"e{i}", identity={"model": f"m{i}"}) for i in range(3)]
+    classes = rig.machine.state.l1.classes.values()
+    assert [one.index.room >= 400 for one in classes] == [True, True, False]
+    engines[2].store(*range(300))
+    assert engines[2].holds(*range(300)) == 300
+    engines[0].quit()
+    rig.engine("new", identity={"model": "new"})
+    assert [one.index.room >= 400 for one in classes] == [True, False, True]
+
+
+def test_the_queue_of_a_dead_tier_stays_in_proportion_to_l1() -> None:
+    """Rows that left L1 leave the queue, a few at a time; what is still there is flushed later."""
+    rig = TierRig(pages=256, extent=4, instance_write_share=1.0)
+    e = rig.ready()
+    rig.down = True
+    for first in range(0, 3_000, 10):
+        e.store(*range(first, first + 10))
+        rig.settle(TierStore)
+        assert rig.machine.state.flushes.rows[0] <= 3 * 256 + 256
+    rig.down = False
+    rig.wait(300)
+    rig.settle()
+    assert len(rig.shelves[0]) == 256

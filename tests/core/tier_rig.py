@@ -121,8 +121,7 @@ class TierRig(Rig):
 
     def forget_l1(self) -> None:
         """L1 loses what it holds, and the tiers do not."""
-        for one in self.machine.state.l1.classes.values():
-            self.machine.state.l1.clear(one)
+        self.machine.state.l1.clear(self.machine.state.l1.classes.values())
         self.machine.state.l1.reclaim()
 
 

@@ -13,7 +13,7 @@ from kvass.cli.status import table
 from kvass.config import load
 from kvass.messages import Commit, Ping, Pong
 from kvass.testing.daemon import Daemon
-from kvass.testing.peer import engine
+from tests.support.wire.raw_session import engine
 
 Captured = pytest.CaptureFixture[str]
 

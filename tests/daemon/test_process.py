@@ -23,8 +23,8 @@ from kvass.client.client import Client
 from kvass.errors import Unavailable
 from kvass.messages import Error, Ping, Pong, Populated
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.peer import Peer
-from kvass.testing.scripted import eventually
+from tests.support.waiting import eventually
+from tests.support.wire.raw_session import RawSession
 
 MIB = 1 << 20
 
@@ -78,7 +78,7 @@ def test_ready_line_tells_socket_sizes_and_pages(shared: Daemon) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
-    with running_daemon(tmp_path) as daemon, Peer(daemon.socket).greet() as peer:
+    with running_daemon(tmp_path) as daemon, RawSession(daemon.socket).greet() as peer:
         os.kill(daemon.pid, number)
         assert daemon.wait() == 0
         with pytest.raises(Unavailable):
@@ -183,7 +183,7 @@ def test_default_socket_is_in_a_folder_of_this_user_alone(tmp_path: Path) -> Non
         assert b"ready" in process.stdout.readline()
         folder = tmp_path / f"kvass-{os.geteuid()}"
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        with Peer(str(folder / "kvass.sock")).greet():
+        with RawSession(str(folder / "kvass.sock")).greet():
             pass
         process.terminate()
 
@@ -193,13 +193,14 @@ def test_default_socket_is_in_a_folder_of_this_user_alone(tmp_path: Path) -> Non
 
 def test_another_process_maps_the_same_arena(daemon: Daemon) -> None:
     child = (
-        "import sys; from kvass.testing.peer import Peer; from kvass.arena import memory\n"
-        "peer = Peer(sys.argv[1]).greet(wants_arena=True)\n"
+        "import sys; from kvass.arena import memory\n"
+        "from tests.support.wire.raw_session import RawSession\n"
+        "peer = RawSession(sys.argv[1]).greet(wants_arena=True)\n"
         "arena = memory.attach(peer.take_arena(), peer.welcome.arena_bytes)\n"
         "arena.buffer[-3:] = (1, 2, 3)"
     )
     subprocess.run([sys.executable, "-c", child, daemon.socket], check=True, timeout=60)
-    with Peer(daemon.socket).greet(wants_arena=True) as peer:
+    with RawSession(daemon.socket).greet(wants_arena=True) as peer:
         arena = memory.attach(peer.take_arena(), peer.welcome.arena_bytes)
         assert arena.buffer[-4:].tolist() == [0, 1, 2, 3]
         daemon.kill()
@@ -208,14 +209,14 @@ def test_another_process_maps_the_same_arena(daemon: Daemon) -> None:
 
 
 def test_no_descriptor_for_who_did_not_ask(shared: Daemon) -> None:
-    with Peer(shared.socket).greet() as peer:
+    with RawSession(shared.socket).greet() as peer:
         assert peer.channel.take_fd() is None
 
 
 def test_watermark_rises_to_the_whole_arena(tmp_path: Path) -> None:
     with (
         running_daemon(tmp_path, l1_size="1GiB") as daemon,
-        Peer(daemon.socket).greet(wants_arena=True) as peer,
+        RawSession(daemon.socket).greet(wants_arena=True) as peer,
     ):
         marks = [peer.welcome.populated_bytes]
         while marks[-1] < 1024 * MIB:
@@ -252,7 +253,7 @@ def test_idle_daemon_uses_no_cpu(shared: Daemon) -> None:
     shared.wait_until(l1_populated_bytes=64 * MIB)
 
     clock = ~shared.pid << 3 | 2  # as clock_getcpuclockid(3): the CPU time of another process
-    with Peer(shared.socket).greet():
+    with RawSession(shared.socket).greet():
         time.sleep(0.2)  # what greeting it takes
         before = time.clock_gettime(clock)
         time.sleep(1)
@@ -279,7 +280,7 @@ def stranger() -> int:
 
 def knock(path: str) -> Callable[[], None]:
     def work() -> None:
-        with Peer(path).greet() as peer:
+        with RawSession(path).greet() as peer:
             peer.ask(Ping(), Pong)
 
     return work
@@ -291,7 +292,7 @@ def test_another_user_is_kept_out(open_folder: Path, stranger: int) -> None:
         os.chmod(daemon.socket, 0o666)  # even then
 
         def is_told_why() -> None:
-            with Peer(daemon.socket) as peer:
+            with RawSession(daemon.socket) as peer:
                 (error,) = peer.rest()
                 assert isinstance(error, Error)
                 assert error.code == "forbidden"

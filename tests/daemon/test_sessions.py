@@ -33,15 +33,15 @@ from kvass.messages import (
     Welcome,
 )
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.peer import Peer, engine
 from kvass.types import MAX_RANKS, Limits
 from kvass.wire import framing
+from tests.support.wire.raw_session import RawSession, engine
 
 
 @pytest.fixture
-def bystander(shared: Daemon) -> Iterator[Peer]:
+def bystander(shared: Daemon) -> Iterator[RawSession]:
     """A session that must not notice what another one does."""
-    with Peer(shared.socket).greet() as peer:
+    with RawSession(shared.socket).greet() as peer:
         yield peer
         peer.ask(Ping(), Pong)
     shared.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0, sessions=1)
@@ -77,10 +77,10 @@ def test_store_and_load_across_sessions(daemon: Daemon) -> None:
     ],
 )
 def test_bad_stream_ends_its_own_session_with_one_clear_line(
-    shared: Daemon, bystander: Peer, data: bytes, code: str
+    shared: Daemon, bystander: RawSession, data: bytes, code: str
 ) -> None:
     before = shared.status()["counters"].get(f"ended_{code}", 0)
-    with Peer(shared.socket) as peer:
+    with RawSession(shared.socket) as peer:
         peer.raw(data)
         (error,) = peer.rest()
         assert isinstance(error, Error)
@@ -89,8 +89,8 @@ def test_bad_stream_ends_its_own_session_with_one_clear_line(
     assert shared.status()["counters"][f"ended_{code}"] == before + 1
 
 
-def test_what_came_before_the_bad_frame_counts(shared: Daemon, bystander: Peer) -> None:
-    with Peer(shared.socket).greet() as peer:
+def test_what_came_before_the_bad_frame_counts(shared: Daemon, bystander: RawSession) -> None:
+    with RawSession(shared.socket).greet() as peer:
         peer.raw(framing.encode(Ping(seq=7)) + b"\0\0\0\0" + framing.encode(Ping(seq=8)))
         pong, error = peer.rest()
         assert pong == Pong(seq=7)
@@ -98,9 +98,9 @@ def test_what_came_before_the_bad_frame_counts(shared: Daemon, bystander: Peer) 
 
 
 def test_stream_that_ends_inside_a_frame_is_told_and_counted(
-    shared: Daemon, bystander: Peer
+    shared: Daemon, bystander: RawSession
 ) -> None:
-    with Peer(shared.socket).greet() as peer:
+    with RawSession(shared.socket).greet() as peer:
         peer.raw(framing.encode(Ping(seq=7))[:5])
         peer.sock.shutdown(socket.SHUT_WR)
         (error,) = peer.rest()
@@ -108,8 +108,10 @@ def test_stream_that_ends_inside_a_frame_is_told_and_counted(
         assert "inside a frame" in error.text
 
 
-def test_replayed_and_foreign_messages_are_typed_errors(shared: Daemon, bystander: Peer) -> None:
-    with Peer(shared.socket).greet() as peer:
+def test_replayed_and_foreign_messages_are_typed_errors(
+    shared: Daemon, bystander: RawSession
+) -> None:
+    with RawSession(shared.socket).greet() as peer:
         assert peer.ask(Hello(clock_s=time.monotonic()), Error).code == "bad_message"
         assert peer.ask(Lookup(request="r", digests=b"aaaa"), Error).code == "not_registered"
     with engine(shared.socket, "one") as (scheduler, worker), engine(shared.socket, "two") as two:
@@ -130,20 +132,26 @@ def test_replayed_and_foreign_messages_are_typed_errors(shared: Daemon, bystande
         assert scheduler.ask(Clear(), Cleared).rows == 1
 
 
-def test_impossible_ranks_and_versions(shared: Daemon, bystander: Peer) -> None:
-    with Peer(shared.socket).greet() as peer:
+def test_impossible_ranks_and_versions(shared: Daemon, bystander: RawSession) -> None:
+    with RawSession(shared.socket).greet() as peer:
         for rank, ranks in [(-2, 1), (1, 1), (0, 0), (0, MAX_RANKS + 1)]:
             with pytest.raises(AssertionError, match="bad_rank"):
                 peer.register("ranks", rank, ranks=ranks)
         peer.register("ranks")
-    with Peer(shared.socket) as peer, pytest.raises(AssertionError, match="incompatible_version"):
+    with (
+        RawSession(shared.socket) as peer,
+        pytest.raises(AssertionError, match="incompatible_version"),
+    ):
         peer.greet(protocol_min=9, protocol_max=12)
-    with Peer(shared.socket) as peer, pytest.raises(AssertionError, match="incompatible_clock"):
+    with (
+        RawSession(shared.socket) as peer,
+        pytest.raises(AssertionError, match="incompatible_clock"),
+    ):
         peer.greet(clock_s=time.monotonic() + 1e6)
 
 
-def test_a_rank_that_contradicts_its_instance(shared: Daemon, bystander: Peer) -> None:
-    with Peer(shared.socket).greet() as peer, Peer(shared.socket).greet() as other:
+def test_a_rank_that_contradicts_its_instance(shared: Daemon, bystander: RawSession) -> None:
+    with RawSession(shared.socket).greet() as peer, RawSession(shared.socket).greet() as other:
         peer.register("contrary", 0, ranks=2)
         with pytest.raises(AssertionError, match=r"contradiction.*chunk_tokens"):
             other.register("contrary", 1, ranks=2, chunk_tokens=32)
@@ -156,7 +164,7 @@ def test_a_rank_that_contradicts_its_instance(shared: Daemon, bystander: Peer) -
 def test_any_bytes_leave_the_daemon_well(
     shared: Daemon, pieces: list[bytes], greeted: bool
 ) -> None:
-    with Peer(shared.socket) as peer:
+    with RawSession(shared.socket) as peer:
         if greeted:
             peer.greet().register("fuzz")
         try:
@@ -164,7 +172,7 @@ def test_any_bytes_leave_the_daemon_well(
                 peer.raw(piece)
         except OSError:  # it hung up on us
             pass
-    with Peer(shared.socket).greet() as peer:
+    with RawSession(shared.socket).greet() as peer:
         peer.ask(Ping(), Pong)
 
 
@@ -174,7 +182,7 @@ def anonymous_kib(pid: int) -> int:
 
 
 def test_client_that_never_reads_costs_a_bounded_amount(daemon: Daemon) -> None:
-    with Peer(daemon.socket).greet() as good, Peer(daemon.socket).greet() as peer:
+    with RawSession(daemon.socket).greet() as good, RawSession(daemon.socket).greet() as peer:
         peer.sock.settimeout(20)
         question = framing.encode(Status(seq=1)) * 100_000
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
@@ -361,7 +369,7 @@ def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
     daemon.start()
     try:
         with contextlib.ExitStack() as stack:
-            silent = [stack.enter_context(Peer(daemon.socket)) for _ in range(most)]
+            silent = [stack.enter_context(RawSession(daemon.socket)) for _ in range(most)]
             assert daemon.status()["rows"] == 0
             with engine(daemon.socket) as (scheduler, _):
                 assert scheduler.reserve("a").grants[0].chunks == (0,)
@@ -377,7 +385,7 @@ def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
 
 
 def test_eof_of_the_daemon_is_seen(daemon: Daemon) -> None:
-    with Peer(daemon.socket).greet() as peer:
+    with RawSession(daemon.socket).greet() as peer:
         daemon.kill()
         with pytest.raises(Unavailable):
             peer.next()

@@ -8,13 +8,13 @@ from typing import Any
 
 from kvass.messages import Clear, Cleared, Lookup, Matched
 from kvass.testing.daemon import running_daemon
-from kvass.testing.peer import WIDTH, Peer, engine, keys
-from kvass.testing.redis_server import RedisServer
-from kvass.testing.scripted import eventually
 from tests.daemon.test_tiers_process import commit_two, tier_of
+from tests.support.servers.redis import RedisServer
+from tests.support.waiting import eventually
+from tests.support.wire.raw_session import WIDTH, RawSession, engine, keys
 
 
-def found(scheduler: Peer) -> int:
+def found(scheduler: RawSession) -> int:
     """How many chunks the daemon finds; it waits for its tier."""
     ask = Lookup(request="q", digests=keys("ab"), width=WIDTH, budget_ms=10_000.0)
     return scheduler.ask(ask, Matched).chunks

@@ -33,10 +33,10 @@ from kvass.daemon.tier_process import TierProcess, close_all
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.peer import engine
-from kvass.testing.scripted import eventually
 from tests.daemon.test_tiers_process import commit_two, disk, tier_of
 from tests.daemon.tier_rig import PAGE, load, probe, store
+from tests.support.waiting import eventually
+from tests.support.wire.raw_session import engine
 
 pytestmark = pytest.mark.alone  # knocks, pauses and limits of seconds
 

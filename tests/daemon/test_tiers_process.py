@@ -15,10 +15,10 @@ import pytest
 
 from kvass.messages import Commit, Ping, Pong
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.peer import Peer, engine
-from kvass.testing.redis_server import RedisServer
-from kvass.testing.scripted import eventually
 from tests.daemon.test_process import refused, serve
+from tests.support.servers.redis import RedisServer
+from tests.support.waiting import eventually
+from tests.support.wire.raw_session import RawSession, engine
 
 PLUG_IN = '''
 """A tier in memory. Stores wait until the file ``go`` is there; then the file ``stored`` is."""
@@ -94,7 +94,7 @@ def plug_in(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
     return f"plugged:Held?folder={folder}"
 
 
-def commit_two(scheduler: Peer, worker: Peer) -> None:
+def commit_two(scheduler: RawSession, worker: RawSession) -> None:
     granted = scheduler.reserve("ab")
     worker.channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
     worker.ask(Ping(), Pong)

@@ -22,10 +22,10 @@ from kvass.core.effects import (
 )
 from kvass.daemon import executor
 from kvass.daemon.executor import Executor
-from kvass.testing.scripted import eventually
 from kvass.tiers.base import Shards
 from kvass.tiers.codec import record_key
 from kvass.types import Slots
+from tests.support.waiting import eventually
 
 SPACE = bytes(range(32))
 WAIT_S = 30.0

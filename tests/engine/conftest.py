@@ -14,8 +14,8 @@ from typing import Any, Final
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.models import TINY, build
-from kvass.testing.vllm_engine import Answer, EngineProcess
+from tests.support.vllm.models import TINY, build
+from tests.support.vllm.process import Answer, EngineProcess
 
 ROOT: Final = Path(__file__).parent.parent.parent
 CHUNK: Final = 256
@@ -87,7 +87,7 @@ def store(engine: EngineProcess, tokens: list[int], max_tokens: int = 1, **field
 Starter = Callable[..., EngineProcess]
 
 
-GPU: Final[dict[str, Any]] = {"kv_connector_module_path": "kvass.testing.vllm_gpu"}
+GPU: Final[dict[str, Any]] = {"kv_connector_module_path": "tests.support.vllm.fake_gpu_connector"}
 """For ``Engine`` and ``HybridEngine``: their pages are on a fake GPU."""
 
 

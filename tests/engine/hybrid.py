@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import pytest
 
-from kvass.testing import hybrids
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.models import Blueprint, build
-from kvass.testing.vllm_engine import Answer, EngineProcess, Group, Prompt, Settings
+from tests.support.vllm import hybrid_models
+from tests.support.vllm.models import Blueprint, build
+from tests.support.vllm.process import Answer, CacheGroup, EngineProcess, Prompt, Settings
 
 ROOT: Final = Path(__file__).parent.parent.parent
 ARGS: Final[dict[str, Any]] = {
@@ -28,7 +28,7 @@ ARGS: Final[dict[str, Any]] = {
     "num_gpu_blocks_override": 512,
     "max_num_batched_tokens": 512,  # longer prompts are prefilled in chunks
 }
-LATE_S: Final = 0.005
+DELAYED: Final = ("-m", "tests.support.wire.delayed_daemon", "0.005")
 LIKE_LOCAL_HIT: Final = 1e-4
 LIKE_COLD: Final = 1e-3
 
@@ -66,20 +66,20 @@ class Model:
 
 
 GPT_OSS: Final = Model(
-    hybrids.gpt_oss(),
+    hybrid_models.gpt_oss(),
     256,
     [("SlidingWindowSpec", 32), ("FullAttentionSpec", 32)],
     (32, 128, 256, 384, 416, 512, 512 + 128, 768),
     share=128 / 256,
 )
 GEMMA3: Final = Model(
-    hybrids.gemma3(),
+    hybrid_models.gemma3(),
     256,
     [("SlidingWindowSpec", 32), ("SlidingWindowSpec", 32), ("FullAttentionSpec", 32)],
     (256, 300, 320, 512, 512 + 300),
 )
 QWEN3_NEXT: Final = Model(
-    hybrids.qwen3_next(),
+    hybrid_models.qwen3_next(),
     160,
     [("MambaSpec", 160), ("FullAttentionSpec", 160)],
     (160, 320, 480),
@@ -105,9 +105,9 @@ class Pair:
 
     def prompt(self, tokens: int) -> list[int]:
         """A prompt that nobody used."""
-        return [self._rng.randrange(4, hybrids.VOCAB) for _ in range(tokens)]
+        return [self._rng.randrange(4, hybrid_models.VOCAB) for _ in range(tokens)]
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[CacheGroup]:
         """vLLM's KV cache groups."""
         return self.b.groups()
 
@@ -211,7 +211,7 @@ def running_pair(
     path = build(ROOT / ".cache" / "models", model.blueprint)
     engines: list[EngineProcess] = []
     options = {"l1_size": "256MiB", "lookup_budget_ms": 10_000, **(options or {})}
-    with running_daemon(folder, late_s=LATE_S, **options) as daemon:
+    with running_daemon(folder, program=DELAYED, **options) as daemon:
         try:
             for name in "ab":
                 engine = EngineProcess(

@@ -14,10 +14,10 @@ from typing import Any, Final
 import pytest
 
 from kvass.testing.daemon import Daemon
-from kvass.testing.models import TINY, build, eagle_head
-from kvass.testing.vllm_engine import EngineProcess, Settings
 from tests.engine import hybrid
 from tests.engine.conftest import BLOCK, CHUNK, LIKE_COLD, LIKE_LOCAL_HIT, ROOT, Starter
+from tests.support.vllm.models import TINY, build, eagle_head
+from tests.support.vllm.process import EngineProcess, Settings
 
 pytestmark = pytest.mark.engine
 

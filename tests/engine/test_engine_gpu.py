@@ -25,14 +25,14 @@ from kvass.engine import copier
 from kvass.engine.boundary import Boundary
 from kvass.engine.step_work import StepWork, Store
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing import engine_gpu
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.engine_gpu import NOISE, Break, EngineMover
-from kvass.testing.vllm_engine import EngineProcess
-from kvass.testing.vllm_rank import Engine, until
 from kvass.transfer.base import Outcome
 from kvass.types import PAGE, Slots
 from tests.engine.conftest import GPU
+from tests.support.gpu import engine_mover
+from tests.support.gpu.engine_mover import NOISE, Break, EngineMover
+from tests.support.vllm.process import EngineProcess
+from tests.support.vllm.ranks import StubModelEngine, until
 
 PROMPT: Final = list(range(100))
 BREAKS: Final[tuple[Break, ...]] = ("unordered", "hasty")
@@ -45,13 +45,13 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def engine(daemon: Daemon) -> Iterator[Callable[[], Engine]]:
+def engine(daemon: Daemon) -> Iterator[Callable[[], StubModelEngine]]:
     """Makes engines to whose ranks all of the arena is known to be populated, and so is pinned: the
     copies of what is not wait on the host."""
-    made: list[Engine] = []
+    made: list[StubModelEngine] = []
 
-    def make() -> Engine:
-        made.append(Engine(daemon.socket, daemon, **GPU))
+    def make() -> StubModelEngine:
+        made.append(StubModelEngine(daemon.socket, daemon, **GPU))
         made[-1].wait_connected()
         session = made[-1].copier._client._client.session
         until(lambda: session.watermark == session.welcome.arena_bytes, "the arena")
@@ -62,7 +62,7 @@ def engine(daemon: Daemon) -> Iterator[Callable[[], Engine]]:
         one.close()
 
 
-def fake(engine: Engine) -> Any:
+def fake(engine: StubModelEngine) -> Any:
     return engine.rank.connector.mover.fake
 
 
@@ -72,7 +72,7 @@ def fake(engine: Engine) -> Any:
 @pytest.mark.parametrize("kind", ["store", "load"])
 @pytest.mark.parametrize("how", BREAKS)
 def test_copies_that_do_not_wait_are_noticed(
-    engine: Callable[[], Engine], how: Break, kind: str
+    engine: Callable[[], StubModelEngine], how: Break, kind: str
 ) -> None:
     a, b = engine(), engine()
     wrong = a if kind == "store" else b
@@ -84,14 +84,14 @@ def test_copies_that_do_not_wait_are_noticed(
     fake(wrong).violations.clear()
 
 
-def store_and_load(a: Engine, b: Engine) -> Any:
+def store_and_load(a: StubModelEngine, b: StubModelEngine) -> Any:
     a.generate("a", PROMPT)
     request, scheduled = b.load("b", PROMPT)
     assert scheduled == 4
     return request
 
 
-def test_a_device_that_is_right_is_found_right(engine: Callable[[], Engine]) -> None:
+def test_a_device_that_is_right_is_found_right(engine: Callable[[], StubModelEngine]) -> None:
     a, b = engine(), engine()
     b.check(store_and_load(a, b), 96)
     for one in (a, b):
@@ -100,7 +100,7 @@ def test_a_device_that_is_right_is_found_right(engine: Callable[[], Engine]) -> 
 
 
 def test_until_the_engines_stream_is_there_its_pages_are_noise(
-    daemon: Daemon, engine: Callable[[], Engine]
+    daemon: Daemon, engine: Callable[[], StubModelEngine]
 ) -> None:
     """Of a store they come later; of a load they are overwritten once more."""
     a = engine()
@@ -118,7 +118,7 @@ def test_until_the_engines_stream_is_there_its_pages_are_noise(
 
 
 def test_a_kernel_is_late_until_it_has_written_all(
-    engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[[], StubModelEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that begins meanwhile, on another thread, must wait for it."""
     a = engine()
@@ -131,7 +131,7 @@ def test_a_kernel_is_late_until_it_has_written_all(
         return int(move(target, source, count))
 
     library = SimpleNamespace(memmove=moving, memset=ctypes.memset, string_at=ctypes.string_at)
-    monkeypatch.setattr(engine_gpu, "ctypes", library)
+    monkeypatch.setattr(engine_mover, "ctypes", library)
     a.generate("a", PROMPT)
     assert seen
     assert all(seen)
@@ -139,7 +139,7 @@ def test_a_kernel_is_late_until_it_has_written_all(
 
 
 def test_a_slow_device_is_found_in_the_middle_of_a_row(
-    daemon: Daemon, engine: Callable[[], Engine]
+    daemon: Daemon, engine: Callable[[], StubModelEngine]
 ) -> None:
     """What tests of whoever dies amid a copy need of it; it keeps no hook."""
     a = engine()
@@ -183,10 +183,12 @@ def test_pages_decides_where_every_real_engine_has_its_own(
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
     monkeypatch.setattr(EngineProcess, "all_on_gpu", everywhere)
     EngineProcess(tmp_path, tmp_path / "log", gpu=one)
-    assert ("kvass.testing.vllm_gpu" in started[0][-1]) is then
+    assert ("tests.support.vllm.fake_gpu_connector" in started[0][-1]) is then
 
 
-def test_other_calls_on_the_engines_thread_end_the_engine(engine: Callable[[], Engine]) -> None:
+def test_other_calls_on_the_engines_thread_end_the_engine(
+    engine: Callable[[], StubModelEngine],
+) -> None:
     a = engine()
     with fake(a).engine_thread():
         fake(a).mark(next(iter(fake(a).streams)))
@@ -201,7 +203,7 @@ def test_other_calls_on_the_engines_thread_end_the_engine(engine: Callable[[], E
 
 
 def test_a_device_that_dies_amid_a_store_costs_the_cache_alone(
-    daemon: Daemon, engine: Callable[[], Engine], caplog: pytest.LogCaptureFixture
+    daemon: Daemon, engine: Callable[[], StubModelEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine goes on; what was being written stays reserved until its process ends, and then
     for the grace of DMA."""

@@ -11,9 +11,9 @@ from typing import Any, Final
 import pytest
 
 from kvass.testing.daemon import GRACE_S, Daemon
-from kvass.testing.models import TINY, write_lora, write_model
-from kvass.testing.vllm_engine import EngineProcess, Prompt
 from tests.engine.conftest import Judge, Starter, store
+from tests.support.vllm.models import TINY, write_lora, write_model
+from tests.support.vllm.process import EngineProcess, Prompt
 
 pytestmark = pytest.mark.engine
 

@@ -19,8 +19,8 @@ from kvass.connectors.vllm.fields import LISTS, NO_SETTINGS, Lists, words
 from kvass.connectors.vllm.variables import VARIABLES
 from kvass.engine import identity
 from kvass.engine.setup import Inert
-from kvass.testing.vllm_scheduler import make_configs, tiny_model
 from tests.engine.fields_page import PAGE, page
+from tests.support.vllm.scheduler import make_configs, tiny_model
 
 
 def of(config: Any, caches: Any) -> dict[str, str]:

@@ -17,8 +17,8 @@ import pytest
 
 from kvass.messages import Hello, Message, Ping, Register
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.vllm_rank import Engine
 from kvass.wire.channel import Channel
+from tests.support.vllm.ranks import StubModelEngine
 
 FROZEN: Final = Path(__file__).parent / "full_attention.json"
 
@@ -57,12 +57,12 @@ def history(folder: Path, patch: pytest.MonkeyPatch, pages: dict[str, Any]) -> d
 
 def _run(daemon: Daemon, pages: dict[str, Any]) -> str:
     """Two engines, one after the other."""
-    a = Engine(daemon.socket, daemon, **pages)
+    a = StubModelEngine(daemon.socket, daemon, **pages)
     a.wait_connected()
     turn = a.generate("first", range(100), max_tokens=40)
     a.generate("short", range(50))
     daemon.wait_until(reservations=0, leases=0)
-    b = Engine(daemon.socket, daemon, **pages)
+    b = StubModelEngine(daemon.socket, daemon, **pages)
     b.wait_connected()
     b.load("hit", range(100))
     b.load("next", [*turn.all_token_ids, 1, 2, 3])

@@ -17,7 +17,6 @@ from kvass.engine.memory import KVMemory, Regions, open_mover
 from kvass.engine.step_work import Load, Store
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing.fake_cuda import FakeCuda
 from kvass.transfer import DEVICES, ON_REQUEST, cuda_runtime
 from kvass.transfer.base import Done, Job, Outcome
 from kvass.transfer.cuda import CudaMover
@@ -27,6 +26,7 @@ from kvass.transfer.host import HostMover
 from kvass.transfer.runtime import Batch, Fault, Kind, Stream
 from kvass.transfer.self_check import NO_KERNEL
 from kvass.types import RankLayout
+from tests.support.gpu.fake_cuda import FakeCuda
 
 PLANES = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=4, chunk_blocks=1)
 

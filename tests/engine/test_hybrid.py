@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvass import Client
-from kvass.testing.vllm_engine import Prompt, Settings
 from tests.engine.hybrid import GEMMA3, GPT_OSS, QWEN3_NEXT, Model, Pair, Wrong, red, running_pair
+from tests.support.vllm.process import Prompt, Settings
 
 pytestmark = pytest.mark.engine
 MODELS = [GPT_OSS, GEMMA3, QWEN3_NEXT]

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvass.testing import hybrids
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.models import Blueprint, build
-from kvass.testing.vllm_engine import EngineDied, EngineProcess, Settings
 from tests.engine.hybrid import (
     ARGS,
     GEMMA3,
@@ -26,13 +23,16 @@ from tests.engine.hybrid import (
     assert_telling,
     red,
 )
+from tests.support.vllm import hybrid_models
+from tests.support.vllm.models import Blueprint, build
+from tests.support.vllm.process import EngineDied, EngineProcess, Settings
 
 pytestmark = pytest.mark.engine
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
     rng = random.Random(f"{seed} {tokens}")
-    return [rng.randrange(4, hybrids.VOCAB) for _ in range(tokens)]
+    return [rng.randrange(4, hybrid_models.VOCAB) for _ in range(tokens)]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def deepseek(daemon: Daemon) -> Iterator[EngineProcess]:
         "load_format": "dummy",
         "block_size": 256,
     }
-    engine = start(daemon, hybrids.deepseek_v4(), "v4", args=args, layout_only=True, gpu=True)
+    engine = start(daemon, hybrid_models.deepseek_v4(), "v4", args=args, layout_only=True, gpu=True)
     yield engine.wait_ready()
     engine.kill()
 
@@ -111,7 +111,9 @@ def test_a_zeroed_page_of_any_group_of_deepseek_v4_is_seen(
 def nemotrons(daemon: Daemon) -> Iterator[list[EngineProcess]]:
     """Without and with prefix caching, started side by side."""
     engines = [
-        start(daemon, hybrids.nemotron_h(), f"nemotron-{on}", args={"enable_prefix_caching": on})
+        start(
+            daemon, hybrid_models.nemotron_h(), f"nemotron-{on}", args={"enable_prefix_caching": on}
+        )
         for on in (False, True)
     ]
     yield [engine.wait_ready() for engine in engines]

@@ -16,12 +16,12 @@ from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.engine.memory import KVMemory
 from kvass.errors import ConfigError, UsageError
 from kvass.layout.copy_plan import CopyPlan, plan_copy
-from kvass.testing.vllm_scheduler import make_configs
 from kvass.transfer.base import Job
 from kvass.transfer.descriptors import plan_runs
 from kvass.transfer.host import HostMover
 from kvass.transfer.runtime import Region
 from kvass.types import GroupLayout
+from tests.support.vllm.scheduler import make_configs
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 COMPACT = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.vllm_engine import Answer, EngineProcess
 from tests.engine.conftest import Judge, Starter, store
+from tests.support.vllm.process import Answer, EngineProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 

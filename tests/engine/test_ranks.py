@@ -20,9 +20,9 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from kvass.testing.daemon import GRACE_S, Daemon
-from kvass.testing.models import TINY_LATENT, build
-from kvass.testing.vllm_engine import Answer, EngineDied, EngineProcess, Pages, Prompt, Settings
 from tests.engine.conftest import ARGS, BLOCK, CHUNK, ROOT, Starter, store
+from tests.support.vllm.models import TINY_LATENT, build
+from tests.support.vllm.process import Answer, EngineDied, EngineProcess, Pages, Prompt, Settings
 
 pytestmark = pytest.mark.engine
 

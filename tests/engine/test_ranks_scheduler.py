@@ -18,8 +18,8 @@ from kvass.connectors.vllm import configuration
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.step_work import StepWork
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.vllm_rank import Engine, Gate, Rank, until
-from kvass.testing.vllm_scheduler import CHUNK, make_configs
+from tests.support.vllm.ranks import CopyGate, StubModelEngine, StubModelRank, until
+from tests.support.vllm.scheduler import CHUNK, make_configs
 
 PROMPT = list(range(100))
 CHUNKS: Final = len(PROMPT) // CHUNK
@@ -35,7 +35,7 @@ GRID: Final = (
     ParallelStrategy(tp=2, pp=2, replicas=2),
 )
 
-Make = Callable[..., Engine]
+Make = Callable[..., StubModelEngine]
 
 
 def name(strategy: ParallelStrategy) -> str:
@@ -51,10 +51,10 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 @pytest.fixture
 def engine(daemon: Daemon, pages: dict[str, Any]) -> Iterator[Make]:
     """Makes engines, whose pages are in memory of the host or of a fake GPU."""
-    made: list[Engine] = []
+    made: list[StubModelEngine] = []
 
-    def make(strategy: ParallelStrategy, **options: Any) -> Engine:
-        made.append(Engine(daemon.socket, daemon, strategy=strategy, **pages, **options))
+    def make(strategy: ParallelStrategy, **options: Any) -> StubModelEngine:
+        made.append(StubModelEngine(daemon.socket, daemon, strategy=strategy, **pages, **options))
         made[-1].wait_connected()
         return made[-1]
 
@@ -94,7 +94,7 @@ def test_a1_ranks_that_share_a_shard_read_it_under_one_lease(daemon: Daemon, eng
     """... and it is free after the last of them, not before."""
     a, b = engine(MLA), engine(MLA)
     a.generate("a", PROMPT)
-    gate = Gate(b.ranks.all[1], shut=True)
+    gate = CopyGate(b.ranks.all[1], shut=True)
     request = b.world.add("b", PROMPT)
     until(lambda: b.step() and sent(daemon, "release") == 1, "the first rank's release")
     for _ in range(20):
@@ -116,7 +116,7 @@ def test_a7_an_aborted_request_gives_back_what_every_reader_held(
     a, b = engine(MLA), engine(MLA)
     a.generate("a", PROMPT)
     free = b.world.free_blocks
-    gate = Gate(b.ranks.all[1], shut=True)
+    gate = CopyGate(b.ranks.all[1], shut=True)
     b.world.add("b", PROMPT)
     until(lambda: b.step() and sent(daemon, "release") == 1, "the first rank's release")
     b.world.abort("b")
@@ -136,7 +136,7 @@ def test_one_ranks_failed_load_fails_it_on_all(
     a, b = engine(strategy), engine(strategy)
     a.generate("a", PROMPT)
     free = b.world.free_blocks
-    Gate(b.ranks.all[broken], ahead_s=1e6)
+    CopyGate(b.ranks.all[broken], ahead_s=1e6)
     request, scheduled = b.load("b", PROMPT)
     assert scheduled == len(PROMPT), "everything is computed"
     late = [rank.connector._boundary.counters["load_late"] for rank in b.ranks.all]
@@ -176,7 +176,7 @@ def test_b3_the_others_report_every_step_all_the_same(engine: Make) -> None:
     """The engine counts all ranks, and frees no block before the last."""
     a = engine(MLA)
     free = a.world.free_blocks
-    gate = Gate(a.ranks.all[0], shut=True)
+    gate = CopyGate(a.ranks.all[0], shut=True)
     a.world.add("a", PROMPT, max_tokens=1)
     for _ in range(20):
         a.step()
@@ -191,7 +191,7 @@ def test_b3_the_others_report_every_step_all_the_same(engine: Make) -> None:
 def test_b5_a_chunk_counts_when_every_stage_has_it(daemon: Daemon, engine: Make) -> None:
     a, b = engine(STAGES), engine(STAGES)
     a.daemon = None
-    gate = Gate(a.ranks.all[1], shut=True)
+    gate = CopyGate(a.ranks.all[1], shut=True)
     a.world.add("a", PROMPT)
     until(lambda: a.step() and sent(daemon, "commit") == 1, "the first stage's commit")
     assert b.load("early", PROMPT)[1] == len(PROMPT)
@@ -207,7 +207,7 @@ def test_b5_a_chunk_counts_when_every_stage_has_it(daemon: Daemon, engine: Make)
 
 def test_b5_a_stage_that_never_stores_discards_the_chunk(daemon: Daemon, engine: Make) -> None:
     a, b = engine(STAGES), engine(STAGES)
-    Gate(a.ranks.all[1], ahead_s=1e6)
+    CopyGate(a.ranks.all[1], ahead_s=1e6)
     a.generate("a", PROMPT)
     assert daemon.wait_until(quarantined_bytes=0)["rows"] == 0
     assert b.load("b", PROMPT)[1] == len(PROMPT)
@@ -355,7 +355,7 @@ def test_a_scheduler_that_contradicts_its_workers_runs_uncached(
     field: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = Engine(daemon.socket, strategy=said, workers=workers)
+    engine = StubModelEngine(daemon.socket, strategy=said, workers=workers)
     try:
         until(lambda: field in caplog.text, "the refusal")
         request = engine.generate("a", PROMPT)
@@ -375,7 +375,7 @@ def test_a_rank_outside_the_world_leaves_the_engine_uncached(
 ) -> None:
     config, caches = make_configs({"kvass.socket": daemon.socket}, strategy=DENSE)
     config.parallel_config.rank = 2
-    rank = Rank(config, caches)
+    rank = StubModelRank(config, caches)
     try:
         assert rank.copier is None
         assert "rank 2: a world of 2 has 0..1" in caplog.text
@@ -391,7 +391,7 @@ def test_two_workers_that_claim_one_rank(
     a = engine(DENSE)
     config, caches = make_configs({"kvass.socket": daemon.socket}, strategy=DENSE.at(1))
     config.kv_transfer_config.engine_id = a.world.connector._planner._setup.instance
-    twin = Rank(config, caches)
+    twin = StubModelRank(config, caches)
     try:
         until(lambda: "rank_taken" in caplog.text, "the refusal")
         a.generate("a", PROMPT)

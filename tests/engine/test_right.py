@@ -16,9 +16,9 @@ from kvass import Client
 from kvass.arena import memory
 from kvass.messages import Hello, Welcome
 from kvass.testing.daemon import Daemon
-from kvass.testing.vllm_engine import EngineProcess, Prompt, Settings
 from kvass.wire.channel import Channel
 from tests.engine.conftest import BLOCK, CHUNK, Judge, store
+from tests.support.vllm.process import EngineProcess, Prompt, Settings
 
 pytestmark = pytest.mark.engine
 

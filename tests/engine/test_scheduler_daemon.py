@@ -12,7 +12,7 @@ import pytest
 
 from kvass.engine.copier import COPY_WAIT_S
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.vllm_rank import Engine, Gate, until
+from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
 
 PROMPT = list(range(100))
 
@@ -25,10 +25,10 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 @pytest.fixture
 def engine(daemon: Daemon, pages: dict[str, Any]) -> Iterator[Any]:
-    made: list[Engine] = []
+    made: list[StubModelEngine] = []
 
-    def make(**options: Any) -> Engine:
-        made.append(Engine(daemon.socket, daemon, **pages, **options))
+    def make(**options: Any) -> StubModelEngine:
+        made.append(StubModelEngine(daemon.socket, daemon, **pages, **options))
         made[-1].wait_connected()
         return made[-1]
 
@@ -158,7 +158,7 @@ def test_a_prompt_stored_after_a_restart_is_found(daemon: Daemon, engine: Any) -
 
 
 def test_an_engine_starts_without_a_daemon_and_finds_it_later(tmp_path: Path) -> None:
-    a, b = (Engine(str(tmp_path / "kvass.sock")) for _ in range(2))
+    a, b = (StubModelEngine(str(tmp_path / "kvass.sock")) for _ in range(2))
     try:
         assert a.generate("a", PROMPT).num_tokens == 102
         with running_daemon(tmp_path) as daemon:
@@ -251,7 +251,7 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_copy(
     a, b = engine(), engine()
     a.generate("a", PROMPT)
     waits: list[float] = []
-    gate, drain = Gate(b.rank, shut=True), b.copier._mover.drain
+    gate, drain = CopyGate(b.rank, shut=True), b.copier._mover.drain
 
     def wait(timeout_s: float) -> Any:
         waits.append(timeout_s)

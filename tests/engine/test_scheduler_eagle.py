@@ -16,9 +16,9 @@ import pytest
 from kvass.connectors.vllm import configuration
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.vllm_hybrid import GroupShape, HybridEngine, make_hybrid_configs
-from kvass.testing.vllm_rank import until
 from tests.engine.conftest import GPU
+from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
+from tests.support.vllm.ranks import until
 
 FULL: list[GroupShape] = [("full", 16, 0, 2)]
 GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]

@@ -15,8 +15,8 @@ from kvass.connectors.vllm import adapt, configuration
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.vllm_hybrid import GroupShape, HybridEngine, make_hybrid_configs
-from kvass.testing.vllm_rank import Gate, until
+from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
+from tests.support.vllm.ranks import CopyGate, until
 
 GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
 GEMMA: list[GroupShape] = [
@@ -179,7 +179,7 @@ def test_window_blocks_are_held_until_they_are_copied(
         monkeypatch.setattr(adapt.VllmBlockPool, "free", lambda self, held: None)
     if late:
         a.delay_grants(lambda: 2)
-    gate = Gate(a.rank, shut=True)
+    gate = CopyGate(a.rank, shut=True)
     tokens = prompt(5, 380)
     a.world.add("a", tokens, max_tokens=4)
     for _ in range(6):
@@ -210,7 +210,7 @@ def test_the_check_sees_a_page_of_any_group_that_was_not_loaded(engine: Any, gro
 def test_a_failed_load_is_computed(daemon: Daemon, engine: Any, shapes: list[GroupShape]) -> None:
     a, b = engine(shapes), engine(shapes)
     a.generate("a", prompt(8, 300))
-    Gate(b.rank, ahead_s=1e6)
+    CopyGate(b.rank, ahead_s=1e6)
     _, found = b.load("b", prompt(8, 300))
     assert found == 0
     assert b.rank.connector._boundary.counters["load_late"] == 1

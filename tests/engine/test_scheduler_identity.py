@@ -17,8 +17,8 @@ from kvass.connectors.vllm.groups import page_formats
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.engine import identity
 from kvass.engine.setup import Inert
-from kvass.testing.vllm_scheduler import make_configs
 from kvass.types import GroupLayout
+from tests.support.vllm.scheduler import make_configs
 
 
 def setup(**changes: Any) -> VllmSetup:
@@ -222,7 +222,7 @@ def test_where_a_configuration_lay_is_no_part_of_it() -> None:
 
 PRINT_IDENTITY = """
 from kvass.connectors.vllm import configuration, groups
-from kvass.testing.vllm_scheduler import make_configs
+from tests.support.vllm.scheduler import make_configs
 config, caches = make_configs()
 ours = dict(configuration.read_setup(config, caches).identity)
 print(sorted((ours | groups.page_formats(caches)).items()))

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from kvass.testing.fake_client import FakeClient
-from kvass.testing.vllm_scheduler import CHUNK, World
+from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.scheduler import CHUNK, SchedulerHarness
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 PROMPT = range(100)
 
 
-def stored(tokens: int = 100, **options: Any) -> tuple[FakeClient, World]:
+def stored(tokens: int = 100, **options: Any) -> tuple[FakeClient, SchedulerHarness]:
     """A world whose daemon holds all whole chunks of ``range(tokens)``, and whose engine none."""
     client = FakeClient()
-    world = World(client, **options)
+    world = SchedulerHarness(client, **options)
     world.add("writer", range(tokens), max_tokens=1)
     world.run(client)
     assert world.scheduler.reset_prefix_cache()
@@ -26,7 +26,7 @@ def stored(tokens: int = 100, **options: Any) -> tuple[FakeClient, World]:
     return client, world
 
 
-def settled(client: FakeClient, world: World) -> None:
+def settled(client: FakeClient, world: SchedulerHarness) -> None:
     """Nothing is owed, held or used any more."""
     assert not client.held
     assert not client.taken
@@ -173,13 +173,13 @@ def test_a_miss_is_computed_at_once() -> None:
 # ---------------------------------------------------------------- ends at every stage
 
 
-def pending(client: FakeClient, world: World) -> None:
+def pending(client: FakeClient, world: SchedulerHarness) -> None:
     client.pending = 100
     world.add("b", PROMPT)
     world.step()
 
 
-def matched(client: FakeClient, world: World) -> None:
+def matched(client: FakeClient, world: SchedulerHarness) -> None:
     world.add("hog", range(500, 900), max_tokens=60)
     world.step()
     world.add("b", PROMPT)
@@ -187,18 +187,18 @@ def matched(client: FakeClient, world: World) -> None:
     assert list(client.held) == ["b"]
 
 
-def loading(client: FakeClient, world: World) -> None:
+def loading(client: FakeClient, world: SchedulerHarness) -> None:
     world.add("b", PROMPT)
     world.step()
 
 
-def loaded(client: FakeClient, world: World) -> None:
+def loaded(client: FakeClient, world: SchedulerHarness) -> None:
     world.add("b", PROMPT)
     world.step()
     world.step(received=["b"])
 
 
-def running(client: FakeClient, world: World) -> None:
+def running(client: FakeClient, world: SchedulerHarness) -> None:
     loaded(client, world)
     world.step()
 
@@ -206,7 +206,7 @@ def running(client: FakeClient, world: World) -> None:
 @BOTH
 @pytest.mark.parametrize("stage", [pending, matched, loading, loaded, running])
 def test_an_abort_leaves_nothing_behind(
-    stage: Callable[[FakeClient, World], None], asynchronous: bool
+    stage: Callable[[FakeClient, SchedulerHarness], None], asynchronous: bool
 ) -> None:
     client, world = stored(blocks=32, asynchronous=asynchronous)
     stage(client, world)

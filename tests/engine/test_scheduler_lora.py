@@ -20,8 +20,8 @@ import pytest
 from kvass.connectors.vllm import adapt
 from kvass.engine import adapter_files, adapters, identity, request_state
 from kvass.engine.request_state import SaltedHashes
-from kvass.testing.fake_client import FakeClient
-from kvass.testing.vllm_scheduler import World, make_configs
+from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.scheduler import SchedulerHarness, make_configs
 
 TOKENS = range(100)
 NUMBERS = itertools.count()
@@ -42,9 +42,9 @@ def again(file: Path) -> None:
         file.write_bytes(file.read_bytes())
 
 
-def loaded(client: FakeClient, lora: Path | None, world: World | None = None) -> int:
+def loaded(client: FakeClient, lora: Path | None, world: SchedulerHarness | None = None) -> int:
     """How many loads a request begins in an engine, by default a new one. It computes the rest."""
-    world = world or World(client)
+    world = world or SchedulerHarness(client)
     name = f"{lora} {next(NUMBERS)}"
     world.add(name, TOKENS, lora=lora)
     loads = 0
@@ -137,14 +137,14 @@ def test_what_an_engine_does_to_adapters_is_part_of_their_rows(
     for dtype in (torch.float16, torch.bfloat16):
         configs = make_configs()
         configs[0].lora_config = LoRAConfig(lora_dtype=dtype)
-        assert loaded(client, one, World(client, configs=configs)) == 0
+        assert loaded(client, one, SchedulerHarness(client, configs=configs)) == 0
     assert len(client.rows) == 6
 
 
 def test_requests_without_an_adapter_share_with_engines_that_have_some(
     client: FakeClient, tmp_path: Path
 ) -> None:
-    world = World(client)
+    world = SchedulerHarness(client)
     loaded(client, train(tmp_path / "one", b"1234"), world)
     assert loaded(client, None, world) == 0
     assert loaded(client, None) == 1
@@ -158,7 +158,7 @@ def test_files_that_change_under_a_running_engine_end_what_is_known_of_it(
 ) -> None:
     """Nobody tells whether it loaded them again, and blocks of the old ones stay in its cache."""
     one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"1234")
-    world = World(client)
+    world = SchedulerHarness(client)
     assert loaded(client, one, world) == 0
     assert loaded(client, other, world) == 0
     rows = set(client.rows)
@@ -180,7 +180,7 @@ def test_what_a_request_computes_once_the_files_changed_is_not_stored(
     client: FakeClient, tmp_path: Path
 ) -> None:
     one = train(tmp_path / "one", b"1234")
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(40), max_tokens=60, lora=one)
     work = world.step()
     client.commit(store.reservation for store in work.stores)
@@ -193,7 +193,7 @@ def test_what_a_request_computes_once_the_files_changed_is_not_stored(
 def test_without_a_look_at_its_files_an_adapter_is_uncached(
     client: FakeClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World(client)
+    world = SchedulerHarness(client)
     for _ in range(2):
         assert loaded(client, tmp_path / "nowhere", world) == 0
     assert not client.rows
@@ -208,7 +208,7 @@ def test_an_adapter_that_changed_since_the_engine_began_is_uncached(
     one = train(tmp_path / "one", b"1234")
     if link:
         (tmp_path / "latest").symlink_to(one)
-    world = World(client)
+    world = SchedulerHarness(client)
     if link:
         other = train(tmp_path / "other", b"5678")
         (tmp_path / "latest").unlink()
@@ -266,7 +266,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
         job.result(60)
 
 
-def waited(world: World) -> list[float]:
+def waited(world: SchedulerHarness) -> list[float]:
     """How long each step of ``world`` waits for files, from now on."""
     salts: Any = world.connector._planner._adapters
     waits: list[float] = []
@@ -280,7 +280,7 @@ def waited(world: World) -> list[float]:
     return waits
 
 
-def stored(world: World, client: FakeClient, steps: int) -> int:
+def stored(world: SchedulerHarness, client: FakeClient, steps: int) -> int:
     """How many chunks are stored in so many steps."""
     before = len(client.rows)
     for _ in range(steps):
@@ -291,7 +291,7 @@ def stored(world: World, client: FakeClient, steps: int) -> int:
 def test_a_slow_file_system_is_served_late_and_waited_for_once(
     client: FakeClient, tmp_path: Path, slow: Slow
 ) -> None:
-    one, world = train(tmp_path / "one", b"1234"), World(client)
+    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
     waits = waited(world)
     request = world.add("a", TOKENS, max_tokens=60, lora=one)
     assert stored(world, client, 5) == 0
@@ -304,7 +304,7 @@ def test_a_slow_file_system_is_served_late_and_waited_for_once(
     assert len(waits) == 11
     assert sum(wait > 0 for wait in waits) == 1
     slow.answer()
-    another = World(client)
+    another = SchedulerHarness(client)
     another.add("b", TOKENS, lora=one)
     assert not another.step().loads
     slow.answer()
@@ -314,7 +314,7 @@ def test_a_slow_file_system_is_served_late_and_waited_for_once(
 def test_a_look_goes_for_what_was_there_when_it_began(
     client: FakeClient, tmp_path: Path, slow: Slow
 ) -> None:
-    one, world = train(tmp_path / "one", b"1234"), World(client)
+    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
     world.add("a", range(40), max_tokens=100, lora=one)
     world.step()
     slow.answer()
@@ -330,7 +330,7 @@ def test_a_file_system_that_hangs_makes_requests_wait_no_longer_than_for_one_loo
 ) -> None:
     monkeypatch.setattr(adapters, "PATIENCE_S", 0.0)
     one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"1234")
-    world = World(client)
+    world = SchedulerHarness(client)
     waits = waited(world)
     for lora in (one, other):
         world.add(lora.name, TOKENS, lora=lora)
@@ -349,7 +349,7 @@ def test_a_file_system_that_hangs_makes_requests_wait_no_longer_than_for_one_loo
 
 def test_each_path_has_its_turn(client: FakeClient, tmp_path: Path, slow: Slow) -> None:
     folders = [train(tmp_path / name, b"1234") for name in "abc"]
-    world = World(client)
+    world = SchedulerHarness(client)
     for lora in folders:
         world.add(lora.name, TOKENS, lora=lora, max_tokens=100)
     world.step()
@@ -366,9 +366,9 @@ def test_a_path_that_fails_or_is_late_is_left_alone_for_a_while(
 ) -> None:
     monkeypatch.setattr(adapters, "PAUSE_S", 60.0)
     monkeypatch.setattr(adapters, "PATIENCE_S", 0.0 if late else 60.0)
-    one, world = tmp_path / "one", World(client)
+    one, world = tmp_path / "one", SchedulerHarness(client)
     if late:
-        one, world = train(one, b"1234"), World(client)
+        one, world = train(one, b"1234"), SchedulerHarness(client)
     world.add("a", TOKENS, lora=one, max_tokens=60)
     stored(world, client, 1)
     slow.answer()
@@ -386,7 +386,7 @@ def test_a_late_look_ends_no_lookup_that_is_waited_for(
     loaded(client, one)
     while slow.free.acquire(blocking=False):
         pass
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", TOKENS, lora=one)
     client.pending = 3
     loads = stored(world, client, 1)
@@ -402,7 +402,7 @@ def test_a_look_that_fails_in_an_unforeseen_way_is_not_the_last(
     one, real = train(tmp_path / "one", b"1234"), adapter_files.read
     look = Mock(side_effect=RuntimeError("a defect"))
     monkeypatch.setattr(adapter_files, "read", look)
-    world = World(client)
+    world = SchedulerHarness(client)
     assert loaded(client, one, world) == 0
     assert not client.rows
     look.side_effect = real
@@ -420,7 +420,7 @@ def test_an_adapter_that_is_never_served_costs_nothing_in_later_steps(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     tables = Mock()
     monkeypatch.setattr(adapt.VllmStep, "block_table", tables)
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", TOKENS, lora=Path("some/adapter"), max_tokens=40)
     world.step()
     looks = Mock(wraps=world.connector._planner._adapters.salt)
@@ -435,7 +435,7 @@ def test_without_a_daemon_no_files_are_looked_at(
     client: FakeClient, tmp_path: Path, slow: Slow
 ) -> None:
     client.connected = False
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", TOKENS, lora=train(tmp_path / "one", b"1234"))
     world.run(client)
     assert not slow.looks
@@ -449,7 +449,7 @@ def test_a_hash_is_salted_once(
 ) -> None:
     mixed = Mock(wraps=hashlib.blake2b)
     monkeypatch.setattr(request_state, "blake2b", mixed)
-    one, world = train(tmp_path / "one", b"1234"), World(client)
+    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
     client.pending = 5
     world.add("a", TOKENS, lora=one, max_tokens=60)
     world.run(client)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvass.testing.fake_client import FakeClient
-from kvass.testing.vllm_scheduler import World
+from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.scheduler import SchedulerHarness
 
 CONTENT = hashlib.sha256(b"an image").hexdigest()
 LONG = hashlib.sha512(b"an image").hexdigest()
@@ -32,7 +32,7 @@ def served(*items: Any, options: dict[str, object] | None = None) -> tuple[int, 
     """How many chunks two engines store of a prompt with ``items``, and how many they look up."""
     client = FakeClient()
     for name in ("first", "second"):
-        world = World(client, options=options)
+        world = SchedulerHarness(client, options=options)
         world.add(name, range(100), max_tokens=1).mm_features = list(items)
         for _ in range(8):
             output, work = world.schedule()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvass.testing.fake_client import FakeClient
-from kvass.testing.vllm_scheduler import CHUNK, FIXED, World, make_configs
+from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.scheduler import CHUNK, FIXED, SchedulerHarness, make_configs
 
 PROMPT = range(100)
 OFTEN: dict[str, object] = {"kvass.fixed_weights": False}
@@ -31,10 +31,10 @@ def multi() -> Any:
     )
 
 
-def stored(**options: Any) -> tuple[FakeClient, World]:
+def stored(**options: Any) -> tuple[FakeClient, SchedulerHarness]:
     """A world whose daemon holds all whole chunks of ``PROMPT``; nothing was reset yet."""
     client = FakeClient()
-    world = World(client, **{"options": OFTEN, **options})
+    world = SchedulerHarness(client, **{"options": OFTEN, **options})
     world.add("writer", PROMPT, max_tokens=1)
     world.run(client)
     assert len(client.rows) == 3
@@ -89,15 +89,15 @@ def test_the_connectors_own_reset_is_one_generation_too() -> None:
     assert client.generations == 2, "of two resets that nobody used anything between, one is seen"
 
 
-def new_request(world: World, request: Any, step: Any) -> None:
+def new_request(world: SchedulerHarness, request: Any, step: Any) -> None:
     world.connector.on_new_request(request)
 
 
-def matching(world: World, request: Any, step: Any) -> None:
+def matching(world: SchedulerHarness, request: Any, step: Any) -> None:
     assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def planning(world: World, request: Any, step: Any) -> None:
+def planning(world: SchedulerHarness, request: Any, step: Any) -> None:
     world.connector.build_connector_meta(step)
 
 

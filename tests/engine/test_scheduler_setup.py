@@ -14,10 +14,10 @@ from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.engine.setup import Inert
 from kvass.errors import ConfigError, UsageError
-from kvass.testing.fake_client import FakeClient
-from kvass.testing.vllm_hybrid import make_hybrid_configs
-from kvass.testing.vllm_scheduler import World, make_configs
 from kvass.types import GroupLayout
+from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.hybrid import make_hybrid_configs
+from tests.support.vllm.scheduler import SchedulerHarness, make_configs
 
 
 def setup(**changes: Any) -> VllmSetup:
@@ -59,7 +59,7 @@ def setup(**changes: Any) -> VllmSetup:
 )
 def test_a_wrong_option_stops_the_start(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        World(None, options=options)
+        SchedulerHarness(None, options=options)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -267,7 +267,7 @@ def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_inert_engine_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configuration, "TESTED", frozenset())
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     request = world.add("a", range(100))
     world.run()
     assert request.num_tokens == 104
@@ -288,7 +288,7 @@ def test_inside_a_multiconnector_failed_loads_are_recomputed_too() -> None:
         kv_connector_module_path=None,
         kv_connector_extra_config={"connectors": [child]},
     )
-    world = World(client, configs=(config, caches))
+    world = SchedulerHarness(client, configs=(config, caches))
     assert world.scheduler.recompute_kv_load_failures
     assert world.scheduler.requires_kv_delivery is False
     world.add("a", range(100), max_tokens=1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvass.engine.stores import HUNG_S, POOL_SHARE
-from kvass.testing.fake_client import FakeClient, split
-from kvass.testing.vllm_scheduler import BLOCK, CHUNK, World
+from tests.support.vllm.fake_client import FakeClient, split
+from tests.support.vllm.scheduler import BLOCK, CHUNK, SchedulerHarness
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
@@ -26,7 +26,7 @@ def expected(request: Any, chunk: int) -> bytes:
 @BOTH
 def test_a_prompt_is_stored_in_the_step_that_computes_it(asynchronous: bool) -> None:
     client = FakeClient()
-    world = World(client, asynchronous=asynchronous)
+    world = SchedulerHarness(client, asynchronous=asynchronous)
     request = world.add("a", range(100))
     output, work = world.schedule()
     (item,) = client.reserves[0]
@@ -42,7 +42,7 @@ def test_a_prompt_is_stored_in_the_step_that_computes_it(asynchronous: bool) -> 
 
 def test_chunked_prefill_offers_each_chunk_once() -> None:
     client = FakeClient()
-    world = World(client, batched=48)
+    world = SchedulerHarness(client, batched=48)
     world.add("a", range(128))
     steps = [[len(store.blocks[0]) for store in world.step().stores] for _ in range(4)]
     assert steps == [[2], [4], [2], []], "48, 96 and 128 tokens complete 1, 3 and 4 chunks"
@@ -52,7 +52,7 @@ def test_chunked_prefill_offers_each_chunk_once() -> None:
 @pytest.mark.parametrize("tokens", [31, 32, 33, 63, 64, 65])
 def test_prompts_around_a_boundary_store_whole_chunks_only(tokens: int) -> None:
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(tokens), max_tokens=1)
     world.run(client)
     assert len(client.rows) == tokens // CHUNK
@@ -60,7 +60,7 @@ def test_prompts_around_a_boundary_store_whole_chunks_only(tokens: int) -> None:
 
 def test_generated_tokens_are_stored_when_their_chunk_is_computed() -> None:
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     request = world.add("a", range(30), max_tokens=8)
     for _ in range(2):
         world.step()
@@ -74,7 +74,7 @@ def test_generated_tokens_are_stored_when_their_chunk_is_computed() -> None:
 
 def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:
     client = FakeClient()
-    world = World(client, asynchronous=True)
+    world = SchedulerHarness(client, asynchronous=True)
     request = world.add("a", range(30), max_tokens=8)
     first, second = world.schedule()[0], world.schedule()[0]
     world.finish(first)
@@ -89,7 +89,7 @@ def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:
 
 def test_rejected_drafts_are_never_stored() -> None:
     client = FakeClient()
-    world = World(client, drafts=3)
+    world = SchedulerHarness(client, drafts=3)
     request = world.add("a", range(30), max_tokens=8)
     world.step()
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_rejected_drafts_are_never_stored() -> None:
 
 def test_accepted_drafts_are_stored_a_step_later() -> None:
     client = FakeClient()
-    world = World(client, drafts=3)
+    world = SchedulerHarness(client, drafts=3)
     request = world.add("a", range(30), max_tokens=8)
     world.step()
     world.draft("a", [5, 6, 7])
@@ -116,7 +116,7 @@ def test_accepted_drafts_are_stored_a_step_later() -> None:
 
 def test_placeholders_of_asynchronous_drafts_are_never_stored() -> None:
     client = FakeClient()
-    world = World(client, asynchronous=True, drafts=3)
+    world = SchedulerHarness(client, asynchronous=True, drafts=3)
     request = world.add("a", range(24), max_tokens=16)
     inflight = [world.schedule()[0]]
     for _ in range(12):
@@ -135,7 +135,7 @@ def test_placeholders_of_asynchronous_drafts_are_never_stored() -> None:
 def test_a_refused_chunk_is_not_offered_again() -> None:
     client = FakeClient()
     client.refuse = True
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=40)
     for _ in range(20):
         world.step()
@@ -149,7 +149,7 @@ def test_a_refused_chunk_is_not_offered_again() -> None:
 def test_a_silent_daemon_is_asked_again_once_it_answers() -> None:
     client = FakeClient()
     client.silent = True
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=60)
     for _ in range(40):
         assert world.step().stores == []
@@ -162,7 +162,7 @@ def test_a_silent_daemon_is_asked_again_once_it_answers() -> None:
 def test_a_reserve_refused_whole_is_repeated_ever_more_rarely() -> None:
     client = FakeClient()
     client.missing = True
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=60)
     asked = []
     for step in range(40):
@@ -179,7 +179,7 @@ def test_what_the_daemon_puts_off_is_asked_for_again(late: int) -> None:
     """Until all is stored, also if each answer comes in a later step and the requests are gone."""
     client = FakeClient()
     client.most_items, client.late = 2, late
-    world = World(client, batched=1000, blocks=400)
+    world = SchedulerHarness(client, batched=1000, blocks=400)
     free = world.free_blocks
     for i in range(5):
         world.add(f"r{i}", range(200 * i, 200 * i + 100), max_tokens=1)
@@ -193,7 +193,7 @@ def test_what_the_daemon_puts_off_is_asked_for_again(late: int) -> None:
 def test_a_daemon_that_puts_off_everything_is_not_asked_for_ever() -> None:
     client = FakeClient()
     client.most_items = 0
-    world = World(client)
+    world = SchedulerHarness(client)
     free = world.free_blocks
     world.add("a", range(64), max_tokens=1)
     world.step()
@@ -205,7 +205,7 @@ def test_a_daemon_that_puts_off_everything_is_not_asked_for_ever() -> None:
 def test_an_absent_daemon_is_not_asked() -> None:
     client = FakeClient()
     client.connected = False
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64))
     world.run()
     assert client.reserves == []
@@ -213,7 +213,7 @@ def test_an_absent_daemon_is_not_asked() -> None:
 
 def test_after_a_restart_a_running_request_is_offered_from_its_first_chunk() -> None:
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=60)
     client.commit(store.reservation for store in world.step().stores)
     client.rows.clear()
@@ -229,7 +229,7 @@ def test_after_a_restart_a_running_request_is_offered_from_its_first_chunk() -> 
 
 def test_a_local_hit_that_no_daemon_holds_is_offered_from_its_first_chunk() -> None:
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(96))
     world.run(client)
     client.rows.clear()
@@ -241,7 +241,7 @@ def test_a_local_hit_that_no_daemon_holds_is_offered_from_its_first_chunk() -> N
 
 def test_a_chunk_being_written_is_not_granted_twice() -> None:
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64))
     world.add("b", range(64))
     _, work = world.schedule()
@@ -252,7 +252,7 @@ def test_a_chunk_being_written_is_not_granted_twice() -> None:
 
 def test_salted_requests_share_no_hash() -> None:
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     for name, salt in (("a", None), ("b", "s"), ("c", "t")):
         world.add(name, range(64), salt=salt)
     _, work = world.schedule()
@@ -263,7 +263,7 @@ def test_salted_requests_share_no_hash() -> None:
 
 def test_a_consumer_stores_nothing() -> None:
     client = FakeClient()
-    world = World(client, kv_role="kv_consumer")
+    world = SchedulerHarness(client, kv_role="kv_consumer")
     world.add("a", range(64))
     world.run()
     assert client.reserves == []
@@ -276,7 +276,7 @@ def test_a_consumer_stores_nothing() -> None:
 @pytest.mark.parametrize("end", ["finish", "abort"])
 def test_blocks_are_held_until_reported(asynchronous: bool, end: str) -> None:
     client = FakeClient()
-    world = World(client, asynchronous=asynchronous)
+    world = SchedulerHarness(client, asynchronous=asynchronous)
     free = world.free_blocks
     world.add("a", range(100), max_tokens=1)
     output, work = world.schedule()
@@ -296,7 +296,7 @@ def test_blocks_are_held_until_reported(asynchronous: bool, end: str) -> None:
 
 def test_blocks_of_several_steps_are_freed_step_by_step() -> None:
     client = FakeClient()
-    world = World(client, batched=32)
+    world = SchedulerHarness(client, batched=32)
     free = world.free_blocks
     world.add("a", range(64), max_tokens=1)
     first, work_1 = world.schedule()
@@ -311,7 +311,7 @@ def test_blocks_of_several_steps_are_freed_step_by_step() -> None:
 
 def test_blocks_of_a_preempted_request_stay_held_and_are_waited_for() -> None:
     client = FakeClient()
-    world = World(client, blocks=9)
+    world = SchedulerHarness(client, blocks=9)
     a = world.add("a", range(32), max_tokens=90)
     b = world.add("b", range(50, 82), max_tokens=60)
     output, work = world.schedule()
@@ -339,7 +339,7 @@ def test_a_store_that_hangs_costs_its_blocks_and_not_the_engine() -> None:
     """No rank ever reports it; the engine neither waits for its blocks nor goes on stepping."""
     client = FakeClient()
     client.deadline_s = time.monotonic() - HUNG_S
-    world = World(client, blocks=11)
+    world = SchedulerHarness(client, blocks=11)
     a = world.add("a", range(32), max_tokens=90)
     b = world.add("b", range(50, 82), max_tokens=60)
     output, hanging = world.schedule()
@@ -377,7 +377,7 @@ def test_a_step_counts_only_when_every_rank_reported_it() -> None:
 LATE = pytest.mark.parametrize("late", [1, 3])
 
 
-def all_free(world: World) -> bool:
+def all_free(world: SchedulerHarness) -> bool:
     return bool(world.free_blocks == world.pool.num_gpu_blocks - 1)
 
 
@@ -389,7 +389,7 @@ def test_a_grant_that_comes_after_the_request_is_used(
 ) -> None:
     client = FakeClient()
     client.late = late
-    world = World(client, asynchronous=asynchronous)
+    world = SchedulerHarness(client, asynchronous=asynchronous)
     world.add("a", range(100), max_tokens=1)
     output, work = world.schedule()
     assert work.stores == []
@@ -420,7 +420,7 @@ def test_a_grant_that_comes_after_the_request_is_used(
 def test_later_chunks_are_offered_while_earlier_ones_await_their_grant(late: int) -> None:
     client = FakeClient()
     client.late = late
-    world = World(client, batched=48)
+    world = SchedulerHarness(client, batched=48)
     world.add("a", range(128))
     world.run(client)
     assert offered(client) == [(0, 1), (1, 3), (3, 4)], "each once"
@@ -431,7 +431,7 @@ def test_later_chunks_are_offered_while_earlier_ones_await_their_grant(late: int
 def test_what_a_late_answer_does_not_grant_is_given_back() -> None:
     client = FakeClient()
     client.late, client.refuse = 2, True
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=1)
     world.run(client)
     assert all_free(world)
@@ -442,7 +442,7 @@ def test_a_preempted_request_is_stored_from_the_blocks_that_it_had() -> None:
     """vLLM takes them away while no copy has begun: nobody else gets them until it is over."""
     client = FakeClient()
     client.late = client.patience = 3
-    world = World(client, blocks=12)
+    world = SchedulerHarness(client, blocks=12)
     world.add("a", range(32), max_tokens=2)
     output, _ = world.schedule()
     table = list(world.scheduler.kv_cache_manager.get_block_ids("a")[0])
@@ -466,7 +466,7 @@ def test_a_preempted_request_is_stored_from_the_blocks_that_it_had() -> None:
 def test_without_an_answer_the_blocks_come_back(asynchronous: bool, what: str) -> None:
     client = FakeClient()
     client.silent = True
-    world = World(client, asynchronous=asynchronous)
+    world = SchedulerHarness(client, asynchronous=asynchronous)
     world.add("gone", range(1000, 1064), max_tokens=1)
     alive = world.add("a", range(64), max_tokens=60)
     world.step()
@@ -491,7 +491,7 @@ def test_without_an_answer_the_blocks_come_back(asynchronous: bool, what: str) -
 def test_a_hung_daemon_is_sent_nothing_more_until_it_answers() -> None:
     client = FakeClient()
     client.silent = True
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=100)
     while not client.given_up:
         world.step()
@@ -505,7 +505,7 @@ def test_vllm_gets_the_blocks_when_it_has_too_few() -> None:
     """It preempts nobody for a grant that may come."""
     client = FakeClient()
     client.silent, client.patience = True, 10_000
-    world = World(client, blocks=11)
+    world = SchedulerHarness(client, blocks=11)
     world.add("gone", range(1000, 1032), max_tokens=1)
     a = world.add("a", range(32), max_tokens=110)
     world.step()
@@ -524,7 +524,7 @@ def test_vllm_gets_the_blocks_when_it_has_too_few() -> None:
 def test_waiting_for_grants_keeps_only_a_share_of_the_blocks_from_being_free() -> None:
     client = FakeClient()
     client.silent, client.patience = True, 10_000
-    world = World(client, blocks=65)
+    world = SchedulerHarness(client, blocks=65)
     for number in range(20):
         world.add(str(number), range(1000 * number, 1000 * number + 64), max_tokens=1)
         world.step()
@@ -538,7 +538,7 @@ def test_waiting_for_grants_keeps_only_a_share_of_the_blocks_from_being_free() -
 def test_reset_cache_awaits_no_grant_of_before() -> None:
     client = FakeClient()
     client.late = 2
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=1)
     world.step()
     assert world.connector.reset_cache() is True
@@ -553,7 +553,7 @@ def test_reset_cache_awaits_no_grant_of_before() -> None:
 
 def test_reset_cache_clears_and_distrusts_what_is_running() -> None:
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=64)
     client.commit(store.reservation for store in world.step().stores)
     assert len(client.rows) == 2
@@ -570,7 +570,7 @@ def test_a_defect_while_planning_stores_costs_the_store_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     monkeypatch.setattr(client, "begin_reserve", lambda items, width: 1 / 0)
     world.tolerant = True
     request = world.add("a", range(64), max_tokens=4)
@@ -586,7 +586,7 @@ def test_a_defect_amid_the_grants_gives_back_what_it_did_not_plan(
     monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
     client = FakeClient()
-    world = World(client)
+    world = SchedulerHarness(client)
     world.tolerant = True
     planner = world.connector._planner
     plan, planned = planner._spans.to_store, []
@@ -614,7 +614,7 @@ def test_a_defect_amid_the_grants_gives_back_what_it_did_not_plan(
 def test_a_store_that_cannot_be_handed_over_is_off(asynchronous: bool) -> None:
     client = FakeClient()
     client.deaf = True
-    world = World(client, asynchronous=asynchronous)
+    world = SchedulerHarness(client, asynchronous=asynchronous)
     world.add("a", range(100), max_tokens=1)
     output, work = world.schedule()
     assert (work.stores, work.step) == ([], 0)

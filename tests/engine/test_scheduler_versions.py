@@ -9,8 +9,9 @@ import pytest
 
 from kvass.client import link
 from kvass.messages import Error, FromClient, FromDaemon, Hello, Lookup, Reserve
-from kvass.testing.scripted import ScriptedDaemon, eventually
-from kvass.testing.vllm_rank import Engine
+from tests.support.vllm.ranks import StubModelEngine
+from tests.support.waiting import eventually
+from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 PROMPT = list(range(100))
 
@@ -26,7 +27,7 @@ def test_a8_an_engine_beside_a_daemon_out_of_range_runs_uncached_and_says_so_onc
     monkeypatch.setattr(link, "BACKOFF_LASTING_S", 0.02)  # many attempts, still one line
     with ScriptedDaemon(tmp_path / "kvass.sock") as daemon:
         daemon.answers[Hello] = too_new
-        engine = Engine(daemon.path)
+        engine = StubModelEngine(daemon.path)
         try:
             for client in (engine.client._client, engine.copier._client._client):
                 assert eventually(lambda client=client: client.counters["failed_incompatible"] > 3)  # type: ignore[misc]
@@ -52,7 +53,7 @@ def test_a8_an_older_daemon_that_tells_no_given_s_costs_failed_loads_and_no_wron
     with ScriptedDaemon(tmp_path / "kvass.sock") as daemon:
         daemon.answers[Lookup] = daemon.hit  # neither says given_s
         daemon.answers[Reserve] = daemon.grant
-        engine = Engine(daemon.path)
+        engine = StubModelEngine(daemon.path)
         try:
             engine.wait_connected()
             engine.rank.pages[:] = 0

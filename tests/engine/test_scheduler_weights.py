@@ -23,9 +23,9 @@ from kvass.engine import file_digests, weights
 from kvass.engine.identity import Indescribable
 from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.redis_server import RedisServer
-from kvass.testing.vllm_rank import Engine, until
-from kvass.testing.vllm_scheduler import make_configs, tiny_model
+from tests.support.servers.redis import RedisServer
+from tests.support.vllm.ranks import StubModelEngine, until
+from tests.support.vllm.scheduler import make_configs, tiny_model
 
 PROMPT = list(range(100))
 FILES = {
@@ -482,11 +482,11 @@ def copy(folder: Path, to: Path) -> Path:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
+def start() -> Iterator[Callable[..., StubModelEngine]]:
+    made: list[StubModelEngine] = []
 
-    def start_one(daemon: Daemon, model: Path, **options: Any) -> Engine:
-        made.append(Engine(daemon.socket, daemon, model=model, **options))
+    def start_one(daemon: Daemon, model: Path, **options: Any) -> StubModelEngine:
+        made.append(StubModelEngine(daemon.socket, daemon, model=model, **options))
         return made[-1]
 
     yield start_one
@@ -495,7 +495,7 @@ def start() -> Iterator[Callable[..., Engine]]:
 
 
 def test_daemons_on_one_redis_share_rows_of_copies(
-    tmp_path: Path, model: Path, start: Callable[..., Engine]
+    tmp_path: Path, model: Path, start: Callable[..., StubModelEngine]
 ) -> None:
     elsewhere, changed = copy(model, tmp_path / "b"), copy(model, tmp_path / "c")
     file = changed / "model.safetensors"
@@ -548,8 +548,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.fixture
 def unread(
-    tmp_path: Path, model: Path, start: Callable[..., Engine], gate: threading.Event
-) -> Iterator[tuple[Daemon, Engine]]:
+    tmp_path: Path, model: Path, start: Callable[..., StubModelEngine], gate: threading.Event
+) -> Iterator[tuple[Daemon, StubModelEngine]]:
     """A daemon, and an engine whose weights are not read before ``gate`` is set."""
     with running_daemon(tmp_path) as daemon:
         yield daemon, start(daemon, model)
@@ -568,7 +568,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_an_engine_runs_uncached_until_its_weights_are_read(
-    unread: tuple[Daemon, Engine], gate: threading.Event, caplog: pytest.LogCaptureFixture
+    unread: tuple[Daemon, StubModelEngine], gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon, one = unread
     one.generate("early", PROMPT)
@@ -586,7 +586,7 @@ def test_an_engine_runs_uncached_until_its_weights_are_read(
 
 
 def test_an_engine_whose_weights_cannot_be_read_says_so_once(
-    unread: tuple[Daemon, Engine],
+    unread: tuple[Daemon, StubModelEngine],
     model: Path,
     gate: threading.Event,
     caplog: pytest.LogCaptureFixture,
@@ -633,7 +633,7 @@ def test_an_engine_may_end_before_its_weights_are_read(
     tmp_path: Path, model: Path, gate: threading.Event
 ) -> None:
     with running_daemon(tmp_path) as daemon:
-        Engine(daemon.socket, daemon, model=model).close()
+        StubModelEngine(daemon.socket, daemon, model=model).close()
         until_nobody_reads()
         assert daemon.status()["sessions"] == 1
 

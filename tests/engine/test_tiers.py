@@ -23,14 +23,14 @@ import numpy as np
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.mooncake_server import MooncakeServer
-from kvass.testing.redis_server import RedisServer
-from kvass.testing.s3_server import S3Server, credentials
-from kvass.testing.vllm_engine import EngineProcess, Settings
 from kvass.tiers.codec import decode_header
 from kvass.types import PAGE
 from tests.engine import hybrid
 from tests.engine.conftest import LIKE_COLD, Judge, Starter, store
+from tests.support.servers.mooncake import MooncakeServer
+from tests.support.servers.redis import RedisServer
+from tests.support.servers.s3 import S3Server, credentials
+from tests.support.vllm.process import EngineProcess, Settings
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kvass.arena import memory
-from kvass.testing.rank import Transfer
+from kvass.testing.fake_rank import Transfer
 from kvass.transfer.runtime import Batch, Fault, Stream
 from tests.gpu.device import Device, Flawed, open_device
 from tests.gpu.engine import DeviceEngine

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvass.testing.fake_cuda import FakeCuda
-from kvass.testing.fake_device import COMPUTE, Op
 from kvass.transfer.base import U8Array
 from kvass.transfer.cuda_runtime import open_runtime
 from kvass.transfer.runtime import Batch, Event, Fault, Region, Runtime, Stream
+from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.fake_device import COMPUTE, Op
 
 Kernel = Callable[[], None]
 

@@ -16,8 +16,8 @@ from kvass.cli.bench.geometries import geometry as named
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.worker import WorkerClient
 from kvass.messages import Register
-from kvass.testing.engine import FakeEngine
-from kvass.testing.rank import Rank, Transfer
+from kvass.testing.fake_engine import FakeEngine
+from kvass.testing.fake_rank import FakeRank, Transfer
 from kvass.transfer.cuda import CudaMover
 from kvass.types import RankLayout
 from tests.gpu.device import Device
@@ -43,7 +43,7 @@ CARELESS: Final[dict[str, tuple[str, ...]]] = {
 """Controls: runners, and one scheduler, that break what a mover relies on."""
 
 
-class DeviceRank(Rank):
+class DeviceRank(FakeRank):
     """A rank whose KV memory is on a device."""
 
     def __init__(self, socket: str, terms: Register, kv: KvMemory, mover: CudaMover) -> None:

@@ -10,12 +10,12 @@ import pytest
 from kvass.arena import memory
 from kvass.cli.bench.geometries import geometry as named
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.scripted import eventually
 from tests.gpu.child import ROWS, child, prompt
 from tests.gpu.conftest import NEEDS_GPU
 from tests.gpu.device import Device, open_device
 from tests.gpu.engine import ORDERS, DeviceEngine
 from tests.gpu.kv import NAMES, on
+from tests.support.waiting import eventually
 
 WHERE = ["fake", pytest.param("cuda", marks=NEEDS_GPU)]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.fake_rank import Transfer
 from kvass.testing.pages import WrongPageError
-from kvass.testing.rank import Transfer
 from tests.gpu.device import Device
 from tests.gpu.engine import CARELESS, ORDERS, DeviceEngine
 from tests.gpu.kv import NAMES

@@ -280,14 +280,14 @@ BREAKS = [
         "a cleared class still finds its rows",
         4,
         "l1.py",
-        "        one.index = self._new_index(one.spec)\n",
+        "            one.index.clear()\n",
         "",
     ),
     one(
         "a cleared class still evicts its rows",
         6,
         "l1.py",
-        "        one.policy = self._policy(self.table)\n",
+        "            one.policy = self._policy(self.table)\n",
         "",
     ),
     one(

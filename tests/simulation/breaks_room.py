@@ -114,7 +114,7 @@ BREAKS = [
         "nobody is told that more is to be given back",
         7,
         "l1.py",
-        "        return bool(self.sets.cleared) and bool(len(self._idle_cleared()))\n",
+        "        return bool(self._cold or (self.sets.cleared and len(self._idle_cleared())))\n",
         "        return False\n",
     ),
     one(

@@ -20,7 +20,7 @@ BREAKS = [
         "a row that a tier could not give is still found",
         4,
         "promote.py",
-        "    state.l1.fail(bad)\n",
+        "    state.l1.fail(failed.rows)\n",
         "",
     ),
     one(
@@ -69,7 +69,7 @@ BREAKS = [
         "any share of L1 may be LOADING",
         12,
         "promote.py",
-        "    left = int(state.config.arena_bytes * LOADING_SHARE) - state.tiers.loading_bytes\n",
+        "    left = int(state.config.arena_bytes * LOADING_SHARE) - state.loading_bytes\n",
         "    left = 1 << 60\n",
     ),
     one(
@@ -95,10 +95,31 @@ BREAKS = [
         "        state.promotions.drop(one)\n",
     ),
     one(
+        "what a tier could not give is never free",
+        7,
+        "promote.py",
+        "            state.l1.free(head.failed.rows)\n",
+        "            pass\n",
+    ),
+    one(
+        "lookups beyond the first slice are forgotten",
+        7,
+        "promote.py",
+        "            if not left:\n                return\n",
+        "            if not left:\n                return waking.clear()\n",
+    ),
+    one(
+        "a lookup goes on though its asker is gone",
+        7,
+        "promote.py",
+        "            if one.gone or one.epoch",
+        "            if one.epoch",
+    ),
+    one(
         "a lookup's budget is ignored",
         5,
         "promote.py",
-        "    for one in state.promotions.due(state.now):\n",
+        "    for one in state.promotions.due(state.now, state.config.slice_ends):\n",
         "    for one in ():\n",
     ),
     one(
@@ -119,7 +140,7 @@ BREAKS = [
         "a namespace is forgotten, and promoted for",
         7,
         "admission.py",
-        "    promote.void(state, ns)  # a tier may not have said yet what it holds\n",
+        "    promote.void(state, gone)  # a tier may not have said yet what it holds\n",
         "",
     ),
     one(

@@ -18,8 +18,8 @@ from tests import side_by_side
 
 
 def _as_in_pytest() -> None:
-    """A warning in kvass is an error there too (``filterwarnings`` of ``pyproject.toml``)."""
-    warnings.filterwarnings("error", module="kvass")
+    """Warnings of ours are errors there too (``filterwarnings`` of ``pyproject.toml``)."""
+    warnings.filterwarnings("error", module=r"kvass|tests\.support")
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 Law of this file: a break that nothing notices is a hole in the checks, and a break whose text is no
 longer in the core says so instead of passing.
 
-``python -m tests.simulation.mutants`` runs every break against every check and writes
-``docs/mutants.md``, or with parts of names after it only the rows of those; the test beside it
-only asks that something notices. What the page says noticed a break is asked first: it is an order
-of asking and no more, so a page that is out of date costs time and hides nothing.
+``python -m tests.simulation.mutants`` writes ``docs/mutants.md``: what noticed each break first.
+With parts of names after it, it judges only those breaks again. The test beside it asks that
+something notices each break. What the page says noticed a break is asked first, because that is
+quick. A page that is out of date costs time and hides nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class StaleMutantError(Exception):
 
 UNBROKEN = Mutant("unbroken", 0, ())
 
-OF_L1 = [*breaks_custody.BREAKS, *breaks_room.BREAKS]
-OF_TIERS = breaks_tiers.BREAKS
-MUTANTS = [*OF_L1, *OF_TIERS]
+MUTANTS = [*breaks_custody.BREAKS, *breaks_room.BREAKS, *breaks_tiers.BREAKS]
 
 
 # ---------------------------------------------------------------- breaking
@@ -60,9 +58,9 @@ def broken_copy(mutant: Mutant, into: Path) -> Path:
 
 _SEEDS = """
 import sys
-from kvass.testing.simulator import run_seed
+from tests.support.simulation.simulator import run_seed
 for seed in {seeds}:
-    told = run_seed(seed, validate={validate})
+    told = run_seed(seed)
     if told is not None:
         print(told.splitlines()[0])
         sys.exit(1)
@@ -83,9 +81,9 @@ def _run(path: Path, *command: str) -> str:
     return "\n".join(lines)
 
 
-def simulate(path: Path, seeds: Iterable[int], validate: bool = True) -> str:
+def simulate(path: Path, seeds: Iterable[int]) -> str:
     """The first seed that fails, and how."""
-    return _run(path, "-c", _SEEDS.format(seeds=[*seeds], validate=validate))
+    return _run(path, "-c", _SEEDS.format(seeds=[*seeds]))
 
 
 def unit_tests(path: Path, *args: str) -> str:
@@ -120,7 +118,7 @@ def noted(mutant: Mutant) -> tuple[list[int], list[str]]:
     """What the page says noticed a break: a seed, and a test. A seed's life is another one as soon
     as the simulator draws one number more, so the test is asked first."""
     row = _known().get(mutant.name, "")
-    seed = re.search(r"\| (?:simulator, )?seed (\d+):", row)
+    seed = re.search(r"\| seed (\d+):", row)
     test = re.search(r"`(test_\w+)`", row)
     files = [*(ROOT / "tests" / "core").glob("test_*.py")] if test else []
     tests = [f"{f}::{test[1]}" for f in files if test and f"def {test[1]}(" in f.read_text()]
@@ -130,68 +128,29 @@ def noted(mutant: Mutant) -> tuple[list[int], list[str]]:
 # ---------------------------------------------------------------- the table
 
 
-def _seed(told: str) -> str:
-    found = re.match(r"seed (\d+) failed: \w+: (?:(law \d+)|(.{0,48}))", told)
-    return f"seed {found[1]}: {found[2] or found[3]}".replace("|", "/") if found else "-"
-
-
-def _test(told: str) -> str:
-    """The name of a test in pytest's line about it."""
-    return f"`{told.split('::')[1].split(' ')[0].split('[')[0]}`"
-
-
-def _row(mutant: Mutant) -> tuple[bool, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = broken_copy(mutant, Path(folder))
-        sim, alone = simulate(path, range(300)), simulate(path, range(300), validate=False)
-        told = laws(path).splitlines()
-        model = unit_tests(path, "tests/core/test_model.py")
-        fuzz = unit_tests(path, "tests/core/test_fuzz.py")
-    units = f"{len(told)}: {_test(told[0])}" if told else "-"
-    cells = [
-        mutant.name,
-        str(mutant.law),
-        _seed(sim),
-        _seed(alone),
-        units,
-        "yes" if model else "-",
-        "yes" if fuzz else "-",
-    ]
-    return bool(sim or told or model or fuzz), f"| {' | '.join(cells)} |"
-
-
-def _row_of_tiers(mutant: Mutant) -> tuple[bool, str]:
-    told = notice(mutant)
-    by = f"simulator, {_seed(told)}" if told.startswith("seed ") else _test(told) if told else "-"
-    return bool(told), f"| {mutant.name} | {mutant.law} | {by} |"
+def _by(told: str) -> str:
+    """What noticed a break, from the first line that a check printed."""
+    seed = re.match(r"seed (\d+) failed: \w+: (?:(law \d+)|(.{0,48}))", told)
+    if seed:
+        return f"seed {seed[1]}: {seed[2] or seed[3]}".replace("|", "/")
+    return f"`{told.split('::')[1].split(' ')[0].split('[')[0]}`" if told else "-"
 
 
 def _judge(mutant: Mutant) -> tuple[bool, str]:
     """Whether anything noticed a break, and its row."""
-    noticed, row = (_row_of_tiers if mutant in OF_TIERS else _row)(mutant)
+    told = notice(mutant)
+    row = f"| {mutant.name} | {mutant.law} | {_by(told)} |"
     print(row, flush=True)  # noqa: T201
-    return noticed, row
+    return bool(told), row
 
 
 _HEAD = """# Breaking the core on purpose
 
-Each line is a break made by hand in a copy of `kvass/core`, and what noticed it. *Simulator*: the
-first of 300 seeds that failed, with `validate()` after every event. *Witness alone*: the same with
-`validate()` off, so that only what clients can see is judged. *Tests of laws*: how many of
-`tests/core` failed, and the first. *Dictionary*, *fuzz*: the two Hypothesis tests.
+Each line is a break made by hand in a copy of `kvass/core`, and the check that noticed it first: a
+test of `tests/core`, or a seed of the simulator and what that seed found.
 
-`python -m tests.simulation.mutants` writes this page; `make test` asks for every break that some
+`python -m tests.simulation.mutants` writes this page. `make test` asks for every break that some
 check notices it.
-
-| break | law | simulator | witness alone | tests of laws | dictionary | fuzz |
-|---|---|---|---|---|---|---|
-"""
-
-_HEAD_OF_TIERS = """
-## Promotion, flushing, epochs
-
-These are judged as `tests/simulation/test_mutants.py` judges all of them: by the first check that
-notices, of what this page says, twelve seeds, the unit tests, and three hundred seeds.
 
 | break | law | first noticed by |
 |---|---|---|
@@ -211,10 +170,7 @@ def main(parts: list[str]) -> int:
         judged = list(pool.map(_judge, chosen))
     rows = _known() if parts else {}
     rows.update((m.name, row) for m, (_, row) in zip(chosen, judged, strict=True))
-    TABLE.parent.mkdir(exist_ok=True)
-    tables = ((_HEAD, OF_L1), (_HEAD_OF_TIERS, OF_TIERS))
-    lines = (h + "".join(f"{rows[m.name]}\n" for m in of if m.name in rows) for h, of in tables)
-    TABLE.write_text("".join(lines))
+    TABLE.write_text(_HEAD + "".join(f"{rows[m.name]}\n" for m in MUTANTS if m.name in rows))
     missed = [m.name for m, (caught, _) in zip(chosen, judged, strict=True) if not caught]
     print(f"{len(chosen)} breaks, unnoticed: {missed or 'none'}")  # noqa: T201
     return 1 if missed else 0

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.testing.layouts import GRIDS
-from kvass.testing.simulator import Simulation
+from tests.support.simulation.random_models import GRIDS
+from tests.support.simulation.simulator import Simulation
 
 WORLDS = [
     *(ParallelStrategy(tp, pp) for tp, pp in GRIDS),
@@ -29,7 +29,9 @@ def live(world: ParallelStrategy) -> tuple[int, int, int]:
     """How many requests, deaths and reads in time there were: enough of each, or all there were."""
     requests = deaths = reads = 0
     for seed in range(8):  # in some seeds the daemon has too few sessions for anybody to get far
-        sim = Simulation(1000 * world.tp + 100 * world.pp + 10 * world.replicas + seed, world=world)
+        sim = Simulation(
+            1000 * world.tp + 100 * world.pp + 10 * world.replicas + seed, strategy=world
+        )
         sim.mischief, sim.stalls = 0.01, 0.001
         sim.run(steps=3000 // (1 + world.ranks // 8))
         for engine in sim.engines:

@@ -9,8 +9,8 @@ import pytest
 
 from kvass.core import coverage, flows
 from kvass.layout.spans import Spans
-from kvass.testing.reference import run_reference
 from kvass.types import GroupLayout
+from tests.support.reference.engine import run_reference
 
 SEEDS = 60
 """Of each break, at most so many are tried; most are noticed within ten."""

@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 
 from kvass.testing import TierSuite
-from kvass.testing.azure_server import AzureServer
 from kvass.testing.tier_suite import MakeTier
 from kvass.tiers import open_tier
+from tests.support.servers.azure import AzureServer
 from tests.tiers.records import KEYS, down, fill, hits, keys_of
 
 numbers = count()

@@ -13,12 +13,12 @@ import pytest
 
 from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
-from kvass.testing.mooncake_server import MooncakeServer, Owner
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.mooncake import MooncakeTier
 from kvass.tiers.parcel import WORTH_IT
 from kvass.types import PAGE
+from tests.support.servers.mooncake import MooncakeServer, Owner
 from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of, works
 
 numbers = count()
@@ -54,6 +54,18 @@ class TestOwner(TierSuite):
     def make_tier(self, bare: MooncakeServer) -> MakeTier:
         url = f"mooncake:{bare.address}?prefix=test{next(numbers)}:&segment=512MiB"
         return lambda: open_tier(url)
+
+    @pytest.fixture(scope="class")
+    def owner(self, bare: MooncakeServer) -> Iterator[Tier]:
+        """One for all tests that need not close it: its library takes 2 s to give memory back."""
+        opened = open_tier(f"mooncake:{bare.address}?prefix=owner:&segment=512MiB")
+        yield opened
+        opened.close()
+
+    @pytest.fixture
+    def tier(self, owner: Tier) -> Tier:
+        owner.clear()
+        return owner
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 
 from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
-from kvass.testing.redis_server import RedisCluster, RedisServer
 from kvass.testing.tier_suite import MakeTier
 from kvass.tiers import open_tier
+from tests.support.servers.redis import RedisCluster, RedisServer
 from tests.tiers.records import KEYS, down, fill, hits, keys_of, works
 
 numbers = count()

@@ -12,13 +12,13 @@ import pytest
 
 from kvass.errors import TierDown
 from kvass.testing import TierSuite
-from kvass.testing.redis_server import RedisCluster, RedisServer
 from kvass.testing.tier_suite import MakeTier, data_of, fetch, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers import redis as redis_tier
 from kvass.tiers.codec import Header
 from kvass.tiers.cut import Head, cut, decode_head
 from kvass.tiers.redis import RedisTier
+from tests.support.servers.redis import RedisCluster, RedisServer
 from tests.tiers.records import fill, hits, keys_of
 
 numbers = count()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvass.testing.redis_server import RedisServer
 from kvass.tiers import Tier, open_tier
 from kvass.tiers import redis as redis_tier
 from kvass.tiers.kept import Kept
+from tests.support.servers.redis import RedisServer
 from tests.tiers.records import KEYS, fill, hits, keys_of
 
 NOTES = {f"epoch.{i}": b"value %d" % i for i in range(5)}

@@ -17,10 +17,10 @@ import pytest
 
 from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
-from kvass.testing.s3_server import BUCKET, S3Server, credentials
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers.codec import record_key
+from tests.support.servers.s3 import BUCKET, S3Server, credentials
 from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of
 
 numbers = count()

@@ -19,10 +19,10 @@ import numpy as np
 
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing.fake_cuda import FakeCuda
 from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.cuda import CudaMover
 from kvass.types import PAGE, I64Array
+from tests.support.gpu.fake_cuda import FakeCuda
 
 TROUBLES = (
     *("none", "none", "copy", "register", "context", "order", "open_stream", "wait"),

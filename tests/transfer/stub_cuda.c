@@ -10,7 +10,7 @@
  * - Streams, events and contexts are numbers with a pattern in their upper 32 bits, so a handle
  *   that was cut to 32 bits is not a handle, nor is one of another kind.
  * - A copy happens during the call. An event and a stream say "not ready" once after each piece of
- *   work. Real time and real order are not imitated: kvass.testing.fake_cuda does that.
+ *   work. Real time and real order are not imitated: tests.support.gpu.fake_cuda does that.
  */
 #define _GNU_SOURCE
 #include <cuda.h>

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from kvass.layout.copy_plan import CopyPlan, RowCopy, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing.fake_cuda import FakeCuda
 from kvass.transfer import host
 from kvass.transfer.base import Job, U8Array
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.host import HostMover
+from tests.support.gpu.fake_cuda import FakeCuda
 
 Kind = Literal["store", "load"]
 Where = Literal["host", "cuda"]

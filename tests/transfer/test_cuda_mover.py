@@ -17,13 +17,13 @@ import pytest
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing.fake_cuda import FakeCuda
-from kvass.testing.scripted import eventually
 from kvass.transfer import cuda
 from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.lanes import FLYING_RUNS
 from kvass.transfer.runtime import Fault, Region, Stream
+from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.waiting import eventually
 from tests.transfer.cuda_mutants import (
     MUTANTS,
     UNBROKEN,

@@ -16,10 +16,10 @@ import pytest
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import CopyPlan, RowCopy, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing.scripted import eventually
 from kvass.transfer import host
 from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.host import HostMover
+from tests.support.waiting import eventually
 
 PLANES = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=64, chunk_blocks=1)
 SLOT = PLANES.shard_bytes

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from kvass.testing.fake_cuda import FakeCuda
 from kvass.transfer import pins
 from kvass.transfer.pins import Pins
 from kvass.transfer.runtime import Fault
 from kvass.types import PAGE
+from tests.support.gpu.fake_cuda import FakeCuda
 
 WINDOWS = 4
 TAKES_S = 0.25

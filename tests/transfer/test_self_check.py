@@ -11,13 +11,13 @@ import pytest
 
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing.fake_cuda import FakeCuda
-from kvass.testing.fake_device import COMPUTE
 from kvass.transfer.base import Job, U8Array
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.runtime import Batch, Event, Fault, Stream
 from kvass.transfer.self_check import NO_KERNEL, NO_PINS, SCRATCH_BYTES, self_check
+from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.fake_device import COMPUTE
 
 
 class FakeScratch:

@@ -17,7 +17,6 @@ import pytest
 
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.testing.fake_cuda import FakeCuda
 from kvass.transfer import cuda_runtime
 from kvass.transfer.base import Job, U8Array
 from kvass.transfer.cuda import CudaMover
@@ -27,6 +26,7 @@ from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.host import HostMover
 from kvass.transfer.runtime import Region
 from kvass.types import I64Array
+from tests.support.gpu.fake_cuda import FakeCuda
 from tests.transfer.python_driver import Driver, runtime
 
 Move = tuple[int, int, int]

@@ -18,6 +18,7 @@ from kvass.core.registry import (
     namespace_digest,
     row_class_specs,
 )
+from kvass.core.rows import NEVER
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
@@ -70,8 +71,7 @@ def _leave(state: State, instance: Instance) -> None:
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:
-        for one in left.classes:
-            state.l1.clear(one)
+        state.l1.clear(left.classes)
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
@@ -111,29 +111,34 @@ def _namespace_for(state: State, instance: Instance) -> int:
 def _drop_unused(state: State) -> None:
     """Forget namespaces that no live instance has and whose slots are all free."""
     live = {i.namespace for i in state.instances.values()}
-    for ns in list(state.namespaces.values()):
-        if ns.id not in live and not any(state.l1.in_use(c) for c in ns.classes):
-            _drop(state, ns)
+    _drop(
+        state,
+        [
+            ns
+            for ns in state.namespaces.values()
+            if ns.id not in live and not any(state.l1.in_use(c) for c in ns.classes)
+        ],
+    )
 
 
 def _drop_least_used(state: State) -> None:
     """Of the namespaces that no live instance has and nobody reads or writes, the oldest goes."""
-    live = {i.namespace for i in state.instances.values()}
+    live, uses = {i.namespace for i in state.instances.values()}, state.l1.last_uses()
     idle = [
         (last_use, ns.id)
         for ns in state.namespaces.values()
         if ns.id not in live
-        and (last_use := max(map(state.l1.last_use, ns.classes))) < state.l1.table.clock
+        and (last_use := max(uses.get(c.id, NEVER) for c in ns.classes)) < state.l1.table.clock
     ]
     if idle:
-        ns = state.namespaces[min(idle)[1]]
-        _drop(state, ns)
+        _drop(state, [state.namespaces[min(idle)[1]]])
 
 
-def _drop(state: State, ns: Namespace) -> None:
-    ns.epoch += 1
-    promote.void(state, ns)  # a tier may not have said yet what it holds
-    for one in ns.classes:
-        state.l1.remove_class(one)
+def _drop(state: State, gone: list[Namespace]) -> None:
+    for ns in gone:
+        ns.epoch += 1
+    promote.void(state, gone)  # a tier may not have said yet what it holds
+    for ns in gone:
+        del state.namespaces[ns.id], state.by_digest[ns.digest]
+    state.l1.remove([c for ns in gone for c in ns.classes])
     state.l1.reclaim()
-    del state.namespaces[ns.id], state.by_digest[ns.digest]

@@ -19,7 +19,7 @@ than the one that connected (a forked child, or whoever was passed the socket), 
 goes on after it was released.
 
 Where many end at once (a term of thousands of leases is over, a rank that owed thousands is lost),
-they are carried out ``SLICE`` at a time, in this step and later ones. Whoever names one meanwhile
+they are carried out ``slice_ends`` at a time, in this step and later ones. Who names one meanwhile
 finds it ended: its deadline says so, or ``settle`` carries it out first.
 
 A commit counts only while its reservation is not discarded; it is discarded by its deadline, by a
@@ -42,10 +42,6 @@ from kvass.core.leases import Lease, Ledger, Part, Reservation
 from kvass.core.rows import QUARANTINED, WRITING
 from kvass.types import DEVICE_S, SCHEDULER, Timing
 
-SLICE: Final = 64
-"""How many leases and reservations end in one step, at most: 2 ms of work."""
-
-
 MOVED: Final = -2
 
 
@@ -63,7 +59,7 @@ class Loss(msgspec.Struct):
 class Custody:
     """The ledger and L1, moved together."""
 
-    def __init__(self, l1: L1, timing: Timing) -> None:
+    def __init__(self, l1: L1, timing: Timing, slice_ends: int = 64) -> None:
         self.l1 = l1
         self.ledger = Ledger()
         self.discards: Counter[str] = Counter()
@@ -72,6 +68,7 @@ class Custody:
         self.published: list[Part] = []
         """What became READY and nobody has taken note of: emptied by whoever wants to know."""
         self._timing = timing
+        self._slice_ends = slice_ends
         self._losses: deque[Loss] = deque()
 
     # ------------------------------------------------------------ leases
@@ -198,7 +195,7 @@ class Custody:
     def lapse(self, now: float) -> None:
         """Carry out what is due: leases end, late reservations are discarded, slots come clean."""
         self._carry_out_losses(now)
-        for an_id in self.ledger.due(now, SLICE):
+        for an_id in self.ledger.due(now, self._slice_ends):
             lease = self.ledger.leases.get(an_id)
             if lease is not None and lease.deadline <= now:
                 self.lapsed_leases += 1
@@ -209,10 +206,15 @@ class Custody:
                     self.discard(one, "late")
                 self._settle(one, now)
 
+    @property
+    def losing(self) -> bool:
+        """Whether more was lost than was carried out: ``lapse`` goes on with it."""
+        return bool(self._losses)
+
     def behind(self, now: float) -> bool:
-        """Whether more has ended than was carried out: ``lapse`` goes on with it."""
+        """Whether more has ended than was carried out."""
         due = self.ledger.next_due
-        return bool(self._losses) or (due is not None and due <= now)
+        return self.losing or (due is not None and due <= now)
 
     def rank_lost(
         self, instance: str, rank: int, session: int, exiting: bool, now: float
@@ -251,7 +253,7 @@ class Custody:
                 self._lose(loss, an_id, now)
 
     def _carry_out_losses(self, now: float) -> None:
-        left = SLICE
+        left = self._slice_ends
         while self._losses and left:
             loss = self._losses[0]
             while loss.ids and left:

@@ -55,10 +55,10 @@ PREFETCH_S: Final = 60.0
 """How long a prefetch may take that does not say."""
 GUESS_TOKENS_S: Final = 5_000.0
 """What an engine computes per second that does not know it yet."""
-ROWS_A_STEP: Final = 4096
+ROWS_A_STEP: Final = 1024
 """So many chunks of an item one step decides at most: others wait for it."""
 COST_OF_AN_ITEM: Final = 256
-COST_A_STEP: Final = 24 * COST_OF_AN_ITEM
+COST_A_STEP: Final = 12 * COST_OF_AN_ITEM
 """What one step does for a ``Reserve``, in chunks that it grants: an item takes as long as 256 of
 them, and to find eight that are there as long as one."""
 LONGEST_S: Final = 300.0
@@ -468,9 +468,10 @@ def clear(state: State, session: Session, msg: Clear) -> Cleared | None:
     one = Clearing(session=session.id, seq=msg.seq, rows=0)
     for ns in chosen:
         ns.epoch += 1
-        promote.void(state, ns)
-        one.rows += sum(state.l1.clear(c) for c in ns.classes)
+    promote.void(state, chosen)
+    for ns in chosen:
         epochs.clear(state, ns, one)
+    one.rows = state.l1.clear([c for ns in chosen for c in ns.classes])
     state.l1.reclaim()
     if msg.tiers:
         epochs.empty(state, one)

@@ -95,7 +95,7 @@ def _queue(state: State, part: Part, tiers: Iterable[int]) -> None:
         state.flushes.queues[tier].append(Queued(part.row_class, part.rows, keys))
         state.flushes.rows[tier] += len(part.rows)
         if state.flushes.rows[tier] > len(state.l1.table) + _AHEAD:
-            _drop_stale(state, tier)
+            _drop_stale(state, tier, 2 * len(part.rows))
         pump(state, tier)
 
 
@@ -144,20 +144,16 @@ def _live(state: State, one: RowClass, queued: Queued) -> I64Array:
     return rows
 
 
-def _drop_stale(state: State, tier: int) -> None:
-    """Rows come and go faster than the tier takes them: forget those that went."""
-    queue = state.flushes.queues[tier]
-    of: dict[int, list[Queued]] = {}
-    for queued in queue:
-        of.setdefault(queued.row_class, []).append(queued)
-    queue.clear()
-    state.flushes.rows[tier] = 0
-    for number, some in of.items():
-        one = state.l1.classes.get(number)
-        if one is not None:
-            keys = np.concatenate([queued.keys for queued in some])
-            rows = _live(state, one, Queued(number, np.concatenate([q.rows for q in some]), keys))
-            queue.append(Queued(number, rows, state.l1.table.keys_of(rows).copy()))
+def _drop_stale(state: State, tier: int, most: int) -> None:
+    """Rows come and go faster than the tier takes them: of the ``most`` that are first in the queue
+    forget those that went. The others are last now, so that the next call looks at other rows."""
+    while most > 0 and state.flushes.queues[tier]:
+        queued = _pop(state, tier, most)
+        most -= len(queued.rows)
+        one = state.l1.classes.get(queued.row_class)
+        if one is not None and len(rows := _live(state, one, queued)):
+            keys = state.l1.table.keys_of(rows).copy()
+            state.flushes.queues[tier].append(Queued(one.id, rows, keys))
             state.flushes.rows[tier] += len(rows)
 
 
@@ -183,7 +179,7 @@ def wake(state: State) -> None:
 
 def left(state: State, tier: int) -> int:
     """Rows that a tier was promised and has not taken, of those that are still there."""
-    _drop_stale(state, tier)
+    _drop_stale(state, tier, state.flushes.rows[tier])
     ops = state.tiers.ops.values()
     storing = sum(len(o.part.rows) for o in ops if isinstance(o, Flushing) and o.tier == tier)
     return state.flushes.rows[tier] + storing + state.tiers.counters[tier]["stores_abandoned"]

@@ -33,6 +33,7 @@ ABSENT: Final = -1
 
 WARMED: Final = (2 << 20) // CACHE_LINE
 """Buckets that ``warm`` touches: those of one huge page. A smaller index is not worth it."""
+_REUSED: Final = 1024
 _PAGE_BUCKETS: Final = 4096 // CACHE_LINE
 
 _EMPTY: Final = 0
@@ -57,10 +58,16 @@ class KeyIndex:
         """The first bucket that is not warm."""
         drawn = np.frombuffer(hashlib.sha256(seed).digest(), "<u8")
         self._odd: U64Array = drawn[:KEY_WORDS] | _ONE
+        self._count = 0
         self._make(self._least)
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def room(self) -> int:
+        """For how many rows it had room from the beginning."""
+        return int(self._least * SLOTS * _FILL)
 
     def rows(self) -> I64Array:
         """Every row in the index."""
@@ -68,8 +75,13 @@ class KeyIndex:
         return rows
 
     def clear(self) -> None:
-        """Forget every key."""
-        self._make(self._least)
+        """Forget every key. What takes much memory is made anew, which takes no time."""
+        if len(self._entry) > _REUSED:
+            self._make(self._least)
+        elif self._count:
+            self._entry[:] = 0
+            self._spilled[:] = 0
+            self._count = 0
 
     @property
     def cold(self) -> bool:

@@ -11,7 +11,7 @@ another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import msgspec
@@ -43,6 +43,9 @@ TYPICAL_ROW: Final = 1 << 20
 ROOM: Final = 9 << 17
 """The tables have room from the beginning for as many rows of ``TYPICAL_ROW`` bytes as the arena
 holds, and for so many at most: 1 TiB and an eighth. For more they grow, in steps of up to 0.3 s."""
+INDEX_ROOM: Final = 4 * ROOM
+"""All indexes together have room from the beginning for so many rows (160 MiB). A class that comes
+when that is spent begins with a small index, which grows: there may be thousands of classes."""
 
 
 class RowClass(msgspec.Struct):
@@ -107,6 +110,9 @@ class L1:
         self._policy = policy
         self._slice_slots = slice_slots
         self._next_class = 0
+        self._index_room = INDEX_ROOM
+        self._cold: list[KeyIndex] = []
+        """Indexes whose memory nobody has touched yet."""
         self._leaving = 0
         """READY rows that are doomed or passing, so that most unpins need not look for any."""
         self._seed = seed
@@ -134,9 +140,12 @@ class L1:
         return made
 
     def _new_index(self, spec: RowClassSpec) -> KeyIndex:
-        """With room for all rows of the class that the arena holds, or for ``ROOM`` of them."""
+        """With room for all rows of the class that the arena holds, if that much is left."""
         most = min(self.extents.size // spec.row_bytes, ROOM)
-        return KeyIndex(self.table, self._seed, most)
+        index = KeyIndex(self.table, self._seed, most if most <= self._index_room else 0)
+        self._index_room -= index.room
+        self._cold += [index] if index.cold else []
+        return index
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
         """So many that an extent is as large as wished; but a set of many shards, each with an
@@ -145,11 +154,14 @@ class L1:
         most = max(self._extent_bytes, self.extents.size // 16)
         return min(-(-self._extent_bytes // max(spec.shard_bytes)), -(-most // spec.row_bytes))
 
-    def remove_class(self, gone: RowClass) -> None:
-        """Forget a class; its slots are given back by ``reclaim``."""
-        self.clear(gone)
-        del self.classes[gone.id]
-        self._of_namespace[gone.namespace].remove(gone)
+    def remove(self, gone: Collection[RowClass]) -> None:
+        """Forget classes; their slots are given back by ``reclaim``."""
+        self._disown(gone)
+        for one in gone:
+            self._index_room += one.index.room
+            self._cold = [index for index in self._cold if index is not one.index]
+            del self.classes[one.id]
+            self._of_namespace[one.namespace].remove(one)
 
     # ------------------------------------------------------------ finding
 
@@ -296,26 +308,33 @@ class L1:
             owner.doomed += int(pinned.sum())
         self.free(rows[~pinned])
 
-    def clear(self, one: RowClass) -> int:
-        """Nothing of a class matches any more, at once; how many rows did.
+    def clear(self, classes: Collection[RowClass]) -> int:
+        """Nothing of ``classes`` matches any more, at once; how many rows did.
 
-        Its sets are ``CLEARED``. Who reads or writes there goes on; what nobody does is given back
-        by ``reclaim``, or to the next one who needs room.
+        Their sets are ``CLEARED``. Who reads or writes there goes on; what nobody does is given
+        back by ``reclaim``, or to the next one who needs room.
         """
-        matched = one.rows[READY] - one.doomed
-        sets = np.flatnonzero(self.sets.owner == one.id)
-        self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
-        self.sets.cleared += len(sets)
-        one.index = self._new_index(one.spec)
-        one.policy = self._policy(self.table)
-        one.free, one.slots, one.doomed = FreeSlots(), 0, 0
-        one.rows = [0] * len(STATE_NAMES)
+        matched = sum(one.rows[READY] - one.doomed for one in classes)
+        self._disown(classes)
+        for one in classes:
+            one.index.clear()
+            if one.index.cold and one.index not in self._cold:
+                self._cold.append(one.index)
+            one.policy = self._policy(self.table)
+            one.free, one.slots, one.doomed = FreeSlots(), 0, 0
+            one.rows = [0] * len(STATE_NAMES)
         return matched
 
+    def _disown(self, classes: Collection[RowClass]) -> None:
+        """The sets of ``classes`` are nobody's: looked for once, however many classes."""
+        sets = np.flatnonzero(np.isin(self.sets.owner, [one.id for one in classes]))
+        self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
+        self.sets.cleared += len(sets)
+
     @property
-    def reclaimable(self) -> bool:
-        """Whether ``reclaim`` has something to do now."""
-        return bool(self.sets.cleared) and bool(len(self._idle_cleared()))
+    def unfinished(self) -> bool:
+        """Whether ``reclaim`` or ``warm`` has something to do now."""
+        return bool(self._cold or (self.sets.cleared and len(self._idle_cleared())))
 
     def reclaim(self) -> None:
         """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
@@ -326,17 +345,12 @@ class L1:
                 sets[: max(1, int(np.searchsorted(upto, self._slice_slots, side="right")))]
             )
 
-    @property
-    def cold(self) -> bool:
-        """Whether ``warm`` has something to do."""
-        return any(one.index.cold for one in self.classes.values())
-
     def warm(self) -> None:
         """Touch some memory of an index that is new, so that the first stores need not."""
-        for one in self.classes.values():
-            if one.index.cold:
-                one.index.warm()
-                return
+        if self._cold:
+            self._cold[0].warm()
+            if not self._cold[0].cold:
+                del self._cold[0]
 
     def _idle_cleared(self) -> I64Array:
         return np.flatnonzero((self.sets.owner == CLEARED) & (self.sets.held == 0))
@@ -453,12 +467,14 @@ class L1:
 
     # ------------------------------------------------------------ looking
 
-    def last_use(self, one: RowClass) -> int:
-        """When a row of a class was last used, or a huge stamp while any is in use."""
-        own = self.sets.owner == one.id
-        if self.sets.held[own].any():
-            return STAYS
-        return int(self.sets.newest[own].max(initial=NEVER))
+    def last_uses(self) -> dict[int, int]:
+        """When a row of each class that has sets was last used; ``STAYS`` while any is in use."""
+        sets = np.flatnonzero(self.sets.owner >= 0)
+        used = np.where(self.sets.held[sets] > 0, STAYS, self.sets.newest[sets])
+        classes, which = np.unique(self.sets.owner[sets], return_inverse=True)
+        last = np.full(len(classes), NEVER)
+        np.maximum.at(last, which, used)
+        return dict(zip(classes.tolist(), last.tolist(), strict=True))
 
     def in_use(self, one: RowClass) -> bool:
         """Whether any slot of the class is not FREE."""

@@ -167,15 +167,17 @@ class CacheMachine:
             flush.all_left(state)
 
     def next_deadline(self) -> float | None:
-        """When a ``Tick`` is due, if nothing happens before."""
+        """When a ``Tick`` is due, if nothing happens before. Asked after every message."""
         state = self.state
-        behind = state.custody.behind(state.now) or state.promotions.behind(state.now)
-        if behind or state.l1.reclaimable or state.l1.cold:
+        if state.custody.losing or state.l1.unfinished or state.promotions.unfinished:
             return state.now  # a slice of work is left to do
-        due = [state.ledger.next_due, state.places.next_due]
-        if state.config.tiers:
-            due += [state.promotions.next_due, state.flushes.next_due]
-        return min((when for when in due if when is not None), default=None)
+        due, hello = state.ledger.next_due, state.places.next_due
+        if due is None or (hello is not None and hello < due):
+            due = hello
+        if not state.config.tiers:
+            return due
+        more = due, state.promotions.next_due, state.flushes.next_due
+        return min((when for when in more if when is not None), default=None)
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""

@@ -19,16 +19,14 @@ LOOKERS: Final = 16
 """Places beyond the limits, for the daemon's own user. Who has one of them can look (``kvass
 status``) and not register. If they are all taken, the one taken first is given to the next."""
 
-SLICE: Final = 64
-"""So many sessions end in one step: 2 ms of work."""
-
 
 class Places:
     """Which sessions have one. ``hello_s``: how long a session may take to say Hello."""
 
-    def __init__(self, limits: Limits, hello_s: float) -> None:
+    def __init__(self, limits: Limits, hello_s: float, slice_ends: int = 64) -> None:
         self._limits = limits
         self._hello_s = hello_s
+        self._slice_ends = slice_ends
         self._seated: dict[int, int] = {}
         """Session -> its user, without those of ``_looking``."""
         self._of_uid: Counter[int] = Counter()
@@ -77,8 +75,8 @@ class Places:
                 del self._of_uid[one.uid]
 
     def overdue(self, now: float) -> list[int]:
-        """``SLICE`` of the sessions that should have said Hello by now; the next tick has more."""
-        first = itertools.islice(self._silent.items(), SLICE)
+        """Some of the sessions that should have said Hello by now; the next tick has more."""
+        first = itertools.islice(self._silent.items(), self._slice_ends)
         return [session for session, due in first if due <= now]
 
     @property

@@ -13,6 +13,7 @@ and waits; ``_answer``. Rows that another promotion is loading already are share
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvass.core.l1 import Namespace, RowClass
 from kvass.core.leases import Part
 from kvass.core.rows import LOADING, READY
 from kvass.core.state import State
-from kvass.core.tiers import NOWHERE, SLICE, Loading, Probing, Promotion
+from kvass.core.tiers import NOWHERE, Loading, Probing, Promotion, Waking
 from kvass.messages import Matched, Prefetched
 from kvass.types import I64Array, Slots, U64Array
 
@@ -112,9 +113,10 @@ def resume(state: State) -> None:
 
 
 def go_on(state: State) -> None:
-    """Those whose turn has come, ``SLICE`` in a step."""
+    """What a step before this one left to do of this kind, a slice of it."""
+    _wake(state)
     early = state.promotions.early
-    for _ in range(min(len(early), SLICE)):
+    for _ in range(min(len(early), state.config.slice_ends)):
         one = state.promotions.all.get(early.popleft())
         if one is not None and one.early:
             _ask_next(state, one)
@@ -149,7 +151,7 @@ def probed(state: State, event: Probed) -> None:
         held = event.held[at : at + len(wanted)]
         home[wanted[held]], home[wanted[~held]] = op.tier, _IN_NONE
         at += len(wanted)
-    if one.epoch == one.namespace.epoch:
+    if one.epoch == one.namespace.epoch and not one.gone:
         _ask_next(state, one)
     else:
         _answer(state, one)
@@ -239,7 +241,7 @@ def _fitting(state: State, ns: Namespace, wanted: list[I64Array], upto: int) -> 
     sizes = np.zeros(upto, np.int64)
     for c, w in zip(ns.classes, wanted, strict=True):
         sizes[w] += c.spec.row_bytes
-    left = int(state.config.arena_bytes * LOADING_SHARE) - state.tiers.loading_bytes
+    left = int(state.config.arena_bytes * LOADING_SHARE) - state.loading_bytes
     return int(np.searchsorted(np.cumsum(sizes), max(left, 0), side="right"))
 
 
@@ -353,22 +355,49 @@ def loaded(state: State, event: Loaded) -> None:
     counters["load_misses"] += int((~event.which).sum())
     state.l1.promoted(rows[good], state.config.retain_promoted)
     flush.promoted(state, Part(op.part.row_class, rows[good]), op.tier)
-    bad = rows[~good]
-    state.l1.fail(bad)
-    for waiter in sorted(op.waiters):
-        one = state.promotions.all.get(waiter)
-        if one is None or event.op not in one.awaits:
-            continue
-        one.awaits.discard(event.op)
-        if any(np.isin(part.rows, bad).any() for part in one.pinned):
-            _aim(state, one, (READY, LOADING))
-        elif not one.awaits:
-            _answer(state, one)
-    state.l1.free(bad)
+    failed = Part(op.part.row_class, rows[~good])
+    state.l1.fail(failed.rows)
+    for waiter in op.waiters:
+        if (one := state.promotions.all.get(waiter)) is not None:
+            one.awaits.discard(event.op)
+    _wake(state, Waking(deque(sorted(op.waiters)), failed, len(failed.rows) * size))
+
+
+def _wake(state: State, more: Waking | None = None) -> None:
+    """Let those go on that wait for what has happened, in its order, a slice of them."""
+    waking, left = state.promotions.waking, state.config.slice_ends
+    if more is not None:
+        waking.append(more)
+    while waking:
+        head = waking[0]
+        while head.waiters:
+            if not left:
+                return
+            left -= 1
+            one = state.promotions.all.get(head.waiters.popleft())
+            if one is None:
+                continue
+            if one.gone or one.epoch != one.namespace.epoch:
+                _answer(state, one)
+            elif head.failed is not None and _uses(one, head.failed.rows):
+                _aim(state, one, (READY, LOADING))
+            elif not one.awaits:
+                _answer(state, one)
+        if head.failed is not None:
+            state.l1.free(head.failed.rows)
+        waking.popleft()
+
+
+def _uses(one: Promotion, rows: I64Array) -> bool:
+    return any(np.isin(part.rows, rows).any() for part in one.pinned)
 
 
 def _answer(state: State, one: Promotion) -> None:
     """Give the asker what is pinned by now."""
+    if one.gone:
+        state.promotions.drop(one)
+        _let_go(state, one)
+        return
     instance = state.instances.get(one.instance)
     there = instance is not None and state.namespace_of(instance) is one.namespace
     if (one.readers and not there) or one.epoch != one.namespace.epoch:
@@ -427,19 +456,23 @@ def match(
 
 def lapse(state: State) -> None:
     """Answer those whose time is up with what is READY by now."""
-    for one in state.promotions.due(state.now):
+    for one in state.promotions.due(state.now, state.config.slice_ends):
         state.counters["promotions_late"] += 1
         _aim(state, one, (READY,))
 
 
 def forget(state: State, session: int) -> None:
     """A session is gone: nobody waits for its promotions. What is LOADING goes on loading."""
-    for one in [one for one in state.promotions.all.values() if one.session == session]:
-        state.promotions.drop(one)
-        _let_go(state, one)
+    of_it = [one for one in state.promotions.all.values() if one.session == session]
+    for one in of_it:
+        one.gone = True
+    if of_it:
+        _wake(state, Waking(deque(one.id for one in of_it)))
 
 
-def void(state: State, ns: Namespace) -> None:
-    """``ns`` is cleared: what waits for rows of before misses."""
-    for one in [one for one in state.promotions.all.values() if one.namespace is ns]:
-        _answer(state, one)
+def void(state: State, cleared: Iterable[Namespace]) -> None:
+    """Namespaces are cleared: what waits for rows of before misses."""
+    ids = {ns.id for ns in cleared}
+    of_them = [one.id for one in state.promotions.all.values() if one.namespace.id in ids]
+    if of_them:
+        _wake(state, Waking(deque(of_them)))

@@ -121,9 +121,13 @@ def _validate_tiers(state: State) -> None:
     loading = {n: op for n, op in tiers.ops.items() if isinstance(op, Loading)}
     rows = {row: n for n, op in loading.items() for row in op.part.rows.tolist()}
     assert rows == promotions.loading, "a LOADING row is filled by another operation, or none"
-    assert sorted(rows) == np.flatnonzero(table.state == LOADING).tolist(), "a stray LOADING row"
+    failed = [row for one in promotions.waking if one.failed for row in one.failed.rows.tolist()]
+    held = np.flatnonzero(table.state == LOADING).tolist()
+    assert sorted([*rows, *failed]) == held, "a stray LOADING row"
     size = sum(op.size_bytes for op in loading.values())
-    assert size == tiers.loading_bytes, "LOADING bytes were miscounted"
+    size += sum(one.failed_bytes for one in promotions.waking)
+    assert size == state.loading_bytes, "LOADING bytes were miscounted"
+    woken = {waiter for one in promotions.waking for waiter in one.waiters}
     assert size <= state.config.arena_bytes * LOADING_SHARE, "more is LOADING than may be"
     waiting = sum(one.size_bytes for one in promotions.all.values())
     assert waiting == promotions.bytes == sum(promotions.bytes_of.values()), "miscounted bytes"
@@ -136,7 +140,8 @@ def _validate_tiers(state: State) -> None:
         for n in awaited:
             assert one.id in loading[n].waiters, "nobody would wake a promotion"
         probing = any(isinstance(o, Probing) and o.promotion == one.id for o in tiers.ops.values())
-        assert awaited or probing or one.early, "a promotion waits for nothing"
+        going = probing or one.early or one.id in woken
+        assert awaited or going, "a promotion waits for nothing"
     for tier, out in enumerate(state.flushes.bytes_out):
         flushing = [o for o in tiers.ops.values() if isinstance(o, Flushing) and o.tier == tier]
         assert out == sum(o.size_bytes for o in flushing), "flushed bytes were miscounted"
@@ -188,7 +193,11 @@ def _validate_rows(state: State) -> None:
     assert not (matches & (free | table.doomed)).any(), "a FREE or doomed row still matches"
     known = matches | table.doomed | cleared
     assert known[ready].all(), "a READY row is lost"
-    assert matches[(table.state == LOADING) & ~cleared].all(), "a LOADING row is lost"
+    failed = np.zeros(len(table), np.bool_)
+    for waking in state.promotions.waking:
+        if waking.failed is not None:
+            failed[waking.failed.rows] = True
+    assert matches[(table.state == LOADING) & ~cleared & ~failed].all(), "a LOADING row is lost"
     assert ready[table.passing].all(), "a row passes that is not READY"
     assert (table.pins[ready & table.doomed] > 0).all(), "a doomed row that nobody reads"
     assert (table.stamp[ready] != NEVER).all(), "a READY row that eviction cannot see"

@@ -39,6 +39,9 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Whether what is cheaper to compute again is not promoted."""
     slice_slots: int = 2048
     """Slots of cleared rows that one step gives back: 2 ms of work."""
+    slice_ends: int = 64
+    """Leases, reservations, lookups and sessions that one step ends, or lets go on, of those whose
+    turn has come together: 5 ms of work."""
 
 
 class State:
@@ -48,10 +51,10 @@ class State:
         self.config = config
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
         self.l1 = L1(config.arena_bytes, extent, config.seed, slice_slots=config.slice_slots)
-        self.custody = Custody(self.l1, config.timing)
+        self.custody = Custody(self.l1, config.timing, config.slice_ends)
         self.ledger = self.custody.ledger
         self.sessions: dict[int, Session] = {}
-        self.places = Places(config.limits, config.timing.hello_s)
+        self.places = Places(config.limits, config.timing.hello_s, config.slice_ends)
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
@@ -70,6 +73,12 @@ class State:
     def send(self, session: int, message: FromDaemon) -> None:
         """Have ``message`` sent: an answer that comes later than its request's step."""
         self.out.append(Send(session, message))
+
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes of all LOADING rows (law 12)."""
+        asked = sum(speed.loading_bytes for speed in self.tiers.speeds)
+        return asked + sum(one.failed_bytes for one in self.promotions.waking)
 
     @property
     def quota(self) -> int:

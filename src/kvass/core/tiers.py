@@ -27,8 +27,6 @@ REST_S: Final = 1.0
 _FASTEST: Final = 1e15
 _GIVE_UP: Final = 7
 _DUE: Final = 1024
-SLICE: Final = 64
-"""So many waiting lookups go on or are answered in one step: 5 ms of work."""
 PROMOTION_BYTES: Final = 2048
 """What one takes of the daemon's memory, but for its keys."""
 _FRESH: Final = 0.5
@@ -167,11 +165,6 @@ class Tiers:
         seed = b"".join([self._boot, digest, self._epochs.to_bytes(8, "big")])
         return int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
 
-    @property
-    def loading_bytes(self) -> int:
-        """Bytes of all LOADING rows (law 12)."""
-        return sum(speed.loading_bytes for speed in self.speeds)
-
 
 NOWHERE: Final = -1
 INSTANCE_SHARE: Final = 0.25
@@ -200,6 +193,8 @@ class Promotion(msgspec.Struct):
     prefill_tokens_s: float
     spare: int
     homes: list[I64Array]
+    gone: bool = False
+    """Nobody waits for the answer any more: the asker's session is over."""
     early: bool = False
     """Nothing was asked yet, because no tier has told its epoch."""
     probing: int = -1
@@ -223,6 +218,18 @@ class Promotion(msgspec.Struct):
         return PROMOTION_BYTES + len(self.request) + arrays
 
 
+class Waking(msgspec.Struct):
+    """Promotions that go on because something happened: a load or a session is over, or a clear.
+
+    ``failed``: the rows that a tier could not fill. They take ``failed_bytes``, and are free when
+    every waiter has let them go.
+    """
+
+    waiters: deque[int]
+    failed: Part | None = None
+    failed_bytes: int = 0
+
+
 class Promotions:
     """All of them, and which is due when."""
 
@@ -237,6 +244,7 @@ class Promotions:
         """LOADING row -> the operation that fills it."""
         self.early: deque[int] = deque()
         """Those that go on now, because a tier has told its epoch."""
+        self.waking: deque[Waking] = deque()
         self._due: list[tuple[float, int]] = []
         self._next = 1
 
@@ -244,9 +252,14 @@ class Promotions:
         self._next += 1
         return self._next - 1
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether some shall go on now."""
+        return bool(self.early or self.waking)
+
     def behind(self, now: float) -> bool:
         """Whether more should have gone on, or been answered, than one step did."""
-        return bool(self.early) or (self.next_due is not None and self.next_due <= now)
+        return self.unfinished or (self.next_due is not None and self.next_due <= now)
 
     def room(self, one: Promotion, limit_bytes: int) -> bool:
         """Whether all that wait stay within ``limit_bytes`` with one more, and those of its
@@ -272,10 +285,10 @@ class Promotions:
         if not self.of_instance[one.instance]:
             del self.of_instance[one.instance], self.bytes_of[one.instance]
 
-    def due(self, now: float) -> list[Promotion]:
-        """Those whose time is up: ``SLICE`` of them, the next call gives more."""
+    def due(self, now: float, most: int) -> list[Promotion]:
+        """Those whose time is up: ``most`` of them, the next call gives more."""
         late = list[Promotion]()
-        while self._due and self._due[0][0] <= now and len(late) < SLICE:
+        while self._due and self._due[0][0] <= now and len(late) < most:
             one = self.all.get(heapq.heappop(self._due)[1])
             if one is not None:
                 late.append(one)

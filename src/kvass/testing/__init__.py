@@ -1,15 +1,25 @@
-"""What tests of kvass, and of things built on it, stand on. Nothing shipped imports it."""
+"""Support for tests of what is built on kvass. No other part of kvass imports it.
+
+- ``TierSuite``: the tests that a tier must pass. It needs pytest.
+- ``FakeEngine``: an engine without a model, on any parallel strategy, over a real daemon.
+- ``running_daemon``: a real daemon process, for a fixture.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.fake_engine import FakeEngine, spread
+
 if TYPE_CHECKING:
-    from kvass.testing.tier_suite import TierSuite as TierSuite
+    from kvass.testing.tier_suite import TierSuite
+
+__all__ = ["Daemon", "FakeEngine", "TierSuite", "running_daemon", "spread"]
 
 
 def __getattr__(name: str) -> object:
-    """``kvass.testing.TierSuite``, at first use: it needs pytest, and the rest does not."""
+    """``TierSuite`` at first use, because the rest does not need pytest."""
     if name != "TierSuite":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvass.testing.tier_suite import TierSuite

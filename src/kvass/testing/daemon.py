@@ -1,4 +1,12 @@
-"""A real daemon process for a test: on its own socket, waited for, ended by pid."""
+"""A real daemon process for a test, on a socket of its own.
+
+::
+
+    @pytest.fixture
+    def daemon(tmp_path):
+        with running_daemon(tmp_path, l1_size="64MiB") as daemon:
+            yield daemon
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,24 +24,26 @@ from typing import Any
 from kvass.client.client import Client
 
 READY_S = 30.0
-"""Generous: a loaded machine starts Python slowly."""
+"""How long a daemon may take to start or to end; a loaded machine starts Python slowly."""
 GRACE_S = 1.0
-"""``dma_grace_s`` unless a test says otherwise: the default is long, for much pinned memory."""
+"""``dma_grace_s`` by default; kvass's own is longer, for processes with much pinned memory."""
 
 
 class Daemon:
-    """One daemon process after another on one socket path. Use ``running_daemon``."""
+    """Daemon processes, one after the other, on one socket path. See ``running_daemon``."""
 
-    program: tuple[str, ...] = ("-m", "kvass")
+    program: Sequence[str] = ("-m", "kvass")
     """What Python runs."""
 
-    def __init__(self, folder: Path, options: dict[str, Any], late_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, options: dict[str, Any], program: Sequence[str] | None = None
+    ) -> None:
         self.socket = str(folder / "kvass.sock")
         self.ready = ""
-        """The ``ready`` line."""
+        """The ``ready`` line that the process printed."""
         self._options = {"socket": self.socket, **options}
-        if late_s:
-            self.program = ("-m", "kvass.testing.late_daemon", str(late_s))
+        if program is not None:
+            self.program = program
         self._process: subprocess.Popen[str] | None = None
         self._log = folder / "daemon.log"
 
@@ -64,22 +74,22 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Of the process started last."""
+        """The pid of the process started last."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def boot(self) -> bytes:
-        """Of the process started last."""
+        """The boot id of the process started last."""
         return bytes.fromhex(self.ready.rpartition("boot=")[2])
 
     @property
     def running(self) -> bool:
-        """Whether the process lives (a suspended one does)."""
+        """Whether the process lives, suspended or not."""
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end. Fine if it is gone."""
+        """SIGKILL, and wait for the end. Idempotent."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:
@@ -87,17 +97,17 @@ class Daemon:
         return self._end(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Wait for the end that a signal sent by the test brings; its exit status."""
+        """Wait for the end; its exit status."""
         assert self._process is not None
         return self._process.wait(timeout=READY_S)
 
     def restart(self) -> None:
-        """SIGKILL and start again on the same path."""
+        """SIGKILL, and start again on the same path."""
         self.kill()
         self.start()
 
     def suspend(self) -> None:
-        """SIGSTOP, and wait for the stop: it answers nothing, and its sockets stay open."""
+        """SIGSTOP, and wait until it has stopped. Its sockets stay open."""
         os.kill(self.pid, signal.SIGSTOP)
         state = Path(f"/proc/{self.pid}/stat")
         while state.read_text().rpartition(")")[2].split()[0] not in "TZ":
@@ -108,7 +118,7 @@ class Daemon:
         os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> dict[str, Any]:
-        """The fields of ``kvass status``, over a connection of its own."""
+        """The fields of ``kvass status``, by a connection of its own."""
         with Client(self.socket) as client:
             return client.status(READY_S)
 
@@ -123,14 +133,14 @@ class Daemon:
             time.sleep(0.02)
 
     def log(self) -> str:
-        """What it wrote to stderr."""
+        """Its stderr."""
         return self._log.read_text()
 
     def _end(self, number: signal.Signals) -> int:
         assert self._process is not None
         if self.running:
             self._process.send_signal(number)
-            self._process.send_signal(signal.SIGCONT)  # a suspended process heeds no SIGTERM
+            self._process.send_signal(signal.SIGCONT)  # a suspended process does not see SIGTERM
         status = self.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -139,11 +149,11 @@ class Daemon:
 
 @contextmanager
 def running_daemon(
-    folder: Path, l1_size: str = "64MiB", late_s: float = 0.0, **options: Any
+    folder: Path, l1_size: str = "64MiB", program: Sequence[str] | None = None, **options: Any
 ) -> Iterator[Daemon]:
-    """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``. All that it
-    says comes ``late_s`` late."""
-    daemon = Daemon(folder, {"l1_size": l1_size, "dma_grace_s": GRACE_S, **options}, late_s)
+    """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``. Python
+    runs ``program``, or else ``-m kvass``."""
+    daemon = Daemon(folder, {"l1_size": l1_size, "dma_grace_s": GRACE_S, **options}, program)
     daemon.start()
     try:
         yield daemon

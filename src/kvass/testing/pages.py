@@ -1,8 +1,8 @@
-"""A rank's KV memory whose every byte says what it must be.
+"""A rank's KV memory with content that can be checked.
 
-Law of this file: what a page holds is a function of its chunk's key, group, shard, layer and place
-in the chunk, and of nothing else. So ranks that share a shard hold equal bytes, and a page that
-landed elsewhere, or that was written by a rank of another shard, is noticed.
+The content of a page follows from its chunk's key, group, shard, layer and place in the chunk. So
+ranks that share a shard hold equal bytes, and a page in the wrong place or of the wrong shard is
+noticed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class WrongPageError(AssertionError):
-    """A page does not hold what its key, shard and place say."""
+    """A page does not hold the bytes that belong there."""
 
 
 def page_bytes(key: bytes, group: int, shard: int, layer: int, pages: int, size: int) -> U8Array:
@@ -34,10 +34,10 @@ def page_bytes(key: bytes, group: int, shard: int, layer: int, pages: int, size:
 
 
 class RankMemory:
-    """The KV pages of one rank: for each group ``blocks`` blocks in each of its layers.
+    """The KV pages of one rank: ``blocks`` blocks in every layer of every group.
 
-    ``regions`` and ``planes`` are what a mover wants. A *table* holds the block ids of some chunks
-    in one group: int64, shape ``(chunks, blocks per chunk)``; tables come one per group.
+    ``regions`` and ``planes`` are the arguments of a mover. A *table* holds the block ids of some
+    chunks in one group: int64, shape ``(chunks, blocks per chunk)``; tables come one per group.
     """
 
     def __init__(self, layout: RankLayout, shard: int, chunk_tokens: int, blocks: int) -> None:
@@ -63,20 +63,20 @@ class RankMemory:
         self.planes = tuple(planes)
 
     def compute(self, keys: Sequence[bytes], tables: Sequence[I64Array]) -> None:
-        """What a forward pass does: the pages of these chunks now hold what they must."""
+        """The forward pass: write the pages of these chunks."""
         for group, table in enumerate(tables):
             for key, ids in zip(keys, table, strict=True):
                 for layer, pages in enumerate(self._pages[group]):
                     pages[ids] = self._expected(key, group, layer, len(ids))
 
     def wipe(self, tables: Sequence[I64Array]) -> None:
-        """Zero these pages, so that nothing right is there by chance."""
+        """Zero these pages, so that none is right by chance."""
         for group, table in enumerate(tables):
             for pages in self._pages[group]:
                 pages[table.reshape(-1)] = 0
 
     def verify(self, keys: Sequence[bytes], tables: Sequence[I64Array]) -> int:
-        """How many pages hold what they must; raises ``WrongPageError`` if one does not."""
+        """Check these pages; returns how many there are. Raises ``WrongPageError``."""
         right = 0
         for group, table in enumerate(tables):
             for chunk, (key, ids) in enumerate(zip(keys, table, strict=True)):

@@ -1,4 +1,4 @@
-"""What every tier must do, as tests that its author subclasses.
+"""Tests that every tier must pass (``kvass.tiers.base``). The author of a tier subclasses them.
 
 ::
 
@@ -7,10 +7,8 @@
         def make_tier(self, tmp_path):
             return lambda: MyTier(tmp_path)
 
-Law of this file: it knows the protocol (``kvass.tiers.base``) and nothing of any tier.
-``make_tier`` opens the same, initially empty, store at each call. Bytes are compared as a whole,
-with what was stored by this test; an answer of ``False`` where a record should be held is a failure
-too, so give the tier room for ``ROOM`` bytes.
+``make_tier`` opens the same store, empty at first, at every call. A record that was stored must
+come back: an eviction counts as a failure, so give the tier room for ``ROOM`` bytes.
 """
 
 from __future__ import annotations
@@ -47,14 +45,14 @@ SHAPES: Final = {
 
 
 def data_of(key: bytes, shape: tuple[int, ...], version: int = 0) -> list[Buffer]:
-    """Bytes that follow from key and version: another key's, version's or place's differ."""
+    """Bytes that follow from key, version and place; all of these differ."""
     seed = hashlib.sha256(key + version.to_bytes(8, "little")).digest()
     made = np.random.default_rng(list(seed))
     return [made.integers(0, 256, n, dtype=np.uint8) for n in shape]
 
 
 def room_for(shape: tuple[int, ...], aligned: bool = False) -> list[Buffer]:
-    """Buffers to load into, filled with what no test stores on purpose."""
+    """Buffers to load into, filled with 0xA5."""
     made = []
     for n in shape:
         raw = np.full(n + 2 * PAGE, 0xA5, np.uint8)
@@ -64,7 +62,7 @@ def room_for(shape: tuple[int, ...], aligned: bool = False) -> list[Buffer]:
 
 
 def aligned_copy(shards: list[Buffer]) -> list[Buffer]:
-    """The same bytes, each shard at the beginning of a page, as the arena has them."""
+    """The same bytes, each shard page-aligned as in the arena."""
     copies = room_for(tuple(map(len, shards)), aligned=True)
     for copy, shard in zip(copies, shards, strict=True):
         copy[:] = shard
@@ -76,16 +74,16 @@ def same(got: list[Buffer], want: list[Buffer]) -> bool:
 
 
 def fetch(tier: Tier, key: bytes, shape: tuple[int, ...]) -> list[Buffer] | None:
-    """Load one record, or ``None``."""
+    """Load one record; ``None`` if it is a miss."""
     into = room_for(shape)
     return into if tier.load([key], [into]) == [True] else None
 
 
 def eventually(ask: Callable[[], bool], seconds: float) -> None:
-    """Wait until ``ask`` says yes."""
+    """Wait until ``ask`` returns True."""
     end = time.monotonic() + seconds
     while not ask():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
 
 
@@ -93,9 +91,10 @@ class TierSuite:
     """See the top of this file."""
 
     persistent: ClassVar[bool] = True
-    """Whether records outlive ``close``: a tier opened again has them, within ``patience_s``."""
+    """Whether records outlive ``close``."""
 
     patience_s: ClassVar[float] = 60.0
+    """How long a tier that was opened again may take to find its records."""
 
     @pytest.fixture
     def tier(self, make_tier: MakeTier) -> Iterator[Tier]:
@@ -248,7 +247,7 @@ class TierSuite:
         assert tier.note("epoch") is None
 
     def test_notes_are_no_records(self, tier: Tier) -> None:
-        """The same name is two things, and emptying the tier leaves its notes."""
+        """A record and a note may have the same name; ``clear`` keeps notes."""
         tier.set_note("both", b"note")
         assert tier.probe([b"both"]) == [False]
         assert tier.store([b"both"], [data_of(b"both", (99,))]) == [True]
@@ -298,7 +297,7 @@ class TierSuite:
 
     @pytest.mark.parametrize("later_s", [0.0, 0.001, 0.02])
     def test_closing_waits_for_what_runs(self, make_tier: MakeTier, later_s: float) -> None:
-        """A load that a close meets is served or refused as misuse, never a miss or wrong."""
+        """A load during a close succeeds or raises ``UsageError``; it is never a miss or wrong."""
         tier = make_tier()
         shape = (1 << 20,)
         keys = [b"%d" % i for i in range(8)]
@@ -321,7 +320,7 @@ class TierSuite:
             readers = [pool.submit(read) for _ in range(3)]
             for _ in readers:
                 reading.acquire()
-            time.sleep(later_s)  # only to meet them at another place
+            time.sleep(later_s)  # meet them at different places
             tier.close()
             for reader in readers:
                 reader.result(timeout=60)
@@ -346,13 +345,13 @@ class TierSuite:
                 done.result(timeout=120)
 
     def test_one_key_torn_by_many_is_never_mixed(self, tier: Tier) -> None:
-        """Stores, deletes and loads of the same keys at once: each load is one store, whole, and
-        none that was over before the last one that had ended when it began."""
+        """Store, delete and load the same keys at once: each load returns one whole store, and none
+        older than the last one that had ended when the load began."""
         shape = (40 * PAGE + 5, PAGE)
         keys = [b"hot 0", b"hot 1"]
         versions = {
             key: [data_of(key, shape, v) for v in range(4)] for key in keys
-        }  # made beforehand: the race is in the tier
+        }  # made beforehand, so that the race is in the tier
         ended = dict.fromkeys(keys, -1)
         begun = dict.fromkeys(keys, -1)
         hits = [0] * 4
@@ -380,7 +379,7 @@ class TierSuite:
                         assert any(same(got, versions[key][v]) for v in may), (first, last)
                         hits[me] += 1
             finally:
-                stop.set()  # after a failure nobody has to go on
+                stop.set()  # end the others too after a failure
 
         with ThreadPoolExecutor(6) as pool:
             readers = [pool.submit(read, me) for me in range(4)]
@@ -394,7 +393,7 @@ class TierSuite:
                 reader.result(timeout=60)
         assert min(hits) > 0, "nothing raced"
 
-    # ------------------------------------------------------------ another life
+    # ------------------------------------------------------------ reopening
 
     def test_a_store_outlives_its_user(self, make_tier: MakeTier) -> None:
         shapes = {b"kept": (PAGE, 99), b"replaced": (PAGE, 99), b"other shape": (7,)}
@@ -406,7 +405,7 @@ class TierSuite:
         tier.delete([b"deleted"])
         tier.close()
         tier = make_tier()
-        if not self.persistent:  # then nothing of it, or what is right
+        if not self.persistent:  # then each is a miss or right
             for key, shape in shapes.items():
                 want = data_of(key, shape, 0 if key == b"kept" else 1)
                 assert fetch(tier, key, shape) is None or same(fetch(tier, key, shape) or [], want)

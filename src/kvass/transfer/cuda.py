@@ -13,7 +13,7 @@ Laws of this file:
 
 Loads and stores have a stream each and do not compete; what ``base.py`` says of their order holds
 for each kind alone, and the unit is a batch. Nothing here knows torch or CUDA: ``runtime.py`` is
-the seam, ``cuda_runtime.py`` the real thing, ``kvass.testing.fake_cuda`` a hostile one.
+the seam, ``cuda_runtime.py`` the real thing, ``tests.support.gpu.fake_cuda`` a hostile one.
 """
 
 from __future__ import annotations

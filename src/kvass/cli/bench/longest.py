@@ -36,7 +36,7 @@ from kvass.types import SCHEDULER, GroupLayout, Limits, RankLayout, Timing
 
 ARENA_BYTES: Final = 1 << 40
 ROW_BYTES: Final = 1 << 20
-FILL_KEYS: Final = 2048
+FILL_KEYS: Final = 1024
 HELD: Final = 10_000
 WIDTH: Final = 32
 _CHUNK_TOKENS: Final = 256
@@ -184,9 +184,9 @@ def _life(arena_bytes: int) -> dict[str, float]:
     with timed("first fill"):
         stored = a.fill()
     with timed("lookup of 4,096 keys"):
-        a.look_up(b"".join(stored[:2]))
+        a.look_up(b"".join(stored[:4]))
     with timed("lookup of 32,768 keys"):
-        a.look_up(b"".join(stored[:16]))
+        a.look_up(b"".join(stored[:32]))
     with timed("status"):
         core.ask(a.scheduler, Status(seq=6))
     with timed("reserve of 32 chunks"):

@@ -1,0 +1,283 @@
+"""The child's half of ``process``: one vLLM engine behind stdin and stdout.
+
+It drives vLLM through public calls, and measures and disturbs the connector only from outside
+(``instruments``), so the shipped code is what is tested. One rank runs in this process; several run
+in processes that vLLM spawns, each with its own probe.
+
+vLLM's in-process engine spins after a step that did nothing, where a served one sleeps 1 ms. The
+loop here sleeps too, or threads of the connector would not get the GIL.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Final, TextIO
+
+import msgspec
+
+from tests.support.vllm import instruments
+from tests.support.vllm.process import Answer, Hooks, Prompt
+
+DRAIN_S: Final = 30.0
+
+
+class ChildEngine:
+    """vLLM's ``LLMEngine`` with the few things a test asks of it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        gc.disable()  # imports only add objects: collections would take time and free nothing
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        gc.freeze()
+        self.probe = instruments.here()
+        args: dict[str, Any] = {
+            "model": config["model"],
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "block_size": 32,
+            "max_num_seqs": 8,
+            "seed": 0,
+            **config["args"],
+        }
+        if "connector" in config:
+            args["kv_transfer_config"] = {
+                "kv_connector": "KvassConnector",
+                "kv_connector_module_path": config["module"],
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": config["connector"],
+            }
+        if config["layout_only"]:
+            instruments.pack_no_weights()
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**args))
+        core = self.engine.engine_core.engine_core
+        self.scheduler, self._executor = core.scheduler, core.model_executor
+        if "connector" in config:
+            self.probe.wrap(self.scheduler.connector)
+            instruments.prepare(self.scheduler.connector, config["patient"], config["late"])
+        self.pids: list[int] = self.ranks(instruments.install)
+        self.probe.count_preemptions(self.scheduler)
+        self.hits: dict[str, tuple[int, int]] = {}
+        self.engine.engine_core.get_output = self._noting_hits(self.engine.engine_core.get_output)
+        self.count = 0
+        gc.freeze()
+        gc.enable()
+
+    def ranks(self, call: Callable[..., Any], *args: object) -> list[Any]:
+        """``call(worker, *args)`` in the process of every rank; the results by rank."""
+        results: list[Any] = self._executor.collective_rpc(call, args=args)
+        return results
+
+    def hooks(self) -> Hooks:
+        """The measurements of all probes."""
+        several = len(self.pids) > 1
+        return instruments.merged(
+            [self.probe.report()] + (self.ranks(instruments.report) if several else [])
+        )
+
+    def lay_out(self, name: str, tokens: list[int]) -> list[object]:
+        """A request without a forward pass (``layout_only``): the tokens it found, and which page
+        was wrong."""
+        from tests.support.vllm.layout_only import LayoutEngine
+
+        core = self.engine.engine_core.engine_core
+        world = LayoutEngine(core, instruments.connector())
+        return [world.run(name, tokens), world.wrong]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Its KV cache groups (``process.CacheGroup``)."""
+        pages = instruments.page_sizes()
+        return [
+            {
+                "specs": sorted(
+                    {
+                        type(one).__name__
+                        for one in getattr(
+                            group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}
+                        ).values()
+                    }
+                ),
+                "block_tokens": group.kv_cache_spec.block_size,
+                "layers": len(group.layer_names),
+                "pages": pages[number] if pages else [],
+            }
+            for number, group in enumerate(self.scheduler.kv_cache_config.kv_cache_groups)
+        ]
+
+    def _noting_hits(self, get_output: Callable[[], Any]) -> Callable[[], Any]:
+        def noting() -> Any:
+            outputs = get_output()
+            for output in outputs.outputs:
+                stats = output.prefill_stats
+                if stats is not None:
+                    self.hits[output.request_id] = (
+                        stats.num_local_cached_tokens,
+                        stats.num_external_cached_tokens,
+                    )
+            return outputs
+
+        return noting
+
+    def step(self) -> list[Any]:
+        """One step, with the pause of a served engine."""
+        outputs: list[Any] = self.engine.step()
+        if not outputs:
+            time.sleep(0.001)
+        return outputs
+
+    def generate(self, prompts: list[Prompt]) -> list[Answer]:
+        """Run the prompts to the end, then drain the stores they left."""
+        start = time.monotonic()
+        ids = [self._add(prompt) for prompt in prompts]
+        first: dict[str, float] = {}
+        done: dict[str, tuple[Any, float]] = {}
+        while len(done) < len(ids):
+            for output in self.step():
+                now = time.monotonic() - start
+                if output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, now)
+                if output.finished:
+                    done[output.request_id] = (output.outputs[0], now)
+        self.drain()
+        return [self._answer(i, internal, first, done) for i, internal in ids]
+
+    def _add(self, prompt: Prompt) -> tuple[str, str]:
+        from vllm import SamplingParams
+
+        self.count += 1
+        name = f"r{self.count}"
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=prompt.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            skip_reading_prefix_cache=prompt.skip_prefix_cache or None,
+        )
+        inputs: dict[str, Any] = {"prompt_token_ids": prompt.tokens}
+        if prompt.salt is not None:
+            inputs["cache_salt"] = prompt.salt
+        internal = self.engine.add_request(name, inputs, params, lora_request=_lora(prompt.lora))
+        return name, internal
+
+    def _answer(
+        self,
+        name: str,
+        internal: str,
+        first: dict[str, float],
+        done: dict[str, tuple[Any, float]],
+    ) -> Answer:
+        completion, total_s = done[name]
+        local, external = self.hits.pop(internal, (0, 0))
+        tokens = list(completion.token_ids)
+        return Answer(
+            tokens=tokens,
+            logprobs=[
+                step[t].logprob for t, step in zip(tokens, completion.logprobs or [], strict=False)
+            ],
+            local=local,
+            external=external,
+            first_token_s=first.get(name, total_s),
+            total_s=total_s,
+            finish_reason=completion.finish_reason,
+        )
+
+    def drain(self) -> None:
+        """Step until the scheduler has nothing left, stores included."""
+        until = time.monotonic() + DRAIN_S
+        while self.scheduler.has_requests():
+            if time.monotonic() > until:
+                raise TimeoutError(f"the scheduler still had work after {DRAIN_S:g} s")
+            self.step()
+
+    def reset(self, connector: bool) -> bool:
+        """Clear vLLM's own prefix cache (and kvass's); False if some block is still held."""
+        self.drain()
+        return bool(self.engine.reset_prefix_cache(reset_connector=connector))
+
+
+def _lora(folder: str | None) -> Any:
+    if folder is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    name = os.path.basename(folder)
+    return LoRARequest(name, 1 + sum(name.encode()), folder)
+
+
+def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None]) -> None:
+    """Carry out the commands until stdin ends."""
+    probe = engine.probe
+    for line in commands:
+        fields = json.loads(line)
+        match fields.pop("op"):
+            case "generate":
+                prompts = msgspec.convert(fields["prompts"], list[Prompt])
+                answer(msgspec.to_builtins(engine.generate(prompts)))
+            case "reset":
+                answer(engine.reset(fields["connector"]))
+            case "hooks":
+                answer(msgspec.to_builtins(engine.hooks()))
+            case "reset_hooks":
+                probe.clear()
+                engine.ranks(instruments.clear)
+                answer(None)
+            case "arm":
+                probe.arm(fields["hook"], fields["when"], fields["signals"])
+                answer(None)
+            case "arm_rank":
+                engine.ranks(
+                    instruments.arm, *(fields[n] for n in ("rank", "hook", "when", "signals"))
+                )
+                answer(None)
+            case "lay_out":
+                answer(engine.lay_out(fields["name"], fields["tokens"]))
+            case "groups":
+                answer(engine.groups())
+            case "ranks":
+                answer(engine.pids)
+            case "disturb":
+                engine.ranks(instruments.disturb, fields["rank"], fields["settings"])
+                answer(None)
+            case "replace_weights":
+                engine.ranks(instruments.replace_weights, fields["by"])
+                answer(None)
+            case "scrub":
+                engine.ranks(instruments.scrub)
+                answer(None)
+            case "pages":
+                answer(msgspec.to_builtins(engine.ranks(instruments.pages)))
+            case other:
+                raise ValueError(f"no such command: {other}")
+
+
+def main() -> int:
+    """Entry point: ``python -m tests.support.vllm.child '{"model": ...}'``."""
+    wire = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM prints; stdout belongs to the protocol
+
+    def say(message: dict[str, object]) -> None:
+        wire.write(json.dumps(message) + "\n")
+
+    try:
+        engine = ChildEngine(json.loads(sys.argv[1]))
+        say({"ok": "ready"})
+        serve(engine, sys.stdin, lambda value: say({"ok": value}))
+        engine.engine.engine_core.shutdown()
+    except Exception as error:  # noqa: BLE001 - the parent is told
+        traceback.print_exc()
+        say({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

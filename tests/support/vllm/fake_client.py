@@ -1,0 +1,190 @@
+"""A ``SchedulerClient`` without a daemon: rows in a set, and the answers that a test chooses.
+
+It checks its caller: a lease that was taken is handed over or released exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvass.client.scheduler import PENDING, Match, Pending, Reserving
+from kvass.messages import Grant, Granted, Register, ReserveItem
+from kvass.types import Slots
+
+
+class FakeClient:
+    """``rows`` are the hashes held. Settings:
+
+    - ``silent``: no reserve is answered. ``late``: each is answered so many steps later. After
+      ``patience`` steps without an answer the client gives up.
+    - ``missing``: a reserve gets no answer that counts. ``refuse``: grants are empty.
+      ``most_items``: all items but the first so many are put off.
+    - ``deaf``: ``handed_over`` fails. ``pending``: so many lookups are told to ask again.
+    - ``deadline_s``: until when granted rows may be written.
+    """
+
+    def __init__(self, socket: str = "", registration: Register | None = None) -> None:
+        self.registration = registration
+        self.connected = True
+        self.rows: set[bytes] = set()
+        self.boot = b"boot"
+        self.deadline_s = 1e12
+        self.pending = self.late = 0
+        self.most_items = 1 << 30
+        self.patience = 5
+        self.awaited: list[Reserving] = []
+        self.given_up = 0
+        self.silent = self.missing = self.refuse = self.deaf = self._overdue = False
+        self.reserves: list[list[ReserveItem]] = []
+        self.lookups: list[tuple[str, int]] = []
+        self.writing: dict[int, list[bytes]] = {}
+        self.held: dict[str, Match] = {}
+        self.taken: dict[int, str] = {}
+        self.released: list[int] = []
+        self.handed: list[int] = []
+        self.steps = self.generations = 0
+        self.counters: Counter[str] = Counter()
+        self._next = 0
+
+    def start(self) -> None:
+        """Nothing to connect to."""
+
+    def complete(self, identity: Mapping[str, str]) -> None:
+        """Nothing to connect to."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def new_step(self) -> None:
+        """Count steps."""
+        self.steps += 1
+        self._overdue = self._overdue and self.silent
+
+    @property
+    def answering(self) -> bool:
+        """Whether a daemon is there, and no answer overdue."""
+        return self.connected and not self._overdue
+
+    def match(
+        self, request: str, digests: bytes, width: int, first: int, prefill_tokens_s: float = 0.0
+    ) -> Match | Pending | None:
+        """The longest run of held rows from ``first``."""
+        held = self.held.get(request)
+        if held is not None and held.first == first:
+            return held
+        self.settle(request)
+        self.lookups.append((request, first))
+        if self.pending:
+            self.pending -= 1
+            return PENDING
+        hashes = split(digests, width)
+        chunks = first
+        while chunks < len(hashes) and hashes[chunks] in self.rows:
+            chunks += 1
+        if chunks == first:
+            return None
+        slots = (_slots(chunks - first),)
+        match = Match(self._number(), self.boot, first, chunks, 1e9, 1e12, slots)
+        self.held[request] = match
+        return match
+
+    def take(self, request: str) -> Match | None:
+        """Ownership passes to the caller."""
+        match = self.held.pop(request, None)
+        if match is not None:
+            self.taken[match.lease] = request
+        return match
+
+    def settle(self, request: str) -> None:
+        """Give back what is held for ``request``."""
+        if match := self.held.pop(request, None):
+            self.released.append(match.lease)
+
+    def release(self, boot: bytes, lease: int) -> None:
+        """A lease taken, but not handed over."""
+        del self.taken[lease]
+        self.released.append(lease)
+
+    def abort(self, boot: bytes, reservation: int) -> None:
+        """A reservation granted, but not handed over."""
+        del self.writing[reservation]
+
+    def begin_reserve(self, items: Sequence[ReserveItem], width: int) -> Reserving | None:
+        """Keep the request."""
+        assert self.answering
+        self.reserves.append(list(items))
+        self.awaited.append(Reserving(len(self.reserves), width, self.steps, 0.0))
+        return self.awaited[-1]
+
+    def granted(self, reserving: Reserving) -> Granted | Pending | None:
+        """Grant every chunk that is neither held nor being written, once it is time."""
+        waited = self.steps - reserving.asked_s
+        if self.connected and (self.silent or waited < self.late):
+            if waited < self.patience:
+                return PENDING
+            self._overdue = self.silent
+            self.give_up(reserving)
+            return None
+        self.awaited.remove(reserving)
+        if self.missing or not self.connected:
+            return None
+        return self._grant(self.reserves[reserving.seq - 1], reserving.items)
+
+    def give_up(self, reserving: Reserving) -> None:
+        """A grant that comes later is aborted."""
+        self.awaited.remove(reserving)
+        self.given_up += 1
+
+    def _grant(self, items: Sequence[ReserveItem], width: int) -> Granted:
+        grants = []
+        for item in items[: self.most_items]:
+            hashes = split(item.digests, width)
+            busy = {hash_ for rows in self.writing.values() for hash_ in rows} | self.rows
+            wanted = range(item.first, len(hashes))
+            chunks = [] if self.refuse else [c for c in wanted if hashes[c] not in busy]
+            number = self._number() if chunks else 0
+            if chunks:
+                self.writing[number] = [hashes[c] for c in chunks]
+            grants.append(Grant(number, tuple(chunks), (_slots(len(chunks)),)))
+        grants += [Grant(later=item.first) for item in items[self.most_items :]]
+        return Granted(boot=self.boot, given_s=1e9, deadline_s=self.deadline_s, grants=grants)
+
+    def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
+        """From now on the ranks settle."""
+        if self.deaf:
+            return False
+        for lease in leases:
+            del self.taken[lease]
+        assert all(reservation in self.writing for reservation in reservations)
+        self.handed += [*leases, *reservations]
+        return True
+
+    def clear(self, timeout_s: float) -> bool:
+        """Forget every row."""
+        self.rows.clear()
+        return self.connected
+
+    def new_generation(self) -> None:
+        """The rows held belong to the old namespace."""
+        self.generations += 1
+        self.rows.clear()
+        self.writing = {reservation: [] for reservation in self.writing}
+
+    def commit(self, reservations: Iterable[int]) -> None:
+        """As the workers do: the rows of ``reservations`` are held from now on."""
+        for reservation in reservations:
+            self.rows.update(self.writing.pop(reservation))
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+
+def split(digests: bytes, width: int) -> list[bytes]:
+    """The single hashes of a blob."""
+    return [digests[i : i + width] for i in range(0, len(digests), width)]
+
+
+def _slots(rows: int) -> Slots:
+    return Slots(((0,),), b"\0\0" * rows, b"".join(i.to_bytes(4, "little") for i in range(rows)))

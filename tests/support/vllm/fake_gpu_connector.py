@@ -1,0 +1,54 @@
+"""The connector with a fake GPU's mover: a ``kv_connector_module_path`` for tests.
+
+Only the mover differs. vLLM's pages stay in host memory. Wrong use of the device ends the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvass.connectors.vllm import configuration, connector
+from kvass.engine.copier import Copier
+from kvass.engine.memory import KVMemory
+from tests.support.gpu.engine_mover import EngineMover
+
+
+def open_mover(memory: KVMemory) -> EngineMover:
+    """A mover that treats these pages as device memory."""
+    return EngineMover(memory.regions, memory.planes)
+
+
+class KvassConnector(connector.KvassConnector):
+    """See above."""
+
+    def _make_copier(self, setup: configuration.VllmSetup, vllm_config: Any) -> Copier:
+        rank = configuration.worker_rank(vllm_config)
+        return Copier(setup, rank, self._boundary, open_mover)
+
+    @property
+    def mover(self) -> EngineMover | None:
+        """This rank's mover, once its pages are known."""
+        mover = self._copier and self._copier._mover
+        return mover if isinstance(mover, EngineMover) else None
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Called where a step begins."""
+        super().handle_preemptions(kv_connector_metadata)
+        if self.mover is not None:
+            self.mover.begin_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        ended = super().get_transfer_results(finished_req_ids)
+        if self.mover is not None:
+            self.mover.check()
+        return ended
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.mover is not None:
+            self.mover.check_closed()
+
+    def synchronize(self) -> None:
+        """Wait for the engine's stream."""
+        if self.mover is not None:
+            self.mover.synchronize()

@@ -1,0 +1,362 @@
+"""Measures and disturbs the connector inside an engine's processes, from outside.
+
+Once the engine is up, the connector's hooks are wrapped and the mover's clock is replaced; shipped
+code knows nothing of it. Functions that take ``worker`` run in a rank's process, through vLLM's
+``collective_rpc``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvass.client import scheduler
+from tests.support.vllm.process import Hooks, Pages, Settings
+
+HOOKS: Final = (
+    # the scheduler's
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "has_pending_block_frees",
+    "has_pending_push_work",
+    # the worker's
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "build_connector_worker_meta",
+)
+PATIENCE_S: Final = 10.0
+
+
+class Probe:
+    """Times every hook of a connector, and sends armed signals when hooks are called."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all measurements and disarm all signals."""
+        self.longest: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self.none_since: dict[str, float] = {}
+        self.told_none: dict[str, float] = {}
+        self.preemptions = 0
+        self.armed: dict[tuple[str, str], list[tuple[int, int, float]]] = {}
+        self.settings = Settings()
+        self.pages = Pages([], [])
+
+    def arm(self, hook: str, when: str, signals: Iterable[Sequence[Any]]) -> None:
+        """At the next call of ``hook``, ``before`` or ``after`` it, send (pid, signal, after_s)."""
+        self.armed[hook, when] = [(pid, number, after_s) for pid, number, after_s in signals]
+
+    def clock(self) -> float:
+        """The clock of a mover."""
+        return time.monotonic() + self.settings.ahead_s
+
+    def slow_clock(self) -> float:
+        """The clock of a host mover, which reads it before every row on the copy thread."""
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(self.settings.copy_delay_s)
+        return self.clock()
+
+    def wrap(self, connector: object) -> None:
+        """Wrap every hook that the connector has."""
+        for name in HOOKS:
+            if hasattr(connector, name):
+                setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def count_preemptions(self, scheduler: Any) -> None:
+        """Count preemptions."""
+        preempt = scheduler._preempt_request
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counting
+
+    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._fire(name, "before")
+            start = time.monotonic()
+            try:
+                result = hook(*args, **kwargs)
+            finally:
+                took = time.monotonic() - start
+                self.longest[name] = max(took, self.longest.get(name, 0.0))
+                self.calls[name] = self.calls.get(name, 0) + 1
+                self._fire(name, "after")
+            if name == "get_num_new_matched_tokens":
+                self._asked(args[0].request_id, result[0])
+            return result
+
+        return timed
+
+    def _asked(self, request: str, answer: int | None) -> None:
+        now = time.monotonic()
+        if answer is None:
+            self.told_none[request] = now - self.none_since.setdefault(request, now)
+        elif request in self.none_since:
+            self.told_none[request] = now - self.none_since.pop(request)
+
+    def _fire(self, name: str, when: str) -> None:
+        for pid, signal, after_s in self.armed.pop((name, when), []):
+            if after_s:
+                timer = threading.Timer(after_s, os.kill, (pid, signal))
+                timer.daemon = True
+                timer.start()
+            else:
+                os.kill(pid, signal)
+
+    def report(self) -> Hooks:
+        """The measurements."""
+        return Hooks(
+            longest_s=self.longest,
+            calls=self.calls,
+            told_none_s=max(self.told_none.values(), default=0.0),
+            told_none=len(self.told_none),
+            preemptions=self.preemptions,
+        )
+
+
+_here = Probe()
+
+
+def here() -> Probe:
+    """This process's probe."""
+    return _here
+
+
+def pack_no_weights() -> None:
+    """Keep DeepSeek-V4 from packing weights with kernels that not every CPU has."""
+    from vllm.models.deepseek_v4.cpu import cpu_sparse
+
+    attention: Any = cpu_sparse.DeepseekV4CPUAttention
+    attention._wrap_wo_a_process_weights_after_loading = lambda self: None
+
+
+def prepare(connector: Any, patient: bool, late: bool) -> None:
+    """Make the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set. If
+    ``patient``, it waits for answers without a timeout; if ``late``, not for grants."""
+    planner = connector._planner
+    if planner is None:  # inert
+        return
+    pool = planner._stores._pool
+    hold = pool.hold
+    pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)
+    if patient:
+        client = planner._client
+        client._step_wait_s = client._left_s = PATIENCE_S
+        vars(scheduler)["LATE_S"] = PATIENCE_S
+        client._reserve_wait_s = 0.0 if late else PATIENCE_S
+        adapters = planner._adapters
+        adapters._wait_s = adapters._left_s = PATIENCE_S
+
+
+# ---------------------------------------------------------------- in a rank's process
+
+
+def install(worker: Any) -> int:
+    """Wrap this process's connector; returns the process's id."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    _make_stage_buffers(worker.model_runner)
+    if has_kv_transfer_group():
+        connector: Any = get_kv_transfer_group()
+        _here.wrap(connector)
+        if connector._copier is not None:  # it is inert
+            _watch(connector)
+            clock = _here.slow_clock if _gpu() is None else _here.clock
+            connector._copier._mover._clock = clock
+    return os.getpid()
+
+
+def report(worker: Any) -> Hooks:
+    """The measurements of this rank."""
+    return _here.report()
+
+
+def clear(worker: Any) -> None:
+    """Forget all measurements, and disturb nothing."""
+    _here.clear()
+    _disturb_gpu()
+
+
+def disturb(worker: Any, rank: int | None, settings: dict[str, Any]) -> None:
+    """Disturb this ``rank``, or all (None), from now on."""
+    if rank in (None, worker.rank):
+        _here.settings = msgspec.convert(settings, Settings)
+        _disturb_gpu()
+
+
+def arm(worker: Any, rank: int, hook: str, when: str, signals: list[list[Any]]) -> None:
+    """``Probe.arm`` in the process of this ``rank``."""
+    if rank == worker.rank:
+        _here.arm(hook, when, signals)
+
+
+def scrub(worker: Any) -> None:
+    """Fill every page with a byte that differs by rank: then only loaded pages are right.
+
+    The bytes make small finite floats: attention multiplies masked values with 0, and a NaN would
+    stay a NaN.
+    """
+    for region in regions(connector()):
+        region[:] = 0x3A + worker.rank
+
+
+def replace_weights(worker: Any, by: int) -> None:
+    """Replace weights in place: token t is embedded as t - ``by`` was."""
+    for name, weight in worker.get_model().named_parameters():
+        if "embed_tokens" in name:
+            weight.data.copy_(weight.data.roll(by, 0))
+
+
+def pages(worker: Any) -> Pages:
+    """Digests of this rank's pages, when they were stored and after they were loaded."""
+    return _here.pages
+
+
+def merged(reports: Sequence[Hooks]) -> Hooks:
+    """The measurements of all probes of an engine as one."""
+    names = {name for one in reports for name in one.longest_s}
+    return Hooks(
+        longest_s={n: max(one.longest_s.get(n, 0.0) for one in reports) for n in names},
+        calls={n: sum(one.calls.get(n, 0) for one in reports) for n in names},
+        told_none_s=max(one.told_none_s for one in reports),
+        told_none=sum(one.told_none for one in reports),
+        preemptions=sum(one.preemptions for one in reports),
+    )
+
+
+def connector() -> Any:
+    """The worker's half of the connector in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+def _gpu() -> Any:
+    """The mover of this rank's fake GPU; None if it has none."""
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    return getattr(connector(), "mover", None) if has_kv_transfer_group() else None
+
+
+def _disturb_gpu() -> None:
+    if (gpu := _gpu()) is not None:
+        gpu.slow(_here.settings.copy_delay_s)
+        gpu.fake.break_(_here.settings.broken_gpu)
+
+
+def _make_stage_buffers(runner: Any) -> None:
+    """Make the buffers into which a later pipeline stage receives. vLLM 0.32 makes them in its
+    warm-up, which an eager engine on a CPU skips; then its first step fails."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
+def _watch(connector: Any) -> None:
+    """Digest or spoil the pages of every copy (``Settings``)."""
+    load, save, results = (
+        connector.start_load_kv,
+        connector.wait_for_save,
+        connector.get_transfer_results,
+    )
+    loading: dict[str, tuple[tuple[int, ...], ...]] = {}
+    late: list[tuple[int, Any]] = []
+
+    def start_load_kv(*args: Any, **kwargs: Any) -> None:
+        for one in connector._get_connector_metadata().loads:
+            skips = zip(one.blocks, one.skip, strict=True)
+            loading[one.request] = tuple(ids[skip:] for ids, skip in skips)
+        load(*args, **kwargs)
+
+    def wait_for_save() -> None:
+        if _here.settings.watch:
+            for one in connector._get_connector_metadata().stores:
+                _here.pages.stored.extend(_digests(connector, one.blocks))
+        if _here.settings.late_stores:
+            late.append((_here.settings.late_stores, connector._get_connector_metadata()))
+            connector._copier._unstored = None  # else the next step would store it
+        else:
+            save()
+
+    def get_transfer_results(finished: set[str]) -> Any:
+        waiting, late[:] = late[:], []
+        for steps, work in waiting:
+            if steps:
+                late.append((steps - 1, work))
+            else:
+                connector._copier.store(work)
+        ended = results(finished)
+        for request in ended.finished_recving or ():
+            blocks = loading.pop(request)
+            if _here.settings.watch:
+                _here.pages.loaded.extend(_digests(connector, blocks))
+            for group, ids in enumerate(blocks):
+                if _here.settings.spoils(group):
+                    for page in _pages_of(connector, ids, group):
+                        page[:] = 0
+        return ended
+
+    connector.start_load_kv = start_load_kv
+    connector.wait_for_save = wait_for_save
+    connector.get_transfer_results = get_transfer_results
+
+
+def page_sizes() -> list[list[tuple[int, int]]]:
+    """``CacheGroup.pages`` of every group, as the connector found them; none if it is inert."""
+    copier = connector()._copier
+    if copier is None:
+        return []
+    return [[(p.run, p.block_stride) for p in planes.planes] for planes in copier._planes]
+
+
+def regions(connector: Any) -> list[Any]:
+    """The engine's KV memory, in the order of its planes' ``region``."""
+    return [
+        np.ctypeslib.as_array((ctypes.c_uint8 * one.nbytes()).from_address(one.data_ptr()))
+        for one in connector._copier._owners
+    ]
+
+
+def _pages_of(connector: Any, blocks: Iterable[int], group: int = 0) -> list[Any]:
+    """The pages of ``blocks`` in a layer group: block by block, layer by layer."""
+    memory, planes = regions(connector), connector._copier._planes[group].planes
+    return [
+        memory[plane.region][plane.base + block * plane.block_stride :][: plane.run]
+        for block in blocks
+        for plane in planes
+    ]
+
+
+def _digests(connector: Any, groups: Iterable[Sequence[int]]) -> list[str]:
+    """One digest per block, over its pages in all layers; ``groups`` are block ids by group."""
+    found = []
+    for group, blocks in enumerate(groups):
+        for block in blocks:
+            state = hashlib.sha256()
+            for page in _pages_of(connector, [block], group):
+                state.update(page.tobytes())
+            found.append(state.hexdigest())
+    return found

@@ -1,0 +1,294 @@
+"""An engine without a model: vLLM's scheduler, and our connector's workers over real torch memory.
+
+Only the forward pass is a stub: it writes bytes that follow from the tokens, so every loaded page
+can be checked. Scheduler, copies, arena, reports and their aggregation over ranks are real.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.client.parallel import ParallelStrategy
+from kvass.client.scheduler import PENDING
+from kvass.testing.daemon import Daemon
+from tests.support.vllm.scheduler import ALONE, SchedulerHarness, make_configs
+
+TIMEOUT_S = 30.0
+
+
+class StubModelRank:
+    """The worker that ``config`` and ``caches`` describe (``make_configs``)."""
+
+    def __init__(self, config: Any, caches: Any) -> None:
+        import torch
+
+        self.gate: CopyGate | None = None
+        self.speculative = False
+        """Whether hooks are called as by vLLM's V1 runner with a drafter (on the last stage)."""
+        (tensor,) = caches.kv_cache_tensors
+        memory = torch.zeros(tensor.size, dtype=torch.uint8)
+        self._pages: npt.NDArray[np.uint8] = memory.numpy().reshape(
+            len(tensor.layers), caches.num_blocks, -1
+        )
+        self.connector = worker_connector(config, caches)
+        self.connector.register_kv_caches(
+            {name: memory[i * tensor.layer_stride :] for i, name in enumerate(tensor.layers)}
+        )
+
+    @property
+    def pages(self) -> npt.NDArray[np.uint8]:
+        """The KV memory itself, of shape ``(layers, blocks, page_bytes)``, for the engine."""
+        synchronize(self.connector)
+        return self._pages
+
+    @property
+    def copier(self) -> Any:
+        """The connector's worker side."""
+        return self.connector._copier
+
+    @property
+    def shard(self) -> int:
+        """Which shard this rank holds."""
+        return int(self.copier._strategy.shard)
+
+    def run(self, work: Any, forward: bool = True) -> Any:
+        """Call one step's hooks as the model runner does, with or without a ``forward`` pass.
+        Returns vLLM's ``KVConnectorOutput``."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        deferred = self.speculative and forward
+        self.connector.handle_preemptions(work)
+        self.connector.bind_connector_metadata(work)
+        self.connector.start_load_kv(None)
+        if not deferred:
+            self.connector.wait_for_save()
+        ended = self.connector.get_transfer_results(set())
+        report = self.connector.build_connector_worker_meta()
+        if deferred and self.copier._strategy.last_stage:  # after the drafter
+            self.connector.wait_for_save()
+        if not deferred or self.copier._strategy.last_stage:
+            self.connector.clear_connector_metadata()
+        return KVConnectorOutput(
+            finished_recving=ended.finished_recving,
+            failed_recving=ended.failed_recving,
+            kv_connector_worker_meta=report,
+        )
+
+    def close(self) -> None:
+        """As at the engine's end."""
+        if self.gate is not None:
+            self.gate.open()
+        self.connector.shutdown()
+
+
+def worker_connector(config: Any, caches: Any) -> Any:
+    """The worker's half of the connector that ``config`` names."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvass.connectors.vllm.adapt import KVConnectorRole
+
+    kind = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    return kind(config, KVConnectorRole.WORKER, caches)
+
+
+def synchronize(connector: Any) -> None:
+    """Wait for the fake GPU, if there is one (``fake_gpu_connector``)."""
+    getattr(connector, "synchronize", lambda: None)()
+
+
+class CopyGate:
+    """The clock of a rank's copies. While shut, copies stand still; ``ahead_s`` makes them late."""
+
+    def __init__(self, rank: StubModelRank, *, shut: bool = False, ahead_s: float = 0.0) -> None:
+        self._open = threading.Event()
+        self._ahead_s = ahead_s
+        if not shut:
+            self.open()
+        rank.gate = self
+        rank.copier._mover._clock = self
+
+    def __call__(self) -> float:
+        if threading.current_thread() is not threading.main_thread():
+            assert self._open.wait(TIMEOUT_S), "never opened"
+        return time.monotonic() + self._ahead_s
+
+    def open(self) -> None:
+        """Let the copies continue."""
+        self._open.set()
+
+
+class Ranks:
+    """All workers of an engine, and vLLM's aggregation of their reports."""
+
+    def __init__(self, ranks: Iterable[StubModelRank]) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+        self.all = list(ranks)
+        self._aggregator = KVOutputAggregator(len(self.all))
+
+    def run(self, work: Any, forward: bool = True) -> dict[str, Any]:
+        """One step on every rank; returns the arguments for ``SchedulerHarness.finish``."""
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+        told = [copy.copy(EMPTY_MODEL_RUNNER_OUTPUT) for _ in self.all]
+        for output, rank in zip(told, self.all, strict=True):
+            output.kv_connector_output = rank.run(work, forward)
+        sums = self._aggregator.aggregate(told)
+        assert sums is not None
+        sum_ = sums.kv_connector_output
+        assert sum_ is not None
+        report, failed = sum_.kv_connector_worker_meta, sum_.failed_recving
+        return {
+            "reported": report.steps if report is not None else {},
+            "received": (sum_.finished_recving or set()) - failed,
+            "failed": failed,
+        }
+
+
+class StubModelEngine:
+    """A scheduler and the ranks of ``strategy``, on the daemon at ``socket``.
+
+    With ``daemon``, ``generate`` waits until no reservation is open. ``workers``: the strategy of
+    the ranks, if it is to contradict the scheduler's. ``options`` are those of ``make_configs``.
+    """
+
+    def __init__(
+        self,
+        socket: str,
+        daemon: Daemon | None = None,
+        tag: str = "",
+        strategy: ParallelStrategy = ALONE,
+        workers: ParallelStrategy | None = None,
+        **options: Any,
+    ) -> None:
+        extra: dict[str, object] = {"kvass.socket": socket, "kvass.tag": tag}
+        config, caches = make_configs(extra, strategy=strategy, **options)
+        self.world = SchedulerHarness(None, configs=(config, caches))
+        self.client = self.world.connector._planner._client
+        # Long waits: on a loaded machine a slow answer would count as a miss.
+        self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
+        made, workers = [], workers or strategy
+        for number in range(workers.ranks):
+            theirs, own = make_configs(extra, strategy=workers.at(number), **options)
+            theirs.kv_transfer_config.engine_id = config.kv_transfer_config.engine_id
+            made.append(StubModelRank(theirs, own))
+        self.ranks = Ranks(made)
+        self.loads: list[Any] = []
+        self.daemon = daemon
+        self.block = int(caches.hash_block_size)
+
+    @property
+    def rank(self) -> StubModelRank:
+        """The first rank."""
+        return self.ranks.all[0]
+
+    @property
+    def copier(self) -> Any:
+        """The first rank's worker side."""
+        return self.rank.copier
+
+    def wait_connected(self) -> None:
+        """Wait for the sessions of the scheduler and of all ranks; with ``daemon``, for sessions of
+        its current boot (after a restart, old sessions may not have noticed yet)."""
+        clients = [self.client._client, *(rank.copier._client._client for rank in self.ranks.all)]
+
+        def here() -> bool:
+            boots = {session and session.boot for session in (c.session for c in clients)}
+            return boots == {self.daemon.boot} if self.daemon else None not in boots
+
+        until(here, "the sessions of the scheduler and the ranks")
+
+    def delay_grants(self, steps: Callable[[], int]) -> None:
+        """Make each grant come ``steps()`` steps late."""
+        client, stores = self.client, self.world.connector._planner._stores
+        granted, due = client.granted, dict[int, int]()
+
+        def late(reserving: Any) -> Any:
+            now = stores._number
+            if now < due.setdefault(reserving.seq, now + steps()):
+                return PENDING
+            return granted(reserving)
+
+        client.granted = late
+
+    def step(self) -> Any:
+        """One step: schedule, "compute", run the ranks' hooks."""
+        output, work = self.world.schedule()
+        for name, tokens in output.num_scheduled_tokens.items():
+            self.compute(name, tokens)
+        self.loads += work.loads
+        self.world.finish(output, **self.ranks.run(work, bool(output.num_scheduled_tokens)))
+        if not output.num_scheduled_tokens:
+            time.sleep(0.001)
+        return output
+
+    def table(self, name: str) -> list[int]:
+        """The block ids of a live request."""
+        return list(self.world.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    def compute(self, name: str, tokens: int) -> None:
+        """Write on every rank the pages of the blocks that a step of so many tokens completes;
+        loaded pages are not touched."""
+        request, table = self.world.scheduler.requests[name], self.table(name)
+        end = request.num_computed_tokens
+        for number in range((end - tokens) // self.block, end // self.block):
+            for rank in self.ranks.all:
+                expected = self.page(request.all_token_ids, number, rank.shard)
+                rank.pages[:, table[number]] = expected
+
+    def page(self, tokens: Iterable[int], block: int, shard: int = 0) -> int:
+        """The byte that fills the page of a request's ``block``-th block in ``shard``."""
+        prefix = list(tokens)[: (block + 1) * self.block]
+        return 1 + hashlib.sha256(f"{shard}{prefix}".encode()).digest()[0] % 255
+
+    def generate(self, name: str, tokens: Iterable[int], max_tokens: int = 2) -> Any:
+        """Run one request and its stores to the end; returns it."""
+        request = self.world.add(name, tokens, max_tokens=max_tokens)
+        until(lambda: self.step() and request.is_finished(), "the request's end")
+        until(lambda: self.step() and not self.world.scheduler.has_requests(), "its stores")
+        if self.daemon is not None:
+            # commits are one-way messages: they may still be on their way
+            self.daemon.wait_until(reservations=0)
+        return request
+
+    def load(self, name: str, tokens: Iterable[int]) -> Any:
+        """Add a request, and step until it computes; returns it and how many tokens it computes."""
+        request = self.world.add(name, tokens)
+        scheduled: Mapping[str, int] = {}
+
+        def given() -> bool:
+            nonlocal scheduled
+            scheduled = self.step().num_scheduled_tokens
+            return name in scheduled
+
+        until(given, "the request's first tokens")
+        return request, scheduled[name]
+
+    def check(self, request: Any, tokens: int) -> None:
+        """Check the pages of the first ``tokens`` of ``request`` on all ranks."""
+        for number, block in enumerate(self.table(request.request_id)[: tokens // self.block]):
+            for at, rank in enumerate(self.ranks.all):
+                expected = self.page(request.all_token_ids, number, rank.shard)
+                assert (rank.pages[:, block] == expected).all(), f"rank {at}, block {number}"
+
+    def close(self) -> None:
+        """As at the engine's end."""
+        self.world.scheduler.shutdown()
+        for rank in self.ranks.all:
+            rank.close()
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Wait for ``condition``. Raises ``AssertionError`` naming ``what``."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"in vain: {what}"
+        time.sleep(0.005)

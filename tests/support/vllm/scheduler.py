@@ -1,0 +1,330 @@
+"""vLLM's real Scheduler or AsyncScheduler with our connector, without model and worker.
+
+Schedulers, block pools and requests are vLLM's own. The test provides the model's output and the
+workers' reports, step by step.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from kvass.client.parallel import ParallelStrategy
+from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.models import Shape, build
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+CLIENT = "kvass.engine.planner.SchedulerClient"
+BLOCK = 16
+CHUNK = 32
+"""Tokens of a chunk: two blocks, so that a local hit can end inside a chunk."""
+ALONE = ParallelStrategy()
+FIXED = {"kvass.fixed_weights": True}
+"""Lets tests reset vLLM's own cache, so that the next hit comes from kvass."""
+
+
+def tiny_model() -> Path:
+    """A folder with a model's configuration; its weights are never read."""
+    shape = Shape(64, hidden=64, intermediate=32, layers=4, heads=8, kv_heads=1, head_dim=32)
+    return build(Path(tempfile.gettempdir()) / f"kvass-models-{os.getuid()}", shape)
+
+
+def make_configs(
+    options: dict[str, object] | None = None,
+    *,
+    blocks: int = 64,
+    batched: int = 512,
+    drafts: int = 0,
+    drafter: str = "ngram",
+    strategy: ParallelStrategy = ALONE,
+    dcp: int = 1,
+    model: Path | None = None,
+    **transfer: Any,
+) -> tuple[Any, Any]:
+    """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens.
+
+    ``strategy`` names the rank whose configuration it is (a scheduler gets that of rank 0, as in
+    vLLM). ``dcp`` is the decode context parallel size. ``drafts``: how many tokens ``drafter``, a
+    speculative method, proposes; an "eagle" has no layers of its own here. ``model``: a folder with
+    weights; without it they are dummies.
+    """
+    drafting = _drafter(drafter, drafts)
+    config = _engine_config(options, batched, drafting, strategy, dcp, model, transfer)
+    config.cache_config.num_gpu_blocks = blocks
+    return config, _cache_config(blocks, strategy, dcp)
+
+
+def _engine_config(
+    options: dict[str, object] | None,
+    batched: int,
+    speculative: dict[str, Any],
+    strategy: ParallelStrategy,
+    dcp: int,
+    folder: Path | None,
+    transfer: dict[str, Any],
+) -> Any:
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        LoadConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
+
+    connector = {
+        "kv_connector": "KvassConnector",
+        "kv_connector_module_path": "kvass.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK, **FIXED, **(options or {})},
+    }
+    load = LoadConfig(load_format="auto" if folder else "dummy")
+    folder = folder or tiny_model()
+    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=1024)
+    parallel = ParallelConfig(
+        tensor_parallel_size=strategy.tp,
+        pipeline_parallel_size=strategy.pp,
+        decode_context_parallel_size=dcp,
+        rank=max(strategy.rank, 0),
+    )
+    if "model" in speculative:
+        speculative |= {"target_model_config": model, "target_parallel_config": parallel}
+    return VllmConfig(
+        model_config=model,
+        load_config=load,
+        device_config=DeviceConfig("cpu"),
+        parallel_config=parallel,
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=batched,
+            max_model_len=1024,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        kv_transfer_config=KVTransferConfig(**(connector | transfer)),
+        speculative_config=SpeculativeConfig(**speculative) if speculative else None,
+    )
+
+
+def _drafter(method: str, drafts: int) -> dict[str, Any]:
+    """Arguments of vLLM's ``SpeculativeConfig``; none without drafts."""
+    if not drafts:
+        return {}
+    chosen = {"prompt_lookup_max": 2} if method == "ngram" else {"model": str(tiny_model())}
+    return {"method": method, "num_speculative_tokens": drafts, **chosen}
+
+
+def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    page, stage = spec.page_size_bytes, max(strategy.rank, 0) // strategy.tp
+    layers = [f"layer.{2 * stage}", f"layer.{2 * stage + 1}"]
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=2 * blocks * page, layers=layers, layer_stride=blocks * page, block_stride=page
+            )
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+        hash_block_size=BLOCK * dcp,
+        kv_tp_replicas=strategy.replicas,
+    )
+
+
+class SchedulerHarness:
+    """One scheduler, its requests, and the workers' part of every step."""
+
+    def __init__(
+        self, client: object, *, asynchronous: bool = False, configs: Any = None, **options: Any
+    ) -> None:
+        """``client`` replaces the connector's ``SchedulerClient``; None keeps the real one.
+        ``options`` are those of ``make_configs``."""
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import (
+            get_request_block_hasher,
+            init_none_hash,
+            resolve_kv_cache_block_sizes,
+        )
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config, caches = configs or make_configs(**options)
+        init_none_hash(sha256)
+        block, width = resolve_kv_cache_block_sizes(caches, config)
+        self._hasher: Callable[[Any], list[Any]] = get_request_block_hasher(width, sha256)
+        kind = AsyncScheduler if asynchronous else Scheduler
+        with mock.patch(CLIENT, return_value=client) if client is not None else nullcontext():
+            self.scheduler: Any = kind(
+                vllm_config=config,
+                kv_cache_config=caches,
+                block_size=block,
+                hash_block_size=width,
+                structured_output_manager=StructuredOutputManager(config),
+                log_stats=True,
+            )
+        self.connector: Any = self.scheduler.connector
+        self.pool: Any = self.scheduler.kv_cache_manager.block_pool
+        self.open_steps: list[int] = []
+        self.tolerant = False
+        """Whether the connector may have caught a defect, for tests that plant one."""
+        self._multi = config.kv_transfer_config.kv_connector == "MultiConnector"
+        self._sampling: dict[int, set[str]] = {}
+
+    @classmethod
+    def over(cls, scheduler: Any, hasher: Callable[[Any], list[Any]]) -> SchedulerHarness:
+        """A harness over the scheduler and the block hasher of an engine."""
+        world = cls.__new__(cls)
+        world._hasher, world.scheduler = hasher, scheduler
+        world.connector, world.pool = scheduler.connector, scheduler.kv_cache_manager.block_pool
+        world.open_steps, world.tolerant, world._multi, world._sampling = [], False, False, {}
+        return world
+
+    def add(
+        self,
+        name: str,
+        tokens: Iterable[int],
+        *,
+        max_tokens: int = 4,
+        salt: str | None = None,
+        reads: bool = True,
+        lora: Path | None = None,
+    ) -> Any:
+        """Add a greedy request; ``lora`` is the folder of its adapter."""
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(tokens),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0,
+                ignore_eos=True,
+                skip_reading_prefix_cache=not reads,
+            ),
+            pooling_params=None,
+            lora_request=LoRARequest(lora.name, 1, str(lora)) if lora is not None else None,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> tuple[Any, Any]:
+        """One ``schedule()``: vLLM's output and our metadata."""
+        output = self.scheduler.schedule()
+        work = output.kv_connector_metadata
+        if self._multi:
+            (work,) = work.metadata
+        if work.step:
+            self.open_steps.append(work.step)
+        caught = getattr(self.connector, "_boundary", None)
+        assert self.tolerant or caught is None or not caught.counters, caught.counters
+        requests = self.scheduler.requests
+        self._sampling[id(output)] = {
+            name for name in output.num_scheduled_tokens if not requests[name].is_prefill_chunk
+        }
+        return output, work
+
+    def finish(
+        self,
+        output: Any,
+        *,
+        tokens: Sequence[int] = (7,),
+        reported: Iterable[int] | Mapping[int, int] = (),
+        received: Iterable[str] = (),
+        failed: Iterable[str] = (),
+    ) -> None:
+        """Give the scheduler the model's answer to ``output`` (``tokens`` for each request that
+        samples) and the workers' reports: steps whose stores are settled (by one rank, or by so
+        many), loads that ended or failed."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        from kvass.connectors.vllm.metadata import StepReport
+
+        if self._multi:
+            from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as multi
+
+        names, sampling = list(output.num_scheduled_tokens), self._sampling.pop(id(output))
+        steps = dict(reported) if isinstance(reported, Mapping) else dict.fromkeys(reported, 1)
+        self.open_steps = [step for step in self.open_steps if step not in steps]
+        ended = set(received) | set(failed)
+        report: Any = StepReport(steps) if steps else None
+        if self._multi and report is not None:
+            report = multi.MultiKVConnectorWorkerMetadata(metadata=(report,))
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=[list(tokens) if name in sampling else [] for name in names],
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+                kv_connector_output=KVConnectorOutput(
+                    finished_recving=ended or None,
+                    failed_recving=set(failed),
+                    kv_connector_worker_meta=report,
+                ),
+            ),
+        )
+
+    def draft(self, name: str, tokens: Sequence[int]) -> None:
+        """The drafter proposes ``tokens`` for the next step."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        self.scheduler.update_draft_token_ids(DraftTokenIds([name], [list(tokens)]))
+
+    def step(self, **answer: Any) -> Any:
+        """``schedule`` and ``finish``; all open stores are settled. Returns our metadata."""
+        output, work = self.schedule()
+        self.finish(output, reported=list(self.open_steps), **answer)
+        return work
+
+    def run(self, client: FakeClient | None = None, limit: int = 100) -> None:
+        """Step until nothing is left to do; stores are committed, loads succeed."""
+        for _ in range(limit):
+            if not self.scheduler.has_requests():
+                return
+            output, work = self.schedule()
+            if client is not None:
+                client.commit(store.reservation for store in work.stores)
+            self.finish(
+                output,
+                reported=list(self.open_steps),
+                received=[load.request for load in work.loads],
+            )
+        raise AssertionError(f"still busy after {limit} steps")
+
+    def abort(self, name: str) -> None:
+        """Abort a request."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def free_blocks(self) -> int:
+        """The number of free blocks."""
+        return int(self.pool.get_num_free_blocks())

@@ -1,0 +1,198 @@
+"""Observes lookups and leases: what is matched, read and given back."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvass import messages as m
+from kvass.types import SCHEDULER
+from tests.support.witness.records import (
+    BrokenLawError,
+    Instance,
+    Lease,
+    LoadedRow,
+    Namespace,
+    Pending,
+    Place,
+    Reservation,
+    RowKey,
+    Source,
+    check_named,
+    pages,
+    rows_of,
+    split,
+)
+from tests.support.witness.state import ObservedState
+from tests.support.witness.waiting import WaitingWitness
+
+
+class ReadWitness:
+    """Checks every hit and every lease."""
+
+    def __init__(self, state: ObservedState, waiting: WaitingWitness) -> None:
+        self.state = state
+        self.waiting = waiting
+
+    def lookup(
+        self, session: int, msg: m.Lookup, reply: m.Matched, late: Pending | None = None
+    ) -> None:
+        """A ``Lookup`` was answered; ``late``: it was asked in an earlier step."""
+        state = self.state
+        instance, _ = state.roles[session]
+        if msg.readers is not None:
+            check_named(set(msg.readers), instance)
+        keys = split(msg.digests, msg.width)
+        namespace = instance.namespace
+        hit = reply.chunks != msg.first
+        if bool(reply.lease) != hit or (hit and namespace is None):
+            raise BrokenLawError(f"a miss with a lease, or a hit without or too early: {reply}")
+        if namespace is None:
+            return
+        asked = [
+            keys[namespace.begin(g, reply.chunks, msg.first) : reply.chunks] if hit else []
+            for g in range(namespace.groups)
+        ]
+        groups = range(namespace.groups)
+        rows: list[tuple[RowKey, Source, Place]] = []
+        for key, place in rows_of(namespace, groups, asked, reply.slots) if hit else ():
+            source, at = state.ready.get(key, (None, None))
+            if source is None or at != place:
+                raise BrokenLawError(f"law 4: matched {key[1:]} at {place}, published was {at}")
+            self._check_origin(key, source)
+            rows.append((key, source, place))
+        self._check_length(namespace, keys, msg.first, msg.spare, reply.chunks, late)
+        if hit:
+            self._lease(instance, msg, reply, rows, keys[msg.first : reply.chunks])
+
+    def prefetch(
+        self, session: int, msg: m.Prefetch, reply: m.Prefetched, late: Pending | None = None
+    ) -> None:
+        """A ``Prefetch`` was answered; ``late``: it was asked in an earlier step."""
+        namespace = self.state.namespace_of(session, msg) if late is None else late.namespace
+        if namespace is not None:
+            self._check_length(namespace, split(msg.digests, msg.width), 0, 0, reply.chunks, late)
+        elif reply.chunks:
+            raise BrokenLawError(f"a rank is missing, yet: {reply}")
+
+    def _check_origin(self, row: RowKey, source: Source) -> None:
+        """What a tier brought was written for this very row, whole, and not before a clear."""
+        namespace, group, key = row
+        if isinstance(source, Reservation) or source.tags is None:
+            return
+        for shard, tag in enumerate(source.tags):
+            if tag is None:
+                continue  # a shard without pages
+            written = self.state.archive.reservations.get(tag[:2])
+            if written is None or not written.published or tag[3] != shard:
+                raise BrokenLawError(f"law 4: matched {row[1:]}, but shard {shard} holds {tag}")
+            whose, of, what = written.rows[tag[2]][0]
+            if (whose.key, of, what) != (namespace.key, group, key):
+                raise BrokenLawError(f"law 4: matched {row[1:]}, but it holds {(of, what)}")
+            if written.clears < namespace.floor:
+                raise BrokenLawError(f"law 8: matched {row[1:]}, which was cleared: {tag}")
+
+    def _check_length(
+        self,
+        namespace: Namespace,
+        keys: list[bytes],
+        first: int,
+        spare: int,
+        chunks: int,
+        late: Pending | None,
+    ) -> None:
+        """A hit is no longer than what is READY. If nothing is evicted, it is no shorter than that,
+        and than what healthy tiers have."""
+        state = self.state
+        most = namespace.longest(lambda g, k: (namespace, g, k) in state.ready, keys, first, spare)
+        if chunks > most:
+            raise BrokenLawError(f"{chunks} chunks are told, but {most} are READY")
+        if not state.roomy:
+            return
+        if late is None:
+            least = namespace.longest(
+                lambda g, k: state.surely_ready((namespace, g, k)), keys, first, spare
+            )
+        elif late.namespace is namespace and late.epoch == namespace.epoch:
+            least = namespace.longest(self.waiting.sure(late), keys, first, spare)
+        else:
+            return
+        if chunks < least:
+            raise BrokenLawError(f"nothing was evicted, {least} chunks match, yet: {chunks}")
+
+    # ------------------------------------------------------------ leases
+
+    def _lease(
+        self,
+        instance: Instance,
+        msg: m.Lookup,
+        reply: m.Matched,
+        rows: list[tuple[RowKey, Source, Place]],
+        keys: list[bytes],
+    ) -> None:
+        state = self.state
+        if reply.lease <= 0 or reply.lease in state.leases or reply.boot != state.config.boot:
+            raise BrokenLawError(f"law 2: lease id or boot of {reply}")
+        self._check_deadline(reply.deadline_s)
+        readers = {0} if msg.readers is None else set(msg.readers)
+        owing = readers & instance.sessions.keys()
+        lease = Lease(reply.lease, instance, reply.deadline_s, owing, rows, keys)
+        state.leases[lease.id] = lease
+        for _, source, place in rows:
+            if isinstance(source, LoadedRow):
+                source.lent = True
+            for page in pages(place):
+                state.readers.setdefault(page, []).append(lease)
+
+    def _check_deadline(self, deadline: float) -> None:
+        now, lease_s = self.state.now, self.state.config.timing.lease_s
+        if not now < deadline <= now + lease_s + 1e-6:
+            raise BrokenLawError(f"law 5: a lease until {deadline} at {now}")
+
+    def release(self, session: int, msg: m.Release) -> None:
+        """A rank or the scheduler gives a lease back."""
+        state = self.state
+        instance, rank = state.roles[session]
+        lease = state.leases.get(msg.lease)
+        if lease is None or not lease.live(state.now):
+            return
+        if lease.instance is not instance:
+            whose = lease.instance.name
+            raise BrokenLawError(f"law 2: {instance.name} released a lease of {whose}")
+        if rank != msg.rank:
+            return
+        if rank == SCHEDULER and not lease.handed:
+            self._drop_bad(lease, msg.bad)
+            lease.owing.clear()
+        elif rank in lease.owing:
+            self._drop_bad(lease, msg.bad)
+            lease.owing.discard(rank)
+
+    def _drop_bad(self, lease: Lease, bad: tuple[int, ...]) -> None:
+        """The rows of these chunks were found wrong."""
+        left = Counter(key[1] for key, _, _ in lease.rows)
+        for key, source, _ in lease.rows:
+            at = len(lease.keys) - left[key[1]]  # a group's rows are those of the last chunks
+            left[key[1]] -= 1
+            if at in bad and self.state.ready.get(key, (None,))[0] is source:
+                del self.state.ready[key]
+                self.state.spoil(key)
+
+    def renew(self, session: int, msg: m.Renew, reply: m.Renewed) -> None:
+        """A lease has a new deadline."""
+        state = self.state
+        lease = state.leases.get(msg.lease)
+        instance = state.roles[session][0]
+        if lease is None or lease.instance is not instance or not lease.live(state.now):
+            raise BrokenLawError(f"law 5: renewed lease {msg.lease}, which nobody there holds")
+        if reply.deadline_s < lease.deadline:
+            raise BrokenLawError(f"law 5: renewed to {reply.deadline_s}, from {lease.deadline}")
+        self._check_deadline(reply.deadline_s)
+        lease.deadline = reply.deadline_s
+
+    def lost(self, instance: Instance, rank: int) -> None:
+        """A session ended."""
+        for lease in self.state.leases.values():
+            if lease.instance is instance and rank == SCHEDULER and not lease.handed:
+                lease.owing.clear()
+            elif lease.instance is instance:
+                lease.owing.discard(rank)

@@ -1,0 +1,84 @@
+"""Observes sessions: nobody is refused or sent away without a reason (law 12)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvass.core.effects import Close, Effect, Event, Opened
+from kvass.core.places import LOOKERS
+from kvass.messages import Error, FromDaemon
+from kvass.types import Limits
+from tests.support.witness.records import BrokenLawError
+
+
+@dataclass(eq=False, slots=True)
+class ObservedSession:
+    """One open session."""
+
+    uid: int
+    own: bool
+    since: float
+    greeted: bool = False
+    registered: bool = False
+    half_closed: bool = False
+
+
+class SessionWitness:
+    """Checks who may connect, and who may be told to go."""
+
+    def __init__(self, limits: Limits, hello_s: float) -> None:
+        self.limits = limits
+        self.hello_s = hello_s
+        self.sessions: dict[int, ObservedSession] = {}
+
+    def opened(self, event: Opened, effects: list[Effect], now: float) -> None:
+        """A client is refused only if there is no place for it; the daemon's own user never is."""
+        seen = ObservedSession(event.uid, event.own, now)
+        refused = Close(event.session) in effects
+        others = list(self.sessions.values())
+        alike = [g for g in others if g.uid == event.uid]
+        room = len(others) < self.limits.sessions and len(alike) < self.limits.sessions_per_uid
+        if refused and (room or event.own):
+            raise BrokenLawError(f"there was a place for {event}")
+        if refused and any(not g.greeted for g in alike):
+            raise BrokenLawError(f"{event} was refused, and others of its user say nothing")
+        self.sessions[event.session] = seen
+        closed = [e for e in effects if isinstance(e, Close)]
+        if len(closed) > 1 or (closed and room):
+            raise BrokenLawError(f"law 12: more went than had to: {closed}")
+
+    def may_end(self, session: int, event: Event, message: FromDaemon) -> bool:
+        """Whether ``message`` may end a session that sent nothing in this step."""
+        seen = self.sessions[session]
+        if not isinstance(message, Error) or not message.fatal or message.code != "limit":
+            return False
+        looks = seen.own and not seen.registered and isinstance(event, Opened)
+        return not seen.greeted or looks
+
+    def ticked(self, effects: list[Effect], now: float, behind: bool) -> None:
+        """A session without ``Hello`` ends in time, and not before. ``behind``: perhaps later."""
+        closed = {e.session for e in effects if isinstance(e, Close)}
+        for session, seen in self.sessions.items():
+            late = not seen.greeted and now >= seen.since + self.hello_s
+            gone = not seen.greeted and session in closed
+            if gone > late or (late > gone and not behind):
+                raise BrokenLawError(f"{session} has said nothing since {seen.since}")
+
+    def listens(self, session: int) -> bool:
+        """Whether the daemon still reads what the session sends."""
+        return session in self.sessions and not self.sessions[session].half_closed
+
+    def advanced(self, session: int, registered: bool) -> None:
+        """A session has said ``Hello`` or has ``registered``: only so many may register."""
+        self.sessions[session].greeted = True
+        self.sessions[session].registered |= registered
+        mine = [g for g in self.sessions.values() if g.registered]
+        alike = [g for g in mine if g.uid == self.sessions[session].uid]
+        if len(mine) > self.limits.sessions or len(alike) > self.limits.sessions_per_uid:
+            raise BrokenLawError("law 12: more have registered than there are places")
+
+    def left(self, session: int) -> None:
+        """A session ended; there may be no more than there are places."""
+        del self.sessions[session]
+        if len(self.sessions) > self.limits.sessions + LOOKERS:
+            raise BrokenLawError("law 12: more sessions than places")

@@ -1,0 +1,266 @@
+"""The witness: checks the core by what passes between it and its clients and tiers.
+
+It never looks inside the core. It reads the events that went in and the effects that came out,
+keeps records of its own, and raises ``BrokenLawError`` as soon as an effect contradicts them. So a
+bug in the core's own bookkeeping cannot hide behind the core's ``validate()``.
+
+Each subject has an observer; they share one ``ObservedState``. The numbers of laws are those of
+``docs/laws.md``: 2 (ownership), 3 (writable slots), 4 (publishing), 5 (deadlines), 6 (pins), 11
+(every request is answered), 12 (limits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Any
+
+from kvass import messages as m
+from kvass.core.effects import (
+    Close,
+    Effect,
+    Event,
+    Faulted,
+    FromTier,
+    HalfClose,
+    Lost,
+    Opened,
+    ProcessEnded,
+    Received,
+    Send,
+    Tick,
+    ToSession,
+    Watch,
+)
+from kvass.core.machine import CoreConfig
+from kvass.types import DEVICE_S, SCHEDULER
+from tests.support.witness.instances import InstanceWitness
+from tests.support.witness.reads import ReadWitness
+from tests.support.witness.records import (
+    Archive,
+    BrokenLawError,
+    Lease,
+    LoadedRow,
+    Pending,
+    Reservation,
+)
+from tests.support.witness.sessions import SessionWitness
+from tests.support.witness.state import Holds, ObservedState
+from tests.support.witness.tiers import TierWitness
+from tests.support.witness.waiting import WaitingWitness
+from tests.support.witness.writes import WriteWitness
+
+
+class Witness:
+    """Observes one boot. Arguments as for ``ObservedState``."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        roomy: bool,
+        archive: Archive | None = None,
+        holds: Holds | None = None,
+    ) -> None:
+        state = self.state = ObservedState(config, roomy, archive, holds)
+        self.sessions = SessionWitness(config.limits, config.timing.hello_s)
+        self.instances = InstanceWitness(state)
+        self.writes = WriteWitness(state)
+        self.waiting = WaitingWitness(state)
+        self.reads = ReadWitness(state, self.waiting)
+        self.tiers = TierWitness(state)
+        self._answered: dict[type[m.Message], Callable[[int, Any, Any], None]] = {
+            m.Register: self.instances.register,
+            m.Reserve: self.writes.reserve,
+            m.Lookup: self.reads.lookup,
+            m.Prefetch: self.reads.prefetch,
+            m.Renew: self.reads.renew,
+            m.Clear: self._clear,
+        }
+        self._said: dict[type[m.Message], Callable[[int, Any], None]] = {
+            m.Commit: self.writes.commit,
+            m.Abort: self.writes.abort,
+            m.Release: self.reads.release,
+            m.HandedOver: self._handed_over,
+        }
+
+    def observe(self, event: Event, effects: list[Effect], now: float, due: float | None) -> None:
+        """Check the effects of ``event``, and note what follows from them. ``due``: when the core
+        wants its next tick."""
+        state = self.state
+        state.now, state.behind = now, due is not None and due <= now
+        late = self.waiting.late_answers(effects)
+        for i, one in late.items():
+            if one.due <= now:  # before anything else happened
+                self._late_answer(one, effects[i])
+        prompt = [effect for i, effect in enumerate(effects) if i not in late]
+        if isinstance(event, FromTier):
+            self.tiers.ended(event)
+        if isinstance(event, Opened):
+            self.sessions.opened(event, effects, now)
+        elif isinstance(event, Tick):
+            self.sessions.ticked(effects, now, state.behind)
+        elif isinstance(event, Received) and self.sessions.listens(event.session):
+            self._received(event, prompt)
+        elif isinstance(event, Faulted) and self.sessions.listens(event.session):
+            ends = (e for e in effects if isinstance(e, Close | HalfClose))
+            if event.session not in {e.session for e in ends}:
+                raise BrokenLawError("law 11: a malformed frame did not end its session")
+        elif isinstance(event, Lost):
+            self._lost(event.session, event.exiting)
+        elif isinstance(event, ProcessEnded):
+            until = now + min(DEVICE_S, state.config.timing.dma_grace_s)
+            self.writes.process_ended(event.session, until)
+        clear = None
+        if isinstance(event, Received) and isinstance(event.message, m.Clear):
+            clear = state.pending.get((event.session, event.message.seq))
+        for i, effect in enumerate(effects):
+            if isinstance(effect, Watch):
+                self.writes.watched(effect)
+            elif not isinstance(effect, ToSession):
+                self.tiers.began(effect, clear)
+            elif i not in late:
+                self._to_session(event, effect)
+            elif late[i].due > now:
+                self._late_answer(late[i], effect)
+        self.waiting.check_overdue()
+
+    # ------------------------------------------------------------ messages
+
+    def _received(self, event: Received, effects: list[Effect]) -> None:
+        session, message = event.session, event.message
+        mine = [e.message for e in effects if isinstance(e, Send) and e.session == session]
+        replies = [r for r in mine if not isinstance(r, m.Populated)]
+        errors = [r for r in replies if isinstance(r, m.Error)]
+        if isinstance(message, m.OneWay):
+            if len(replies) != len(errors) or len(errors) > 1:
+                raise BrokenLawError(f"law 11: one-way {message} was answered by {replies}")
+        elif not replies and isinstance(message, m.Lookup | m.Prefetch | m.Clear):
+            one = self.waiting.begin(session, message)
+            if isinstance(message, m.Clear):
+                self.waiting.cleared(one)
+            return
+        elif len(replies) != 1 or (replies[0].seq != message.seq and not errors):
+            raise BrokenLawError(f"law 11: {message} was answered by {replies}")
+        boot = self.state.config.boot
+        if getattr(message, "boot", boot) != boot and not errors:
+            raise BrokenLawError(f"law 9: {message} of another boot was accepted")
+        if errors:  # a refusal changes nothing: a change would contradict the records later
+            if isinstance(message, m.Register):
+                self.instances.refused(message, errors[0])
+        elif isinstance(message, m.OneWay):
+            self._said[type(message)](session, message)
+        else:
+            if isinstance(message, m.Hello | m.Register):
+                self.sessions.advanced(session, registered=isinstance(message, m.Register))
+            if type(message) in self._answered:
+                self._answered[type(message)](session, message, replies[0])
+
+    def _late_answer(self, one: Pending, effect: Effect) -> None:
+        """A request of an earlier step is answered."""
+        assert isinstance(effect, Send)
+        asked, reply = one.message, effect.message
+        if self.state.pending.pop((one.session, asked.seq), None) is not one:
+            raise BrokenLawError(f"law 11: {asked} was answered again, or nobody waits: {reply}")
+        if isinstance(asked, m.Clear):
+            self.waiting.clear_answered(one, reply)
+        elif isinstance(asked, m.Lookup) and isinstance(reply, m.Matched):
+            self.reads.lookup(one.session, asked, reply, one)
+        elif isinstance(asked, m.Prefetch) and isinstance(reply, m.Prefetched):
+            self.reads.prefetch(one.session, asked, reply, one)
+        else:
+            raise BrokenLawError(f"law 11: {asked} was answered by {reply}")
+
+    def _clear(self, session: int, msg: m.Clear, reply: m.Cleared) -> None:
+        """A clear was answered at once."""
+        one = Pending(session, msg)
+        self.waiting.cleared(one)
+        self.waiting.clear_answered(one, reply)
+
+    def _handed_over(self, session: int, msg: m.HandedOver) -> None:
+        instance, rank = self.state.roles[session]
+        if rank != SCHEDULER:
+            raise BrokenLawError("a worker handed over")
+        for held in (
+            *(self.state.leases.get(i) for i in msg.leases),
+            *(self.state.reservations.get(i) for i in msg.reservations),
+        ):
+            if held is not None and held.instance is instance:
+                held.handed = True
+
+    # ------------------------------------------------------------ sessions
+
+    def _to_session(self, event: Event, effect: ToSession) -> None:
+        session = effect.session
+        if session not in self.sessions.sessions:
+            raise BrokenLawError(f"{effect} to a session that is gone")
+        if isinstance(effect, Close | HalfClose):
+            self._told_to_go(session)
+        if isinstance(effect, Close):
+            if owed := [*self._owed(session)]:
+                raise BrokenLawError(f"law 3: closed session {session}, which still owes {owed}")
+            self._lost(session)
+        elif isinstance(effect, HalfClose):
+            self.sessions.sessions[session].half_closed = True
+        elif not self.sessions.listens(session):
+            raise BrokenLawError("sent to a session after half-closing it")
+        elif (
+            session != getattr(event, "session", None)
+            and not isinstance(effect.message, m.Populated)
+            and not self.sessions.may_end(session, event, effect.message)
+        ):
+            raise BrokenLawError(f"law 11: {effect.message} went to a session that did not ask")
+
+    def _told_to_go(self, session: int) -> None:
+        """Its last messages may be lost: a scheduler may have handed over all that it was given."""
+        self.waiting.forget(session)
+        instance, rank = self.state.roles.get(session, (None, 0))
+        if instance is not None and rank == SCHEDULER:
+            open_ones: list[Reservation | Lease] = [*self.state.reservations.values()]
+            for held in (*open_ones, *self.state.leases.values()):
+                held.handed = held.handed or held.instance is instance
+        elif instance is not None:
+            self.instances.without(instance, rank)
+
+    def _owed(self, session: int) -> Iterator[str]:
+        instance, rank = self.state.roles.get(session, (None, 0))
+        for w in self.state.reservations.values():
+            if w.instance is instance and rank in w.owing:
+                yield f"commit {w.id}"
+        for r in self.state.leases.values():
+            if r.instance is instance and rank in r.owing and r.live(self.state.now):
+                yield f"release {r.id}"
+
+    def _lost(self, session: int, exiting: bool = False) -> None:
+        self.sessions.left(session)
+        self.waiting.forget(session)
+        instance, rank = self.state.roles.pop(session, (None, 0))
+        if instance is not None:
+            grace_s = self.state.config.timing.dma_grace_s
+            self.writes.lost(session, instance, rank, inf if exiting else self.state.now + grace_s)
+            self.reads.lost(instance, rank)
+            self.instances.lost(instance, rank)
+
+    # ------------------------------------------------------------ the end
+
+    def settled(self, status: dict[str, Any], write_through: bool) -> None:
+        """All clients and tiers are idle: the rows that must stay are READY, and no others."""
+        state = self.state
+        sources = [source for source, _ in state.ready.values()]
+        stay = sum(not (isinstance(s, LoadedRow) and s.passing and s.lent) for s in sources)
+        least = sum(map(state.surely_ready, state.ready)) if state.roomy else 0
+        if not least <= status["rows"] <= stay:
+            raise BrokenLawError(f"{status['rows']} rows are READY, not {least} to {stay}")
+        if state.holds is None:
+            return
+        if any(tier["flush_queue_rows"] for tier in status["tiers"]):
+            raise BrokenLawError(f"rows are queued for tiers that are idle: {status['tiers']}")
+        if state.roomy and write_through and not self.tiers.emptied:
+            self._check_flushed()
+
+    def _check_flushed(self) -> None:
+        """Every READY row is in every tier, or if a tier brought it, in one."""
+        for row, (source, _) in self.state.ready.items():
+            if not row[0].private:
+                held = [*self.state.holders(row)]
+                if not (all(held) if isinstance(source, Reservation) else any(held)):
+                    raise BrokenLawError(f"READY, yet not flushed: {row[1:]}, tiers: {held}")
