@@ -46,14 +46,10 @@ class World:
     """One seed's engines, tiers, strangers, clock and daemon. No daemon runs before ``boot``.
 
     ``trace`` holds the events that the core of the current boot has seen, with their times.
-    ``validate``: call the core's ``validate()`` after every event; without it the witness alone
-    judges. ``strategy``: the parallel strategy of every engine; by default a random one.
+    ``strategy``: the parallel strategy of every engine; by default a random one.
     """
 
-    def __init__(
-        self, seed: int, validate: bool = True, strategy: ParallelStrategy | None = None
-    ) -> None:
-        self.validate = validate
+    def __init__(self, seed: int, strategy: ParallelStrategy | None = None) -> None:
         rng = self.rng = random.Random(seed)
         self.now = 1000.0
         self.timing = Timing(lease_s=4.0, reserve_s=4.0, dma_grace_s=0.5)
@@ -175,8 +171,7 @@ class World:
         """Give the core one event, deliver its effects, check every law."""
         self.trace.append((self.now, event))
         effects = self.machine.step(event, self.now)
-        if self.validate:
-            self.machine.validate()
+        self.machine.validate()
         self.witness.observe(event, effects, self.now, self.machine.next_deadline())
         if len(self.trace) % 8 == 0:
             self.witness.state.compare(self.machine.status())
