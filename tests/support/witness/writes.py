@@ -99,8 +99,8 @@ class WriteWitness:
     ) -> None:
         """Law 6: with nothing in the way, only the quota may refuse a key that nobody has."""
         state, mine = self.state, self.state.open_reservations(instance)
-        if len(mine) >= state.config.limits.reservations_per_instance:
-            return
+        if state.behind or len(mine) >= state.config.limits.reservations_per_instance:
+            return  # behind: what has ended and was not carried out yet is in the way
         chunk_bytes = sum(map(sum, namespace.shard_bytes))
         named = sum(len(item.digests) // msg.width for item in msg.items)
         if named * chunk_bytes > state.config.arena_bytes // 2:
