@@ -15,11 +15,12 @@ SEEDS  ?= 10000
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo test check sim bench clean
+.PHONY: help setup demo quick test check sim bench clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
 	@echo "make demo    two vLLM processes share one KV cache: what the second one saves"
+	@echo "make quick   tests of core, client, wire and tiers, no engine, and what they cover (90 s)"
 	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
@@ -49,6 +50,20 @@ $(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requiremen
 
 demo: $(READY)
 	@$(BIN)/python -m examples.demo
+
+# Without what takes long, and without the tests of a clock's, a server's or a machine's limits.
+QUICK := tests/core tests/client tests/wire tests/layout \
+  $(addprefix tests/tiers/test_,azure.py buffers.py codec.py disk_crash.py disk_damage.py disk_folder.py disk_suite.py \
+    pacing.py pack.py record_tier.py redis.py redis_notes.py url.py worker_pool.py) \
+  $(addprefix --ignore=tests/,core/test_model.py core/test_bounds.py client/test_capacity.py client/test_grids.py \
+    client/test_tiers.py client/test_tiers_trouble.py)
+
+quick: export COVERAGE_FILE := .cache/coverage
+quick: $(READY)
+	@mkdir -p .cache
+	$(BIN)/python -m pytest -n $(WORKERS) -q $(QUICK) --cov-branch --cov-report= $(addprefix --cov=kvass.,core client wire tiers)
+	@$(BIN)/python -m coverage report --fail-under=90 | tail -n 1
+	@$(BIN)/python -m coverage report --include='*/kvass/core/*' --fail-under=95 | tail -n 1
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)

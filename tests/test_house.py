@@ -186,30 +186,3 @@ def test_no_pickle_and_no_unfinished_business_in_the_tree() -> None:
         if forbidden.search(path.read_text())
     ]
     assert offenders == []
-
-
-# ---------------------------------------------------------------- coverage
-
-
-LAWS = (
-    "tests/core",
-    # What Hypothesis happens to come by covers nothing for certain, and takes the longest.
-    *("--ignore=tests/core/test_model.py", "--ignore=tests/core/test_fuzz.py"),
-    "--ignore=tests/core/test_release_cost.py",  # counts bytecodes, which two tracers cannot
-)
-
-
-@pytest.mark.parametrize(
-    ("tests", "covered"),
-    [(LAWS, True), (("tests/core/test_index.py",), False)],
-    ids=["laws", "one file"],
-)
-def test_the_core_is_covered(tests: tuple[str, ...], covered: bool, tmp_path: Path) -> None:
-    """Branch coverage of the core by its own tests; the control: one file of them is too little."""
-    done = run(
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests),
-        *("--cov=kvass.core", "--cov-branch", "--cov-fail-under=95", "--cov-report="),
-        cwd=ROOT,
-        COVERAGE_FILE=str(tmp_path / "coverage"),
-    )
-    assert (done.returncode == 0) is covered, done.stdout
