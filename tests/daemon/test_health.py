@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvass.daemon.tier_process.health import Health, State
+from kvass.daemon.tier_process.health import Health, HealthState
 
 FIRST_S, LONGEST_S = 0.25, 30.0
 
 
-def state_of(health: Health) -> State:
+def state_of(health: Health) -> HealthState:
     return health.state
 
 
@@ -21,7 +21,7 @@ def attempt(health: Health, ok: bool, now: float) -> None:
 def test_a_backend_that_is_up_is_asked_by_many_at_once() -> None:
     health = Health(FIRST_S, LONGEST_S)
     begun = [health.begin(0.0) for _ in range(3)]
-    assert state_of(health) is State.UP
+    assert state_of(health) is HealthState.UP
     for number in begun:
         assert number is not None
         assert not health.end(number, True, 1.0), "nothing new"
@@ -32,26 +32,26 @@ def test_pauses_double_up_to_the_longest_and_begin_anew_when_it_was_steady() -> 
     now = 0.0
     attempt(health, False, now)
     for pause in (0.25, 0.5, 1, 2, 4, 8, 16, 30, 30):
-        assert (health.state, health.pause_s) == (State.DOWN, pause)
+        assert (health.state, health.pause_s) == (HealthState.DOWN, pause)
         assert not health.accepts(now + pause - 0.01)
         now += pause
         assert health.accepts(now)
         begun = health.begin(now)
         assert begun is not None
-        assert state_of(health) is State.RETRYING
+        assert state_of(health) is HealthState.RETRYING
         assert health.begin(now) is None, "one at a time"
         assert health.end(begun, False, now)
     for up_for, pause in ((1, 30), (31, 0.25)):
         now += health.pause_s
         attempt(health, True, now)
-        assert state_of(health) is State.UP
+        assert state_of(health) is HealthState.UP
         now += up_for
         attempt(health, False, now)
         assert health.pause_s == pause
 
 
 def test_it_may_have_to_be_steady_for_longer_than_the_last_pause() -> None:
-    health = Health(1.0, 60.0, steady_s=60.0, state=State.RETRYING)
+    health = Health(1.0, 60.0, steady_s=60.0, state=HealthState.RETRYING)
     now = 0.0
     for up_for, pause in ((59, 1), (59, 2), (60, 1)):
         health.succeeded(now)
@@ -59,7 +59,7 @@ def test_it_may_have_to_be_steady_for_longer_than_the_last_pause() -> None:
         health.failed(now)
         assert (health.pause_s, health.retry_at) == (pause, now + pause)
         health.retry()
-        assert state_of(health) is State.RETRYING
+        assert state_of(health) is HealthState.RETRYING
 
 
 def test_requests_from_before_say_nothing_new() -> None:
@@ -78,15 +78,15 @@ def test_requests_from_before_say_nothing_new() -> None:
 def test_one_with_an_overdue_request_is_suspect_until_that_is_answered() -> None:
     health = Health(FIRST_S, LONGEST_S)
     health.overdue = True
-    assert state_of(health) is State.SUSPECT
+    assert state_of(health) is HealthState.SUSPECT
     assert health.begin(0.0) is None
     health.overdue = False
-    assert state_of(health) is State.UP
+    assert state_of(health) is HealthState.UP
     begun = health.begin(0.0)
     assert begun is not None
     health.overdue = True
     assert health.end(begun, False, 1.0)
-    assert state_of(health) is State.DOWN
+    assert state_of(health) is HealthState.DOWN
     assert not health.accepts(1.0 + FIRST_S), "not while one is overdue"
     health.overdue = False
     assert health.accepts(1.0 + FIRST_S)

@@ -30,7 +30,7 @@ from kvass.core.effects import (
     ToTier,
 )
 from kvass.daemon.tier_process import frames
-from kvass.daemon.tier_process.health import State
+from kvass.daemon.tier_process.health import HealthState
 from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess, close_all
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
@@ -230,8 +230,8 @@ def test_what_the_daemon_says_arrives(said: Any) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        frames.Opened(),
-        frames.NotOpened("no such folder"),
+        frames.TierOpened(),
+        frames.TierNotOpened("no such folder"),
         frames.Heartbeat(),
         Probed(1, np.array([True, False])),
         Loaded(2, np.array([True]), 0.5),
@@ -351,7 +351,7 @@ def test_nothing_ends_before_the_process_is_dead(
         really = one.tier._child._process.poll
         monkeypatch.setattr(one.tier._child._process, "poll", lambda: really() if dead else None)
         os.kill(one.pid, signal.SIGKILL)
-        assert one.until(lambda: one.tier._health.state is State.DOWN)
+        assert one.until(lambda: one.tier._health.state is HealthState.DOWN)
         one.loop.run_until_complete(asyncio.sleep(0.2))
         assert not one.ends
         dead = True

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvass.client.reconnect import Reconnector
-from kvass.client.session import ClientSession, refusal
+from kvass.client.session import DaemonSession, refusal
 from kvass.errors import Incompatible, TimedOut, Unavailable, UsageError
 from kvass.messages import (
     Clear,
@@ -102,7 +102,7 @@ class Client(Endpoint):
         self.close()
 
     @property
-    def session(self) -> ClientSession | None:
+    def session(self) -> DaemonSession | None:
         """The connection as it is now; its identity tells one from the next."""
         return self.connection.session
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvass.client.requests import undo
-from kvass.client.session import ClientSession, open_session
+from kvass.client.session import DaemonSession, open_session
 from kvass.errors import (
     ErrorCode,
     Incompatible,
@@ -94,7 +94,7 @@ class Reconnector:
         """What belongs to one process."""
         self.lock = threading.Condition()
         """Notified whenever something changed that somebody may wait for."""
-        self.session: ClientSession | None = None
+        self.session: DaemonSession | None = None
         self._reading = False
         self._thread: threading.Thread | None = None
         self._wake_fd = -1
@@ -140,7 +140,7 @@ class Reconnector:
             self._incomplete = False
         self.start()
 
-    def connect(self, timeout_s: float) -> ClientSession:
+    def connect(self, timeout_s: float) -> DaemonSession:
         """Wait for a connection. Raises ``Unavailable``, ``Incompatible`` or ``Refused``, at once
         when an attempt that ended after this call began failed."""
         self.start()
@@ -173,10 +173,10 @@ class Reconnector:
 
     def enter(
         self, boot: bytes, given_s: float, slices: Iterable[int] = ()
-    ) -> ClientSession | None:
+    ) -> DaemonSession | None:
         """Become a user of the connection to ``boot``, which keeps its arena; then ``leave``.
 
-        ``slices`` are what will be touched of it (``ClientSession.want``). None unless that
+        ``slices`` are what will be touched of it (``DaemonSession.want``). None unless that
         connection was registered at ``given_s`` and has been since.
         """
         self.start()
@@ -191,7 +191,7 @@ class Reconnector:
                 self.wake()
             return session
 
-    def leave(self, session: ClientSession) -> None:
+    def leave(self, session: DaemonSession) -> None:
         """The last to leave a lost connection closes it."""
         with self.lock:
             session.users -= 1
@@ -213,7 +213,7 @@ class Reconnector:
             self.wake()
         return True
 
-    def post(self, message: OneWay, only: ClientSession | None = None) -> bool:
+    def post(self, message: OneWay, only: DaemonSession | None = None) -> bool:
         """Send a one-way message; False if its boot is not the one we are connected to, or that
         connection is not ``only``."""
         self.start()
@@ -225,7 +225,7 @@ class Reconnector:
                 return False
             return True
 
-    def deliver(self, message: OneWay, session: ClientSession) -> bool:
+    def deliver(self, message: OneWay, session: DaemonSession) -> bool:
         """Have the kernel take ``message`` whole, on ``session`` and no other: then the daemon
         reads it before this session's EOF. False: it cannot be, and ``session`` is given up."""
         with self.lock:
@@ -266,7 +266,7 @@ class Reconnector:
         """Count a refusal; log the first of each code."""
         self._note(f"refused_{error.code}", f"the daemon refused: {one_line(error.text)}")
 
-    def fault(self, session: ClientSession, text: str) -> None:
+    def fault(self, session: DaemonSession, text: str) -> None:
         """The daemon broke the protocol on ``session``: that connection ends."""
         with self.lock:
             self._lose(session, RemoteError(text))
@@ -289,7 +289,7 @@ class Reconnector:
         except (Unavailable, RemoteError) as error:
             self._lose(session, error)
 
-    def _await_bytes(self, session: ClientSession, timeout_s: float) -> None:
+    def _await_bytes(self, session: DaemonSession, timeout_s: float) -> None:
         """Be the reader: wait for the socket with the lock released."""
         fd = session.channel.fileno()
         self._reading = True
@@ -308,7 +308,7 @@ class Reconnector:
             self.lock.notify_all()
             self.leave(session)
 
-    def _lose(self, session: ClientSession, error: KvassError | None) -> None:
+    def _lose(self, session: DaemonSession, error: KvassError | None) -> None:
         """``session`` is over; what was asked through it will never be answered."""
         if session is not self.session:
             return
@@ -369,7 +369,7 @@ class Reconnector:
             self._note(kind, f"runs uncached: {error}", again)
             self.lock.notify_all()
 
-    def _connected(self, session: ClientSession) -> None:
+    def _connected(self, session: DaemonSession) -> None:
         with self.lock:
             if session.registration is not self.registration:
                 return  # it has changed meanwhile: nobody may ask anything through this one
@@ -379,7 +379,7 @@ class Reconnector:
             self.counters["connects"] += 1
             self.lock.notify_all()
 
-    def _watch(self, session: ClientSession) -> bool:
+    def _watch(self, session: DaemonSession) -> bool:
         """One look at the socket; False once the session is over."""
         with self.lock:
             if self.closed:
@@ -403,7 +403,7 @@ class Reconnector:
             session.populate(slice_)
         return True
 
-    def _poll(self, session: ClientSession) -> select.poll:
+    def _poll(self, session: DaemonSession) -> select.poll:
         """For hang-up, wakes, and room to write; with an arena also for bytes to read."""
         poll = select.poll()
         events = select.POLLRDHUP
@@ -413,7 +413,7 @@ class Reconnector:
         poll.register(self._wake_fd, select.POLLIN)
         return poll
 
-    def _flush_and_lose(self, session: ClientSession) -> None:
+    def _flush_and_lose(self, session: DaemonSession) -> None:
         deadline_s = time.monotonic() + CLOSE_FLUSH_S
         with suppress(Unavailable):  # it went first
             while session.channel.wants_write and (left_s := deadline_s - time.monotonic()) > 0:

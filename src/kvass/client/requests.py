@@ -1,6 +1,6 @@
 """The requests that are open on one connection, and the replies that nobody has fetched yet.
 
-No socket, clock, lock or log here. A table belongs to one ``ClientSession``, so what was asked
+No socket, clock, lock or log here. A table belongs to one ``DaemonSession``, so what was asked
 through a lost connection is gone with it.
 """
 

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from kvass.client.client import Client
-from kvass.client.session import ClientSession
+from kvass.client.session import DaemonSession
 from kvass.errors import KvassError, Unavailable
 from kvass.messages import Clear, Cleared, Error, FromDaemon, Register, Registered, Request
 
@@ -70,7 +70,7 @@ class NamespaceReset:
         if self._confirm_clear(0.0):
             self._confirm_generation(timeout_s)
 
-    def _knows_us(self, session: ClientSession) -> bool:
+    def _knows_us(self, session: DaemonSession) -> bool:
         """Whether the daemon of ``session`` has us registered under our generation."""
         apart = not self.registration.generation or "generations" in session.welcome.features
         return apart and session.registration is self.registration

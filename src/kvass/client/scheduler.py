@@ -23,7 +23,7 @@ import msgspec
 
 from kvass.client.client import Client, Endpoint, bounded
 from kvass.client.reset import NamespaceReset
-from kvass.client.session import ClientSession
+from kvass.client.session import DaemonSession
 from kvass.errors import Unavailable
 from kvass.messages import (
     Abort,
@@ -67,7 +67,7 @@ class RequestLookup:
     """What one request holds or has asked for: nothing, a lookup in flight, or a match."""
 
     def __init__(self) -> None:
-        self.session: ClientSession | None = None
+        self.session: DaemonSession | None = None
         """The connection that it was asked through."""
         self.first = 0
         self.seq = 0
@@ -126,7 +126,7 @@ class SchedulerClient(Endpoint):
         self._left_s = step_wait_s
         self._lookups: dict[str, RequestLookup] = {}
         """By request."""
-        self._giver: ClientSession | None = None
+        self._giver: DaemonSession | None = None
         """The connection through which came the first of what was taken since ``handed_over``."""
 
     @property
@@ -274,7 +274,7 @@ class SchedulerClient(Endpoint):
         self.counters["lookups"] += 1
         return 0.0 if silent_s else self._left_s
 
-    def _patience_s(self, session: ClientSession, compute_s: float = 0.0) -> float:
+    def _patience_s(self, session: DaemonSession, compute_s: float = 0.0) -> float:
         """How long a request may be told ``PENDING``: with tiers no longer than to compute it. A
         daemon that does not say when tiers are at work might hang, so it is not waited for then."""
         if self._lookup_budget_s is not None:
@@ -436,6 +436,6 @@ class SchedulerClient(Endpoint):
             self.settle(request)
 
 
-def _acknowledges(session: ClientSession) -> bool:
+def _acknowledges(session: DaemonSession) -> bool:
     """Whether the daemon says at once when tiers are at work on a lookup (``Promoting``)."""
     return session.welcome.tiers > 0 and "promoting" in session.welcome.features

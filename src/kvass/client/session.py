@@ -53,7 +53,7 @@ AT_ONCE_BYTES: Final = 256 << 20
 _seqs: Final = itertools.count(1)  # no number twice in a process, whatever the connection
 
 
-class ClientSession:
+class DaemonSession:
     """A connection. ``open_session`` welcomes and registers it.
 
     ``users`` counts the thread that reconnects, whoever sleeps on the socket, and arena leases.
@@ -153,14 +153,14 @@ class ClientSession:
         self.arena.close()
 
 
-def open_session(path: str, registration: Register | None, *, wants_arena: bool) -> ClientSession:
+def open_session(path: str, registration: Register | None, *, wants_arena: bool) -> DaemonSession:
     """Connect, greet, check, map, register; waits up to ``HANDSHAKE_S`` for each answer.
 
     Raises ``Unavailable``, ``Incompatible``, ``RemoteError``, or ``Refused`` for the registration;
     ``ConfigError`` for a path that cannot be, or whose folder another user made first.
     """
     check_folder(path)
-    session = ClientSession(Channel.connect(path, HANDSHAKE_S))
+    session = DaemonSession(Channel.connect(path, HANDSHAKE_S))
     try:
         _greet(session, wants_arena)
         if wants_arena:
@@ -181,7 +181,7 @@ def refusal(error: Error) -> Refused:
     return Refused(cast(ErrorCode, one_line(error.code)), one_line(error.text))
 
 
-def _greet(session: ClientSession, wants_arena: bool) -> None:
+def _greet(session: DaemonSession, wants_arena: bool) -> None:
     """``Hello`` and ``Welcome``. Raises ``Incompatible`` if we cannot work together."""
     ours = f"this client ({__version__}) speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}"
     sent_s = time.monotonic()
@@ -214,7 +214,7 @@ def _greet(session: ClientSession, wants_arena: bool) -> None:
     session.channel.limit_frames(welcome.limits.frame_bytes)
 
 
-def _map_arena(session: ClientSession) -> memory.Arena:
+def _map_arena(session: DaemonSession) -> memory.Arena:
     fd, size = session.channel.take_fd(), session.welcome.arena_bytes
     if fd is None:
         raise RemoteError("the welcome came without the arena's descriptor")
@@ -224,7 +224,7 @@ def _map_arena(session: ClientSession) -> memory.Arena:
         raise RemoteError(f"the arena of {size} bytes cannot be mapped: {error}") from error
 
 
-def _ask(session: ClientSession, message: Request) -> FromDaemon:
+def _ask(session: DaemonSession, message: Request) -> FromDaemon:
     """The reply to ``message`` on a connection that nobody else uses yet. Raises ``Refused`` for
     any ``Error`` that arrives meanwhile."""
     deadline_s = time.monotonic() + HANDSHAKE_S

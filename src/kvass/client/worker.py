@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvass.client.client import Client, Endpoint
 from kvass.client.reconnect import Reconnector
-from kvass.client.session import SLICE_BYTES, ClientSession
+from kvass.client.session import SLICE_BYTES, DaemonSession
 from kvass.messages import Abort, Commit, Register, Release
 from kvass.types import Slots
 
@@ -26,7 +26,7 @@ class ArenaLease:
     It counts as used from ``WorkerClient.arena`` on, so leave it (or ``close`` it) in every case.
     """
 
-    def __init__(self, connection: Reconnector, session: ClientSession) -> None:
+    def __init__(self, connection: Reconnector, session: DaemonSession) -> None:
         assert session.arena is not None
         self.boot = session.boot
         self.buffer: npt.NDArray[np.uint8] = session.arena.buffer
@@ -34,7 +34,7 @@ class ArenaLease:
         self.populated = session.watermark
         """How many bytes of it, from its beginning, the daemon had populated by now."""
         self._connection = connection
-        self._session: ClientSession | None = session
+        self._session: DaemonSession | None = session
 
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.buffer

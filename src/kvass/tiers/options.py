@@ -22,11 +22,11 @@ _LEAST_SEGMENT: Final = Size(16 << 20)
 _LEAST_BOUNCE: Final = Size(1 << 20)
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all. ``__post_init__`` raises ``ValueError`` for options that contradict others."""
 
 
-class DiskOptions(Options, frozen=True, kw_only=True):
+class DiskOptions(TierOptions, frozen=True, kw_only=True):
     """``disk:FOLDER?capacity=SIZE``."""
 
     capacity: Size
@@ -35,7 +35,7 @@ class DiskOptions(Options, frozen=True, kw_only=True):
     direct: bool = True
 
 
-class RedisOptions(Options, frozen=True, kw_only=True):
+class RedisOptions(TierOptions, frozen=True, kw_only=True):
     """``redis:HOST[:PORT]`` or ``redis:/path/of/socket``."""
 
     db: Number = 0
@@ -54,7 +54,7 @@ class RedisOptions(Options, frozen=True, kw_only=True):
             raise ValueError("db: a cluster has none but 0")
 
 
-class ObjectStoreOptions(Options, frozen=True, kw_only=True):
+class ObjectStoreOptions(TierOptions, frozen=True, kw_only=True):
     """``gcs:BUCKET[/PREFIX]``, and what the other object stores have, too."""
 
     endpoint: Annotated[
@@ -85,7 +85,7 @@ class AzureOptions(ObjectStoreOptions, frozen=True, kw_only=True):
     account: Word = ""
 
 
-class MooncakeOptions(Options, frozen=True, kw_only=True):
+class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
     """``mooncake:MASTER[:PORT]``."""
 
     metadata: Annotated[
@@ -113,7 +113,7 @@ class MooncakeOptions(Options, frozen=True, kw_only=True):
             raise ValueError(f"bounce: {self.bounce} is less than {_LEAST_BOUNCE}")
 
 
-AnyOptions = TypeVar("AnyOptions", bound=Options)
+AnyOptions = TypeVar("AnyOptions", bound=TierOptions)
 
 
 def read_options(kind: type[AnyOptions], given: Mapping[str, str]) -> AnyOptions:

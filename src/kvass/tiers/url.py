@@ -26,13 +26,13 @@ from kvass.tiers.options import (
     DiskOptions,
     MooncakeOptions,
     ObjectStoreOptions,
-    Options,
     RedisOptions,
     S3Options,
+    TierOptions,
     read_options,
 )
 
-OURS: Final[dict[str, tuple[str, type[Options]]]] = {
+OURS: Final[dict[str, tuple[str, type[TierOptions]]]] = {
     "disk": ("kvass.tiers.disk:open_disk", DiskOptions),
     "redis": ("kvass.tiers.redis:open_redis", RedisOptions),
     "s3": ("kvass.tiers.object_store:open_s3", S3Options),

@@ -47,7 +47,7 @@ def wait_for(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S
         time.sleep(0.01)
 
 
-class Daemon:
+class MeasuredDaemon:
     """A daemon that serves at ``socket``; ``ready_s`` from its start to its ready line, if ours."""
 
     def __init__(self, socket: str, ready_s: float | None) -> None:
@@ -68,13 +68,13 @@ class Daemon:
 
 
 @contextmanager
-def start_daemon(socket: str | None, l1_bytes: int, *flags: str) -> Iterator[Daemon]:
+def start_daemon(socket: str | None, l1_bytes: int, *flags: str) -> Iterator[MeasuredDaemon]:
     """The daemon at ``socket``; or a new process with a socket of its own, ended afterwards.
 
     ``flags``: what a new one is told besides. Raises ``ConfigError`` if it does not start.
     """
     if socket is not None:
-        yield Daemon(socket, None)
+        yield MeasuredDaemon(socket, None)
         return
     with tempfile.TemporaryDirectory(prefix="kvass-bench-") as folder:
         path, log = os.path.join(folder, "kvass.sock"), Path(folder, "log")
@@ -90,7 +90,7 @@ def start_daemon(socket: str | None, l1_bytes: int, *flags: str) -> Iterator[Dae
             )
         try:
             _await_ready(process, log)
-            yield Daemon(path, time.monotonic() - began_s)
+            yield MeasuredDaemon(path, time.monotonic() - began_s)
         finally:
             process.terminate()
             process.communicate()

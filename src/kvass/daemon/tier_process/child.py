@@ -41,7 +41,7 @@ class Child(asyncio.Protocol):
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.first: asyncio.Future[FromProcess | None] = self._loop.create_future()
-        """Its first message: ``Opened`` or ``NotOpened``. None: it hung up before that."""
+        """Its first message: ``TierOpened`` or ``TierNotOpened``. None: it hung up before that."""
         self.hung_up = asyncio.Event()
         self._process = process
         self._hear = hear

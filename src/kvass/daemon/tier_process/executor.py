@@ -37,7 +37,7 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
-from kvass.daemon.tier_process.health import Health, State
+from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import failure, perform
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Tier
@@ -216,7 +216,7 @@ class Executor:
         if overdue:
             self._refuse_queued()
         with self._lock:
-            up = all(work.health.state is State.UP for work in self._kinds)
+            up = all(work.health.state is HealthState.UP for work in self._kinds)
             trouble = f"a call has been running for more than {self._slow_s:g} s"
             fields = {
                 "name": self._name,

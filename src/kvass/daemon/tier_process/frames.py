@@ -34,18 +34,18 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sent by the daemon, and sent back by the process's main thread."""
 
 
-class Opened(msgspec.Struct, frozen=True, tag=True):
+class TierOpened(msgspec.Struct, frozen=True, tag=True):
     """The tier is open."""
 
 
-class NotOpened(msgspec.Struct, frozen=True, tag=True):
+class TierNotOpened(msgspec.Struct, frozen=True, tag=True):
     """It cannot be opened as asked, and this is why; the process ends."""
 
     why: str
 
 
 ToProcess = Start | Heartbeat | ToTier
-FromProcess = Opened | NotOpened | Heartbeat | FromTier | TierReport
+FromProcess = TierOpened | TierNotOpened | Heartbeat | FromTier | TierReport
 
 
 def encode(message: ToProcess | FromProcess) -> bytes:

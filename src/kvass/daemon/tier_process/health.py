@@ -21,7 +21,7 @@ import math
 from enum import Enum
 
 
-class State(Enum):
+class HealthState(Enum):
     """See the table above."""
 
     UP = "up"
@@ -42,7 +42,7 @@ class Health:
         first_pause_s: float,
         longest_pause_s: float,
         steady_s: float = 0.0,
-        state: State = State.UP,
+        state: HealthState = HealthState.UP,
     ) -> None:
         self.overdue = False
         """Set by the caller while a request has had no answer for too long."""
@@ -56,21 +56,23 @@ class Health:
         self._changes = 0
 
     @property
-    def state(self) -> State:
+    def state(self) -> HealthState:
         """The state now."""
-        return State.SUSPECT if self.overdue and self._state is State.UP else self._state
+        return (
+            HealthState.SUSPECT if self.overdue and self._state is HealthState.UP else self._state
+        )
 
     def accepts(self, now: float) -> bool:
         """Whether a request may begin now."""
-        if self._state is State.DOWN:
+        if self._state is HealthState.DOWN:
             return not self.overdue and now >= self.retry_at
-        return self.state is State.UP
+        return self.state is HealthState.UP
 
     def begin(self, now: float) -> int | None:
         """Begin a request: the number to pass to ``end``; None: it may not be sent."""
         if not self.accepts(now):
             return None
-        if self._state is State.DOWN:
+        if self._state is HealthState.DOWN:
             self.retry()
         return self._changes
 
@@ -79,7 +81,7 @@ class Health:
 
         A request that began before the last success or failure counted says nothing new.
         """
-        if begun != self._changes or (ok and self._state is State.UP):
+        if begun != self._changes or (ok and self._state is HealthState.UP):
             return False
         if ok:
             self.succeeded(now)
@@ -89,18 +91,18 @@ class Health:
 
     def retry(self) -> None:
         """An attempt begins, whether or not the pause is over."""
-        self._state = State.RETRYING
+        self._state = HealthState.RETRYING
 
     def succeeded(self, now: float) -> None:
         """It is up."""
         self._changes += 1
-        self._state, self._up_since = State.UP, now
+        self._state, self._up_since = HealthState.UP, now
 
     def failed(self, now: float) -> None:
         """It is down, for a pause at least."""
         self._changes += 1
-        up_s = now - self._up_since if self._state is State.UP else -math.inf
+        up_s = now - self._up_since if self._state is HealthState.UP else -math.inf
         steady = up_s >= max(self.pause_s, self._steady_s)
         self.pause_s = self._first_s if steady else min(2 * self.pause_s, self._longest_s)
-        self._state = State.DOWN
+        self._state = HealthState.DOWN
         self.retry_at = now + self.pause_s

@@ -32,9 +32,9 @@ from kvass.daemon.tier_process.executor import Executor
 from kvass.daemon.tier_process.frames import (
     FromProcess,
     Heartbeat,
-    NotOpened,
-    Opened,
     Start,
+    TierNotOpened,
+    TierOpened,
     ToProcess,
     encode,
     from_daemon,
@@ -78,9 +78,9 @@ def main(arguments: list[str]) -> int:
     try:
         tier = _open(start)
     except ConfigError as error:
-        send(NotOpened(str(error).encode("ascii", "replace").decode()))
+        send(TierNotOpened(str(error).encode("ascii", "replace").decode()))
         return 0
-    send(Opened())
+    send(TierOpened())
     executor = Executor(start.number, tier, start.name, arena.buffer, send)
     executor.submit(_first_probe(start.number))
     for message in messages:

@@ -22,8 +22,8 @@ import msgspec
 
 from kvass.core.effects import FromTier, TierEpoch, TierLoad, TierReport, TierStore, ToTier
 from kvass.daemon.tier_process.child import Child
-from kvass.daemon.tier_process.frames import FromProcess, Heartbeat, NotOpened, Start
-from kvass.daemon.tier_process.health import Health, State
+from kvass.daemon.tier_process.frames import FromProcess, Heartbeat, Start, TierNotOpened
+from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import failure
 from kvass.errors import ConfigError
 from kvass.types import DEVICE_S
@@ -77,7 +77,9 @@ class TierProcess:
         self._periods = p = periods or Periods()
         self._start = Start(number, url, name, arena_bytes, p.close_s)
         self._arena_fd = arena_fd
-        self._health = Health(p.first_pause_s, p.longest_pause_s, p.longest_pause_s, State.RETRYING)
+        self._health = Health(
+            p.first_pause_s, p.longest_pause_s, p.longest_pause_s, HealthState.RETRYING
+        )
         self._child: Child | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._unanswered = 0
@@ -103,13 +105,13 @@ class TierProcess:
     def submit(self, effect: ToTier) -> None:
         """Have it done, or refused; its end is posted, never before this returns."""
         state = self._health.state
-        if state is State.UP and len(self._owed) < ROOM:
+        if state is HealthState.UP and len(self._owed) < ROOM:
             assert self._child is not None
             self._owed[effect.op] = effect
             self._child.send(effect)
         elif (
             self._stopping.is_set()
-            and state in (State.DOWN, State.RETRYING)
+            and state in (HealthState.DOWN, HealthState.RETRYING)
             and isinstance(effect, _PROMISED)
         ):
             self._kept.append(effect)
@@ -165,7 +167,7 @@ class TierProcess:
         if first is None:
             ended = await child.reaped(self._periods.end_s)
             raise ConfigError(self._text(f"{ended}; see above"))
-        if isinstance(first, NotOpened):
+        if isinstance(first, TierNotOpened):
             raise ConfigError(first.why)
         self._health.succeeded(self._loop.time())
         return child
