@@ -214,7 +214,7 @@ def test_what_a_lost_scheduler_leaves_is_settled_by_the_time_it_is_carried_out(f
 def test_a_move_of_many_reservations_goes_on_in_slices(few: Rig) -> None:
     e = few.engine()
     items = [m.ReserveItem(request="r", digests=digests(i)) for i in range(20)]
-    grants = e.reserve_items(*items[:10]) + e.reserve_items(*items[10:])
+    grants = [g for i in range(0, 20, 5) for g in e.reserve_items(*items[i : i + 5])]
     e.hand_over(reservations=tuple(g.reservation for g in grants))
     terms: dict[str, Any] = {"instance": "e", "identity": {"model": "m"}, "chunk_tokens": 16}
     few.say(e.scheduler, m.Register(seq=2, generation=b"new", **terms))

@@ -18,6 +18,7 @@ walks through an entry, a bytes object and an int object per key, each a cache m
 from __future__ import annotations
 
 import hashlib
+import mmap
 from typing import Final
 
 import numpy as np
@@ -31,8 +32,8 @@ SLOTS: Final = 8  # a cache line; _in_bucket shifts by 3
 ABSENT: Final = -1
 """What ``find`` says of a key that has no row."""
 
-WARMED: Final = (2 << 20) // CACHE_LINE
-"""Buckets that ``warm`` touches: those of one huge page. A smaller index is not worth it."""
+WARMED: Final = (512 << 10) // CACHE_LINE
+"""Buckets that ``warm`` touches: 128 pages. A smaller index needs no ``warm``."""
 _REUSED: Final = 1024
 _PAGE_BUCKETS: Final = 4096 // CACHE_LINE
 
@@ -92,6 +93,8 @@ class KeyIndex:
         """Touch the next ``WARMED`` buckets, so that no step has the kernel find memory for all."""
         begin, self._cold = self._cold, self._cold + WARMED
         self._entry[begin : self._cold : _PAGE_BUCKETS, 0] |= np.uint64(0)
+        if not self.cold:
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
 
     def find(self, keys: U64Array) -> I64Array:
         """The row of each key, or ``ABSENT``."""
@@ -132,13 +135,24 @@ class KeyIndex:
     def _make(self, buckets: int) -> None:
         size = max(self._least, buckets)
         self._mask = size - 1
-        entries = cache_lines(size).view(np.uint32).reshape(size, SLOTS, 2)
+        self._cold = 0 if size > WARMED else size
+        lines = cache_lines(size) if self._cold else self._pages(size)
+        entries = lines.view(np.uint32).reshape(size, SLOTS, 2)
         self._entry: U64Array = entries.view(np.uint64).reshape(size, SLOTS)
         self._mark: U32Array = entries[:, :, 1]
         self._row: U32Array = entries[:, :, 0]
         self._spilled: npt.NDArray[np.int32] = np.zeros(size, np.int32)
         self._count = 0
-        self._cold = 0 if size > WARMED else size
+
+    def _pages(self, buckets: int) -> npt.NDArray[np.uint8]:
+        """Zeroed memory of so many buckets, in small pages until it is warm.
+
+        A huge page spares a lookup its page walk. But the first touch of one takes 8 ms and more in
+        a virtual machine whose host must find it: the kernel joins the pages once they are warm.
+        """
+        self._memory = mmap.mmap(-1, buckets * CACHE_LINE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        return np.frombuffer(self._memory, np.uint8).reshape(buckets, CACHE_LINE)
 
     def _place(self, keys: U64Array) -> tuple[I64Array, U64Array]:
         """Home bucket and fingerprint of each key; a fingerprint is never ``_EMPTY``."""

@@ -37,7 +37,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Whether what is cheaper to compute again is not promoted."""
     slice_slots: int = 2048
     """Slots of cleared rows that one step gives back: 2 ms of work."""
-    slice_ends: int = 64
+    slice_ends: int = 32
     """Leases, reservations, lookups and sessions that one step ends, or lets go on, of those whose
     turn has come together: 5 ms of work."""
 
