@@ -156,18 +156,17 @@ class World:
         """One good value of every message, with every field set."""
         blob = digests("a", "b", "c")
         boot: dict[str, Any] = {"boot": BOOT}
-        item = m.ReserveItem(request="r", digests=blob, first=1, groups=7, writers=(0,))
+        item = m.ReserveItem(request="r", digests=blob, first=1, groups=7)
         terms: dict[str, Any] = {"identity": {"model": "n"}, "chunk_tokens": 48, "seq": 3}
         return [
             m.Hello(seq=1, clock_s=self.rig.now),
             *(m.Register(instance="new", rank=0, layout=one, **terms) for one in (FULL, HYBRID)),
             m.Lookup(seq=3, request="r", digests=blob, width=WIDTH, readers=(0,)),
             m.Prefetch(seq=3, request="r", digests=blob, width=WIDTH),
-            m.Renew(seq=3, lease=self.lease, **boot),
             m.Reserve(seq=3, items=[item, item], width=WIDTH),
             m.HandedOver(leases=(self.lease,), reservations=(self.reservation,), **boot),
-            m.Release(lease=self.lease, bad=(0,), **boot),
-            m.Release(lease=self.lease, rank=0, bad=(0, 1), **boot),
+            m.Release(lease=self.lease, **boot),
+            m.Release(lease=self.lease, rank=0, **boot),
             m.Abort(reservation=self.reservation, rank=0, **boot),
             m.Commit(reservation=self.reservation, rank=0, **boot),
             m.Ping(seq=3),

@@ -85,7 +85,6 @@ items = st.builds(
     digests=blobs,
     first=sevens,
     groups=st.just(1) | numbers,
-    writers=rank_lists,
 )
 hellos: Any = st.builds(m.Hello, seq=numbers, clock_s=st.just(100.0) | st.floats())
 anything: Any = st.one_of(
@@ -103,16 +102,9 @@ anything: Any = st.one_of(
         readers=rank_lists,
     ),
     st.builds(m.Reserve, seq=numbers, items=st.lists(items, max_size=3), width=widths),
-    st.builds(m.Renew, seq=numbers, boot=boots, lease=numbers),
     st.builds(m.Commit, boot=boots, reservation=numbers, rank=ranks),
     st.builds(m.Abort, boot=boots, reservation=numbers, rank=ranks),
-    st.builds(
-        m.Release,
-        boot=boots,
-        lease=numbers,
-        rank=ranks,
-        bad=st.lists(numbers, max_size=3).map(tuple),
-    ),
+    st.builds(m.Release, boot=boots, lease=numbers, rank=ranks),
     st.builds(
         m.HandedOver,
         boot=boots,

@@ -88,30 +88,6 @@ def test_a_window_with_a_hole_reaches_past_it_once_it_is_long_enough() -> None:
     assert e.holds(*"abcdefgh") == 8
 
 
-def test_a_reported_row_is_dropped_in_every_group() -> None:
-    e = engine(FULL, SHORT)
-    e.store(*"abcd", groups=3)
-    found = e.lookup(*"abcd", first=1)
-    e.release(found.lease, bad=(2,))  # chunk d, whose window is the only window row of the match
-    assert rows(e) == [3, 3]
-    found = e.lookup(*"abcd")
-    assert found.chunks == 3
-    e.release(found.lease, bad=(0,))
-    assert rows(e) == [2, 3], "the match held no window row of chunk a"
-
-
-def test_a_reported_row_is_dropped_where_no_group_reads_all() -> None:
-    """``bad`` counts the lease's chunks, of which a window holds the last."""
-    e = engine(SHORT, LONG)
-    e.store(*"abcdef", groups=3)
-    e.release(e.lookup(*"abcdef").lease, bad=(0, 1, 2))
-    assert rows(e) == [6, 6], "the match held none of these"
-    e.release(e.lookup(*"abcdef").lease, bad=(5,))
-    assert rows(e) == [5, 5]
-    e.release(e.lookup(*"abcde").lease, bad=(3,))
-    assert rows(e) == [5, 4]
-
-
 def test_a_match_leaves_chunks_spare() -> None:
     """What is left spare is neither given nor pinned; the windows and the state are those of the
     shorter hit."""

@@ -155,13 +155,10 @@ class AgainstADictionary(RuleBasedStateMachine):
         assert self.engines[r.engine].hand_over(leases=(r.id,)) == []
         r.handed = True
 
-    @rule(r=reads, rank=ranks, bad=st.lists(st.integers(-1, 5), max_size=2).map(tuple))
-    def release(self, r: Read, rank: int, bad: tuple[int, ...]) -> None:
-        assert self.engines[r.engine].release(r.id, rank, bad) == []
-        if r in self.reading and rank in r.owing:
-            for key, writer in (r.rows[i] for i in bad if 0 <= i < len(r.rows)):
-                if self.ready.get(key) == writer:
-                    del self.ready[key]
+    @rule(r=reads, rank=ranks)
+    def release(self, r: Read, rank: int) -> None:
+        assert self.engines[r.engine].release(r.id, rank) == []
+        if r in self.reading:
             r.owing.discard(rank)
         self.settle()
 
@@ -174,15 +171,6 @@ class AgainstADictionary(RuleBasedStateMachine):
         assert answer == []
         r.owing.clear()
         self.settle()
-
-    @rule(r=reads)
-    def renew(self, r: Read) -> None:
-        answer = self.engines[r.engine].renew(r.id)
-        if r in self.reading:
-            r.deadline = self.rig.now + LEASE_S
-            assert answer.deadline_s == r.deadline
-        else:
-            assert answer.code == "unknown_lease"
 
     # ------------------------------------------------------------ time, death, clearing
 

@@ -649,30 +649,6 @@ def test_no_speed_that_an_engine_tells_breaks_anything(rig: TierRig, speed: floa
     assert rig.status["tiers"][0]["load_bytes_s"] <= 1e15
 
 
-def test_a_bad_promoted_row_never_matches_again_in_l1(rig: TierRig) -> None:
-    e = rig.ready()
-    stored(rig, e, "a", "b")
-    (found,) = rig.look_up(e, "a", "b")
-    e.hand_over(leases=(found.lease,))
-    e.release(found.lease, bad=(0,))
-    assert rig.status["rows"] == 1
-
-
-def test_a_row_reported_bad_while_another_waits_is_not_given_to_it(rig: TierRig) -> None:
-    e = rig.ready()
-    stored(rig, e, "a", "b")
-    e.store("a")
-    rig.settle()
-    held = e.lookup("a")
-    rig.begin(e, "a", "b")
-    rig.settle(TierProbe)
-    e.hand_over(leases=(held.lease,))
-    e.release(held.lease, bad=(0,))
-    rig.settle()
-    assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
-    assert quiet(rig)
-
-
 def test_an_operation_ends_once(rig: TierRig) -> None:
     e = rig.ready()
     stored(rig, e, "a")
@@ -797,21 +773,6 @@ def test_a_tier_that_stays_down_is_asked_when_there_is_more(rig: TierRig) -> Non
     e.store("b")
     rig.settle()
     assert len(rig.shelves[0]) == 2
-
-
-def test_a_row_found_wrong_in_the_step_that_asks_a_tier_again_is_not_stored(rig: TierRig) -> None:
-    e = rig.ready()
-    rig.down = True
-    e.store("a", "b")
-    rig.settle()
-    rig.down = False
-    lease = e.lookup("a", "b").lease
-    due = rig.machine.next_deadline()
-    assert due is not None
-    rig.now = due
-    e.release(lease, bad=(1,))
-    (store,) = rig.open_ops(TierStore)
-    assert len(store.records.keys) == 1
 
 
 def test_a_row_that_a_tier_refuses_is_not_offered_again(rig: TierRig) -> None:

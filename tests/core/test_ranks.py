@@ -172,30 +172,6 @@ def test_a5_a_lookup_past_a_gap_pins_only_the_run_before_it_for_all_readers(
     assert held(rig) == (0, 0)
 
 
-@pytest.mark.parametrize("strategy", [*MLA, *DENSE, *GQA], ids=str)
-def test_a6_a_partly_released_row_stays_until_its_last_release_and_no_longer(
-    strategy: ParallelStrategy,
-) -> None:
-    """A stored row stays, and may be evicted again; one that was dropped while it was read goes at
-    exactly that release. (What a promoted row does then is the tiers' matter.)"""
-    rig = Rig(pages=256)
-    e = world(rig, strategy)
-    store(e, strategy, "kept")
-    store(e, strategy, "bad")
-    kept = e.lookup("kept", readers=strategy.readers).lease
-    bad = e.lookup("bad", readers=strategy.readers).lease
-    e.hand_over(leases=(kept, bad))
-    for rank in strategy.readers:
-        assert rig.gauge("pins", "rows") == (2, 2), f"rank {rank} has not released"
-        e.release(bad, rank, bad=(0,))
-        if rank != strategy.readers[-1]:
-            e.release(kept, rank)
-    assert rig.gauge("pins", "rows") == (1, 1)
-    e.release(kept, strategy.readers[-1])
-    assert rig.gauge("pins", "rows") == (0, 1)
-    assert (e.holds("kept"), e.holds("bad")) == (1, 0)
-
-
 @pytest.mark.parametrize("strategy", [*MLA, *DENSE], ids=str)
 def test_a7_releasing_without_reading_gives_back_exactly_what_the_lookup_took(
     rig: Rig, strategy: ParallelStrategy

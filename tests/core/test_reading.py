@@ -144,26 +144,6 @@ def test_a_lease_lapses_at_its_deadline_and_a_late_release_is_no_error(rig: Rig)
     assert rig.count("lapsed_leases") == 1
 
 
-def test_renewing_pushes_the_deadline_out(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    lease = e.lookup("a").lease
-    rig.wait(LEASE_S - 1)
-    assert e.renew(lease).deadline_s == rig.now + LEASE_S
-    rig.wait(LEASE_S - 1)
-    assert held(rig) == (1, 1)
-    rig.wait(1)
-    assert held(rig) == NOTHING_HELD
-
-
-def test_a_lapsed_lease_is_not_renewed(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    lease = e.lookup("a").lease
-    rig.wait(LEASE_S)
-    assert e.renew(lease).code == "unknown_lease"
-
-
 def test_after_the_handover_the_scheduler_gives_nothing_back(rig: Rig) -> None:
     e = rig.engine()
     e.store("a")
@@ -196,59 +176,11 @@ def test_losing_a_rank_releases_for_it(rig: Rig) -> None:
     assert held(rig) == NOTHING_HELD
 
 
-def test_a_bad_row_stops_matching_and_is_freed_when_nobody_reads_it(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a", "b", "c")
-    other, lease = e.lookup("a", "b", "c").lease, e.lookup("a", "b", "c").lease
-    e.release(lease, bad=(1,))
-    assert e.holds("a", "b", "c") == 1
-    assert rig.gauge("rows") == (3,)
-    e.release(other)
-    assert rig.gauge("rows", "pins") == (2, 0)
-    assert rig.count("bad_rows") == 1
-
-
-def test_a_bad_row_may_be_stored_anew_while_it_is_still_read(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    other, lease = e.lookup("a").lease, e.lookup("a").lease
-    e.release(lease, bad=(0,))
-    e.store("a")
-    assert e.holds("a") == 1
-    e.release(other)
-    assert e.holds("a") == 1
-    assert rig.gauge("rows") == (1,)
-
-
-def test_bad_indices_outside_the_lease_drop_nothing(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    e.release(e.lookup("a").lease, bad=(1, -1, 1 << 40))
-    assert e.holds("a") == 1
-
-
-def test_bad_from_a_rank_that_owes_nothing_drops_nothing(rig: Rig) -> None:
-    e = rig.engine(ranks=2)
-    e.store("a")
-    lease = e.lookup("a", readers=(0,)).lease
-    e.release(lease, rank=1, bad=(0,))
-    assert e.holds("a") == 1
-
-
-def test_bad_rows_are_dropped_in_every_group(rig: Rig) -> None:
-    e = rig.engine(layout=layout(1, 1))
-    e.store("a", "b", groups=3)
-    e.release(e.lookup("a", "b").lease, bad=(0, 0))
-    assert rig.gauge("rows") == (2,)
-    assert e.holds("b") == 1
-
-
 def test_a_digest_named_twice_is_pinned_once_per_lease(rig: Rig) -> None:
     e = rig.engine()
     e.store("a")
-    lease = e.lookup("a", "a").lease
-    e.release(lease, bad=(0, 1))
-    assert rig.gauge("rows", "pins") == (0, 0)
+    e.release(e.lookup("a", "a").lease)
+    assert rig.gauge("rows", "pins") == (1, 0)
 
 
 # ---------------------------------------------------------------- refusals
@@ -261,7 +193,6 @@ def test_a_lease_of_another_instance_is_not_yours(rig: Rig) -> None:
     assert [x.code for x in two.release(lease)] == ["not_yours"]
     assert [x.code for x in two.give_back(lease)] == ["not_yours"]
     assert [x.code for x in two.hand_over(leases=(lease,))] == ["not_yours"]
-    assert two.renew(lease).code == "not_yours"
     assert held(rig) == (1, 1)
 
 
@@ -288,7 +219,6 @@ def test_another_boot_is_refused(rig: Rig) -> None:
     lease = e.lookup("a").lease
     for message in (
         m.Release(boot=b"old", lease=lease, rank=-1),
-        m.Renew(seq=3, boot=b"old", lease=lease),
         m.HandedOver(boot=b"old", leases=(lease,)),
     ):
         assert rig.code(e.scheduler, message) == "wrong_boot"

@@ -10,7 +10,7 @@ from kvass import messages as m
 from kvass.core import index, row_store, writing
 from kvass.core.effects import TierLoad, TierProbe, TierStore
 from kvass.types import PAGE
-from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
+from tests.core.rig import BOOT, GRACE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig
 
 
@@ -165,18 +165,6 @@ def test_what_a_lost_scheduler_never_handed_over_ends_slice_by_slice(few: Rig) -
     assert few.gauge("leases", "reservations") != (0, 0)
     ticks(few)
     assert few.gauge("leases", "reservations", "quarantined_bytes") == (0, 0, 0)
-
-
-def test_a_lapsed_lease_is_over_before_its_turn_comes(few: Rig) -> None:
-    e = few.engine()
-    e.store(*range(9))
-    leases = [e.lookup(i).lease for i in range(9)]
-    few.now += LEASE_S
-    last = m.Renew(seq=3, boot=BOOT, lease=leases[-1])
-    assert few.code(e.scheduler, last) == "unknown_lease"
-    assert few.gauge("leases") != (0,)
-    ticks(few)
-    assert few.gauge("leases", "pins") == (0, 0)
 
 
 def test_a_late_commit_publishes_nothing_before_its_turn_comes(few: Rig) -> None:

@@ -80,8 +80,7 @@ def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Arr
 
 def open_lease(state: State, session: ClientSession, boot: bytes, an_id: int) -> Lease | None:
     """The session's lease of this boot, or ``None`` if it ended."""
-    lease = _open(state, session, boot, an_id, "lease", state.leases)
-    return None if lease is not None and lease.deadline <= state.now else lease
+    return _open(state, session, boot, an_id, "lease", state.leases)
 
 
 def open_reservation(

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvass.core.promote import LOADING_SHARE
 from kvass.core.rows import (
+    FAILED,
     FREE,
     LOADING,
     NEVER,
@@ -19,7 +20,6 @@ from kvass.core.rows import (
     QUARANTINED,
     READY,
     STATE_NAMES,
-    WITHDRAWN,
     WRITING,
 )
 from kvass.core.sets import CLEARED
@@ -90,12 +90,10 @@ def _loading(state: State) -> None:
     table, tiers = state.store.table, state.tiers
     loading = {n: op for n, op in tiers.ops.items() if isinstance(op, Loading)}
     rows = {row: n for n, op in loading.items() for row in op.part.rows.tolist()}
-    assert rows == state.promotions.loading, "a LOADING row is filled by another operation, or none"
-    waking = state.promotions.waking
-    failed = [row for each in waking if each.failed for row in each.failed.rows.tolist()]
-    held = np.flatnonzero(table.state == LOADING).tolist()
-    assert sorted([*rows, *failed]) == held, "a stray LOADING row"
-    size = sum(op.size_bytes for op in loading.values()) + sum(w.failed_bytes for w in waking)
+    held = np.flatnonzero(table.state == LOADING)
+    fillers = dict(zip(held.tolist(), table.loader[held].tolist(), strict=True))
+    assert rows == fillers, "a LOADING row is filled by another operation, or none"
+    size = sum(op.size_bytes for op in loading.values())
     assert size == state.loading_bytes, "LOADING bytes were miscounted"
     assert size <= state.config.arena_bytes * LOADING_SHARE, "more is LOADING than may be"
 
@@ -106,18 +104,18 @@ def _promotions(state: State) -> None:
     waiting = sum(p.size_bytes for p in promotions.all.values())
     assert waiting == sum(promotions.bytes_of.values()), "miscounted bytes"
     assert waiting <= state.config.limits.waiting_bytes, "more waits than may"
-    woken = {waiter for each in promotions.waking for waiter in each.waiters}
     for p in promotions.all.values():
         late = p.deadline <= state.now and not promotions.behind(state.now)
         assert not late, "a promotion outlived its deadline"
-        used = [row for part in p.pinned for row in part.rows.tolist()]
-        awaited = {promotions.loading[row] for row in used if row in promotions.loading}
+        used = np.array([row for part in p.pinned for row in part.rows.tolist()], np.int64)
+        table = state.store.table
+        awaited = {*table.loader[used[table.state[used] == LOADING]].tolist()}
         assert awaited == p.awaits, "a promotion waits for what it does not use"
         for op in map(ops.__getitem__, awaited):
             assert isinstance(op, Loading), "a promotion waits for something else than a load"
             assert p.id in op.waiters, "nobody would wake a promotion"
         probing = any(isinstance(op, Probing) and op.promotion == p.id for op in ops.values())
-        going = probing or p.early or p.id in woken
+        going = probing or p.early or p.id in promotions.going
         assert awaited or going, "a promotion waits for nothing"
 
 
@@ -147,7 +145,7 @@ def _extents(state: State) -> None:
 def _rows(state: State) -> None:
     """A slot is listed as free once, or used; a row that may be read matches."""
     table, classes = state.store.table, state.store.classes.values()
-    free, readable, withdrawn = table.state == FREE, table.state >= READY, table.state == WITHDRAWN
+    free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.key[free].any(), "a FREE row keeps a key"
     home = np.full(len(table), NOBODY)
@@ -173,14 +171,10 @@ def _rows(state: State) -> None:
             assert (owner[rows] == row_class.id).all(), "the index names another class's row"
             matches[rows] = True
     assert (listed == (free & (owner >= 0))).all(), "a slot is free and used, twice free, or lost"
-    assert not (matches & (free | withdrawn)).any(), "a FREE or WITHDRAWN row still matches"
+    assert not (matches & (free | failed)).any(), "a FREE or FAILED row still matches"
     assert (matches | cleared)[readable].all(), "a READY row is lost"
-    failed = np.zeros(len(table), np.bool_)
-    for waking in state.promotions.waking:
-        if waking.failed is not None:
-            failed[waking.failed.rows] = True
-    assert matches[(table.state == LOADING) & ~cleared & ~failed].all(), "a LOADING row is lost"
-    assert (table.pins[withdrawn] > 0).all(), "a WITHDRAWN row that nobody reads"
+    assert matches[(table.state == LOADING) & ~cleared].all(), "a LOADING row is lost"
+    assert (table.pins[failed] > 0).all(), "a FAILED row that nobody waits for"
     assert (table.stamp[readable] != NEVER).all(), "a READY row that eviction cannot see"
 
 

@@ -51,7 +51,6 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Lookup: reading.lookup,
     messages.Prefetch: reading.prefetch,
     messages.Release: reading.release,
-    messages.Renew: reading.renew,
     messages.Reserve: writing.reserve,
     messages.Commit: writing.commit,
     messages.Abort: writing.abort,
@@ -91,7 +90,7 @@ def _tick(state: State, event: effects.Tick) -> None:
     epochs.read_again(state)
     state.store.reclaim()
     state.store.warm()
-    promote.resume_some(state)
+    promote.go_on(state)
 
 
 def _epoch_is(state: State, event: effects.EpochIs) -> None:

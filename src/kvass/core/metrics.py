@@ -28,7 +28,6 @@ COUNTERS: Final[dict[str, str]] = {
     "promotions_not_worth_it": "Promotions not begun: computing the tokens would be faster.",
     "chunks_wanted": "Chunks that reserves asked for and nobody had, within the instance's quota.",
     "chunks_granted": "Chunks that reserves were granted.",
-    "bad_rows": "Rows dropped because a reader found their bytes to be wrong.",
     "lapsed_leases": "Leases that ended at their deadline, not by a release.",
     "flushes_lost": "Rows that left L1 before a tier they were queued for took them.",
     "evicted_capacity": "Rows evicted to make room for others of their layer group.",

@@ -13,8 +13,8 @@ already loading are shared.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -27,7 +27,7 @@ from kvass.core.ledger import ClassRows
 from kvass.core.prefix import PrefixView
 from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace, RowClass
-from kvass.core.rows import LOADING, READY, WITHDRAWN
+from kvass.core.rows import FAILED, LOADING, READY
 from kvass.core.state import State
 from kvass.core.tier_state import (
     DUPLICATE,
@@ -36,7 +36,6 @@ from kvass.core.tier_state import (
     Loading,
     Probing,
     Promotion,
-    Waking,
 )
 from kvass.messages import Matched, Prefetched, Promoting
 from kvass.types import I64Array
@@ -133,19 +132,20 @@ def _gap(promotion: Promotion, coming: list[BoolArray]) -> bool:
 
 def resume(state: State) -> None:
     """A tier has told an epoch, or that it cannot: go on with those who came before that."""
-    promotions = state.promotions
-    promotions.early = deque(p.id for p in promotions.all.values() if p.early)
-    resume_some(state)
+    go_on(state, (p.id for p in state.promotions.all.values() if p.early))
 
 
-def resume_some(state: State) -> None:
-    """Go on with a slice of what earlier steps left to do."""
-    _wake(state)
-    early = state.promotions.early
-    for _ in range(min(len(early), state.config.slice_ends)):
-        promotion = state.promotions.all.get(early.popleft())
-        if promotion is not None and promotion.early:
+def go_on(state: State, more: Iterable[int] = ()) -> None:
+    """Something has happened for the promotions ``more``: go on with a slice of all such."""
+    going = state.promotions.going
+    going.update(dict.fromkeys(more))
+    for number in [*islice(going, state.config.slice_ends)]:
+        del going[number]
+        promotion = state.promotions.all.get(number)
+        if promotion is not None and promotion.early and not promotion.void:
             _probe_next(state, promotion)
+        elif promotion is not None:
+            _answer(state, promotion)
 
 
 def _probe(state: State, promotion: Promotion, tier: int, wanted: list[I64Array]) -> None:
@@ -169,10 +169,10 @@ def probed(state: State, event: Probed) -> None:
         held = event.held[at : at + len(wanted)]
         home[wanted[held]], home[wanted[~held]] = op.tier, IN_NO_TIER
         at += len(wanted)
-    if promotion.epoch == promotion.namespace.epoch and not promotion.gone:
-        _probe_next(state, promotion)
-    else:
+    if promotion.void:
         _answer(state, promotion)
+    else:
+        _probe_next(state, promotion)
 
 
 # ---------------------------------------------------------------- loading
@@ -262,8 +262,7 @@ def _load(
 def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array) -> None:
     size = len(rows) * c.spec.row_bytes
     op = state.tiers.begin(Loading(tier, ClassRows(c.id, rows), size, set()))
-    for row in rows.tolist():
-        state.promotions.loading[row] = op
+    state.store.table.loader[rows] = op
     state.tiers.speeds[tier].begin(size, state.now)
     records = epochs.records(ns, tier, c, state.store.table.keys_of(rows))
     state.out.append(TierLoad(tier, op, records, state.store.slots(rows), c.spec.shard_bytes))
@@ -272,23 +271,19 @@ def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Arr
 def loaded(state: State, event: Loaded) -> None:
     """A tier is done with some slots: they are READY, or free."""
     op = state.tiers.end(event.op, Loading)
-    rows = op.part.rows
-    for row in rows.tolist():
-        del state.promotions.loading[row]
-    good = event.which
-    size = op.size_bytes // len(rows)
-    state.tiers.speeds[op.tier].end(op.size_bytes, int(event.which.sum()) * size, state.now)
+    good, failed = op.part.rows[event.which], op.part.rows[~event.which]
+    size = len(good) * (op.size_bytes // len(op.part.rows))
+    state.tiers.speeds[op.tier].end(op.size_bytes, size, state.now)
     counters = state.tiers.counters[op.tier]
-    counters["loaded_rows"] += int(event.which.sum())
-    counters["load_misses"] += int((~event.which).sum())
-    state.store.promoted(rows[good], state.config.retain_promoted)
-    flush.queue_promoted(state, ClassRows(op.part.row_class, rows[good]), op.tier)
-    failed = ClassRows(op.part.row_class, rows[~good])
-    state.store.fail(failed.rows)
-    for waiter in op.waiters:
-        if (promotion := state.promotions.all.get(waiter)) is not None:
-            promotion.awaits.discard(event.op)
-    _wake(state, Waking(deque(sorted(op.waiters)), failed, len(failed.rows) * size))
+    counters["loaded_rows"] += len(good)
+    counters["load_misses"] += len(failed)
+    state.store.promoted(good, state.config.retain_promoted)
+    flush.queue_promoted(state, ClassRows(op.part.row_class, good), op.tier)
+    state.store.fail(failed)
+    waiting = [p for p in map(state.promotions.all.get, sorted(op.waiters)) if p is not None]
+    for promotion in waiting:
+        promotion.awaits.discard(event.op)
+    go_on(state, (promotion.id for promotion in waiting if not promotion.awaits))
 
 
 # ---------------------------------------------------------------- waiting
@@ -296,22 +291,22 @@ def loaded(state: State, event: Loaded) -> None:
 
 def _hold(state: State, promotion: Promotion, least: int) -> None:
     """Pin the longest hit of rows in state ``least`` or above; answer, if none of it is LOADING."""
-    if promotion.epoch != promotion.namespace.epoch:
+    if promotion.void:
         _answer(state, promotion)
         return
-    before, view = promotion.pinned, _view(state, promotion)
+    before, view, table = promotion.pinned, _view(state, promotion), state.store.table
     promotion.chunks = view.longest(view.there(least))
     promotion.parts, promotion.spares = view.use(promotion.chunks)
     promotion.awaits = set()
     for part in promotion.pinned:
         state.store.pin(part.rows)
-        for row in part.rows[state.store.table.state[part.rows] == LOADING].tolist():
-            promotion.awaits.add(state.promotions.loading[row])
+        loading = part.rows[table.state[part.rows] == LOADING]
+        promotion.awaits.update(np.unique(table.loader[loading]).tolist())
     _unpin(state, promotion, before)  # only now: TRANSIENT rows stay for those who wait
     for op in promotion.awaits:
-        loading = state.tiers.ops[op]
-        assert isinstance(loading, Loading), "a LOADING row that nobody loads"
-        loading.waiters.add(promotion.id)
+        load = state.tiers.ops[op]
+        assert isinstance(load, Loading), "a LOADING row that nobody loads"
+        load.waiters.add(promotion.id)
     if not promotion.awaits:
         _answer(state, promotion)
 
@@ -329,35 +324,6 @@ def _let_go(state: State, promotion: Promotion) -> None:
     _unpin(state, promotion, pinned)
 
 
-def _wake(state: State, more: Waking | None = None) -> None:
-    """Let promotions go on for which something has happened, in its order, a slice of them."""
-    waking, left = state.promotions.waking, state.config.slice_ends
-    if more is not None:
-        waking.append(more)
-    while waking:
-        head = waking[0]
-        while head.waiters:
-            if not left:
-                return
-            left -= 1
-            promotion = state.promotions.all.get(head.waiters.popleft())
-            if promotion is None:
-                continue
-            if promotion.gone or promotion.epoch != promotion.namespace.epoch:
-                _answer(state, promotion)
-            elif head.failed is not None and _uses(promotion, head.failed.rows):
-                _hold(state, promotion, LOADING)
-            elif not promotion.awaits:
-                _answer(state, promotion)
-        if head.failed is not None:
-            state.store.free(head.failed.rows)
-        waking.popleft()
-
-
-def _uses(promotion: Promotion, rows: I64Array) -> bool:
-    return any(np.isin(part.rows, rows).any() for part in promotion.pinned)
-
-
 def _answer(state: State, promotion: Promotion) -> None:
     """Give the asker what is pinned by now."""
     if promotion.gone:
@@ -367,8 +333,8 @@ def _answer(state: State, promotion: Promotion) -> None:
     there = instance is not None and state.namespace_of(instance) is promotion.namespace
     if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
         _let_go(state, promotion)
-    elif any((state.store.table.state[p.rows] == WITHDRAWN).any() for p in promotion.pinned):
-        _hold(state, promotion, LOADING)  # a reader has found one of them to be wrong
+    elif any((state.store.table.state[p.rows] == FAILED).any() for p in promotion.pinned):
+        _hold(state, promotion, LOADING)  # what could not be loaded makes the match shorter
         return
     if not promotion.readers:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.chunks)
@@ -410,13 +376,10 @@ def session_lost(state: State, session: int) -> None:
     gone = [p for p in state.promotions.all.values() if p.session == session]
     for promotion in gone:
         promotion.gone = True
-    if gone:
-        _wake(state, Waking(deque(p.id for p in gone)))
+    go_on(state, (promotion.id for promotion in gone))
 
 
 def cancel(state: State, cleared: Iterable[Namespace]) -> None:
     """Namespaces are cleared: what waits for rows of before misses."""
     ids = {ns.id for ns in cleared}
-    of_them = [p.id for p in state.promotions.all.values() if p.namespace.id in ids]
-    if of_them:
-        _wake(state, Waking(deque(of_them)))
+    go_on(state, (p.id for p in state.promotions.all.values() if p.namespace.id in ids))

@@ -1,4 +1,4 @@
-"""Lookup, prefetch, renew, release.
+"""Lookup, prefetch, release.
 
 Law of this file: one function per message. It returns the reply (``None``: there is none, or it
 comes later) or raises ``Refused`` before it changed anything.
@@ -21,16 +21,14 @@ from kvass.core.checks import (
     scheduler_of,
     split_keys,
 )
-from kvass.core.ledger import Lease
 from kvass.core.prefix import PrefixView
 from kvass.core.registry import ClientSession
 from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace
-from kvass.core.rows import WITHDRAWN
 from kvass.core.state import State
 from kvass.core.tier_state import NOT_ASKED, Promotion
 from kvass.errors import Refused
-from kvass.messages import Lookup, Matched, Prefetch, Prefetched, Release, Renew, Renewed
+from kvass.messages import Lookup, Matched, Prefetch, Prefetched, Release
 from kvass.types import SCHEDULER, U64Array
 
 PREFETCH_S: Final = 60.0
@@ -157,14 +155,6 @@ def _promotion(
     )
 
 
-def renew(state: State, session: ClientSession, msg: Renew) -> Renewed:
-    """A full term more for a lease that did not lapse."""
-    lease = open_lease(state, session, msg.boot, msg.lease)
-    if lease is None:
-        raise Refused("unknown_lease", f"lease {msg.lease} has ended: look up again")
-    return Renewed(deadline_s=state.settlement.renew(lease, state.now))
-
-
 def release(state: State, session: ClientSession, msg: Release) -> None:
     """A rank is done reading, or the scheduler gives back what it never handed over."""
     lease = open_lease(state, session, msg.boot, msg.lease)
@@ -173,21 +163,7 @@ def release(state: State, session: ClientSession, msg: Release) -> None:
     rank = own_rank(session, msg.rank)
     if rank == SCHEDULER and lease.handed_over:
         raise Refused("bad_rank", f"lease {msg.lease} was handed over: only its ranks release")
-    if msg.bad and (rank == SCHEDULER or rank in lease.owing):
-        _drop_bad(state, lease, msg.bad)
     if rank == SCHEDULER:
         state.settlement.end_lease(lease)
     else:
         state.settlement.release(lease, rank)
-
-
-def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
-    """Rows whose bytes proved wrong never match again (law 8); a tier's record is checked anew."""
-    named = np.array(bad, np.int64)
-    for part in lease.parts:
-        begin = lease.chunks - len(part.rows)  # a window's rows are those of the last chunks
-        wrong = named[(begin <= named) & (named < lease.chunks)]
-        rows = np.unique(part.rows[wrong - begin])
-        rows = rows[state.store.table.state[rows] != WITHDRAWN]
-        state.counters["bad_rows"] += len(rows)
-        state.store.withdraw(rows)

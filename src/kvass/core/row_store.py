@@ -22,6 +22,7 @@ from kvass.core.extents import STAYS, ExtentMap
 from kvass.core.index import ABSENT, KeyIndex
 from kvass.core.registry import RowClassSpec
 from kvass.core.rows import (
+    FAILED,
     FREE,
     LOADING,
     NEVER,
@@ -30,7 +31,6 @@ from kvass.core.rows import (
     READY,
     STATE_NAMES,
     TRANSIENT,
-    WITHDRAWN,
     WRITING,
     RowTable,
 )
@@ -39,7 +39,7 @@ from kvass.core.slots import FreeSlots
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
-_LEAVING: Final = (WITHDRAWN, TRANSIENT)
+_LEAVING: Final = (FAILED, TRANSIENT)
 """Rows in these states are freed at their last unpin."""
 
 TYPICAL_ROW: Final = 1 << 20
@@ -219,7 +219,7 @@ class RowStore:
         if not self._leaving:
             return
         states = table.state[rows]
-        leaving = states == WITHDRAWN if ahead else np.isin(states, _LEAVING)
+        leaving = states == FAILED if ahead else np.isin(states, _LEAVING)
         leaving &= table.pins[rows] == 0
         self.free(np.unique(rows[leaving]))
 
@@ -291,8 +291,12 @@ class RowStore:
         self.table.offered[rows] = True
 
     def fail(self, rows: I64Array) -> None:
-        """LOADING ``rows`` will not be filled: nobody finds them any more."""
+        """LOADING ``rows`` will not be filled: nobody finds them any more, and they are freed once
+        nobody waits for them."""
         self._unindex(rows)
+        awaited = self.table.pins[rows] > 0
+        self._move(rows[awaited], LOADING, FAILED)
+        self.free(rows[~awaited])
 
     def discard(self, rows: I64Array) -> None:
         """``rows`` will never be readable, and may still be written."""
@@ -308,13 +312,6 @@ class RowStore:
         owner = self.class_of(rows)
         if owner is not None:
             owner.free.give_back(rows)
-
-    def withdraw(self, rows: I64Array) -> None:
-        """Readable ``rows`` match no more, and are freed once nobody reads them."""
-        self._unindex(rows)
-        read = self.table.pins[rows] > 0
-        self._move_all(rows[read], WITHDRAWN)
-        self.free(rows[~read])
 
     def clear(self, classes: Collection[RowClass]) -> int:
         """Nothing of ``classes`` matches any more, from now on; returns how many rows did.

@@ -10,8 +10,8 @@ it now or soon; ``READY`` and above: a lookup may have it now):
 - FREE: holds nothing; may be granted.
 - WRITING: granted to writers; nobody may read it.
 - QUARANTINED: its writers failed or were too late, and may still write: nobody may have it.
-- WITHDRAWN: was READY, proved wrong, and somebody reads it still. No lookup finds it. It is freed
-  at its last unpin.
+- FAILED: its tier could not fill it, and lookups that wait for it have not let it go yet. No lookup
+  finds it. It is freed at its last unpin.
 - LOADING: being filled from a tier.
 - READY: every shard is written; it may be read while it is pinned.
 - TRANSIENT: READY, and not to be retained: it was promoted, and is freed at its last unpin.
@@ -29,7 +29,7 @@ from kvass.types import I64Array, U64Array
 FREE: Final = 0
 WRITING: Final = 1
 QUARANTINED: Final = 2
-WITHDRAWN: Final = 3
+FAILED: Final = 3
 LOADING: Final = 4
 READY: Final = 5
 TRANSIENT: Final = 6
@@ -38,7 +38,7 @@ STATE_NAMES: Final = (
     "free",
     "writing",
     "quarantined",
-    "withdrawn",
+    "failed",
     "loading",
     "ready",
     "transient",
@@ -53,12 +53,11 @@ TRANSITIONS: Final = frozenset(
         (FREE, LOADING),
         (LOADING, READY),
         (LOADING, TRANSIENT),
+        (LOADING, FAILED),
         (LOADING, FREE),
-        (READY, WITHDRAWN),
+        (FAILED, FREE),
         (READY, FREE),
-        (TRANSIENT, WITHDRAWN),
         (TRANSIENT, FREE),
-        (WITHDRAWN, FREE),
     }
 )
 
@@ -76,7 +75,7 @@ CACHE_LINE: Final = 64
 
 _RECORD: Final = np.dtype(
     {
-        "names": ["key", "stamp", "pins", "set_of", "slot", "state", "offered"],
+        "names": ["key", "stamp", "pins", "set_of", "slot", "state", "offered", "loader"],
         "formats": [
             (np.uint64, KEY_WORDS),
             np.int64,
@@ -85,8 +84,9 @@ _RECORD: Final = np.dtype(
             "<u4",
             np.uint8,
             np.bool_,
+            np.int64,
         ],
-        "offsets": [0, 32, 40, 44, 48, 52, 53],
+        "offsets": [0, 32, 40, 44, 48, 52, 53, 56],
         "itemsize": CACHE_LINE,
     }
 )
@@ -127,6 +127,8 @@ class RowTable:
         self.state: npt.NDArray[np.uint8] = self._records["state"]
         self.offered: npt.NDArray[np.bool_] = self._records["offered"]
         """A tier gave what is in it, or was asked to take it: ``--flush on_evict`` asks once."""
+        self.loader: I64Array = self._records["loader"]
+        """Of a LOADING row: the operation that fills it."""
         self.set_of[:] = NOBODY
         self.stamp[:] = NEVER
 

@@ -108,12 +108,6 @@ class Settlement:
         self.leases.add(lease)
         return lease
 
-    def renew(self, lease: Lease, now: float) -> float:
-        """A full term from now on; returns the new deadline."""
-        lease.deadline = now + self._timing.lease_s
-        self.leases.wake_at(lease.deadline, lease)
-        return lease.deadline
-
     def release(self, lease: Lease, rank: int) -> None:
         """``rank`` is done reading; a second release changes nothing."""
         lease.owing.discard(rank)

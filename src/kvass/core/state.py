@@ -77,8 +77,7 @@ class State:
     @property
     def loading_bytes(self) -> int:
         """Bytes of all LOADING rows (law 12)."""
-        asked = sum(speed.loading_bytes for speed in self.tiers.speeds)
-        return asked + sum(each.failed_bytes for each in self.promotions.waking)
+        return sum(speed.loading_bytes for speed in self.tiers.speeds)
 
     @property
     def quota(self) -> int:

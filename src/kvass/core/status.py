@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WITHDRAWN, WRITING
+from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
+from kvass.core.tier_state import Loading
 
 if TYPE_CHECKING:
     from kvass.core.row_store import RowClass
@@ -26,6 +27,7 @@ def status(state: State) -> dict[str, Any]:
     ]
     groups = [g for ns in namespaces for g in ns["groups"]]  # type: ignore[attr-defined]
     reservations, cleared_bytes = state.reservations.all.values(), state.store.cleared_bytes
+    loads = state.tiers.ops.values()
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,
@@ -35,7 +37,7 @@ def status(state: State) -> dict[str, Any]:
         "reservations": len(state.reservations.all),
         "pins": state.store.pinned,
         "rows": sum(g["rows"] for g in groups),
-        "rows_loading": len(state.promotions.loading),
+        "rows_loading": sum(len(op.part.rows) for op in loads if isinstance(op, Loading)),
         "quarantined_bytes": sum(r.size_bytes for r in reservations if r.discarded),
         "l1_used_bytes": sum(g["used_bytes"] for g in groups) + cleared_bytes,
         "l1_cleared_bytes": cleared_bytes,
@@ -67,7 +69,7 @@ def _group(row_class: RowClass) -> dict[str, Any]:
         "group": row_class.spec.group,
         "kind": row_class.spec.layout.kind,
         "row_bytes": size,
-        "rows": rows[READY] + rows[TRANSIENT] + rows[WITHDRAWN],
+        "rows": rows[READY] + rows[TRANSIENT],
         "rows_writing": rows[WRITING],
         "rows_loading": rows[LOADING],
         "quarantined_bytes": rows[QUARANTINED] * size,

@@ -209,22 +209,15 @@ class Promotion(Entry, kw_only=True):
         return self.parts + self.spares
 
     @property
+    def void(self) -> bool:
+        """Whether nobody waits for it, or nothing of what it asked for may match any more."""
+        return self.gone or self.epoch != self.namespace.epoch
+
+    @property
     def size_bytes(self) -> int:
         """What it takes of the daemon's memory while it waits, near enough."""
         arrays = self.keys.nbytes + sum(home.nbytes for home in self.homes)
         return PROMOTION_BYTES + len(self.request) + arrays
-
-
-class Waking(msgspec.Struct):
-    """Promotions that go on because something happened: a load or a session is over, or a clear.
-
-    ``failed``: the rows that a tier could not fill, of ``failed_bytes``. They are free when every
-    waiter has let them go.
-    """
-
-    waiters: deque[int]
-    failed: ClassRows | None = None
-    failed_bytes: int = 0
 
 
 class Promotions(Ledger[Promotion]):
@@ -232,11 +225,8 @@ class Promotions(Ledger[Promotion]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loading: dict[int, int] = {}
-        """LOADING row -> the operation that fills it."""
-        self.early: deque[int] = deque()
-        """Those that go on now, because a tier has told its epoch."""
-        self.waking: deque[Waking] = deque()
+        self.going: dict[int, None] = {}
+        """The numbers of those for which something has happened, in their order: they go on."""
         self._next = 1
 
     def new_id(self) -> int:
@@ -246,7 +236,7 @@ class Promotions(Ledger[Promotion]):
     @property
     def unfinished(self) -> bool:
         """Whether some shall go on now."""
-        return bool(self.early or self.waking)
+        return bool(self.going)
 
     def behind(self, now: float) -> bool:
         """Whether more should have gone on, or been answered, than one step did."""

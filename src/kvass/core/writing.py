@@ -14,7 +14,6 @@ import numpy.typing as npt
 from kvass.core import flush
 from kvass.core.checks import (
     check_request,
-    known_ranks,
     open_lease,
     open_reservation,
     own_rank,
@@ -46,7 +45,6 @@ class Item(NamedTuple):
     first: int
     keys: U64Array
     classes: list[RowClass]
-    writers: set[int]
 
 
 Used = tuple[int, I64Array]
@@ -59,7 +57,7 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     ns = state.namespace_of(instance)
     if ns is None:  # no decision about any key: it is asked again
         raise Refused("not_registered", f"ranks {instance.missing} are missing: reserve later")
-    items = [_checked(state, instance, ns, item, msg.width) for item in msg.items]
+    items = [_checked(state, ns, item, msg.width) for item in msg.items]
     if sum(len(item.keys) for item in items) > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
     protect = state.store.table.clock
@@ -79,20 +77,14 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     )
 
 
-def _checked(
-    state: State, instance: Instance, ns: Namespace, item: ReserveItem, width: int
-) -> Item:
+def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item:
     check_request(item.request, state.config.limits)
     keys = split_keys(item.digests, width, item.first, state.config.limits)
-    named = instance.writers if item.writers is None else item.writers
-    writers = known_ranks("writers", named, instance)
-    if not instance.covers_all_shards(writers):
-        raise Refused("bad_value", "writers: every shard needs exactly one of them")
     groups = len(ns.classes)
     if not 0 < item.groups < 1 << groups:
         raise Refused("bad_value", f"groups: mask {item.groups} does not fit {groups} groups")
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
-    return Item(item.request, item.first, keys, classes, writers)
+    return Item(item.request, item.first, keys, classes)
 
 
 def _items_now(items: list[Item]) -> int:
@@ -124,7 +116,7 @@ def _grant(
     if not parts:
         return Grant()
     reservation = state.settlement.reserve(
-        instance.id, item.request, parts, item.writers, ns.epoch, state.now
+        instance.id, item.request, parts, set(instance.writers), ns.epoch, state.now
     )
     which = tuple(tuple(w.tolist()) for w in wanted)
     chunks = tuple(sorted({c for each in which for c in each}))

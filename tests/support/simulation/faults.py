@@ -69,7 +69,7 @@ def _settle_wrongly(
         else:
             rank = rng.choice([r for r in range(-1, engine.model.ranks + 1) if r != rank])
     if isinstance(one, Lease):
-        peer.sent.append(m.Release(boot=boot, lease=one.id, rank=rank, bad=(0,)))
+        peer.sent.append(m.Release(boot=boot, lease=one.id, rank=rank))
     elif rng.random() < 0.5:
         peer.sent.append(m.Commit(boot=boot, reservation=one.id, rank=rank))
     else:
