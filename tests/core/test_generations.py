@@ -132,7 +132,7 @@ def test_a_generation_has_no_records_in_tiers() -> None:
     a.store("x")
     assert a.holds("x") == 1
     assert not [one for one in rig.asked if isinstance(one, TierEpoch | TierStore | TierLoad)]
-    assert rig.machine.state.flushes.rows == [0]
+    assert rig.status["tiers"][0]["flush_queue_rows"] == 0
     rig.forget_l1()
     assert rig.look_up(a, "old")[0].chunks == 0
     assert rig.look_up(b, "old")[0].chunks == 1, "b has the weights of before"

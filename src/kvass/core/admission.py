@@ -1,7 +1,7 @@
 """Registration: a session becomes one (instance, rank), a complete instance gets its namespace.
 
-Law of this file: a refused ``Register`` changes nothing. When an instance moves to another
-generation, nothing that it was writing is published.
+A refused ``Register`` changes nothing. When an instance moves to another generation, nothing that
+it was writing is published.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvass.core.registry import (
 )
 from kvass.core.row_store import Namespace
 from kvass.core.rows import NEVER
+from kvass.core.settlement import MOVED
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
@@ -67,11 +68,11 @@ def _admit(state: State, session: ClientSession, terms: Register) -> None:
 
 def _leave(state: State, instance: Instance) -> None:
     """The instance moves to another generation. Rows of its private one are of no use any more."""
-    state.settlement.weights_replaced(instance.id, state.now)
+    state.settlement.lost(instance.id, MOVED)
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:
-        state.store.clear(left.classes)
+        state.store.clear([left])
 
 
 def _namespace_for(state: State, instance: Instance) -> int:

@@ -1,7 +1,7 @@
 """``CacheMachine``: everything the daemon knows, and the one way in which it changes.
 
-Law of this file: ``step(event, now) -> effects`` is pure; ``now`` never goes back; every request is
-answered exactly once, refusals included (law 11), and a refused message changed nothing.
+``step(event, now) -> effects`` is pure; ``now`` never goes back; every request is answered exactly
+once, refusals included (law 11), and a refused message changed nothing.
 
 The parts: ``sessions``, ``session_limits``, ``registry``, ``admission`` (who); ``row_store`` (rows,
 slots, room); ``settlement`` (leases, reservations, and how they end); ``reading``, ``promote``,
@@ -82,7 +82,7 @@ def _received(state: State, event: effects.Received) -> None:
 
 
 def _process_ended(state: State, event: effects.ProcessEnded) -> None:
-    state.settlement.process_ended(event.session, state.now)
+    state.settlement.process_ended(event.session)
 
 
 def _tick(state: State, event: effects.Tick) -> None:
@@ -94,15 +94,16 @@ def _tick(state: State, event: effects.Tick) -> None:
 
 
 def _epoch_is(state: State, event: effects.EpochIs) -> None:
-    tier = epochs.epoch_told(state, event)
+    tier = state.tiers.all[epochs.epoch_told(state, event)]
     if event.epoch is not None:
-        flush.store_next(state, tier, len(state.flushes.queues[tier]))
+        flush.store_next(state, tier, len(tier.queue))
     promote.resume(state)
 
 
 def _tier_report(state: State, event: effects.TierReport) -> None:
-    back = event.fields.get("up") and not state.tiers.reports[event.tier].get("up", True)
-    state.tiers.reports[event.tier] = event.fields
+    tier = state.tiers.all[event.tier]
+    back = event.fields.get("up") and not tier.report.get("up", True)
+    tier.report = event.fields
     if back:
         epochs.read_again(state, event.tier)
 
@@ -148,19 +149,16 @@ class CacheMachine:
         _EVENTS[type(event)](state, event)
         if state.settlement.published:
             flush.queue_published(state)
-        if any(state.flushes.failures):
-            flush.retry_due(state)  # after the event: it may have found a row to be wrong
+        flush.retry_due(state)
         return state.out
 
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before. Asked after every message."""
         state = self.state
-        if state.settlement.unfinished or state.store.unfinished or state.promotions.unfinished:
+        if state.store.unfinished or state.promotions.going:
             return state.now  # a slice of work is left to do
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
-        if not state.config.tiers:
-            return due
-        return soonest(due, soonest(state.promotions.next_due, state.flushes.next_due))
+        return soonest(due, state.promotions.next_due, state.tiers.next_due)
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""
@@ -171,15 +169,15 @@ class CacheMachine:
     @property
     def flushing(self) -> bool:
         """Whether tiers take what they were promised, or will once they have told an epoch."""
-        flushes, ops = self.state.flushes, self.state.tiers.ops.values()
-        return any(flushes.bytes_out) or any(
-            isinstance(op, Asking) and flushes.queues[op.tier] for op in ops
+        tiers, ops = self.state.tiers.all, self.state.tiers.ops.values()
+        return any(tier.storing_bytes for tier in tiers) or any(
+            isinstance(op, Asking) and tiers[op.tier].queue for op in ops
         )
 
     def unflushed(self) -> list[tuple[str, int]]:
         """Of a daemon that ends: tiers, and how many rows each was promised and has not taken."""
-        names = enumerate(self.state.config.tiers)
-        left = [(name, flush.rows_left(self.state, tier)) for tier, name in names]
+        tiers = zip(self.state.config.tiers, self.state.tiers.all, strict=True)
+        left = [(name, flush.rows_left(self.state, tier)) for name, tier in tiers]
         return [(name, rows) for name, rows in left if rows]
 
     def status(self) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """The row table: one row id per slot of the arena, numpy columns, no object per row.
 
-Law of this file: a row's state changes only through ``move``, along ``TRANSITIONS``. A FREE row has
-no key, no pin and no stamp.
+A row's state changes only through ``move``, along ``TRANSITIONS``. A FREE row has no key, no pin
+and no stamp. Ids ``[set.first_row, set.first_row + set.slots)`` are the slots of an extent set.
 
-A row id *is* a slot: ids ``[set.first_row, set.first_row + set.slots)`` are the slots of an extent
-set. States, in an order in which "at least" has a meaning (``LOADING`` and above: a lookup may have
-it now or soon; ``READY`` and above: a lookup may have it now):
+States, in order (a lookup may have ``READY`` and above now, and ``LOADING`` soon):
 
 - FREE: holds nothing; may be granted.
 - WRITING: granted to writers; nobody may read it.

@@ -1,7 +1,7 @@
 """Sessions as they come, say Hello, and go.
 
-Law of this file: a session that may still write to the arena is never closed: it is half-closed,
-and its EOF is waited for (law 3).
+A session that may still write to the arena is never closed: it is half-closed, and its EOF is
+waited for (law 3).
 """
 
 from __future__ import annotations
@@ -78,12 +78,10 @@ def lost(state: State, event: Lost) -> None:
     instance = state.instances[who.instance]
     del instance.sessions[who.rank]
     if who.rank == SCHEDULER:
-        state.settlement.scheduler_lost(instance.id, session.id, state.now)
+        state.settlement.lost(instance.id, SCHEDULER)
     else:
         instance.workers.pop(who.rank, None)
-        until = state.settlement.rank_lost(
-            instance.id, who.rank, session.id, event.exiting, state.now
-        )
+        until = state.settlement.rank_lost(instance.id, who.rank, session.id, event.exiting)
         if until is not None:
             state.out.append(Watch(session.id, until))
     instance.namespace = None if instance.missing else instance.namespace

@@ -12,7 +12,7 @@ from kvass.core.registry import ClientSession, Instance
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.session_limits import SessionLimits
 from kvass.core.settlement import Settlement
-from kvass.core.tier_state import Flushes, FlushMode, Promotions, Tiers
+from kvass.core.tier_state import FlushMode, Promotions, Tiers
 from kvass.messages import FromClient, FromDaemon
 from kvass.types import Limits, Timing
 
@@ -67,7 +67,6 @@ class State:
         """What the step in progress has the daemon do."""
         self.tiers = Tiers(len(config.tiers), config.boot)
         self.promotions = Promotions()
-        self.flushes = Flushes(len(config.tiers))
         self.stopping = False
 
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
@@ -77,7 +76,7 @@ class State:
     @property
     def loading_bytes(self) -> int:
         """Bytes of all LOADING rows (law 12)."""
-        return sum(speed.loading_bytes for speed in self.tiers.speeds)
+        return sum(tier.speed.loading_bytes for tier in self.tiers.all)
 
     @property
     def quota(self) -> int:
