@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator
+from copy import copy
 from typing import Final
 
 import msgspec
@@ -38,15 +38,6 @@ class FreeSpace:
         self.total = size
         """Free units in all."""
 
-    def copy(self) -> FreeSpace:
-        other = FreeSpace(0)
-        other.starts, other.lengths, other.total = self.starts, self.lengths.copy(), self.total
-        return other
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """(start, length) of every free span, in order."""
-        return iter(zip(self.starts.tolist(), self.lengths.tolist(), strict=True))
-
     def take(self, n: int) -> int | None:
         """The start of ``n`` contiguous units, now taken; ``None`` if no span is long enough."""
         fits = self.lengths >= n
@@ -58,7 +49,8 @@ class FreeSpace:
         if self.lengths[i] == n:
             self.starts, self.lengths = np.delete(self.starts, i), np.delete(self.lengths, i)
         else:
-            self.starts = self.starts.copy()  # a copy of these spans may have the same array
+            # A copy of this object has the same arrays.
+            self.starts, self.lengths = self.starts.copy(), self.lengths.copy()
             self.starts[i] += n
             self.lengths[i] -= n
         return start
@@ -130,7 +122,7 @@ class ExtentMap:
         slots = min(slots, self._bytes.total // sum(shard_bytes))
         while slots:
             needs = [slots * n for n in shard_bytes]
-            trial = self._bytes.copy()
+            trial = copy(self._bytes)
             bases = [trial.take(n) for n in needs]
             if None not in bases:
                 return self._place(slots, trial, bases, needs)

@@ -38,14 +38,6 @@ from kvass.messages import Error, FromDaemon, Hello, Pong, StatusReply
 __all__ = ["CacheMachine", "CoreConfig"]
 
 
-def _ping(state: State, session: ClientSession, msg: messages.Ping) -> Pong:
-    return Pong()
-
-
-def _status(state: State, session: ClientSession, msg: messages.Status) -> StatusReply:
-    return StatusReply(fields=fields.status(state))
-
-
 _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | None]]] = {
     messages.Register: admission.register,
     messages.Lookup: reading.lookup,
@@ -56,8 +48,8 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
     messages.Clear: clearing.clear,
-    messages.Ping: _ping,
-    messages.Status: _status,
+    messages.Ping: lambda *_: Pong(),
+    messages.Status: lambda state, *_: StatusReply(fields=fields.status(state)),
 }
 
 
@@ -79,10 +71,6 @@ def _received(state: State, event: effects.Received) -> None:
     except Refused as no:
         state.counters[f"refused_{no.code}"] += 1
         state.send(session.id, Error(seq=message.seq, code=no.code, text=no.text))
-
-
-def _process_ended(state: State, event: effects.ProcessEnded) -> None:
-    state.settlement.process_ended(event.session)
 
 
 def _tick(state: State, event: effects.Tick) -> None:
@@ -119,7 +107,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Opened: sessions.opened,
     effects.Lost: sessions.lost,
     effects.Faulted: sessions.faulted,
-    effects.ProcessEnded: _process_ended,
+    effects.ProcessEnded: lambda state, event: state.settlement.process_ended(event.session),
     effects.PopulatedTo: sessions.populated,
     effects.Tick: _tick,
     effects.Probed: promote.probed,
