@@ -31,14 +31,13 @@ def own_rank(session: ClientSession, rank: int) -> int:
 
 
 def instance_of(state: State, session: ClientSession) -> Instance:
-    """The instance the session registered for."""
     if session.registered is None:
         raise Refused("not_registered", "send Register first")
     return state.instances[session.registered.instance]
 
 
 def scheduler_of(state: State, session: ClientSession) -> Instance:
-    """The same, if the session is its scheduler."""
+    """The session's instance, if the session is its scheduler."""
     own_rank(session, SCHEDULER)
     return instance_of(state, session)
 

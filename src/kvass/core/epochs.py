@@ -100,7 +100,6 @@ def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
 
 
 def empty(state: State, clearing: Clearing) -> None:
-    """Have every tier forget all its records."""
     for tier in range(len(state.config.tiers)):
         clearing.awaits += 1
         op = state.tiers.begin(Emptying(tier, clearing))
@@ -147,7 +146,6 @@ def epoch_told(state: State, event: EpochIs) -> int:
 
 
 def emptied(state: State, event: Emptied) -> None:
-    """A tier was emptied, or could not be."""
     op = state.tiers.end(event.op, Emptying)
     _cleared(state, op.clearing, op.tier, event.done)
 

@@ -40,7 +40,6 @@ class Lru:
         self._begin()
 
     def _begin(self) -> None:
-        """A new last segment."""
         self._rows: I64Array = np.empty(_SEGMENT, np.int64)
         self._stamps: I64Array = np.empty(_SEGMENT, np.int64)
         self._used = 0

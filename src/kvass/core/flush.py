@@ -41,7 +41,6 @@ _LOOK: Final = 16
 
 
 def queue_published(state: State) -> None:
-    """Queue what became READY in this step."""
     parts, state.settlement.published = state.settlement.published, []
     for part in parts:
         queue_written(state, part, len(state.tiers.all))
@@ -162,7 +161,6 @@ def _store(state: State, tier: TierState, row_class: RowClass, rows: I64Array) -
 
 
 def stored(state: State, event: Stored) -> None:
-    """A tier has read its rows."""
     op = state.tiers.end(event.op, Flushing)
     tier, rows = state.tiers.all[op.tier], op.part.rows
     tier.storing_bytes -= op.size_bytes

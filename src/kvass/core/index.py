@@ -64,13 +64,11 @@ class KeyIndex:
         return int(self._least * SLOTS * _FILL)
 
     def rows(self) -> I64Array:
-        """Every row in the index."""
         rows: I64Array = self._row[self._mark != _EMPTY].astype(np.int64)
         return rows
 
     @property
     def cold(self) -> bool:
-        """Whether ``warm`` has something to do."""
         return self._cold < len(self._entry)
 
     def warm(self) -> None:

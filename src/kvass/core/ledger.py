@@ -74,7 +74,6 @@ class Ledger(Generic[E]):
         self._due: list[tuple[float, int]] = []
 
     def of(self, instance: str) -> dict[int, E]:
-        """The entries of an instance, by number."""
         return self._of.get(instance, {})
 
     def add(self, entry: E) -> None:
@@ -116,6 +115,8 @@ class Ledger(Generic[E]):
         return self._due[0][0] if self._due else None
 
 
-def soonest(*times: float | None) -> float | None:
-    """The earliest; ``None`` is never."""
-    return min((time for time in times if time is not None), default=None)
+def soonest(one: float | None, other: float | None) -> float | None:
+    """The earlier of two times; ``None`` is never."""
+    if one is None or (other is not None and other < one):
+        return other
+    return one

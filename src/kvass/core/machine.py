@@ -146,7 +146,9 @@ class CacheMachine:
         if state.store.unfinished or state.promotions.going:
             return state.now  # a slice of work is left to do
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
-        return soonest(due, state.promotions.next_due, state.tiers.next_due)
+        if not state.config.tiers:
+            return due
+        return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""
@@ -169,7 +171,6 @@ class CacheMachine:
         return [(name, rows) for name, rows in left if rows]
 
     def status(self) -> dict[str, Any]:
-        """The fields of ``kvass status --json``."""
         return fields.status(self.state)
 
     def validate(self) -> None:

@@ -23,13 +23,13 @@ from kvass.core.effects import Loaded, Probed, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
 from kvass.core.ledger import ClassRows
 from kvass.core.prefix import PrefixView
-from kvass.core.replies import matched
 from kvass.core.row_store import Namespace, RowClass
 from kvass.core.rows import FAILED, LOADING, READY
 from kvass.core.state import State
 from kvass.core.tier_state import (
     DUPLICATE,
     IN_NO_TIER,
+    INSTANCE_SHARE,
     NOT_ASKED,
     Loading,
     Probing,
@@ -51,7 +51,9 @@ def begin(state: State, promotion: Promotion) -> bool:
 
     False: so many wait that nothing was begun. The asker is given what L1 has.
     """
-    if not state.promotions.room(promotion, state.config.limits.waiting_bytes):
+    waiting, most = state.promotions.bytes_of, state.config.limits.waiting_bytes
+    mine = waiting.get(promotion.instance, 0) + promotion.size_bytes
+    if sum(waiting.values()) + promotion.size_bytes > most or mine > most * INSTANCE_SHARE:
         state.counters["lookups_not_waited"] += 1
         return False
     state.promotions.add(promotion)
@@ -157,7 +159,6 @@ def _probe(state: State, promotion: Promotion, tier: int, wanted: list[I64Array]
 
 
 def probed(state: State, event: Probed) -> None:
-    """A tier has said what it holds."""
     op = state.tiers.end(event.op, Probing)
     promotion = state.promotions.all.get(op.promotion)
     if promotion is None:
@@ -315,7 +316,6 @@ def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> 
 
 
 def _let_go(state: State, promotion: Promotion) -> None:
-    """It holds nothing any more."""
     pinned = promotion.pinned
     promotion.parts = promotion.spares = ()
     promotion.chunks, promotion.awaits = promotion.first, set()
@@ -338,8 +338,7 @@ def _answer(state: State, promotion: Promotion) -> None:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.chunks)
     else:
         state.counters["promoted_chunks"] += promotion.chunks - promotion.first
-        reply = matched(
-            state,
+        reply = state.matched(
             promotion.instance,
             promotion.request,
             promotion.first,

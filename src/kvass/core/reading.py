@@ -23,7 +23,6 @@ from kvass.core.checks import (
 )
 from kvass.core.prefix import PrefixView
 from kvass.core.registry import ClientSession
-from kvass.core.replies import matched
 from kvass.core.row_store import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
@@ -62,7 +61,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s)
         if promotion.deadline > state.now and promote.begin(state, promotion):
             return None
-    return matched(state, instance.id, msg.request, msg.first, chunks, parts, readers, msg.spare)
+    return state.matched(instance.id, msg.request, msg.first, chunks, parts, readers, msg.spare)
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:

@@ -118,7 +118,6 @@ class RowStore:
     # ------------------------------------------------------------ classes
 
     def add_class(self, spec: RowClassSpec, namespace: int) -> RowClass:
-        """A new, empty class of a namespace."""
         made = RowClass(
             id=self._next_class,
             namespace=namespace,
@@ -218,7 +217,6 @@ class RowStore:
             self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def slots(self, rows: I64Array) -> Slots:
-        """Where ``rows`` lie."""
         if not len(rows):
             return Slots()
         sets = self.table.set_of[rows]

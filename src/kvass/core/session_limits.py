@@ -52,7 +52,6 @@ class SessionLimits:
         return next(iter(self._observers)) if len(self._observers) > OBSERVERS else None
 
     def greeted(self, session: ClientSession) -> None:
-        """It said Hello."""
         self._silent.pop(session.id, None)
 
     def check(self, session: ClientSession) -> None:
@@ -66,7 +65,6 @@ class SessionLimits:
             self._seat(session)
 
     def leave(self, session: ClientSession) -> None:
-        """Its place is free."""
         self._silent.pop(session.id, None)
         self._observers.pop(session.id, None)
         if self._seated.pop(session.id, None) is not None:
@@ -81,7 +79,6 @@ class SessionLimits:
 
     @property
     def next_due(self) -> float | None:
-        """When ``overdue`` will name somebody."""
         return next(iter(self._silent.values()), None)
 
     def _seat(self, session: ClientSession) -> None:

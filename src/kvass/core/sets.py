@@ -38,7 +38,6 @@ class SetTable:
         self.owner, self.newest, self.held, self.used, self.first, self.slots = columns
 
     def add(self, made: ExtentSet, owner: int) -> None:
-        """A new set, all of its rows FREE."""
         if made.id >= (known := len(self.owner)):
             columns = np.zeros((6, 2 * made.id + 1), np.int64)
             columns[:, :known] = self._columns
@@ -48,7 +47,6 @@ class SetTable:
         self.first[made.id], self.slots[made.id] = made.first_row, made.slots
 
     def rows_of(self, sets: I64Array) -> I64Array:
-        """All rows of ``sets``, in their order."""
         slots = self.slots[sets]
         before = np.cumsum(slots) - slots
         rows: I64Array = np.repeat(self.first[sets] - before, slots)

@@ -177,7 +177,8 @@ class Settlement:
     def lapse(self, now: float) -> None:
         """A step begins: end leases, discard reservations and free slots whose time has come."""
         self.now = now
-        self._carry_out_losses()
+        if self._losses:
+            self._carry_out_losses()
         leases = self.leases.due(now, self._slice_ends)
         for lease in leases:
             self._counters["lapsed_leases"] += 1
@@ -189,7 +190,6 @@ class Settlement:
 
     @property
     def next_due(self) -> float | None:
-        """When ``lapse`` has something to do next."""
         if self._losses:
             return self.now
         return soonest(self.leases.next_due, self.reservations.next_due)

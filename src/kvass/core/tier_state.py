@@ -105,7 +105,6 @@ class Speed(msgspec.Struct):
     done_bytes: int = 0
 
     def begin(self, size: int, now: float) -> None:
-        """A load of ``size`` bytes was asked for."""
         if not self.loading_bytes:
             self.since, self.done_bytes = now, 0
         self.loading_bytes += size
@@ -254,10 +253,3 @@ class Promotions(Ledger[Promotion]):
         self.going: dict[int, None] = {}
         """The numbers of those for which something has happened, in their order: they go on."""
         self.numbers = itertools.count(1)
-
-    def room(self, promotion: Promotion, limit_bytes: int) -> bool:
-        """Whether all that wait stay within ``limit_bytes`` with one more, and those of its
-        instance within ``INSTANCE_SHARE`` of it."""
-        size = promotion.size_bytes
-        all_bytes, mine = sum(self.bytes_of.values()), self.bytes_of.get(promotion.instance, 0)
-        return all_bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE

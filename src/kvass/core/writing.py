@@ -108,7 +108,8 @@ def _grant(
     rows, end = state.store.allocate_each(item.classes, item.keys[:until], wanted, protect)
     for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
         n = int(np.searchsorted(w, end))
-        _take_back(state, rows[i][n:])
+        state.store.discard(rows[i][n:])
+        state.store.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
     _touch_new(state, ns, used, new)
@@ -191,13 +192,6 @@ def _allowance(state: State, instance: Instance) -> int:
     if len(state.reservations.of(instance.id)) >= limits.reservations_per_instance:
         return 0
     return max(0, state.quota - state.reservations.bytes_of.get(instance.id, 0))
-
-
-def _take_back(state: State, rows: I64Array) -> None:
-    """Undo an allocation that nobody was told of."""
-    if len(rows):
-        state.store.discard(rows)
-        state.store.free(rows)
 
 
 def commit(state: State, session: ClientSession, msg: Commit) -> None:
