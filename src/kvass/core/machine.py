@@ -3,9 +3,9 @@
 ``step(event, now) -> effects`` is pure; ``now`` never goes back; every request is answered exactly
 once, refusals included (law 11), and a refused message changed nothing.
 
-The parts: ``sessions``, ``session_limits``, ``registry``, ``admission`` (who); ``row_store`` (rows,
-slots, room); ``settlement`` (leases, reservations, and how they end); ``reading``, ``promote``,
-``writing``, ``clearing`` (what messages do); ``flush`` and ``epochs`` (tiers); ``status``.
+Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
+``row_store``. Leases and reservations: ``settlement``. What messages do: ``reading``, ``promote``,
+``writing``, ``clearing``. Tiers: ``flush``, ``epochs``.
 """
 
 from __future__ import annotations
