@@ -96,12 +96,6 @@ def _tier_report(state: State, event: effects.TierReport) -> None:
         epochs.read_again(state, event.tier)
 
 
-def _stopping(state: State, event: effects.Stopping) -> None:
-    state.stopping = True
-    flush.retry_now(state)
-    flush.queue_all_left(state)
-
-
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Received: _received,
     effects.Opened: sessions.opened,
@@ -116,7 +110,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.EpochIs: _epoch_is,
     effects.Emptied: epochs.emptied,
     effects.TierReport: _tier_report,
-    effects.Stopping: _stopping,
+    effects.Stopping: lambda state, _: flush.stop(state),
 }
 
 
