@@ -164,11 +164,11 @@ class RowStore:
             self._of_namespace[row_class.namespace].remove(row_class)
 
     def clear(self, namespaces: Collection[Namespace]) -> int:
-        """Give ``namespaces`` new, empty classes; returns how many rows matched until now."""
+        """Give ``namespaces`` empty classes; returns how many rows matched until now."""
         matched = sum(sum(c.rows[READY:]) for ns in namespaces for c in ns.classes)
-        self.remove([c for ns in namespaces for c in ns.classes])
+        self.remove([c for ns in namespaces for c in ns.classes if c.slots])
         for ns in namespaces:
-            ns.classes = [self.add_class(c.spec, ns.id) for c in ns.classes]
+            ns.classes = [self.add_class(c.spec, ns.id) if c.slots else c for c in ns.classes]
         return matched
 
     @property
