@@ -93,13 +93,13 @@ def test_a_gap_ends_what_is_loaded(rig: TierRig) -> None:
 def test_concurrent_lookups_share_one_load(rig: TierRig) -> None:
     e = rig.ready()
     stored(rig, e, "a", "b")
-    for _ in range(64):
+    for _ in range(32):
         message = m.Lookup(seq=7, request="r", digests=digests("a", "b"), width=WIDTH)
         rig.say(e.scheduler, message)
     rig.settle(TierProbe)
     assert len(rig.open_ops(TierLoad)) == 1
     rig.settle()
-    assert [r.chunks for r in rig.replies(e.scheduler)] == [2] * 64
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [2] * 32
     assert rig.gauge("leases", "pins") == (64, 128)
     e.quit()
     assert quiet(rig)
