@@ -100,7 +100,7 @@ def test_concurrent_lookups_share_one_load(rig: TierRig) -> None:
     assert len(rig.open_ops(TierLoad)) == 1
     rig.settle()
     assert [r.chunks for r in rig.replies(e.scheduler)] == [2] * 32
-    assert rig.gauge("leases", "pins") == (64, 128)
+    assert rig.gauge("leases", "pins") == (32, 64)
     e.quit()
     assert quiet(rig)
 
