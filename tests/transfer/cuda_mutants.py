@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -213,14 +212,18 @@ MUTANTS = [_read(text) for text in re.findall(r"^\w.*\n(?:[-+].*\n)+", BREAKS, r
 
 def broken_copy(mutant: Mutant, into: Path) -> Path:
     """A copy of the package with the break in it; what to put first on ``PYTHONPATH``."""
-    package = into / "kvass"
-    shutil.copytree(ROOT / "src" / "kvass", package, ignore=shutil.ignore_patterns("__pycache__"))
+    package, source = into / "kvass", ROOT / "src" / "kvass"
+    (package / "transfer").mkdir(parents=True)
+    for path in (*source.iterdir(), *(source / "transfer").iterdir()):
+        if path.name != "transfer":  # links: what is compiled already need not be again
+            (package / path.relative_to(source)).symlink_to(path)
     if mutant is not UNBROKEN:
         path = package / "transfer" / mutant.file
         text = path.read_text()
         if text.count(mutant.old) != 1:
             found = text.count(mutant.old)
             raise StaleMutantError(f"{mutant.name}: found {found} times in {mutant.file}")
+        path.unlink()
         path.write_text(text.replace(mutant.old, mutant.new))
     return into
 
