@@ -42,7 +42,7 @@ cuda.py: copies that may block do not wait
 cuda.py: settled when given, not when over
 -        if task.flying or task.queued:
 +        if task.queued:
-lanes.py: settled when its first batch is over
+cuda.py: settled when its first batch is over
 -        task.flying -= 1
 +        task.flying = 0
 cuda.py: the mark of a batch lies before it
@@ -165,10 +165,10 @@ cuda.py: a kernel's table is never let go of
 cuda_copies.py: a kernel's table is one for all
 -            number = self.free.popleft()
 +            number = self.free[0]
-lanes.py: any number of descriptors flies
+cuda.py: any number of descriptors flies
 -        return self._bytes < self._most_bytes and runs <= self._most_runs
 +        return True
-lanes.py: a full batch never goes
+cuda.py: a full batch never goes
 -        return self._bytes < self._most_bytes and runs <= self._most_runs
 +        return self._bytes < self._most_bytes and 2 * runs < self._most_runs
 cuda.py: the engine's thread registers memory
