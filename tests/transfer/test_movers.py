@@ -28,28 +28,17 @@ SLOT = PLANES.shard_bytes
 FOREIGN = GroupPlanes(1, (Plane(0, 4096, 4096),), blocks=64, chunk_blocks=1)
 
 
-class Rig:
-    """A mover between 64 blocks, each full of its own number, and an arena of zeros."""
+class Jobs:
+    """A mover between 64 blocks, each full of its own number, and an arena of zeros.
+
+    Rigs also have ``hold`` (no copy ends until ``let_go``), ``begun`` (a copy is under way, or has
+    been) and ``fail_once`` (the next copy fails).
+    """
 
     now = 100.0
     memory: U8Array
     arena: U8Array
     mover: Mover
-
-    def hold(self) -> None:
-        """No copy ends from now on, until ``let_go``."""
-        raise NotImplementedError
-
-    def let_go(self) -> None:
-        raise NotImplementedError
-
-    def begun(self) -> bool:
-        """Whether a copy is under way, or has been."""
-        raise NotImplementedError
-
-    def fail_once(self) -> None:
-        """The next copy fails."""
-        raise NotImplementedError
 
     def job(self, kind: Kind, *blocks: int, **more: Any) -> Job:
         return Job(kind, (plan(*blocks),), self.arena, name=blocks, **more)
@@ -63,7 +52,7 @@ class Rig:
         return [(done.job.name, done.outcome) for done in self.mover.poll()]
 
 
-class HostRig(Rig):
+class HostRig(Jobs):
     """``rows``: the first blocks of the rows that were copied."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +90,7 @@ class HostRig(Rig):
         self.failing = True
 
 
-class CudaRig(Rig):
+class CudaRig(Jobs):
     mover: CudaMover
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None, **more: Any) -> None:
@@ -122,6 +111,9 @@ class CudaRig(Rig):
 
     def fail_once(self) -> None:
         self.fake.plans.fail["copy"] = {0}
+
+
+Rig = HostRig | CudaRig
 
 
 def plan(*blocks: int) -> CopyPlan:
