@@ -38,7 +38,7 @@ class Clock:
     """Stands still; raises for who waits for ever."""
 
     now = 1000.0
-    patience = 20_000
+    patience = 6_000
 
     def __call__(self) -> float:
         self.patience -= 1

@@ -153,19 +153,6 @@ def test_like_a_loop_over_pages(where: Where, case: Case, kind: Kind) -> None:
     assert_equal(case, expected)
 
 
-@pytest.mark.parametrize("where", ["host", "cuda"])
-@settings(max_examples=100)
-@given(case=cases())
-def test_what_was_stored_is_loaded(where: Where, case: Case) -> None:
-    before = copy(case)
-    move(case, "store", where)
-    for page, _ in pages(case):
-        page[:] = 0
-    move(case, "load", where)
-    for a, b in zip(case.regions, before.regions, strict=True):
-        assert np.array_equal(a, b)
-
-
 def shifted(row: RowCopy) -> RowCopy:
     return RowCopy(row.slot, row.first, row.blocks[::-1].copy())
 
