@@ -3,7 +3,7 @@
 From the root of the repository, with what ``make setup`` installs:
 
     make bench                              the daemon, all figures; some five minutes
-    python -m bench                         the same; --json, --socket PATH, --l1-size, --rounds
+    python -m bench                         the same; --json, --l1-size, --rounds
     python -m bench --tier disk:/some/path  a tier, alone and behind a daemon; also redis:, s3:,
                                             gcs:, azure:, mooncake:, each on a server that runs
     python -m bench --gpu                   copies between a GPU and the arena; needs an idle

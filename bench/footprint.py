@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from kvass.cli.bench.machine import shared_memory, status_kib
+from kvass.cli.bench.rig import shared_memory, status_kib
 from kvass.errors import Unavailable
 
 TOUCH_BYTES: Final = 256 << 20

@@ -36,10 +36,9 @@ from bench.flood import QUEUE_BYTES, Flood
 from bench.pressure import measure_pressure
 from bench.promotion import find, measure_promotion
 from bench.rows import Rows, flushed, wait_tier
+from kvass._version import __version__
 from kvass.cli.bench import tiers as shipped
-from kvass.cli.bench.figures import add
-from kvass.cli.bench.machine import say, shared_memory, start_daemon
-from kvass.cli.bench.sessions import WIDTH, fresh_name
+from kvass.cli.bench.rig import WIDTH, add, fresh_name, say, shared_memory, start_daemon
 from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
 from kvass.tiers.url import TierUrl, open_tier, parse_tier_url, shown
@@ -69,7 +68,8 @@ def measure_tier(text: str, l1_bytes: int, rounds: int, plan: Plan | None = None
     if url.scheme not in _SCHEMES:
         raise ConfigError(f"tier {shown(text)!r}: bench knows {', '.join(_SCHEMES)}")
     plan = plan or (DISK if url.scheme == "disk" else SERVER)
-    figures = shipped.header(text, rounds, plan.sizes)
+    figures = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
+    figures["tier"] = shown(text)
     if url.scheme == "disk":
         need = plan.tier_bytes + shipped.most_bytes(plan.sizes)
         with shipped.own_folder(Path(url.where), need) as folder:
@@ -97,7 +97,13 @@ def _measure_server(url: TierUrl, size: int, count: int, rounds: int) -> dict[st
             register(memory.buffer)
         other = counterparts.of(url, tier, memory.buffer)
         ending.callback(other.close)
-        figures = shipped.measure_records(tier, other, memory.buffer, size, count, rounds)
+
+        def after_round(keys: list[bytes]) -> None:
+            tier.delete(keys)
+            if isinstance(other, counterparts.MooncakeLoop):
+                other.forget()
+
+        figures = shipped.measure_records(tier, other, memory.buffer, size, rounds, after_round)
         tier.clear()
         return figures
 
@@ -120,13 +126,11 @@ def _measure_daemon(
     name = fresh_name()
     keys = [os.urandom(WIDTH) for _ in range(count)]
     flags = ("--tier", _text(url), "--retain-promoted", "no")
-    with start_daemon(None, l1_bytes, *flags) as daemon, ExitStack() as ending:
-        daemon.wait_populated()
+    with start_daemon(l1_bytes, *flags) as daemon, ExitStack() as ending:
         rows = Rows(daemon.socket, name, size, ending)
         rows.store(keys)
         wait_tier(rows.scheduler, flushed(count), "the flush")
-    with start_daemon(None, l1_bytes, *flags) as daemon:
-        daemon.wait_populated()
+    with start_daemon(l1_bytes, *flags) as daemon:
         with ExitStack() as ending:
             rows = Rows(daemon.socket, name, size, ending)
             figures = _measure_promotion(url, rows, keys, rounds)
@@ -144,10 +148,10 @@ def _measure_promotion(url: TierUrl, rows: Rows, keys: list[bytes], rounds: int)
         gbps = len(keys) * size / took_s / 1e9
         return {f"promote_{len(keys)}_rows_gbps": gbps, "bytes_equal": same}
     threads = int(url.options.get("threads", "4"))
-    raw = shipped.RawFile(Path(url.where).parent, size, len(keys), threads)
+    raw = shipped.RawFile(Path(url.where).with_name("raw"), size, len(keys), threads)
     try:
         noise = np.random.default_rng(1).integers(0, 256, size + PAGE, np.uint8)
-        raw.put([noise[-noise.ctypes.data % PAGE :][:size]] * shipped.places(len(keys)))
+        raw.put([noise[-noise.ctypes.data % PAGE :][:size]] * len(keys))
         return measure_promotion(rows, keys, raw.get, rounds)
     finally:
         raw.close()
