@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,109 +30,18 @@ from kvass.core.effects import (
 )
 from kvass.daemon.tier_process import frames
 from kvass.daemon.tier_process.health import HealthState
-from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess, close_all
+from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.daemon.test_tiers_process import commit_two, disk, tier_of
-from tests.daemon.tier_rig import PAGE, load, probe, store
+from tests.daemon.harmful_tier import url
+from tests.daemon.tier_rig import PAGE, commit_two, disk, load, probe, store, tier_of
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import engine
 
 WAIT_S = 30.0
 SILENT_S = 0.05
 """Between heartbeats in tests of silence, which run alone: a busy machine is silent, too."""
-
-PLUG_IN = '''
-"""A tier in memory that does harm when a file says so."""
-
-import ctypes
-import os
-import pathlib
-import sys
-import threading
-import time
-
-import numpy as np
-
-
-class Harmful:
-    def __init__(self, folder):
-        self.folder = pathlib.Path(folder)
-        self.kept, self.notes = {}, {}
-        while (self.folder / "hold-open").exists():
-            time.sleep(0.005)
-        if (self.folder / "shut").exists():
-            raise PermissionError(13, "shut")
-        if (self.folder / "exit-open").exists():
-            sys.exit(3)
-
-    def _harm(self, where):
-        (self.folder / f"in-{where}").touch()
-        while (self.folder / f"hold-{where}").exists():
-            time.sleep(0.005)
-        if (self.folder / f"crash-{where}").exists():
-            (self.folder / f"crash-{where}").unlink()
-            ctypes.string_at(0)
-
-    def probe(self, keys):
-        return [key in self.kept or (self.folder / "boast").exists() for key in keys]
-
-    def load(self, keys, into):
-        self._harm("load")
-        if (self.folder / "fork-load").exists() and (child := os.fork()) == 0:
-            for shards in into:
-                shards[0][:] = 0xAB
-            (self.folder / "wrote").touch()
-            os._exit(0)
-        if (self.folder / "fork-load").exists():
-            (self.folder / "forking").write_text(str(child))
-            (self.folder / "forking").rename(self.folder / "forked")  # whole once it is there
-            time.sleep(60)
-        for key, shards in zip(keys, into):
-            for shard, data in zip(shards, self.kept.get(key, ())):
-                shard[:] = np.frombuffer(data, np.uint8)
-        return [key in self.kept for key in keys]
-
-    def store(self, keys, data):
-        self._harm("store")
-        self.kept |= {key: [s.tobytes() for s in shards] for key, shards in zip(keys, data)}
-        return [True] * len(keys)
-
-    def delete(self, keys):
-        pass
-
-    def clear(self):
-        self.kept.clear()
-
-    def note(self, name):
-        return self.notes.get(name)
-
-    def set_note(self, name, value):
-        self.notes[name] = value
-
-    def close(self):
-        (self.folder / "closed").touch()
-
-    def report(self):
-        return {"pid": os.getpid(), "kept": len(self.kept)}
-'''
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What tells the tier ``URL`` what to do; its module is found by us and by our processes."""
-    made = tmp_path / "tier"
-    made.mkdir()
-    (tmp_path / "harmful.py").write_text(PLUG_IN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
-    return made
-
-
-def url(folder: Path) -> str:
-    return f"harmful:Harmful?folder={folder}"
 
 
 class Shell:
@@ -192,7 +100,7 @@ class Shell:
         return int(self.report["pid"])
 
     def close(self) -> None:
-        self.loop.run_until_complete(close_all([self.tier]))
+        self.loop.run_until_complete(self.tier.close())
         self.loop.close()
         self.arena.close()
 
@@ -578,49 +486,6 @@ def test_a_stopped_tier_keeps_nobody_from_the_next_one(tmp_path: Path, folder: P
             assert tier_of(daemon)["restarts"] == 0, "not because it was killed"
 
 
-def test_what_was_promised_waits_for_the_next_process(tmp_path: Path, folder: Path) -> None:
-    """SIGTERM while a tier has none."""
-    (tmp_path / "disk").mkdir()
-    with running_daemon(tmp_path, tier=[disk(tmp_path / "disk")], stop_s=60) as daemon:
-        assert eventually(lambda: tier_of(daemon).get("up") is True)
-        pid = int(Path(tmp_path / "disk" / "lock").read_text().split()[0])
-        with engine(daemon.socket) as peers:
-            peers[0].lookup("ab")  # its epoch is known
-            os.kill(pid, signal.SIGKILL)
-            assert eventually(lambda: tier_of(daemon)["up"] is False)
-            commit_two(*peers)
-            assert daemon.stop() == 0
-        assert "were not flushed" not in daemon.log(), daemon.log()
-        daemon.start()
-        assert eventually(lambda: tier_of(daemon).get("records") == 2)
-
-
-@pytest.mark.usefixtures("soon")
-def test_what_could_not_be_flushed_is_told(tmp_path: Path, folder: Path) -> None:
-    with running_daemon(tmp_path, tier=[url(folder)], stop_s=0.2) as daemon:
-        (folder / "hold-store").touch()
-        with engine(daemon.socket) as peers:
-            commit_two(*peers)
-            assert eventually((folder / "in-store").exists)
-            assert daemon.stop() == 0
-        assert "2 rows were not flushed" in daemon.log()
-        (folder / "hold-store").unlink()
-
-
-def test_a_signal_to_all_of_a_service_flushes_first(tmp_path: Path, folder: Path) -> None:
-    with running_daemon(tmp_path, tier=[url(folder)], stop_s=60) as daemon:
-        (folder / "hold-store").touch()
-        with engine(daemon.socket) as peers:
-            commit_two(*peers)
-            assert eventually((folder / "in-store").exists)
-            pid = tier_of(daemon)["pid"]
-            for one in (daemon.pid, pid):
-                os.kill(one, signal.SIGTERM)
-            (folder / "hold-store").unlink()
-            assert daemon.wait() == 0
-        assert daemon.log() == ""
-
-
 def test_no_tier_outlives_its_daemon(tmp_path: Path, folder: Path) -> None:
     """Its folder can be had again at once, however busy it was."""
     (tmp_path / "disk").mkdir()
@@ -651,11 +516,3 @@ def test_a_tiers_process_holds_no_session_open(tmp_path: Path, folder: Path) -> 
         links = [os.readlink(fd) for fd in fds.iterdir()]
         assert sum(link.startswith("socket:") for link in links) == 1, links
         assert not any("kvass.sock" in link for link in links)
-
-
-def test_what_a_tiers_process_logs_is_in_the_daemons_log(tmp_path: Path) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        where = f"redis:127.0.0.1:{nobody.getsockname()[1]}"
-        with running_daemon(tmp_path, tier=[where]) as daemon, engine(daemon.socket):
-            assert eventually(lambda: f"WARNING tier {where} is down" in daemon.log())

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
-from kvass.core.effects import FromTier, TierEpoch, TierLoad, TierReport, TierStore, ToTier
+from kvass.core.effects import FromTier, TierLoad, TierReport, TierStore, ToTier
 from kvass.daemon.tier_process.child import Child
 from kvass.daemon.tier_process.frames import FromProcess, Heartbeat, Start, TierNotOpened
 from kvass.daemon.tier_process.health import Health, HealthState
@@ -30,11 +30,7 @@ from kvass.types import DEVICE_S
 
 ROOM: Final = 4096
 """Effects that a process may have unanswered; more fail at once."""
-_HURRY_S: Final = 0.1
-"""The pause before another process while the daemon stops."""
 _TROUBLE_CHARS: Final = 200
-_PROMISED: Final = (TierStore, TierEpoch)
-"""What a daemon that stops waits for."""
 _log = logging.getLogger("kvass.tiers")
 
 Post = Callable[[FromTier | TierReport], None]
@@ -86,9 +82,6 @@ class TierProcess:
         """Heartbeats in a row."""
         self._owed: dict[int, ToTier] = {}
         """What was asked and not answered, by operation."""
-        self._stopping = asyncio.Event()
-        self._kept: list[ToTier] = []
-        """While the daemon stops: what is promised waits here for the next process."""
         self._restarts = 0
         self._fields: dict[str, Any] = {"name": name}
 
@@ -104,23 +97,12 @@ class TierProcess:
 
     def submit(self, effect: ToTier) -> None:
         """Have it done, or refused; its end is posted, never before this returns."""
-        state = self._health.state
-        if state is HealthState.UP and len(self._owed) < ROOM:
+        if self._health.state is HealthState.UP and len(self._owed) < ROOM:
             assert self._child is not None
             self._owed[effect.op] = effect
             self._child.send(effect)
-        elif (
-            self._stopping.is_set()
-            and state in (HealthState.DOWN, HealthState.RETRYING)
-            and isinstance(effect, _PROMISED)
-        ):
-            self._kept.append(effect)
         else:
             self._loop.call_soon(self._post, failure(effect))
-
-    def hurry(self) -> None:
-        """The daemon stops: if there is no process, have one soon, and what is promised waits."""
-        self._stopping.set()
 
     async def close(self) -> None:
         """Hang up, and return when the process has ended: it refuses what is queued, ends what
@@ -137,7 +119,7 @@ class TierProcess:
         trouble = await self._watch(child)
         while True:
             await self._end_process(trouble)
-            await self._pause()
+            await asyncio.sleep(self._health.pause_s)
             self._restarts += 1
             self._health.retry()
             try:
@@ -146,9 +128,6 @@ class TierProcess:
                 trouble = str(error).removeprefix(self._text(""))
                 continue
             _log.warning("%s", self._text("it has a process again"))
-            kept, self._kept = self._kept, []
-            for effect in kept:
-                self.submit(effect)
             trouble = await self._watch(child)
 
     async def _launch(self) -> Child:
@@ -205,9 +184,6 @@ class TierProcess:
         self._child.hang_up()
         ended = await self._child.reaped(0.0)
         owed, self._owed = list(self._owed.values()), {}
-        if self._stopping.is_set():  # asking twice does no harm
-            self._kept = [e for e in owed if isinstance(e, _PROMISED)] + self._kept
-            owed = [e for e in owed if not isinstance(e, _PROMISED)]
         _log.warning(
             "%s; %d operations failed, and another process starts in %g s",
             *(self._text(trouble or ended), len(owed), self._health.pause_s),
@@ -218,15 +194,6 @@ class TierProcess:
                 self._loop.call_later(self._periods.device_s, self._post, failure(effect))
             else:
                 self._post(failure(effect))
-
-    async def _pause(self) -> None:
-        """Until the next attempt; from the daemon's end on not for long."""
-        if self._stopping.is_set():
-            await asyncio.sleep(_HURRY_S)
-        else:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(self._health.retry_at):
-                    await self._stopping.wait()
 
     # ------------------------------------------------------------ what it says, and what is told
 
@@ -250,19 +217,6 @@ class TierProcess:
 
     def _text(self, text: str) -> str:
         return f"tier {self._start.name}: {text}"
-
-
-async def open_all(tiers: Sequence[TierProcess], post: Post) -> None:
-    """Open them at the same time. Raises the first one's ``ConfigError``."""
-    results = await asyncio.gather(*(tier.open(post) for tier in tiers), return_exceptions=True)
-    for error in results:
-        if error is not None:
-            raise error
-
-
-async def close_all(tiers: Sequence[TierProcess]) -> None:
-    """Close them at the same time."""
-    await asyncio.gather(*(tier.close() for tier in tiers))
 
 
 def _raise_its_error(task: asyncio.Task[None]) -> None:
