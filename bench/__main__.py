@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str]) -> int:
     """The same, but raises ``KvassError``."""
     parser = shipped.flags("python -m bench")
+    parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
     parser.add_argument("--gpu", action="store_true", help="measure copies to and from this GPU")
     args = shipped.parse(parser, argv)
     if args.gpu:

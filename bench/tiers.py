@@ -3,9 +3,12 @@
 Law of this file: nothing of the user's is touched. A disk is measured in a new folder inside of the
 one that is named, a server under a prefix of its own, and neither outlives the measuring.
 
-What the names mean, besides those of ``kvass.cli.bench.tiers``. Every one is there twice: for rows
-of 32 MiB (8 MiB where there is a server), and with ``_small`` for rows of 1 MiB.
+What the names mean. Every one is there twice: for rows of 32 MiB (a chunk of Llama-8B; 8 MiB where
+there is a server), and with ``_small`` for rows of 1 MiB.
 
+- ``disk_write_vs_raw``, ``disk_read_vs_raw``: storing and loading 512 MiB in the tier, which is
+  full and evicts, against writing and reading as much of a fallocated file beside it, past the page
+  cache (``direct_io``), with as many threads.
 - ``redis_put_vs_client``, ``redis_get_vs_client``: against ``set`` and ``get`` of redis-py, one
   value after the other; ``s3_...`` (``gcs_``, ``azure_``): against obstore's ``put`` and ``get``,
   from as many threads as the tier has connections; ``mooncake_put_vs_own``,
@@ -31,13 +34,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from bench import counterparts
+from bench import counterparts, records
 from bench.flood import QUEUE_BYTES, Flood
 from bench.pressure import measure_pressure
 from bench.promotion import find, measure_promotion
 from bench.rows import Rows, flushed, wait_tier
 from kvass._version import __version__
-from kvass.cli.bench import tiers as shipped
 from kvass.cli.bench.rig import WIDTH, add, fresh_name, say, shared_memory, start_daemon
 from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
@@ -48,7 +50,7 @@ from kvass.types import PAGE, Size
 class Plan(msgspec.Struct, frozen=True):
     """How much of it."""
 
-    sizes: shipped.Sizes
+    sizes: records.Sizes
     tier_bytes: int
     """What a disk may take while a daemon is measured."""
     flood_bytes: int
@@ -57,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True):
     load_s: float = 8.0
 
 
-DISK: Final = Plan(shipped.DISK, 2 << 30, 1 << 40)
+DISK: Final = Plan(records.DISK, 2 << 30, 1 << 40)
 SERVER: Final = Plan((("", 8 << 20, 16), ("_small", 1 << 20, 64)), 0, 1 << 30)
 _SCHEMES: Final = ("disk", "redis", "s3", "gcs", "azure", "mooncake")
 
@@ -71,9 +73,9 @@ def measure_tier(text: str, l1_bytes: int, rounds: int, plan: Plan | None = None
     figures = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
     figures["tier"] = shown(text)
     if url.scheme == "disk":
-        need = plan.tier_bytes + shipped.most_bytes(plan.sizes)
-        with shipped.own_folder(Path(url.where), need) as folder:
-            add(figures, shipped.measure_disk(url, folder, rounds, plan.sizes))
+        need = plan.tier_bytes + records.most_bytes(plan.sizes)
+        with records.own_folder(Path(url.where), need) as folder:
+            add(figures, records.measure_disk(url, folder, rounds, plan.sizes))
             (folder / "tier").mkdir()
             capacity = str(plan.tier_bytes)
             own = TierUrl("disk", str(folder / "tier"), url.options | {"capacity": capacity})
@@ -103,7 +105,7 @@ def _measure_server(url: TierUrl, size: int, count: int, rounds: int) -> dict[st
             if isinstance(other, counterparts.MooncakeLoop):
                 other.forget()
 
-        figures = shipped.measure_records(tier, other, memory.buffer, size, rounds, after_round)
+        figures = records.measure_records(tier, other, memory.buffer, size, rounds, after_round)
         tier.clear()
         return figures
 
@@ -148,7 +150,7 @@ def _measure_promotion(url: TierUrl, rows: Rows, keys: list[bytes], rounds: int)
         gbps = len(keys) * size / took_s / 1e9
         return {f"promote_{len(keys)}_rows_gbps": gbps, "bytes_equal": same}
     threads = int(url.options.get("threads", "4"))
-    raw = shipped.RawFile(Path(url.where).with_name("raw"), size, len(keys), threads)
+    raw = records.RawFile(Path(url.where).with_name("raw"), size, len(keys), threads)
     try:
         noise = np.random.default_rng(1).integers(0, 256, size + PAGE, np.uint8)
         raw.put([noise[-noise.ctypes.data % PAGE :][:size]] * len(keys))
@@ -195,4 +197,4 @@ def _opened(url: TierUrl, ending: ExitStack) -> Tier:
 
 
 def _text(url: TierUrl) -> str:
-    return shipped.spelled(url.scheme, url.where, url.options)
+    return records.spelled(url.scheme, url.where, url.options)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench import tiers
@@ -15,11 +17,15 @@ from bench.__main__ import main
 from bench.flood import Flood
 from bench.flood import main as flood
 from bench.promotion import promote
+from bench.records import RawFile, measure_records
 from bench.rows import Rows, flushed, wait_tier
 from bench.tiers import Plan, measure_tier
 from kvass.cli.bench.rig import WIDTH
-from kvass.errors import Unavailable
+from kvass.errors import TierDown, Unavailable
 from kvass.testing.daemon import running_daemon
+from kvass.tiers.base import Buffer
+from kvass.tiers.buffers import page_buffer
+from kvass.tiers.disk import DiskTier
 from tests.support.servers.mooncake import MooncakeServer
 from tests.support.servers.redis import RedisServer
 from tests.support.servers.s3 import S3Server, credentials
@@ -96,6 +102,56 @@ def test_mooncake() -> None:
 # ---------------------------------------------------------------- negative controls
 
 
+class Forgetful:
+    """A disk tier that breaks one promise."""
+
+    def __init__(self, tier: DiskTier, fault: str) -> None:
+        self._tier, self._fault = tier, fault
+
+    def store(self, keys: list[bytes], data: Any) -> list[bool]:
+        kept = self._tier.store(keys, data)
+        return [*kept[:-1], False] if self._fault == "store" else kept
+
+    def load(self, keys: list[bytes], into: Any) -> list[bool]:
+        found = self._tier.load(keys, into)
+        if self._fault == "bytes":
+            into[1][0][77] ^= 1
+        return [*found[:-1], False] if self._fault == "load" else found
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[tuple[DiskTier, RawFile, Buffer]]:
+    (folder := tmp_path / "tier").mkdir()
+    tier, raw = DiskTier(folder, 16 << 20), RawFile(tmp_path / "raw", 8192, 4, 2)
+    yield tier, raw, page_buffer(8 * 8192)
+    tier.close()
+    raw.close()
+
+
+@pytest.mark.parametrize("fault", ["", "store", "load", "bytes"])
+def test_a_tier_that_cheats_gets_no_figures(
+    fault: str, parts: tuple[DiskTier, RawFile, Buffer]
+) -> None:
+    tier, raw, memory = parts
+    mine: Any = Forgetful(tier, fault)
+    if fault in ("store", "load"):
+        with pytest.raises(TierDown, match="3 of 4 records"):
+            measure_records(mine, raw, memory, 8192, 1)
+    else:
+        assert measure_records(mine, raw, memory, 8192, 1)["bytes_equal"] is (not fault)
+
+
+def test_the_raw_file_gives_back_what_was_put(parts: tuple[DiskTier, RawFile, Buffer]) -> None:
+    _, raw, memory = parts
+    rows = [*memory.reshape(8, 8192)]
+    for number in range(3):
+        for i, row in enumerate(rows[:4]):
+            row[:] = 10 * number + i
+        raw.put(rows[:4])
+        raw.get(rows[4:])
+        assert all(np.array_equal(a, b) for a, b in zip(rows[:4], rows[4:], strict=True))
+
+
 def test_a_promotion_that_is_none_is_told(tmp_path: Path) -> None:
     """Rows that L1 still has would be promoted in no time."""
     (tmp_path / "disk").mkdir()
@@ -135,6 +191,9 @@ def test_a_load_that_cannot_be_says_why(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["--tier", "floppy:/a"], "unknown scheme 'floppy'", 2),
         (["--tier", "disk"], "write SCHEME:WHERE", 2),
+        (["--tier", "disk:/nowhere/at/all"], "/nowhere/at/all: No such file", 2),
+        (["--tier", "disk:/proc"], "/proc: ", 2),
+        (["--tier", "disk:{tmp}?threads=many"], "threads: ", 2),
         (["--tier", "my.module:Tier"], "bench knows disk, redis", 2),
         (["--tier", "redis:127.0.0.1:1"], "redis:127.0.0.1:1: ", 1),
         (["--tier", "disk:{tmp}", "--rounds", "1"], "use 7 or more", 2),
@@ -148,4 +207,13 @@ def test_bad_flags_get_one_line(
     (error,) = [line for line in lines if not line.startswith("measuring")]
     assert error.startswith("bench: ")
     assert says in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tiers, "DISK", Plan(SIZES, 1 << 60, 0))
+    assert main(["--tier", f"disk:{tmp_path}"]) == 2
+    assert "bench needs" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -5,11 +5,8 @@ memory, and moves the right bytes. What a device makes of the same calls only a 
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,7 @@ import pytest
 import torch
 
 from bench.gpu import torch_device
-from bench.gpu.torch_device import TorchDevice, open_device
+from bench.gpu.torch_device import TorchDevice
 from kvass.errors import ConfigError
 from kvass.transfer.base import U8Array
 from kvass.transfer.runtime import Batch, Kind, Region, Stream
@@ -40,19 +37,6 @@ class Cuda:
         def synchronize(self) -> None:
             self.waited += 1
 
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = time.perf_counter()
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, other: Cuda.Event) -> float:
-            return (other.at - self.at) * 1000
-
     def ExternalStream(self, handle: int, device: str) -> tuple[int, str]:  # noqa: N802 - torch's
         return handle, device
 
@@ -69,14 +53,8 @@ class Cuda:
     def mem_get_info(self, device: str) -> tuple[int, int]:
         return 3 << 30, 8 << 30
 
-    def get_device_name(self, device: str) -> str:
-        return "a GPU"
-
     def empty_cache(self) -> None:
         self.asked.append("empty_cache")
-
-    def _sleep(self, cycles: int) -> None:
-        assert self.inside
 
 
 @pytest.fixture
@@ -151,25 +129,3 @@ def test_plain_copies_go_each_way_on_streams_of_their_own(device: TorchDevice, c
     assert plain._ends["load"][0].sum() == 100
     assert len(set(cuda.streams)) == 2
     assert [stream.waited for stream in plain._streams.values()] == [2, 1]
-
-
-def test_products_are_timed(device: TorchDevice, cuda: Cuda) -> None:
-    assert 0 < device.compute(3) < 60
-    assert not cuda.inside
-
-
-def test_facts(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0"))
-    facts = device.facts()
-    assert set(facts) == {"gpu", "cuda", "torch", "triton"}
-    assert facts["triton"] == "3.6.0"
-
-
-def test_a_device_is_opened(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[int] = []
-    monkeypatch.setattr(torch_device, "load_driver", lambda: object())
-    monkeypatch.setattr(torch_device, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch_device, "open_runtime", lambda index: opened.append(index))
-    monkeypatch.setattr(torch_device, "TorchDevice", lambda runtime, where: where)
-    assert open_device(3) == "cuda:3"  # type: ignore[comparison-overlap]
-    assert opened == [3]

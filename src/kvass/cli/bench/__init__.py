@@ -2,7 +2,6 @@
 
 It starts a daemon of its own. Bytes are compared after every load (exit status 1 if they differ),
 hits are counted, and every ratio is the median over rounds in which both sides alternate.
-``--tier URL`` measures a tier instead: see ``tiers``.
 
 What the names mean:
 
@@ -27,7 +26,6 @@ from kvass._version import __version__
 from kvass.cli.bench.copies import measure_copies
 from kvass.cli.bench.lookups import measure_lookups
 from kvass.cli.bench.rig import add, say, start_daemon, table
-from kvass.cli.bench.tiers import measure_tier
 from kvass.config import Parser, Size
 from kvass.errors import ConfigError
 
@@ -37,10 +35,7 @@ MIN_ROUNDS = 7
 def run(argv: Sequence[str]) -> int:
     """Measure and print; the exit status is 1 if loaded bytes differed from stored ones."""
     args = parse(flags("kvass bench"), argv)
-    if args.tier is not None:
-        figures = measure_tier(args.tier, args.rounds)
-    else:
-        figures = measure(args.l1_size, args.rounds)
+    figures = measure(args.l1_size, args.rounds)
     print(json.dumps(figures) if args.json else table(figures))
     return 0 if figures["bytes_equal"] else 1
 
@@ -49,7 +44,6 @@ def flags(prog: str) -> Parser:
     """The command's flags."""
     parser = Parser(prog=prog, description="measure this machine, against memcpy")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
     parser.add_argument(
         "--l1-size", default="3GiB", type=_size, metavar="SIZE", help="of the daemon (3GiB)"
     )

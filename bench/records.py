@@ -1,15 +1,4 @@
-"""``kvass bench --tier disk:PATH``: a tier on a disk, against the raw disk.
-
-Nothing of the user's is touched: the tier and the raw file are in a new folder inside of the one
-that is named, which is gone afterwards.
-
-What the names mean. Every one is there twice: for records of 32 MiB (a chunk of Llama-8B), and with
-``_small`` for records of 1 MiB.
-
-- ``disk_write_vs_raw``, ``disk_read_vs_raw``: storing and loading 512 MiB in the tier, which is
-  full and evicts, against writing and reading as much of a fallocated file beside it, past the page
-  cache (``direct_io``), with as many threads.
-"""
+"""A tier in this process, against the same bytes without it: a raw file, or a server's library."""
 
 from __future__ import annotations
 
@@ -28,11 +17,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from kvass._version import __version__
 from kvass.cli.bench.rig import WIDTH, add, ratio, say, seconds, shared_memory
 from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import Buffer, Tier
-from kvass.tiers.url import TierUrl, open_tier, parse_tier_url, shown
+from kvass.tiers.url import TierUrl, open_tier
 from kvass.transfer.base import U8Array
 from kvass.types import PAGE, Size
 
@@ -55,16 +43,6 @@ class Counterpart(Protocol):
     def put(self, data: Sequence[Buffer]) -> None: ...
 
     def get(self, into: Sequence[Buffer]) -> None: ...
-
-
-def measure_tier(text: str, rounds: int, sizes: Sizes = DISK) -> dict[str, Any]:
-    """All figures, by the names in this module's docstring. Raises ``KvassError``."""
-    url = parse_tier_url(text)
-    if url.scheme != "disk":
-        raise ConfigError(f"tier {shown(text)!r}: this measures tiers on a disk: disk:PATH")
-    figures = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
-    with own_folder(Path(url.where), most_bytes(sizes)) as folder:
-        return figures | {"tier": shown(text)} | measure_disk(url, folder, rounds, sizes)
 
 
 def measure_disk(url: TierUrl, folder: Path, rounds: int, sizes: Sizes) -> dict[str, Any]:
