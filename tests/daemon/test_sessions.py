@@ -24,8 +24,6 @@ from kvass.messages import (
     Commit,
     Error,
     HandedOver,
-    Hello,
-    Lookup,
     Ping,
     Pong,
     Release,
@@ -33,7 +31,7 @@ from kvass.messages import (
     Welcome,
 )
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.types import MAX_RANKS, Limits
+from kvass.types import Limits
 from kvass.wire import framing
 from tests.support.wire.raw_session import RawSession, engine
 
@@ -106,57 +104,6 @@ def test_stream_that_ends_inside_a_frame_is_told_and_counted(
         (error,) = peer.rest()
         assert isinstance(error, Error)
         assert "inside a frame" in error.text
-
-
-def test_replayed_and_foreign_messages_are_typed_errors(
-    shared: Daemon, bystander: RawSession
-) -> None:
-    with RawSession(shared.socket).greet() as peer:
-        assert peer.ask(Hello(clock_s=time.monotonic()), Error).code == "bad_message"
-        assert peer.ask(Lookup(request="r", digests=b"aaaa"), Error).code == "not_registered"
-    with engine(shared.socket, "one") as (scheduler, worker), engine(shared.socket, "two") as two:
-        boot = worker.welcome.boot
-        reservation = scheduler.reserve("r").grants[0].reservation
-        for commit, code in [
-            (Commit(boot=boot, reservation=reservation), "not_yours"),
-            (Commit(boot=boot, reservation=2**40), "unknown_reservation"),
-            (Commit(boot=b"x" * 16, reservation=reservation), "wrong_boot"),
-        ]:
-            two[1].channel.send(commit)
-            assert two[1].next(Error).code == code
-        worker.channel.send(Commit(boot=boot, reservation=reservation, rank=5))
-        assert worker.next(Error).code == "bad_rank"
-        for _ in range(2):  # a replayed commit changes nothing
-            worker.channel.send(Commit(boot=boot, reservation=reservation))
-        worker.ask(Ping(), Pong)
-        assert scheduler.ask(Clear(), Cleared).rows == 1
-
-
-def test_impossible_ranks_and_versions(shared: Daemon, bystander: RawSession) -> None:
-    with RawSession(shared.socket).greet() as peer:
-        for rank, ranks in [(-2, 1), (1, 1), (0, 0), (0, MAX_RANKS + 1)]:
-            with pytest.raises(AssertionError, match="bad_rank"):
-                peer.register("ranks", rank, ranks=ranks)
-        peer.register("ranks")
-    with (
-        RawSession(shared.socket) as peer,
-        pytest.raises(AssertionError, match="incompatible_version"),
-    ):
-        peer.greet(protocol_min=9, protocol_max=12)
-    with (
-        RawSession(shared.socket) as peer,
-        pytest.raises(AssertionError, match="incompatible_clock"),
-    ):
-        peer.greet(clock_s=time.monotonic() + 1e6)
-
-
-def test_a_rank_that_contradicts_its_instance(shared: Daemon, bystander: RawSession) -> None:
-    with RawSession(shared.socket).greet() as peer, RawSession(shared.socket).greet() as other:
-        peer.register("contrary", 0, ranks=2)
-        with pytest.raises(AssertionError, match=r"contradiction.*chunk_tokens"):
-            other.register("contrary", 1, ranks=2, chunk_tokens=32)
-        with pytest.raises(AssertionError, match="rank_taken"):
-            other.register("contrary", 0, ranks=2)
 
 
 @settings(max_examples=60)

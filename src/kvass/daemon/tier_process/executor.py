@@ -8,8 +8,8 @@ bulk loads, and no load behind stores. Questions for epochs have one thread, so 
 is set between reading one and setting it. Each kind also has its own ``Health``, so that a disk
 that has become read-only still serves; epochs share that of probes.
 
-An exception from the tier is a failure of that kind of work. A call that runs for too long, unless
-it is a clear, makes all kinds suspect until it returns: what is queued fails.
+An exception from the tier is a failure of that kind of work. While a call runs for too long, unless
+it is a clear, the tier is asked nothing more, and what is queued fails.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ class Executor:
         """Guards what follows, and is held for no longer than it takes to change it."""
         self._running: dict[int, float] = {}
         """Thread -> since when it is in a call that should not take long."""
-        self._overdue = False
         self._errors = self._refused = 0
         self._trouble = ""
         self._logged: set[type[BaseException]] = set()
@@ -122,8 +121,8 @@ class Executor:
         work = self._kind_of[type(effect)]
         with self._lock:
             now = self._clock()
-            self._find_overdue(now)
-            accepted = work.health.accepts(now) and not self._closed
+            overdue = self._has_overdue(now)
+            accepted = not overdue and work.health.accepts(now) and not self._closed
             if accepted:
                 work.queue.append(effect)
                 work.pool.submit(self._do_next, work)
@@ -139,7 +138,7 @@ class Executor:
             if not work.queue:  # it was refused since
                 return
             effect, now = work.queue.popleft(), self._clock()
-            begun = work.health.begin(now)
+            begun = None if self._has_overdue(now) else work.health.begin(now)
             if begun is not None and not isinstance(effect, TierClear):
                 # A clear takes as long as there are records, and the tier serves meanwhile.
                 self._running[thread] = now
@@ -189,19 +188,14 @@ class Executor:
 
     # ------------------------------------------------------------ what is overdue, and reports
 
-    def _find_overdue(self, now: float) -> bool:
+    def _has_overdue(self, now: float) -> bool:
         """Whether a call runs for too long. The caller has the lock."""
-        overdue = any(now - since > self._slow_s for since in self._running.values())
-        if overdue is not self._overdue:
-            self._overdue = overdue
-            for work in self._kinds:
-                work.health.overdue = overdue
-        return overdue
+        return any(now - since > self._slow_s for since in self._running.values())
 
     def _watch(self) -> None:
         while not self._closed:
             with self._lock:
-                overdue = self._find_overdue(self._clock())
+                overdue = self._has_overdue(self._clock())
             if overdue:
                 self._refuse_queued()
             self._report(overdue)
@@ -212,7 +206,8 @@ class Executor:
         """Log that the tier went down or is back, and post its report if that has changed."""
         fields = self._report_of_tier()
         with self._lock:
-            up = all(work.health.state is HealthState.UP for work in self._kinds)
+            healthy = all(work.health.state is HealthState.UP for work in self._kinds)
+            up = healthy and not overdue
             trouble = f"a call has been running for more than {self._slow_s:g} s"
             fields |= {
                 "name": self._name,

@@ -80,6 +80,8 @@ class TierProcess:
         self._supervision: asyncio.Task[None] | None = None
         self._unanswered = 0
         """Heartbeats in a row."""
+        self._silent = False
+        """Too many: it is asked nothing more."""
         self._owed: dict[int, ToTier] = {}
         """What was asked and not answered, by operation."""
         self._restarts = 0
@@ -97,7 +99,8 @@ class TierProcess:
 
     def submit(self, effect: ToTier) -> None:
         """Have it done, or refused; its end is posted, never before this returns."""
-        if self._health.state is HealthState.UP and len(self._owed) < ROOM:
+        up = self._health.state is HealthState.UP and not self._silent
+        if up and len(self._owed) < ROOM:
             assert self._child is not None
             self._owed[effect.op] = effect
             self._child.send(effect)
@@ -167,7 +170,7 @@ class TierProcess:
 
     def _suspect(self) -> None:
         """Ask it nothing more; what it was asked and uses no slot ends."""
-        self._health.overdue = True
+        self._silent = True
         self._report_down("its process does not answer")
         _log.warning("%s", self._text("its process does not answer"))
         questions = [e for e in self._owed.values() if not isinstance(e, TierLoad | TierStore)]
@@ -178,7 +181,7 @@ class TierProcess:
     async def _end_process(self, trouble: str) -> None:
         """See that the process is dead; then what it owes ends."""
         assert self._child is not None
-        self._health.overdue = False
+        self._silent = False
         self._health.failed(self._loop.time())
         self._report_down(trouble or "its process ends")
         self._child.hang_up()
@@ -199,8 +202,8 @@ class TierProcess:
 
     def _heard(self, message: FromProcess) -> None:
         self._unanswered = 0
-        if self._health.overdue:
-            self._health.overdue = False
+        if self._silent:
+            self._silent = False
             _log.warning("%s", self._text("its process answers again"))
             self._report(self._fields)
         if isinstance(message, TierReport):
