@@ -14,13 +14,11 @@ from dataclasses import asdict
 from kvass._version import __version__
 from kvass.cli.doctor.checks import CHECKS, Finding
 from kvass.cli.doctor.machine import examine
-from kvass.config import Parser, Size, add_flags, default_socket, load, memory_bytes
-from kvass.errors import ConfigError
-from kvass.wire.framing import one_line
+from kvass.config import Parser, add_flags, load
 
 
 def run(argv: list[str]) -> int:
-    """Look, and print what was seen. Raises ``ConfigError`` for a flag that is none."""
+    """Look, and print what was seen. Raises ``ConfigError`` for what ``kvass serve`` refuses."""
     parser = Parser(
         prog="kvass doctor",
         description="Show what kvass finds on this machine, as whoever asks: ask as the user, in "
@@ -30,7 +28,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = vars(parser.parse_args(argv))
     as_json = options.pop("json")
-    machine = examine(*wanted(options, os.environ), os.environ)
+    config = load(options, os.environ)
+    machine = examine(config.l1_size, config.socket, os.environ)
     findings = {name: check(machine) for name, check in CHECKS.items()}
     serves = all(finding.level != "error" for finding in findings.values())
     if as_json:
@@ -39,26 +38,6 @@ def run(argv: list[str]) -> int:
     else:
         print("\n".join(table(findings)))
     return 0 if serves else 1
-
-
-def wanted(
-    options: Mapping[str, str | None], environment: Mapping[str, str]
-) -> tuple[int, str, str]:
-    """Size and socket that ``kvass serve`` would be given, and why it would refuse them.
-
-    That it would is a finding, so that all else is looked at too; but a flag that is no size
-    raises ``ConfigError``.
-    """
-    try:
-        given = options["l1_size"] and Size.parse(options["l1_size"])
-    except ValueError as error:
-        raise ConfigError(f"--l1-size: {error}") from error
-    try:
-        config = load(options, environment)
-    except ConfigError as error:
-        socket = options["socket"] or environment.get("KVASS_SOCKET") or default_socket()
-        return given or memory_bytes() // 4, socket, one_line(str(error))
-    return config.l1_size, config.socket, ""
 
 
 def table(findings: Mapping[str, Finding]) -> Iterator[str]:

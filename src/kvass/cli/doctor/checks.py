@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from kvass._version import TESTED_VLLM, __version__
 from kvass.cli.doctor.driver import run_python
-from kvass.cli.doctor.machine import MOONCAKE, Machine, socket_trouble
+from kvass.cli.doctor.machine import MOONCAKE, Machine
 from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
@@ -73,13 +73,6 @@ def shown(size: float | None) -> str:
 # ---------------------------------------------------------------- can a daemon serve
 
 
-def configuration(m: Machine) -> Finding:
-    if m.refusal:
-        return error(m.refusal, NOTHING, do="correct what it names")
-    found = f"l1_size {Size(m.l1_bytes)}, socket {m.socket}"
-    return ok(found, "by `kvass serve` with the same flags and environment")
-
-
 def system(m: Machine) -> Finding:
     kernel = m.text("proc/sys/kernel/osrelease")
     found = f"Linux {kernel} {platform.machine()}, Python {platform.python_version()}"
@@ -114,14 +107,12 @@ def memory(m: Machine) -> Finding:
         f"{shown(total)} in the machine, container's limit "
         f"{shown(limit) if limit or not known else 'none'}, {shown(room)} available"
     )
-    ceiling = min((most for most in (total, limit) if most is not None), default=m.l1_bytes)
-    if m.l1_bytes > ceiling:
-        why = "the machine has" if ceiling == total else "its container may use"
+    if limit is not None and m.l1_bytes > limit:
         return error(
-            f"{found}: l1_size {size} is more than {why}",
+            f"{found}: l1_size {size} is more than the container may use",
             NOTHING,
-            "it would be refused at start, or killed while it fills the arena",
-            f"kvass serve --l1-size {_half(ceiling)}, or raise the container's limit",
+            "it would be killed while it fills the arena",
+            f"kvass serve --l1-size {_half(limit)}, or raise the container's limit",
         )
     if m.daemon is not None:
         used = f"{shown(m.daemon.get('l1_capacity_bytes', 0))} by the daemon that answers"
@@ -211,8 +202,6 @@ def daemon(m: Machine) -> Finding:
             "what only one of them knows",
             "restart the daemon with the newer kvass",
         )
-    if trouble := socket_trouble(m.socket):
-        return error(trouble, NOTHING, do="choose another --socket, or make it possible")
     uncached = "engines run uncached until a daemon answers"
     if m.daemon_trouble:
         do = "start kvass doctor as the user of the engines; see the daemon's log"
@@ -355,7 +344,6 @@ def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Fi
 
 
 CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
-    "configuration": configuration,
     "system": system,
     "memory": memory,
     "shared memory": shared_memory,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +19,7 @@ import msgspec
 from kvass.arena import memory
 from kvass.cli.doctor.driver import Answer, ask_driver
 from kvass.client.client import Client
-from kvass.config import check_folder
-from kvass.errors import ConfigError, KvassError, Unavailable, UsageError
+from kvass.errors import KvassError, UsageError
 from kvass.types import PAGE
 
 DAEMON_S: Final = 3.0
@@ -37,8 +35,6 @@ class Machine(msgspec.Struct, frozen=True):
 
     l1_bytes: int
     socket: str
-    refusal: str = ""
-    """Why ``kvass serve`` would refuse its configuration."""
     environment: Mapping[str, str] = {}
     root: Path = Path("/")
     """Where proc, sys and dev are."""
@@ -78,13 +74,12 @@ class Machine(msgspec.Struct, frozen=True):
         return any((self.root / "dev" / node).exists() for node in nodes)
 
 
-def examine(l1_bytes: int, socket: str, refusal: str, environment: Mapping[str, str]) -> Machine:
+def examine(l1_bytes: int, socket: str, environment: Mapping[str, str]) -> Machine:
     """Look at this machine."""
     daemon, trouble = ask_daemon(socket)
     return Machine(
         l1_bytes,
         socket,
-        refusal,
         environment,
         arena_trouble=try_arena(l1_bytes),
         daemon=daemon,
@@ -112,24 +107,6 @@ def ask_daemon(socket: str) -> tuple[Mapping[str, Any] | None, str]:
     except KvassError as error:
         absent = isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError)
         return None, "" if absent else str(error)
-
-
-def socket_trouble(path: str) -> str:
-    """Why no daemon could listen at ``path``; empty if one could."""
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        check_folder(path)
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            return f"{path} exists and is no socket"
-    except Unavailable:
-        return ""  # the default folder, which the daemon makes
-    except FileNotFoundError:
-        pass
-    except (ConfigError, OSError) as error:
-        return str(error)
-    if not os.path.isdir(folder):
-        return f"there is no folder {folder}"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"nothing can be made in {folder}"
 
 
 def installed(name: str) -> str:
