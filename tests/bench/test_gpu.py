@@ -229,10 +229,11 @@ def test_pinning_refused_is_no_figure() -> None:
 
 
 def test_a_copy_that_fails_is_no_figure() -> None:
-    for measured in (
+    measures: list[Callable[[FakeDevice], object]] = [
         lambda device: measure_gemm(device, TINY[0], TOKENS, 1),
         lambda device: measure_sweep(device, 1, SWEEP, 1 << 20),
-    ):
+    ]
+    for measured in measures:
         device = FakeDevice()
         device.fake.plans.fail["copy"] = {2}
         with pytest.raises(Unavailable, match="copy failed, as planned"):
