@@ -128,19 +128,8 @@ def shell(url: str, **periods: Any) -> Iterator[Shell]:
         store(2**60, 1, 1),
         TierEpoch(0, 7, bytes(32), 2**64 - 1, renew=True),
         TierClear(1, 8),
-    ],
-)
-def test_what_the_daemon_says_arrives(said: Any) -> None:
-    (got,) = frames.from_daemon().feed(frames.encode(said))
-    assert repr(got) == repr(said)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
         frames.TierOpened(),
         frames.TierNotOpened("no such folder"),
-        frames.Heartbeat(),
         Probed(1, np.array([True, False])),
         Loaded(2, np.array([True]), 0.5),
         Stored(3, np.zeros(0, np.bool_), down=True),
@@ -150,8 +139,9 @@ def test_what_the_daemon_says_arrives(said: Any) -> None:
         TierReport(1, {"up": True, "records": 5, "trouble": "", "rate": 0.5}),
     ],
 )
-def test_what_a_tier_says_arrives(said: Any) -> None:
-    (got,) = frames.from_process().feed(frames.encode(said))
+def test_what_one_says_arrives_at_the_other(said: Any) -> None:
+    hear = frames.from_daemon if isinstance(said, frames.ToProcess) else frames.from_process
+    (got,) = hear().feed(frames.encode(said))
     assert repr(got) == repr(said)
 
 
@@ -255,9 +245,9 @@ def test_nothing_ends_before_the_process_is_dead(
         one.submit(load(1, 9, 1))
         assert one.until((folder / "in-load").exists)
         dead = False
-        assert one.tier._child is not None
-        really = one.tier._child._process.poll
-        monkeypatch.setattr(one.tier._child._process, "poll", lambda: really() if dead else None)
+        assert one.tier._process is not None
+        really = one.tier._process.poll
+        monkeypatch.setattr(one.tier._process, "poll", lambda: really() if dead else None)
         os.kill(one.pid, signal.SIGKILL)
         assert one.until(lambda: one.tier._health.state is HealthState.DOWN)
         one.loop.run_until_complete(asyncio.sleep(0.2))
@@ -288,8 +278,8 @@ def test_one_that_does_not_answer_is_asked_no_more_until_it_does(folder: Path) -
         assert not one.report["up"]
         assert not one.end(load(4, 9, 6)).which.any()
         assert {end.op for end in one.ends} == {0, 3, 4}
-        assert one.tier._child is not None
-        os.kill(one.tier._child._process.pid, signal.SIGCONT)
+        assert one.tier._process is not None
+        os.kill(one.tier._process.pid, signal.SIGCONT)
         assert one.until(lambda: one.report["up"])
         assert one.until(lambda: {end.op for end in one.ends} == {0, 1, 2, 3, 4})
         assert one.end(probe(5, 9, 8)).held.all()
@@ -327,18 +317,6 @@ def test_what_it_has_forked_neither_speaks_for_it_nor_has_the_arena(folder: Path
         assert not one.arena.buffer[5 * PAGE : 6 * PAGE].any()
 
 
-def test_one_that_does_not_open_again_is_killed(folder: Path) -> None:
-    with shell(url(folder)) as one:
-        one.periods.open_s = one.periods.open_warning_s = 0.2
-        (folder / "hold-open").touch()
-        os.kill(one.pid, signal.SIGKILL)
-        trouble = "not open after 0.2 s; is its store well?"
-        assert one.until(lambda: one.report.get("trouble") == trouble)
-        (folder / "hold-open").unlink()
-        one.periods.open_s = WAIT_S
-        assert one.until(lambda: one.report["up"])
-
-
 def test_one_that_does_not_open_at_first_is_refused(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -359,8 +337,8 @@ def test_a_call_that_hangs_keeps_no_process_from_leaving(folder: Path) -> None:
         (folder / "hold-load").touch()
         one.submit(load(1, 9, 1))
         assert one.until((folder / "in-load").exists)
-    assert one.tier._child is not None
-    assert one.tier._child._process.returncode == 0, "it ended by itself"
+    assert one.tier._process is not None
+    assert one.tier._process.returncode == 0, "it ended by itself"
     assert not (folder / "closed").exists()
 
 
@@ -375,14 +353,23 @@ def test_secrets_in_the_environment_stay_with_the_daemon(
         assert b"one" in said, "ps tells which tier it is"
 
 
-def test_one_that_cannot_be_opened_again_is_tried_again(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "trouble"),
+    [("shut", "shut"), ("hold-open", "not open after 0.2 s; is its store well?")],
+)
+def test_one_that_cannot_be_opened_again_is_tried_again(
+    file: str, trouble: str, folder: Path
+) -> None:
     with shell(url(folder)) as one:
-        (folder / "shut").touch()
+        (folder / file).touch()
+        one.periods.open_s = 0.2 if file == "hold-open" else WAIT_S
+        one.periods.open_warning_s = 0.2
         os.kill(one.pid, signal.SIGKILL)
-        assert one.until(lambda: one.report.get("trouble") == "shut")
+        assert one.until(lambda: one.report.get("trouble") == trouble)
         assert not one.report["up"]
         assert one.end(store(1, 9, 1)).down
-        (folder / "shut").unlink()
+        (folder / file).unlink()
+        one.periods.open_s = WAIT_S
         assert one.until(lambda: one.report["up"])
         assert one.end(store(2, 9, 1)).which.all()
 
@@ -442,30 +429,6 @@ def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> No
         peers[1].channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
         assert eventually(lambda: tier_of(daemon)["kept"] == 2), "it serves again"
         assert daemon.stop() == 0
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_dead_tiers_loads_do_not_wait_for_the_grace_of_engines(
-    tmp_path: Path, folder: Path
-) -> None:
-    """What is LOADING blocks its keys."""
-    (folder / "boast").touch()
-    (folder / "hold-load").touch()
-    with (
-        running_daemon(tmp_path, tier=[url(folder)], dma_grace_s=3600) as daemon,
-        engine(daemon.socket) as (scheduler, _),
-    ):
-        assert eventually(lambda: scheduler.lookup("ab").chunks == 0 and loading(daemon) == 2)
-        assert not scheduler.reserve("ab").grants[0].chunks
-        assert eventually((folder / "in-load").exists)
-        os.kill(tier_of(daemon)["pid"], signal.SIGKILL)
-        assert eventually(lambda: loading(daemon) == 0)
-        assert scheduler.reserve("ab").grants[0].chunks == (0, 1)
-    (folder / "hold-load").unlink()
-
-
-def loading(daemon: Daemon) -> int:
-    return int(daemon.status()["rows_loading"])
 
 
 @pytest.mark.usefixtures("soon")

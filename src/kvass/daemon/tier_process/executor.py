@@ -25,16 +25,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from kvass.core.effects import (
-    FromTier,
-    TierClear,
-    TierEpoch,
-    TierLoad,
-    TierProbe,
-    TierReport,
-    TierStore,
-    ToTier,
-)
+from kvass.core import effects
+from kvass.core.effects import FromTier, TierReport, ToTier
 from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import failure, perform
 from kvass.errors import TierDown
@@ -89,11 +81,11 @@ class Executor:
         load, store = _Work("load", 4, 5, loading), _Work("store", 2, 10, storing)
         self._kinds = ask, note, load, store
         self._kind_of: dict[type[ToTier], _Work] = {
-            TierProbe: ask,
-            TierEpoch: note,
-            TierLoad: load,
-            TierStore: store,
-            TierClear: store,
+            effects.TierProbe: ask,
+            effects.TierEpoch: note,
+            effects.TierLoad: load,
+            effects.TierStore: store,
+            effects.TierClear: store,
         }
         self._lock = threading.Lock()
         """Guards what follows, and is held for no longer than it takes to change it."""
@@ -139,7 +131,7 @@ class Executor:
                 return
             effect, now = work.queue.popleft(), self._clock()
             begun = None if self._has_overdue(now) else work.health.begin(now)
-            if begun is not None and not isinstance(effect, TierClear):
+            if begun is not None and not isinstance(effect, effects.TierClear):
                 # A clear takes as long as there are records, and the tier serves meanwhile.
                 self._running[thread] = now
         if begun is None:

@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
 from kvass.core.effects import FromTier, TierLoad, TierReport, TierStore, ToTier
-from kvass.daemon.tier_process.child import Child
-from kvass.daemon.tier_process.frames import FromProcess, Heartbeat, Start, TierNotOpened
+from kvass.daemon.tier_process import frames
+from kvass.daemon.tier_process.child import reaped, spawn
 from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import failure
-from kvass.errors import ConfigError
+from kvass.errors import ConfigError, FrameError
 from kvass.types import DEVICE_S
 
 ROOM: Final = 4096
 """Effects that a process may have unanswered; more fail at once."""
+_READ_BYTES: Final = 256 << 10
 _TROUBLE_CHARS: Final = 200
 _log = logging.getLogger("kvass.tiers")
 
@@ -71,12 +74,13 @@ class TierProcess:
         periods: Periods | None = None,
     ) -> None:
         self._periods = p = periods or Periods()
-        self._start = Start(number, url, name, arena_bytes, p.close_s)
+        self._start = frames.Start(number, url, name, arena_bytes, p.close_s)
         self._arena_fd = arena_fd
         self._health = Health(
             p.first_pause_s, p.longest_pause_s, p.longest_pause_s, HealthState.RETRYING
         )
-        self._child: Child | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._unanswered = 0
         """Heartbeats in a row."""
@@ -93,17 +97,15 @@ class TierProcess:
         Raises ``ConfigError`` if it cannot be opened.
         """
         self._loop, self._post = asyncio.get_running_loop(), post
-        child = await self._launch()
-        self._supervision = asyncio.create_task(self._supervise(child))
-        self._supervision.add_done_callback(_raise_its_error)
+        hears = await self._launch()
+        self._supervision = _task(self._supervise(hears))
 
     def submit(self, effect: ToTier) -> None:
         """Have it done, or refused; its end is posted, never before this returns."""
         up = self._health.state is HealthState.UP and not self._silent
         if up and len(self._owed) < ROOM:
-            assert self._child is not None
             self._owed[effect.op] = effect
-            self._child.send(effect)
+            self._send(effect)
         else:
             self._loop.call_soon(self._post, failure(effect))
 
@@ -112,58 +114,66 @@ class TierProcess:
         runs and closes the tier. One that takes too long is killed."""
         if self._supervision is not None:
             self._supervision.cancel()
-        if self._child is not None:
-            self._child.hang_up()
-            await self._child.reaped(self._periods.close_s + self._periods.end_s)
+        if self._process is not None:
+            self._hang_up()
+            await reaped(self._process, self._periods.close_s + self._periods.end_s)
 
     # ------------------------------------------------------------ one process after another
 
-    async def _supervise(self, child: Child) -> None:
-        trouble = await self._watch(child)
+    async def _supervise(self, hears: asyncio.Task[None]) -> None:
+        trouble = await self._watch(hears)
         while True:
             await self._end_process(trouble)
             await asyncio.sleep(self._health.pause_s)
             self._restarts += 1
             self._health.retry()
             try:
-                child = await self._launch()
+                hears = await self._launch()
             except ConfigError as error:
                 trouble = str(error).removeprefix(self._text(""))
                 continue
             _log.warning("%s", self._text("it has a process again"))
-            trouble = await self._watch(child)
+            trouble = await self._watch(hears)
 
-    async def _launch(self) -> Child:
-        """Start a process, and return when its tier is open. Raises ``ConfigError``."""
-        try:
-            child = self._child = await Child.start(self._start, self._arena_fd, self._heard)
-        except OSError as error:
-            raise ConfigError(self._text(f"no process: {error.strerror}")) from error
+    async def _launch(self) -> asyncio.Task[None]:
+        """Start a process; when its tier is open, return the task that hears it until it hangs up.
+
+        Raises ``ConfigError``.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = spawn(theirs.fileno(), self._arena_fd, self._start.name)
+            except OSError as error:
+                ours.close()
+                raise ConfigError(self._text(f"no process: {error.strerror}")) from error
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._send(self._start)
+        messages = _messages(reader)
+        first = asyncio.ensure_future(anext(messages, None))
         deadline = self._loop.time() + self._periods.open_s
-        while not (await asyncio.wait([child.first], timeout=self._periods.open_warning_s))[0]:
+        while not (await asyncio.wait([first], timeout=self._periods.open_warning_s))[0]:
             if self._loop.time() > deadline:
                 text = f"not open after {self._periods.open_s:g} s; is its store well?"
                 raise ConfigError(self._text(text))
             _log.warning("%s", self._text("still opening"))
-        first = child.first.result()
-        if first is None:
-            ended = await child.reaped(self._periods.end_s)
+        said = first.result()
+        if said is None:
+            ended = await reaped(self._process, self._periods.end_s)
             raise ConfigError(self._text(f"{ended}; see above"))
-        if isinstance(first, TierNotOpened):
-            raise ConfigError(first.why)
+        if isinstance(said, frames.TierNotOpened):
+            raise ConfigError(said.why)
         self._health.succeeded(self._loop.time())
-        return child
+        return _task(self._hear(messages))
 
-    async def _watch(self, child: Child) -> str:
+    async def _watch(self, hears: asyncio.Task[None]) -> str:
         """Return when it has hung up (empty), or has to be killed (why)."""
         self._unanswered = 0
         while self._unanswered < self._periods.kill_after:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._periods.heartbeat_s):
-                    await child.hung_up.wait()
+            if (await asyncio.wait([hears], timeout=self._periods.heartbeat_s))[0]:
                 return ""
             self._unanswered += 1
-            child.send(Heartbeat())
+            self._send(frames.Heartbeat())
             if self._unanswered == self._periods.suspect_after:
                 self._suspect()
         return "its process said nothing any more, and was killed"
@@ -180,12 +190,12 @@ class TierProcess:
 
     async def _end_process(self, trouble: str) -> None:
         """See that the process is dead; then what it owes ends."""
-        assert self._child is not None
+        assert self._process is not None
         self._silent = False
         self._health.failed(self._loop.time())
         self._report_down(trouble or "its process ends")
-        self._child.hang_up()
-        ended = await self._child.reaped(0.0)
+        self._hang_up()
+        ended = await reaped(self._process, 0.0)
         owed, self._owed = list(self._owed.values()), {}
         _log.warning(
             "%s; %d operations failed, and another process starts in %g s",
@@ -200,17 +210,28 @@ class TierProcess:
 
     # ------------------------------------------------------------ what it says, and what is told
 
-    def _heard(self, message: FromProcess) -> None:
-        self._unanswered = 0
-        if self._silent:
-            self._silent = False
-            _log.warning("%s", self._text("its process answers again"))
-            self._report(self._fields)
-        if isinstance(message, TierReport):
-            self._fields = {**message.fields, "restarts": self._restarts}
-            self._report(self._fields)
-        elif isinstance(message, FromTier) and self._owed.pop(message.op, None) is not None:
-            self._post(message)
+    async def _hear(self, messages: AsyncIterator[frames.FromProcess]) -> None:
+        async for message in messages:
+            self._unanswered = 0
+            if self._silent:
+                self._silent = False
+                _log.warning("%s", self._text("its process answers again"))
+                self._report(self._fields)
+            if isinstance(message, TierReport):
+                self._fields = {**message.fields, "restarts": self._restarts}
+                self._report(self._fields)
+            elif isinstance(message, FromTier) and self._owed.pop(message.op, None) is not None:
+                self._post(message)
+
+    def _send(self, message: frames.ToProcess) -> None:
+        assert self._writer is not None
+        if not self._writer.is_closing():
+            self._writer.write(frames.encode(message))
+
+    def _hang_up(self) -> None:
+        """Close the socket: what is unsent is dropped, and the process ends what it is at."""
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     def _report(self, fields: dict[str, Any]) -> None:
         self._post(TierReport(self._start.number, fields))
@@ -222,7 +243,22 @@ class TierProcess:
         return f"tier {self._start.name}: {text}"
 
 
-def _raise_its_error(task: asyncio.Task[None]) -> None:
-    """An error of ours, raised where the loop's exception handler sees it."""
-    if not task.cancelled():
-        task.result()
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromProcess]:
+    """What a process says, until it hangs up or says what is no message."""
+    decoder = frames.from_process()
+    with suppress(OSError, FrameError):
+        while data := await reader.read(_READ_BYTES):
+            for message in decoder.feed(data):
+                yield message
+
+
+def _task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task whose error, one of ours, is raised where the loop's exception handler sees it."""
+
+    def raise_error(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.result()
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(raise_error)
+    return task
