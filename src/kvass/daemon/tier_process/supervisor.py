@@ -161,8 +161,8 @@ class TierProcess:
         if said is None:
             ended = await reaped(self._process, self._periods.end_s)
             raise ConfigError(self._text(f"{ended}; see above"))
-        if isinstance(said, frames.TierNotOpened):
-            raise ConfigError(said.why)
+        if isinstance(said, frames.Opened) and said.refusal:
+            raise ConfigError(said.refusal)
         self._health.succeeded(self._loop.time())
         return _task(self._hear(messages))
 
