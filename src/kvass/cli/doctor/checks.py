@@ -92,13 +92,7 @@ def system(m: Machine) -> Finding:
 
 
 def memory(m: Machine) -> Finding:
-    size = shown(m.l1_bytes)
-    total, available = (
-        None if kib is None else kib << 10
-        for kib in (
-            m.number("proc/meminfo", rf"{name}: +(\d+) kB") for name in ("MemTotal", "MemAvailable")
-        )
-    )
+    size, total, available = shown(m.l1_bytes), _meminfo(m, "MemTotal"), _meminfo(m, "MemAvailable")
     groups = list(_cgroups(m))
     limit = min((limit for limit, _ in groups), default=None)
     room = min((r for r in (available, *(r for _, r in groups)) if r is not None), default=None)
@@ -128,6 +122,11 @@ def memory(m: Machine) -> Finding:
             f"free memory, or kvass serve --l1-size {_half(room)}",
         )
     return ok(found, used, cost)
+
+
+def _meminfo(m: Machine, name: str) -> int | None:
+    kib = m.number("proc/meminfo", rf"{name}: +(\d+) kB")
+    return None if kib is None else kib << 10
 
 
 def _cgroups(m: Machine) -> Iterator[tuple[int, int]]:
