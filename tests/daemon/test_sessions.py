@@ -198,33 +198,29 @@ def start_holding(daemon: Daemon) -> int:
     return pid
 
 
-class BlindDaemon(Daemon):
-    """One on a kernel without pidfds."""
-
-    program = (
-        "-c",
-        "from kvass.cli.main import main; import kvass.daemon.loop as loop, sys;"
-        "loop.process_behind = lambda sock, pid: None; sys.exit(main())",
-    )
+BLIND = (
+    "-c",
+    "from kvass.cli.main import main; import kvass.daemon.loop as loop, sys;"
+    "loop.process_behind = lambda sock, pid: None; sys.exit(main())",
+)
+"""A daemon on a kernel without pidfds."""
 
 
 def test_debts_of_a_killed_process_are_settled_at_its_end(tmp_path: Path) -> None:
     """Not by the clock: the grace is far longer than the test. A daemon that cannot see the end
     has nothing else to go by."""
     (tmp_path / "blind").mkdir()
-    blind = BlindDaemon(tmp_path / "blind", {"l1_size": "4MiB", "dma_grace_s": 3600})
-    blind.start()
-    try:
-        with running_daemon(tmp_path, "4MiB", dma_grace_s=3600) as daemon:
-            for pid in [start_holding(blind), start_holding(daemon)]:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+    with (
+        running_daemon(tmp_path / "blind", "4MiB", BLIND, dma_grace_s=3600) as blind,
+        running_daemon(tmp_path, "4MiB", dma_grace_s=3600) as daemon,
+    ):
+        for pid in [start_holding(blind), start_holding(daemon)]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
         held = blind.wait_until(leases=0, pins=0, instances=0)
         assert held["reservations"] == 1
         assert held["quarantined_bytes"] > 0
-    finally:
-        blind.kill()
 
 
 @pytest.mark.parametrize("how", ["EOF", "exit"])
@@ -292,19 +288,17 @@ def test_nobody_waits_for_a_dead_engines_slots(tmp_path: Path) -> None:
         assert daemon.stop() == 0
 
 
-class HastyDaemon(Daemon):
-    """One that waits for a Hello for two seconds only."""
-
-    program = (
-        "-c",
-        "from kvass.cli.main import main; import kvass.daemon.main as daemon, sys\n"
-        "from msgspec.structs import replace\n"
-        "make = daemon.core_config\n"
-        "def hasty(*args):\n"
-        "    core = make(*args)\n"
-        "    return replace(core, timing=replace(core.timing, hello_s=2.0))\n"
-        "daemon.core_config = hasty; sys.exit(main())",
-    )
+HASTY = (
+    "-c",
+    "from kvass.cli.main import main; import kvass.daemon.main as daemon, sys\n"
+    "from msgspec.structs import replace\n"
+    "make = daemon.core_config\n"
+    "def hasty(*args):\n"
+    "    core = make(*args)\n"
+    "    return replace(core, timing=replace(core.timing, hello_s=2.0))\n"
+    "daemon.core_config = hasty; sys.exit(main())",
+)
+"""A daemon that waits for a Hello for two seconds only."""
 
 
 def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
@@ -312,10 +306,11 @@ def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
     most = Limits().sessions + 100
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
-    daemon = HastyDaemon(tmp_path, {"l1_size": "4MiB"})
-    daemon.start()
     try:
-        with contextlib.ExitStack() as stack:
+        with (
+            running_daemon(tmp_path, "4MiB", HASTY) as daemon,
+            contextlib.ExitStack() as stack,
+        ):
             silent = [stack.enter_context(RawSession(daemon.socket)) for _ in range(most)]
             assert daemon.status()["rows"] == 0
             with engine(daemon.socket) as (scheduler, _):
@@ -327,7 +322,6 @@ def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
                 scheduler.ask(Ping(), Pong)
                 assert daemon.status()["sessions"] == 3
     finally:
-        daemon.kill()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 

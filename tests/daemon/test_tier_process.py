@@ -33,7 +33,7 @@ from kvass.daemon.tier_process.health import HealthState
 from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
-from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.daemon import running_daemon
 from tests.daemon.harmful_tier import url
 from tests.daemon.tier_rig import PAGE, commit_two, disk, load, probe, store, tier_of
 from tests.support.waiting import eventually
@@ -389,20 +389,16 @@ def test_an_error_of_ours_reaches_the_loop(folder: Path, monkeypatch: pytest.Mon
 # ---------------------------------------------------------------- under a daemon
 
 
-SOON = """
-import sys
-from kvass.cli.main import main
-from kvass.daemon.tier_process import supervisor
-periods = supervisor.Periods(heartbeat_s=0.2, kill_after=300, first_pause_s=0.1, close_s=0.2)
-supervisor.Periods = lambda: periods
-sys.exit(main())
-"""
-
-
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daemons give processes up sooner than by default, and start another one sooner."""
-    monkeypatch.setattr(Daemon, "program", ("-c", SOON))
+SOON = (
+    "-c",
+    "import sys\n"
+    "from kvass.cli.main import main\n"
+    "from kvass.daemon.tier_process import supervisor as s\n"
+    "soon = s.Periods(heartbeat_s=0.2, kill_after=300, first_pause_s=0.1, close_s=0.2)\n"
+    "s.Periods = lambda: soon\n"
+    "sys.exit(main())",
+)
+"""A daemon that gives processes up sooner than by default, and starts another one sooner."""
 
 
 def ended(pid: int) -> bool:
@@ -413,9 +409,11 @@ def ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> None:
-    with running_daemon(tmp_path, tier=[url(folder)]) as daemon, engine(daemon.socket) as peers:
+    with (
+        running_daemon(tmp_path, program=SOON, tier=[url(folder)]) as daemon,
+        engine(daemon.socket) as peers,
+    ):
         commit_two(*peers)
         assert eventually(lambda: tier_of(daemon).get("kept") == 2)
         (folder / "crash-store").touch()
@@ -431,11 +429,10 @@ def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> No
         assert daemon.stop() == 0
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_stopped_tier_keeps_nobody_from_the_next_one(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "disk").mkdir()
     tiers = [url(folder), disk(tmp_path / "disk")]
-    with running_daemon(tmp_path, tier=tiers, lookup_budget_ms=2000) as daemon:
+    with running_daemon(tmp_path, program=SOON, tier=tiers, lookup_budget_ms=2000) as daemon:
         with engine(daemon.socket) as peers:
             commit_two(*peers)
             assert eventually(lambda: tier_of(daemon, 1).get("records") == 2)
@@ -465,11 +462,10 @@ def test_no_tier_outlives_its_daemon(tmp_path: Path, folder: Path) -> None:
         (folder / "hold-store").unlink()
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_tiers_process_holds_no_session_open(tmp_path: Path, folder: Path) -> None:
     """It has inherited no descriptor but its own: EOF is the proof of death (law 3)."""
     with (
-        running_daemon(tmp_path, tier=[url(folder), url(folder)]) as daemon,
+        running_daemon(tmp_path, program=SOON, tier=[url(folder), url(folder)]) as daemon,
         engine(daemon.socket),
     ):
         assert eventually(lambda: "pid" in tier_of(daemon, 1))
