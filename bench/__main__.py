@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from bench import gpu, tiers
 from bench.core_time import measure_coverage, measure_longest
+from bench.figures import add
 from bench.footprint import first_touch_gbps, measure_footprint
 from bench.gpu import torch_device
 from bench.pings import measure_pings
@@ -17,7 +18,7 @@ from kvass._version import __version__
 from kvass.cli import bench as shipped
 from kvass.cli.bench.copies import measure_copies
 from kvass.cli.bench.lookups import measure_lookups
-from kvass.cli.bench.rig import add, say, start_daemon, table
+from kvass.cli.bench.rig import say, start_daemon, table
 from kvass.errors import ConfigError, KvassError, UsageError
 from kvass.types import GroupLayout
 

@@ -17,7 +17,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from kvass.cli.bench.rig import WIDTH, add, ratio, say, seconds, shared_memory
+from bench.figures import add
+from kvass.cli.bench.rig import WIDTH, ratio, say, seconds, shared_memory
 from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import Buffer, Tier
 from kvass.tiers.url import TierUrl, open_tier

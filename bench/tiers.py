@@ -35,12 +35,13 @@ import msgspec
 import numpy as np
 
 from bench import counterparts, records
+from bench.figures import add
 from bench.flood import QUEUE_BYTES, Flood
 from bench.pressure import measure_pressure
 from bench.promotion import find, measure_promotion
 from bench.rows import Rows, flushed, wait_tier
 from kvass._version import __version__
-from kvass.cli.bench.rig import WIDTH, add, fresh_name, say, shared_memory, start_daemon
+from kvass.cli.bench.rig import WIDTH, fresh_name, say, shared_memory, start_daemon
 from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
 from kvass.tiers.url import TierUrl, open_tier, parse_tier_url, shown

@@ -13,6 +13,7 @@ import bench.__main__ as command
 from bench import core_time, footprint, pings
 from bench.__main__ import MLA, main
 from bench.core_time import measure_coverage, measure_longest
+from bench.figures import add
 from bench.pings import measure_pings
 from kvass.cli.bench import lookups
 from kvass.cli.bench.copies import measure_copies
@@ -31,6 +32,13 @@ def test_store_and_load_under_mla_bring_the_bytes_back(tmp_path: Path) -> None:
 def test_the_layout_is_what_it_is_called() -> None:
     assert set(MLA.page_bytes) == {18_432}
     assert MLA.shard_bytes(CHUNK_TOKENS) == 61 * 16 * 18_432
+
+
+def test_one_difference_is_a_difference() -> None:
+    figures: dict[str, Any] = {}
+    for same in (True, False, True):
+        add(figures, {"bytes_equal": same, "store_gbps": 1.5}, "mla_")
+    assert figures == {"bytes_equal": False, "mla_store_gbps": 1.5}
 
 
 def test_pings(tmp_path: Path) -> None:

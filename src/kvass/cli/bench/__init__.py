@@ -25,7 +25,7 @@ from typing import Any
 from kvass._version import __version__
 from kvass.cli.bench.copies import measure_copies
 from kvass.cli.bench.lookups import measure_lookups
-from kvass.cli.bench.rig import add, say, start_daemon, table
+from kvass.cli.bench.rig import say, start_daemon, table
 from kvass.config import Parser, Size
 from kvass.errors import ConfigError
 
@@ -68,7 +68,7 @@ def measure(l1_bytes: int, rounds: int) -> dict[str, Any]:
     with start_daemon(l1_bytes) as daemon:
         figures["ready_s"] = daemon.ready_s
         say(f"store and load, {rounds} rounds of 512 MiB")
-        add(figures, measure_copies(daemon.socket, rounds))
+        figures |= measure_copies(daemon.socket, rounds)
         say("lookups among 65,536 rows")
         figures |= measure_lookups(daemon.socket)
     return figures

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -16,14 +14,12 @@ import numpy as np
 from kvass.cli.bench.rig import (
     CHUNK_TOKENS,
     PATIENCE_S,
-    POPULATE_TIMEOUT_S,
     WIDTH,
     EngineSessions,
     private_memory,
     ratio,
     seconds,
     shared_memory,
-    status_kib,
 )
 from kvass.errors import Unavailable
 from kvass.layout.copy_plan import plan_copy
@@ -101,7 +97,6 @@ def measure_copies(
         ending.callback(cache.mover.close)
         shared = shared_memory(size)
         ending.callback(shared.close)
-        _wait_mapped(engine.arena.nbytes + size)
         times, same = _rounds(cache, shared.buffer, rounds)
     return {
         "bytes_equal": same,
@@ -141,10 +136,3 @@ def _memcpy(to: Any, source: Any, calls: int) -> None:
     step = source.nbytes // calls
     for at in range(0, source.nbytes, step):
         to[at : at + step] = source[at : at + step]
-
-
-def _wait_mapped(size: int) -> None:
-    """Wait until this process has faulted in ``size`` bytes of shared memory, if it ever does."""
-    deadline = time.monotonic() + POPULATE_TIMEOUT_S
-    while status_kib(Path("/proc/self"))["RssShmem"] << 10 < size and time.monotonic() < deadline:
-        time.sleep(0.05)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -56,13 +55,6 @@ def percentiles_us(times: Sequence[float]) -> dict[str, float]:
     """The median and the 99th percentile of seconds, in microseconds."""
     p50, p99 = np.percentile(np.array(times) * 1e6, [50, 99])
     return {"p50": float(p50), "p99": float(p99)}
-
-
-def add(figures: dict[str, Any], more: dict[str, Any], prefix: str = "", suffix: str = "") -> None:
-    """Put ``more`` to ``figures``, with one ``bytes_equal`` for all of them."""
-    same = more.pop("bytes_equal") and figures.get("bytes_equal", True)
-    figures |= {f"{prefix}{name}{suffix}": figure for name, figure in more.items()}
-    figures["bytes_equal"] = same
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -161,12 +153,6 @@ def shared_memory(size: int) -> memory.Arena:
     return arena
 
 
-def status_kib(proc: Path) -> dict[str, int]:
-    """The sizes in ``/proc/<pid>/status``, in KiB."""
-    lines = (line.split() for line in (proc / "status").read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}
-
-
 # ---------------------------------------------------------------- an engine's sessions
 
 
@@ -205,6 +191,7 @@ class EngineSessions:
         session = self.workers[0].session
         if session is None or session.arena is None:
             raise Unavailable("the daemon went away")
+        session.arena.populate(0, session.arena.size)  # all is mapped before anything is measured
         self.arena: U8Array = session.arena.buffer
         ending.callback(delattr, self, "arena")  # before the rest: a view keeps the mapping
 
