@@ -97,8 +97,8 @@ class TierProcess:
         Raises ``ConfigError`` if it cannot be opened.
         """
         self._loop, self._post = asyncio.get_running_loop(), post
-        hears = await self._launch()
-        self._supervision = _task(self._supervise(hears))
+        hearing = await self._launch()
+        self._supervision = _task(self._supervise(hearing))
 
     def submit(self, effect: ToTier) -> None:
         """Have it done, or refused; its end is posted, never before this returns."""
@@ -120,20 +120,20 @@ class TierProcess:
 
     # ------------------------------------------------------------ one process after another
 
-    async def _supervise(self, hears: asyncio.Task[None]) -> None:
-        trouble = await self._watch(hears)
+    async def _supervise(self, hearing: asyncio.Task[None]) -> None:
+        trouble = await self._watch(hearing)
         while True:
             await self._end_process(trouble)
             await asyncio.sleep(self._health.pause_s)
             self._restarts += 1
             self._health.retry()
             try:
-                hears = await self._launch()
+                hearing = await self._launch()
             except ConfigError as error:
                 trouble = str(error).removeprefix(self._text(""))
                 continue
             _log.warning("%s", self._text("it has a process again"))
-            trouble = await self._watch(hears)
+            trouble = await self._watch(hearing)
 
     async def _launch(self) -> asyncio.Task[None]:
         """Start a process; when its tier is open, return the task that hears it until it hangs up.
@@ -166,11 +166,11 @@ class TierProcess:
         self._health.succeeded(self._loop.time())
         return _task(self._hear(messages))
 
-    async def _watch(self, hears: asyncio.Task[None]) -> str:
+    async def _watch(self, hearing: asyncio.Task[None]) -> str:
         """Return when it has hung up (empty), or has to be killed (why)."""
         self._unanswered = 0
         while self._unanswered < self._periods.kill_after:
-            if (await asyncio.wait([hears], timeout=self._periods.heartbeat_s))[0]:
+            if (await asyncio.wait([hearing], timeout=self._periods.heartbeat_s))[0]:
                 return ""
             self._unanswered += 1
             self._send(frames.Heartbeat())
