@@ -3,7 +3,7 @@
 From the root of the repository, with what ``make setup`` installs:
 
     make bench                              the daemon, all figures; some five minutes
-    python -m bench                         the same; --json, --socket PATH, --l1-size, --rounds
+    python -m bench                         the same; --json, --l1-size, --rounds
     python -m bench --tier disk:/some/path  a tier, alone and behind a daemon; also redis:, s3:,
                                             gcs:, azure:, mooncake:, each on a server that runs
     python -m bench --gpu                   copies between a GPU and the arena; needs an idle
@@ -12,9 +12,8 @@ From the root of the repository, with what ``make setup`` installs:
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed
 from what was stored. Nothing is left behind on a disk or a server.
 
-What the names mean: those of ``kvass bench`` stand in ``kvass.cli.bench`` and
-``kvass.cli.bench.tiers``, those of ``--tier`` in ``bench.tiers``, those of ``--gpu`` in
-``bench.gpu``. ``python -m bench`` alone has, besides:
+What the names mean: those of ``kvass bench`` stand in ``kvass.cli.bench``, those of ``--tier`` in
+``bench.tiers``, those of ``--gpu`` in ``bench.gpu``. ``python -m bench`` alone has, besides:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.
 - ``mla_...``: store and load as DeepSeek-V3 does: 61 layers of one plane, scattered runs of 18 KiB,

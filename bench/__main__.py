@@ -10,15 +10,15 @@ from typing import Any, Final
 
 from bench import gpu, tiers
 from bench.core_time import measure_coverage, measure_longest
+from bench.figures import add
 from bench.footprint import first_touch_gbps, measure_footprint
 from bench.gpu import torch_device
 from bench.pings import measure_pings
 from kvass._version import __version__
 from kvass.cli import bench as shipped
 from kvass.cli.bench.copies import measure_copies
-from kvass.cli.bench.figures import add, table
 from kvass.cli.bench.lookups import measure_lookups
-from kvass.cli.bench.machine import say, start_daemon
+from kvass.cli.bench.rig import say, start_daemon, table
 from kvass.errors import ConfigError, KvassError, UsageError
 from kvass.types import GroupLayout
 
@@ -39,38 +39,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str]) -> int:
     """The same, but raises ``KvassError``."""
     parser = shipped.flags("python -m bench")
+    parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
     parser.add_argument("--gpu", action="store_true", help="measure copies to and from this GPU")
-    args = parser.parse_args(argv)
-    shipped.check(args)
+    args = shipped.parse(parser, argv)
     if args.gpu:
-        if args.tier is not None or args.socket:
-            raise ConfigError("--gpu measures a GPU alone: leave out --tier and --socket")
+        if args.tier is not None:
+            raise ConfigError("--gpu measures a GPU alone: leave out --tier")
         figures = gpu.measure_gpu(torch_device.open_device(), args.l1_size, args.rounds)
     elif args.tier is not None:
         figures = tiers.measure_tier(args.tier, args.l1_size, args.rounds)
     else:
-        figures = measure(shipped.chosen_socket(args), args.l1_size, args.rounds)
+        figures = measure(args.l1_size, args.rounds)
     shown = gpu.gpu_table if args.gpu else table
     print(json.dumps(figures) if args.json else shown(figures))
     return 0 if figures["bytes_equal"] else 1
 
 
-def measure(socket: str | None, l1_bytes: int, rounds: int) -> dict[str, Any]:
+def measure(l1_bytes: int, rounds: int) -> dict[str, Any]:
     """All figures of a daemon. Raises ``KvassError``."""
     say("first touch of fresh shared memory")
     figures: dict[str, Any] = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
     figures["first_touch_gbps"] = first_touch_gbps()
-    say("a daemon" if socket is None else f"the daemon at {socket}")
-    with start_daemon(socket, l1_bytes) as daemon:
+    say("a daemon")
+    with start_daemon(l1_bytes) as daemon:
         figures["ready_s"] = daemon.ready_s
-        arena_bytes = daemon.wait_populated()
         say(f"store and load, {rounds} rounds of 512 MiB")
-        add(figures, measure_copies(daemon.socket, arena_bytes, rounds))
+        add(figures, measure_copies(daemon.socket, rounds))
         say(f"store and load under MLA, {rounds} rounds of 274 MiB")
-        add(figures, measure_copies(daemon.socket, arena_bytes, rounds, layout=MLA), "mla_")
+        add(figures, measure_copies(daemon.socket, rounds, layout=MLA), "mla_")
         for tp in (1, 8):
             say(f"lookups among 65,536 rows, ranks: {tp}")
-            add(figures, measure_lookups(daemon.socket, tp=tp))
+            figures |= measure_lookups(daemon.socket, tp=tp)
         say("pings")
         figures["coverage_3x512_us"] = measure_coverage()
         figures["ping_rps"] = {str(n): measure_pings(daemon.socket, n) for n in (1, 16)}

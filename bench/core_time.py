@@ -22,10 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.cli.bench.figures import percentiles_us
 from kvass.cli.bench.lookups import ASKS, KEYS, WARM_UP
-from kvass.cli.bench.machine import seconds
-from kvass.cli.bench.sessions import WIDTH
+from kvass.cli.bench.rig import WIDTH, percentiles_us, seconds
 from kvass.core.coverage import longest_hit
 from kvass.core.effects import Event, Lost, Opened, Received, Send, Tick
 from kvass.core.machine import CacheMachine, CoreConfig

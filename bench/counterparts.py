@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from kvass.cli.bench.tiers import Counterpart
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Tier
 from kvass.tiers.url import TierUrl
@@ -23,7 +22,6 @@ class RedisLoop:
     """``set`` and ``get`` of one value after the other."""
 
     names = ("redis_put_vs_client", "redis_get_vs_client")
-    evicts = False
 
     def __init__(self, client: Any, prefix: str) -> None:
         self._client, self._prefix = client, prefix
@@ -36,9 +34,6 @@ class RedisLoop:
         for i, value in enumerate(into):
             assert len(self._client.get(f"{self._prefix}raw:{i}")) == len(value), "it is gone"
 
-    def forget(self) -> None:
-        """A set replaces."""
-
     def close(self) -> None:
         for name in list(self._client.scan_iter(match=f"{self._prefix}*", count=1000)):
             self._client.unlink(name)
@@ -47,8 +42,6 @@ class RedisLoop:
 
 class ObjectLoop:
     """``put`` and ``get`` of obstore, by as many threads as the tier has connections."""
-
-    evicts = False
 
     def __init__(self, scheme: str, store: Any, prefix: str, connections: int) -> None:
         self.names = (f"{scheme}_put_vs_client", f"{scheme}_get_vs_client")
@@ -71,9 +64,6 @@ class ObjectLoop:
 
         list(self._pool.map(one, range(len(into))))
 
-    def forget(self) -> None:
-        """A put replaces."""
-
     def close(self) -> None:
         import obstore
 
@@ -90,7 +80,6 @@ class MooncakeLoop:
     """``put_from`` and ``get_into`` of one object after the other, from and to ``memory``."""
 
     names = ("mooncake_put_vs_own", "mooncake_get_vs_own")
-    evicts = False
 
     def __init__(self, client: Any, prefix: str, memory: U8Array) -> None:
         self._client, self._prefix, self._memory = client, prefix, memory
@@ -112,6 +101,7 @@ class MooncakeLoop:
                 raise TierDown(f"mooncake: get_into: error {code} of the library")
 
     def forget(self) -> None:
+        """Remove what was put: a put of a name that is there does nothing."""
         self._client.batch_remove([self._name(i) for i in range(self._count)], True)
 
     def close(self) -> None:
@@ -147,7 +137,7 @@ def library_trouble(scheme: str) -> Iterator[None]:
         raise TierDown(f"{scheme}: {' '.join(str(error).split())[:300]}") from None
 
 
-def of(url: TierUrl, tier: Tier, memory: U8Array) -> Counterpart:
+def of(url: TierUrl, tier: Tier, memory: U8Array) -> RedisLoop | ObjectLoop | MooncakeLoop:
     """What ``tier``, which ``url`` names, is measured against. Raises ``TierDown``."""
     mine: Any = tier
     if url.scheme == "redis":

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from bench.rows import Rows, tier_status
-from kvass.cli.bench.sessions import WIDTH, fresh_name
+from kvass.cli.bench.rig import WIDTH, fresh_name
 from kvass.errors import KvassError
 
 QUEUE_BYTES: Final = 256 << 20

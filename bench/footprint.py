@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from kvass.cli.bench.machine import shared_memory, status_kib
+from kvass.cli.bench.rig import shared_memory
 from kvass.errors import Unavailable
 
 TOUCH_BYTES: Final = 256 << 20
@@ -34,6 +34,12 @@ def _cpu_ns(pid: int) -> int:
     """What all threads of a process ran, in ns: first field of ``schedstat`` (proc(5))."""
     tasks = (Path("/proc") / str(pid) / "task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+
+
+def status_kib(proc: Path) -> dict[str, int]:
+    """The sizes in ``/proc/<pid>/status``, in KiB."""
+    lines = (line.split() for line in (proc / "status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}
 
 
 def pid_behind(path: str) -> int:

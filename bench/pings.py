@@ -6,7 +6,7 @@ import select
 import time
 from typing import Final
 
-from kvass.cli.bench.machine import PATIENCE_S
+from kvass.cli.bench.rig import PATIENCE_S
 from kvass.messages import Hello, Ping, Welcome
 from kvass.wire.channel import Channel
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from bench.flood import Flood
 from bench.rows import tier_status, wait_tier
-from kvass.cli.bench.lookups import SmallRows
-from kvass.cli.bench.machine import PATIENCE_S
+from kvass.cli.bench.lookups import LAYOUT, fill
+from kvass.cli.bench.rig import PATIENCE_S, EngineSessions
 from kvass.client.client import Client
 from kvass.errors import Unavailable
 from kvass.messages import Release
@@ -35,8 +35,8 @@ def measure_pressure(todo: Flood, seconds: float) -> dict[str, Any]:
     """p50 and p99 of a lookup's round trip with nothing else to do, and during ``todo``, for which
     ``seconds`` or until it ends; and how fast the tier stored and loaded meanwhile."""
     with ExitStack() as ending:
-        rows = SmallRows(todo.socket, ending)
-        prompt = b"".join(rows.fill(CHUNKS))
+        rows = EngineSessions(todo.socket, LAYOUT, ending)
+        prompt = b"".join(fill(rows, CHUNKS))
         _lookups(rows, prompt, min(seconds, _IDLE_S))  # warms up
         idle = _lookups(rows, prompt, min(seconds, _IDLE_S))
         client = ending.enter_context(Client(todo.socket))
@@ -62,7 +62,10 @@ def measure_pressure(todo: Flood, seconds: float) -> dict[str, Any]:
 
 
 def _lookups(
-    rows: SmallRows, prompt: bytes, lasting_s: float, during: subprocess.Popen[bytes] | None = None
+    rows: EngineSessions,
+    prompt: bytes,
+    lasting_s: float,
+    during: subprocess.Popen[bytes] | None = None,
 ) -> list[float]:
     """Seconds of each, for so long, or as long as a process runs."""
     times: list[float] = []

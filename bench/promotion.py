@@ -9,8 +9,7 @@ from statistics import median
 from typing import Any
 
 from bench.rows import Rows, tier_status, wait_tier
-from kvass.cli.bench.figures import ratio
-from kvass.cli.bench.machine import PATIENCE_S, seconds
+from kvass.cli.bench.rig import PATIENCE_S, ratio, seconds
 from kvass.errors import Unavailable
 from kvass.messages import Matched
 from kvass.tiers.base import Buffer

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.cli.bench.machine import PATIENCE_S
-from kvass.cli.bench.sessions import CHUNK_TOKENS, WIDTH, EngineSessions
+from kvass.cli.bench.rig import CHUNK_TOKENS, PATIENCE_S, WIDTH, EngineSessions
 from kvass.client.client import Client
 from kvass.errors import TierDown, Unavailable
 from kvass.messages import Lookup, Matched

@@ -3,9 +3,12 @@
 Law of this file: nothing of the user's is touched. A disk is measured in a new folder inside of the
 one that is named, a server under a prefix of its own, and neither outlives the measuring.
 
-What the names mean, besides those of ``kvass.cli.bench.tiers``. Every one is there twice: for rows
-of 32 MiB (8 MiB where there is a server), and with ``_small`` for rows of 1 MiB.
+What the names mean. Every one is there twice: for rows of 32 MiB (a chunk of Llama-8B; 8 MiB where
+there is a server), and with ``_small`` for rows of 1 MiB.
 
+- ``disk_write_vs_raw``, ``disk_read_vs_raw``: storing and loading 512 MiB in the tier, which is
+  full and evicts, against writing and reading as much of a fallocated file beside it, past the page
+  cache (``direct_io``), with as many threads.
 - ``redis_put_vs_client``, ``redis_get_vs_client``: against ``set`` and ``get`` of redis-py, one
   value after the other; ``s3_...`` (``gcs_``, ``azure_``): against obstore's ``put`` and ``get``,
   from as many threads as the tier has connections; ``mooncake_put_vs_own``,
@@ -31,15 +34,14 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from bench import counterparts
+from bench import counterparts, records
+from bench.figures import add
 from bench.flood import QUEUE_BYTES, Flood
 from bench.pressure import measure_pressure
 from bench.promotion import find, measure_promotion
 from bench.rows import Rows, flushed, wait_tier
-from kvass.cli.bench import tiers as shipped
-from kvass.cli.bench.figures import add
-from kvass.cli.bench.machine import say, shared_memory, start_daemon
-from kvass.cli.bench.sessions import WIDTH, fresh_name
+from kvass._version import __version__
+from kvass.cli.bench.rig import WIDTH, fresh_name, say, shared_memory, start_daemon
 from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
 from kvass.tiers.url import TierUrl, open_tier, parse_tier_url, shown
@@ -49,7 +51,7 @@ from kvass.types import PAGE, Size
 class Plan(msgspec.Struct, frozen=True):
     """How much of it."""
 
-    sizes: shipped.Sizes
+    sizes: records.Sizes
     tier_bytes: int
     """What a disk may take while a daemon is measured."""
     flood_bytes: int
@@ -58,7 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
     load_s: float = 8.0
 
 
-DISK: Final = Plan(shipped.DISK, 2 << 30, 1 << 40)
+DISK: Final = Plan(records.DISK, 2 << 30, 1 << 40)
 SERVER: Final = Plan((("", 8 << 20, 16), ("_small", 1 << 20, 64)), 0, 1 << 30)
 _SCHEMES: Final = ("disk", "redis", "s3", "gcs", "azure", "mooncake")
 
@@ -69,11 +71,12 @@ def measure_tier(text: str, l1_bytes: int, rounds: int, plan: Plan | None = None
     if url.scheme not in _SCHEMES:
         raise ConfigError(f"tier {shown(text)!r}: bench knows {', '.join(_SCHEMES)}")
     plan = plan or (DISK if url.scheme == "disk" else SERVER)
-    figures = shipped.header(text, rounds, plan.sizes)
+    figures = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
+    figures["tier"] = shown(text)
     if url.scheme == "disk":
-        need = plan.tier_bytes + shipped.most_bytes(plan.sizes)
-        with shipped.own_folder(Path(url.where), need) as folder:
-            add(figures, shipped.measure_disk(url, folder, rounds, plan.sizes))
+        need = plan.tier_bytes + records.most_bytes(plan.sizes)
+        with records.own_folder(Path(url.where), need) as folder:
+            add(figures, records.measure_disk(url, folder, rounds, plan.sizes))
             (folder / "tier").mkdir()
             capacity = str(plan.tier_bytes)
             own = TierUrl("disk", str(folder / "tier"), url.options | {"capacity": capacity})
@@ -97,7 +100,13 @@ def _measure_server(url: TierUrl, size: int, count: int, rounds: int) -> dict[st
             register(memory.buffer)
         other = counterparts.of(url, tier, memory.buffer)
         ending.callback(other.close)
-        figures = shipped.measure_records(tier, other, memory.buffer, size, count, rounds)
+
+        def after_round(keys: list[bytes]) -> None:
+            tier.delete(keys)
+            if isinstance(other, counterparts.MooncakeLoop):
+                other.forget()
+
+        figures = records.measure_records(tier, other, memory.buffer, size, rounds, after_round)
         tier.clear()
         return figures
 
@@ -120,13 +129,11 @@ def _measure_daemon(
     name = fresh_name()
     keys = [os.urandom(WIDTH) for _ in range(count)]
     flags = ("--tier", _text(url), "--retain-promoted", "no")
-    with start_daemon(None, l1_bytes, *flags) as daemon, ExitStack() as ending:
-        daemon.wait_populated()
+    with start_daemon(l1_bytes, *flags) as daemon, ExitStack() as ending:
         rows = Rows(daemon.socket, name, size, ending)
         rows.store(keys)
         wait_tier(rows.scheduler, flushed(count), "the flush")
-    with start_daemon(None, l1_bytes, *flags) as daemon:
-        daemon.wait_populated()
+    with start_daemon(l1_bytes, *flags) as daemon:
         with ExitStack() as ending:
             rows = Rows(daemon.socket, name, size, ending)
             figures = _measure_promotion(url, rows, keys, rounds)
@@ -144,10 +151,10 @@ def _measure_promotion(url: TierUrl, rows: Rows, keys: list[bytes], rounds: int)
         gbps = len(keys) * size / took_s / 1e9
         return {f"promote_{len(keys)}_rows_gbps": gbps, "bytes_equal": same}
     threads = int(url.options.get("threads", "4"))
-    raw = shipped.RawFile(Path(url.where).parent, size, len(keys), threads)
+    raw = records.RawFile(Path(url.where).with_name("raw"), size, len(keys), threads)
     try:
         noise = np.random.default_rng(1).integers(0, 256, size + PAGE, np.uint8)
-        raw.put([noise[-noise.ctypes.data % PAGE :][:size]] * shipped.places(len(keys)))
+        raw.put([noise[-noise.ctypes.data % PAGE :][:size]] * len(keys))
         return measure_promotion(rows, keys, raw.get, rounds)
     finally:
         raw.close()
@@ -191,4 +198,4 @@ def _opened(url: TierUrl, ending: ExitStack) -> Tier:
 
 
 def _text(url: TierUrl) -> str:
-    return shipped.spelled(url.scheme, url.where, url.options)
+    return records.spelled(url.scheme, url.where, url.options)

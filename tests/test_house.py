@@ -67,7 +67,7 @@ FORBIDDEN = {
     "kvass.engine.identity": "torch vllm kvass.connectors.vllm.adapt kvass.core.rows",
     "kvass.testing.daemon": "tests.support.wire.raw_session",
     "kvass.cli.main": "kvass.testing.daemon",
-    "kvass.cli.bench.tiers": "bench.rows",
+    "kvass.cli.bench.copies": "bench.rows",
     "bench.gpu.rig": "torch",
 }
 

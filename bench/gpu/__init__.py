@@ -41,6 +41,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from bench.figures import add
 from bench.geometries import GEOMETRIES, Geometry, geometry
 from bench.gpu.costs import (
     PIN_BYTES,
@@ -54,8 +55,7 @@ from bench.gpu.device import Device, Plain
 from bench.gpu.rig import Rig
 from bench.gpu.sweep import BYTES, SIZES, measure_sweep, sweep_table
 from kvass._version import __version__
-from kvass.cli.bench.figures import add, percentiles_us, ratio, table
-from kvass.cli.bench.machine import say, seconds
+from kvass.cli.bench.rig import percentiles_us, ratio, say, seconds, table
 
 SUBMIT_EVERY_S: Final = 1e-3
 SWEEP_ROUNDS: Final = 5

@@ -17,7 +17,7 @@ from bench.footprint import pid_behind
 from bench.geometries import Geometry
 from bench.gpu.device import Device
 from bench.gpu.rig import Rig, Stores
-from kvass.cli.bench.machine import seconds, shared_memory, start_daemon
+from kvass.cli.bench.rig import seconds, shared_memory, start_daemon
 from kvass.errors import Unavailable
 
 PIN_BYTES: Final = 1 << 30
@@ -117,8 +117,7 @@ def _measure_gemm(rig: Rig, rounds: int, products: int) -> dict[str, Any]:
 
 def measure_daemon(l1_bytes: int) -> dict[str, Any]:
     """``gpu_daemon_mib`` and ``gpu_daemon_opens_device`` of a daemon that serves."""
-    with start_daemon(None, l1_bytes) as daemon:
-        daemon.wait_populated()
+    with start_daemon(l1_bytes) as daemon:
         pid = pid_behind(daemon.socket)
         held = memory_of(pid, nvidia_smi())
         return {"gpu_daemon_mib": held, "gpu_daemon_opens_device": opens_device(pid)}

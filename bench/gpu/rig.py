@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.geometries import Geometry
 from bench.gpu.device import Device
-from kvass.cli.bench.machine import PATIENCE_S, shared_memory, wait_for
+from kvass.cli.bench.rig import PATIENCE_S, shared_memory, wait_for
 from kvass.errors import Unavailable
 from kvass.layout.copy_plan import CopyPlan
 from kvass.transfer.base import Done, Job

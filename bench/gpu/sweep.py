@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from bench.gpu.device import Device
-from kvass.cli.bench.machine import PATIENCE_S, shared_memory
+from kvass.cli.bench.rig import PATIENCE_S, shared_memory
 from kvass.errors import Unavailable
 from kvass.transfer.base import U8Array
 from kvass.transfer.cuda import BATCH_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
@@ -156,8 +156,18 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
     names the source, for an unknown name, a value of a wrong type or out of its domain.
     """
     values: dict[str, Any] = {}
-    for name, value, origin, textual in _sources(flags, env, file):
-        values[name] = _convert(name, value, origin, textual)
+    path = file or env.get(_FILE_ENV)
+    for key, value in _read_yaml(path).items() if path else ():
+        name = _known(key, str(key), f"in {path}")
+        values[name] = _convert(name, value, f"{path}: {key}", strict=True)
+    for key, text in env.items():
+        if key.startswith(ENV_PREFIX) and key != _FILE_ENV:
+            name = _known(key[len(ENV_PREFIX) :].lower(), key, "in the environment")
+            parts = [part for part in text.split(",") if part]
+            values[name] = _convert(name, parts if _is_list(name) else text, key)
+    for name, value in flags.items():
+        if value is not None:
+            values[name] = _convert(name, value, _flag(name))
     config = Config(**values)
     check_path(config.socket)
     if (config.allow_uid or config.socket_group) and "socket" not in values:
@@ -190,31 +200,11 @@ def to_yaml(config: Config) -> str:
     return hidden + str(yaml.safe_dump(values, sort_keys=False))
 
 
-# ---------------------------------------------------------------- sources
-
-
-def _sources(
-    flags: Mapping[str, Any], env: Mapping[str, str], file: str | None
-) -> Iterator[tuple[str, Any, str, bool]]:
-    """(option, raw value, where it came from, whether it is text), weakest source first."""
-    path = file or env.get(_FILE_ENV)
-    for key, value in _read_yaml(path).items() if path else ():
-        yield _known(key, str(key), f"in {path}"), value, f"{path}: {key}", False
-    for key, value in env.items():
-        if key.startswith(ENV_PREFIX) and key != _FILE_ENV:
-            name = _known(key[len(ENV_PREFIX) :].lower(), key, "in the environment")
-            yield name, [v for v in value.split(",") if v] if _is_list(name) else value, key, True
-    for name, value in flags.items():
-        if value is not None:
-            yield name, value, _flag(name), True
-
-
 def _read_yaml(path: str) -> dict[Any, Any]:
     import yaml
 
     try:
-        text = Path(path).read_text()
-        content = yaml.safe_load(text) or {}
+        content = yaml.safe_load(Path(path).read_text()) or {}
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -222,13 +212,6 @@ def _read_yaml(path: str) -> dict[Any, Any]:
         raise ConfigError(f"{path} is no YAML: {said}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: write options as `name: value` lines")
-    if content:  # YAML forbids a key that stands twice; its loader silently takes the last
-        root = yaml.compose(text, yaml.SafeLoader)
-        assert isinstance(root, yaml.MappingNode)
-        keys = [key.value for key, _ in root.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{path}: {key} stands there twice: keep one")
     return content
 
 
@@ -239,12 +222,13 @@ def _known(name: object, shown: str, where: str) -> str:
     return str(name)
 
 
-def _convert(name: str, value: Any, origin: str, textual: bool) -> Any:
-    if textual and _unwrap(name)[0] is bool:
+def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
+    """``strict``: not from text."""
+    if not strict and _unwrap(name)[0] is bool:
         value = _BOOLS.get(value, value)
     try:
         return msgspec.convert(
-            value, _FIELDS[name].type, strict=not textual, dec_hook=lambda _, raw: Size.parse(raw)
+            value, _FIELDS[name].type, strict=strict, dec_hook=lambda _, raw: Size.parse(raw)
         )
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}: {error} (got {shown(repr(value))})") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.rows import Rows, flushed, tier_status, wait_tier
-from kvass.cli.bench.sessions import WIDTH
+from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
 from tests.support.wire.scripted_daemon import ScriptedDaemon

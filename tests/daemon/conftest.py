@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,3 +21,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     with running_daemon(tmp_path, dma_grace_s=0.2) as daemon:
         yield daemon
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tier's. Daemons and processes of tiers find our modules."""
+    made = tmp_path / "tier"
+    made.mkdir()
+    root = str(Path(__file__).parents[2])
+    found = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
+    return made

@@ -94,14 +94,6 @@ def test_version(capsys: Captured) -> None:
     assert capsys.readouterr().out == f"kvass {__version__}\n"
 
 
-def test_print_config(capsys: Captured) -> None:
-    flags = ["--l1-size", "64MiB", "--socket", "/s", "--allow-uid", "7"]
-    assert main(["serve", "--print-config", *flags]) == 0
-    out = capsys.readouterr().out
-    assert "l1_size: 64MiB\n" in out
-    assert "- 7\n" in out
-
-
 def test_print_config_shows_no_secret_and_is_a_config(capsys: Captured, tmp_path: Path) -> None:
     flags = ["--tier", "redis:h:6379?password=hunter2&db=1", "--tier", "disk:/d?capacity=1GiB"]
     assert main(["serve", "--print-config", *flags]) == 0

@@ -217,20 +217,6 @@ def test_a_clear_may_take_as_long_as_it_takes() -> None:
         assert made.end(1).done
 
 
-def test_a_full_queue_refuses() -> None:
-    gate = Gate("probe")
-    with rig(Memory(gate), room=8) as made:
-        for op in range(2):
-            made.submit(probe(op, 1))
-            assert gate.entered.acquire(timeout=WAIT_S)
-        for op in range(2, 13):
-            made.submit(probe(op, 1))
-        assert set(made.ends(3)) == {10, 11, 12}
-        assert made.reported(queued=8, refused=3)
-        gate.open.set()
-        assert set(made.ends(10)) == set(range(10))
-
-
 # ---------------------------------------------------------------- registration, reports, the end
 
 

@@ -57,7 +57,8 @@ def test_it_may_have_to_be_steady_for_longer_than_the_last_pause() -> None:
         health.succeeded(now)
         now += up_for
         health.failed(now)
-        assert (health.pause_s, health.retry_at) == (pause, now + pause)
+        assert health.pause_s == pause
+        assert [health.accepts(now + pause - part) for part in (0.1, 0)] == [False, True]
         health.retry()
         assert state_of(health) is HealthState.RETRYING
 
@@ -73,20 +74,3 @@ def test_requests_from_before_say_nothing_new() -> None:
     assert not health.end(third, False, 0.1), "that others failed too lengthens no pause"
     assert not health.accepts(FIRST_S - 0.01)
     assert health.accepts(FIRST_S)
-
-
-def test_one_with_an_overdue_request_is_suspect_until_that_is_answered() -> None:
-    health = Health(FIRST_S, LONGEST_S)
-    health.overdue = True
-    assert state_of(health) is HealthState.SUSPECT
-    assert health.begin(0.0) is None
-    health.overdue = False
-    assert state_of(health) is HealthState.UP
-    begun = health.begin(0.0)
-    assert begun is not None
-    health.overdue = True
-    assert health.end(begun, False, 1.0)
-    assert state_of(health) is HealthState.DOWN
-    assert not health.accepts(1.0 + FIRST_S), "not while one is overdue"
-    health.overdue = False
-    assert health.accepts(1.0 + FIRST_S)

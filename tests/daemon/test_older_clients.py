@@ -14,13 +14,12 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import pytest
 
-from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.daemon import Daemon
 
 WAIT_S = 20.0
 ROW = 4096
@@ -234,45 +233,10 @@ def test_a8_the_welcome_says_all_limits_and_clocks(shared: Daemon) -> None:
     assert welcome["timing"].keys() >= {"lease_s", "reserve_s", "lookup_budget_ms"}
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ({"protocol_min": 2, "protocol_max": 9}, "2..9"),
-        ({"protocol_min": 0, "protocol_max": 0}, "0..0"),
-        ({"protocol_min": 9, "protocol_max": 2}, "9..2"),
-    ],
-)
-def test_a8_a_range_that_does_not_meet_ours_is_refused_naming_both(
-    shared: Daemon, said: dict[str, int], shown: str
-) -> None:
-    with Foreigner(shared.socket, {}) as visitor:
-        error = visitor.ask("hello", clock_s=time.monotonic(), **said)
-    assert (error["t"], error["code"], error["fatal"]) == ("error", "incompatible_version", True)
-    assert "1..1" in error["text"]
-    assert shown in error["text"]
-    assert "\n" not in error["text"]
-
-
 def test_a8_a_range_that_reaches_ours_is_met(shared: Daemon) -> None:
     with Foreigner(shared.socket, {}) as visitor:
         welcome = visitor.greet(protocol_min=1, protocol_max=9, features=["unheard-of"])
     assert (welcome.get("protocol", 1), welcome.get("features", [])) == (1, [])
-
-
-@pytest.mark.parametrize("knows", [False, True])
-def test_a8_only_who_knows_promoting_hears_that_tiers_are_at_work(
-    tmp_path: Path, knows: bool
-) -> None:
-    (tmp_path / "disk").mkdir()
-    tier = f"disk:{tmp_path / 'disk'}?capacity=64MiB"
-    with running_daemon(tmp_path, "16MiB", tier=[tier]) as daemon:
-        engine = Engine(daemon.socket, "e", {}, features=["tiers", "promoting"][: 1 + knows])
-        reply = engine.lookup(KEYS)
-        if knows:
-            assert reply["t"] == "promoting"
-            reply = engine.scheduler.read()
-        assert (reply["t"], reply.get("chunks", 0)) == ("matched", 0)
-        engine.close()
 
 
 def test_a8_what_this_daemon_cannot_know_ends_that_session_alone(

@@ -24,8 +24,6 @@ from kvass.messages import (
     Commit,
     Error,
     HandedOver,
-    Hello,
-    Lookup,
     Ping,
     Pong,
     Release,
@@ -33,7 +31,7 @@ from kvass.messages import (
     Welcome,
 )
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.types import MAX_RANKS, Limits
+from kvass.types import Limits
 from kvass.wire import framing
 from tests.support.wire.raw_session import RawSession, engine
 
@@ -106,57 +104,6 @@ def test_stream_that_ends_inside_a_frame_is_told_and_counted(
         (error,) = peer.rest()
         assert isinstance(error, Error)
         assert "inside a frame" in error.text
-
-
-def test_replayed_and_foreign_messages_are_typed_errors(
-    shared: Daemon, bystander: RawSession
-) -> None:
-    with RawSession(shared.socket).greet() as peer:
-        assert peer.ask(Hello(clock_s=time.monotonic()), Error).code == "bad_message"
-        assert peer.ask(Lookup(request="r", digests=b"aaaa"), Error).code == "not_registered"
-    with engine(shared.socket, "one") as (scheduler, worker), engine(shared.socket, "two") as two:
-        boot = worker.welcome.boot
-        reservation = scheduler.reserve("r").grants[0].reservation
-        for commit, code in [
-            (Commit(boot=boot, reservation=reservation), "not_yours"),
-            (Commit(boot=boot, reservation=2**40), "unknown_reservation"),
-            (Commit(boot=b"x" * 16, reservation=reservation), "wrong_boot"),
-        ]:
-            two[1].channel.send(commit)
-            assert two[1].next(Error).code == code
-        worker.channel.send(Commit(boot=boot, reservation=reservation, rank=5))
-        assert worker.next(Error).code == "bad_rank"
-        for _ in range(2):  # a replayed commit changes nothing
-            worker.channel.send(Commit(boot=boot, reservation=reservation))
-        worker.ask(Ping(), Pong)
-        assert scheduler.ask(Clear(), Cleared).rows == 1
-
-
-def test_impossible_ranks_and_versions(shared: Daemon, bystander: RawSession) -> None:
-    with RawSession(shared.socket).greet() as peer:
-        for rank, ranks in [(-2, 1), (1, 1), (0, 0), (0, MAX_RANKS + 1)]:
-            with pytest.raises(AssertionError, match="bad_rank"):
-                peer.register("ranks", rank, ranks=ranks)
-        peer.register("ranks")
-    with (
-        RawSession(shared.socket) as peer,
-        pytest.raises(AssertionError, match="incompatible_version"),
-    ):
-        peer.greet(protocol_min=9, protocol_max=12)
-    with (
-        RawSession(shared.socket) as peer,
-        pytest.raises(AssertionError, match="incompatible_clock"),
-    ):
-        peer.greet(clock_s=time.monotonic() + 1e6)
-
-
-def test_a_rank_that_contradicts_its_instance(shared: Daemon, bystander: RawSession) -> None:
-    with RawSession(shared.socket).greet() as peer, RawSession(shared.socket).greet() as other:
-        peer.register("contrary", 0, ranks=2)
-        with pytest.raises(AssertionError, match=r"contradiction.*chunk_tokens"):
-            other.register("contrary", 1, ranks=2, chunk_tokens=32)
-        with pytest.raises(AssertionError, match="rank_taken"):
-            other.register("contrary", 0, ranks=2)
 
 
 @settings(max_examples=60)
@@ -251,33 +198,29 @@ def start_holding(daemon: Daemon) -> int:
     return pid
 
 
-class BlindDaemon(Daemon):
-    """One on a kernel without pidfds."""
-
-    program = (
-        "-c",
-        "from kvass.cli.main import main; import kvass.daemon.loop as loop, sys;"
-        "loop.process_behind = lambda sock, pid: None; sys.exit(main())",
-    )
+BLIND = (
+    "-c",
+    "from kvass.cli.main import main; import kvass.daemon.loop as loop, sys;"
+    "loop.process_behind = lambda sock, pid: None; sys.exit(main())",
+)
+"""A daemon on a kernel without pidfds."""
 
 
 def test_debts_of_a_killed_process_are_settled_at_its_end(tmp_path: Path) -> None:
     """Not by the clock: the grace is far longer than the test. A daemon that cannot see the end
     has nothing else to go by."""
     (tmp_path / "blind").mkdir()
-    blind = BlindDaemon(tmp_path / "blind", {"l1_size": "4MiB", "dma_grace_s": 3600})
-    blind.start()
-    try:
-        with running_daemon(tmp_path, "4MiB", dma_grace_s=3600) as daemon:
-            for pid in [start_holding(blind), start_holding(daemon)]:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+    with (
+        running_daemon(tmp_path / "blind", "4MiB", BLIND, dma_grace_s=3600) as blind,
+        running_daemon(tmp_path, "4MiB", dma_grace_s=3600) as daemon,
+    ):
+        for pid in [start_holding(blind), start_holding(daemon)]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
         held = blind.wait_until(leases=0, pins=0, instances=0)
         assert held["reservations"] == 1
         assert held["quarantined_bytes"] > 0
-    finally:
-        blind.kill()
 
 
 @pytest.mark.parametrize("how", ["EOF", "exit"])
@@ -345,19 +288,17 @@ def test_nobody_waits_for_a_dead_engines_slots(tmp_path: Path) -> None:
         assert daemon.stop() == 0
 
 
-class HastyDaemon(Daemon):
-    """One that waits for a Hello for two seconds only."""
-
-    program = (
-        "-c",
-        "from kvass.cli.main import main; import kvass.daemon.main as daemon, sys\n"
-        "from msgspec.structs import replace\n"
-        "make = daemon.core_config\n"
-        "def hasty(*args):\n"
-        "    core = make(*args)\n"
-        "    return replace(core, timing=replace(core.timing, hello_s=2.0))\n"
-        "daemon.core_config = hasty; sys.exit(main())",
-    )
+HASTY = (
+    "-c",
+    "from kvass.cli.main import main; import kvass.daemon.main as daemon, sys\n"
+    "from msgspec.structs import replace\n"
+    "make = daemon.core_config\n"
+    "def hasty(*args):\n"
+    "    core = make(*args)\n"
+    "    return replace(core, timing=replace(core.timing, hello_s=2.0))\n"
+    "daemon.core_config = hasty; sys.exit(main())",
+)
+"""A daemon that waits for a Hello for two seconds only."""
 
 
 def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
@@ -365,10 +306,11 @@ def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
     most = Limits().sessions + 100
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
-    daemon = HastyDaemon(tmp_path, {"l1_size": "4MiB"})
-    daemon.start()
     try:
-        with contextlib.ExitStack() as stack:
+        with (
+            running_daemon(tmp_path, "4MiB", HASTY) as daemon,
+            contextlib.ExitStack() as stack,
+        ):
             silent = [stack.enter_context(RawSession(daemon.socket)) for _ in range(most)]
             assert daemon.status()["rows"] == 0
             with engine(daemon.socket) as (scheduler, _):
@@ -380,7 +322,6 @@ def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
                 scheduler.ask(Ping(), Pong)
                 assert daemon.status()["sessions"] == 3
     finally:
-        daemon.kill()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 

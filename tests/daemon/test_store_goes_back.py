@@ -8,7 +8,7 @@ from typing import Any
 
 from kvass.messages import Clear, Cleared, Lookup, Matched
 from kvass.testing.daemon import running_daemon
-from tests.daemon.test_tiers_process import commit_two, tier_of
+from tests.daemon.tier_rig import commit_two, tier_of
 from tests.support.servers.redis import RedisServer
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import WIDTH, RawSession, engine, keys

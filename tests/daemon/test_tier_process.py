@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,109 +30,18 @@ from kvass.core.effects import (
 )
 from kvass.daemon.tier_process import frames
 from kvass.daemon.tier_process.health import HealthState
-from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess, close_all
+from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
-from kvass.testing.daemon import Daemon, running_daemon
-from tests.daemon.test_tiers_process import commit_two, disk, tier_of
-from tests.daemon.tier_rig import PAGE, load, probe, store
+from kvass.testing.daemon import running_daemon
+from tests.daemon.harmful_tier import url
+from tests.daemon.tier_rig import PAGE, commit_two, disk, load, probe, store, tier_of
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import engine
 
 WAIT_S = 30.0
 SILENT_S = 0.05
 """Between heartbeats in tests of silence, which run alone: a busy machine is silent, too."""
-
-PLUG_IN = '''
-"""A tier in memory that does harm when a file says so."""
-
-import ctypes
-import os
-import pathlib
-import sys
-import threading
-import time
-
-import numpy as np
-
-
-class Harmful:
-    def __init__(self, folder):
-        self.folder = pathlib.Path(folder)
-        self.kept, self.notes = {}, {}
-        while (self.folder / "hold-open").exists():
-            time.sleep(0.005)
-        if (self.folder / "shut").exists():
-            raise PermissionError(13, "shut")
-        if (self.folder / "exit-open").exists():
-            sys.exit(3)
-
-    def _harm(self, where):
-        (self.folder / f"in-{where}").touch()
-        while (self.folder / f"hold-{where}").exists():
-            time.sleep(0.005)
-        if (self.folder / f"crash-{where}").exists():
-            (self.folder / f"crash-{where}").unlink()
-            ctypes.string_at(0)
-
-    def probe(self, keys):
-        return [key in self.kept or (self.folder / "boast").exists() for key in keys]
-
-    def load(self, keys, into):
-        self._harm("load")
-        if (self.folder / "fork-load").exists() and (child := os.fork()) == 0:
-            for shards in into:
-                shards[0][:] = 0xAB
-            (self.folder / "wrote").touch()
-            os._exit(0)
-        if (self.folder / "fork-load").exists():
-            (self.folder / "forking").write_text(str(child))
-            (self.folder / "forking").rename(self.folder / "forked")  # whole once it is there
-            time.sleep(60)
-        for key, shards in zip(keys, into):
-            for shard, data in zip(shards, self.kept.get(key, ())):
-                shard[:] = np.frombuffer(data, np.uint8)
-        return [key in self.kept for key in keys]
-
-    def store(self, keys, data):
-        self._harm("store")
-        self.kept |= {key: [s.tobytes() for s in shards] for key, shards in zip(keys, data)}
-        return [True] * len(keys)
-
-    def delete(self, keys):
-        pass
-
-    def clear(self):
-        self.kept.clear()
-
-    def note(self, name):
-        return self.notes.get(name)
-
-    def set_note(self, name, value):
-        self.notes[name] = value
-
-    def close(self):
-        (self.folder / "closed").touch()
-
-    def report(self):
-        return {"pid": os.getpid(), "kept": len(self.kept)}
-'''
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What tells the tier ``URL`` what to do; its module is found by us and by our processes."""
-    made = tmp_path / "tier"
-    made.mkdir()
-    (tmp_path / "harmful.py").write_text(PLUG_IN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
-    return made
-
-
-def url(folder: Path) -> str:
-    return f"harmful:Harmful?folder={folder}"
 
 
 class Shell:
@@ -192,7 +100,7 @@ class Shell:
         return int(self.report["pid"])
 
     def close(self) -> None:
-        self.loop.run_until_complete(close_all([self.tier]))
+        self.loop.run_until_complete(self.tier.close())
         self.loop.close()
         self.arena.close()
 
@@ -220,19 +128,8 @@ def shell(url: str, **periods: Any) -> Iterator[Shell]:
         store(2**60, 1, 1),
         TierEpoch(0, 7, bytes(32), 2**64 - 1, renew=True),
         TierClear(1, 8),
-    ],
-)
-def test_what_the_daemon_says_arrives(said: Any) -> None:
-    (got,) = frames.from_daemon().feed(frames.encode(said))
-    assert repr(got) == repr(said)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        frames.TierOpened(),
-        frames.TierNotOpened("no such folder"),
-        frames.Heartbeat(),
+        frames.Opened(),
+        frames.Opened("no such folder"),
         Probed(1, np.array([True, False])),
         Loaded(2, np.array([True]), 0.5),
         Stored(3, np.zeros(0, np.bool_), down=True),
@@ -242,8 +139,9 @@ def test_what_the_daemon_says_arrives(said: Any) -> None:
         TierReport(1, {"up": True, "records": 5, "trouble": "", "rate": 0.5}),
     ],
 )
-def test_what_a_tier_says_arrives(said: Any) -> None:
-    (got,) = frames.from_process().feed(frames.encode(said))
+def test_what_one_says_arrives_at_the_other(said: Any) -> None:
+    hear = frames.from_daemon if isinstance(said, frames.ToProcess) else frames.from_process
+    (got,) = hear().feed(frames.encode(said))
     assert repr(got) == repr(said)
 
 
@@ -347,9 +245,9 @@ def test_nothing_ends_before_the_process_is_dead(
         one.submit(load(1, 9, 1))
         assert one.until((folder / "in-load").exists)
         dead = False
-        assert one.tier._child is not None
-        really = one.tier._child._process.poll
-        monkeypatch.setattr(one.tier._child._process, "poll", lambda: really() if dead else None)
+        assert one.tier._process is not None
+        really = one.tier._process.poll
+        monkeypatch.setattr(one.tier._process, "poll", lambda: really() if dead else None)
         os.kill(one.pid, signal.SIGKILL)
         assert one.until(lambda: one.tier._health.state is HealthState.DOWN)
         one.loop.run_until_complete(asyncio.sleep(0.2))
@@ -380,8 +278,8 @@ def test_one_that_does_not_answer_is_asked_no_more_until_it_does(folder: Path) -
         assert not one.report["up"]
         assert not one.end(load(4, 9, 6)).which.any()
         assert {end.op for end in one.ends} == {0, 3, 4}
-        assert one.tier._child is not None
-        os.kill(one.tier._child._process.pid, signal.SIGCONT)
+        assert one.tier._process is not None
+        os.kill(one.tier._process.pid, signal.SIGCONT)
         assert one.until(lambda: one.report["up"])
         assert one.until(lambda: {end.op for end in one.ends} == {0, 1, 2, 3, 4})
         assert one.end(probe(5, 9, 8)).held.all()
@@ -419,18 +317,6 @@ def test_what_it_has_forked_neither_speaks_for_it_nor_has_the_arena(folder: Path
         assert not one.arena.buffer[5 * PAGE : 6 * PAGE].any()
 
 
-def test_one_that_does_not_open_again_is_killed(folder: Path) -> None:
-    with shell(url(folder)) as one:
-        one.periods.open_s = one.periods.open_warning_s = 0.2
-        (folder / "hold-open").touch()
-        os.kill(one.pid, signal.SIGKILL)
-        trouble = "not open after 0.2 s; is its store well?"
-        assert one.until(lambda: one.report.get("trouble") == trouble)
-        (folder / "hold-open").unlink()
-        one.periods.open_s = WAIT_S
-        assert one.until(lambda: one.report["up"])
-
-
 def test_one_that_does_not_open_at_first_is_refused(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -451,8 +337,8 @@ def test_a_call_that_hangs_keeps_no_process_from_leaving(folder: Path) -> None:
         (folder / "hold-load").touch()
         one.submit(load(1, 9, 1))
         assert one.until((folder / "in-load").exists)
-    assert one.tier._child is not None
-    assert one.tier._child._process.returncode == 0, "it ended by itself"
+    assert one.tier._process is not None
+    assert one.tier._process.returncode == 0, "it ended by itself"
     assert not (folder / "closed").exists()
 
 
@@ -467,14 +353,23 @@ def test_secrets_in_the_environment_stay_with_the_daemon(
         assert b"one" in said, "ps tells which tier it is"
 
 
-def test_one_that_cannot_be_opened_again_is_tried_again(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "trouble"),
+    [("shut", "shut"), ("hold-open", "not open after 0.2 s; is its store well?")],
+)
+def test_one_that_cannot_be_opened_again_is_tried_again(
+    file: str, trouble: str, folder: Path
+) -> None:
     with shell(url(folder)) as one:
-        (folder / "shut").touch()
+        (folder / file).touch()
+        one.periods.open_s = 0.2 if file == "hold-open" else WAIT_S
+        one.periods.open_warning_s = 0.2
         os.kill(one.pid, signal.SIGKILL)
-        assert one.until(lambda: one.report.get("trouble") == "shut")
+        assert one.until(lambda: one.report.get("trouble") == trouble)
         assert not one.report["up"]
         assert one.end(store(1, 9, 1)).down
-        (folder / "shut").unlink()
+        (folder / file).unlink()
+        one.periods.open_s = WAIT_S
         assert one.until(lambda: one.report["up"])
         assert one.end(store(2, 9, 1)).which.all()
 
@@ -494,20 +389,16 @@ def test_an_error_of_ours_reaches_the_loop(folder: Path, monkeypatch: pytest.Mon
 # ---------------------------------------------------------------- under a daemon
 
 
-SOON = """
-import sys
-from kvass.cli.main import main
-from kvass.daemon.tier_process import supervisor
-periods = supervisor.Periods(heartbeat_s=0.2, kill_after=300, first_pause_s=0.1, close_s=0.2)
-supervisor.Periods = lambda: periods
-sys.exit(main())
-"""
-
-
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daemons give processes up sooner than by default, and start another one sooner."""
-    monkeypatch.setattr(Daemon, "program", ("-c", SOON))
+SOON = (
+    "-c",
+    "import sys\n"
+    "from kvass.cli.main import main\n"
+    "from kvass.daemon.tier_process import supervisor as s\n"
+    "soon = s.Periods(heartbeat_s=0.2, kill_after=300, first_pause_s=0.1, close_s=0.2)\n"
+    "s.Periods = lambda: soon\n"
+    "sys.exit(main())",
+)
+"""A daemon that gives processes up sooner than by default, and starts another one sooner."""
 
 
 def ended(pid: int) -> bool:
@@ -518,9 +409,11 @@ def ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> None:
-    with running_daemon(tmp_path, tier=[url(folder)]) as daemon, engine(daemon.socket) as peers:
+    with (
+        running_daemon(tmp_path, program=SOON, tier=[url(folder)]) as daemon,
+        engine(daemon.socket) as peers,
+    ):
         commit_two(*peers)
         assert eventually(lambda: tier_of(daemon).get("kept") == 2)
         (folder / "crash-store").touch()
@@ -536,35 +429,10 @@ def test_a_daemon_outlives_its_tiers_process(tmp_path: Path, folder: Path) -> No
         assert daemon.stop() == 0
 
 
-@pytest.mark.usefixtures("soon")
-def test_a_dead_tiers_loads_do_not_wait_for_the_grace_of_engines(
-    tmp_path: Path, folder: Path
-) -> None:
-    """What is LOADING blocks its keys."""
-    (folder / "boast").touch()
-    (folder / "hold-load").touch()
-    with (
-        running_daemon(tmp_path, tier=[url(folder)], dma_grace_s=3600) as daemon,
-        engine(daemon.socket) as (scheduler, _),
-    ):
-        assert eventually(lambda: scheduler.lookup("ab").chunks == 0 and loading(daemon) == 2)
-        assert not scheduler.reserve("ab").grants[0].chunks
-        assert eventually((folder / "in-load").exists)
-        os.kill(tier_of(daemon)["pid"], signal.SIGKILL)
-        assert eventually(lambda: loading(daemon) == 0)
-        assert scheduler.reserve("ab").grants[0].chunks == (0, 1)
-    (folder / "hold-load").unlink()
-
-
-def loading(daemon: Daemon) -> int:
-    return int(daemon.status()["rows_loading"])
-
-
-@pytest.mark.usefixtures("soon")
 def test_a_stopped_tier_keeps_nobody_from_the_next_one(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "disk").mkdir()
     tiers = [url(folder), disk(tmp_path / "disk")]
-    with running_daemon(tmp_path, tier=tiers, lookup_budget_ms=2000) as daemon:
+    with running_daemon(tmp_path, program=SOON, tier=tiers, lookup_budget_ms=2000) as daemon:
         with engine(daemon.socket) as peers:
             commit_two(*peers)
             assert eventually(lambda: tier_of(daemon, 1).get("records") == 2)
@@ -576,49 +444,6 @@ def test_a_stopped_tier_keeps_nobody_from_the_next_one(tmp_path: Path, folder: P
             assert eventually(lambda: tier_of(daemon)["up"] is False)
             assert eventually(lambda: scheduler.lookup("ab").chunks == 2)
             assert tier_of(daemon)["restarts"] == 0, "not because it was killed"
-
-
-def test_what_was_promised_waits_for_the_next_process(tmp_path: Path, folder: Path) -> None:
-    """SIGTERM while a tier has none."""
-    (tmp_path / "disk").mkdir()
-    with running_daemon(tmp_path, tier=[disk(tmp_path / "disk")], stop_s=60) as daemon:
-        assert eventually(lambda: tier_of(daemon).get("up") is True)
-        pid = int(Path(tmp_path / "disk" / "lock").read_text().split()[0])
-        with engine(daemon.socket) as peers:
-            peers[0].lookup("ab")  # its epoch is known
-            os.kill(pid, signal.SIGKILL)
-            assert eventually(lambda: tier_of(daemon)["up"] is False)
-            commit_two(*peers)
-            assert daemon.stop() == 0
-        assert "were not flushed" not in daemon.log(), daemon.log()
-        daemon.start()
-        assert eventually(lambda: tier_of(daemon).get("records") == 2)
-
-
-@pytest.mark.usefixtures("soon")
-def test_what_could_not_be_flushed_is_told(tmp_path: Path, folder: Path) -> None:
-    with running_daemon(tmp_path, tier=[url(folder)], stop_s=0.2) as daemon:
-        (folder / "hold-store").touch()
-        with engine(daemon.socket) as peers:
-            commit_two(*peers)
-            assert eventually((folder / "in-store").exists)
-            assert daemon.stop() == 0
-        assert "2 rows were not flushed" in daemon.log()
-        (folder / "hold-store").unlink()
-
-
-def test_a_signal_to_all_of_a_service_flushes_first(tmp_path: Path, folder: Path) -> None:
-    with running_daemon(tmp_path, tier=[url(folder)], stop_s=60) as daemon:
-        (folder / "hold-store").touch()
-        with engine(daemon.socket) as peers:
-            commit_two(*peers)
-            assert eventually((folder / "in-store").exists)
-            pid = tier_of(daemon)["pid"]
-            for one in (daemon.pid, pid):
-                os.kill(one, signal.SIGTERM)
-            (folder / "hold-store").unlink()
-            assert daemon.wait() == 0
-        assert daemon.log() == ""
 
 
 def test_no_tier_outlives_its_daemon(tmp_path: Path, folder: Path) -> None:
@@ -637,11 +462,10 @@ def test_no_tier_outlives_its_daemon(tmp_path: Path, folder: Path) -> None:
         (folder / "hold-store").unlink()
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_tiers_process_holds_no_session_open(tmp_path: Path, folder: Path) -> None:
     """It has inherited no descriptor but its own: EOF is the proof of death (law 3)."""
     with (
-        running_daemon(tmp_path, tier=[url(folder), url(folder)]) as daemon,
+        running_daemon(tmp_path, program=SOON, tier=[url(folder), url(folder)]) as daemon,
         engine(daemon.socket),
     ):
         assert eventually(lambda: "pid" in tier_of(daemon, 1))
@@ -651,11 +475,3 @@ def test_a_tiers_process_holds_no_session_open(tmp_path: Path, folder: Path) -> 
         links = [os.readlink(fd) for fd in fds.iterdir()]
         assert sum(link.startswith("socket:") for link in links) == 1, links
         assert not any("kvass.sock" in link for link in links)
-
-
-def test_what_a_tiers_process_logs_is_in_the_daemons_log(tmp_path: Path) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        where = f"redis:127.0.0.1:{nobody.getsockname()[1]}"
-        with running_daemon(tmp_path, tier=[where]) as daemon, engine(daemon.socket):
-            assert eventually(lambda: f"WARNING tier {where} is down" in daemon.log())

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,13 @@ from kvass.core.effects import (
     ToTier,
 )
 from kvass.daemon.tier_process.executor import Executor
+from kvass.messages import Commit, Ping, Pong
+from kvass.testing.daemon import Daemon
 from kvass.tiers.base import Shards
 from kvass.tiers.codec import record_key
 from kvass.types import Slots
 from tests.support.waiting import eventually
+from tests.support.wire.raw_session import RawSession
 
 SPACE = bytes(range(32))
 WAIT_S = 30.0
@@ -200,3 +204,22 @@ def load(op: int, number: int, slot: int, tier: int = 0) -> TierLoad:
 
 def store(op: int, number: int, slot: int, tier: int = 0) -> TierStore:
     return TierStore(tier, op, records(number), slots(slot), (PAGE, PAGE))
+
+
+# ---------------------------------------------------------------- tiers of a daemon
+
+
+def disk(folder: Path, **options: str) -> str:
+    options = {"capacity": "64MiB", **options}
+    return f"disk:{folder}?" + "&".join(f"{name}={value}" for name, value in options.items())
+
+
+def commit_two(scheduler: RawSession, worker: RawSession) -> None:
+    granted = scheduler.reserve("ab")
+    worker.channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
+    worker.ask(Ping(), Pong)
+
+
+def tier_of(daemon: Daemon, number: int = 0) -> dict[str, Any]:
+    tiers: list[dict[str, Any]] = daemon.status()["tiers"]
+    return tiers[number]

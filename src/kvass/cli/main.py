@@ -1,9 +1,8 @@
 """``kvass``: which command, and how failure looks.
 
-Law of this file: whatever goes wrong is one line on stderr that says what to do, and exit status 2
-for the caller's mistake, 1 for a daemon that is not there or says no. A command is the module of
-its name, imported only when it runs, so that ``serve`` is ready at once and holds nothing it does
-not need: ``run(argv) -> exit status``.
+Whatever goes wrong is one line on stderr that says what to do, and exit status 2 for the caller's
+mistake, 1 for a daemon that is not there or says no. A command is the function ``run`` of the
+module of its name, imported only when it runs, so that ``serve`` is ready at once.
 """
 
 from __future__ import annotations

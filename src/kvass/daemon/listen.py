@@ -15,7 +15,8 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 from kvass.config import Config, check_folder, default_socket
@@ -59,22 +60,14 @@ def listening(path: str, access: Access) -> Iterator[socket.socket]:
     """
     check_path(path)
     _make_default_folder(path)
-    lock = _lock(path + ".lock")
-    try:
-        sock = _bind(path, access)
-        try:
-            yield sock
-        finally:
-            sock.close()
-            _remove(path)
-    finally:
-        _remove(path + ".lock")
-        os.close(lock)
-
-
-def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):  # somebody tidied up before us
-        os.unlink(path)
+    with ExitStack() as ending:
+        ending.callback(os.close, _lock(path + ".lock"))
+        ending.callback(Path(path + ".lock").unlink, missing_ok=True)
+        _remove_dead(path)
+        sock = ending.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        _bind(sock, path, access)
+        ending.callback(Path(path).unlink, missing_ok=True)
+        yield sock
 
 
 def _make_default_folder(path: str) -> None:
@@ -95,39 +88,26 @@ def _lock(path: str) -> int:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-        if _try_lock(fd):
-            if _same_file(fd, path):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
                 os.truncate(fd, 0)
                 os.pwrite(fd, str(os.getpid()).encode(), 0)
                 return fd
-        elif time.monotonic() > deadline:
-            pid = os.pread(fd, 20, 0).decode(errors="replace")
-            os.close(fd)
-            raise ConfigError(f"{path[:-5]} is in use by the live daemon {pid}: stop it first")
-        else:
+        except FileNotFoundError:
+            pass  # its last holder removed it after we opened it
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                pid = os.pread(fd, 20, 0).decode(errors="replace")
+                os.close(fd)
+                raise ConfigError(
+                    f"{path[:-5]} is in use by the live daemon {pid}: stop it first"
+                ) from None
             time.sleep(0.01)
         os.close(fd)
 
 
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _same_file(fd: int, path: str) -> bool:
-    """Whether ``path`` still is the file we locked: its last holder may have removed it."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _bind(path: str, access: Access) -> socket.socket:
-    _remove_dead(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+def _bind(sock: socket.socket, path: str, access: Access) -> None:
     before = os.umask(0o177)  # nobody else connects between bind and chmod
     try:
         sock.bind(path)
@@ -136,11 +116,9 @@ def _bind(path: str, access: Access) -> socket.socket:
         os.chmod(path, access.mode)
         sock.listen(BACKLOG)
     except OSError as error:
-        sock.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror}") from error
     finally:
         os.umask(before)
-    return sock
 
 
 def _remove_dead(path: str) -> None:

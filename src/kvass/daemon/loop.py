@@ -21,32 +21,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from kvass.arena.memory import Arena
-from kvass.core.effects import (
-    Close,
-    Effect,
-    Event,
-    Faulted,
-    HalfClose,
-    Lost,
-    Opened,
-    PopulatedTo,
-    ProcessEnded,
-    Received,
-    Send,
-    SessionId,
-    Stopping,
-    Tick,
-    ToTier,
-    Watch,
-)
+from kvass.arena.memory import SLICE_BYTES, Arena
+from kvass.core import effects
+from kvass.core.effects import SessionId
 from kvass.core.epochs import LOOK_AGAIN_S
 from kvass.core.event_lines import line
 from kvass.core.machine import CacheMachine
 from kvass.daemon.connection import Connection
 from kvass.daemon.peer_process import PeerProcess, process_behind
-from kvass.daemon.populate import populate
-from kvass.daemon.tier_process.supervisor import TierProcess, close_all, open_all
+from kvass.daemon.tier_process.supervisor import TierProcess
 from kvass.errors import FrameError
 from kvass.wire import framing
 from kvass.wire.channel import PeerCredentials, peer_of
@@ -57,6 +40,7 @@ GC_THRESHOLD: Final = (50_000, 20, 100)
 """For ``gc.set_threshold``: a full collection of a daemon takes milliseconds, so it is rare."""
 _ACCEPT_PAUSE_S: Final = 0.1
 _TICK_S: Final = 0.001
+_POPULATE_NICE: Final = 5
 _log = logging.getLogger("kvass")
 
 
@@ -108,10 +92,13 @@ class Server:
         self._stopped = self._loop.create_future()
         self._loop.set_exception_handler(self._broken)
         try:
-            await open_all(self._tiers, self._handle)
+            opening = (tier.open(self._handle) for tier in self._tiers)
+            for error in await asyncio.gather(*opening, return_exceptions=True):
+                if error is not None:
+                    raise error
             await self._serve_until_stopped(on_ready)
         finally:
-            await close_all(self._tiers)
+            await asyncio.gather(*(tier.close() for tier in self._tiers))
         for name, rows in self._machine.unflushed():
             _log.warning("tier %s: %d rows were not flushed", name, rows)
 
@@ -125,7 +112,7 @@ class Server:
         on_ready()
         gc.freeze()  # what exists now lives as long as we do
         gc.set_threshold(*GC_THRESHOLD)
-        worker = threading.Thread(target=populate, args=(self._arena, self._stopping, self._grew))
+        worker = threading.Thread(target=self._populate)
         worker.start()
         try:
             await self._stopped
@@ -146,9 +133,7 @@ class Server:
         self._draining = True
         self._stop_listening()
         self._loop.call_later(self._stop_s, self._end)
-        for tier in self._tiers:
-            tier.hurry()
-        self._handle(Stopping())
+        self._handle(effects.Stopping())
 
     def _end(self) -> None:
         if not self._stopped.done():
@@ -170,10 +155,24 @@ class Server:
             error = context.get("exception") or AssertionError(context["message"])
             self._stopped.set_exception(error)
 
-    def _grew(self, populated_bytes: int) -> None:
-        """From the populating thread."""
-        with suppress(RuntimeError):  # the loop closed while it was in the kernel
-            self._loop.call_soon_threadsafe(self._handle, PopulatedTo(populated_bytes))
+    def _populate(self) -> None:
+        """Fault the arena in, in a thread of low priority, without the GIL.
+
+        Our cgroup is charged for pages that we touch first. Memory that cannot be had ends it: the
+        rest is faulted in by whoever writes there.
+        """
+        os.nice(_POPULATE_NICE)  # Linux: of this thread alone
+        for lo in range(0, self._arena.size, SLICE_BYTES):
+            if self._stopping.is_set():
+                return
+            hi = min(lo + SLICE_BYTES, self._arena.size)
+            try:
+                self._arena.populate(lo, hi)
+            except OSError as error:
+                _log.warning("populated %d of %d arena bytes: %s", lo, self._arena.size, error)
+                return
+            with suppress(RuntimeError):  # the loop closed while it was in the kernel
+                self._loop.call_soon_threadsafe(self._handle, effects.PopulatedTo(hi))
 
     # ------------------------------------------------------------ sockets to events
 
@@ -192,7 +191,7 @@ class Server:
         process = process_behind(sock, peer.pid)
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         own = peer.uid in (0, os.geteuid())
-        self._step(Opened(session, peer.uid, own, self._refusal(peer) or ""))
+        self._step(effects.Opened(session, peer.uid, own, self._refusal(peer) or ""))
         self._finish_turn()
 
     def _readable(self, connection: Connection) -> None:
@@ -203,22 +202,22 @@ class Server:
             session = connection.session
             try:
                 for message in connection.decoder.feed(self._scratch[:size]):
-                    self._step(Received(session, message))
+                    self._step(effects.Received(session, message))
             except FrameError as fault:
-                self._step(Faulted(session, fault.code, str(fault)))
+                self._step(effects.Faulted(session, fault.code, str(fault)))
         self._finish_turn()
 
     def _at_eof(self, connection: Connection) -> None:
         session = connection.session
         if connection.decoder.inside_frame and not connection.ignoring:
-            self._step(Faulted(session, "bad_frame", "the stream ended inside a frame"))
+            self._step(effects.Faulted(session, "bad_frame", "the stream ended inside a frame"))
         process = connection.process
         exiting = process is not None and self._machine.owes(session) and process.exiting
-        self._step(Lost(session, exiting))
+        self._step(effects.Lost(session, exiting))
         if (left := self._connections.pop(session, None)) is not None:
             left.close_now()
 
-    def _watch(self, watch: Watch) -> None:
+    def _watch(self, watch: effects.Watch) -> None:
         if (process := self._connections[watch.session].take_process()) is not None:
             self._watched[watch.session] = process
             self._loop.add_reader(process, self._process_ended, watch.session)
@@ -232,39 +231,39 @@ class Server:
 
     def _process_ended(self, session: SessionId) -> None:
         self._unwatch(session)
-        self._handle(ProcessEnded(session))
+        self._handle(effects.ProcessEnded(session))
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: effects.Event) -> None:
         self._step(event)
         self._finish_turn()
 
     # ------------------------------------------------------------ the core and its effects
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: effects.Event) -> None:
         now = time.monotonic()
         try:
-            effects = self._machine.step(event, now)
+            todo = self._machine.step(event, now)
         except Exception:  # a defect of ours: say what led to it, and end
             _log.critical("the core failed at this event, so the daemon ends: %s", line(now, event))
             raise
-        for effect in effects:
+        for effect in todo:
             self._carry_out(effect)
 
-    def _carry_out(self, effect: Effect) -> None:
-        if type(effect) is Send:
+    def _carry_out(self, effect: effects.Effect) -> None:
+        if type(effect) is effects.Send:
             if (connection := self._connections.get(effect.session)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)
                 self._to_flush[effect.session] = connection
-        elif type(effect) is Close:
+        elif type(effect) is effects.Close:
             if (connection := self._connections.pop(effect.session, None)) is not None:
                 connection.close()
-        elif type(effect) is HalfClose:
+        elif type(effect) is effects.HalfClose:
             if (connection := self._connections.get(effect.session)) is not None:
                 connection.half_close()
-        elif type(effect) is Watch:
+        elif type(effect) is effects.Watch:
             self._watch(effect)
-        elif isinstance(effect, ToTier):
+        elif isinstance(effect, effects.ToTier):
             self._tiers[effect.tier].submit(effect)
 
     def _finish_turn(self) -> None:
@@ -274,7 +273,7 @@ class Server:
             for session, connection in sessions.items():
                 if not connection.flush():
                     connection.mute()
-                    self._step(Faulted(session, "limit", "too many replies left unread"))
+                    self._step(effects.Faulted(session, "limit", "too many replies left unread"))
         due = self._machine.next_deadline()
         if due is not None:
             when = max(due, time.monotonic() + _TICK_S)
@@ -287,9 +286,9 @@ class Server:
 
     def _ticked(self) -> None:
         self._tick = None
-        self._handle(Tick())
+        self._handle(effects.Tick())
 
     def _renew_notes(self) -> None:
         """The core reads the tiers' notes again in a tick, also where nothing else is due."""
         self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
-        self._handle(Tick())
+        self._handle(effects.Tick())

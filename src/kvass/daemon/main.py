@@ -82,7 +82,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
 
 def _return_freed_memory() -> None:
     """Keep glibc's mmap threshold low: it rises to the largest block freed so far, and from then on
-    outgrown tables stay in the heap. Measured with 65,536 rows: 49 instead of 62 MiB."""
+    outgrown tables stay in the heap."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent in musl
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 256 << 10)

@@ -1,9 +1,8 @@
 """The process at the other end of a session, as far as its end can be seen.
 
 Law of this file: what it says is true of the very process that connected. A pidfd names a process;
-a pid may belong to another one by now. Where the kernel gives no pidfd (older than 5.3, or older
-than 6.5 and the process is in another PID namespace) there is no ``PeerProcess``, and the core uses
-a time bound instead.
+a pid may belong to another one by now. Where the kernel gives no pidfd there is no ``PeerProcess``,
+and the core uses a time bound instead.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ _PF_EXITING: Final = 0x4  # include/linux/sched.h
 
 
 class PeerProcess:
-    """Who connected. ``fileno`` becomes readable when it has ended.
-
-    A process is reported as ended when its last thread is past releasing its files
-    (``kernel/exit.c: do_exit`` runs ``exit_files`` and ``exit_task_work`` before ``exit_notify``).
-    """
+    """Who connected. ``fileno`` becomes readable when it has ended: when its last thread is past
+    releasing its files (``kernel/exit.c: do_exit``)."""
 
     def __init__(self, pidfd: int, pid: int) -> None:
         self._pidfd = pidfd
@@ -59,8 +55,7 @@ def process_behind(sock: socket.socket, pid: int) -> PeerProcess | None:
     """The process that connected ``sock``; None if its end cannot be seen.
 
     ``pid``: what SO_PEERCRED says; 0 for a process of another PID namespace. If another process has
-    that number by now, then the one that connected has ended, and its device is released: whatever
-    is said of the other one is late and never too early.
+    that number by now, the one that connected has ended: what is said is late, never too early.
     """
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)

@@ -25,6 +25,7 @@ from kvass.client.client import Client
 
 READY_S = 30.0
 """How long a daemon may take to start or to end; a loaded machine starts Python slowly."""
+KVASS = ("-m", "kvass")
 GRACE_S = 1.0
 """``dma_grace_s`` by default; kvass's own is longer, for processes with much pinned memory."""
 
@@ -32,18 +33,14 @@ GRACE_S = 1.0
 class Daemon:
     """Daemon processes, one after the other, on one socket path. See ``running_daemon``."""
 
-    program: Sequence[str] = ("-m", "kvass")
-    """What Python runs."""
-
     def __init__(
-        self, folder: Path, options: dict[str, Any], program: Sequence[str] | None = None
+        self, folder: Path, options: dict[str, Any], program: Sequence[str] = KVASS
     ) -> None:
         self.socket = str(folder / "kvass.sock")
         self.ready = ""
         """The ``ready`` line that the process printed."""
         self._options = {"socket": self.socket, **options}
-        if program is not None:
-            self.program = program
+        self._program = program
         self._process: subprocess.Popen[str] | None = None
         self._log = folder / "daemon.log"
 
@@ -59,7 +56,7 @@ class Daemon:
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVASS_")}
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *self.program, "serve", *flags],
+                [sys.executable, *self._program, "serve", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -149,10 +146,10 @@ class Daemon:
 
 @contextmanager
 def running_daemon(
-    folder: Path, l1_size: str = "64MiB", program: Sequence[str] | None = None, **options: Any
+    folder: Path, l1_size: str = "64MiB", program: Sequence[str] = KVASS, **options: Any
 ) -> Iterator[Daemon]:
     """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``. Python
-    runs ``program``, or else ``-m kvass``."""
+    runs ``program``."""
     daemon = Daemon(folder, {"l1_size": l1_size, "dma_grace_s": GRACE_S, **options}, program)
     daemon.start()
     try:

@@ -11,23 +11,23 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.cli.bench.figures import ratio
-from kvass.cli.bench.machine import (
+from kvass.cli.bench.rig import (
+    CHUNK_TOKENS,
     PATIENCE_S,
+    WIDTH,
+    EngineSessions,
     private_memory,
+    ratio,
     seconds,
     shared_memory,
-    wait_mapped,
 )
-from kvass.cli.bench.sessions import CHUNK_TOKENS, WIDTH, EngineSessions
-from kvass.config import Size
-from kvass.errors import ConfigError, Unavailable
+from kvass.errors import Unavailable
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import describe_group
 from kvass.transfer.base import Job
 from kvass.transfer.host import HostMover
 from kvass.transfer.runtime import Kind
-from kvass.types import GroupLayout, I64Array, Limits, Slots
+from kvass.types import GroupLayout, I64Array, Slots
 
 CHUNKS: Final = 4096 // CHUNK_TOKENS
 _PAGE_BYTES: Final = 16 * 8 * 128 * 2
@@ -86,31 +86,31 @@ class KvCache:
 
 
 def measure_copies(
-    socket: str,
-    arena_bytes: int,
-    rounds: int,
-    chunks: int = CHUNKS,
-    layout: GroupLayout = LLAMA_8B,
+    socket: str, rounds: int, chunks: int = CHUNKS, layout: GroupLayout = LLAMA_8B
 ) -> dict[str, Any]:
-    """Ratios and rates, by the names in the package's docstring. Raises ``KvassError``.
-
-    All rows are reserved at once, so they must fit what one instance may write.
-    """
-    need = int(chunks * layout.shard_bytes(CHUNK_TOKENS) / Limits().instance_write_share)
-    if arena_bytes < need:
-        raise ConfigError(f"an L1 of {Size(arena_bytes)}: give the daemon --l1-size {Size(need)}")
+    """Ratios and rates, by the names in the package's docstring. Raises ``KvassError``."""
+    size = chunks * layout.shard_bytes(CHUNK_TOKENS)
     with ExitStack() as ending:
         engine = EngineSessions(socket, layout, ending)
         ending.callback(engine.scheduler.clear, timeout_s=PATIENCE_S)
         cache = KvCache(engine, layout, chunks)
         ending.callback(cache.mover.close)
-        return _measure(cache, arena_bytes, rounds)
+        shared = shared_memory(size)
+        ending.callback(shared.close)
+        times, same = _rounds(cache, shared.buffer, rounds)
+    return {
+        "bytes_equal": same,
+        "store_vs_memcpy": ratio(times["store"], times["in"]),
+        "load_vs_memcpy": ratio(times["load"], times["out"]),
+        "store_gbps": size / median(times["store"]) / 1e9,
+        "load_gbps": size / median(times["load"]) / 1e9,
+        "memcpy_gbps": size / median(times["in"] + times["out"]) / 1e9,
+    }
 
 
-def _measure(cache: KvCache, arena_bytes: int, rounds: int) -> dict[str, Any]:
-    size = cache.chunks * cache.planes.shard_bytes
-    private, shared = private_memory(size), shared_memory(size)
-    wait_mapped(arena_bytes + size)
+def _rounds(cache: KvCache, shared: Any, rounds: int) -> tuple[dict[str, list[float]], bool]:
+    """Seconds of each step in each round, and whether every load brought what was stored."""
+    private = private_memory(shared.nbytes)
     same = True
     times: dict[str, list[float]] = {}
     for number in range(rounds + 1):  # the first warms up
@@ -119,36 +119,16 @@ def _measure(cache: KvCache, arena_bytes: int, rounds: int) -> dict[str, Any]:
         cache.pages[:, cache.target] = 0
         steps: dict[str, Callable[[], object]] = {
             "store": partial(cache.store, digests),
-            "in": partial(_memcpy, shared.buffer, private, cache.chunks),
-            "in_one_call": partial(_memcpy, shared.buffer, private, 1),
+            "in": partial(_memcpy, shared, private, cache.chunks),
             "load": partial(cache.load, digests),
-            "out": partial(_memcpy, private, shared.buffer, cache.chunks),
-            "out_one_call": partial(_memcpy, private, shared.buffer, 1),
+            "out": partial(_memcpy, private, shared, cache.chunks),
         }
         for name, step in steps.items():
             took_s = seconds(step)
             if number:
                 times.setdefault(name, []).append(took_s)
         same = same and cache.same_bytes()
-    shared.close()
-    return _figures(times, size, same)
-
-
-def _figures(times: dict[str, list[float]], size: int, same: bool) -> dict[str, Any]:
-    def gbps(*names: str) -> float:
-        return size / median(t for name in names for t in times[name]) / 1e9
-
-    return {
-        "bytes_equal": same,
-        "store_vs_memcpy": ratio(times["store"], times["in"]),
-        "load_vs_memcpy": ratio(times["load"], times["out"]),
-        "store_vs_memcpy_one_call": ratio(times["store"], times["in_one_call"]),
-        "load_vs_memcpy_one_call": ratio(times["load"], times["out_one_call"]),
-        "store_gbps": gbps("store"),
-        "load_gbps": gbps("load"),
-        "memcpy_gbps": gbps("in", "out"),
-        "memcpy_one_call_gbps": gbps("in_one_call", "out_one_call"),
-    }
+    return times, same
 
 
 def _memcpy(to: Any, source: Any, calls: int) -> None:

@@ -1,7 +1,6 @@
 """``kvass doctor``: what kvass finds on this machine, what it will use, what that costs.
 
-It looks (``machine``), and every check says what it saw: ``CHECKS``. The exit status is 1 if any
-finding is an error: kvass cannot serve here.
+The exit status is 1 if any finding is an error: kvass cannot serve here.
 """
 
 from __future__ import annotations
@@ -9,42 +8,17 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Final
 
 from kvass._version import __version__
-from kvass.cli.doctor import checks, gpu
-from kvass.cli.doctor.finding import Finding
-from kvass.cli.doctor.machine import Machine, examine
-from kvass.config import Parser, Size, add_flags, default_socket, load, memory_bytes
-from kvass.errors import ConfigError
-from kvass.wire.framing import one_line
-
-Findings = Mapping[str, Finding]
-"""By the name of the check."""
-
-CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
-    "configuration": checks.configuration,
-    "system": checks.system,
-    "memory": checks.memory,
-    "shared memory": checks.shared_memory,
-    "huge pages": checks.huge_pages,
-    "descriptors": checks.descriptors,
-    "daemon": checks.daemon,
-    "GPU": gpu.gpu,
-    "locked memory": gpu.locked_memory,
-    "expandable segments": gpu.expandable_segments,
-    "triton": gpu.triton,
-    "vLLM": checks.vllm,
-    "redis": checks.redis,
-    "s3": checks.s3,
-    "mooncake": checks.mooncake,
-}
+from kvass.cli.doctor.checks import CHECKS, Finding
+from kvass.cli.doctor.machine import examine
+from kvass.config import Parser, add_flags, load
 
 
 def run(argv: list[str]) -> int:
-    """Look, and print what was seen. Raises ``ConfigError`` for a flag that is none."""
+    """Look, and print what was seen. Raises ``ConfigError`` for what ``kvass serve`` refuses."""
     parser = Parser(
         prog="kvass doctor",
         description="Show what kvass finds on this machine, as whoever asks: ask as the user, in "
@@ -54,53 +28,20 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = vars(parser.parse_args(argv))
     as_json = options.pop("json")
-    size, socket, error = wanted(options, os.environ)
-    found = diagnose(examine(size, socket, os.environ, error))
-    print(json.dumps(report(found), indent=2) if as_json else "\n".join(table(found)))
-    return 0 if serves(found) else 1
+    config = load(options, os.environ)
+    machine = examine(config.l1_size, config.socket, os.environ)
+    findings = {name: check(machine) for name, check in CHECKS.items()}
+    serves = all(finding.level != "error" for finding in findings.values())
+    if as_json:
+        shown = [{"name": name} | asdict(finding) for name, finding in findings.items()]
+        print(json.dumps({"version": __version__, "serves": serves, "findings": shown}, indent=2))
+    else:
+        print("\n".join(table(findings)))
+    return 0 if serves else 1
 
 
-def wanted(
-    options: Mapping[str, str | None], environment: Mapping[str, str]
-) -> tuple[int, str, str]:
-    """Size and socket that ``kvass serve`` would be given, and why it would refuse them.
-
-    That it would is a finding, so that all else is looked at too; but a flag that is no size
-    raises ``ConfigError``.
-    """
-    try:
-        given = options["l1_size"] and Size.parse(options["l1_size"])
-    except ValueError as error:
-        raise ConfigError(f"--l1-size: {error}") from error
-    try:
-        config = load(options, environment)
-    except ConfigError as error:
-        socket = options["socket"] or environment.get("KVASS_SOCKET") or default_socket()
-        return given or memory_bytes() // 4, socket, one_line(str(error))
-    return config.l1_size, config.socket, ""
-
-
-def diagnose(machine: Machine) -> Findings:
-    """All findings."""
-    return {name: check(machine) for name, check in CHECKS.items()}
-
-
-def serves(findings: Findings) -> bool:
-    """Whether a daemon can serve here."""
-    return all(finding.level != "error" for finding in findings.values())
-
-
-def report(findings: Findings) -> dict[str, Any]:
-    """Everything, for programs."""
-    return {
-        "version": __version__,
-        "serves": serves(findings),
-        "findings": [{"name": name} | asdict(finding) for name, finding in findings.items()],
-    }
-
-
-def table(findings: Findings) -> Iterator[str]:
-    """Everything, for people: a line per finding, and what follows from it indented below."""
+def table(findings: Mapping[str, Finding]) -> Iterator[str]:
+    """A line per finding, and what follows from it indented below."""
     width = max(map(len, findings))
     for name, finding in findings.items():
         yield f"{finding.level:<8} {name:<{width}}  {finding.found}"
@@ -109,4 +50,5 @@ def table(findings: Findings) -> Iterator[str]:
                 yield f"{'':<8} {'':<{width}}    {label + ':':<5} {text}"
     count = Counter(finding.level for finding in findings.values())
     seen = ", ".join(f"{count[level]} {level}" for level in ("error", "warning", "note"))
-    yield f"kvass {__version__} {'can' if serves(findings) else 'cannot'} serve here: {seen}"
+    verb = "cannot" if count["error"] else "can"
+    yield f"kvass {__version__} {verb} serve here: {seen}"

@@ -1,48 +1,87 @@
-"""Can a daemon serve here, and what is installed: pure functions of ``Machine``.
+"""The checks of ``kvass doctor``: each looks at a ``Machine`` and returns what it found.
 
-What is not known is called unknown.
+What is not known is called unknown. The daemon needs no GPU, so nothing about GPUs is an error.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import platform
 import re
-import resource
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Final, Literal
 
 from kvass._version import TESTED_VLLM, __version__
-from kvass.cli.doctor.finding import NOTHING, Finding, error, limit_shown, note, ok, shown, warning
+from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
+from kvass.transfer import ON_REQUEST
+from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
+from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.types import Limits, Size
 
+Level = Literal["ok", "note", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found, what kvass will use of it, what that costs, and what to do about it.
+
+    ``error``: the daemon cannot serve here. ``warning``: somebody runs uncached, or slower than
+    this machine allows. ``note``: it may matter, or could not be read.
+    """
+
+    level: Level
+    found: str
+    used: str = ""
+    cost: str = ""
+    do: str = ""
+
+
+ok: Final = partial(Finding, "ok")
+note: Final = partial(Finding, "note")
+warning: Final = partial(Finding, "warning")
+error: Final = partial(Finding, "error")
+
+NOTHING: Final = "nothing: the daemon cannot serve"
+ON_CPU: Final = "engines whose KV cache is on the CPU"
+UNCACHED: Final = "an engine whose KV cache is on a GPU runs uncached"
 POPULATE_S_PER_GIB: Final = 0.6
 """Of a core, with pages of 4 KiB: arena.memory.SLICE_BYTES."""
-DAEMON_MIB: Final = 50
 SPARE_DESCRIPTORS: Final = 64
 """What the daemon needs beside its sessions: sockets, the arena, tiers' files and connections."""
-SHMEM_ENABLED: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+LOAD_S: Final = 30.0
+HUGE: Final = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+CGROUP: Final = "sys/fs/cgroup"
+
+
+def shown(size: float | None) -> str:
+    """A size for people."""
+    if size is None:
+        return "unknown"
+    if size == math.inf:
+        return "unlimited"
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:.1f}".removesuffix(".0") + " " + unit
+    return f"{size:.0f} B"
 
 
 # ---------------------------------------------------------------- can a daemon serve
 
 
-def configuration(m: Machine) -> Finding:
-    if m.config_error:
-        return error(m.config_error, NOTHING, do="correct what it names")
-    found = f"l1_size {Size(m.l1_bytes)}, socket {m.socket}"
-    return ok(found, "by `kvass serve` with the same flags and environment")
-
-
 def system(m: Machine) -> Finding:
-    found = f"Linux {m.kernel} {m.architecture}, Python {m.python}"
-    if "microsoft" in m.kernel.lower() or "dxg" in m.nodes:
-        level = warning if m.driver or m.driver_error else note
-        return level(
-            f"WSL2: {found}",
-            "engines whose KV cache is on the CPU",
-            "those with theirs on a GPU run uncached: pinned memory has another address there",
-            "use native Linux for GPUs",
-        )
-    if version(m.kernel)[:2] < (5, 14):
+    kernel = m.text("proc/sys/kernel/osrelease")
+    found = f"Linux {kernel} {platform.machine()}, Python {platform.python_version()}"
+    if "microsoft" in kernel.lower() or m.has("dxg"):
+        level = warning if m.driver.survey or m.driver.error else note
+        cost = "those with theirs on a GPU run uncached: pinned memory has another address there"
+        return level(f"WSL2: {found}", ON_CPU, cost, "use native Linux for GPUs")
+    numbers = re.match(r"(\d+)\.(\d+)", kernel)
+    if numbers and tuple(map(int, numbers.groups())) < (5, 14):
         return note(
             f"{found}, without MADV_POPULATE_WRITE",
             "memory that is allocated in the background, but not mapped",
@@ -53,27 +92,26 @@ def system(m: Machine) -> Finding:
 
 
 def memory(m: Machine) -> Finding:
-    size, limit = shown(m.l1_bytes), m.cgroup_limit_bytes
-    room = min((r for r in (m.available_bytes, m.cgroup_room_bytes) if r is not None), default=None)
-    group = shown(limit) if limit is not None else "none" if m.cgroup_known else "unknown"
+    size, total, available = shown(m.l1_bytes), _meminfo(m, "MemTotal"), _meminfo(m, "MemAvailable")
+    groups = list(_cgroups(m))
+    limit = min((limit for limit, _ in groups), default=None)
+    room = min((r for r in (available, *(r for _, r in groups)) if r is not None), default=None)
+    known = bool(m.text(f"{CGROUP}/cgroup.controllers"))
     found = (
-        f"{shown(m.physical_bytes)} in the machine, container's limit {group}, "
-        f"{'unknown' if room is None else shown(room)} available"
+        f"{shown(total)} in the machine, container's limit "
+        f"{shown(limit) if limit or not known else 'none'}, {shown(room)} available"
     )
-    ceiling = min(m.physical_bytes, limit or m.physical_bytes)
-    if m.l1_bytes > ceiling:
-        why = "the machine has" if ceiling == m.physical_bytes else "its container may use"
+    if limit is not None and m.l1_bytes > limit:
         return error(
-            f"{found}: l1_size {size} is more than {why}",
+            f"{found}: l1_size {size} is more than the container may use",
             NOTHING,
-            "it would be refused at start, or killed while it fills the arena",
-            f"kvass serve --l1-size {_half(ceiling)}, or raise the container's limit",
+            "it would be killed while it fills the arena",
+            f"kvass serve --l1-size {_half(limit)}, or raise the container's limit",
         )
     if m.daemon is not None:
         used = f"{shown(m.daemon.get('l1_capacity_bytes', 0))} by the daemon that answers"
         return ok(found, used, "what it took already is not available above")
-    used = f"an arena of {size}"
-    cost = f"{size} for the arena, taken in the background after start; {DAEMON_MIB} MiB beside it"
+    used, cost = f"an arena of {size}", f"{size}, taken in the background after start; 50 MiB more"
     if room is None:
         return note(found, used, cost, "see that it is there")
     if m.l1_bytes > room:
@@ -86,6 +124,23 @@ def memory(m: Machine) -> Finding:
     return ok(found, used, cost)
 
 
+def _meminfo(m: Machine, name: str) -> int | None:
+    kib = m.number("proc/meminfo", rf"{name}: +(\d+) kB")
+    return None if kib is None else kib << 10
+
+
+def _cgroups(m: Machine) -> Iterator[tuple[int, int]]:
+    """Limit, and room left, of this process's memory groups (version 2) that have a limit."""
+    path = re.search(r"^0::(/.*)$", m.text("proc/self/cgroup"), re.MULTILINE)
+    inner = PurePosixPath(CGROUP + (path[1] if path and ".." not in path[1] else "/"))
+    for folder in (inner, *inner.parents):
+        limit = m.number(f"{folder}/memory.max")
+        if limit is not None and folder.is_relative_to(CGROUP):
+            idle = m.number(f"{folder}/memory.stat", r"inactive_file (\d+)") or 0
+            used = m.number(f"{folder}/memory.current") or 0
+            yield limit, max(0, limit - used + idle)
+
+
 def _half(size: int) -> Size:
     unit = 1 << 30 if size >= 4 << 30 else 1 << 20
     return Size(max(unit, size // 2 // unit * unit))
@@ -93,50 +148,39 @@ def _half(size: int) -> Size:
 
 def shared_memory(m: Machine) -> Finding:
     size = shown(m.l1_bytes)
-    if m.arena_error:
+    if m.arena_trouble:
         do = "allow memfd_create (seccomp), and raise `ulimit -v` and `ulimit -f`"
-        return error(f"no memfd of {size}: {m.arena_error}", NOTHING, do=do)
-    shm = "absent" if m.shm_bytes is None else shown(m.shm_bytes)
-    return ok(
-        f"a memfd of {size} was made, sealed and mapped; /dev/shm: {shm}",
-        "the memfd, handed to engines over the socket; /dev/shm is not, whatever its size",
-    )
+        return error(f"no memfd of {size}: {m.arena_trouble}", NOTHING, do=do)
+    used = "the memfd, handed to engines over the socket; /dev/shm is not, whatever its size"
+    return ok(f"a memfd of {size} was made, sealed and mapped", used)
 
 
 def huge_pages(m: Machine) -> Finding:
-    setting = f"shmem_enabled: {m.shmem_enabled or 'unknown'}"
-    small = f"pages of {shown(m.page_bytes)}"
-    cost = (
-        f"page tables of {shown(m.l1_bytes // m.page_bytes * 8)} in each process that maps all of "
-        f"the arena, and some {POPULATE_S_PER_GIB * m.l1_bytes / 2**30:.0f} s of a core, in the "
-        "background, to fill it"
-    )
-    if m.shmem_enabled in (None, "never", "deny"):
-        do = f"as root, before kvass serve: echo advise > {SHMEM_ENABLED}"
-        return note(setting, small, cost, do)
-    large = "huge pages" if m.huge_bytes is None else f"pages of {shown(m.huge_bytes)}"
-    mixed = f"{large} where there are any, else {small}"
-    if not m.trial_bytes or m.trial_huge_bytes is None:
-        return note(f"{setting}; what an arena gets was not tried", mixed, cost)
-    found = f"{setting}; of a trial arena of {shown(m.trial_bytes)}, {shown(m.trial_huge_bytes)}"
-    if m.trial_huge_bytes < m.trial_bytes:
-        do = "memory is fragmented: echo 1 > /proc/sys/vm/compact_memory, or start kvass earlier"
-        return note(f"{found} only got them", mixed, f"up to {cost}", do)
-    pages = -(-m.l1_bytes // (m.huge_bytes or m.trial_bytes))
-    return ok(f"{found} got them", large, f"page tables of {shown(pages * 8)}")
+    setting = re.search(r"\[(\w+)\]", m.text(HUGE))
+    found = f"shmem_enabled: {setting[1] if setting else 'unknown'}"
+    page = os.sysconf("SC_PAGE_SIZE")
+    if setting is None or setting[1] in ("never", "deny"):
+        cost = (
+            f"page tables of {shown(m.l1_bytes // page * 8)} in each process that maps all of the "
+            f"arena, and some {POPULATE_S_PER_GIB * m.l1_bytes / 2**30:.0f} s of a core, in the "
+            "background, to fill it"
+        )
+        do = f"as root, before kvass serve: echo advise > /{HUGE}"
+        return note(found, f"pages of {shown(page)}", cost, do)
+    return ok(found, f"huge pages where there are any, else {shown(page)}")
 
 
 def descriptors(m: Machine) -> Finding:
-    soft, hard = m.descriptors
-    found = f"ulimit -n {limit_shown(soft)}, hard limit {limit_shown(hard)}"
+    soft, hard = m.limit("open files")
+    found = f"ulimit -n {soft}, hard limit {hard}".replace("inf", "unlimited")
     most = Limits().sessions
     needed = 2 * most + SPARE_DESCRIPTORS  # of each session its socket and its process
-    if hard == resource.RLIM_INFINITY or hard >= needed:
+    if hard >= needed:
         used = f"the hard limit: up to {most} sessions; an engine has one, and one per rank"
         return ok(found, used)
     return warning(
         found,
-        f"the hard limit: some {max(0, hard - SPARE_DESCRIPTORS) // 2} sessions",
+        f"the hard limit: some {max(0, int(hard) - SPARE_DESCRIPTORS) // 2} sessions",
         "engines beyond that run uncached; one has a session, and one per rank",
         f"a hard limit of {needed} or more (LimitNOFILE=, --ulimit nofile=)",
     )
@@ -157,8 +201,6 @@ def daemon(m: Machine) -> Finding:
             "what only one of them knows",
             "restart the daemon with the newer kvass",
         )
-    if m.socket_trouble:
-        return error(m.socket_trouble, NOTHING, do="choose another --socket, or make it possible")
     uncached = "engines run uncached until a daemon answers"
     if m.daemon_trouble:
         do = "start kvass doctor as the user of the engines; see the daemon's log"
@@ -167,22 +209,103 @@ def daemon(m: Machine) -> Finding:
     return note(f"none at {m.socket}", "no cache", uncached, do)
 
 
+# ---------------------------------------------------------------- GPUs
+
+
+def _obstacles(m: Machine) -> list[str]:
+    """Per device why KV caches on it cannot be moved; empty if they can."""
+    driver = m.driver.survey
+    if driver is None:
+        return []
+    return [obstacle(driver.cuda, device.direct, driver.batches) for device in driver.devices]
+
+
+def _usable(m: Machine) -> bool:
+    """Whether KV caches on a GPU of this machine can be moved."""
+    return "" in _obstacles(m)
+
+
+def gpu(m: Machine) -> Finding:
+    driver, nvidia_smi = m.driver.survey, "see that nvidia-smi works here"
+    if driver is None:
+        if m.driver.error:
+            do = f"{nvidia_smi}; a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            return warning(m.driver.error, ON_CPU, UNCACHED, do)
+        return ok("no NVIDIA driver, and none is needed", ON_CPU)
+    found = f"driver {m.text('sys/module/nvidia/version')}: CUDA {spelled(driver.cuda)}"
+    if not driver.devices:
+        names = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+        hiding = [f'{n}="{m.environment[n]}"' for n in names if n in m.environment]
+        found = "; ".join(filter(None, [found, "no device here", driver.trouble, *hiding]))
+        if driver.trouble and not hiding:
+            return warning(found, ON_CPU, UNCACHED, nvidia_smi)
+        do = "if there are any: give them to this container (--gpus), and set these variables so"
+        return note(found, ON_CPU, do=do)
+    reasons = dict.fromkeys(filter(None, _obstacles(m)))
+    named = ", ".join(f"{device.name} ({shown(device.bytes)})" for device in driver.devices)
+    found = "; ".join([named, found, *reasons])
+    do = f"a driver for CUDA 12.8 or later (R570), not in WSL2; or try engines with {SINGLE}"
+    if not _usable(m):
+        return warning(found, "no GPU", UNCACHED, do)
+    used = "copies by DMA (cuMemcpyBatchAsync) straight between KV pages and the arena"
+    cost = "the arena is pinned where it is used: some 0.1 s per GiB, once"
+    if reasons:
+        return warning(found, f"{used}; not on all devices", cost, do)
+    if "cuda" in ON_REQUEST:
+        used += "; only for engines that set kvass.gpu: nobody has seen it work on a GPU yet"
+        do = "to try it, set kvass.gpu to true; docs/gpu.md says what is proven, and by what"
+        return note(found, used, cost, do)
+    return ok(found, used, cost)
+
+
+def locked_memory(m: Machine) -> Finding:
+    soft, enough = m.limit("locked memory")[0], shown(m.l1_bytes)
+    found = f"ulimit -l {shown(soft)}"
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", m.text("proc/self/status"), re.MULTILINE)
+    if capabilities and int(capabilities[1], 16) >> 14 & 1:  # capability.h
+        found, soft = f"{found}, which does not bind this process (CAP_IPC_LOCK)", math.inf
+    users = "`mooncake:` with protocol=rdma"
+    if soft >= m.l1_bytes:
+        return ok(found, f"as much as GPUs or {users} pin" if _usable(m) else f"only by {users}")
+    do = "ulimit -l unlimited (LimitMEMLOCK=infinity, --ulimit memlock=-1) for"
+    if not _usable(m):
+        used = f"only by {users}, which needs the arena's {enough}"
+        return note(f"{found}, less than the arena", used, do=f"{do} GPUs and {users}")
+    return warning(
+        f"{found}, less than the arena's {enough}",
+        "what the driver lets be pinned; some do not count it against this limit",
+        "copies of the rest are right, and several times slower",
+        f"{do} engines and {users}",
+    )
+
+
+def expandable_segments(m: Machine) -> Finding:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = {name: m.environment.get(name, "").replace(" ", "") for name in names}
+    on = [n for n, value in settings.items() if "expandable_segments:true" in value.lower()]
+    if not on:
+        return ok("off in this environment (the engine's own is what counts)")
+    return warning(
+        f"on: {on[0]}={settings[on[0]]}",
+        "nothing",
+        "vLLM 0.32 does not start with a KV connector under PYTORCH_CUDA_ALLOC_CONF="
+        "expandable_segments:True, on a CPU neither; other spellings were never tried",
+        "leave it out of the engine's environment, or give vLLM --enable-cumem-allocator",
+    )
+
+
+def triton(m: Machine) -> Finding:
+    there, unused = m.packages.get("triton"), "nothing, without a GPU that is used"
+    needed = f"loads of runs shorter than {shown(KERNEL_BELOW['load'])}"
+    if there:
+        return ok(f"triton {there}", f"for {needed}" if _usable(m) else unused)
+    if not _usable(m):
+        return ok("not installed", unused)
+    do = "install it beside torch, in the engine's environment"
+    return warning("not installed", "nothing", f"{needed} are slower", do)
+
+
 # ---------------------------------------------------------------- what is installed
-
-
-def version(text: str) -> tuple[int, ...]:
-    """The numbers a version begins with."""
-    leading = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(map(int, leading[0].split("."))) if leading else ()
-
-
-def least(m: Machine, package: str) -> tuple[int, ...]:
-    """The version of ``package`` that kvass asks for; () if it does not say."""
-    for line in m.requires:
-        named, _, wanted = line.partition(";")[0].replace(" ", "").partition(">=")
-        if named.partition("[")[0].lower() == package:
-            return version(wanted)
-    return ()
 
 
 def vllm(m: Machine) -> Finding:
@@ -191,7 +314,7 @@ def vllm(m: Machine) -> Finding:
         do = "install kvass where vLLM is, and run kvass doctor there"
         return note("not installed in this environment", "other environments' engines", do=do)
     theirs = m.packages[package]
-    found = f"{package} {theirs}" + (f", torch {m.packages['torch']}" * ("torch" in m.packages))
+    found = f"{package} {theirs}, torch {m.packages.get('torch', 'unknown')}"
     if theirs.partition("+")[0] in TESTED_VLLM:
         return ok(found, "KvassConnector (docs/vllm.md)")
     return warning(
@@ -202,48 +325,36 @@ def vllm(m: Machine) -> Finding:
     )
 
 
-def extra(m: Machine, name: str, packages: tuple[str, ...], schemes: str) -> Finding:
+def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Finding:
     """An extra: the first of ``packages`` that is there serves ``schemes``."""
     install = f"pip install 'kvass[{name}]'"
     there = next((one for one in packages if one in m.packages), "")
     if not there:
         cost = f"a tier {schemes} is refused at start"
         return note("not installed", cost=cost, do=f"if you want it: {install}")
-    found = f"{there} {m.packages[there]}"
-    if version(m.packages[there]) < (wanted := least(m, there)):
-        return warning(
-            f"{found}: older than {'.'.join(map(str, wanted))}",
-            f"for tiers {schemes}",
-            "never tested: a tier may not open, or go down",
-            f"{install} --upgrade",
-        )
-    return ok(found, f"for tiers {schemes}")
+    found, used = f"{there} {m.packages[there]}", f"for tiers {schemes}"
+    if name == "redis" and "hiredis" not in m.packages:
+        return warning(f"{found}, without hiredis", used, "loads several times slower", install)
+    if name == "mooncake" and (trouble := run_python("import mooncake.store", LOAD_S)[1]):
+        do = "install what it needs of the system (Debian: libibverbs1 libnuma1 libcurl4)"
+        cost = f"a tier {schemes} is refused at start"
+        return warning(f"{found}, which cannot be loaded: {trouble}", cost=cost, do=do)
+    return ok(found, used)
 
 
-def redis(m: Machine) -> Finding:
-    finding = extra(m, "redis", ("redis",), "redis:")
-    if finding.level != "ok":
-        return finding
-    if "hiredis" in m.packages:
-        return ok(f"{finding.found}, hiredis {m.packages['hiredis']}", finding.used)
-    return warning(
-        f"{finding.found}, without hiredis",
-        "for tiers redis:, with a parser in Python",
-        "loads several times slower",
-        "pip install 'kvass[redis]'",
-    )
-
-
-def s3(m: Machine) -> Finding:
-    return extra(m, "s3", ("obstore",), "s3:, gcs:, azure:")
-
-
-def mooncake(m: Machine) -> Finding:
-    finding = extra(m, "mooncake", MOONCAKE, "mooncake:")
-    if finding.level == "note" or not m.mooncake_error:
-        return finding
-    return warning(
-        f"{finding.found}, which cannot be loaded: {m.mooncake_error}",
-        cost="a tier mooncake: is refused at start",
-        do="install what it needs of the system (Debian: libibverbs1 libnuma1 libcurl4)",
-    )
+CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
+    "system": system,
+    "memory": memory,
+    "shared memory": shared_memory,
+    "huge pages": huge_pages,
+    "descriptors": descriptors,
+    "daemon": daemon,
+    "GPU": gpu,
+    "locked memory": locked_memory,
+    "expandable segments": expandable_segments,
+    "triton": triton,
+    "vLLM": vllm,
+    "redis": partial(_extra, "redis", ("redis",), "redis:"),
+    "s3": partial(_extra, "s3", ("obstore",), "s3:, gcs:, azure:"),
+    "mooncake": partial(_extra, "mooncake", MOONCAKE, "mooncake:"),
+}

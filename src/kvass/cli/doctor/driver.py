@@ -1,7 +1,6 @@
-"""The NVIDIA driver, asked by a process of its own.
+"""Questions that may hang or crash: each is asked by a process of its own, with a time limit.
 
-Law of this file: a driver that hangs or crashes costs its answer and nothing else. A process that
-cannot even be killed, because it is inside the kernel, is left behind.
+A process that cannot even be killed, because it is inside the kernel, is left behind.
 """
 
 from __future__ import annotations
@@ -30,46 +29,39 @@ class Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def ask_driver(nodes: frozenset[str]) -> tuple[Survey | None, str]:
-    """The driver and its devices, or why they cannot be asked; (None, ""): there is no driver.
-    Without device ``nodes`` it is not started."""
-    command = [sys.executable, "-c", CODE, *(["devices"] if nodes else [])]
+def ask_driver(devices: bool) -> Answer:
+    """The NVIDIA driver and its devices, or why they cannot be asked. Without ``devices`` the
+    driver is not started: it would load its kernel module."""
+    said, trouble = run_python(CODE, DRIVER_S, *(["devices"] if devices else []))
+    try:
+        return msgspec.json.decode(said, type=Answer)
+    except msgspec.DecodeError:
+        return Answer(error=f"the driver did not answer: {trouble}")
+
+
+def run_python(code: str, limit_s: float, *arguments: str) -> tuple[bytes, str]:
+    """What a process that runs ``code`` printed, and why it failed (empty if it did not)."""
+    command = [sys.executable, "-c", code, *arguments]
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        said, printed = child.communicate(timeout=DRIVER_S)
+        said, printed = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        _abandon(child)
-        return None, f"the driver did not answer for {DRIVER_S:g} s"
-    try:
-        answer = msgspec.json.decode(said, type=Answer)
-    except msgspec.DecodeError:
-        end = _end(child.returncode, printed)
-        return None, f"the driver ended the process that asked it: {end}"
-    return answer.survey, answer.error
-
-
-def _abandon(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    try:
-        child.wait(KILL_S)
-    except subprocess.TimeoutExpired:  # it does not return from the driver
-        pass
-    for pipe in (child.stdout, child.stderr):
-        if pipe is not None:
-            pipe.close()
-
-
-def _end(status: int, printed: bytes) -> str:
-    """How a process ended that said nothing of use."""
-    if status < 0:
-        return f"{signal.strsignal(-status) or 'signal'} ({-status})"
+        child.kill()
+        try:
+            child.communicate(timeout=KILL_S)
+        except subprocess.TimeoutExpired:  # it does not return from the kernel
+            pass
+        return b"", f"no answer after {limit_s:g} s"
+    if child.returncode < 0:
+        return b"", f"{signal.strsignal(-child.returncode) or 'signal'} ({-child.returncode})"
     lines = printed.decode(errors="replace").strip().splitlines()
-    return one_line(lines[-1]) if lines else f"exit status {status}"
+    ended = one_line(lines[-1]) if lines else f"exit status {child.returncode}"
+    return said, ended if child.returncode else ""
 
 
-# ---------------------------------------------------------------- the process that asks
+# ---------------------------------------------------------------- the process that asks the driver
 
 
 def main() -> None:

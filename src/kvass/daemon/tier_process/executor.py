@@ -6,12 +6,10 @@ is ended by exactly one event. While a tier is in trouble its records are misses
 There are four kinds of work, each with a queue and a thread pool of its own: no probe queues behind
 bulk loads, and no load behind stores. Questions for epochs have one thread, so that no other note
 is set between reading one and setting it. Each kind also has its own ``Health``, so that a disk
-that has become read-only still serves. (Epochs share that of probes, which are more frequent: a
-tier is soon seen to be back.)
+that has become read-only still serves; epochs share that of probes.
 
-An exception from the tier is a failure of that kind of work. A call that runs for too long, unless
-it is a clear, makes all kinds suspect until it returns: what is queued fails, what runs cannot be
-taken back.
+An exception from the tier is a failure of that kind of work. While a call runs for too long, unless
+it is a clear, the tier is asked nothing more, and what is queued fails.
 """
 
 from __future__ import annotations
@@ -27,16 +25,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from kvass.core.effects import (
-    FromTier,
-    TierClear,
-    TierEpoch,
-    TierLoad,
-    TierProbe,
-    TierReport,
-    TierStore,
-    ToTier,
-)
+from kvass.core import effects
+from kvass.core.effects import FromTier, TierReport, ToTier
 from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import failure, perform
 from kvass.errors import TierDown
@@ -51,7 +41,6 @@ _REGISTRATION: Final = 0
 _log = logging.getLogger("kvass.tiers")
 
 Post = Callable[[FromTier | TierReport], None]
-Clock = Callable[[], float]
 
 
 class _Work:
@@ -68,8 +57,8 @@ class Executor:
     """Carries out ``ToTier`` effects on one tier; ``post`` is called with the results, from any
     thread. ``number`` is the tier's in the core, ``name`` for people; ``arena`` the whole of it.
 
-    ``slow_s``: a call that runs for longer is overdue. ``room``: effects of a kind that may wait.
-    ``report_s``: between two looks at whether there is something to report.
+    ``slow_s``: a call that runs for longer is overdue. ``report_s``: between two looks at whether
+    there is something to report.
     """
 
     def __init__(
@@ -81,29 +70,27 @@ class Executor:
         post: Post,
         *,
         slow_s: float = 10.0,
-        room: int = 1024,
         report_s: float = 1.0,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._number, self._tier, self._name = number, tier, name
         self._arena, self._post, self._clock = arena, post, clock
-        self._slow_s, self._room, self._report_s = slow_s, room, report_s
+        self._slow_s, self._report_s = slow_s, report_s
         asking, loading, storing = (Health(FIRST_PAUSE_S, _LONGEST_PAUSE_S) for _ in range(3))
         ask, note = _Work("ask", 2, 0, asking), _Work("note", 1, 0, asking)
         load, store = _Work("load", 4, 5, loading), _Work("store", 2, 10, storing)
         self._kinds = ask, note, load, store
         self._kind_of: dict[type[ToTier], _Work] = {
-            TierProbe: ask,
-            TierEpoch: note,
-            TierLoad: load,
-            TierStore: store,
-            TierClear: store,
+            effects.TierProbe: ask,
+            effects.TierEpoch: note,
+            effects.TierLoad: load,
+            effects.TierStore: store,
+            effects.TierClear: store,
         }
         self._lock = threading.Lock()
         """Guards what follows, and is held for no longer than it takes to change it."""
         self._running: dict[int, float] = {}
         """Thread -> since when it is in a call that should not take long."""
-        self._overdue = False
         self._errors = self._refused = 0
         self._trouble = ""
         self._logged: set[type[BaseException]] = set()
@@ -111,9 +98,12 @@ class Executor:
         self._reported: dict[str, Any] = {"up": True}
         self._changed = threading.Event()
         """The tier went down or is back, which is reported at once."""
+        self._registered = threading.Event()
+        """The tier was told of the arena; until then all effects queue."""
         register = getattr(tier, "register_memory", None)
-        self._registered = register is None
-        if register is not None:
+        if register is None:
+            self._registered.set()
+        else:
             self._running[_REGISTRATION] = clock()
             note.pool.submit(self._register, register)
         threading.Thread(target=self._watch, name="kvass-watch", daemon=True).start()
@@ -123,13 +113,11 @@ class Executor:
         work = self._kind_of[type(effect)]
         with self._lock:
             now = self._clock()
-            self._find_overdue(now)
-            full = len(work.queue) >= self._room
-            accepted = work.health.accepts(now) and not full and not self._closed
+            overdue = self._has_overdue(now)
+            accepted = not overdue and work.health.accepts(now) and not self._closed
             if accepted:
                 work.queue.append(effect)
-                if self._registered:
-                    work.pool.submit(self._do_next, work)
+                work.pool.submit(self._do_next, work)
         if not accepted:
             self._refuse(effect)
 
@@ -137,12 +125,13 @@ class Executor:
 
     def _do_next(self, work: _Work) -> None:
         thread = threading.get_ident()
+        self._registered.wait()
         with self._lock:
             if not work.queue:  # it was refused since
                 return
             effect, now = work.queue.popleft(), self._clock()
-            begun = work.health.begin(now)
-            if begun is not None and not isinstance(effect, TierClear):
+            begun = None if self._has_overdue(now) else work.health.begin(now)
+            if begun is not None and not isinstance(effect, effects.TierClear):
                 # A clear takes as long as there are records, and the tier serves meanwhile.
                 self._running[thread] = now
         if begun is None:
@@ -164,7 +153,7 @@ class Executor:
         self._post(end)
 
     def _register(self, register: Callable[[Buffer], object]) -> None:
-        """Tell the tier of the arena before it is asked for anything; meanwhile effects queue."""
+        """Tell the tier of the arena."""
         try:
             register(self._arena)
         except BaseException as error:  # noqa: BLE001 - as above; it can serve without
@@ -172,10 +161,7 @@ class Executor:
             _log.warning("tier %s: it cannot use the arena directly: %s", self._name, text)
         with self._lock:
             del self._running[_REGISTRATION]
-            self._registered = True
-            for work in self._kinds:
-                for _ in work.queue:
-                    work.pool.submit(self._do_next, work)
+        self._registered.set()
 
     def _refuse(self, *effects: ToTier) -> None:
         with self._lock:
@@ -194,31 +180,28 @@ class Executor:
 
     # ------------------------------------------------------------ what is overdue, and reports
 
-    def _find_overdue(self, now: float) -> bool:
+    def _has_overdue(self, now: float) -> bool:
         """Whether a call runs for too long. The caller has the lock."""
-        overdue = any(now - since > self._slow_s for since in self._running.values())
-        if overdue is not self._overdue:
-            self._overdue = overdue
-            for work in self._kinds:
-                work.health.overdue = overdue
-        return overdue
+        return any(now - since > self._slow_s for since in self._running.values())
 
     def _watch(self) -> None:
         while not self._closed:
-            self._look()
+            with self._lock:
+                overdue = self._has_overdue(self._clock())
+            if overdue:
+                self._refuse_queued()
+            self._report(overdue)
             self._changed.wait(self._report_s)
             self._changed.clear()
 
-    def _look(self) -> None:
-        """Refuse what waits behind an overdue call, and report what has changed."""
+    def _report(self, overdue: bool) -> None:
+        """Log that the tier went down or is back, and post its report if that has changed."""
+        fields = self._report_of_tier()
         with self._lock:
-            overdue = self._find_overdue(self._clock())
-        if overdue:
-            self._refuse_queued()
-        with self._lock:
-            up = all(work.health.state is HealthState.UP for work in self._kinds)
+            healthy = all(work.health.state is HealthState.UP for work in self._kinds)
+            up = healthy and not overdue
             trouble = f"a call has been running for more than {self._slow_s:g} s"
-            fields = {
+            fields |= {
                 "name": self._name,
                 "up": up,
                 "trouble": trouble if overdue else "" if up else self._trouble,
@@ -230,20 +213,17 @@ class Executor:
             _log.warning("tier %s is back", self._name)
         elif self._reported["up"] and not up:
             _log.warning("tier %s is down: %s", self._name, fields["trouble"])
-        fields = {**self._report_of_tier(), **fields}
         if fields != self._reported and not self._closed:
             self._reported = fields
             self._post(TierReport(self._number, fields))
 
     def _report_of_tier(self) -> dict[str, Any]:
         """What the tier tells of itself, as far as it can go into a status."""
-        report = getattr(self._tier, "report", None)
-        if report is None:
-            return {}
         try:
+            told = self._tier.report() if hasattr(self._tier, "report") else {}
             return {
                 name: value
-                for name, value in report().items()
+                for name, value in told.items()
                 if type(name) is str and _can_be_reported(name) and _can_be_reported(value)
             }
         except BaseException as error:  # noqa: BLE001 - as above

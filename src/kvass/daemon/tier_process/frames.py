@@ -34,18 +34,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sent by the daemon, and sent back by the process's main thread."""
 
 
-class TierOpened(msgspec.Struct, frozen=True, tag=True):
-    """The tier is open."""
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """The first frame from a tier's process: the tier is open, or why it cannot be opened as asked;
+    then the process ends."""
 
-
-class TierNotOpened(msgspec.Struct, frozen=True, tag=True):
-    """It cannot be opened as asked, and this is why; the process ends."""
-
-    why: str
+    refusal: str = ""
 
 
 ToProcess = Start | Heartbeat | ToTier
-FromProcess = TierOpened | TierNotOpened | Heartbeat | FromTier | TierReport
+FromProcess = Opened | Heartbeat | FromTier | TierReport
 
 
 def encode(message: ToProcess | FromProcess) -> bytes:

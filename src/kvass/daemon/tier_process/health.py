@@ -5,8 +5,7 @@ Law of this file: pure. The caller passes the time (seconds, monotonic) and hold
 ========  ==========================  ==============================================================
 state     may be asked                it ends when
 ========  ==========================  ==============================================================
-UP        yes                         a request fails: DOWN; one is overdue: SUSPECT
-SUSPECT   no                          nothing is overdue any more: UP; a request fails: DOWN
+UP        yes                         a request fails: DOWN
 DOWN      no, and after a pause once  the pause is over and one request begins: RETRYING
 RETRYING  no                          that request succeeds: UP; it fails: DOWN, with a longer pause
 ========  ==========================  ==============================================================
@@ -25,7 +24,6 @@ class HealthState(Enum):
     """See the table above."""
 
     UP = "up"
-    SUSPECT = "suspect"
     DOWN = "down"
     RETRYING = "retrying"
 
@@ -44,35 +42,24 @@ class Health:
         steady_s: float = 0.0,
         state: HealthState = HealthState.UP,
     ) -> None:
-        self.overdue = False
-        """Set by the caller while a request has had no answer for too long."""
-        self.retry_at = -math.inf
-        """When the last pause ends."""
+        self.state = state
         self.pause_s = first_pause_s / 2
         """The last pause; the next one is twice as long."""
         self._first_s, self._longest_s, self._steady_s = first_pause_s, longest_pause_s, steady_s
-        self._state = state
-        self._up_since = -math.inf
+        self._retry_at = self._up_since = -math.inf
         self._changes = 0
-
-    @property
-    def state(self) -> HealthState:
-        """The state now."""
-        return (
-            HealthState.SUSPECT if self.overdue and self._state is HealthState.UP else self._state
-        )
 
     def accepts(self, now: float) -> bool:
         """Whether a request may begin now."""
-        if self._state is HealthState.DOWN:
-            return not self.overdue and now >= self.retry_at
+        if self.state is HealthState.DOWN:
+            return now >= self._retry_at
         return self.state is HealthState.UP
 
     def begin(self, now: float) -> int | None:
         """Begin a request: the number to pass to ``end``; None: it may not be sent."""
         if not self.accepts(now):
             return None
-        if self._state is HealthState.DOWN:
+        if self.state is HealthState.DOWN:
             self.retry()
         return self._changes
 
@@ -81,7 +68,7 @@ class Health:
 
         A request that began before the last success or failure counted says nothing new.
         """
-        if begun != self._changes or (ok and self._state is HealthState.UP):
+        if begun != self._changes or (ok and self.state is HealthState.UP):
             return False
         if ok:
             self.succeeded(now)
@@ -91,18 +78,18 @@ class Health:
 
     def retry(self) -> None:
         """An attempt begins, whether or not the pause is over."""
-        self._state = HealthState.RETRYING
+        self.state = HealthState.RETRYING
 
     def succeeded(self, now: float) -> None:
         """It is up."""
         self._changes += 1
-        self._state, self._up_since = HealthState.UP, now
+        self.state, self._up_since = HealthState.UP, now
 
     def failed(self, now: float) -> None:
         """It is down, for a pause at least."""
         self._changes += 1
-        up_s = now - self._up_since if self._state is HealthState.UP else -math.inf
+        up_s = now - self._up_since if self.state is HealthState.UP else -math.inf
         steady = up_s >= max(self.pause_s, self._steady_s)
         self.pause_s = self._first_s if steady else min(2 * self.pause_s, self._longest_s)
-        self._state = HealthState.DOWN
-        self.retry_at = now + self.pause_s
+        self.state = HealthState.DOWN
+        self._retry_at = now + self.pause_s

@@ -12,21 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.effects import (
-    Emptied,
-    EpochIs,
-    FromTier,
-    Loaded,
-    Probed,
-    Records,
-    Stored,
-    TierClear,
-    TierEpoch,
-    TierLoad,
-    TierProbe,
-    TierStore,
-    ToTier,
-)
+from kvass.core import effects
 from kvass.core.epochs import to_note
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Shards, Tier
@@ -40,38 +26,40 @@ _MEET_S: Final = 0.2
 """Daemons that find no note within this time of each other agree about its epoch."""
 
 
-def perform(effect: ToTier, tier: Tier, arena: Buffer, clock: Callable[[], float]) -> FromTier:
+def perform(
+    effect: effects.ToTier, tier: Tier, arena: Buffer, clock: Callable[[], float]
+) -> effects.FromTier:
     """Do it, in the caller's thread, for as long as the tier takes. Raises ``TierDown``, and
     whatever else a tier that breaks its promises raises."""
-    if isinstance(effect, TierProbe):
+    if isinstance(effect, effects.TierProbe):
         keys = [key for batch in effect.batches for key in _keys(batch)]
-        return Probed(effect.op, _flags(tier.probe(keys), len(keys)))
-    if isinstance(effect, TierLoad):
+        return effects.Probed(effect.op, _flags(tier.probe(keys), len(keys)))
+    if isinstance(effect, effects.TierLoad):
         keys = _keys(effect.records)
         into = shards(arena, effect.slots, effect.shard_bytes)
         began = clock()
         which = _flags(tier.load(keys, into), len(keys))
-        return Loaded(effect.op, which, clock() - began)
-    if isinstance(effect, TierStore):
-        return Stored(effect.op, _store(effect, tier, arena))
-    if isinstance(effect, TierEpoch):
-        return EpochIs(effect.op, _epoch(effect, tier))
+        return effects.Loaded(effect.op, which, clock() - began)
+    if isinstance(effect, effects.TierStore):
+        return effects.Stored(effect.op, _store(effect, tier, arena))
+    if isinstance(effect, effects.TierEpoch):
+        return effects.EpochIs(effect.op, _epoch(effect, tier))
     tier.clear()
-    return Emptied(effect.op, True)
+    return effects.Emptied(effect.op, True)
 
 
-def failure(effect: ToTier) -> FromTier:
+def failure(effect: effects.ToTier) -> effects.FromTier:
     """The end of an effect that the tier was not asked for, or failed at."""
-    if isinstance(effect, TierProbe):
-        return Probed(effect.op, _none(sum(len(batch.keys) for batch in effect.batches)))
-    if isinstance(effect, TierLoad):
-        return Loaded(effect.op, _none(len(effect.records.keys)), 0.0)
-    if isinstance(effect, TierStore):
-        return Stored(effect.op, _none(len(effect.records.keys)), down=True)
-    if isinstance(effect, TierEpoch):
-        return EpochIs(effect.op, None)
-    assert isinstance(effect, TierClear)
-    return Emptied(effect.op, False)
+    if isinstance(effect, effects.TierProbe):
+        return effects.Probed(effect.op, _none(sum(len(batch.keys) for batch in effect.batches)))
+    if isinstance(effect, effects.TierLoad):
+        return effects.Loaded(effect.op, _none(len(effect.records.keys)), 0.0)
+    if isinstance(effect, effects.TierStore):
+        return effects.Stored(effect.op, _none(len(effect.records.keys)), down=True)
+    if isinstance(effect, effects.TierEpoch):
+        return effects.EpochIs(effect.op, None)
+    assert isinstance(effect, effects.TierClear)
+    return effects.Emptied(effect.op, False)
 
 
 def shards(arena: Buffer, slots: Slots, shard_bytes: tuple[int, ...]) -> list[Shards]:
@@ -85,14 +73,14 @@ def shards(arena: Buffer, slots: Slots, shard_bytes: tuple[int, ...]) -> list[Sh
     ]
 
 
-def _keys(records: Records) -> list[bytes]:
+def _keys(records: effects.Records) -> list[bytes]:
     return [
         record_key(records.namespace, records.epoch, records.group, chunk.tobytes())
         for chunk in records.keys
     ]
 
 
-def _store(effect: TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_]:
+def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_]:
     """Which are held then. What the tier has already (another daemon may have stored it) is not
     written again: equal keys mean equal bytes."""
     keys = _keys(effect.records)
@@ -105,7 +93,7 @@ def _store(effect: TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_
     return held
 
 
-def _epoch(effect: TierEpoch, tier: Tier) -> int | None:
+def _epoch(effect: effects.TierEpoch, tier: Tier) -> int | None:
     """Read the note, and set it if it has to say something else. No other thread of this process
     does so meanwhile (``Executor``). Another daemon may; it sets its own again if ours is lower."""
     name = _NOTE + effect.namespace.hex()

@@ -1,14 +1,12 @@
 """The process of one tier: ``python -m kvass.daemon.tier_process.server FD ARENA_FD PARENT NAME``.
 
-Law of this file: it lives exactly as long as its daemon wants it. The end of the daemon, however it
-comes, ends it at once (``PR_SET_PDEATHSIG``), so that no orphan holds a folder or writes anywhere.
-Signals that are meant for the daemon (a terminal's, a service manager's) do not end it. What a tier
-forks has neither the arena nor the socket: else the end of this process would prove nothing (law
-3).
+Law of this file: it lives exactly as long as its daemon wants it. The end of the daemon ends it at
+once (``PR_SET_PDEATHSIG``), so no orphan holds a folder. Signals that are meant for the daemon (a
+terminal's, a service manager's) do not end it. What a tier forks has neither the arena nor the
+socket: else the end of this process would prove nothing (law 3).
 
-Why a process: Python runs one thread at a time. The threads of a busy tier kept the thread that
-answers engines waiting: measured on two cores with rows of 1 MiB at full speed, the 99th percentile
-of a lookup was 4 ms. And what a library does to its process it does to this one.
+Why a process: the threads of a busy tier would keep the daemon's thread waiting for the GIL, and
+what a library does to its process it does to this one (docs/decisions/001-tier-processes.md).
 """
 
 from __future__ import annotations
@@ -28,17 +26,8 @@ import numpy as np
 
 from kvass.arena import memory
 from kvass.core.effects import Records, TierProbe
+from kvass.daemon.tier_process import frames
 from kvass.daemon.tier_process.executor import Executor
-from kvass.daemon.tier_process.frames import (
-    FromProcess,
-    Heartbeat,
-    Start,
-    TierNotOpened,
-    TierOpened,
-    ToProcess,
-    encode,
-    from_daemon,
-)
 from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
 from kvass.tiers.codec import NAMESPACE_BYTES
@@ -64,30 +53,30 @@ def main(arguments: list[str]) -> int:
     os.register_at_fork(after_in_child=lambda: _forked(sock))
     sending = threading.Lock()
 
-    def send(message: FromProcess) -> None:
+    def send(message: frames.FromProcess) -> None:
         """From any thread. If the daemon has hung up, nobody needs it."""
-        frame = encode(message)
+        frame = frames.encode(message)
         with suppress(OSError), sending:
             sock.sendall(frame)
 
     messages = _received(sock)
     start = next(messages)
-    assert isinstance(start, Start), start
+    assert isinstance(start, frames.Start), start
     arena = memory.attach(arena_fd, start.arena_bytes)
     arena.keep_from_forks()
     try:
         tier = _open(start)
     except ConfigError as error:
-        send(TierNotOpened(str(error).encode("ascii", "replace").decode()))
+        send(frames.Opened(str(error).encode("ascii", "replace").decode()))
         return 0
-    send(TierOpened())
+    send(frames.Opened())
     executor = Executor(start.number, tier, start.name, arena.buffer, send)
     executor.submit(_first_probe(start.number))
     for message in messages:
-        if isinstance(message, Heartbeat):
+        if isinstance(message, frames.Heartbeat):
             send(message)
         else:
-            assert not isinstance(message, Start), "started twice"
+            assert not isinstance(message, frames.Start), "started twice"
             executor.submit(message)
     if not executor.close(start.close_s):  # Python would wait for threads that hang
         logging.shutdown()
@@ -95,22 +84,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _received(sock: socket.socket) -> Iterator[ToProcess]:
-    decoder = from_daemon()
+def _received(sock: socket.socket) -> Iterator[frames.ToProcess]:
+    decoder = frames.from_daemon()
     with suppress(ConnectionResetError):  # it hung up with messages of ours unread
         while data := sock.recv(_READ_BYTES):
             yield from decoder.feed(data)
 
 
 def _first_probe(number: int) -> TierProbe:
-    """A question that nobody waits for, so that a server which is not there, or does not know us,
-    is reported at the start and not when an engine comes. The daemon drops the answer, as it does
-    all that it did not ask for."""
+    """A question that nobody waits for, so that a server which is not there is reported at the
+    start. The daemon drops the answer, as it does all that it did not ask for."""
     absent = Records(bytes(NAMESPACE_BYTES), 0, 0, np.zeros((1, 4), np.uint64))
     return TierProbe(number, _NOBODYS, (absent,))
 
 
-def _open(start: Start) -> Tier:
+def _open(start: frames.Start) -> Tier:
     try:
         return open_tier(start.url)
     except OSError as error:

@@ -14,27 +14,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
-from kvass.core.effects import FromTier, TierEpoch, TierLoad, TierReport, TierStore, ToTier
-from kvass.daemon.tier_process.child import Child
-from kvass.daemon.tier_process.frames import FromProcess, Heartbeat, Start, TierNotOpened
+from kvass.core.effects import FromTier, TierLoad, TierReport, TierStore, ToTier
+from kvass.daemon.tier_process import frames
+from kvass.daemon.tier_process.child import reaped, spawn
 from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import failure
-from kvass.errors import ConfigError
+from kvass.errors import ConfigError, FrameError
 from kvass.types import DEVICE_S
 
 ROOM: Final = 4096
 """Effects that a process may have unanswered; more fail at once."""
-_HURRY_S: Final = 0.1
-"""The pause before another process while the daemon stops."""
+_READ_BYTES: Final = 256 << 10
 _TROUBLE_CHARS: Final = 200
-_PROMISED: Final = (TierStore, TierEpoch)
-"""What a daemon that stops waits for."""
 _log = logging.getLogger("kvass.tiers")
 
 Post = Callable[[FromTier | TierReport], None]
@@ -75,20 +74,20 @@ class TierProcess:
         periods: Periods | None = None,
     ) -> None:
         self._periods = p = periods or Periods()
-        self._start = Start(number, url, name, arena_bytes, p.close_s)
+        self._start = frames.Start(number, url, name, arena_bytes, p.close_s)
         self._arena_fd = arena_fd
         self._health = Health(
             p.first_pause_s, p.longest_pause_s, p.longest_pause_s, HealthState.RETRYING
         )
-        self._child: Child | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._unanswered = 0
         """Heartbeats in a row."""
+        self._silent = False
+        """Too many: it is asked nothing more."""
         self._owed: dict[int, ToTier] = {}
         """What was asked and not answered, by operation."""
-        self._stopping = asyncio.Event()
-        self._kept: list[ToTier] = []
-        """While the daemon stops: what is promised waits here for the next process."""
         self._restarts = 0
         self._fields: dict[str, Any] = {"name": name}
 
@@ -98,97 +97,90 @@ class TierProcess:
         Raises ``ConfigError`` if it cannot be opened.
         """
         self._loop, self._post = asyncio.get_running_loop(), post
-        child = await self._launch()
-        self._supervision = asyncio.create_task(self._supervise(child))
-        self._supervision.add_done_callback(_raise_its_error)
+        hearing = await self._launch()
+        self._supervision = _task(self._supervise(hearing))
 
     def submit(self, effect: ToTier) -> None:
         """Have it done, or refused; its end is posted, never before this returns."""
-        state = self._health.state
-        if state is HealthState.UP and len(self._owed) < ROOM:
-            assert self._child is not None
+        up = self._health.state is HealthState.UP and not self._silent
+        if up and len(self._owed) < ROOM:
             self._owed[effect.op] = effect
-            self._child.send(effect)
-        elif (
-            self._stopping.is_set()
-            and state in (HealthState.DOWN, HealthState.RETRYING)
-            and isinstance(effect, _PROMISED)
-        ):
-            self._kept.append(effect)
+            self._send(effect)
         else:
             self._loop.call_soon(self._post, failure(effect))
-
-    def hurry(self) -> None:
-        """The daemon stops: if there is no process, have one soon, and what is promised waits."""
-        self._stopping.set()
 
     async def close(self) -> None:
         """Hang up, and return when the process has ended: it refuses what is queued, ends what
         runs and closes the tier. One that takes too long is killed."""
         if self._supervision is not None:
             self._supervision.cancel()
-        if self._child is not None:
-            self._child.hang_up()
-            await self._child.reaped(self._periods.close_s + self._periods.end_s)
+        if self._process is not None:
+            self._hang_up()
+            await reaped(self._process, self._periods.close_s + self._periods.end_s)
 
     # ------------------------------------------------------------ one process after another
 
-    async def _supervise(self, child: Child) -> None:
-        trouble = await self._watch(child)
+    async def _supervise(self, hearing: asyncio.Task[None]) -> None:
+        trouble = await self._watch(hearing)
         while True:
             await self._end_process(trouble)
-            await self._pause()
+            await asyncio.sleep(self._health.pause_s)
             self._restarts += 1
             self._health.retry()
             try:
-                child = await self._launch()
+                hearing = await self._launch()
             except ConfigError as error:
                 trouble = str(error).removeprefix(self._text(""))
                 continue
             _log.warning("%s", self._text("it has a process again"))
-            kept, self._kept = self._kept, []
-            for effect in kept:
-                self.submit(effect)
-            trouble = await self._watch(child)
+            trouble = await self._watch(hearing)
 
-    async def _launch(self) -> Child:
-        """Start a process, and return when its tier is open. Raises ``ConfigError``."""
-        try:
-            child = self._child = await Child.start(self._start, self._arena_fd, self._heard)
-        except OSError as error:
-            raise ConfigError(self._text(f"no process: {error.strerror}")) from error
+    async def _launch(self) -> asyncio.Task[None]:
+        """Start a process; when its tier is open, return the task that hears it until it hangs up.
+
+        Raises ``ConfigError``.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = spawn(theirs.fileno(), self._arena_fd, self._start.name)
+            except OSError as error:
+                ours.close()
+                raise ConfigError(self._text(f"no process: {error.strerror}")) from error
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._send(self._start)
+        messages = _messages(reader)
+        first = asyncio.ensure_future(anext(messages, None))
         deadline = self._loop.time() + self._periods.open_s
-        while not (await asyncio.wait([child.first], timeout=self._periods.open_warning_s))[0]:
+        while not (await asyncio.wait([first], timeout=self._periods.open_warning_s))[0]:
             if self._loop.time() > deadline:
                 text = f"not open after {self._periods.open_s:g} s; is its store well?"
                 raise ConfigError(self._text(text))
             _log.warning("%s", self._text("still opening"))
-        first = child.first.result()
-        if first is None:
-            ended = await child.reaped(self._periods.end_s)
+        said = first.result()
+        if said is None:
+            ended = await reaped(self._process, self._periods.end_s)
             raise ConfigError(self._text(f"{ended}; see above"))
-        if isinstance(first, TierNotOpened):
-            raise ConfigError(first.why)
+        if isinstance(said, frames.Opened) and said.refusal:
+            raise ConfigError(said.refusal)
         self._health.succeeded(self._loop.time())
-        return child
+        return _task(self._hear(messages))
 
-    async def _watch(self, child: Child) -> str:
+    async def _watch(self, hearing: asyncio.Task[None]) -> str:
         """Return when it has hung up (empty), or has to be killed (why)."""
         self._unanswered = 0
         while self._unanswered < self._periods.kill_after:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._periods.heartbeat_s):
-                    await child.hung_up.wait()
+            if (await asyncio.wait([hearing], timeout=self._periods.heartbeat_s))[0]:
                 return ""
             self._unanswered += 1
-            child.send(Heartbeat())
+            self._send(frames.Heartbeat())
             if self._unanswered == self._periods.suspect_after:
                 self._suspect()
         return "its process said nothing any more, and was killed"
 
     def _suspect(self) -> None:
         """Ask it nothing more; what it was asked and uses no slot ends."""
-        self._health.overdue = True
+        self._silent = True
         self._report_down("its process does not answer")
         _log.warning("%s", self._text("its process does not answer"))
         questions = [e for e in self._owed.values() if not isinstance(e, TierLoad | TierStore)]
@@ -198,16 +190,13 @@ class TierProcess:
 
     async def _end_process(self, trouble: str) -> None:
         """See that the process is dead; then what it owes ends."""
-        assert self._child is not None
-        self._health.overdue = False
+        assert self._process is not None
+        self._silent = False
         self._health.failed(self._loop.time())
         self._report_down(trouble or "its process ends")
-        self._child.hang_up()
-        ended = await self._child.reaped(0.0)
+        self._hang_up()
+        ended = await reaped(self._process, 0.0)
         owed, self._owed = list(self._owed.values()), {}
-        if self._stopping.is_set():  # asking twice does no harm
-            self._kept = [e for e in owed if isinstance(e, _PROMISED)] + self._kept
-            owed = [e for e in owed if not isinstance(e, _PROMISED)]
         _log.warning(
             "%s; %d operations failed, and another process starts in %g s",
             *(self._text(trouble or ended), len(owed), self._health.pause_s),
@@ -219,28 +208,30 @@ class TierProcess:
             else:
                 self._post(failure(effect))
 
-    async def _pause(self) -> None:
-        """Until the next attempt; from the daemon's end on not for long."""
-        if self._stopping.is_set():
-            await asyncio.sleep(_HURRY_S)
-        else:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(self._health.retry_at):
-                    await self._stopping.wait()
-
     # ------------------------------------------------------------ what it says, and what is told
 
-    def _heard(self, message: FromProcess) -> None:
-        self._unanswered = 0
-        if self._health.overdue:
-            self._health.overdue = False
-            _log.warning("%s", self._text("its process answers again"))
-            self._report(self._fields)
-        if isinstance(message, TierReport):
-            self._fields = {**message.fields, "restarts": self._restarts}
-            self._report(self._fields)
-        elif isinstance(message, FromTier) and self._owed.pop(message.op, None) is not None:
-            self._post(message)
+    async def _hear(self, messages: AsyncIterator[frames.FromProcess]) -> None:
+        async for message in messages:
+            self._unanswered = 0
+            if self._silent:
+                self._silent = False
+                _log.warning("%s", self._text("its process answers again"))
+                self._report(self._fields)
+            if isinstance(message, TierReport):
+                self._fields = {**message.fields, "restarts": self._restarts}
+                self._report(self._fields)
+            elif isinstance(message, FromTier) and self._owed.pop(message.op, None) is not None:
+                self._post(message)
+
+    def _send(self, message: frames.ToProcess) -> None:
+        assert self._writer is not None
+        if not self._writer.is_closing():
+            self._writer.write(frames.encode(message))
+
+    def _hang_up(self) -> None:
+        """Close the socket: what is unsent is dropped, and the process ends what it is at."""
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     def _report(self, fields: dict[str, Any]) -> None:
         self._post(TierReport(self._start.number, fields))
@@ -252,20 +243,22 @@ class TierProcess:
         return f"tier {self._start.name}: {text}"
 
 
-async def open_all(tiers: Sequence[TierProcess], post: Post) -> None:
-    """Open them at the same time. Raises the first one's ``ConfigError``."""
-    results = await asyncio.gather(*(tier.open(post) for tier in tiers), return_exceptions=True)
-    for error in results:
-        if error is not None:
-            raise error
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromProcess]:
+    """What a process says, until it hangs up or says what is no message."""
+    decoder = frames.from_process()
+    with suppress(OSError, FrameError):
+        while data := await reader.read(_READ_BYTES):
+            for message in decoder.feed(data):
+                yield message
 
 
-async def close_all(tiers: Sequence[TierProcess]) -> None:
-    """Close them at the same time."""
-    await asyncio.gather(*(tier.close() for tier in tiers))
+def _task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task whose error, one of ours, is raised where the loop's exception handler sees it."""
 
+    def raise_error(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.result()
 
-def _raise_its_error(task: asyncio.Task[None]) -> None:
-    """An error of ours, raised where the loop's exception handler sees it."""
-    if not task.cancelled():
-        task.result()
+    task = asyncio.create_task(work)
+    task.add_done_callback(raise_error)
+    return task

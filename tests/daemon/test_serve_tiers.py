@@ -9,105 +9,22 @@ import socket
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvass.messages import Commit, Ping, Pong
+from kvass.messages import Ping, Pong
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.daemon.harmful_tier import url
 from tests.daemon.test_process import refused, serve
+from tests.daemon.tier_rig import commit_two, disk, tier_of
 from tests.support.servers.redis import RedisServer
 from tests.support.waiting import eventually
-from tests.support.wire.raw_session import RawSession, engine
-
-PLUG_IN = '''
-"""A tier in memory. Stores wait until the file ``go`` is there; then the file ``stored`` is."""
-
-import pathlib
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-
-
-class Held:
-    def __init__(self, folder):
-        self.folder = pathlib.Path(folder)
-        self.kept, self.notes = {}, {}
-
-    def probe(self, keys):
-        return [key in self.kept for key in keys]
-
-    def load(self, keys, into):
-        return [False] * len(keys)
-
-    def store(self, keys, data):
-        (self.folder / "storing").touch()
-        while not (self.folder / "go").exists():
-            time.sleep(0.01)
-        self.kept |= {key: b"".join(map(bytes, shards)) for key, shards in zip(keys, data)}
-        (self.folder / "stored").write_text(str(len(self.kept)))
-        return [True] * len(keys)
-
-    def delete(self, keys):
-        pass
-
-    def clear(self):
-        self.kept.clear()
-
-    def note(self, name):
-        return self.notes.get(name)
-
-    def set_note(self, name, value):
-        self.notes[name] = value
-
-    def close(self):
-        (self.folder / "closed").touch()
-
-
-class Stubborn(Held):
-    """One whose store hangs in a thread that Python waits for before it exits."""
-
-    def store(self, keys, data):
-        (self.folder / "storing").touch()
-        ThreadPoolExecutor(1).submit(threading.Event().wait).result()
-'''
-
-
-def disk(folder: Path, **options: str) -> str:
-    options = {"capacity": "64MiB", **options}
-    return f"disk:{folder}?" + "&".join(f"{name}={value}" for name, value in options.items())
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "tier"
-    made.mkdir()
-    return made
-
-
-@pytest.fixture
-def plug_in(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a tier that keeps a store waiting; daemons find its module."""
-    (tmp_path / "plugged.py").write_text(PLUG_IN)
-    found = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
-    return f"plugged:Held?folder={folder}"
-
-
-def commit_two(scheduler: RawSession, worker: RawSession) -> None:
-    granted = scheduler.reserve("ab")
-    worker.channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
-    worker.ask(Ping(), Pong)
+from tests.support.wire.raw_session import engine
 
 
 def comes_in(daemon: Daemon) -> bool:
     with socket.socket(socket.AF_UNIX) as late:
         return late.connect_ex(daemon.socket) == 0
-
-
-def tier_of(daemon: Daemon, number: int = 0) -> dict[str, Any]:
-    tiers: list[dict[str, Any]] = daemon.status()["tiers"]
-    return tiers[number]
 
 
 # ---------------------------------------------------------------- start
@@ -164,9 +81,9 @@ def test_a_folder_is_one_daemons(tmp_path: Path, folder: Path) -> None:
     assert "in use by process" in refused(serve(*flags, disk(folder), "--tier", disk(folder)))
 
 
-def test_a_bad_second_tier_closes_the_first(tmp_path: Path, folder: Path, plug_in: str) -> None:
+def test_a_bad_second_tier_closes_the_first(tmp_path: Path, folder: Path) -> None:
     flags = ("--socket", str(tmp_path / "s"), "--l1-size", "1MiB")
-    got = refused(serve(*flags, "--tier", plug_in, "--tier", "disk:/no/such?capacity=1MiB"))
+    got = refused(serve(*flags, "--tier", url(folder), "--tier", "disk:/no/such?capacity=1MiB"))
     assert "/no/such: no such folder" in got
     assert (folder / "closed").exists()
 
@@ -200,31 +117,32 @@ def test_a_server_that_does_not_know_us_is_told_of_at_the_start(tmp_path: Path) 
 # ---------------------------------------------------------------- stop
 
 
-def test_what_was_promised_is_flushed_before_it_stops(
-    tmp_path: Path, folder: Path, plug_in: str
-) -> None:
+def test_what_was_promised_is_flushed_before_it_stops(tmp_path: Path, folder: Path) -> None:
+    (folder / "hold-store").touch()
     with (
-        running_daemon(tmp_path, tier=[plug_in], stop_s=60) as daemon,
+        running_daemon(tmp_path, tier=[url(folder)], stop_s=60) as daemon,
         engine(daemon.socket) as (scheduler, worker),
     ):
         commit_two(scheduler, worker)
-        assert eventually((folder / "storing").exists)
-        os.kill(daemon.pid, signal.SIGTERM)
+        assert eventually((folder / "in-store").exists)
+        for pid in (daemon.pid, tier_of(daemon)["pid"]):  # as to all of a service
+            os.kill(pid, signal.SIGTERM)
         assert eventually(lambda: not comes_in(daemon)), "nobody new"
         worker.ask(Ping(), Pong)  # who is there is served on
         assert daemon.running
-        (folder / "go").touch()
+        (folder / "hold-store").unlink()
         assert daemon.wait() == 0
         assert (folder / "stored").read_text() == "2"
         assert (folder / "closed").exists()
         assert daemon.log() == ""
 
 
-def test_a_second_signal_waits_for_nothing(tmp_path: Path, folder: Path, plug_in: str) -> None:
-    with running_daemon(tmp_path, tier=[plug_in], stop_s=3600) as daemon:
+def test_a_second_signal_waits_for_nothing(tmp_path: Path, folder: Path) -> None:
+    (folder / "hold-store").touch()
+    with running_daemon(tmp_path, tier=[url(folder)], stop_s=3600) as daemon:
         with engine(daemon.socket) as peers:
             commit_two(*peers)
-            assert eventually((folder / "storing").exists)
+            assert eventually((folder / "in-store").exists)
             os.kill(daemon.pid, signal.SIGTERM)
             peers[1].ask(Ping(), Pong)
             time.sleep(0.1)
@@ -235,16 +153,17 @@ def test_a_second_signal_waits_for_nothing(tmp_path: Path, folder: Path, plug_in
         assert not os.path.exists(daemon.socket)
 
 
-@pytest.mark.parametrize("tier", ["Held", "Stubborn"])
+@pytest.mark.parametrize("how", ["hold-store", "stubborn-store"])
 def test_a_tier_that_hangs_holds_up_no_stop_for_long(
-    tmp_path: Path, folder: Path, plug_in: str, tier: str
+    tmp_path: Path, folder: Path, how: str
 ) -> None:
-    url = plug_in.replace("Held", tier)
-    with running_daemon(tmp_path, tier=[url], stop_s=0.5) as daemon:
+    (folder / how).touch()
+    with running_daemon(tmp_path, tier=[url(folder)], stop_s=0.5) as daemon:
         with engine(daemon.socket) as peers:
             commit_two(*peers)
-            assert eventually((folder / "storing").exists)
+            assert eventually((folder / "in-store").exists)
             assert daemon.stop() == 0
+        assert "2 rows were not flushed" in daemon.log()
         assert not (folder / "closed").exists()
         assert not os.path.exists(daemon.socket)
         daemon.start()

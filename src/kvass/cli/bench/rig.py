@@ -1,0 +1,238 @@
+"""What all figures need: a daemon, an engine's sessions, memory, clocks, and how to print them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from kvass import messages
+from kvass.arena import memory
+from kvass.client.client import Client
+from kvass.client.parallel import ParallelStrategy
+from kvass.errors import ConfigError, Unavailable
+from kvass.transfer.base import U8Array
+from kvass.types import GroupLayout, RankLayout, Size
+
+POPULATE_TIMEOUT_S: Final = 120.0
+PATIENCE_S: Final = 30.0
+CHUNK_TOKENS: Final = 256
+WIDTH: Final = 32
+"""Bytes of a chunk's key."""
+
+
+# ---------------------------------------------------------------- figures
+
+
+def say(what: str) -> None:
+    """Show progress."""
+    print(f"measuring {what} ...", file=sys.stderr, flush=True)
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """How long ``step`` took."""
+    began_s = time.perf_counter()
+    step()
+    return time.perf_counter() - began_s
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """How many times as fast as theirs ours is: the median of the rounds' ratios."""
+    return median(b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def percentiles_us(times: Sequence[float]) -> dict[str, float]:
+    """The median and the 99th percentile of seconds, in microseconds."""
+    p50, p99 = np.percentile(np.array(times) * 1e6, [50, 99])
+    return {"p50": float(p50), "p99": float(p99)}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as lines for a person."""
+    flat: dict[str, Any] = {}
+    for name, value in figures.items():
+        parts = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{name} {part}".rstrip(): figure for part, figure in parts.items()}
+    width = max(map(len, flat))
+    return "\n".join(f"{name:<{width}}  {_shown(value):>12}" for name, value in flat.items())
+
+
+def _shown(value: bool | str | float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+# ---------------------------------------------------------------- a daemon
+
+
+class MeasuredDaemon(NamedTuple):
+    """``ready_s``: from its start to its ready line."""
+
+    socket: str
+    ready_s: float
+
+
+@contextmanager
+def start_daemon(l1_bytes: int, *flags: str) -> Iterator[MeasuredDaemon]:
+    """A new daemon that has its whole arena; ended afterwards. Raises ``ConfigError`` if it does
+    not start."""
+    with tempfile.TemporaryDirectory(prefix="kvass-bench-") as folder:
+        path = os.path.join(folder, "kvass.sock")
+        command = [sys.executable, "-m", "kvass", "serve", "--socket", path]
+        began_s = time.monotonic()
+        with subprocess.Popen(
+            [*command, "--l1-size", str(l1_bytes), *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={k: v for k, v in os.environ.items() if not k.startswith("KVASS_")},
+        ) as process:
+            try:
+                _await_ready(process)
+                ready_s = time.monotonic() - began_s
+                with Client(path) as client:
+                    wait_for(partial(_populated, client), "the arena", POPULATE_TIMEOUT_S)
+                yield MeasuredDaemon(path, ready_s)
+            finally:
+                process.terminate()
+
+
+def _await_ready(process: subprocess.Popen[str]) -> None:
+    line = ""
+    for line in process.stdout or ():
+        if line.startswith("ready "):
+            return
+    raise ConfigError(f"the daemon did not start: {line.strip().removeprefix('kvass: ')}")
+
+
+def _populated(client: Client) -> bool:
+    status = client.status()
+    return bool(status["l1_populated_bytes"] >= status["l1_capacity_bytes"])
+
+
+def wait_for(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Ask until it is so. Raises ``Unavailable`` after ``patience_s``."""
+    deadline = time.monotonic() + patience_s
+    while not true():
+        if time.monotonic() > deadline:
+            raise Unavailable(f"waited {patience_s:.0f} s in vain for {what}")
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def private_memory(size: int) -> U8Array:
+    """Anonymous memory at a page boundary, faulted in: elsewhere a large memcpy runs at a third of
+    its speed on some CPUs, and no ratio should gain by that."""
+    private = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    private[:] = 1
+    return private
+
+
+def shared_memory(size: int) -> memory.Arena:
+    """Memory of the arena's kind, faulted in."""
+    arena = memory.create(size)
+    arena.advise_huge()
+    arena.populate(0, size)
+    return arena
+
+
+# ---------------------------------------------------------------- an engine's sessions
+
+
+def fresh_name() -> str:
+    """Of an instance and its weights, so of a namespace, that nobody else has."""
+    return f"bench-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+class EngineSessions:
+    """A session for the scheduler and one for each of ``tp`` ranks, without an engine; rank 0 maps
+    the arena for all of them.
+
+    ``ending`` closes them. ``name``: of the namespace; by default one of its own. Raises
+    ``KvassError``.
+    """
+
+    def __init__(
+        self, socket: str, layout: GroupLayout, ending: ExitStack, *, tp: int = 1, name: str = ""
+    ) -> None:
+        name = name or fresh_name()
+        self.tp = tp
+        self.shard_bytes = layout.shard_bytes(CHUNK_TOKENS)
+        self._readers = tuple(range(tp))
+        strategy, terms = ParallelStrategy(tp=tp), (name, {"weights": name}, CHUNK_TOKENS)
+        self.workers = [
+            Client(
+                socket,
+                strategy.at(rank).register(*terms, RankLayout((layout,))),
+                wants_arena=rank == 0,
+            )
+            for rank in self._readers
+        ]
+        self.scheduler = Client(socket, strategy.register(*terms))
+        for client in (*self.workers, self.scheduler):
+            ending.enter_context(client).connect(PATIENCE_S)
+        session = self.workers[0].session
+        if session is None or session.arena is None:
+            raise Unavailable("the daemon went away")
+        session.arena.populate(0, session.arena.size)  # all is mapped before anything is measured
+        self.arena: U8Array = session.arena.buffer
+        ending.callback(delattr, self, "arena")  # before the rest: a view keeps the mapping
+
+    def reserve(self, digests: bytes, first: int = 0) -> messages.Granted:
+        """Reserve the chunks from ``first`` on. Raises ``ConfigError`` unless all are granted."""
+        item = messages.ReserveItem(request="store", digests=digests, first=first)
+        granted = self.scheduler.call(messages.Reserve(items=[item], width=WIDTH), PATIENCE_S)
+        assert isinstance(granted, messages.Granted), granted
+        wanted, got = len(digests) // WIDTH - first, len(granted.grants[0].chunks)
+        if got != wanted:
+            raise ConfigError(
+                f"granted {got} of {wanted} rows of {Size(self.tp * self.shard_bytes)}: give the "
+                "daemon more --l1-size"
+            )
+        return granted
+
+    def commit(self, granted: messages.Granted) -> None:
+        """Every rank commits; the rows are READY on return."""
+        number = granted.grants[0].reservation
+        self._settle(partial(messages.Commit, boot=granted.boot, reservation=number))
+
+    def look_up(self, digests: bytes) -> messages.Matched:
+        """A lease of every rank on these rows. Raises ``Unavailable`` unless all are in L1."""
+        lookup = messages.Lookup(
+            request="load", digests=digests, width=WIDTH, readers=self._readers
+        )
+        matched = self.scheduler.call(lookup, PATIENCE_S)
+        assert isinstance(matched, messages.Matched), matched
+        if matched.chunks != (stored := len(digests) // WIDTH):
+            raise Unavailable(f"found {matched.chunks} of {stored} rows; is the daemon in use?")
+        return matched
+
+    def release(self, matched: messages.Matched) -> None:
+        """Every rank releases; the lease is gone on return."""
+        self._settle(partial(messages.Release, boot=matched.boot, lease=matched.lease))
+
+    def _settle(self, message: Callable[..., messages.OneWay]) -> None:
+        """Every rank posts ``message`` with a ping behind it; returns when all pings are back."""
+        pings = []
+        for rank, worker in enumerate(self.workers):
+            worker.post(message(rank=rank))
+            pings.append(worker.submit(messages.Ping()))
+        for worker, seq in zip(self.workers, pings, strict=True):
+            worker.wait(seq, PATIENCE_S)
