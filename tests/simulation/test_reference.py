@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.pool import Pool
 from typing import Any
 
 import pytest
@@ -22,9 +22,7 @@ def live(seed: int) -> tuple[bool, int, int]:
     return world.all_full, world.loaded, world.promoted
 
 
-def test_every_loaded_page_is_of_its_tokens_group_layer_and_shard(
-    cores: ProcessPoolExecutor,
-) -> None:
+def test_every_loaded_page_is_of_its_tokens_group_layer_and_shard(cores: Pool) -> None:
     worlds = [*cores.map(live, range(1_000_000, 1_000_200), chunksize=10)]
     assert sum(loaded for all_full, loaded, _ in worlds if all_full) > 100
     assert sum(loaded for all_full, loaded, _ in worlds if not all_full) > 300

@@ -198,8 +198,8 @@ def main(argv: list[str] | None = None) -> int:
     began, failed = time.perf_counter(), 0
     seeds = range(args.start, args.start + args.seeds)
     one = partial(run_seed, steps=args.steps, trace_to=args.traces)
-    with ProcessPoolExecutor(max_workers=args.jobs) as pool:
-        for told in pool.map(one, seeds, chunksize=10):
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for told in pool.map(one, seeds, chunksize=10) if args.jobs > 1 else map(one, seeds):
             if told is not None:
                 failed += 1
                 print(told, file=sys.stderr)  # noqa: T201
