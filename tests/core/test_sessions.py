@@ -6,7 +6,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core import sessions
-from kvass.core.effects import Close, Faulted, HalfClose, Lost, Opened, PopulatedTo, Received, Send
+from kvass.core.effects import Faulted, HalfClose, Lost, PopulatedTo, Received, Send
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, Rig
 
@@ -87,19 +87,6 @@ def test_hello_comes_first_and_once(rig: Rig) -> None:
     session = rig.open()
     assert rig.code(session, m.Hello(seq=2, clock_s=rig.now)) == "bad_message"
     assert rig.ended() == []
-
-
-def test_sessions_are_limited() -> None:
-    rig = Rig(sessions=2)
-    first = rig.open()
-    rig.open()
-    rig.step(Opened(99))
-    error, close = rig.last
-    assert isinstance(error, Send)
-    assert isinstance(error.message, m.Error)
-    assert (error.message.code, close) == ("limit", Close(99))
-    rig.lose(first)
-    assert isinstance(rig.ask(rig.open(), m.Ping(seq=3)), m.Pong)
 
 
 # ---------------------------------------------------------------- ends

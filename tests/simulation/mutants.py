@@ -108,7 +108,7 @@ def simulate(seeds: Iterable[int]) -> str:
     return next(filter(None, map(run_seed, seeds)), "").partition("\n")[0]
 
 
-_LAWS = ["tests/core", "--ignore=tests/core/test_model.py", "--ignore=tests/core/test_fuzz.py"]
+_LAWS = ["tests/core", "--ignore=tests/core/test_fuzz.py"]
 
 
 def unit_tests(*args: str) -> str:

@@ -1,8 +1,7 @@
 """Sessions, instances, and the digest of a namespace.
 
-Law of this file: a namespace is the digest of everything that changes bytes (law 10). So two
-engines whose bytes differ share no namespace. A contradiction can exist only inside one instance,
-and is refused with the name of the field.
+A namespace is the digest of everything that changes bytes (law 10). A contradiction can exist only
+inside one instance, and is refused with the name of the field.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reserve, commit, abort, and handing over.
 
-Law of this file: one function per message. It returns the reply (``None``: there is none) or raises
-``Refused`` before it changed anything.
+A function per message. It returns the reply (``None``: there is none) or raises ``Refused`` before
+it changed anything.
 """
 
 from __future__ import annotations
@@ -108,16 +108,16 @@ def _grant(
     rows, end = state.store.allocate_each(item.classes, item.keys[:until], wanted, protect)
     for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
         n = int(np.searchsorted(w, end))
-        _take_back(state, rows[i][n:])
+        state.store.discard(rows[i][n:])
+        state.store.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
     _touch_new(state, ns, used, new)
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
     if not parts:
         return Grant()
-    reservation = state.settlement.reserve(
-        instance.id, item.request, parts, set(instance.writers), ns.epoch, state.now
-    )
+    writers = set(instance.writers)
+    reservation = state.settlement.reserve(instance.id, item.request, parts, writers)
     which = tuple(tuple(w.tolist()) for w in wanted)
     chunks = tuple(sorted({c for each in which for c in each}))
     state.counters["chunks_granted"] += len(chunks)
@@ -194,24 +194,12 @@ def _allowance(state: State, instance: Instance) -> int:
     return max(0, state.quota - state.reservations.bytes_of.get(instance.id, 0))
 
 
-def _take_back(state: State, rows: I64Array) -> None:
-    """Undo an allocation that nobody was told of."""
-    if len(rows):
-        state.store.discard(rows)
-        state.store.free(rows)
-
-
 def commit(state: State, session: ClientSession, msg: Commit) -> None:
     """A rank wrote its shard of every row of a reservation."""
     reservation = open_reservation(state, session, msg.boot, msg.reservation)
     rank = own_rank(session, msg.rank)
-    if reservation is None or rank not in reservation.owing:
-        return  # said twice, or settled meanwhile: nothing left to publish
-    row_class = state.store.classes.get(reservation.parts[0].row_class)
-    epoch = None  # its namespace was cleared, and then forgotten
-    if row_class is not None:
-        epoch = state.namespaces[row_class.namespace].epoch
-    state.settlement.commit(reservation, rank, epoch, state.now)
+    if reservation is not None and rank in reservation.owing:  # else it was said twice, or settled
+        state.settlement.commit(reservation, rank)
 
 
 def abort(state: State, session: ClientSession, msg: Abort) -> None:
@@ -221,12 +209,12 @@ def abort(state: State, session: ClientSession, msg: Abort) -> None:
     if reservation is None:
         return
     if rank != SCHEDULER:
-        state.settlement.abort(reservation, rank, state.now)
+        state.settlement.abort(reservation, rank)
     elif reservation.handed_over:
         what = f"reservation {msg.reservation}"
         raise Refused("bad_rank", f"{what} was handed over: only its ranks abort")
     else:
-        state.settlement.cancel(reservation, state.now)
+        state.settlement.cancel(reservation)
 
 
 def handed_over(state: State, session: ClientSession, msg: HandedOver) -> None:
