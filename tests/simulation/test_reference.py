@@ -13,7 +13,8 @@ from kvass.types import GroupLayout
 from tests.support.reference.engine import run_reference
 
 SEEDS = 60
-"""Of each break, at most so many are tried; most are noticed within ten."""
+"""Of each break, at most so many are tried; most are noticed within ten. Without a break none of
+hundreds fails, as the first test and the simulator's show."""
 
 
 def live(seed: int) -> tuple[bool, int, int]:
@@ -23,10 +24,10 @@ def live(seed: int) -> tuple[bool, int, int]:
 
 
 def test_every_loaded_page_is_of_its_tokens_group_layer_and_shard(cores: Pool) -> None:
-    worlds = [*cores.map(live, range(1_000_000, 1_000_200), chunksize=10)]
-    assert sum(loaded for all_full, loaded, _ in worlds if all_full) > 100
-    assert sum(loaded for all_full, loaded, _ in worlds if not all_full) > 300
-    assert sum(promoted for _, _, promoted in worlds) > 300
+    worlds = [*cores.map(live, range(1_000_000, 1_000_100), chunksize=10)]
+    assert sum(loaded for all_full, loaded, _ in worlds if all_full) > 50
+    assert sum(loaded for all_full, loaded, _ in worlds if not all_full) > 150
+    assert sum(promoted for _, _, promoted in worlds) > 150
 
 
 def noticed() -> bool:
@@ -37,10 +38,6 @@ def noticed() -> bool:
         except Exception:  # noqa: BLE001 - a wrong page, or a law that the core itself asserts
             return True
     return False
-
-
-def test_nothing_is_noticed_without_a_break() -> None:
-    assert not noticed()
 
 
 def shifted(self: Spans, group: int, ids: Any, chunk: int) -> Any:

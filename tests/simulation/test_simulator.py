@@ -11,8 +11,7 @@ import pytest
 
 from kvass.core.settlement import Settlement
 from tests.support.simulation import simulator
-from tests.support.simulation.simulator import Simulation, run_seed
-from tests.support.simulation.traces import dump_trace
+from tests.support.simulation.simulator import Simulation, dump_trace, run_seed
 
 SEEDS = 300
 BATCHES = 10
@@ -64,7 +63,7 @@ def test_a_seed_is_a_run(seed: int) -> None:
     for _ in range(2):
         sim = Simulation(seed)
         sim.run()
-        traces.append([*dump_trace(sim.machine.state.config, sim.roomy, sim.trace)])
+        traces.append(dump_trace(sim))
     assert traces[0] == traces[1]
 
 

@@ -22,6 +22,7 @@ def test_it_says_what_it_saw(tmp_path: Path) -> None:
     assert told["records"] >= 3000
     assert told["records_found"] == told["records"]
     assert told["bytes_over"] == told["wrong"] == told["missed"] == 0
+    assert told["looks"] > 9
     assert told["bytes_most"] > 0.9 * told["capacity_bytes"]
     assert (done.returncode == 0) == (done.stderr == "")
     assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,6 @@ from kvass.types import Limits, Timing
 from tests.support.simulation.clients import ArenaContents, ClientConnection, SimulatedEngine
 from tests.support.simulation.random_models import random_model
 from tests.support.simulation.tiers import SimTiers
-from tests.support.simulation.traces import Traced
 from tests.support.witness.records import Archive, Tag
 from tests.support.witness.witness import Witness
 
@@ -148,7 +147,7 @@ class World:
         self.peers: dict[int, ClientConnection] = {}
         self.sessions = self.laters = 0
         self.late: list[tuple[float, int, Callable[[], None]]] = []
-        self.trace: Traced = []
+        self.trace: list[tuple[float, fx.Event]] = []
         self.strangers.clear()
         self.said.clear()
         for engine in self.engines:

@@ -23,11 +23,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any, Final
 
 import numpy as np
@@ -47,61 +47,72 @@ _BATCH: Final = 1000
 _LOOK_EVERY_S: Final = 0.005
 
 
-@contextmanager
-def watched(folder: Path) -> Iterator[list[int]]:
-    """What the folder takes on disk, bytes, again and again."""
-    seen, stop = list[int](), Event()
+class Watch:
+    """Watches a folder, and keeps the most that it took on disk."""
 
-    def look() -> None:
-        over = False
-        while not over:
-            over = stop.wait(_LOOK_EVERY_S)
-            blocks = folder.stat().st_blocks
-            for entry in os.scandir(folder):
-                try:
-                    blocks += entry.stat().st_blocks
-                except FileNotFoundError:
-                    pass  # a segment that was just removed
-            seen.append(512 * blocks)
+    def __init__(self, folder: Path) -> None:
+        self.most = 0
+        self.looks = 0
+        self._folder = folder
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
 
-    thread = Thread(target=look)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        stop.set()
-        thread.join()
+    def look(self) -> None:
+        total = self._folder.stat().st_blocks
+        for entry in os.scandir(self._folder):
+            try:
+                total += entry.stat().st_blocks
+            except FileNotFoundError:  # a segment that was just removed
+                continue
+        self.most = max(self.most, 512 * total)
+        self.looks += 1
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY_S):
+            self.look()
 
 
 def measure(folder: Path, rows: int, *, without_log: bool = True) -> dict[str, Any]:
     """The figures that the top of this file explains."""
     capacity = rows * _SLOT_BYTES + _BESIDE
+    watch = Watch(folder)
     began = time.monotonic()
     tier = DiskTier(folder, capacity)
-    with watched(folder) as seen:
+    with watch.watching():
         for first in range(0, 3 * rows, _BATCH):
             numbers = range(first, min(first + _BATCH, 3 * rows))
             tier.store([_key(number) for number in numbers], _data(numbers))
+            watch.look()
     fill_s = time.monotonic() - began
     wrong, missed = _check(tier, rows)
+    report = tier.report()
+    tier.close()
     figures: dict[str, Any] = {
         "rows": rows,
         "stored": 3 * rows,
         "fill_s": round(fill_s, 1),
         "capacity_bytes": capacity,
-        "bytes_most": max(seen),
-        "bytes_over": max(max(seen) - capacity, 0),
-        "records": tier.report()["records"],
+        "bytes_most": watch.most,
+        "bytes_over": max(watch.most - capacity, 0),
+        "looks": watch.looks,
+        "records": report["records"],
         "wrong": wrong,
         "missed": missed,
     }
-    tier.close()
-    logs = list(folder.glob(f"*{TABLE}"))
-    for path in logs:
+    for path in folder.glob(f"*{TABLE}"):
         _make_cold(path)
     figures |= _in_a_new_process(folder, capacity)
     if without_log:
-        for path in logs:
+        for path in folder.glob(f"*{TABLE}"):
             path.unlink()
         figures["index_without_log_s"] = _in_a_new_process(folder, capacity)["index_s"]
     return figures
@@ -133,9 +144,10 @@ def _check(tier: DiskTier, rows: int) -> tuple[int, int]:
     wrong = missed = 0
     for some, last in ((range(0, 3 * rows, step), False), (range(3 * rows)[-_BATCH:], True)):
         into = _data(range(3 * rows, 3 * rows + len(some)))  # other numbers than any row's
-        there = tier.load([_key(number) for number in some], into)
-        for number, (shard,), held in zip(some, into, there, strict=True):
-            words = shard.view(np.uint64)
+        for number, shards, held in zip(
+            some, into, tier.load([_key(number) for number in some], into), strict=True
+        ):
+            words = shards[0].view(np.uint64)
             right = words[0] == number == words[-1] and not words[1:-1].any()
             wrong += held and not right
             missed += last and not held
@@ -160,12 +172,14 @@ def _in_a_new_process(folder: Path, capacity: int) -> dict[str, Any]:
 
 def _open(folder: str, capacity: int) -> dict[str, Any]:
     """The program of the new process."""
-    before, began = _resident(), time.monotonic()
+    before = _resident()
+    began = time.monotonic()
     tier = DiskTier(folder, capacity)
     opened = time.monotonic()
     tier.wait_indexed()
     indexed = time.monotonic()
-    records, grown = tier.report()["records"], _resident() - before
+    records = tier.report()["records"]
+    grown = _resident() - before
     tier.close()
     return {
         "open_s": round(opened - began, 3),
@@ -183,10 +197,9 @@ def _resident() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.support.tiers.disk_capacity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tests.support.tiers.disk_capacity", description=__doc__
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rows", type=int, default=ROWS, help="that it can hold (%(default)s)")
     parser.add_argument("--in", dest="parent", help="where to make a folder for it")
     parser.add_argument("--open", nargs=2, help=argparse.SUPPRESS)
@@ -196,9 +209,10 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="kvass-cap-", dir=arguments.parent) as made:
         figures = measure(Path(made), arguments.rows)
-    print(json.dumps(figures, indent=2))  # noqa: T201
+    json.dump(figures, sys.stdout, indent=2)
+    sys.stdout.write("\n")
     for line in worse(figures):
-        print(line, file=sys.stderr)  # noqa: T201
+        sys.stderr.write(line + "\n")
     return 1 if worse(figures) else 0
 
 
