@@ -112,7 +112,7 @@ class Worker:
         assert self._engine is not None
         what = self._engine.reserve(self._prompt(first, chunks))
         assert what is not None
-        self._engine.step(("zero", "forward", "draft", "save"), [what])
+        self._engine.step(what)
         return what
 
     def _prompt(self, first: int, chunks: int) -> range:

@@ -155,7 +155,7 @@ def test_both_directions_while_the_engine_rewrites_other_blocks(device: Device) 
 # ------------------------------------------------------------ numbers of descriptors
 
 
-@pytest.mark.parametrize("count", [1, 2, 4095, 4096, 4097, 20_000, 100_000])
+@pytest.mark.parametrize("count", [1, 4096, 4097, 9000])
 def test_any_number_of_descriptors(device: Device, count: int) -> None:
     """Pages of 64 bytes in blocks that are no neighbours: as many runs as pages."""
     size = 64

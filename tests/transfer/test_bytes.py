@@ -19,9 +19,9 @@ from kvass.layout.copy_plan import CopyPlan, RowCopy, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import host
 from kvass.transfer.base import Job, U8Array
-from kvass.transfer.cuda import CudaMover
 from kvass.transfer.host import HostMover
 from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.stepped_mover import SteppedMover
 
 Kind = Literal["store", "load"]
 Where = Literal["host", "cuda"]
@@ -125,14 +125,8 @@ def move_on_gpu(case: Case, kind: Kind) -> None:
     arena[:] = case.arena
     for (_, memory), region in zip(made, case.regions, strict=True):
         memory[:] = region
-    mover = CudaMover(
-        fake, [region for region, _ in made], [case.planes], window=8192, threaded=False
-    )
-    mover.submit(Job(kind, (case.plan,), arena))
-    while not mover.drain(0):
-        mover.turn()
-    mover.close()
-    (done,) = mover.poll()
+    mover = SteppedMover(fake, [region for region, _ in made], [case.planes], window=8192)
+    done = mover.move(Job(kind, (case.plan,), arena))
     assert done.ok, done.error
     assert fake.violations == []
     case.arena[:] = arena

@@ -48,6 +48,8 @@ NOT_CUDAS = {
     "cuda_driver.FATAL",
     "cuda_runtime._BUSY_CYCLES",
     "cuda_copies.SINGLE_RUNS",
+    "cuda_copies.TABLES",
+    "cuda_copies.TABLE_WORDS",
 }
 STRUCTURES = {
     "cuda_copies._Location": ("CUmemLocation", {"type": "type", "id": "id"}),

@@ -15,18 +15,12 @@ from kvass.cli.doctor.driver import ask_driver
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Job, U8Array
-from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_driver import Device, Survey
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.runtime import Kind
 from kvass.transfer.self_check import NO_PINS, SCRATCH_BYTES, self_check
-from tests.transfer.stub_driver import (
-    PAGE,
-    Left,
-    Stub,
-    arena_of,
-    compile_stub,
-)
+from tests.support.gpu.stepped_mover import SteppedMover
+from tests.transfer.stub_driver import PAGE, Left, Stub, arena_of, compile_stub
 from tests.transfer.test_bytes import Case, assert_equal, cases, copy, model
 
 
@@ -45,20 +39,13 @@ def move(stub: Stub, case: Case, kind: Kind, mode: Mode) -> None:
     arena[:] = case.arena
     for (_, memory), region in zip(made, case.regions, strict=True):
         memory[:] = region
-    mover = CudaMover(
-        stub.runtime(single=mode.single),
-        [region for region, _ in made],
-        [case.planes],
+    below = KERNEL_BELOW if mode.pins else NO_PINS
+    mover = SteppedMover(
+        *(stub.runtime(single=mode.single), [region for region, _ in made], [case.planes]),
         window=8192,
-        threaded=False,
-        kernel_below=KERNEL_BELOW if mode.pins else NO_PINS,
+        kernel_below=below,
     )
-    mover.submit(Job(kind, (case.plan,), arena))
-    while not mover.drain(0):
-        mover.turn()
-    assert bool(stub.left.pinned) is mode.pins
-    mover.close()
-    assert [done.error for done in mover.poll()] == [""]
+    assert mover.move(Job(kind, (case.plan,), arena)).error == ""
     case.arena[:] = arena
     for (there, memory), region in zip(made, case.regions, strict=True):
         region[:] = memory
@@ -85,7 +72,9 @@ def test_the_real_runtime_moves_what_a_loop_would(
     example()
     one_by_one = {"cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2"}
     batches = mode.pins and not mode.single
-    names = {call.name for call in stub.calls() if call.name.startswith("cuMemcpy")}
+    names = {call.name for call in stub.calls() if call.name.startswith("cuMem")}
+    assert mode.pins == ("cuMemHostRegister_v2" in names)
+    names = {name for name in names if name.startswith("cuMemcpy")}
     assert names == ({"cuMemcpyBatchAsync"} if batches else one_by_one)
 
 
@@ -122,12 +111,9 @@ def test_windows_that_cannot_be_pinned_are_copied_and_not_unpinned(stub: Stub) -
     arena, window = arena_of(12 * PAGE), 4 * PAGE
     theirs = stub.runtime()
     assert theirs.register(arena.ctypes.data + window, window) is None
-    mover = CudaMover(
-        stub.runtime(), [region], [planes], window=window, threaded=False, kernel_below={"store": 0}
-    )
+    mover = SteppedMover(stub.runtime(), [region], [planes], window=window)
     mover.submit(Job("store", (plan_copy(planes, [list(range(1, 13))], [0]),), arena))
-    while not mover.drain(0):
-        mover.turn()
+    mover.settle()
     assert mover.ways == {"dma", "pageable"}
     assert stub.left.pinned == 3
     mover.close()

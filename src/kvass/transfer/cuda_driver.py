@@ -1,10 +1,7 @@
 """What this machine's CUDA driver is and can do: asked of libcuda, by ctypes.
 
-Laws of this file:
-
-- No context, no memory of a device, no torch: versions and attributes only, so that anybody may
-  ask, beside whatever engine runs.
-- ``obstacle`` alone says whether a device can be used: who asks before and who opens it agree.
+Only versions and attributes are asked: no context, no memory of a device, no torch. So anybody may
+ask, beside whatever engine runs. ``obstacle`` alone says whether a device can be used.
 """
 
 from __future__ import annotations
@@ -100,9 +97,6 @@ def obstacle(cuda: int, direct: bool, batches: bool, single: bool = False) -> st
 def spelled(cuda: int) -> str:
     """A version of CUDA as people write it."""
     return f"{cuda // 1000}.{cuda % 1000 // 10}"
-
-
-# ---------------------------------------------------------------- single questions
 
 
 def cuda_version(driver: Any) -> int:
