@@ -61,23 +61,6 @@ def daemon(tmp_path: Path, device: Device) -> Iterator[Daemon]:
         yield one
 
 
-def test_a_worker_is_killed_at_any_moment(device: Device, daemon: Daemon) -> None:
-    """Of what it was storing all was committed, and is right, or nothing is found."""
-    name = "llama_8b"
-    with child("cuda" if device.real else "fake") as one:
-        one.ask("engine", daemon.socket, name, 3 * CHUNKS)
-        one.ask("begin", AMID, CHUNKS)
-        one.kill()
-    again = DeviceEngine(daemon.socket, device, name, rows=3 * CHUNKS, seed=5)
-    what = again.match(prompt(again, AMID, CHUNKS))
-    if what is not None:
-        again.step(what)
-        assert again.wait(what) == CHUNKS
-        assert again.verify() > 0
-    again.close()
-    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
-
-
 @pytest.mark.parametrize("name", ["llama_8b", "gpt_oss", "deepseek_v4"])
 def test_a_worker_is_killed_amid_a_copy(device: Device, daemon: Daemon, name: str) -> None:
     """What it had committed is right; of the rest nothing is ever read, and its slots are nobody's

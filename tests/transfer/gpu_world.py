@@ -19,7 +19,7 @@ import numpy as np
 
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.transfer.base import Done, Job, U8Array
+from kvass.transfer.base import Done, Job, Kind, U8Array
 from kvass.types import PAGE, I64Array
 from tests.support.gpu.fake_cuda import FakeCuda
 from tests.support.gpu.stepped_mover import SteppedMover
@@ -71,14 +71,9 @@ class Row:
 
 
 class World:
-    """One seed. ``run`` raises WrongError, or all was well.
+    """One seed. ``run`` raises WrongError, or all was well."""
 
-    ``careless`` engines break the caller's duties: "store" submits before the drafter's kernel is
-    queued, "load" before the blocks' zeroing is. Such a world must go wrong.
-    """
-
-    def __init__(self, seed: int, careless: str = "") -> None:
-        self.careless = careless
+    def __init__(self, seed: int) -> None:
         self.rng, self.water = random.Random(seed), random.Random(seed)
         self.fake = FakeCuda(seed, eager=self.rng.choice([1, 2, 10]))
         self.clock = Clock()
@@ -149,8 +144,6 @@ class World:
         if self.trouble == "idle":  # is asked only if an event says nothing
             self.fake.plans.fail["mark"] = {self.rng.randint(0, 6) for _ in range(3)}
 
-    # ------------------------------------------------------------ the engine's stream
-
     def _pages(self, blocks: list[int] | I64Array) -> list[slice]:
         return [
             slice(p.base + int(b) * p.block_stride, p.base + int(b) * p.block_stride + p.run)
@@ -160,8 +153,8 @@ class World:
 
     def write(self, blocks: list[int], fill: Callable[[int], bytes]) -> None:
         """Queue a kernel that writes all pages of ``blocks``."""
-        work = [(page, np.frombuffer(fill(page.stop - page.start), np.uint8)) for page in
-                self._pages(blocks)]  # fmt: skip
+        pages = self._pages(blocks)
+        work = [(page, np.frombuffer(fill(page.stop - page.start), np.uint8)) for page in pages]
         for page, data in work:
             self.model[page] = data
 
@@ -182,8 +175,6 @@ class World:
 
         self.fake.queue(kernel)
 
-    # ------------------------------------------------------------ what the engine does
-
     def forward(self) -> None:
         """A step that computes a chunk, and stores it: the drafter comes after the target."""
         chunk = self.planes.chunk_blocks
@@ -191,24 +182,13 @@ class World:
             return
         blocks = self._allocate(chunk)
         self.write(blocks, self.rng.randbytes)
-        drafted = self.rng.randbytes(64)
-        if self.careless != "store":
-            self._draft(blocks, drafted)
+        self.write(blocks[-1:], self.rng.randbytes)
         if self.boot.free and self.rng.random() < 0.8:
             slot = self.boot.free.pop(self.rng.randrange(len(self.boot.free)))
             pages = [self.model[page].tobytes() for page in self._pages(blocks)]
-            if self.careless == "store":  # what a chunk must hold all the same
-                last = -len(self.planes.planes)
-                pages[last:] = [_repeat(drafted, len(page)) for page in pages[last:]]
             self._submit("store", slot, blocks, pages)
         else:
             self.used.append(blocks)
-        if self.careless == "store":
-            self._draft(blocks, drafted)
-
-    def _draft(self, blocks: list[int], salt: bytes) -> None:
-        """The drafter writes the last block anew, after the target's forward pass."""
-        self.write(blocks[-1:], lambda n: _repeat(salt, n))
 
     def load(self) -> None:
         """A request waits for a row in new blocks, which queued work may read or zero still."""
@@ -216,14 +196,11 @@ class World:
         if len(self.free) < chunk or not self.boot.ready:
             return
         slot = self.boot.ready.pop(self.rng.randrange(len(self.boot.ready)))
-        blocks = self._allocate(chunk, zeroed=self.careless != "load")
-        self._submit("load", slot, blocks, [])
-        if self.careless == "load":
-            self.write(blocks, bytes)
+        self._submit("load", slot, self._allocate(chunk), [])
 
-    def _allocate(self, count: int, zeroed: bool = True) -> list[int]:
+    def _allocate(self, count: int) -> list[int]:
         picked = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(count)]
-        if zeroed and self.rng.random() < 0.7:
+        if self.rng.random() < 0.7:
             self.write(picked, bytes)  # zeroed
         return picked
 
@@ -238,7 +215,7 @@ class World:
         """Another life of the daemon: a new arena, and nobody keeps the old one but jobs."""
         self.boot = self._new_boot()
 
-    def _submit(self, kind: str, slot: int, blocks: list[int], pages: list[bytes]) -> None:
+    def _submit(self, kind: Kind, slot: int, blocks: list[int], pages: list[bytes]) -> None:
         chunk, boot, arena = self.planes.chunk_blocks, self.boot, self.arena
         skip = self.rng.randrange(chunk) if kind == "load" else 0
         offset = slot * self.planes.shard_bytes
@@ -258,18 +235,9 @@ class World:
         number = len(self.flying) + len(self.ended)
         deadline = self.clock.now + self.rng.choice([0.0, 0.5, 2.0, 1e9, 1e9])
         self.flying[number] = row
+        job = Job(kind, (plan,), arena, deadline, number, self._on_done, boot.populated)
         with self.fake.engine_thread():
-            self.mover.submit(
-                Job(
-                    "store" if kind == "store" else "load",
-                    (plan,),
-                    arena,
-                    deadline,
-                    number,
-                    self._on_done,
-                    boot.populated,
-                )
-            )
+            self.mover.submit(job)
         boot.told = max(boot.told, boot.populated)
 
     # ------------------------------------------------------------ what is settled
@@ -433,15 +401,11 @@ class World:
             raise WrongError(fake.violations[0])
 
 
-def _repeat(salt: bytes, count: int) -> bytes:
-    return (salt * (count // len(salt) + 1))[:count]
-
-
-def run_seed(seed: int, careless: str = "") -> str:
+def run_seed(seed: int) -> str:
     """What is wrong with a seed; empty if nothing is."""
     logging.disable()  # pytest keeps what is logged, errors with all that their frames hold
     try:
-        World(seed, careless).run()
+        World(seed).run()
     except WrongError as wrong:
         return f"seed {seed}: {wrong}"
     finally:

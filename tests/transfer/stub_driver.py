@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from kvass.transfer.base import U8Array
-from kvass.transfer.cuda_copies import TABLE_WORDS, Tables
+from kvass.transfer.cuda_copies import TABLE_SHAPE, Tables
 from kvass.transfer.cuda_runtime import DriverRuntime
 from kvass.transfer.runtime import Region, U64Array
 from kvass.types import I64Array
@@ -194,7 +194,7 @@ class Stub:
         launch: Callable[[int, I64Array], None] | None = None,
     ) -> DriverRuntime:
         """The real runtime. Its kernel is Python's, since nothing here can run one."""
-        words = np.zeros((tables, TABLE_WORDS), np.int64)
+        words = np.zeros((tables, TABLE_SHAPE[1]), np.int64)
         return DriverRuntime(
             driver or self.library, 0, int, launch or move_runs, Tables(words), single
         )

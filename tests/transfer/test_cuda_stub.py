@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -20,62 +18,36 @@ from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.runtime import Kind
 from kvass.transfer.self_check import NO_PINS, SCRATCH_BYTES, self_check
 from tests.support.gpu.stepped_mover import SteppedMover
-from tests.transfer.stub_driver import PAGE, Left, Stub, arena_of, compile_stub
-from tests.transfer.test_bytes import Case, assert_equal, cases, copy, model
+from tests.transfer.stub_driver import PAGE, Left, Stub, arena_of
+from tests.transfer.test_bytes import Case, assert_equal, cases, copy, model, move_on_gpu
 
 
-@dataclass(frozen=True)
-class Mode:
-    """How copies go: ``single`` as for ``DriverRuntime``; ``pins``: whether anything is pinned."""
-
-    single: bool
-    pins: bool
-
-
-def move(stub: Stub, case: Case, kind: Kind, mode: Mode) -> None:
-    """As ``test_bytes.move``, by the real runtime and the stub."""
-    made = [stub.allocate(len(region)) for region in case.regions]
-    arena = arena_of(len(case.arena))
-    arena[:] = case.arena
-    for (_, memory), region in zip(made, case.regions, strict=True):
-        memory[:] = region
-    below = KERNEL_BELOW if mode.pins else NO_PINS
-    mover = SteppedMover(
-        *(stub.runtime(single=mode.single), [region for region, _ in made], [case.planes]),
-        window=8192,
-        kernel_below=below,
-    )
-    assert mover.move(Job(kind, (case.plan,), arena)).error == ""
-    case.arena[:] = arena
-    for (there, memory), region in zip(made, case.regions, strict=True):
-        region[:] = memory
-        stub.free(there)
-
-
-@pytest.mark.parametrize("mode", [Mode(False, True), Mode(True, True), Mode(False, False)], ids=str)
+@pytest.mark.parametrize("mode", ["batch", "single", "unpinned"])
 def test_the_real_runtime_moves_what_a_loop_would(
-    mode: Mode, compiled: Path, tmp_path: Path
+    mode: str, compiled: Path, tmp_path: Path
 ) -> None:
     """In the cases of ``test_bytes.py``; after each one nothing is left."""
     stub = Stub(compiled, tmp_path)
+    below = NO_PINS if mode == "unpinned" else KERNEL_BELOW
 
     @settings(max_examples=50)
     @given(case=cases(), kind=st.sampled_from(["store", "load"]))
-    def example(case: Case, kind: Literal["store", "load"]) -> None:
+    def example(case: Case, kind: Kind) -> None:
         expected = copy(case)
         model(expected, kind)
-        move(stub, case, kind, mode)
+        one, arena = stub.runtime(single=mode == "single"), arena_of(len(case.arena))
+        for region in move_on_gpu(case, kind, stub, one, arena, kernel_below=below):
+            stub.free(region)
         assert_equal(case, expected)
         assert stub.left == Left()
         assert stub.thread == (0, 0)
 
     example()
+    names = {call.name for call in stub.calls()}
+    assert ("cuMemHostRegister_v2" in names) is (mode != "unpinned")
     one_by_one = {"cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2"}
-    batches = mode.pins and not mode.single
-    names = {call.name for call in stub.calls() if call.name.startswith("cuMem")}
-    assert mode.pins == ("cuMemHostRegister_v2" in names)
-    names = {name for name in names if name.startswith("cuMemcpy")}
-    assert names == ({"cuMemcpyBatchAsync"} if batches else one_by_one)
+    copies = {name for name in names if name.startswith("cuMemcpy")}
+    assert copies == ({"cuMemcpyBatchAsync"} if mode == "batch" else one_by_one)
 
 
 class StubScratch:
@@ -132,11 +104,3 @@ def test_doctor_asks_the_driver_that_the_loader_finds(
     device = Device("NVIDIA Stub", (139 << 30) + 4096, direct=True, locks=True)
     assert ask_driver(frozenset({"/dev/nvidia0"})) == (Survey(13000, (device,), batches=True), "")
     assert ask_driver(frozenset()) == (Survey(13000), "")
-
-
-def test_a_machine_without_a_compiler_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(pytest.fail.Exception, match="no C compiler 'no-such-compiler': install"):
-        compile_stub(tmp_path)

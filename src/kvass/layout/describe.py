@@ -61,14 +61,11 @@ class GroupPlanes(msgspec.Struct, frozen=True):
                 f"group {self.group}: {self.blocks} blocks, {self.chunk_blocks} per row; "
                 "a group has an id >= 0, at least one block, and none or more per row"
             )
-        for number, plane in enumerate(self.planes):
+        for plane in self.planes:
             if plane.base < 0 or plane.run < 1 or plane.region < 0:
-                raise UsageError(f"group {self.group}, plane {number}: negative or empty: {plane}")
+                raise UsageError(f"group {self.group}: negative or empty: {plane}")
             if plane.block_stride < plane.run:
-                raise UsageError(
-                    f"group {self.group}, plane {number}: blocks overlap, "
-                    f"stride {plane.block_stride} < page of {plane.run} bytes"
-                )
+                raise UsageError(f"group {self.group}: blocks overlap: {plane}")
 
     @property
     def row_bytes(self) -> int:
@@ -87,16 +84,14 @@ class GroupPlanes(msgspec.Struct, frozen=True):
 
     def check(self, region_bytes: Sequence[int]) -> None:
         """Raise :class:`UsageError` unless every page of every block lies inside its region."""
-        for number, plane in enumerate(self.planes):
+        for plane in self.planes:
             if plane.region >= len(region_bytes):
+                raise UsageError(f"group {self.group}: {len(region_bytes)} regions, and {plane}")
+            end, size = plane.end(self.blocks), region_bytes[plane.region]
+            if end > size:
                 raise UsageError(
-                    f"group {self.group}, plane {number}: region {plane.region} of "
-                    f"{len(region_bytes)} regions"
-                )
-            if plane.end(self.blocks) > region_bytes[plane.region]:
-                raise UsageError(
-                    f"group {self.group}, plane {number}: block {self.blocks - 1} ends at byte "
-                    f"{plane.end(self.blocks)} of a region of {region_bytes[plane.region]} bytes"
+                    f"group {self.group}: block {self.blocks - 1} ends at byte {end} of a region of "
+                    f"{size} bytes: {plane}"
                 )
 
 

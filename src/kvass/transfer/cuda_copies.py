@@ -1,10 +1,8 @@
 """How the driver is given copies: all of a batch by one call, each by a call, or by a kernel.
 
-- The caller has the device's context. A result is an error of CUDA's, or 0. The first error ends
-  the call, and any part of the batch may have been given.
-- Nothing but numbers is copied before the call returns: the driver reads numpy's memory, and the
-  kernel reads a table in pinned memory that was allocated once. Allocating pinned memory would
-  stop the whole device, and the engine with it.
+The caller has the device's context. A result is an error of CUDA's, or 0. The first error ends the
+call, and any part of the batch may have been given. The kernel's tables are allocated once, because
+allocating pinned memory stops the whole device, and the engine with it.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ from kvass.types import I64Array
 SINGLE_RUNS: Final = 400
 """Of one batch, if each run is a call. A stream that waits takes about a thousand calls before the
 driver blocks the caller: twice this, and what is called in between, are fewer."""
-TABLES: Final = 32
+TABLE_SHAPE: Final = (32, 3 * MAX_DESCRIPTORS)
 """3 MiB. Of full batches no more than four are in flight."""
-TABLE_WORDS: Final = 3 * MAX_DESCRIPTORS
 _STREAM_ORDER, _ANY_ORDER = 1, 3
 
 BatchCopy: Final = ctypes.CFUNCTYPE(
@@ -102,7 +99,7 @@ class Table:
 
 
 class Tables:
-    """The kernel's tables: ``words`` has shape ``(any, TABLE_WORDS)`` and the device can read it.
+    """The kernel's tables: ``words`` is like ``TABLE_SHAPE``, and the device can read it.
 
     Tables are taken on any thread and let go of on any.
     """

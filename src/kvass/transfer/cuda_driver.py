@@ -14,8 +14,8 @@ from typing import Any, Final
 from kvass.errors import KvassError
 
 LEAST_CUDA: Final = 12080
-"""CUDA 12.8: ``cuMemcpyBatchAsync``, in the form with nine arguments. It is asked for by this
-version, since CUDA 13 gives the same name another form."""
+"""CUDA 12.8, whose ``cuMemcpyBatchAsync`` has nine arguments. CUDA 13 gives the name another form,
+so it is asked for by this version."""
 LEAST_SINGLE: Final = 12000
 """For copies one by one. The calls are older; torch's builds for CUDA 12 ask for this."""
 SINGLE: Final = "kvass.gpu_copies set to single"
@@ -40,8 +40,8 @@ class MissingError(KvassError):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device. ``direct``: it can use pinned memory by its own address; ``locks``: registering
-    host memory for it locks the pages."""
+    """``direct``: it can use pinned memory by its own address; ``locks``: registering host memory
+    for it locks the pages."""
 
     name: str
     bytes: int
@@ -115,13 +115,13 @@ def get_device(driver: Any, number: int) -> c_int:
 
 def is_direct(driver: Any, handle: c_int) -> bool:
     """Whether the device can use pinned memory by its own address. Raises MissingError."""
-    return bool(_attribute(driver, handle, _DIRECT_HOST_POINTER))
+    return _attribute(driver, handle, _DIRECT_HOST_POINTER)
 
 
-def _attribute(driver: Any, handle: c_int, which: int) -> int:
+def _attribute(driver: Any, handle: c_int, which: int) -> bool:
     value = c_int()
     must(driver, "a device attribute", driver.cuDeviceGetAttribute(byref(value), which, handle))
-    return value.value
+    return bool(value.value)
 
 
 def find_batch_copy(driver: Any) -> int | None:

@@ -2,13 +2,12 @@
 
 - Only the driver's interface is used: its errors are results, and none is left behind for the
   engine to find in the CUDA runtime's "last error".
-- There is no compiled code of ours, and no array is copied: the driver reads numpy's memory.
-- What is missing is one line for the operator (``open_gpu``), before anything is promised.
 - Every call is made in the primary context of the device, which torch uses too, and in the relaxed
   capture mode: no call of ours takes part in what the engine captures into graphs, is forbidden
   meanwhile, or spoils the capture. The thread gets its own context and mode back.
 
-torch says on which stream the engine computes. Triton launches the one kernel.
+torch says on which stream the engine computes. Triton launches the one kernel. What is missing is
+one line for the operator (``open_gpu``).
 """
 
 from __future__ import annotations
@@ -20,17 +19,9 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from kvass.transfer import cuda_driver
+from kvass.transfer import cuda_copies, cuda_driver
 from kvass.transfer.base import U8Array
-from kvass.transfer.cuda_copies import (
-    SINGLE_RUNS,
-    TABLE_WORDS,
-    TABLES,
-    BatchCopy,
-    Tables,
-    give_batch,
-    give_each,
-)
+from kvass.transfer.cuda_copies import BatchCopy, Tables, give_batch, give_each
 from kvass.transfer.cuda_driver import FATAL, error_text, must
 from kvass.transfer.cuda_driver import MissingError as MissingError
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream
@@ -104,7 +95,7 @@ class DriverRuntime(Runtime):
             raise MissingError(reason)
         self._batch_copy = None if found is None else BatchCopy(found)
         if single:
-            self.batch_runs = SINGLE_RUNS
+            self.batch_runs = cuda_copies.SINGLE_RUNS
         got = driver.cuDevicePrimaryCtxRetain(byref(self._context), handle)
         must(driver, "the device's context", got)
 
@@ -243,7 +234,7 @@ def open_runtime(device: int, single: bool = False) -> DriverRuntime:
 
     try:
         with torch.cuda.device(device):  # now: the device stops for it
-            words = torch.empty((TABLES, TABLE_WORDS), dtype=torch.int64, pin_memory=True)
+            words = torch.empty(cuda_copies.TABLE_SHAPE, dtype=torch.int64, pin_memory=True)
     except RuntimeError as error:
         raise MissingError(f"no pinned memory on device {device}: {_first_line(error)}") from error
     return DriverRuntime(driver, device, compute, launch, Tables(words.numpy()), single)

@@ -1,9 +1,8 @@
-"""A job as batches of copies: arrays of addresses and lengths, made with numpy only.
+"""A job as batches of copies: arrays of addresses and lengths, without Python per block.
 
-- There is no Python per block or per layer and block.
-- What lies back to back on both sides is one run. No run crosses a boundary of the arena's windows.
-- What a batch needs of the arena is pinned as late as possible, while earlier batches are in
-  flight. Runs in windows that are not pinned go the slow way.
+What lies back to back on both sides is one run. No run crosses a boundary of the arena's windows.
+What a batch needs of the arena is pinned as late as possible, while earlier batches are in flight.
+Runs in windows that are not pinned go the slow way.
 """
 
 from __future__ import annotations
@@ -121,11 +120,7 @@ def choose(
     """The runs by the way they go; ``pinned[i]``: the window of run ``i`` is registered."""
     words = (runs.device | runs.host | runs.count) % KERNEL_UNIT == 0
     kernel = pinned & words & (runs.count < below.get(kind, 0))
-    ways: dict[Way, BoolArray] = {
-        "dma": pinned & ~kernel,
-        "kernel": kernel,
-        "pageable": ~pinned,
-    }
+    ways: dict[Way, BoolArray] = {"dma": pinned & ~kernel, "kernel": kernel, "pageable": ~pinned}
     return [(way, runs if of.all() else runs[of]) for way, of in ways.items() if of.any()]
 
 

@@ -2,11 +2,10 @@
 
 - A window is registered before a copy uses it and unregistered before its mapping goes away: jobs
   hold the arena's array, and ``Pinned`` holds the mapping under it.
-- Being registered keeps no arena alive. When its array is gone, the copy thread unregisters its
-  windows, and then a daemon that ended gets its memory back.
-- A registration that fails is not tried again, and costs speed only.
-- What the daemon has not populated is not registered: that would fault it in here, so that this
-  process waits for it and is charged for it.
+- Being registered keeps no array alive. When it is gone, the copy thread unregisters its windows,
+  and then a daemon that ended gets its memory back.
+- What the daemon has not populated is not registered: this process would wait for it, and be
+  charged for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """What the GPU mover needs of a GPU: ``cuda_runtime.py`` has it; tests have a hostile fake.
 
-- Handles and addresses are integers. Errors are values: a call returns a :class:`Fault`, and leaves
-  no error behind that the engine's next call would find.
-- No call waits for work on the device, except ``pageable`` copies. The engine's thread calls
-  ``order`` only.
+Handles and addresses are integers. Errors are values (:class:`Fault`), and none is left behind for
+the engine's next call to find. No call waits for work on the device, except ``pageable`` copies.
 
 Order is CUDA's: work on one stream happens one after the other, streams among themselves in any
 order, copies of one batch in any order and in parts. An event marks a place in a stream.

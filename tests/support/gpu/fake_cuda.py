@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvass.transfer.cuda_copies import TABLE_WORDS, Tables
+from kvass.transfer.cuda_copies import TABLE_SHAPE, Tables
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Runtime, Stream
 from kvass.types import I64Array
 from tests.support.gpu.fake_device import COMPUTE, Copy, FakeDevice, Mark, Piece, Wait, holds, meet
@@ -47,7 +47,7 @@ class FakeCuda(FakeDevice, Runtime):
         super().__init__(seed, watched)
         self.plans = Plans()
         self.copied: list[Batch] = []
-        self.tables = Tables(np.zeros((3, TABLE_WORDS), np.int64))
+        self.tables = Tables(np.zeros((3, TABLE_SHAPE[1]), np.int64))
         self.stopped = False
         """The device hangs: nothing happens by itself."""
         self._eager = eager
