@@ -20,12 +20,13 @@ from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import DEVICES, ON_REQUEST, cuda_runtime
 from kvass.transfer.base import Done, Job, Outcome
 from kvass.transfer.cuda import CudaMover
-from kvass.transfer.cuda_runtime import MissingError, TorchScratch
+from kvass.transfer.cuda_runtime import MissingError
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.host import HostMover
 from kvass.transfer.runtime import Batch, Fault, Kind, Stream
 from kvass.transfer.self_check import NO_KERNEL
 from kvass.types import RankLayout
+from tests.support.gpu.cpu_scratch import CpuScratch
 from tests.support.gpu.fake_cuda import FakeCuda
 
 PLANES = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=4, chunk_blocks=1)
@@ -202,7 +203,7 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The trial itself, on pages that torch has, over a fake runtime; once without a fault."""
-    monkeypatch.setattr(cuda_runtime, "TorchScratch", lambda where: TorchScratch("cpu"))
+    monkeypatch.setattr(cuda_runtime, "TorchScratch", CpuScratch)
 
     def opened(fake: FakeCuda) -> Any:
         monkeypatch.setattr(cuda_runtime, "open_runtime", lambda device, single: fake)
@@ -239,7 +240,7 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
     assert len(kept) == 1, "its pages: what did not end may still write there"
     wrong = Adopting(1, eager=40, watched=False)
     wrong.wrong_way = "dma"
-    with pytest.raises(MissingError, match="was tried and is not right: copies: a store left"):
+    with pytest.raises(MissingError, match="failed its trial: copies: a store left"):
         opened(wrong)
     assert len(kept) == 2
     for way in ("dma", "kernel", "torch's"):
@@ -251,7 +252,7 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
                 ends.kill()
                 raise RuntimeError("CUDA error: unspecified launch failure")
 
-            monkeypatch.setattr(TorchScratch, "write", killing)
+            monkeypatch.setattr(CpuScratch, "write", killing)
         with pytest.raises(MissingError) as caught:
             opened(ends)
         assert str(caught.value) == (
@@ -259,7 +260,7 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
             "unspecified launch failure"
         )
     assert len(kept) == 5
-    monkeypatch.setattr(TorchScratch, "write", raising)
-    with pytest.raises(MissingError, match="could not be tried: out of memory"):
+    monkeypatch.setattr(CpuScratch, "write", raising)
+    with pytest.raises(MissingError, match="failed its trial: out of memory"):
         opened(Adopting(1, eager=40, watched=False))
     assert len(kept) == 6

@@ -95,11 +95,6 @@ class Worker:
         assert self._engine is not None
         return self._engine.wait(self._begin(first, chunks))
 
-    def begin(self, first: int, chunks: int) -> str:
-        """Begin to, and wait for nothing."""
-        self._begin(first, chunks)
-        return "begun"
-
     def stall(self, first: int, chunks: int, after: int) -> str:
         """Begin to, and stop amid the copy, after so many batches."""
         self.stalling.after = after
@@ -112,7 +107,7 @@ class Worker:
         assert self._engine is not None
         what = self._engine.reserve(self._prompt(first, chunks))
         assert what is not None
-        self._engine.step(("zero", "forward", "draft", "save"), [what])
+        self._engine.step(what)
         return what
 
     def _prompt(self, first: int, chunks: int) -> range:

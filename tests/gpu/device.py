@@ -1,7 +1,7 @@
 """Where a program of these tests runs: on a GPU, or on a fake of one.
 
-Law of this file: a program cannot tell which, but by how long things take. Both have torch tensors
-for memory and the same kernels (torch's own operations); on the fake they run late, on the CPU.
+A program cannot tell which, but by how long things take. Both have torch tensors for memory and the
+same kernels (torch's own operations); on the fake they run late, on the CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,98 +29,58 @@ HELD_CYCLES = 2_000_000_000
 """How long a real stream is held: about a second."""
 
 
-class Device(Protocol):
-    """Memory, a stream on which the engine computes, and a ``Runtime`` for movers."""
-
-    where: str
-    """As torch calls it."""
-    real: bool
-    runtime: Runtime
-
-    def region(self, storage: Any) -> Region:
-        """What a mover is told of ``storage``, a tensor of bytes."""
-        ...
-
-    def up(self, array: npt.NDArray[Any]) -> Any:
-        """A tensor of it in the device's memory; waits for no work."""
-        ...
-
-    def queue(self, kernel: Kernel) -> None:
-        """Give the engine's stream a kernel (or, while capturing, the graph)."""
-        ...
-
-    def engine(self) -> Any:
-        """A context: what is asked within is asked on the engine's thread."""
-        ...
-
-    def hold(self) -> None:
-        """The engine's stream does nothing from now on, until ``let_go`` or for a second."""
-        ...
-
-    def let_go(self) -> None:
-        """Undo ``hold``, where that is possible."""
-        ...
-
-    def idle(self) -> bool:
-        """Whether the engine's stream has done all it was given."""
-        ...
-
-    def read(self, make: Callable[[], Any]) -> U8Array:
-        """The tensor's bytes, made when the engine's stream has done all it was given."""
-        ...
-
-    def capture(self) -> Any:
-        """A context: kernels queued within become a graph, which it gives: a call replays it."""
-        ...
-
-    def check(self) -> None:
-        """Movers are closed: nothing went wrong, and nothing is left."""
-        ...
-
-
 class Gpu:
     """CUDA device 0, by torch. The engine's stream is one of torch's own, as vLLM's is."""
 
     where, real = "cuda:0", True
+    """``where``: as torch calls it."""
 
     def __init__(self) -> None:
         self.runtime: Runtime = open_runtime(0)
         self.stream: Any = torch.cuda.Stream(0)
 
     def region(self, storage: Any) -> Region:
+        """What a mover is told of ``storage``, a tensor of bytes."""
         torch.cuda.synchronize()  # it was made on another stream
         return Region(storage.data_ptr(), storage.numel(), 0)
 
     def up(self, array: npt.NDArray[Any]) -> Any:
+        """A tensor of it in the device's memory; waits for no work."""
         with self.engine():
             return torch.from_numpy(array.copy()).pin_memory().to(self.where, non_blocking=True)
 
     def queue(self, kernel: Kernel) -> None:
+        """Give the engine's stream a kernel (or, while capturing, the graph)."""
         with self.engine():
             kernel()
 
     @contextmanager
     def engine(self) -> Iterator[None]:
+        """What is asked within is asked on the engine's thread."""
         with torch.cuda.stream(self.stream):
             yield
 
     def hold(self) -> None:
+        """The engine's stream does nothing from now on, until ``let_go`` or for a second."""
         with self.engine():
             torch.cuda._sleep(HELD_CYCLES)
 
     def let_go(self) -> None:
-        pass  # it ends by itself
+        """Undo ``hold``, where that is possible: here it ends by itself."""
 
     def idle(self) -> bool:
+        """Whether the engine's stream has done all it was given."""
         return bool(self.stream.query())
 
     def read(self, make: Callable[[], Any]) -> U8Array:
+        """The tensor's bytes, made when the engine's stream has done all it was given."""
         with self.engine():
             read: U8Array = make().cpu().numpy()
         return read
 
     @contextmanager
     def capture(self) -> Iterator[Kernel]:
+        """Kernels queued within become a graph, which it gives: a call replays it."""
         graph = torch.cuda.CUDAGraph()
         with self.engine():  # torch.cuda.graph would wait for our copies first
             graph.capture_begin(capture_error_mode="global")
@@ -130,6 +90,7 @@ class Gpu:
                 graph.capture_end()
 
     def check(self) -> None:
+        """Movers are closed: nothing went wrong, and nothing is left."""
         torch.cuda.synchronize()
 
 
@@ -207,6 +168,9 @@ class Fake:
         assert self.fake.violations == []
         assert not self.fake.registered
         assert not self.fake.live_events
+
+
+Device = Gpu | Fake
 
 
 def has_gpu() -> bool:

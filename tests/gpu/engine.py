@@ -1,14 +1,14 @@
-"""An engine without a model over a real daemon, its KV tensors on a device, hook by hook.
+"""An engine without a model over a real daemon, its KV tensors on a device.
 
-Law of this file: the classes are those that the connector uses (``SchedulerClient``,
-``WorkerClient``, ``plan_copy``, ``CudaMover``), called in the orders of vLLM 0.32's model runners;
-nothing waits for the device in between. What a hook does is asked on the engine's thread.
+The classes are those that the connector uses (``SchedulerClient``, ``WorkerClient``, ``plan_copy``,
+``CudaMover``), called in the order of vLLM 0.32's model runners; nothing waits for the device in
+between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -23,24 +23,6 @@ from kvass.types import RankLayout
 from tests.gpu.device import Device
 from tests.gpu.kv import KvMemory, on
 from tests.gpu.rig import NEVER_KERNEL
-
-ORDERS: Final[dict[str, tuple[str, ...]]] = {
-    # Loads are asynchronous, so both runners begin them after the forward pass.
-    "v1": ("preemptions", "zero", "forward", "draft", "load", "save", "results"),
-    "v1 with a drafter": ("preemptions", "zero", "forward", "load", "results", "draft", "save"),
-    "v2": ("zero", "preemptions", "forward", "draft", "load", "save", "results"),
-    # Steps that also have synchronous loads, of another connector under MultiConnector.
-    "v1, loads first": ("preemptions", "zero", "load", "forward", "draft", "save", "results"),
-    "v2, loads first": ("zero", "preemptions", "load", "forward", "draft", "save", "results"),
-}
-CARELESS: Final[dict[str, tuple[str, ...]]] = {
-    "loads before zeroing": ("load", "wait", "zero", "forward", "draft", "save", "results"),
-    "stores before the drafter": ("zero", "forward", "save", "wait", "draft", "load", "results"),
-    "blocks reused before poll": (
-        "zero", "forward", "draft", "load", "save", "reuse", "wait", "results",
-    ),
-}  # fmt: skip
-"""Controls: runners, and one scheduler, that break what a mover relies on."""
 
 
 class DeviceRank(FakeRank):
@@ -69,7 +51,6 @@ class DeviceEngine(FakeEngine):
     ) -> None:
         self.device, self.geometry = device, on(device, named(name))
         self._more: dict[str, Any] = {"kernel_below": NEVER_KERNEL, **more}
-        self.flying = list[Transfer]()
         chunk = self.geometry.chunk_tokens
         super().__init__(
             socket,
@@ -102,13 +83,6 @@ class DeviceEngine(FakeEngine):
         assert isinstance(rank, DeviceRank)
         return rank.kv
 
-    def room(self, rows: int) -> bool:
-        """Whether blocks are left for so many rows."""
-        widths = [group.row_blocks(self.chunk_tokens) for group in self.geometry.groups]
-        return all(
-            rows * width <= len(free) for width, free in zip(widths, self._free, strict=True)
-        )
-
     def verify(self) -> int:
         """As ``FakeEngine.verify``, of what moved."""
         right = 0
@@ -117,8 +91,6 @@ class DeviceEngine(FakeEngine):
             self._give_blocks(what.tables)
         self._loaded.clear()
         return right
-
-    # ------------------------------------------------------------ a step
 
     def reserve(self, prompt: Sequence[int]) -> Transfer | None:
         """As ``FakeEngine.reserve``, and handed over."""
@@ -136,59 +108,15 @@ class DeviceEngine(FakeEngine):
         assert what is None or self.hand_over(what), "the daemon is gone"
         return what
 
-    def step(self, order: tuple[str, ...], work: list[Transfer]) -> list[Transfer]:
-        """Carry out the step that ``work`` was planned for; what is over now of all that flies.
+    def step(self, work: Transfer) -> None:
+        """Carry out the step that ``work`` was planned for: new blocks are zeroed, the target and
+        the drafter compute, and then the copy is submitted.
 
-        Blocks that nobody holds are rewritten all the time, as by requests that store nothing.
+        Blocks that nobody holds are rewritten, as by requests that store nothing.
         """
-        self.flying += work
-        over: list[Transfer] = []
-        for hook in order:
-            if hook == "results":
-                over = self._results()
-            else:
-                getattr(self, f"_{hook}")(work)
-        return over
-
-    def _preemptions(self, work: list[Transfer]) -> None:
-        """``handle_preemptions``: here ours does nothing, since blocks are held."""
-
-    def _zero(self, work: list[Transfer]) -> None:
         self.kv.zero()
-
-    def _forward(self, work: list[Transfer]) -> None:
         self.kv.forward()
         for kernel in self.kv.fills(self._free, 0xDD):
             self.device.queue(kernel)
-
-    def _draft(self, work: list[Transfer]) -> None:
         self.kv.draft()
-
-    def _load(self, work: list[Transfer]) -> None:
-        """``start_load_kv``."""
-        for what in work:
-            if what.kind == "load":
-                self.copy(what)
-
-    def _save(self, work: list[Transfer]) -> None:
-        """``wait_for_save``."""
-        for what in work:
-            if what.kind == "store":
-                self.copy(what)
-
-    def _results(self) -> list[Transfer]:
-        """``get_transfer_results`` and ``build_connector_worker_meta``."""
-        over = [what for what in self.flying if set(what.ranks) <= what.outcomes.keys()]
-        self.flying = [what for what in self.flying if what not in over]
-        return over
-
-    # ------------------------------------------------------------ what careless ones do
-
-    def _wait(self, work: list[Transfer]) -> None:
-        assert self.ranks[0].mover.drain(60)
-
-    def _reuse(self, work: list[Transfer]) -> None:
-        for what in work:
-            if what.kind == "store":
-                for kernel in self.kv.fills(what.tables, 0xCC):
-                    self.device.queue(kernel)
+        self.copy(work)

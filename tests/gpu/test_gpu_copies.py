@@ -1,6 +1,6 @@
 """Bytes, order and reuse: one mover, one arena. On a fake, and on a GPU (never run: docs/gpu.md).
 
-Law of this file: each test of an order has a control without it that must go wrong.
+Each test of an order has a control without it that must go wrong.
 """
 
 from __future__ import annotations
@@ -51,38 +51,28 @@ def test_every_byte_there_and_back(device: Device, name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("hasty", [False, True])
+@pytest.mark.parametrize("kind", ["store", "load"])
 @pytest.mark.parametrize("name", MANY)
-def test_a_store_waits_for_the_forward_pass(device: Device, name: str, hasty: bool) -> None:
+def test_copies_wait_for_what_the_engine_has_queued(
+    device: Device, name: str, kind: Kind, hasty: bool
+) -> None:
+    """A store for the forward pass, a load for blocks that are zeroed."""
     runtime: Any = Hasty(device.runtime) if hasty else device.runtime
+    storing = kind == "store"
     with rigged(device, name, runtime=runtime) as rig:
-        rig.compute(keys=keys_of("before", rig.rows))
+        rig.compute(keys=keys_of("before", rig.rows) if storing else None)
         assert rig.move("store").ok  # pins, too
         kernels = rig.kv.writes(rig.keys, rig.tables[0])
+        if not storing:
+            kernels = rig.kv.fills(rig.tables[1], 0)
         device.hold()
         for kernel in kernels:
             device.queue(kernel)
-        rig.submit("store")
+        rig.submit(kind, table=int(not storing))
         assert not device.idle(), "whoever launches too much waits for the stream"
         rig.given_time()
         assert rig.end().ok
-        assert rig.stored() is not hasty
-
-
-@pytest.mark.parametrize("hasty", [False, True])
-@pytest.mark.parametrize("name", MANY)
-def test_a_load_waits_for_blocks_that_are_zeroed(device: Device, name: str, hasty: bool) -> None:
-    runtime: Any = Hasty(device.runtime) if hasty else device.runtime
-    with rigged(device, name, runtime=runtime) as rig:
-        rig.compute()
-        assert rig.move("store").ok
-        kernels = rig.kv.fills(rig.tables[1], 0)
-        device.hold()
-        for kernel in kernels:
-            device.queue(kernel)
-        rig.submit("load", table=1)
-        rig.given_time()
-        assert rig.end().ok
-        assert rig.loaded(table=1) is not hasty
+        assert (rig.stored() if storing else rig.loaded(table=1)) is not hasty
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -155,7 +145,7 @@ def test_both_directions_while_the_engine_rewrites_other_blocks(device: Device) 
 # ------------------------------------------------------------ numbers of descriptors
 
 
-@pytest.mark.parametrize("count", [1, 2, 4095, 4096, 4097, 20_000, 100_000])
+@pytest.mark.parametrize("count", [1, 4096, 4097, 9000])
 def test_any_number_of_descriptors(device: Device, count: int) -> None:
     """Pages of 64 bytes in blocks that are no neighbours: as many runs as pages."""
     size = 64

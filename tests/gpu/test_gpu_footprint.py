@@ -13,7 +13,7 @@ from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.runtime import Kind
 from tests.gpu.conftest import NEEDS_GPU
 from tests.gpu.device import Device, open_device
-from tests.gpu.engine import ORDERS, DeviceEngine
+from tests.gpu.engine import DeviceEngine
 from tests.gpu.rig import rigged
 
 MOST_BYTES = 16 << 20
@@ -42,7 +42,7 @@ def test_the_daemon_has_nothing_to_do_with_the_device(device: Device, tmp_path: 
         engine = DeviceEngine(daemon.socket, device, "llama_8b")
         what = engine.reserve(range(2 * engine.chunk_tokens))
         assert what is not None
-        engine.step(ORDERS["v2"], [what])
+        engine.step(what)
         process = Path(f"/proc/{daemon.pid}")
         maps = (process / "maps").read_text()
         files = [os.readlink(one) for one in (process / "fd").iterdir()]

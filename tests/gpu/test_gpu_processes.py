@@ -13,7 +13,7 @@ from kvass.testing.daemon import Daemon, running_daemon
 from tests.gpu.child import ROWS, child, prompt
 from tests.gpu.conftest import NEEDS_GPU
 from tests.gpu.device import Device, open_device
-from tests.gpu.engine import ORDERS, DeviceEngine
+from tests.gpu.engine import DeviceEngine
 from tests.gpu.kv import NAMES, on
 from tests.support.waiting import eventually
 
@@ -61,23 +61,6 @@ def daemon(tmp_path: Path, device: Device) -> Iterator[Daemon]:
         yield one
 
 
-def test_a_worker_is_killed_at_any_moment(device: Device, daemon: Daemon) -> None:
-    """Of what it was storing all was committed, and is right, or nothing is found."""
-    name = "llama_8b"
-    with child("cuda" if device.real else "fake") as one:
-        one.ask("engine", daemon.socket, name, 3 * CHUNKS)
-        one.ask("begin", AMID, CHUNKS)
-        one.kill()
-    again = DeviceEngine(daemon.socket, device, name, rows=3 * CHUNKS, seed=5)
-    what = again.match(prompt(again, AMID, CHUNKS))
-    if what is not None:
-        again.step(STEP, [what])
-        assert again.wait(what) == CHUNKS
-        assert again.verify() > 0
-    again.close()
-    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
-
-
 @pytest.mark.parametrize("name", ["llama_8b", "gpt_oss", "deepseek_v4"])
 def test_a_worker_is_killed_amid_a_copy(device: Device, daemon: Daemon, name: str) -> None:
     """What it had committed is right; of the rest nothing is ever read, and its slots are nobody's
@@ -95,7 +78,7 @@ def test_a_worker_is_killed_amid_a_copy(device: Device, daemon: Daemon, name: st
         assert load(again, DONE) == CHUNKS
         what = again.reserve(prompt(again, AMID, CHUNKS))
         assert what is not None
-        again.step(STEP, [what])
+        again.step(what)
         assert again.wait(what) == CHUNKS
         assert load(again, AMID) == CHUNKS
         assert load(again, DONE) == CHUNKS
@@ -104,14 +87,11 @@ def test_a_worker_is_killed_amid_a_copy(device: Device, daemon: Daemon, name: st
     daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
 
 
-STEP = ORDERS["v2"]
-
-
 def load(engine: DeviceEngine, first: int) -> int:
     """Load a prompt and check it: its rows."""
     what = engine.match(prompt(engine, first, CHUNKS))
     assert what is not None
-    engine.step(STEP, [what])
+    engine.step(what)
     rows = engine.wait(what)
     assert engine.verify() > 0
     return rows

@@ -75,5 +75,5 @@ def test_planes_must_lie_in_their_regions() -> None:
     planes.check([1280])
     with pytest.raises(UsageError, match="ends at byte 1280 of a region of 1279"):
         planes.check([1279])
-    with pytest.raises(UsageError, match="region 0 of 0"):
+    with pytest.raises(UsageError, match="0 regions, and Plane"):
         planes.check([])

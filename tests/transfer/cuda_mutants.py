@@ -1,12 +1,12 @@
 """Breaks of the GPU mover, made by hand, in a copy of the package; the fake GPU must notice each.
 
-Law of this file: as in ``tests/simulation/mutants.py``: a break that nothing notices is a hole in
-the checks, and one whose text is no longer there says so.
+A break that nothing notices is a hole in the checks, and one whose text is no longer there says so.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +14,176 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+BREAKS = r"""
+cuda.py: copies do not wait for the engine's stream
+-            fault = self._runtime.wait(lane.stream, task.order)
++            fault = None
+cuda.py: loads do not wait for the engine's stream
+-        if not task.ordered:
++        if not task.ordered and lane.kind == 'store':
+cuda.py: stores do not wait for the engine's stream
+-        if not task.ordered:
++        if not task.ordered and lane.kind == 'load':
+cuda.py: a job waits for the first job's place in the engine's stream
+-        if not task.ordered:
++        if not task.ordered and lane.moved_bytes == 0:
+cuda.py: the place in the engine's stream is that of the first copy, not of submit
+-            fault = self._runtime.wait(lane.stream, task.order)
++            late = self._runtime.order()
++            if isinstance(late, Fault):
++                return self._failed(task, late)
++            fault = self._runtime.wait(lane.stream, late)
++            self._runtime.forget(late)
+cuda.py: copies that may block do not wait
+-        if batch.way == "pageable":  # this call may block, with the driver's locks
++        if batch.way == "pageable" and not (
++            setattr(task, 'ordered', True)
++        ) and False:  # this call may block, with the driver's locks
+cuda.py: settled when given, not when over
+-        if task.flying or task.queued:
++        if task.queued:
+lanes.py: settled when its first batch is over
+-        task.flying -= 1
++        task.flying = 0
+cuda.py: the mark of a batch lies before it
+-        fault = self._runtime.copy(lane.stream, batch)
++        early = self._runtime.mark(lane.stream)
++        fault = self._runtime.copy(lane.stream, batch)
++        lane.take_off(None if isinstance(early, Fault) else early, task, batch)
++        if True:
++            return True if fault is None else self._failed(task, fault)
+cuda.py: a batch is taken for over without a look at its event
+-            if over is not True:
++            if isinstance(over, Fault):
+cuda.py: a batch that failed is taken for not given
+-        fault = self._runtime.copy(lane.stream, batch)
++        fault = self._runtime.copy(lane.stream, batch)
++        if fault is not None:
++            return self._failed(task, fault)
+cuda.py: a batch that failed is taken for done
+-        return True if fault is None else self._failed(task, fault)
++        return True
+cuda.py: of a late job what runs is forgotten
+-            task.end("late")
++            task.end("late")
++            task.flying = 0
+cuda.py: being in time is judged before the copy
+-            task.outcome = "done" if self._clock() < task.job.deadline_s else "late"
++            task.outcome = "done"
+cuda.py: closing cancels what runs
+-            task.end("cancelled")
++            task.end("cancelled")
++            task.flying = 0
+cuda.py: closing does not wait for what runs
+-                if self._closed and not self._unsettled:
++                if self._closed:
+cuda.py: closing unregisters first
+-            if self._turn():
++            if self._closed:
++                self._pins.close()
++            if self._turn():
+cuda.py: a batch without an event counts as over
+-            self._end_all(event)
++            return self._failed(task, event)
+cuda.py: a batch of whose event nothing can be had counts as over
+-            if isinstance(over, Fault):
+-                self._end_all(over)
++            over = True if isinstance(over, Fault) and not over.dead else over
++            if isinstance(over, Fault):
++                self._end_all(over)
+cuda.py: a batch of whose event nothing can be had counts as lost
+-                self._end_all(over)
++                self._end_all(Fault(over.text, dead=True))
+cuda.py: a stream that says nothing counts as empty
+-                if isinstance(idle, Fault):
+-                    return False
+cuda.py: after our own failure nobody waits for what was begun
+-        self._dead = self._dead or fault.dead or not self._stopped()
++        self._dead = self._dead or fault.dead
+cuda.py: of a dead device's copies it is said that they ended
+-            outcome: Outcome = "lost" if self._dead else "failed"
++            outcome: Outcome = "failed"
+cuda.py: a dead device's jobs stay in the queue
+-                lane.queue.clear()
++                pass
+cuda.py: a dead device's batches stay in flight
+-            lane.flying.clear()
+pins.py: an arena ends without being unregistered
+-        self._arenas.append(Pinned(self._runtime, root, self._window))
+-        return self._arenas[-1]
++        return Pinned(self._runtime, root, self._window)
+pins.py: an arena is unregistered by whoever lets go of it
+-        self.arena = weakref.ref(arena)
++        self.arena = weakref.ref(arena, lambda _: self.registered and self.let_go())
+pins.py: an arena is unmapped before it is unregistered
+-            gone.let_go()
++            gone._mapping = None
++            gone.let_go()
+pins.py: an arena that ended stays mapped
+-            self._arenas.remove(gone)
++            self._arenas.remove(gone)
++            self._runtime.__dict__.setdefault('all', []).append(gone)
+cuda.py: a job does not keep its arena
+-                task.next = next(task.more, None)
++                task.next = next(task.more, None)
++                if task.next is None:
++                    object.__setattr__(task.job, 'arena', task.job.arena.copy())
+pins.py: an arena is taken for another one
+-            if pinned.arena() is root:
++            if pinned.arena() is not None:
+pins.py: an arena lives as long as the mover
+-        self._arenas.append(Pinned(self._runtime, root, self._window))
++        self._arenas.append(Pinned(self._runtime, root, self._window))
++        self.__dict__.setdefault('all', []).append(root)
+descriptors.py: runs may cross windows
+-            yield _cut(_merge(runs), window)
++            yield _merge(runs)
+pins.py: what could not be registered goes the fast way
+-        return np.isin(windows, list(self.registered))
++        return np.isin(windows, [*self.registered, *self._refused])
+descriptors.py: neighbours on one side are taken for one run
+-    joins = (runs.device[:-1] + runs.count[:-1] == runs.device[1:]) & (
++    joins = (runs.device[:-1] > 0) & (
+pins.py: memory that the daemon has not populated is pinned
+-        if end > populated or self._mapping is None:
++        if begin > populated or self._mapping is None:
+descriptors.py: what is not pinned yet is taken for pinned
+-        fast = pinned.want(runs.host // pinned.window, job.populated if below else 0)
++        fast = pinned.want(runs.host // pinned.window, job.populated if below else 0)
++        fast = fast | (job.populated < job.arena.nbytes)
+pins.py: one window that is pinned stands for all
+-        return np.isin(windows, list(self.registered))
++        return np.full(len(windows), np.isin(windows, list(self.registered)).any())
+cuda.py: events leak
+-            self._runtime.forget(event)
+cuda.py: a kernel's table is used anew while it runs
+-        fault = self._runtime.copy(lane.stream, batch)
++        fault = self._runtime.copy(lane.stream, batch)
++        batch.keep.clear()
+cuda.py: a kernel's table is never let go of
+-            batch.keep.clear()
+cuda_copies.py: a kernel's table is one for all
+-            number = self.free.popleft()
++            number = self.free[0]
+lanes.py: any number of descriptors flies
+-        return self._bytes < self._most_bytes and runs <= self._most_runs
++        return True
+lanes.py: a full batch never goes
+-        return self._bytes < self._most_bytes and runs <= self._most_runs
++        return self._bytes < self._most_bytes and 2 * runs < self._most_runs
+cuda.py: the engine's thread registers memory
+-            self._lanes[job.kind].push(job, self._clock(), order)
++            import numpy as np
++
++            self._pins.of(job.arena).want(np.array([0]), job.populated)
++            self._lanes[job.kind].push(job, self._clock(), order)
+cuda.py: the engine's thread asks whether the copy is over
+-            self._lanes[job.kind].push(job, self._clock(), order)
++            isinstance(order, Fault) or self._runtime.done(order)
++            self._lanes[job.kind].push(job, self._clock(), order)
+"""
+"""Of each: its file in ``kvass/transfer`` and its name; the lines that go, and those that come."""
 
 
 class StaleMutantError(Exception):
@@ -30,306 +200,15 @@ class Mutant:
     new: str
 
 
-UNBROKEN = Mutant("unbroken", "cuda.py", "", "")
+def _read(text: str) -> Mutant:
+    (head, *lines) = text.splitlines(keepends=True)
+    file, _, name = head.strip().partition(": ")
+    old, new = ("".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+    return Mutant(name, file, old, new)
 
-MUTANTS = [
-    Mutant(
-        "copies do not wait for the engine's stream",
-        "cuda.py",
-        "            fault = self._runtime.wait(lane.stream, task.order)\n",
-        "            fault = None\n",
-    ),
-    Mutant(
-        "loads do not wait for the engine's stream",
-        "cuda.py",
-        "        if not task.ordered:\n            fault",
-        "        if not task.ordered and lane.kind == 'store':\n            fault",
-    ),
-    Mutant(
-        "stores do not wait for the engine's stream",
-        "cuda.py",
-        "        if not task.ordered:\n            fault",
-        "        if not task.ordered and lane.kind == 'load':\n            fault",
-    ),
-    Mutant(
-        "a job waits for the first job's place in the engine's stream",
-        "cuda.py",
-        "        if not task.ordered:\n",
-        "        if not task.ordered and lane.moved_bytes == 0:\n",
-    ),
-    Mutant(
-        "the place in the engine's stream is that of the first copy, not of submit",
-        "cuda.py",
-        "            fault = self._runtime.wait(lane.stream, task.order)\n",
-        "            late = self._runtime.order()\n"
-        "            if isinstance(late, Fault):\n"
-        "                return self._failed(task, late)\n"
-        "            fault = self._runtime.wait(lane.stream, late)\n"
-        "            self._runtime.forget(late)\n",
-    ),
-    Mutant(
-        "copies that may block do not wait",
-        "cuda.py",
-        '        if batch.way == "pageable":',
-        '        if batch.way == "pageable" and not (\n'
-        "            setattr(task, 'ordered', True)\n"
-        "        ) and False:",
-    ),
-    Mutant(
-        "settled when given, not when over",
-        "cuda.py",
-        "        if task.flying or not task.given:\n",
-        "        if not task.given:\n",
-    ),
-    Mutant(
-        "settled when its first batch is over",
-        "lanes.py",
-        "        task.flying -= 1\n",
-        "        task.flying = 0\n",
-    ),
-    Mutant(
-        "the mark of a batch lies before it",
-        "cuda.py",
-        "        fault = self._runtime.copy(lane.stream, batch)\n"
-        "        return self._fly(lane, lane.stream, task, batch, fault)\n",
-        "        class Early:\n"
-        "            def __getattr__(self, name: str) -> object:\n"
-        "                return getattr(runtime, name)\n"
-        "        runtime, early = self._runtime, self._runtime.mark(lane.stream)\n"
-        "        fault = runtime.copy(lane.stream, batch)\n"
-        "        self._runtime = Early()\n"
-        "        self._runtime.mark = lambda stream: early\n"
-        "        try:\n"
-        "            return self._fly(lane, lane.stream, task, batch, fault)\n"
-        "        finally:\n"
-        "            self._runtime = runtime\n",
-    ),
-    Mutant(
-        "a batch is taken for over without a look at its event",
-        "cuda.py",
-        "            if not over:\n                break\n",
-        "",
-    ),
-    Mutant(
-        "a batch that failed is taken for not given",
-        "cuda.py",
-        "        fault = self._runtime.copy(lane.stream, batch)\n",
-        "        fault = self._runtime.copy(lane.stream, batch)\n"
-        "        if fault is not None:\n"
-        "            return self._failed(task, fault)\n",
-    ),
-    Mutant(
-        "a batch that failed is taken for done",
-        "cuda.py",
-        "        return True if fault is None else self._failed(task, fault)\n",
-        "        return True\n",
-    ),
-    Mutant(
-        "of a late job what runs is forgotten",
-        "cuda.py",
-        '            task.end("late")\n',
-        '            task.end("late")\n            task.flying = 0\n',
-    ),
-    Mutant(
-        "being in time is judged before the copy",
-        "cuda.py",
-        '            task.outcome = "done" if self._clock() < task.job.deadline_s else "late"\n',
-        '            task.outcome = "done"\n',
-    ),
-    Mutant(
-        "closing cancels what runs",
-        "cuda.py",
-        '            task.end("cancelled")\n',
-        '            task.end("cancelled")\n            task.flying = 0\n',
-    ),
-    Mutant(
-        "closing does not wait for what runs",
-        "cuda.py",
-        "            while self._unsettled:\n                self._turn_or_die()\n",
-        "            self._turn_or_die()\n",
-    ),
-    Mutant(
-        "closing unregisters first",
-        "cuda.py",
-        "            while self._unsettled:\n",
-        "            self._pins.let_go()\n            while self._unsettled:\n",
-    ),
-    Mutant(
-        "a batch without an event counts as over",
-        "cuda.py",
-        "        if event is None:\n            return self._idle(lane)\n",
-        "        if event is None:\n            return True\n",
-    ),
-    Mutant(
-        "a batch of whose event nothing can be had counts as over",
-        "cuda.py",
-        '            task.end("failed", over.text)\n            return self._idle(lane)\n',
-        '            task.end("failed", over.text)\n            return True\n',
-    ),
-    Mutant(
-        "a batch of whose event nothing can be had counts as lost",
-        "cuda.py",
-        '            task.end("failed", over.text)\n            return self._idle(lane)\n',
-        "            return Fault(over.text, dead=True)\n",
-    ),
-    Mutant(
-        "a stream that says nothing counts as empty",
-        "cuda.py",
-        "dead=True) if idle.dead or silent else False\n",
-        "dead=True) if idle.dead or silent else True\n",
-    ),
-    Mutant(
-        "after our own failure nobody waits for what was begun",
-        "cuda.py",
-        "        idle = self._idle(lane)\n        if isinstance(idle, Fault):\n",
-        "        idle = self._idle(lane) or True\n        if isinstance(idle, Fault):\n",
-    ),
-    Mutant(
-        "of a dead device's copies it is said that they ended",
-        "cuda.py",
-        '                task.end("lost", fault.text)\n',
-        '                task.end("failed", fault.text)\n',
-    ),
-    Mutant(
-        "an arena ends without being unregistered",
-        "pins.py",
-        "            end = weakref.finalize(root, self._end, pinned)\n",
-        "            end = weakref.finalize(root, list)\n",
-    ),
-    Mutant(
-        "an arena is unregistered by whoever lets go of it",
-        "pins.py",
-        "        self._ended.append(pinned)\n",
-        "        while not pinned.let_go():\n            pass\n",
-    ),
-    Mutant(
-        "an arena is unmapped before it is unregistered",
-        "pins.py",
-        "        self._ended.append(pinned)\n",
-        "        pinned._mapping = None\n        self._ended.append(pinned)\n",
-    ),
-    Mutant(
-        "an arena that ended stays mapped",
-        "pins.py",
-        "        self._mapping = None\n",
-        "        self._runtime.__dict__.setdefault('all', []).append(self._mapping)\n",
-    ),
-    Mutant(
-        "a job does not keep its arena",
-        "cuda.py",
-        "                    task.more = None\n",
-        "                    task.more = None\n"
-        "                    object.__setattr__(task.job, 'arena', task.job.arena.copy())\n",
-    ),
-    Mutant(
-        "an arena is known by its address",
-        "pins.py",
-        "        known = self._known.get(id(root))\n",
-        "        known = next(iter(self._known.values()), None)\n",
-    ),
-    Mutant(
-        "an arena lives as long as the mover",
-        "pins.py",
-        "            known = self._known[id(root)] = (pinned, end)\n",
-        "            known = self._known[id(root)] = (pinned, end)\n"
-        "            self.__dict__.setdefault('all', []).append(root)\n",
-    ),
-    Mutant(
-        "runs may cross windows",
-        "descriptors.py",
-        "            yield _cut(_merge(Runs(*columns)), window)\n",
-        "            yield _merge(Runs(*columns))\n",
-    ),
-    Mutant(
-        "what could not be registered goes the fast way",
-        "descriptors.py",
-        "    if pinned is not None:\n",
-        "    if False:\n",
-    ),
-    Mutant(
-        "neighbours on one side are taken for one run",
-        "descriptors.py",
-        "    joins = (runs.device[:-1] + runs.count[:-1] == runs.device[1:]) & (\n",
-        "    joins = (runs.device[:-1] > 0) & (\n",
-    ),
-    Mutant(
-        "memory that the daemon has not populated is pinned",
-        "pins.py",
-        "        if end > populated or",
-        "        if begin > populated or",
-    ),
-    Mutant(
-        "what is not pinned yet is taken for pinned",
-        "batching.py",
-        "        which = None if pinned_all else pinned.are(windows)\n",
-        "        which = None\n",
-    ),
-    Mutant(
-        "one window that is pinned stands for all",
-        "pins.py",
-        "            all_are = all_are and one in self.registered\n",
-        "            all_are = one in self.registered\n",
-    ),
-    Mutant(
-        "events leak",
-        "cuda.py",
-        "            self._runtime.forget(event)\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "a kernel's table is used anew while it runs",
-        "cuda.py",
-        "        return self._fly(lane, lane.stream, task, batch, fault)\n",
-        "        batch.keep.clear()\n"
-        "        return self._fly(lane, lane.stream, task, batch, fault)\n",
-    ),
-    Mutant(
-        "a kernel's table is never let go of",
-        "cuda.py",
-        "        batch.keep.clear()\n",
-        "",
-    ),
-    Mutant(
-        "a kernel's table is one for all",
-        "kernel_tables.py",
-        "            number = self._free.popleft()\n",
-        "            number = self._free[0]\n",
-    ),
-    Mutant(
-        "any number of descriptors flies",
-        "lanes.py",
-        "        return not self.mute and self._runs + len(batch.bytes) <= self._most_runs\n",
-        "        return True\n",
-    ),
-    Mutant(
-        "a batch above the bound never goes",
-        "lanes.py",
-        "        if not self.flying:\n            self.mute = False\n            return True\n",
-        "",
-    ),
-    Mutant(
-        "on a dead device's lane there is never room again",
-        "cuda.py",
-        "                _, task, batch = lane.land()\n",
-        "                _, task, batch = lane.flying.popleft()\n"
-        "                task.flying -= 1\n",
-    ),
-    Mutant(
-        "the engine's thread registers memory",
-        "cuda.py",
-        "        lane = self._lanes[job.kind]\n        with",
-        "        lane = self._lanes[job.kind]\n"
-        "        self._pins.of(job.arena).want([0], job.populated)\n"
-        "        with",
-    ),
-    Mutant(
-        "the engine's thread asks whether the copy is over",
-        "cuda.py",
-        "        task = Task(job, self._clock(), order)\n",
-        "        task = Task(job, self._clock(), order)\n"
-        "        isinstance(order, Fault) or self._runtime.done(order)\n",
-    ),
-]
+
+UNBROKEN = Mutant("unbroken", "cuda.py", "", "")
+MUTANTS = [_read(text) for text in re.findall(r"^\w.*\n(?:[-+].*\n)+", BREAKS, re.MULTILINE)]
 
 
 def broken_copy(mutant: Mutant, into: Path) -> Path:

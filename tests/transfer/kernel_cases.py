@@ -1,7 +1,8 @@
 """Run by ``test_cuda_kernels.py`` where Triton can be imported: what the kernel did, as JSON.
 
-Law of this file: all of both buffers is compared with what a loop moves, so that every byte outside
-the runs is a guard byte. Prints ``{case: "right" | "wrong" | an error}``.
+``cases``: in Triton's interpreter, what it moved. All of both buffers is compared with what a loop
+moves, so every byte outside the runs is a guard byte. ``compile``: whether Triton and ptxas take it
+for real GPUs. Prints ``{case: "right" | "wrong" | "compiled" | an error}``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import ctypes
 import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import plan_copy
@@ -80,7 +85,9 @@ def plan(kind: Kind, pages: list[int], pad: int, skip: int, swap: bool = False) 
     address, taken = Region(region.ctypes.data, region.nbytes), 0
     made = plan_copy(group, ids, slots, skip=skip)
     for some in plan_runs((made,), [address], 3 * group.shard_bytes + 8):
-        for way, part in choose(some, kind, None, {"store": 1 << 20, "load": 1 << 20}):
+        for way, part in choose(
+            some, kind, np.ones(len(some), np.bool_), {"store": 1 << 20, "load": 1 << 20}
+        ):
             taken += len(part) if way == "kernel" else 0
             move(kind, way == "kernel", part, arena)
     fits = all(n % KERNEL_UNIT == 0 for n in [*pages, pad])
@@ -147,5 +154,34 @@ def outcome(case: Callable[[], bool]) -> str:
         return f"{type(e).__name__}: {e}"
 
 
+# ---------------------------------------------------------------- for real GPUs
+
+
+def compiled(capability: int, runs: str) -> str:
+    """``runs``: of which type the number of runs is."""
+    signature = {"table": "*i64", "runs": runs, "lanes": "constexpr"}
+    aligned: Any = {(0,): [["tt.divisibility", 16]]}
+    source = ASTSource(
+        cuda_kernels._copy_runs, signature, {(2,): cuda_kernels.LANES}, attrs=aligned
+    )
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    except Exception as e:  # noqa: BLE001 - a boundary: Triton's compiler raises anything
+        return f"{type(e).__name__}: {e}"
+    if not made.asm["cubin"]:
+        return "no machine code"
+    ptx = made.asm["ptx"]
+    return "compiled" if "st.global" in ptx and "ld.global" in ptx else "moves nothing"
+
+
+def all_compiled() -> dict[str, str]:
+    parameters = cuda_kernels._copy_runs.params
+    return {
+        **{f"sm_{n}": compiled(n, "i32") for n in (80, 90, 100)},
+        "one variant": str([p.name for p in parameters if not p.do_not_specialize]),
+    }
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps({name: outcome(case) for name, case in CASES.items()}))
+    said = all_compiled() if sys.argv[1] == "compile" else {n: outcome(c) for n, c in CASES.items()}
+    sys.stdout.write(json.dumps(said))

@@ -26,10 +26,10 @@ import numpy as np
 import pytest
 
 from kvass.transfer.base import U8Array
+from kvass.transfer.cuda_copies import TABLE_SHAPE, Tables
 from kvass.transfer.cuda_runtime import DriverRuntime
 from kvass.transfer.runtime import Region, U64Array
 from kvass.types import I64Array
-from tests.transfer.python_driver import made
 from tests.transfer.test_cuda_kernels import triton_folder
 
 SOURCE: Final = Path(__file__).with_name("stub_cuda.c")
@@ -186,12 +186,34 @@ class Stub:
         with self.context():
             assert not self.library.cuMemFree_v2(c_uint64(region.address))
 
-    def runtime(self, driver: Any = None, single: bool = False, tables: int = 4) -> DriverRuntime:
+    def runtime(
+        self,
+        driver: Any = None,
+        single: bool = False,
+        tables: int = 4,
+        launch: Callable[[int, I64Array], None] | None = None,
+    ) -> DriverRuntime:
         """The real runtime. Its kernel is Python's, since nothing here can run one."""
-        return DriverRuntime(driver or self.library, 0, int, launch, made(tables), single)
+        words = np.zeros((tables, TABLE_SHAPE[1]), np.int64)
+        return DriverRuntime(
+            driver or self.library, 0, int, launch or move_runs, Tables(words), single
+        )
 
 
-def launch(stream: int, rows: I64Array) -> None:
+class Failing:
+    """The stub, of which some calls return a result of the test's, or are its functions."""
+
+    def __init__(self, stub: Stub, **instead: Any) -> None:
+        self._library, self._instead = stub.library, instead
+
+    def __getattr__(self, name: str) -> Any:
+        instead = self._instead.get(name)
+        if instead is None or callable(instead):
+            return instead or getattr(self._library, name)
+        return lambda *arguments: instead
+
+
+def move_runs(stream: int, rows: I64Array) -> None:
     """What the kernel does."""
     for target, source, count in rows.T.tolist():
         ctypes.memmove(target, source, count)

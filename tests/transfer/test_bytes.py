@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from kvass.layout.copy_plan import CopyPlan, RowCopy, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import host
-from kvass.transfer.base import Job, U8Array
-from kvass.transfer.cuda import CudaMover
+from kvass.transfer.base import Job, Kind, U8Array
 from kvass.transfer.host import HostMover
+from kvass.transfer.runtime import Region, Runtime
 from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.stepped_mover import SteppedMover
 
-Kind = Literal["store", "load"]
 Where = Literal["host", "cuda"]
 
 
@@ -106,7 +106,9 @@ def copy(case: Case) -> Case:
 
 def move(case: Case, kind: Kind, where: Where = "host") -> None:
     if where == "cuda":
-        move_on_gpu(case, kind)
+        fake = FakeCuda(case.plan.bytes)
+        move_on_gpu(case, kind, fake, fake, fake.map(len(case.arena)))
+        assert fake.violations == []
         return
     mover = HostMover(case.regions, [case.planes])
     mover.submit(Job(kind, (case.plan,), case.arena))
@@ -116,28 +118,23 @@ def move(case: Case, kind: Kind, where: Where = "host") -> None:
     assert done.ok, done.error
 
 
-def move_on_gpu(case: Case, kind: Kind) -> None:
-    """The same with copies of all in the fake device's memory and in an arena that can be pinned;
-    by DMA what the kernel does not take, in windows that rows straddle."""
-    fake = FakeCuda(case.plan.bytes)
-    made = [fake.allocate(len(region)) for region in case.regions]
-    arena = fake.map(len(case.arena))
+def move_on_gpu(
+    case: Case, kind: Kind, device: Any, runtime: Runtime, arena: U8Array, **more: Any
+) -> list[Region]:
+    """The same with copies of all in the device's memory (which is returned) and in ``arena``, in
+    windows that rows straddle; by DMA what the kernel does not take."""
+    made = [device.allocate(len(region)) for region in case.regions]
     arena[:] = case.arena
     for (_, memory), region in zip(made, case.regions, strict=True):
         memory[:] = region
-    mover = CudaMover(
-        fake, [region for region, _ in made], [case.planes], window=8192, threaded=False
-    )
-    mover.submit(Job(kind, (case.plan,), arena))
-    while not mover.drain(0):
-        mover.turn()
-    mover.close()
-    (done,) = mover.poll()
+    regions = [region for region, _ in made]
+    mover = SteppedMover(runtime, regions, [case.planes], window=8192, **more)
+    done = mover.move(Job(kind, (case.plan,), arena))
     assert done.ok, done.error
-    assert fake.violations == []
     case.arena[:] = arena
     for (_, memory), region in zip(made, case.regions, strict=True):
         region[:] = memory
+    return regions
 
 
 def assert_equal(one: Case, other: Case) -> None:

@@ -19,7 +19,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).with_name("kernel_cases.py")
-COMPILE = Path(__file__).with_name("kernel_compile.py")
 NAMES = [line.split('"')[1] for line in CASES.read_text().splitlines() if '": lambda: ' in line]
 
 
@@ -37,12 +36,12 @@ def triton_folder() -> str:
     )
 
 
-def run_with_triton(program: Path, **more: str) -> dict[str, str]:
-    """What ``program`` prints, in a process that can import Triton."""
+def run_with_triton(what: str, **more: str) -> dict[str, str]:
+    """What ``kernel_cases`` prints, in a process that can import Triton."""
     path = os.pathsep.join(p for p in (str(ROOT / "src"), triton_folder()) if p)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, str(CASES), what],
         env={**env, **more, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -56,13 +55,13 @@ def run_with_triton(program: Path, **more: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """What became of each case, in one process with Triton's interpreter."""
-    return run_with_triton(CASES, TRITON_INTERPRET="1")
+    return run_with_triton("cases", TRITON_INTERPRET="1")
 
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:
     """The interpreter takes more than the compiler does. A cache of its own: else an old result
     would stand for a new failure."""
-    assert run_with_triton(COMPILE, TRITON_CACHE_DIR=str(tmp_path)) == {
+    assert run_with_triton("compile", TRITON_CACHE_DIR=str(tmp_path)) == {
         "sm_80": "compiled",
         "sm_90": "compiled",
         "sm_100": "compiled",

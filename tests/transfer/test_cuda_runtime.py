@@ -1,17 +1,15 @@
-"""The driver's runtime without a driver: what it says of machines that cannot, and of errors.
+"""The driver's runtime on the stub: contexts and captures, errors, machines that cannot.
 
 That the calls are those of CUDA's ABI: ``test_cuda_abi.py``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import re
 import subprocess
 import sys
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,33 +21,56 @@ import torch
 
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.transfer import cuda_copies, cuda_driver, cuda_runtime
+from kvass.transfer import cuda_driver, cuda_runtime
 from kvass.transfer.base import Job
-from kvass.transfer.cuda import CudaMover
+from kvass.transfer.cuda_copies import SINGLE_RUNS
 from kvass.transfer.cuda_runtime import DriverRuntime, MissingError
-from kvass.transfer.kernel_tables import Table, Tables
-from kvass.transfer.runtime import Batch, Event, Fault, Region, Stream
+from kvass.transfer.runtime import Batch, Fault, Stream, Way
 from kvass.types import I64Array
-from tests.transfer.python_driver import OURS, THEIRS, Driver, kernel_batch, runtime
-from tests.transfer.stub_driver import headers
+from tests.support.gpu.stepped_mover import SteppedMover
+from tests.transfer.stub_driver import PAGE, Failing, Left, Stub, arena_of, column, headers
+
+# ---------------------------------------------------------------- machines that cannot
+
+
+def not_direct(found: Any, which: int, handle: Any) -> int:
+    found._obj.value = 0
+    return 0
 
 
 @pytest.mark.parametrize(
-    ("driver", "says"),
+    ("version", "single", "instead", "says"),
     [
         (
-            Driver(version=12070),
+            *(12070, False, {}),
             "speaks CUDA 12.7; kvass needs 12.8 or later, 12.0 with kvass.gpu_copies set to single",
         ),
-        (Driver(direct=0), "WSL2"),
-        (Driver(cuInit=100), "no CUDA driver that works: CUDA error 100"),
-        (Driver(cuGetProcAddress_v2=500), "has no cuMemcpyBatchAsync; none is .* single"),
-        (Driver(cuDeviceGet=101), "no device 0"),
+        (13000, False, {"cuDeviceGetAttribute": not_direct}, "WSL2"),
+        (13000, False, {"cuInit": 100}, "no CUDA driver that works: CUDA error 100"),
+        (
+            13000,
+            False,
+            {"cuGetProcAddress_v2": 500},
+            "has no cuMemcpyBatchAsync; none is .* single",
+        ),
+        (13000, False, {"cuDeviceGet": 101}, "no device 0"),
+        (11080, True, {}, "speaks CUDA 11.8"),
+        (13000, True, {"cuDeviceGetAttribute": not_direct}, "WSL2"),
     ],
 )
-def test_a_machine_that_cannot_is_one_line(driver: Driver, says: str) -> None:
+def test_a_machine_that_cannot_is_one_line(
+    stub: Stub, version: int, single: bool, instead: dict[str, Any], says: str
+) -> None:
+    stub.set("stub_version", version)
     with pytest.raises(MissingError, match=says):
-        runtime(driver)
+        stub.runtime(Failing(stub, **instead), single)
+
+
+@pytest.mark.parametrize("version", [12000, 12070, 13000])
+def test_single_copies_need_no_batch_call(stub: Stub, version: int) -> None:
+    stub.set("stub_version", version)
+    assert stub.runtime(Failing(stub, cuGetProcAddress_v2=500), True).batch_runs == SINGLE_RUNS
+    assert 2 * SINGLE_RUNS < 1000, "calls that a stream takes"
 
 
 def test_torch_without_a_device_is_one_line() -> None:
@@ -57,31 +78,21 @@ def test_torch_without_a_device_is_one_line() -> None:
         cuda_runtime.open_runtime(0)
 
 
-@pytest.mark.parametrize(("kind", "order"), [("store", 1), ("load", 3)])
-def test_a_batch_is_given_as_it_is(kind: Any, order: int) -> None:
-    driver = Driver()
-    a, b, n = (np.array(x, np.uint64) for x in ([1, 2], [3, 4], [5, 6]))
-    assert runtime(driver).copy(Stream(9), Batch(kind, "dma", a, b, n, 11)) is None
-    (args,) = driver.batches
-    assert args[:4] == (a.ctypes.data, b.ctypes.data, n.ctypes.data, 2)
-    assert args[6] == 1
-    assert args[8] == 9
-    assert ctypes.sizeof(cuda_copies.Attributes) == 24
-    assert driver.orders == [order]
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
     ("result", "dead"),
     [(719, True), (700, True), (721, True), (810, True), (712, False), (1, False), (906, False)],
 )
-def test_errors_are_values_and_some_are_the_end(result: int, dead: bool) -> None:
-    driver = Driver(cuMemcpyBatchAsync=result, cuEventQuery=result)
-    one = np.ones(1, np.uint64)
-    fault = runtime(driver).copy(Stream(9), Batch("store", "dma", one, one, one, 1))
+def test_errors_are_values_and_some_are_the_end(stub: Stub, result: int, dead: bool) -> None:
+    one = stub.runtime(Failing(stub, cuStreamQuery=result, cuMemcpyDtoHAsync_v2=result), True)
+    fault = one.idle(Stream(9))
     assert isinstance(fault, Fault)
-    assert fault.dead is dead
     assert f"CUDA error {result}" in fault.text
-    assert runtime(driver).done(Event(1)) == Fault(fault.text.replace("batch copy", "copy"), dead)
+    assert fault.dead is dead
+    eight = column(8)
+    assert one.copy(Stream(9), Batch("store", "dma", eight, eight, eight, 8)) == fault
 
 
 def test_what_ends_a_process_by_cudas_own_words_is_fatal() -> None:
@@ -99,304 +110,230 @@ def test_what_ends_a_process_by_cudas_own_words_is_fatal() -> None:
     assert (says.keys() - ending) & cuda_driver.FATAL == beyond
 
 
-def test_an_event_that_is_not_reached_is_no_error() -> None:
-    assert runtime(Driver(cuEventQuery=600)).done(Event(1)) is False
-    assert runtime(Driver()).done(Event(1)) is True
+def test_single_copies_end_with_the_first_that_fails(stub: Stub) -> None:
+    asked: list[Any] = []
+
+    def refuse(*call: Any) -> int:
+        asked.append(call)
+        return 1
+
+    one = stub.runtime(Failing(stub, cuMemcpyDtoHAsync_v2=refuse))
+    three = column(8, 8, 8)
+    assert one.copy(Stream(9), Batch("store", "pageable", three, three, three, 24)) is not None
+    assert len(asked) == 1
 
 
-def test_a_stream_is_idle_once_nothing_of_it_runs() -> None:
-    assert runtime(Driver(cuStreamQuery=600)).idle(Stream(9)) is False
-    assert runtime(Driver()).idle(Stream(9)) is True
-    fault = runtime(Driver(cuStreamQuery=719)).idle(Stream(9))
-    assert isinstance(fault, Fault)
-    assert fault.dead
+# ---------------------------------------------------------------- contexts and captures
 
 
-def test_memory_is_faulted_in_before_the_driver_pins_it() -> None:
+class Everything:
+    """All that a runtime can be asked, in real memory of the stub."""
+
+    QUESTIONS = 13
+
+    def __init__(self, stub: Stub) -> None:
+        self.stub = stub
+        self.region, _ = stub.allocate(PAGE)
+        self.arena = arena_of(PAGE)
+
+    def ask(self, one: DriverRuntime) -> list[object]:
+        """What it says to each question."""
+        event, stream = one.order(), one.open_stream("load")
+        said: list[object] = [event, stream]
+        known: Any = (stream, event)
+        said += [mark := one.mark(known[0]), one.wait(*known), one.done(known[1])]
+        said += [one.idle(known[0]), one.register(self.arena.ctypes.data, PAGE)]
+        ends = column(self.region.address), column(self.arena.ctypes.data)
+        ways: tuple[Way, ...] = ("dma", "pageable", "kernel")
+        for way in ways:
+            batch: Any = Batch("load", way, *ends, column(PAGE), PAGE)
+            said.append(one.copy(known[0], batch))
+        said.append(one.unregister(self.arena.ctypes.data))
+        for made in {event, mark}:
+            one.forget(made)  # type: ignore[arg-type]
+        one.close_stream(known[0])
+        return said
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_calls_have_the_devices_context_and_no_part_in_captures(stub: Stub, deep: bool) -> None:
+    """Asking an event, pinning, unpinning spoil another thread's capture otherwise. Whatever the
+    thread has current, it gets back, and its capture mode too (the fixture looks)."""
+    launched: list[tuple[int, int]] = []
+    everything = Everything(stub)
+    one = stub.runtime(launch=lambda *_: launched.append(stub.thread))
+    begin = stub.count
+    with stub.context() if deep else nullcontext():
+        before = stub.thread
+        assert not [said for said in everything.ask(one) if isinstance(said, Fault)]
+        assert stub.thread == before
+    assert launched == [(before[0] + 1, 2)]
+    frame = {"cuInit", "cuDevicePrimaryCtxRetain", "cuThreadExchangeStreamCaptureMode"}
+    frame |= {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"}
+    modes = {call.name: call.mode for call in stub.calls(begin) if call.name not in frame}
+    assert len(modes) >= 14
+    assert set(modes.values()) == {2}
+    stub.free(everything.region)
+
+
+@pytest.mark.parametrize(("result", "dead"), [(201, True), (1, False)])
+def test_without_the_devices_context_nothing_is_asked(stub: Stub, result: int, dead: bool) -> None:
+    everything = Everything(stub)
+    one = stub.runtime(Failing(stub, cuCtxPushCurrent_v2=result))
+    begin = stub.count
+    faults = everything.ask(one)
+    assert {fault.dead for fault in faults if isinstance(fault, Fault)} == {dead}
+    assert all(isinstance(fault, Fault) for fault in faults)
+    assert {call.name for call in stub.calls(begin)} == {"cuGetErrorString"}
+    stub.free(everything.region)
+
+
+def test_memory_is_faulted_in_before_the_driver_pins_it(stub: Stub) -> None:
     """The driver would do it with its locks held."""
     descriptor, size = os.memfd_create("arena"), 64 * mmap.PAGESIZE
     os.ftruncate(descriptor, size)
     arena = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
     os.close(descriptor)
-    begins, there = f"\n{arena.ctypes.data:x}-", []
+    there: list[int] = []
 
-    class Looking(Driver):
-        def __getattr__(self, name: str) -> Any:
-            if name == "cuMemHostRegister_v2":
-                mapping = Path("/proc/self/smaps").read_text().split(begins)[1]
-                (line,) = re.findall(r"Rss: +(\d+) kB", mapping.split("VmFlags")[0])
-                there.append(int(line) << 10)
-            return super().__getattr__(name)
+    def looking(*_: Any) -> int:
+        mapping = Path("/proc/self/smaps").read_text().split(f"\n{arena.ctypes.data:x}-")[1]
+        (line,) = re.findall(r"Rss: +(\d+) kB", mapping.split("VmFlags")[0])
+        there.append(int(line) << 10)
+        return 0
 
-    address = arena.ctypes.data + 16 * mmap.PAGESIZE
-    assert runtime(Looking()).register(address, size // 2) is None
+    one = stub.runtime(Failing(stub, cuMemHostRegister_v2=looking))
+    assert one.register(arena.ctypes.data + 16 * mmap.PAGESIZE, size // 2) is None
     assert there == [size // 2]
 
 
-def test_slow_copies_are_a_call_per_run_until_one_fails() -> None:
-    driver, three = Driver(cuMemcpyDtoHAsync_v2=1), np.ones(3, np.uint64)
-    one = runtime(driver)
-    assert one.copy(Stream(9), Batch("load", "pageable", three, three, three, 3)) is None
-    assert driver.calls.count("cuMemcpyHtoDAsync_v2") == 3
-    assert one.copy(Stream(9), Batch("store", "pageable", three, three, three, 3)) is not None
-    assert driver.calls.count("cuMemcpyDtoHAsync_v2") == 1
+# ---------------------------------------------------------------- the kernel's tables
 
 
-def test_a_batch_keeps_the_table_that_its_kernel_reads() -> None:
+def kernel_batch(runs: int = 1) -> Batch:
+    target, source, count = (np.arange(n, n + runs, dtype=np.uint64) * 8 for n in (1, 100, 200))
+    return Batch("load", "kernel", target, source, count, int(count.sum()))
+
+
+def test_a_batch_keeps_the_table_that_its_kernel_reads(stub: Stub) -> None:
     seen: list[I64Array] = []
-    one, batch = runtime(Driver(), lambda _, rows: seen.append(rows)), kernel_batch(3)
+    one, batch = stub.runtime(launch=lambda _, rows: seen.append(rows)), kernel_batch(3)
     assert one.copy(Stream(9), batch) is None
     (rows,) = seen
     assert rows.tolist() == [[8, 16, 24], [800, 808, 816], [1600, 1608, 1616]]
     assert rows.ctypes.data % 16 == 0, "another address would need another variant of the kernel"
     (kept,) = batch.keep
-    assert isinstance(kept, Table)
-    assert kept.rows is rows
+    assert kept.rows is rows  # type: ignore[attr-defined]
 
 
-def test_while_all_tables_are_in_use_short_runs_go_by_dma() -> None:
-    driver = Driver()
-    one, first, second = runtime(driver), kernel_batch(), kernel_batch()
+@pytest.mark.parametrize("single", [False, True])
+def test_while_all_tables_are_in_use_short_runs_go_by_dma(stub: Stub, single: bool) -> None:
+    sent: list[Any] = []
+
+    def take(*call: Any) -> int:
+        sent.append(call)
+        return 0
+
+    driver = Failing(stub, cuMemcpyHtoDAsync_v2=take)
+    one: Any = stub.runtime(driver, single, tables=1, launch=lambda *_: None)
+    if not single:
+        one._batch_copy = take
+    first, second, third = kernel_batch(), kernel_batch(), kernel_batch()
     assert one.copy(Stream(9), first) is None
     assert one.copy(Stream(9), second) is None
-    assert [args[3] for args in driver.batches] == [1]
+    assert len(sent) == 1
     assert second.keep == []
     first.keep.clear()
-    third = kernel_batch()
     assert one.copy(Stream(9), third) is None
-    assert len(driver.batches) == len(third.keep) == 1
-
-
-def test_without_pinned_memory_for_tables_there_is_no_kernel() -> None:
-    """The trial finds that out, once."""
-    one = DriverRuntime(Driver(), 0, lambda: 55, lambda stream, rows: None, "out of memory")
-    fault = one.copy(Stream(9), kernel_batch())
-    assert fault == Fault("kernel: no pinned memory for its tables: out of memory")
-
-
-def test_without_triton_a_job_fails_not_the_thread() -> None:
-    def launch(stream: int, rows: I64Array) -> None:
-        raise ModuleNotFoundError("No module named 'triton'")
-
-    batch = kernel_batch()
-    fault = runtime(Driver(), launch).copy(Stream(9), batch)
-    assert fault == Fault("kernel: No module named 'triton'")
-    assert batch.keep, "what raises may have been launched: its table is in use"
+    assert len(sent) == len(third.keep) == 1
 
 
 @pytest.mark.parametrize(
     "error",
     [
+        ModuleNotFoundError("No module named 'triton'"),
         subprocess.CalledProcessError(1, ["gcc"]),
         OSError("no ptxas"),
-        ValueError("Cannot access global variable"),
         type("CompilationError", (Exception,), {})("at 1:0\nmore"),
     ],
 )
-def test_whatever_a_launch_raises_is_a_fault(error: Exception) -> None:
+def test_whatever_a_launch_raises_is_a_fault(stub: Stub, error: Exception) -> None:
     def launch(stream: int, rows: I64Array) -> None:
         raise error
 
-    fault = runtime(Driver(), launch).copy(Stream(9), kernel_batch())
-    assert fault == Fault(f"kernel: {str(error).splitlines()[0]}")
-
-
-def test_of_a_stream_that_is_being_captured_there_is_no_order() -> None:
-    """An event recorded there would be part of the graph, and so would all that waits for it."""
-    driver = Driver()
-    one = runtime(driver)
-    assert not isinstance(one.order(), Fault)
-    driver.capturing = 1
-    driver.calls.clear()
-    assert one.order() == Fault("the engine's stream is being captured into a graph")
-    assert "cuEventRecord" not in driver.calls
-
-
-HARMLESS = {
-    *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode"),
-}
-
-
-def everything(one: DriverRuntime) -> list[object]:
-    """All that a runtime can be asked, and what it says."""
-    event, stream = one.order(), one.open_stream("load")
-    said: list[object] = [event, stream]
-    event, stream = Event(1), Stream(2)
-    said += [one.mark(stream), one.wait(stream, event), one.done(event), one.idle(stream)]
-    said += [one.register(4096, 4096), one.unregister(4096)]
     batch = kernel_batch()
-    for way in ("dma", "pageable", "kernel"):
-        batch.way = way
-        said.append(one.copy(stream, batch))
-    batch.keep.clear()
-    one.forget(event)
-    one.close_stream(stream)
-    return said
+    fault = stub.runtime(launch=launch).copy(Stream(9), batch)
+    assert fault == Fault(f"kernel: {str(error).splitlines()[0]}")
+    assert batch.keep, "what raises may have been launched: its table is in use"
 
 
-ALL = 13
-"""Questions in ``everything``."""
+# ---------------------------------------------------------------- opening, by torch
 
 
-@pytest.mark.parametrize("before", [[], [THEIRS], [THEIRS, OURS], [OURS, THEIRS]])
-def test_every_call_is_made_in_the_devices_context_and_the_thread_gets_its_own_back(
-    before: list[int],
+class Torch:
+    """Torch's part, replaced: what it allocates of pinned memory, and the runs of its kernel."""
+
+    def __init__(self, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated: list[Any] = []
+        self.runs: list[tuple[int, int]] = []
+        self.error: Exception | None = None
+        self._empty = torch.empty
+        cuda = SimpleNamespace(
+            is_available=lambda: True,
+            current_stream=lambda device: SimpleNamespace(cuda_stream=0),
+            device=lambda device: nullcontext(),
+            stream=lambda stream: nullcontext(),
+            ExternalStream=lambda stream, device: stream,
+        )
+        kernels: Any = ModuleType("kvass.transfer.cuda_kernels")
+        kernels.copy_runs = lambda table: self.runs.append((table.data_ptr(), table.nbytes))
+        monkeypatch.setattr(torch, "cuda", cuda)
+        monkeypatch.setattr(torch, "empty", self._allocate)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+        monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+        monkeypatch.setattr(cuda_driver, "load_driver", lambda: stub.library)
+
+    def _allocate(self, *args: Any, pin_memory: bool = False, **more: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        self.allocated.append(self._empty(*args, **more))
+        return self.allocated[-1]
+
+
+def test_without_pinned_memory_for_tables_a_device_is_not_used(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Driver()
-    launched_in: list[int] = []
-    one = runtime(driver, lambda *_: launched_in.append(driver.stack[-1]))
-    driver.stack[:] = before
-    assert not [said for said in everything(one) if isinstance(said, Fault)]
-    assert launched_in == [OURS]
-    assert driver.contexts == {threading.get_ident(): before}
+    Torch(stub, monkeypatch).error = RuntimeError("CUDA error: out of memory\nmore")
+    with pytest.raises(MissingError, match=r"no pinned memory on device 0: .*: out of memory$"):
+        cuda_runtime.open_runtime(0)
 
 
-def test_whatever_a_launch_leaves_current_is_no_later_calls_context() -> None:
-    """Triton and torch switch devices: they set the thread's current context."""
-    driver = Driver()
-
-    def launch(stream: int, rows: I64Array) -> None:
-        driver.stack[-1] = THEIRS
-
-    one = runtime(driver, launch)
-    assert one.copy(Stream(9), kernel_batch()) is None
-    assert driver.stack == []
-    assert not isinstance(one.mark(Stream(9)), Fault)
-
-
-@pytest.mark.parametrize(("result", "dead"), [(201, True), (1, False)])
-def test_without_the_devices_context_nothing_is_asked(result: int, dead: bool) -> None:
-    driver = Driver(cuCtxPushCurrent_v2=result)
-    one = runtime(driver)
-    driver.stack[:] = [THEIRS]
-    driver.calls.clear()
-    faults = everything(one)
-    assert faults == [Fault(f"context: CUDA error {result}", dead)] * (ALL - 2)
-    assert set(driver.calls) == {"cuCtxPushCurrent_v2", "cuGetErrorString"}
-    assert driver.calls.count("cuCtxPushCurrent_v2") == ALL
-    assert driver.stack == [THEIRS]
-
-
-@pytest.mark.parametrize("fails", [{}, {"cuEventRecord": 1}])
-def test_no_call_on_any_thread_has_a_part_in_captures(fails: dict[str, int]) -> None:
-    """Asking an event, pinning, unpinning spoil another thread's capture otherwise. The thread may
-    be anybody's who lets go of an arena or closes a mover: it gets its own mode back."""
-    driver = Driver()
-    launched: list[int] = []
-    one = runtime(driver, lambda *_: launched.append(driver.modes[threading.get_ident()]))
-    driver.made_in.clear()
-    everything(one)
-    driver.results = fails
-    one.mark(Stream(9))
-    one.register(4096, 4096)
-    assert launched == [2]
-    names = driver.made_in.keys() - HARMLESS
-    assert len(names) >= 14
-    assert {name: driver.made_in[name] for name in names} == {name: {2} for name in names}
-    assert driver.modes == {threading.get_ident(): 0}, "as it was"
-
-    def work() -> None:
-        driver.modes[threading.get_ident()] = 1
-        everything(one)
-        after.append(driver.modes[threading.get_ident()])
-
-    after: list[int] = []
-    driver.results = {}
-    other = threading.Thread(target=work)
-    other.start()
-    other.join()
-    assert after == [1]
-    assert all(driver.made_in[name] == {2} for name in names)
-
-
-def test_a_driver_that_exchanges_no_modes_is_not_given_another_back() -> None:
-    driver = Driver(cuThreadExchangeStreamCaptureMode=1)
-    everything(runtime(driver))
-    assert driver.calls.count("cuThreadExchangeStreamCaptureMode") == ALL, "once each"
-
-
-def test_stores_yield_to_all_and_loads_to_none() -> None:
-    driver = Driver()
-    one = runtime(driver)
-    one.open_stream("store")
-    one.open_stream("load")
-    assert driver.priorities == [0, -5]
-
-
-def test_a_device_that_tells_no_priorities_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """And the default for both: not what the driver has left in the answer."""
-    driver = Driver(cuCtxGetStreamPriorityRange=1)
-    one = runtime(driver)
-    for kind in ("store", "load", "store"):
-        assert not isinstance(one.open_stream(kind), Fault)
-    assert driver.priorities == [0, 0, 0]
-    (line,) = caplog.records
-    assert line.getMessage() == (
-        "kvass: loads may wait for the engine's kernels on this device: "
-        "priorities of streams: CUDA error 1"
-    )
-
-
-def test_a_dead_device_opens_no_stream() -> None:
-    driver = Driver(cuCtxGetStreamPriorityRange=719)
-    fault = runtime(driver).open_stream("store")
-    assert isinstance(fault, Fault)
-    assert fault.dead
-    assert driver.priorities == []
-
-
-def test_in_a_long_run_nothing_is_allocated_after_opening(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a driver or torch allocates of pinned memory stops the device. Torch and Triton are
-    replaced; the runtime, its tables and the mover are the real ones."""
-    driver, empty, allocated, rows = Driver(), torch.empty, list[Any](), list[tuple[int, int]]()
-
-    def allocate(*args: Any, pin_memory: bool = False, **more: Any) -> Any:
-        allocated.append(empty(*args, **more))
-        return allocated[-1]
-
-    cuda = SimpleNamespace(
-        is_available=lambda: True,
-        current_stream=lambda device: SimpleNamespace(cuda_stream=55),
-        device=lambda device: nullcontext(),
-        stream=lambda stream: nullcontext(),
-        ExternalStream=lambda stream, device: stream,
-    )
-    kernels: Any = ModuleType("kvass.transfer.cuda_kernels")
-    kernels.copy_runs = lambda table: rows.append((table.data_ptr(), table.nbytes))
-    monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(torch, "empty", allocate)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
-    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr(cuda_driver, "load_driver", lambda: driver)
+def test_in_a_long_run_nothing_is_allocated_after_opening(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a driver or torch allocates of pinned memory stops the device."""
+    asked = Torch(stub, monkeypatch)
+    region, _ = stub.allocate(64 * 4096)
     one = cuda_runtime.open_runtime(0)
-    (words,) = allocated
+    (words,) = asked.allocated
     assert words.nbytes <= 4 << 20
     planes = GroupPlanes(0, (Plane(0, 64, 64),), blocks=4096, chunk_blocks=16)
-    mover = CudaMover(one, [Region(1 << 40, 64 * 4096)], [planes], threaded=False)
-    arena = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
-    rng, driver.lateness = np.random.default_rng(0), 0.8
-    driver.calls.clear()
-    settled = 0
-    for _ in range(2000):
-        table = rng.integers(1, 4096, (4, 16))
-        plan = plan_copy(planes, table.tolist(), [0, 4096, 8192, 12288])
-        if plan.distinct:
-            mover.submit(Job("load", (plan,), arena))
-        for _ in range(3):
-            mover.turn()
-        settled += len(mover.poll())
-    driver.lateness = 0.0
-    while not mover.drain(0):
-        mover.turn()
+    mover = SteppedMover(one, [region], [planes])
+    arena, rng, begin = arena_of(1 << 20), np.random.default_rng(0), stub.count
+    for _ in range(500):
+        table = rng.permutation(np.arange(1, 4096))[:64].reshape(4, 16)
+        mover.submit(Job("load", (plan_copy(planes, table, [0, 4096, 8192, 12288]),), arena))
+        mover._turn()
+    mover.settle()
     mover.close()
-    assert len(allocated) == 1
-    assert len(rows) > 1000
-    begin, end = words.data_ptr(), words.data_ptr() + words.nbytes
-    assert all(begin <= at and at + size <= end for at, size in rows)
-    assert not [name for name in driver.calls if "Alloc" in name]
-    assert driver.calls.count("cuStreamCreateWithPriority") == 1
-    assert driver.calls.count("cuMemHostRegister_v2") == 1
-    assert driver.calls.count("cuEventCreate") == driver.calls.count("cuEventDestroy_v2")
-    tables = one._tables
-    assert isinstance(tables, Tables)
-    assert tables.free == len(tables)
+    assert {done.outcome for done in mover.poll()} == {"done"}
+    assert len(asked.allocated) == 1
+    assert len(asked.runs) == 500
+    first, end = words.data_ptr(), words.data_ptr() + words.nbytes
+    assert all(first <= at and at + size <= end for at, size in asked.runs)
+    names = [call.name for call in stub.calls(begin)]
+    assert not [name for name in names if "Alloc" in name]
+    assert names.count("cuStreamCreateWithPriority") == names.count("cuMemHostRegister_v2") == 1
+    assert stub.left == Left(allocations=1)
+    assert len(one._tables.free) == 32
+    stub.free(region)

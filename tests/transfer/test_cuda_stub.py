@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,78 +13,41 @@ from kvass.cli.doctor.driver import ask_driver
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Job, U8Array
-from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_driver import Device, Survey
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.runtime import Kind
 from kvass.transfer.self_check import NO_PINS, SCRATCH_BYTES, self_check
-from tests.transfer.stub_driver import (
-    PAGE,
-    Left,
-    Stub,
-    arena_of,
-    compile_stub,
-)
-from tests.transfer.test_bytes import Case, assert_equal, cases, copy, model
+from tests.support.gpu.stepped_mover import SteppedMover
+from tests.transfer.stub_driver import PAGE, Left, Stub, arena_of
+from tests.transfer.test_bytes import Case, assert_equal, cases, copy, model, move_on_gpu
 
 
-@dataclass(frozen=True)
-class Mode:
-    """How copies go: ``single`` as for ``DriverRuntime``; ``pins``: whether anything is pinned."""
-
-    single: bool
-    pins: bool
-
-
-def move(stub: Stub, case: Case, kind: Kind, mode: Mode) -> None:
-    """As ``test_bytes.move``, by the real runtime and the stub."""
-    made = [stub.allocate(len(region)) for region in case.regions]
-    arena = arena_of(len(case.arena))
-    arena[:] = case.arena
-    for (_, memory), region in zip(made, case.regions, strict=True):
-        memory[:] = region
-    mover = CudaMover(
-        stub.runtime(single=mode.single),
-        [region for region, _ in made],
-        [case.planes],
-        window=8192,
-        threaded=False,
-        kernel_below=KERNEL_BELOW if mode.pins else NO_PINS,
-    )
-    mover.submit(Job(kind, (case.plan,), arena))
-    while not mover.drain(0):
-        mover.turn()
-    assert bool(stub.left.pinned) is mode.pins
-    mover.close()
-    assert [done.error for done in mover.poll()] == [""]
-    case.arena[:] = arena
-    for (there, memory), region in zip(made, case.regions, strict=True):
-        region[:] = memory
-        stub.free(there)
-
-
-@pytest.mark.parametrize("mode", [Mode(False, True), Mode(True, True), Mode(False, False)], ids=str)
+@pytest.mark.parametrize("mode", ["batch", "single", "unpinned"])
 def test_the_real_runtime_moves_what_a_loop_would(
-    mode: Mode, compiled: Path, tmp_path: Path
+    mode: str, compiled: Path, tmp_path: Path
 ) -> None:
     """In the cases of ``test_bytes.py``; after each one nothing is left."""
     stub = Stub(compiled, tmp_path)
+    below = NO_PINS if mode == "unpinned" else KERNEL_BELOW
 
     @settings(max_examples=50)
     @given(case=cases(), kind=st.sampled_from(["store", "load"]))
-    def example(case: Case, kind: Literal["store", "load"]) -> None:
+    def example(case: Case, kind: Kind) -> None:
         expected = copy(case)
         model(expected, kind)
-        move(stub, case, kind, mode)
+        one, arena = stub.runtime(single=mode == "single"), arena_of(len(case.arena))
+        for region in move_on_gpu(case, kind, stub, one, arena, kernel_below=below):
+            stub.free(region)
         assert_equal(case, expected)
         assert stub.left == Left()
         assert stub.thread == (0, 0)
 
     example()
+    names = {call.name for call in stub.calls()}
+    assert ("cuMemHostRegister_v2" in names) is (mode != "unpinned")
     one_by_one = {"cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2"}
-    batches = mode.pins and not mode.single
-    names = {call.name for call in stub.calls() if call.name.startswith("cuMemcpy")}
-    assert names == ({"cuMemcpyBatchAsync"} if batches else one_by_one)
+    copies = {name for name in names if name.startswith("cuMemcpy")}
+    assert copies == ({"cuMemcpyBatchAsync"} if mode == "batch" else one_by_one)
 
 
 class StubScratch:
@@ -122,12 +83,9 @@ def test_windows_that_cannot_be_pinned_are_copied_and_not_unpinned(stub: Stub) -
     arena, window = arena_of(12 * PAGE), 4 * PAGE
     theirs = stub.runtime()
     assert theirs.register(arena.ctypes.data + window, window) is None
-    mover = CudaMover(
-        stub.runtime(), [region], [planes], window=window, threaded=False, kernel_below={"store": 0}
-    )
+    mover = SteppedMover(stub.runtime(), [region], [planes], window=window)
     mover.submit(Job("store", (plan_copy(planes, [list(range(1, 13))], [0]),), arena))
-    while not mover.drain(0):
-        mover.turn()
+    mover.settle()
     assert mover.ways == {"dma", "pageable"}
     assert stub.left.pinned == 3
     mover.close()
@@ -146,11 +104,3 @@ def test_doctor_asks_the_driver_that_the_loader_finds(
     device = Device("NVIDIA Stub", (139 << 30) + 4096, direct=True, locks=True)
     assert ask_driver(frozenset({"/dev/nvidia0"})) == (Survey(13000, (device,), batches=True), "")
     assert ask_driver(frozenset()) == (Survey(13000), "")
-
-
-def test_a_machine_without_a_compiler_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(pytest.fail.Exception, match="no C compiler 'no-such-compiler': install"):
-        compile_stub(tmp_path)

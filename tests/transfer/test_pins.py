@@ -1,12 +1,11 @@
-"""What becomes of registered memory when its arena ends: in a child too, and beside jobs."""
+"""What becomes of registered memory when its arena ends; in a child that a fork made, too."""
 
 from __future__ import annotations
 
 import gc
 import os
-import signal
-import threading
 
+import numpy as np
 import pytest
 
 from kvass.transfer import pins
@@ -24,23 +23,17 @@ class Rig:
 
     def __init__(self) -> None:
         self.fake = FakeCuda(1)
-        self.lock = threading.Lock()
-        self.now, self.takes_s = 100.0, TAKES_S
-        self.pins = Pins(self.fake, PAGE, wake=self.wake, clock=lambda: self.now)
+        self.now = 100.0
+        self.pins = Pins(self.fake, PAGE, lambda: self.now)
         unregister = self.fake.unregister
 
         def slow(address: int) -> Fault | None:
-            self.now += self.takes_s
+            self.now += TAKES_S
             return unregister(address)
 
         self.fake.unregister = slow  # type: ignore[method-assign]
         self.arena = self.fake.map(WINDOWS * PAGE)
-        self.pinned = self.pins.of(self.arena)
-        assert self.pinned.want(range(WINDOWS), WINDOWS * PAGE)
-
-    def wake(self) -> None:
-        with self.lock:
-            pass
+        assert self.pins.of(self.arena).want(np.arange(WINDOWS), WINDOWS * PAGE).all()
 
     @property
     def left(self) -> int:
@@ -56,45 +49,35 @@ def test_windows_are_unpinned_one_by_one(rig: Rig) -> None:
     """As long as one took the engine has the driver's locks to itself."""
     assert not rig.pins.reap(), "nothing has ended"
     del rig.arena
-    assert rig.pins.reap()
-    assert rig.left == WINDOWS - 1
-    assert not rig.pins.reap()
-    rig.now += TAKES_S / 2
-    assert not rig.pins.reap()
-    rig.now += TAKES_S / 2
-    assert rig.pins.reap()
-    assert rig.left == WINDOWS - 2
-    assert rig.fake.mapped
-    for _ in range(2):
-        rig.now += TAKES_S
+    for left in range(WINDOWS - 1, -1, -1):
+        assert rig.fake.mapped
         assert rig.pins.reap()
-    assert not rig.pins.ended
+        assert rig.left == left
+        assert not rig.pins.reap()
+        rig.now += TAKES_S / 2
+        assert not rig.pins.reap()
+        rig.now += TAKES_S / 2
     assert not rig.fake.mapped
     assert not rig.fake.violations
 
 
 def test_in_the_end_all_is_unpinned(rig: Rig) -> None:
-    rig.pins.let_go()
+    rig.pins.close()
     assert not rig.left
     del rig.arena
     assert not rig.fake.mapped
 
 
-@pytest.mark.parametrize("why", ["no time", "abandoned", "abandoned, half done", "refused"])
+@pytest.mark.parametrize("why", ["abandoned", "abandoned, half done", "refused"])
 def test_what_is_registered_stays_mapped(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """The driver goes by addresses: what comes there next would be taken for pinned. The process's
     end unpins it."""
-    monkeypatch.setattr(pins, "_left", kept := list[object]())
-    if why == "no time":
-        rig.takes_s = pins.PATIENCE_S / 2
-        rig.pins.let_go()
-        assert rig.left == WINDOWS - 2
-        del rig.arena
-    elif why == "refused":
+    monkeypatch.setattr(pins, "_kept", kept := list[object]())
+    if why == "refused":
         rig.fake.plans.fail["unregister"] = {1}
-        rig.pins.let_go()
+        rig.pins.close()
         assert rig.left == 1
         del rig.arena
     else:
@@ -103,9 +86,9 @@ def test_what_is_registered_stays_mapped(
             assert rig.pins.reap()
         rig.pins.abandon()
         rig.__dict__.pop("arena", None)
-        assert not rig.pins.ended
+        rig.now += 1
         assert not rig.pins.reap()
-    del rig.pins, rig.pinned
+    del rig.pins
     gc.collect()
     assert rig.fake.mapped
     assert not rig.fake.violations
@@ -114,15 +97,12 @@ def test_what_is_registered_stays_mapped(
     assert not rig.fake.mapped, "nobody else keeps it"
 
 
-def test_a_child_that_a_fork_made_takes_no_lock_when_an_arena_ends(rig: Rig) -> None:
-    """... for it may be held, by a thread that the child does not have."""
-    with rig.lock:  # as the copy thread might
-        child = os.fork()
-        if not child:
-            signal.alarm(10)
-            del rig.arena
-            os._exit(0 if rig.pinned._mapping is None else 1)
+def test_a_child_that_a_fork_made_asks_the_driver_nothing(rig: Rig) -> None:
+    """... and takes no lock when its copy of an arena ends: a thread that it does not have may hold
+    it."""
+    child = os.fork()
+    if not child:
+        del rig.arena
+        os._exit(0 if rig.left == WINDOWS else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    del rig.arena
-    assert rig.pins.ended
-    assert rig.left == WINDOWS, "the parent's are as they were"
+    assert rig.fake.mapped

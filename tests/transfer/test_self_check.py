@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -37,26 +36,14 @@ class FakeScratch:
         return self._memory.copy()  # as it is: what is over must be there
 
 
-class Spoiled(FakeCuda):
-    """One that does something else than it was told."""
+class Device(FakeCuda):
+    """One that has time to be right."""
 
-    def __init__(self, spoil: Callable[[Batch], None], way: str = "") -> None:
-        super().__init__(7, eager=40, watched=False)
-        self._spoil, self._way = spoil, way
-
-    def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-        if not self._way or batch.way == self._way:
-            self._spoil(batch)
-        return super().copy(stream, batch)
+    def __init__(self, seed: int = 1, eager: int = 40) -> None:
+        super().__init__(seed, eager, watched=False)
 
 
 def check(fake: FakeCuda) -> tuple[Any, str]:
-    found = found_by(fake)
-    assert not fake.registered
-    return found
-
-
-def found_by(fake: FakeCuda) -> tuple[Any, str]:
     scratch = FakeScratch(fake)
     with fake.engine_thread():
         return self_check(fake, scratch)
@@ -64,7 +51,7 @@ def found_by(fake: FakeCuda) -> tuple[Any, str]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_device_that_is_right(seed: int) -> None:
-    fake = FakeCuda(seed, eager=40, watched=False)
+    fake = Device(seed)
     assert check(fake) == (KERNEL_BELOW, "")
     assert {(batch.kind, batch.way) for batch in fake.copied} == {
         ("store", "dma"),
@@ -72,16 +59,15 @@ def test_a_device_that_is_right(seed: int) -> None:
         ("load", "kernel"),
     }
     assert fake.violations == []
+    assert not fake.registered
 
 
 def test_one_that_cannot_pin_is_right_and_never_pins(caplog: pytest.LogCaptureFixture) -> None:
-    fake = FakeCuda(1, eager=40, watched=False)
+    fake = Device()
     fake.plans.fail["register"] = set(range(100))
-    with caplog.at_level(logging.WARNING):
-        table, why = check(fake)
-    assert table is NO_PINS
-    assert "no memory could be pinned" in why
-    assert caplog.records == [], "who opens the device says it, once"
+    assert check(fake) == (NO_PINS, "")
+    (line,) = caplog.records
+    assert "could not pin a part of the arena" in line.getMessage()
     asked = fake.plans.calls["register"]
     region, _ = fake.allocate(4 * 4096)
     planes = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=4, chunk_blocks=1)
@@ -96,7 +82,58 @@ def test_one_that_cannot_pin_is_right_and_never_pins(caplog: pytest.LogCaptureFi
     assert fake.plans.calls["register"] == asked, "it never pins again"
 
 
-class ElsewhereCuda(FakeCuda):
+# ---------------------------------------------------------------- wrong bytes
+
+
+class Spoiled(Device):
+    """One that does something else than it was told."""
+
+    def __init__(self, spoil: Callable[[Batch], None], kind: str, way: str) -> None:
+        super().__init__(7)
+        self._spoil, self._which = spoil, (kind, way)
+
+    def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+        if (batch.kind, batch.way) == self._which:
+            self._spoil(batch)
+        return super().copy(stream, batch)
+
+
+def shift(batch: Batch) -> None:
+    batch.target[0] += np.uint64(8)
+
+
+def swap(batch: Batch) -> None:
+    same = np.flatnonzero(batch.bytes == batch.bytes[0])
+    batch.source[same] = batch.source[same[::-1]]
+
+
+def shorten(batch: Batch) -> None:
+    batch.bytes[-1] -= np.uint64(8)
+
+
+@pytest.mark.parametrize("spoil", [shift, swap, shorten])
+@pytest.mark.parametrize(
+    ("kind", "way", "table", "says"),
+    [
+        ("store", "dma", None, "copies: a store left wrong bytes in"),
+        ("load", "dma", None, "copies: a load left wrong bytes in"),
+        ("load", "kernel", NO_KERNEL, "the kernel: a load left wrong bytes in"),
+    ],
+)
+def test_copies_that_go_elsewhere(
+    spoil: Callable[[Batch], None], kind: str, way: str, table: Any, says: str
+) -> None:
+    fake = Spoiled(spoil, kind, way)
+    found, why = check(fake)
+    assert found is table
+    assert why.startswith(says)
+    assert not fake.registered
+
+
+# ---------------------------------------------------------------- wrong order, and refusals
+
+
+class ElsewhereCuda(Device):
     """Its kernel runs on another stream: nothing orders it, and our events say nothing of it. The
     first launch compiles, which takes longer than all work that was queued."""
 
@@ -114,95 +151,59 @@ class ElsewhereCuda(FakeCuda):
         return super().copy(self.other, batch)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_kernel_on_another_stream_is_not_used(seed: int) -> None:
-    """It is late: it may write blocks while the next round's store reads them, too."""
-    table, why = found_by(ElsewhereCuda(seed, eager=40, watched=False))
-    assert table is NO_KERNEL
-    assert why.startswith("the kernel: ")
-    assert "left wrong bytes in" in why
+class Early(Device):
+    """Events lie before the last batch of a load, from the second job on."""
+
+    early: Event | Fault | None = None
+    last, loads = "load", 0
+
+    def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+        self.loads += batch.kind == "load" and self.last == "store"
+        self.last = batch.kind
+        if batch.kind == "load" and self.loads > 1:
+            self.early = super().mark(stream)
+        return super().copy(stream, batch)
+
+    def mark(self, stream: Stream) -> Event | Fault:
+        early, self.early = self.early, None
+        return early or super().mark(stream)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_load_whose_end_is_reported_early(seed: int) -> None:
-    class Early(FakeCuda):
-        """Events lie before the last batch of a load, from the second job on."""
+class Hasty(Device):
+    """Its copies wait for nothing."""
 
-        early: Event | Fault | None = None
-        last, loads = "load", 0
-
-        def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-            self.loads += batch.kind == "load" and self.last == "store"
-            self.last = batch.kind
-            if batch.kind == "load" and self.loads > 1:
-                self.early = super().mark(stream)
-            return super().copy(stream, batch)
-
-        def mark(self, stream: Stream) -> Event | Fault:
-            early, self.early = self.early, None
-            return early or super().mark(stream)
-
-    table, why = found_by(Early(seed, eager=2, watched=False))
-    assert table is None
-    assert why == "copies: a load left wrong bytes in device memory"
+    def wait(self, stream: Stream, event: Event) -> Fault | None:
+        return None
 
 
-def shift(batch: Batch) -> None:
-    batch.target[0] += np.uint64(8)
+class Kernelless(Device):
+    def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+        if batch.way == "kernel":
+            return Fault("kernel: No module named 'triton'")
+        return super().copy(stream, batch)
 
 
-def swap(batch: Batch) -> None:
-    same = np.flatnonzero(batch.bytes == batch.bytes[0])
-    batch.source[same] = batch.source[same[::-1]]
+class Refusing(Device):
+    def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+        return Fault("batch copy: CUDA error 801")
 
 
-def shorten(batch: Batch) -> None:
-    batch.bytes[-1] -= np.uint64(8)
-
-
-@pytest.mark.parametrize("spoil", [shift, swap, shorten])
-@pytest.mark.parametrize("kind", ["store", "load"])
-def test_copies_that_go_elsewhere(spoil: Callable[[Batch], None], kind: str) -> None:
-    fake = Spoiled(lambda batch: spoil(batch) if batch.kind == kind else None, "dma")
-    table, why = check(fake)
-    assert table is None
-    assert f"a {kind} left wrong bytes in" in why
-
-
-@pytest.mark.parametrize("spoil", [shift, swap, shorten])
-def test_a_kernel_that_is_wrong_is_not_used(spoil: Callable[[Batch], None]) -> None:
-    table, why = check(Spoiled(spoil, "kernel"))
-    assert table is NO_KERNEL
-    assert why.startswith("the kernel: a load left wrong bytes in")
-
-
-def test_a_kernel_that_cannot_be_launched_is_not_used() -> None:
-    class Kernelless(FakeCuda):
-        def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-            if batch.way == "kernel":
-                return Fault("kernel: No module named 'triton'")
-            return super().copy(stream, batch)
-
-    table, why = check(Kernelless(2, eager=40, watched=False))
-    assert table is NO_KERNEL
-    assert "No module named 'triton'" in why
-
-
-def test_copies_that_wait_for_nothing() -> None:
-    class Hasty(FakeCuda):
-        def wait(self, stream: Stream, event: Event) -> Fault | None:
-            return None
-
-    table, why = check(Hasty(3, eager=40, watched=False))
-    assert table is None
-    assert "left wrong bytes" in why
-
-
-def test_a_device_that_refuses() -> None:
-    class Refusing(FakeCuda):
-        def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-            return Fault("batch copy: CUDA error 801")
-
-    table, why = check(Refusing(4, eager=40, watched=False))
-    assert table is None
-    assert why == "copies: a store failed: batch copy: CUDA error 801"
+@pytest.mark.parametrize(
+    ("fake", "table", "says"),
+    [
+        # It is late: it may write blocks while the next round's store reads them, too.
+        *((ElsewhereCuda(seed), NO_KERNEL, "left wrong bytes in") for seed in range(5)),
+        *(
+            (Early(s, 2), None, "copies: a load left wrong bytes in device memory")
+            for s in range(5)
+        ),
+        (Hasty(3), None, "left wrong bytes"),
+        (Kernelless(2), NO_KERNEL, "the kernel: a load failed: kernel: No module named 'triton'"),
+        (Refusing(4), None, "copies: a store failed: batch copy: CUDA error 801"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_device_that_is_wrong(fake: FakeCuda, table: Any, says: str) -> None:
+    found, why = check(fake)
+    assert found is table
+    assert says in why

@@ -1,8 +1,7 @@
 """The arena: one memfd, mapped by the daemon and by every worker.
 
-Law of this file: its size never changes while anyone maps it (the memfd is sealed, so no client can
-shrink it under another's feet), and a mapping goes away only when the last view of it did. Nothing
-here knows what lies where.
+Its size never changes: the memfd is sealed, so no client can shrink it while others use it. A
+mapping goes away only when the last view of it did.
 """
 
 from __future__ import annotations
@@ -71,23 +70,13 @@ class Arena:
         if self._fd >= 0:  # a kernel before 5.14: have the pages, if not yet the mapping
             os.posix_fallocate(self._fd, lo, hi - lo)
 
-    def _unpopulate(self) -> None:
-        """Drop this mapping's page-table entries, slice by slice; contents and views stay.
-
-        Unmapping them all at once would hold the lock on this process's memory meanwhile, and every
-        thread of it that faults a page in or maps one would stand still. In shared memory nothing
-        else goes: whoever touches the mapping again finds its bytes (madvise(2)).
-        """
-        for lo in range(0, self.size, SLICE_BYTES):  # a failure only leaves more to the unmapping
-            _madvise(self._address + lo, min(SLICE_BYTES, self.size - lo), mmap.MADV_DONTNEED)
-
     def advise_huge(self) -> bool:
         """Ask for huge pages; whether this machine gives them to shared memory."""
         try:
             setting = _SHMEM_HUGE.read_text()
         except OSError:  # a kernel without them, or a sandbox that hides it
-            return False
-        if "[never]" in setting or "[deny]" in setting or not setting:
+            setting = ""
+        if not setting or "[never]" in setting or "[deny]" in setting:
             return False
         return bool(_madvise(self._address, self.size, mmap.MADV_HUGEPAGE) == 0)
 
@@ -99,10 +88,12 @@ class Arena:
         """Let go of it: unmapped once the last view of ``buffer`` is gone. Idempotent.
 
         Takes 0.1 to 0.3 s per populated GiB, without the GIL: call it from no thread in a hurry.
+        The page-table entries go slice by slice, because unmapping all at once would hold the lock
+        on this process's memory. Views still find their bytes (madvise(2)).
         """
         buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            self._unpopulate()
+        for lo in range(0, self.size if buffer is not None else 0, SLICE_BYTES):
+            _madvise(self._address + lo, min(SLICE_BYTES, self.size - lo), mmap.MADV_DONTNEED)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -131,10 +122,8 @@ def attach(fd: int, size: int) -> Arena:
     Raises ``RemoteError`` if ``fd`` is not an arena of ``size`` bytes that keeps its size.
     """
     try:
-        if (
-            os.fstat(fd).st_size != size
-            or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-        ):
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        if os.fstat(fd).st_size != size or not sealed:
             raise RemoteError(f"the daemon's descriptor is no sealed arena of {size} bytes")
         arena = Arena(fd, size)
     except (OSError, ValueError) as error:

@@ -1,8 +1,6 @@
 """Planes: where the pages of one layer group lie in the engine's memory, and in a slot.
 
-Law of this file: pages are opaque bytes. A plane says at which byte a block's page begins and how
-long it is; what the bytes mean (heads, dtypes, K before V) is the engine's own business.
-
+Pages are opaque bytes: what they mean (heads, dtypes, K before V) is the engine's own business.
 Engine memory is one or more *regions*, flat byte ranges. Page of block ``b`` in plane ``p``::
 
     regions[p.region][p.base + b * p.block_stride :][: p.run]
@@ -14,13 +12,14 @@ to ``PAGE`` is padding that nobody reads or writes::
     slot:  | layer 0: page page .. page | layer 1: page page .. page | ... | padding |
 
 Layers that lie back to back within each block, as they do where blocks are outermost, count as one
-layer (``join_layers``): so a block is one piece in the engine's memory and in a slot. The daemon is
-told of that one layer, and so it is in the namespace: who has the layers apart never reads the row.
+layer (``join_layers``), so a block is one piece in the engine's memory and in a slot. The daemon
+and the namespace know that one layer: who has the layers apart never reads the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -45,13 +44,10 @@ class Plane(msgspec.Struct, frozen=True):
 class GroupPlanes(msgspec.Struct, frozen=True):
     """The planes of one layer group as one rank holds them.
 
-    ``planes`` are in the order of ``GroupLayout.layers``; ``blocks`` is the number of block ids of
-    the group's space (valid ids are 1 .. blocks - 1, 0 being the null block); ``chunk_blocks`` the
-    blocks that a row keeps of one chunk (``GroupLayout.row_blocks``). Planes and blocks of one
-    group must not overlap; those of different groups may (vLLM hands a block to one group at a
-    time).
-
-    Raises :class:`UsageError` for values that describe no memory.
+    ``planes`` are in the order of ``GroupLayout.layers``. ``blocks`` counts the block ids of the
+    group: valid ids are 1 .. blocks - 1. ``chunk_blocks``: the blocks that a row keeps of one chunk
+    (``GroupLayout.row_blocks``). Planes and blocks of one group must not overlap; those of
+    different groups may. Raises :class:`UsageError` for values that describe no memory.
     """
 
     group: int
@@ -65,14 +61,11 @@ class GroupPlanes(msgspec.Struct, frozen=True):
                 f"group {self.group}: {self.blocks} blocks, {self.chunk_blocks} per row; "
                 "a group has an id >= 0, at least one block, and none or more per row"
             )
-        for number, plane in enumerate(self.planes):
+        for plane in self.planes:
             if plane.base < 0 or plane.run < 1 or plane.region < 0:
-                raise UsageError(f"group {self.group}, plane {number}: negative or empty: {plane}")
+                raise UsageError(f"group {self.group}: negative or empty: {plane}")
             if plane.block_stride < plane.run:
-                raise UsageError(
-                    f"group {self.group}, plane {number}: blocks overlap, "
-                    f"stride {plane.block_stride} < page of {plane.run} bytes"
-                )
+                raise UsageError(f"group {self.group}: blocks overlap: {plane}")
 
     @property
     def row_bytes(self) -> int:
@@ -86,29 +79,24 @@ class GroupPlanes(msgspec.Struct, frozen=True):
 
     def slot_offsets(self) -> tuple[int, ...]:
         """Byte offset inside a slot at which each plane's pages begin; shape ``(len(planes),)``."""
-        offsets, at = [], 0
-        for plane in self.planes:
-            offsets.append(at)
-            at += self.chunk_blocks * plane.run
-        return tuple(offsets)
+        sizes = (self.chunk_blocks * plane.run for plane in self.planes[:-1])
+        return tuple(accumulate(sizes, initial=0)) if self.planes else ()
 
     def check(self, region_bytes: Sequence[int]) -> None:
         """Raise :class:`UsageError` unless every page of every block lies inside its region."""
-        for number, plane in enumerate(self.planes):
+        for plane in self.planes:
             if plane.region >= len(region_bytes):
+                raise UsageError(f"group {self.group}: {len(region_bytes)} regions, and {plane}")
+            end, size = plane.end(self.blocks), region_bytes[plane.region]
+            if end > size:
                 raise UsageError(
-                    f"group {self.group}, plane {number}: region {plane.region} of "
-                    f"{len(region_bytes)} regions"
-                )
-            if plane.end(self.blocks) > region_bytes[plane.region]:
-                raise UsageError(
-                    f"group {self.group}, plane {number}: block {self.blocks - 1} ends at byte "
-                    f"{plane.end(self.blocks)} of a region of {region_bytes[plane.region]} bytes"
+                    f"group {self.group}: block {self.blocks - 1} ends at byte {end} of a region of "
+                    f"{size} bytes: {plane}"
                 )
 
 
 class Part(NamedTuple):
-    """What is one piece of ``run`` bytes in every block: a layer, several, or a part of one."""
+    """One piece of ``run`` bytes in every block: a layer, several, or a part of one."""
 
     name: str
     base: int
@@ -152,12 +140,11 @@ def describe_group(
     """The planes of ``layout``: one per layer, from where the engine put that layer's block 0.
 
     ``bases[i]``, ``block_strides[i]`` (bytes) and ``regions[i]`` (default: all 0) belong to
-    ``layout.layers[i]``. For vLLM, layer ``t.layers[l]`` has base ``t.offset + l * t.layer_stride``
-    and stride ``t.block_stride``. Raises :class:`UsageError` if they do not fit together.
+    ``layout.layers[i]``. Raises :class:`UsageError` if they do not fit together.
     """
     where = list(regions) if regions is not None else [0] * len(layout.layers)
-    lists = (layout.layers, layout.page_bytes, bases, block_strides, where)
-    if len({len(x) for x in lists}) != 1:
+    lists = (bases, block_strides, layout.page_bytes, where)
+    if {len(values) for values in lists} != {len(layout.layers)}:
         raise UsageError(
             f"group {group}: {len(layout.layers)} layers, {len(layout.page_bytes)} page sizes, "
             f"{len(bases)} bases, {len(block_strides)} strides, {len(where)} regions; give one each"
@@ -167,10 +154,5 @@ def describe_group(
             f"group {group}: a chunk of {chunk_tokens} tokens is no multiple of the block of "
             f"{layout.block_tokens}"
         )
-    planes = tuple(
-        Plane(base, stride, run, region)
-        for base, stride, run, region in zip(
-            bases, block_strides, layout.page_bytes, where, strict=True
-        )
-    )
+    planes = tuple(Plane(*values) for values in zip(*lists, strict=True))
     return GroupPlanes(group, planes, blocks, layout.row_blocks(chunk_tokens))

@@ -1,8 +1,8 @@
 """Which blocks of a request are the rows of its chunks, group by group.
 
-Law of this file: pure. A block table is a request's block ids by group, in token order; id 0 stands
-for a block that is not there any more (the null block). What a row keeps of a chunk and what a
-hit needs is ``GroupLayout``'s to say.
+A block table is a request's block ids by group, in token order; id 0 stands for a block that is not
+there any more (the null block). ``GroupLayout`` says what a row keeps of a chunk and what a hit
+needs.
 """
 
 from __future__ import annotations

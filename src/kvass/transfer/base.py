@@ -1,67 +1,70 @@
-"""The Mover: carries out copy plans in the background, and settles every job exactly once.
+"""A mover carries out copy plans in the background and settles every job exactly once.
 
-Law of this file: a mover knows bytes, not requests. It never talks to the daemon; whoever submits a
-job hears of its end and sends ``Commit``, ``Release`` or ``Abort``.
+It knows bytes, not requests, and never talks to the daemon. Whoever submits a job hears of its end
+and sends ``Commit``, ``Release`` or ``Abort``.
 
-Duties of the caller (a mover relies on these and does not check them):
+Duties of the caller, which a mover does not check:
 
-- the blocks of a job are held (``block_pool.touch``, or allocated to the loading request) and its
-  slots are reserved or leased until the job is settled; so no two unsettled jobs touch the same
-  bytes, and the order of jobs among themselves means nothing;
-- a store is submitted after the forward pass that computed its blocks;
-- ``arena`` is the mapping of the boot whose slots the plan names, and stays mapped until the job is
-  settled (the job itself keeps the array alive);
-- one thread submits and polls (``on_done`` runs on another).
+- The blocks of a job are held and its slots reserved or leased until it is settled. So no two
+  unsettled jobs touch the same bytes, and their order does not matter.
+- A store is submitted after the forward pass that computed its blocks.
+- ``arena`` is the mapping of the boot whose slots the plan names. The job keeps the array alive.
+- One thread submits, polls and closes. ``on_done`` runs on another.
 
 Promises of a mover:
 
-- ``submit`` never waits for a copy and raises only :class:`~kvass.errors.UsageError`, or
-  RuntimeError if no thread can be started: before any byte moved, and the job is not accepted;
-- every accepted job is settled exactly once, with one :class:`Done`: first ``on_done`` on the copy
-  thread, then through ``poll``; also when the copy raised, and when the mover closes;
-- outcome ``done`` means: every byte of the plan was moved, and before ``deadline_s``;
-- a copy that raises fails its own job and no other;
-- loads go before stores, since a request waits for them. Among loads (and among stores) a smaller
-  job may overtake a bigger one, but only until the mover has moved as many bytes as the bigger one
-  has since that came: nobody starves, and a short prompt does not wait for a long one. The unit is
-  a row: whoever goes first waits for at most one;
-- the copy does not hold the GIL, and takes it few times per row, not per block or layer: an engine
-  thread that is busy in Python lets another thread have it only every 5 ms.
+- ``submit`` waits for no copy. If it raises, the job was not accepted and no byte was moved.
+- Every accepted job is settled exactly once: by ``on_done`` on the copy thread, then through
+  ``poll``; also when the copy raised, and when the mover closes.
+- ``done`` means that every byte of the plan was moved before ``deadline_s``.
+- A copy that raises fails its own job only.
+- Loads go before stores, since a request waits for them. Within a kind a smaller job may overtake a
+  bigger one, but only until the mover has moved as many bytes as the bigger one has. So no job
+  starves. A job that goes first waits for at most one row.
+- The copy does not hold the GIL and takes it only a few times per row.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from threading import Condition, Thread, current_thread
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from kvass.errors import UsageError
 from kvass.layout.copy_plan import CopyPlan
+from kvass.layout.describe import GroupPlanes
 
 U8Array = npt.NDArray[np.uint8]
+Kind = Literal["store", "load"]
 
 Outcome = Literal["done", "late", "failed", "cancelled", "lost"]
-"""``late``: past its deadline (law 5; what it wrote into blocks must not be used); ``failed``: the
-copy raised; ``cancelled``: the mover closed before it was complete. Of all these, nothing reads or
-writes any more. ``lost``: the device died or hangs, and nobody can say that: tell the daemon
-nothing, it waits for this process's end (law 3)."""
+"""``late``: past its deadline (law 5), so what it wrote into blocks must not be used. ``failed``:
+the copy raised. ``cancelled``: the mover closed first. Of all these nothing reads or writes any
+more. ``lost``: the device died or hangs, and nobody can say that. Tell the daemon nothing; it waits
+for the end of this process (law 3)."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One store (blocks -> slots) or load (slots -> blocks), usually with one plan per group.
 
-    ``arena`` is uint8 of shape ``(arena_bytes,)``. ``deadline_s`` is CLOCK_MONOTONIC, of the lease
-    or the reservation, and the mover checks it (before each row and after the last). ``name`` is
-    the caller's, and only for him. ``on_done`` is called on the copy thread and must not block. Of
-    the arena the first ``populated`` bytes have memory; a mover pins nothing beyond.
+    ``arena`` is uint8 of shape ``(arena_bytes,)``; its first ``populated`` bytes have memory, and a
+    mover pins nothing beyond. ``deadline_s`` is CLOCK_MONOTONIC, of the lease or the reservation.
+    ``name`` is for the caller. ``on_done`` is called on the copy thread and must not block.
     """
 
-    kind: Literal["store", "load"]
+    kind: Kind
     plans: tuple[CopyPlan, ...]
     arena: U8Array
     deadline_s: float = math.inf
@@ -77,10 +80,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Done:
-    """How a job ended. ``error`` is one line if it ``failed``, else empty.
-
-    ``seconds`` is from ``submit`` to the last byte, waiting included.
-    """
+    """How a job ended. ``seconds`` counts from ``submit``; ``error`` is one line if it failed."""
 
     job: Job
     outcome: Outcome
@@ -93,24 +93,110 @@ class Done:
         return self.outcome == "done"
 
 
-class Mover(Protocol):
-    """See the duties and promises at the top of this file."""
+class Mover(ABC):
+    """Copies between slots and the planes of ``groups`` in regions of ``region_bytes`` bytes each.
 
+    The copy thread starts with the first job. Raises UsageError if a plane leaves its region.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupPlanes],
+        region_bytes: Sequence[int],
+        clock: Callable[[], float],
+    ) -> None:
+        for planes in groups:
+            planes.check(region_bytes)
+        self._planes = {planes.group: planes for planes in groups}
+        self._clock = clock
+        self._changed = Condition()
+        # Guarded by _changed.
+        self._thread: Thread | None = None
+        self._closed = False
+        self._unsettled = 0
+        self._settled: deque[Done] = deque()
+
+    @abstractmethod
     def submit(self, job: Job) -> None:
-        """Queue ``job``. Raises UsageError: closed, or a plan that does not fit arena or planes."""
-        ...
+        """Queue ``job``. Raises UsageError if the mover is closed or the job does not fit arena or
+        planes, RuntimeError if no thread can be started."""
+
+    @abstractmethod
+    def _run(self) -> None:
+        """The copy thread: returns once the mover is closed and all jobs are settled."""
 
     def poll(self) -> list[Done]:
         """What was settled since the last call, oldest first. Never waits."""
-        ...
+        with self._changed:
+            done = list(self._settled)
+            self._settled.clear()
+            return done
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every submitted job is settled; False if ``timeout_s`` passed first."""
-        ...
+        with self._changed:
+            return self._changed.wait_for(lambda: self._unsettled == 0, timeout_s)
 
     def close(self) -> None:
-        """Cancel what is queued, finish the row being copied, end the thread. Idempotent.
+        """Cancel what is queued, finish what is being copied, end the thread. Idempotent.
 
-        All jobs are settled when it returns; ``poll`` still delivers them.
+        All jobs are settled when it returns; ``poll`` still delivers them. Raises UsageError if it
+        is called from ``on_done``.
         """
-        ...
+        self._join()
+
+    def _join(self, timeout_s: float | None = None) -> bool:
+        """Close, and wait for the thread; whether it has ended."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is current_thread():
+            raise UsageError("close() was called from on_done; call it from another thread")
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _start(self) -> None:
+        """Raise as ``submit`` does unless a job can be accepted. The caller holds ``_changed``."""
+        if self._closed:
+            raise UsageError("this mover is closed; submit before close()")
+        if self._thread is None:
+            thread = Thread(target=self._run, name="kvass-copy", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def _settle(self, job: Job, since: float, outcome: Outcome, error: str = "") -> None:
+        """Deliver the end of a job that was submitted at ``since``."""
+        done = Done(job, outcome, self._clock() - since, error)
+        if job.on_done is not None:
+            try:
+                job.on_done(done)
+            except Exception:  # noqa: BLE001 - the caller's bug must not cost other jobs their end
+                _log.exception("on_done of job %r raised", job.name)
+        with self._changed:
+            self._settled.append(done)
+            self._unsettled -= 1
+            self._changed.notify_all()
+
+    def _check(self, job: Job) -> None:
+        """Raise UsageError unless ``job`` fits its arena and the planes."""
+        check_bytes(job.arena, "the arena")
+        for plan in job.plans:
+            group = plan.planes.group
+            if self._planes.get(group) != plan.planes:
+                raise UsageError(f"group {group}: planned for planes this mover has not")
+            if plan.end > job.arena.nbytes:
+                raise UsageError(
+                    f"group {group}: a slot ends at byte {plan.end} of an arena of "
+                    f"{job.arena.nbytes} bytes; is the plan of another boot?"
+                )
+            if job.kind == "load" and not plan.distinct:
+                raise UsageError(f"group {group}: two pages would be loaded into one block")
+
+
+def check_bytes(memory: U8Array, what: str) -> None:
+    """Raise UsageError unless ``memory`` is a flat, writable array of bytes."""
+    if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
+        raise UsageError(f"{what} is {memory.dtype} {memory.shape}; give a flat uint8 array")
+    if not memory.flags.writeable:
+        raise UsageError(f"{what} is read-only; give a writable array")

@@ -1,23 +1,27 @@
-"""How the driver is given copies: all of a batch by one call, or each by a call of its own.
+"""How the driver is given copies: all of a batch by one call, each by a call, or by a kernel.
 
-Laws of this file:
-
-- Who calls has the device's context. A result is an error of CUDA's, or 0; the first one ends it,
-  and any part of the batch may have been given.
-- Nothing is copied before the call returns but numbers: the driver reads numpy's memory.
+The caller has the device's context. A result is an error of CUDA's, or 0. The first error ends the
+call, and any part of the batch may have been given. The kernel's tables are allocated once, because
+allocating pinned memory stops the whole device, and the engine with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, Final
 
-from kvass.transfer.runtime import Batch, Stream
+import numpy as np
+
+from kvass.transfer.runtime import MAX_DESCRIPTORS, Batch, Stream
+from kvass.types import I64Array
 
 SINGLE_RUNS: Final = 400
 """Of one batch, if each run is a call. A stream that waits takes about a thousand calls before the
-driver keeps who makes them: twice this, and what is called in between, are fewer."""
+driver blocks the caller: twice this, and what is called in between, are fewer."""
+TABLE_SHAPE: Final = (32, 3 * MAX_DESCRIPTORS)
+"""3 MiB. Of full batches no more than four are in flight."""
 _STREAM_ORDER, _ANY_ORDER = 1, 3
 
 BatchCopy: Final = ctypes.CFUNCTYPE(
@@ -81,3 +85,36 @@ def give_each(driver: Any, stream: Stream, batch: Batch) -> int:
         if result:
             return int(result)
     return 0
+
+
+class Table:
+    """``rows``: targets, sources and bytes. It is free again when nobody holds it."""
+
+    def __init__(self, number: int, rows: I64Array, free: deque[int]) -> None:
+        self.rows = rows
+        self._number, self._free = number, free
+
+    def __del__(self) -> None:
+        self._free.append(self._number)
+
+
+class Tables:
+    """The kernel's tables: ``words`` is like ``TABLE_SHAPE``, and the device can read it.
+
+    Tables are taken on any thread and let go of on any.
+    """
+
+    def __init__(self, words: I64Array) -> None:
+        self._words = words
+        self.free = deque(range(len(words)))
+
+    def take(self, batch: Batch) -> Table | None:
+        """A table of the batch's runs; None if all are in use."""
+        try:
+            number = self.free.popleft()
+        except IndexError:
+            return None
+        rows = self._words[number, : 3 * len(batch.bytes)].reshape(3, -1)
+        for row, column in zip(rows, (batch.target, batch.source, batch.bytes), strict=True):
+            row[:] = column.view(np.int64)
+        return Table(number, rows, self.free)

@@ -1,10 +1,7 @@
 """What this machine's CUDA driver is and can do: asked of libcuda, by ctypes.
 
-Laws of this file:
-
-- No context, no memory of a device, no torch: versions and attributes only, so that anybody may
-  ask, beside whatever engine runs.
-- ``obstacle`` alone says whether a device can be used: who asks before and who opens it agree.
+Only versions and attributes are asked: no context, no memory of a device, no torch. So anybody may
+ask, beside whatever engine runs. ``obstacle`` alone says whether a device can be used.
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ from typing import Any, Final
 from kvass.errors import KvassError
 
 LEAST_CUDA: Final = 12080
-"""CUDA 12.8: ``cuMemcpyBatchAsync``, in the form with nine arguments. It is asked for by this
-version, since CUDA 13 gives the same name another form."""
+"""CUDA 12.8, whose ``cuMemcpyBatchAsync`` has nine arguments. CUDA 13 gives the name another form,
+so it is asked for by this version."""
 LEAST_SINGLE: Final = 12000
 """For copies one by one. The calls are older; torch's builds for CUDA 12 ask for this."""
 SINGLE: Final = "kvass.gpu_copies set to single"
@@ -43,8 +40,8 @@ class MissingError(KvassError):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device. ``direct``: it can use pinned memory by its own address; ``locks``: registering
-    host memory for it locks the pages."""
+    """``direct``: it can use pinned memory by its own address; ``locks``: registering host memory
+    for it locks the pages."""
 
     name: str
     bytes: int
@@ -102,9 +99,6 @@ def spelled(cuda: int) -> str:
     return f"{cuda // 1000}.{cuda % 1000 // 10}"
 
 
-# ---------------------------------------------------------------- single questions
-
-
 def cuda_version(driver: Any) -> int:
     """The CUDA that the driver speaks. Raises MissingError."""
     version = c_int()
@@ -121,13 +115,13 @@ def get_device(driver: Any, number: int) -> c_int:
 
 def is_direct(driver: Any, handle: c_int) -> bool:
     """Whether the device can use pinned memory by its own address. Raises MissingError."""
-    return bool(_attribute(driver, handle, _DIRECT_HOST_POINTER))
+    return _attribute(driver, handle, _DIRECT_HOST_POINTER)
 
 
-def _attribute(driver: Any, handle: c_int, which: int) -> int:
+def _attribute(driver: Any, handle: c_int, which: int) -> bool:
     value = c_int()
     must(driver, "a device attribute", driver.cuDeviceGetAttribute(byref(value), which, handle))
-    return value.value
+    return bool(value.value)
 
 
 def find_batch_copy(driver: Any) -> int | None:

@@ -1,38 +1,29 @@
 """The real ``Runtime``: CUDA's driver, by ctypes. **Never run on a GPU yet** (docs/gpu.md).
 
-That the calls are those of NVIDIA's ``cuda.h``: ``tests/transfer/test_cuda_abi.py``.
+- Only the driver's interface is used: its errors are results, and none is left behind for the
+  engine to find in the CUDA runtime's "last error".
+- Every call is made in the primary context of the device, which torch uses too, and in the relaxed
+  capture mode: no call of ours takes part in what the engine captures into graphs, is forbidden
+  meanwhile, or spoils the capture. The thread gets its own context and mode back.
 
-Laws of this file:
-
-- Only the driver's interface: its errors are results, never left behind for the engine to find in
-  the CUDA runtime's "last error".
-- No compiled code of ours, and no array copied: the driver reads numpy's memory.
-- Whatever is missing is one line for the operator (``open_runtime``), before anything is promised.
-
-- Whichever thread calls in, the driver is asked within ``_beside_captures``: in the primary context
-  of the device, which torch uses too, whatever is current on that thread before and after; and no
-  call of ours has a part in what an engine captures into graphs, none is forbidden meanwhile, none
-  spoils the capture.
-
-torch says which stream the engine computes on; Triton launches the one kernel. Of a stream that is
-being captured no order can be had: no event on it will happen.
+torch says on which stream the engine computes. Triton launches the one kernel. What is missing is
+one line for the operator (``open_gpu``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from ctypes import byref, c_int, c_size_t, c_void_p
-from typing import Any, Final
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from kvass.transfer import cuda_driver
+from kvass.transfer import cuda_copies, cuda_driver
 from kvass.transfer.base import U8Array
-from kvass.transfer.cuda_copies import SINGLE_RUNS, BatchCopy, give_batch, give_each
+from kvass.transfer.cuda_copies import BatchCopy, Tables, give_batch, give_each
 from kvass.transfer.cuda_driver import FATAL, error_text, must
 from kvass.transfer.cuda_driver import MissingError as MissingError
-from kvass.transfer.kernel_tables import TABLE_WORDS, TABLES, Tables
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream
 from kvass.transfer.self_check import SCRATCH_BYTES, self_check
 from kvass.types import I64Array
@@ -45,17 +36,40 @@ _MADV_POPULATE_WRITE = 23
 _BUSY_CYCLES: Final = 200_000_000
 """Some 100 ms."""
 _RELAXED = 2
-"""Of a thread: captures are no concern of its calls, whoever began them."""
+"""Capture mode of a thread: captures are no concern of its calls, whoever began them."""
 _kept: Final[list[object]] = []
-"""Scratch pages of trials that were not right: a copy or a kernel that did not end may still write
-there, when torch would have given the memory to the engine."""
+"""Scratch pages of trials that were not right: a copy that did not end may still write there, when
+torch would have given the memory to the engine."""
 _log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate["DriverRuntime", P], R]
+
+
+def _in_context(method: Method[P, R]) -> Method[P, R | Fault]:
+    """Call the method in the device's context and in the relaxed capture mode; without the context
+    nothing is asked."""
+
+    @wraps(method)
+    def call(self: DriverRuntime, /, *args: P.args, **more: P.kwargs) -> R | Fault:
+        driver, mode = self._driver, c_int(_RELAXED)
+        if fault := self._fault("context", driver.cuCtxPushCurrent_v2(self._context)):
+            return fault
+        driver.cuThreadExchangeStreamCaptureMode(byref(mode))
+        try:
+            return method(self, *args, **more)
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(byref(mode))
+            driver.cuCtxPopCurrent_v2(byref(c_void_p()))
+
+    return call
 
 
 class DriverRuntime(Runtime):
-    """``driver`` is libcuda. ``compute``: the handle of the calling thread's torch stream;
-    ``launch``: runs the kernel for a table of runs on a stream of ours. ``tables``: where those
-    are; or why there are none, and then no kernel. ``single``: each run is a call of its own."""
+    """``driver`` is libcuda. ``compute``: the handle of the calling thread's torch stream.
+    ``launch``: runs the kernel for a table of runs on a stream of ours. ``single``: each run is a
+    call of its own. Raises MissingError."""
 
     def __init__(
         self,
@@ -63,13 +77,11 @@ class DriverRuntime(Runtime):
         device: int,
         compute: Callable[[], int],
         launch: Callable[[int, I64Array], None],
-        tables: Tables | str,
+        tables: Tables,
         single: bool = False,
     ) -> None:
-        """Raises MissingError."""
         self._driver, self._compute, self._launch = driver, compute, launch
         self._tables = tables
-        self._no_priorities = False
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = (c_void_p, c_size_t, c_int)
         self._context = c_void_p()
@@ -83,7 +95,7 @@ class DriverRuntime(Runtime):
             raise MissingError(reason)
         self._batch_copy = None if found is None else BatchCopy(found)
         if single:
-            self.batch_runs = SINGLE_RUNS
+            self.batch_runs = cuda_copies.SINGLE_RUNS
         got = driver.cuDevicePrimaryCtxRetain(byref(self._context), handle)
         must(driver, "the device's context", got)
 
@@ -92,44 +104,25 @@ class DriverRuntime(Runtime):
             return None
         return Fault(f"{what}: {error_text(self._driver, result)}", dead=result in FATAL)
 
-    @contextmanager
-    def _beside_captures(self) -> Iterator[Fault | None]:
-        """For as long as we ask, this thread has the device's context, and a capture mode in which
-        its calls are independent of all captures. It may be anybody's: it gets its own back. Yields
-        the fault if it cannot have the context; then nothing may be asked."""
-        pushed = self._driver.cuCtxPushCurrent_v2(self._context)
-        if pushed:
-            yield self._fault("context", pushed)
-            return
-        mode = c_int(_RELAXED)
-        changed = not self._driver.cuThreadExchangeStreamCaptureMode(byref(mode))
-        try:
-            yield None
-        finally:
-            if changed:
-                self._driver.cuThreadExchangeStreamCaptureMode(byref(mode))
-            self._driver.cuCtxPopCurrent_v2(byref(c_void_p()))
-
     # ------------------------------------------------------------ streams and events
 
+    @_in_context
     def order(self) -> Event | Fault:
-        with self._beside_captures() as fault:
-            return fault or self._order()
-
-    def _order(self) -> Event | Fault:
+        """As ``Runtime.order``. A stream that is being captured has none: an event there would be a
+        part of the graph."""
         stream, capturing = self._compute(), c_int()
         asked = self._driver.cuStreamIsCapturing(c_void_p(stream), byref(capturing))
         if fault := self._fault("event", asked):
             return fault
         if capturing.value:
             return Fault("the engine's stream is being captured into a graph")
-        return self._mark(stream)
+        return self._record(stream)
 
+    @_in_context
     def mark(self, stream: Stream) -> Event | Fault:
-        with self._beside_captures() as fault:
-            return fault or self._mark(stream)
+        return self._record(stream)
 
-    def _mark(self, stream: int) -> Event | Fault:
+    def _record(self, stream: int) -> Event | Fault:
         event = c_void_p()
         if fault := self._fault("event", self._driver.cuEventCreate(byref(event), _NO_TIMING)):
             return fault
@@ -138,112 +131,86 @@ class DriverRuntime(Runtime):
             return fault
         return Event(event.value or 0)
 
+    @_in_context
     def open_stream(self, kind: Kind) -> Stream | Fault:
-        with self._beside_captures() as fault:
-            return fault or self._open_stream(kind)
-
-    def _open_stream(self, kind: Kind) -> Stream | Fault:
-        priority, stream = self._priority(kind), c_void_p()
-        if isinstance(priority, Fault):
-            return priority
+        """As ``Runtime.open_stream``: stores have the lowest priority, loads the highest. By
+        ``cuda.h`` it has an effect on kernels only, not on copies."""
+        low, high, stream = c_int(), c_int(), c_void_p()
+        asked = self._driver.cuCtxGetStreamPriorityRange(byref(low), byref(high))
+        if fault := self._fault("priorities of streams", asked):
+            return fault
+        priority = low if kind == "store" else high
         made = self._driver.cuStreamCreateWithPriority(byref(stream), _NON_BLOCKING, priority)
         return self._fault("stream", made) or Stream(stream.value or 0)
 
-    def _priority(self, kind: Kind) -> c_int | Fault:
-        """The lowest for stores, the highest for loads; the default if the device does not say
-        which those are. By ``cuda.h`` a priority has an effect on kernels only, not on copies."""
-        low, high = c_int(), c_int()
-        asked = self._driver.cuCtxGetStreamPriorityRange(byref(low), byref(high))
-        fault = self._fault("priorities of streams", asked)
-        if fault is None:
-            return low if kind == "store" else high
-        if fault.dead:
-            return fault
-        if not self._no_priorities:
-            self._no_priorities = True
-            _log.warning(
-                "kvass: loads may wait for the engine's kernels on this device: %s", fault.text
-            )
-        return c_int(0)
+    @_in_context
+    def close_stream(self, stream: Stream) -> Fault | None:
+        return self._fault("stream", self._driver.cuStreamDestroy_v2(c_void_p(stream)))
 
-    def close_stream(self, stream: Stream) -> None:
-        with self._beside_captures() as fault:
-            if not fault:
-                self._driver.cuStreamDestroy_v2(c_void_p(stream))
-
+    @_in_context
     def wait(self, stream: Stream, event: Event) -> Fault | None:
-        with self._beside_captures() as fault:
-            return fault or self._fault(
-                "wait", self._driver.cuStreamWaitEvent(c_void_p(stream), c_void_p(event), 0)
-            )
+        asked = self._driver.cuStreamWaitEvent(c_void_p(stream), c_void_p(event), 0)
+        return self._fault("wait", asked)
 
+    @_in_context
     def done(self, event: Event) -> bool | Fault:
-        with self._beside_captures() as fault:
-            return fault or self._over(self._driver.cuEventQuery(c_void_p(event)))
+        return self._over(self._driver.cuEventQuery(c_void_p(event)))
 
+    @_in_context
     def idle(self, stream: Stream) -> bool | Fault:
-        """As ``Runtime.idle``."""
-        with self._beside_captures() as fault:
-            return fault or self._over(self._driver.cuStreamQuery(c_void_p(stream)))
+        return self._over(self._driver.cuStreamQuery(c_void_p(stream)))
 
     def _over(self, result: int) -> bool | Fault:
         return False if result == NOT_READY else self._fault("copy", result) or True
 
-    def forget(self, event: Event) -> None:
-        with self._beside_captures() as fault:
-            if not fault:
-                self._driver.cuEventDestroy_v2(c_void_p(event))
+    @_in_context
+    def forget(self, event: Event) -> Fault | None:
+        return self._fault("event", self._driver.cuEventDestroy_v2(c_void_p(event)))
 
     # ------------------------------------------------------------ host memory
 
     def register(self, address: int, count: int) -> Fault | None:
         """As ``Runtime.register``. What is not in this process's page tables is faulted in before,
-        where no lock of the driver's is held; if that fails, the driver does it.
-
-        ``is_direct`` says that the host's address is the device's, too. The one that
-        cuMemHostGetDevicePointer would give is another if some other device that is visible cannot
-        do this, and ``cuda.h`` allows to use one of the two only.
-        """
+        while no lock of the driver's is held. The device knows the memory by the host's address
+        (``is_direct``), so cuMemHostGetDevicePointer is not asked."""
         self._madvise(address, count, _MADV_POPULATE_WRITE)
-        flags, pin = _PORTABLE | _MAPPED, self._driver.cuMemHostRegister_v2
-        with self._beside_captures() as fault:
-            return fault or self._fault("pinning", pin(c_void_p(address), c_size_t(count), flags))
+        return self._register(address, count)
 
+    @_in_context
+    def _register(self, address: int, count: int) -> Fault | None:
+        flags, pin = _PORTABLE | _MAPPED, self._driver.cuMemHostRegister_v2
+        return self._fault("pinning", pin(c_void_p(address), c_size_t(count), flags))
+
+    @_in_context
     def unregister(self, address: int) -> Fault | None:
-        with self._beside_captures() as fault:
-            return fault or self._fault(
-                "unpinning", self._driver.cuMemHostUnregister(c_void_p(address))
-            )
+        return self._fault("unpinning", self._driver.cuMemHostUnregister(c_void_p(address)))
 
     # ------------------------------------------------------------ copies
 
+    @_in_context
     def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-        ways = {"dma": self._dma, "kernel": self._kernel, "pageable": self._pageable}
-        with self._beside_captures() as fault:
-            return fault or ways[batch.way](stream, batch)
-
-    def _kernel(self, stream: Stream, batch: Batch) -> Fault | None:
-        """By DMA, which is as right, while all tables are in use."""
-        if isinstance(self._tables, str):
-            return Fault(f"kernel: no pinned memory for its tables: {self._tables}")
-        table = self._tables.take(batch)
-        if table is None:
-            return self._dma(stream, batch)
-        batch.keep.append(table)  # at once: what raises may have been launched
-        try:
-            self._launch(stream, table.rows)
-        except Exception as error:  # noqa: BLE001 - a boundary: Triton, gcc and ptxas fail anyhow
-            text = str(error).strip().partition("\n")[0]
-            return Fault(f"kernel: {text or type(error).__name__}")
-        return None
-
-    def _dma(self, stream: Stream, batch: Batch) -> Fault | None:
-        if self._batch_copy is None:
-            return self._pageable(stream, batch)
+        """As ``Runtime.copy``. What the kernel could do goes by DMA while no table is free."""
+        table = self._tables.take(batch) if batch.way == "kernel" else None
+        if table is not None:
+            batch.keep.append(table)  # at once: what raises may have been launched
+            return self._kernel(stream, table.rows)
+        if batch.way == "pageable" or self._batch_copy is None:
+            return self._fault("copy", give_each(self._driver, stream, batch))
         return self._fault("batch copy", give_batch(self._batch_copy, stream, batch))
 
-    def _pageable(self, stream: Stream, batch: Batch) -> Fault | None:
-        return self._fault("copy", give_each(self._driver, stream, batch))
+    def _kernel(self, stream: Stream, rows: I64Array) -> Fault | None:
+        try:
+            self._launch(stream, rows)
+        except Exception as error:  # noqa: BLE001 - a boundary: Triton, gcc and ptxas fail anyhow
+            return Fault(f"kernel: {_first_line(error) or type(error).__name__}")
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+# ---------------------------------------------------------------- opening
 
 
 def open_runtime(device: int, single: bool = False) -> DriverRuntime:
@@ -265,60 +232,46 @@ def open_runtime(device: int, single: bool = False) -> DriverRuntime:
         with torch.cuda.device(device), torch.cuda.stream(ours):
             copy_runs(torch.from_numpy(rows))
 
-    return DriverRuntime(driver, device, compute, launch, _pinned_tables(device), single)
-
-
-def _pinned_tables(device: int) -> Tables | str:
-    """Made now: the device stops for it. Or why not."""
-    import torch
-
     try:
-        with torch.cuda.device(device):
-            words = torch.empty((TABLES, TABLE_WORDS), dtype=torch.int64, pin_memory=True)
+        with torch.cuda.device(device):  # now: the device stops for it
+            words = torch.empty(cuda_copies.TABLE_SHAPE, dtype=torch.int64, pin_memory=True)
     except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return Tables(words.numpy())
+        raise MissingError(f"no pinned memory on device {device}: {_first_line(error)}") from error
+    return DriverRuntime(driver, device, compute, launch, Tables(words.numpy()), single)
 
 
 def open_gpu(device: int, single: bool = False) -> tuple[Runtime, Mapping[Kind, int]]:
     """The runtime of CUDA device ``device``, and below which lengths of runs a kernel moves them.
 
     The device was tried, by copies of the same mode, on pages of known bytes. Raises MissingError:
-    one line that says why it cannot be used, which is also what is said of one that moved them
-    wrong.
+    one line that says why it cannot be used.
     """
     runtime = open_runtime(device, single)
+    below, wrong = None, ""
     try:
         scratch = TorchScratch(f"cuda:{device}")
         _kept.append(scratch)
         below, wrong = self_check(runtime, scratch)
     except RuntimeError as error:  # torch's, of memory that it has not, too
-        text = str(error).partition("\n")[0]
-        tried = f"device {device} could not be tried: {text}"
-        raise MissingError(_end(runtime, device) or tried) from error
-    if ended := _end(runtime, device):
-        raise MissingError(ended)
+        wrong = _first_line(error)
+    last = runtime.order()
+    if isinstance(last, Fault) and last.dead:
+        raise MissingError(
+            f"device {device} failed for good while it was tried, for the engine too: {last.text}"
+        )
+    if not isinstance(last, Fault):
+        runtime.forget(last)
     if below is None:
-        raise MissingError(f"device {device} was tried and is not right: {wrong}")
-    if not wrong:
-        _kept.remove(scratch)
-    else:
+        raise MissingError(f"device {device} failed its trial: {wrong}")
+    if wrong:
         _log.warning("kvass: copies on this device are slower than they could be: %s", wrong)
+    else:
+        _kept.remove(scratch)
     return runtime, below
 
 
-def _end(runtime: Runtime, device: int) -> str:
-    """What to say if the context did not survive the trial; empty if it did."""
-    last = runtime.order()
-    if not isinstance(last, Fault):
-        runtime.forget(last)
-        return ""
-    ended = f"device {device} failed for good while it was tried, for the engine too: {last.text}"
-    return ended if last.dead else ""
-
-
 class TorchScratch:
-    """``self_check.Scratch`` on torch device ``where``; "cpu" too, for tests."""
+    """``self_check.Scratch`` on the CUDA device that torch calls ``where``."""
 
     def __init__(self, where: str) -> None:
         import torch
@@ -330,9 +283,6 @@ class TorchScratch:
     def write(self, data: U8Array) -> None:
         """As ``Scratch.write``."""
         staged = self._torch.from_numpy(data.copy()).to(self._pages.device)
-        if not self._pages.is_cuda:
-            self._pages.copy_(staged)
-            return
         with self._torch.cuda.device(self._pages.device):
             self._torch.cuda._sleep(_BUSY_CYCLES)
             self._pages.copy_(staged)
@@ -340,12 +290,7 @@ class TorchScratch:
     def read(self) -> U8Array:
         """As ``Scratch.read``. The stream is one of its own: waiting for the device would give
         copies that were reported too early the time that they lack."""
-        if not self._pages.is_cuda:
-            return self._bytes()
         beside = self._torch.cuda.Stream(self._pages.device)
         with self._torch.cuda.device(self._pages.device), self._torch.cuda.stream(beside):
-            return self._bytes()  # waits for that stream's work, and no other's
-
-    def _bytes(self) -> U8Array:
-        found: U8Array = self._pages.cpu().numpy().copy()
+            found: U8Array = self._pages.cpu().numpy().copy()  # waits for that stream's work only
         return found

@@ -1,7 +1,8 @@
-"""Descriptors: a copy plan as arrays of addresses, and cut into batches. Pure numpy.
+"""A job as batches of copies: arrays of addresses and lengths, without Python per block.
 
-Law of this file: no Python per block or per layer-and-block; what lies back to back on both sides
-is one run, and no run crosses a boundary of the arena's windows.
+What lies back to back on both sides is one run. No run crosses a boundary of the arena's windows.
+What a batch needs of the arena is pinned as late as possible, while earlier batches are in flight.
+Runs in windows that are not pinned go the slow way.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import numpy as np
 
 from kvass.layout.copy_plan import CopyPlan, RowCopy
 from kvass.layout.describe import GroupPlanes
-from kvass.transfer.runtime import MAX_DESCRIPTORS, Kind, Region, Way
+from kvass.transfer.base import Job
+from kvass.transfer.pins import BoolArray, Pinned
+from kvass.transfer.runtime import MAX_DESCRIPTORS, Batch, Kind, Region, Way
 from kvass.types import I64Array
 
 KERNEL_BELOW: Final[dict[Kind, int]] = {"store": 0, "load": 28 << 10}
-"""By kind: shorter runs than this are moved by a kernel. Published for H100, not measured by us;
-``CudaMover`` takes another table."""
+"""By kind: shorter runs than this are moved by a kernel. Published for H100, not measured by us."""
 KERNEL_UNIT: Final = 8
 """The kernel moves words; runs that are no multiple of them go by DMA."""
 
@@ -35,57 +37,63 @@ class Runs:
     def __len__(self) -> int:
         return len(self.count)
 
-    def __getitem__(self, part: slice | I64Array) -> Runs:
+    def __getitem__(self, part: I64Array | BoolArray) -> Runs:
         return Runs(self.device[part], self.host[part], self.count[part])
 
-    @property
-    def bytes(self) -> int:
-        """Bytes in all runs."""
-        return int(self.count.sum())
+
+def job_batches(
+    job: Job,
+    regions: Sequence[Region],
+    pinned: Pinned,
+    below: Mapping[Kind, int],
+    limit: int,
+    most: int,
+) -> Iterator[Batch]:
+    """The batches of ``job``, of some ``limit`` bytes and at most ``most`` runs. ``below`` as
+    ``kernel_below`` of ``CudaMover``; ``pinned`` is of the job's arena."""
+    for runs in plan_runs(job.plans, regions, pinned.window):
+        fast = pinned.want(runs.host // pinned.window, job.populated if below else 0)
+        for way, some in choose(runs, job.kind, fast, below):
+            ends = (some.host + pinned.address).view(np.uint64), some.device.view(np.uint64)
+            target, source = ends if job.kind == "store" else ends[::-1]
+            for part in batches(some.count, limit, most):
+                count = some.count[part].view(np.uint64)
+                yield Batch(job.kind, way, target[part], source[part], count, int(count.sum()))
 
 
 def plan_runs(plans: Sequence[CopyPlan], regions: Sequence[Region], window: int) -> Iterator[Runs]:
     """All runs of ``plans``, cut where they cross a multiple of ``window`` in the arena; some rows
-    at a time, so that the first can be on their way while the others are made."""
+    at a time, so that the first are on their way while the others are made."""
     for plan in plans:
         pages = plan.planes.chunk_blocks * len(plan.planes.planes)
         step = max(1, MAX_DESCRIPTORS // max(1, pages))
         for at in range(0, len(plan.rows) if pages else 0, step):
-            columns = _pages(plan.planes, plan.rows[at : at + step], regions)
-            yield _cut(_merge(Runs(*columns)), window)
+            runs = _pages(plan.planes, plan.rows[at : at + step], regions)
+            yield _cut(_merge(runs), window)
 
 
-def _pages(
-    group: GroupPlanes, rows: Sequence[RowCopy], regions: Sequence[Region]
-) -> tuple[I64Array, I64Array, I64Array]:
-    """Device addresses, arena offsets and lengths of single pages, row by row, plane by plane."""
+def _pages(group: GroupPlanes, rows: Sequence[RowCopy], regions: Sequence[Region]) -> Runs:
+    """Single pages, row by row, plane by plane."""
     planes = group.planes
-    base = np.array([regions[p.region].address + p.base for p in planes], np.int64)
-    stride = np.array([p.block_stride for p in planes], np.int64)
-    run = np.array([p.run for p in planes], np.int64)
-    inside = np.array(group.slot_offsets(), np.int64)
+    base = np.array([regions[p.region].address + p.base for p in planes], np.int64)[:, None]
+    stride = np.array([p.block_stride for p in planes], np.int64)[:, None]
+    run = np.array([p.run for p in planes], np.int64)[:, None]
+    inside = np.array(group.slot_offsets(), np.int64)[:, None]
     columns = []
     for some in (rows[:1], rows[1:]):  # only a job's first row may have fewer blocks
         if some:
             blocks = np.stack([row.blocks for row in some])[:, None, :]
             slot = np.array([row.slot for row in some], np.int64)[:, None, None]
             place = some[0].first + np.arange(blocks.shape[2], dtype=np.int64)
-            device = base[:, None] + stride[:, None] * blocks
-            host = slot + (inside[:, None] + run[:, None] * place)
-            columns.append((device.ravel(), host.ravel(), _spread(run, device.shape)))
-    device, host, count = (np.concatenate(column) for column in zip(*columns, strict=True))
-    return device, host, count
-
-
-def _spread(run: I64Array, shape: tuple[int, ...]) -> I64Array:
-    """``run`` of each plane, for each page of shape ``(rows, planes, blocks)``."""
-    return np.broadcast_to(run[:, None], shape).reshape(-1)
+            device = base + stride * blocks
+            host = slot + (inside + run * place)
+            count = np.broadcast_to(run, device.shape)
+            columns.append((device.ravel(), host.ravel(), count.ravel()))
+    return Runs(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def _merge(runs: Runs) -> Runs:
     """Join neighbours that lie back to back on both sides."""
-    if not len(runs):
-        return runs
     joins = (runs.device[:-1] + runs.count[:-1] == runs.device[1:]) & (
         runs.host[:-1] + runs.count[:-1] == runs.host[1:]
     )
@@ -95,8 +103,6 @@ def _merge(runs: Runs) -> Runs:
 
 def _cut(runs: Runs, window: int) -> Runs:
     """Cut each run where it crosses a multiple of ``window`` in the arena."""
-    if not len(runs):
-        return runs
     low, high = runs.host // window, (runs.host + runs.count - 1) // window
     pieces = high - low + 1
     if int(pieces.max()) == 1:
@@ -109,17 +115,13 @@ def _cut(runs: Runs, window: int) -> Runs:
 
 
 def choose(
-    runs: Runs, kind: Kind, pinned: np.ndarray | None, below: Mapping[Kind, int]
+    runs: Runs, kind: Kind, pinned: BoolArray, below: Mapping[Kind, int]
 ) -> list[tuple[Way, Runs]]:
-    """The runs by the way they go; ``pinned[i]``: its window is registered (None: all are)."""
-    if pinned is not None:
-        slow, fast = runs[np.flatnonzero(~pinned)], runs[np.flatnonzero(pinned)]
-        return [*choose(fast, kind, None, below), ("pageable", slow)]
-    short = runs.count < below.get(kind, 0)
-    if not short.any():
-        return [("dma", runs)]
-    short &= (runs.device | runs.host | runs.count) % KERNEL_UNIT == 0
-    return [("dma", runs[np.flatnonzero(~short)]), ("kernel", runs[np.flatnonzero(short)])]
+    """The runs by the way they go; ``pinned[i]``: the window of run ``i`` is registered."""
+    words = (runs.device | runs.host | runs.count) % KERNEL_UNIT == 0
+    kernel = pinned & words & (runs.count < below.get(kind, 0))
+    ways: dict[Way, BoolArray] = {"dma": pinned & ~kernel, "kernel": kernel, "pageable": ~pinned}
+    return [(way, runs if of.all() else runs[of]) for way, of in ways.items() if of.any()]
 
 
 def batches(count: I64Array, limit: int, most: int = MAX_DESCRIPTORS) -> Iterator[slice]:

@@ -1,15 +1,10 @@
-"""What the GPU mover needs of a GPU: a seam, so that it can be proven against a hostile fake.
+"""What the GPU mover needs of a GPU: ``cuda_runtime.py`` has it; tests have a hostile fake.
 
-Laws of this file:
+Handles and addresses are integers. Errors are values (:class:`Fault`), and none is left behind for
+the engine's next call to find. No call waits for work on the device, except ``pageable`` copies.
 
-- Handles and addresses are integers, and errors are values: a call gives a :class:`Fault` instead
-  of raising, and has drained it, so that the engine's next call does not find our error.
-- No call waits for work on the device, except ``pageable`` copies. What ``Runtime`` may be asked on
-  the engine's thread is ``order`` alone.
-
-The order of things is CUDA's: work on one stream happens one after the other, streams among
-themselves in any order, copies of one batch in any order and in parts. An event marks a place in a
-stream; ``done`` of an event that was never recorded is true, and waiting for it waits for nothing.
+Order is CUDA's: work on one stream happens one after the other, streams among themselves in any
+order, copies of one batch in any order and in parts. An event marks a place in a stream.
 """
 
 from __future__ import annotations
@@ -17,13 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal, NewType, Protocol
 
-import numpy as np
-import numpy.typing as npt
+from kvass.transfer.base import Kind as Kind
+from kvass.types import U64Array as U64Array
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
-U64Array = npt.NDArray[np.uint64]
-Kind = Literal["store", "load"]
 
 Way = Literal["dma", "kernel", "pageable"]
 """``dma``: copy engines, host memory registered. ``kernel``: a kernel reads or writes registered
@@ -35,8 +28,8 @@ MAX_DESCRIPTORS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error. ``dead``: so is the context; nothing asked of it from now on is known to happen,
-    and what was asked before may or may not have."""
+    """An error. ``dead``: the context is unusable. Nothing asked of it from now on is known to
+    happen, and what was asked before may or may not have."""
 
     text: str
     dead: bool = False
@@ -53,10 +46,9 @@ class Region:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Copies of ``bytes[i]`` bytes from ``source[i]`` to ``target[i]``, in any order.
+    """Copies of ``bytes[i]`` bytes from ``source[i]`` to ``target[i]``, ``total`` bytes in all.
 
-    ``total`` bytes in all. ``keep`` holds what the device reads while it carries them out; whoever
-    submitted the batch lets go of it when the batch is over.
+    ``keep`` holds what the device reads meanwhile; the mover clears it when the batch is over.
     """
 
     kind: Kind
@@ -71,58 +63,45 @@ class Batch:
 class Runtime(Protocol):
     """One device, from one process. Used by any thread.
 
-    ``batch_runs``: the most copies of a batch. Of two such batches what flies on a stream may
-    consist: given more, the driver may keep the giver until the engine's work is done.
+    ``batch_runs``: the most copies of a batch. Two such batches may be in flight on a stream: given
+    more, the driver may block the caller until the engine's work is done.
     """
 
     batch_runs: int = MAX_DESCRIPTORS
 
     def order(self) -> Event | Fault:
         """A new event after all that the calling thread's compute stream was given so far."""
-        ...
 
     def open_stream(self, kind: Kind) -> Stream | Fault:
-        """A stream of our own for copies of ``kind``, never the legacy one. The kernel of loads
-        goes before the engine's, where the device has priorities."""
-        ...
+        """A new stream for copies of ``kind``. The kernel of loads goes before the engine's."""
 
-    def close_stream(self, stream: Stream) -> None:
+    def close_stream(self, stream: Stream) -> Fault | None:
         """Give the stream back; nothing runs on it."""
-        ...
 
     def wait(self, stream: Stream, event: Event) -> Fault | None:
         """What is given to ``stream`` from now on happens after ``event``."""
-        ...
 
     def mark(self, stream: Stream) -> Event | Fault:
         """A new event after all that ``stream`` was given so far."""
-        ...
 
     def done(self, event: Event) -> bool | Fault:
         """Whether ``event`` was reached: what lies before it has happened, for all to see."""
-        ...
 
     def idle(self, stream: Stream) -> bool | Fault:
         """Whether all that ``stream`` was given has happened, for all to see."""
-        ...
 
-    def forget(self, event: Event) -> None:
-        """The event's end. Waits that were asked for keep their meaning."""
-        ...
+    def forget(self, event: Event) -> Fault | None:
+        """Destroy the event. Waits that were asked for keep their meaning."""
 
     def register(self, address: int, count: int) -> Fault | None:
         """Pin ``count`` bytes of host memory, which the device then knows by the same address."""
-        ...
 
     def unregister(self, address: int) -> Fault | None:
         """Undo ``register``. No copy may be using the memory."""
-        ...
 
     def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-        """Give ``stream`` a batch of at most ``batch_runs``.
+        """Give ``stream`` a batch of at most ``batch_runs`` copies.
 
-        Each descriptor lies in one registration (but for ``pageable``). For ``load`` the source may
-        be read from now on, whatever the stream waits for. After a fault any part of the batch may
-        have been given.
+        Each lies in one registration (but for ``pageable``). The source of a ``load`` may be read
+        from now on, whatever the stream waits for. After a fault any part may have been given.
         """
-        ...

@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import count
 from typing import Final, Literal
 
+
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, U8Array
-from kvass.transfer.checks import check_job
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.descriptors import plan_runs
 from kvass.transfer.runtime import Event, Fault, Kind, Stream
@@ -75,20 +75,19 @@ class EngineMover(CudaMover):
     def __init__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> None:
         self.fake = EngineCuda(next(_seeds))
         self._memory = [self.fake.adopt(region) for region in regions]
-        self._known = {one.group: one for one in planes}
         self._late: list[tuple[Kind, list[tuple[int, int]]]] = []
         """Of each kernel that has not run: the kind of job it belongs to, addresses and lengths."""
         super().__init__(self.fake, self._memory, planes, window=1 << 20, batch_bytes=50_000)
 
     def submit(self, job: Job) -> None:
-        check_job(job, self._known)
+        self._check(job)
         self._delay(job)
         with self.fake.engine_thread():
             super().submit(replace(job, on_done=self._ended(job.on_done)))
 
     def slow(self, row_s: float) -> None:
         """Make a row's copy take so much longer (a row of the largest group)."""
-        rows = [sum(x.run for x in one.planes) * one.chunk_blocks for one in self._known.values()]
+        rows = [sum(x.run for x in one.planes) * one.chunk_blocks for one in self._planes.values()]
         self.fake.byte_s = row_s / max(rows)
 
     def synchronize(self) -> None:

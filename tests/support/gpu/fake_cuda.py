@@ -18,15 +18,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvass.transfer.kernel_tables import TABLE_WORDS, Tables
+from kvass.transfer.cuda_copies import TABLE_SHAPE, Tables
 from kvass.transfer.runtime import Batch, Event, Fault, Kind, Runtime, Stream
 from kvass.types import I64Array
 from tests.support.gpu.fake_device import COMPUTE, Copy, FakeDevice, Mark, Piece, Wait, holds, meet
 
 DEAD = Fault("unspecified launch failure", dead=True)
 PIECES = 3
-MOST_RUNS = 8192
-"""Runs that a stream accepts without blocking the caller."""
 
 
 @dataclass(eq=False)
@@ -49,8 +47,7 @@ class FakeCuda(FakeDevice, Runtime):
         super().__init__(seed, watched)
         self.plans = Plans()
         self.copied: list[Batch] = []
-        self.most_runs = MOST_RUNS
-        self.tables = Tables(np.zeros((3, TABLE_WORDS), np.int64))
+        self.tables = Tables(np.zeros((3, TABLE_SHAPE[1]), np.int64))
         self.stopped = False
         """The device hangs: nothing happens by itself."""
         self._eager = eager
@@ -207,7 +204,7 @@ class FakeCuda(FakeDevice, Runtime):
         work is done. A single batch never blocks, whatever its size."""
         ops = self.streams[stream]
         flying = [op.runs for op in ops if isinstance(op, Copy)]
-        if flying and sum(flying) + len(batch.bytes) > self.most_runs:
+        if flying and sum(flying) + len(batch.bytes) > 2 * self.batch_runs:
             self.violations.append("too many descriptors were given to a stream at once")
         waits = any(not self._ready(op) for op in ops)
         if waits and batch.way == "pageable":

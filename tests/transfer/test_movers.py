@@ -1,0 +1,421 @@
+"""The promises of ``transfer/base.py``: order, ends, deadlines, errors. The GPU is a fake."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvass.errors import UsageError
+from kvass.layout.copy_plan import CopyPlan, plan_copy
+from kvass.layout.describe import GroupPlanes, Plane
+from kvass.transfer import host
+from kvass.transfer.base import Done, Job, Kind, Mover, U8Array
+from kvass.transfer.cuda import CudaMover
+from kvass.transfer.host import HostMover
+from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.waiting import eventually
+
+PLANES = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=64, chunk_blocks=1)
+SLOT = PLANES.shard_bytes
+FOREIGN = GroupPlanes(1, (Plane(0, 4096, 4096),), blocks=64, chunk_blocks=1)
+
+
+class Rig:
+    """A mover between 64 blocks, each full of its own number, and an arena of zeros."""
+
+    now = 100.0
+    memory: U8Array
+    arena: U8Array
+    mover: Mover
+
+    def hold(self) -> None:
+        """No copy ends from now on, until ``let_go``."""
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        raise NotImplementedError
+
+    def begun(self) -> bool:
+        """Whether a copy is under way, or has been."""
+        raise NotImplementedError
+
+    def fail_once(self) -> None:
+        """The next copy fails."""
+        raise NotImplementedError
+
+    def job(self, kind: Kind, *blocks: int, **more: Any) -> Job:
+        return Job(kind, (plan(*blocks),), self.arena, name=blocks, **more)
+
+    def submit(self, kind: Kind, *blocks: int, **more: Any) -> None:
+        self.mover.submit(self.job(kind, *blocks, **more))
+
+    def ends(self) -> list[tuple[object, str]]:
+        """What was settled since the last call, once all is."""
+        assert self.mover.drain(10)
+        return [(done.job.name, done.outcome) for done in self.mover.poll()]
+
+
+class HostRig(Rig):
+    """``rows``: the first blocks of the rows that were copied."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.entered, self.failing = threading.Event(), threading.Event(), False
+        self.opened.set()
+        self.rows: list[int] = []
+        for kind in ("store", "load"):
+            monkeypatch.setattr(host._Bundle, kind, self._wrap(getattr(host._Bundle, kind)))
+        self.memory = np.repeat(np.arange(64, dtype=np.uint8), 4096)
+        self.arena = np.zeros(64 * SLOT, np.uint8)
+        self.mover = HostMover([self.memory], [PLANES], clock=lambda: self.now)
+
+    def _wrap(self, right: Any) -> Any:
+        def gated(bundle: Any, arena: U8Array, row: Any) -> None:
+            self.entered.set()
+            assert self.opened.wait(10)
+            failing, self.failing = self.failing, False
+            if failing:
+                raise MemoryError("no room")
+            self.rows.append(int(row.blocks[0]))
+            right(bundle, arena, row)
+
+        return gated
+
+    def hold(self) -> None:
+        self.opened.clear()
+
+    def let_go(self) -> None:
+        self.opened.set()
+
+    def begun(self) -> bool:
+        return self.entered.is_set()
+
+    def fail_once(self) -> None:
+        self.failing = True
+
+
+class CudaRig(Rig):
+    mover: CudaMover
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None, **more: Any) -> None:
+        self.fake = FakeCuda(1)
+        region, self.memory = self.fake.allocate(64 * 4096)
+        self.memory[:] = np.repeat(np.arange(64, dtype=np.uint8), 4096)
+        self.arena = self.fake.map(64 * SLOT)
+        self.mover = CudaMover(self.fake, [region], [PLANES], clock=lambda: self.now, **more)
+
+    def hold(self) -> None:
+        self.fake.stopped = True
+
+    def let_go(self) -> None:
+        self.fake.stopped = False
+
+    def begun(self) -> bool:
+        return bool(self.fake.copied)
+
+    def fail_once(self) -> None:
+        self.fake.plans.fail["copy"] = {0}
+
+
+def plan(*blocks: int) -> CopyPlan:
+    return plan_copy(PLANES, [[b] for b in blocks], [SLOT * b for b in blocks])
+
+
+@pytest.fixture(params=[HostRig, CudaRig])
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    rig: Rig = request.param(monkeypatch)
+    yield rig
+    rig.let_go()
+    rig.mover.close()
+    assert not isinstance(rig, CudaRig) or rig.fake.violations == []
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
+    rig = HostRig(monkeypatch)
+    yield rig
+    rig.let_go()
+    rig.mover.close()
+
+
+# ------------------------------------------------------------ settling
+
+
+def test_submit_does_not_wait_and_poll_tells_in_order(rig: Rig) -> None:
+    rig.hold()
+    rig.submit("store", 1, 2)
+    rig.submit("store", 3, 4)
+    assert eventually(rig.begun)
+    assert rig.mover.poll() == []
+    assert not rig.mover.drain(0.01)
+    rig.let_go()
+    assert rig.ends() == [((1, 2), "done"), ((3, 4), "done")]
+    assert rig.mover.poll() == []
+    assert rig.arena[SLOT * 4] == 4
+
+
+def test_many_jobs_both_ways(rig: Rig) -> None:
+    rig.arena[SLOT * 40 :] = 9
+    for block in range(1, 30):
+        rig.submit("store", block)
+        rig.submit("load", block + 32)
+    assert {outcome for _, outcome in rig.ends()} == {"done"}
+    assert [rig.arena[SLOT * b] for b in range(1, 30)] == list(range(1, 30))
+    assert rig.memory[45 * 4096] == 9
+
+
+def test_callback_runs_on_the_copy_thread_before_poll(rig: Rig) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def on_done(done: Done) -> None:
+        assert rig.mover.poll() == []
+        seen.append((threading.get_ident(), done.outcome))
+
+    rig.submit("store", 1, on_done=on_done)
+    assert rig.mover.drain(10)
+    ((thread, outcome),) = seen
+    assert thread != threading.get_ident()
+    assert outcome == "done"
+
+
+def test_a_raising_callback_costs_nobody_an_end(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def on_done(done: Done) -> None:
+        raise ValueError("mine")
+
+    rig.submit("store", 1, on_done=on_done)
+    rig.submit("store", 2)
+    assert rig.ends() == [((1,), "done"), ((2,), "done")]
+    assert "on_done of job (1,)" in caplog.text
+
+
+def test_a_job_without_rows_is_done(rig: Rig) -> None:
+    nothing = plan_copy(PLANES, np.empty((0, 1), np.int64), [])
+    rig.mover.submit(Job("load", (nothing,), rig.arena))
+    rig.mover.submit(Job("load", (), rig.arena))
+    assert rig.ends() == [(None, "done")] * 2
+
+
+def test_a_copy_that_fails_fails_its_job_only(rig: Rig) -> None:
+    rig.fail_once()
+    rig.submit("store", 1, 2, 3)
+    assert rig.ends() == [((1, 2, 3), "failed")]
+    rig.submit("store", 4)
+    assert rig.ends() == [((4,), "done")]
+    assert not rig.arena[SLOT * 3] or isinstance(rig, CudaRig), "it is not gone on with"
+
+
+def test_past_its_deadline_a_job_touches_nothing(rig: Rig) -> None:
+    """Law 5."""
+    rig.submit("store", 1, deadline_s=rig.now)
+    rig.submit("store", 2, deadline_s=rig.now + 1)
+    assert rig.ends() == [((1,), "late"), ((2,), "done")]
+    assert (rig.arena[SLOT * 1], rig.arena[SLOT * 2]) == (0, 2)
+
+
+def test_a_load_that_ends_late_is_late(rig: Rig) -> None:
+    """Law 5; and until then it is not settled, because its copy may still write."""
+    rig.hold()
+    rig.submit("load", 1, deadline_s=rig.now + 1)
+    assert eventually(rig.begun)
+    rig.now += 1
+    assert not rig.mover.drain(0.02)
+    rig.let_go()
+    assert rig.mover.drain(10)
+    (done,) = rig.mover.poll()
+    assert (done.outcome, done.ok, done.seconds) == ("late", False, 1.0)
+
+
+def test_without_a_thread_a_job_is_refused_and_the_next_one_tries_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that may have no more threads for a while."""
+
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        with pytest.raises(RuntimeError, match="new thread"):
+            rig.submit("store", 1)
+    assert not isinstance(rig, CudaRig) or rig.fake.live_events == 0
+    rig.submit("store", 2)
+    assert rig.ends() == [((2,), "done")]
+
+
+def test_an_idle_mover_keeps_no_arena_alive(rig: Rig) -> None:
+    gone = weakref.ref(rig.arena)
+    rig.submit("store", 1)
+    assert rig.ends() == [((1,), "done")]
+    del rig.arena
+    if isinstance(rig, CudaRig):  # of the copies it was asked for, it remembers all
+        rig.fake.copied.clear()
+    assert eventually(lambda: gc.collect() >= 0 and gone() is None)
+
+
+# ------------------------------------------------------------ order
+
+
+def test_equal_jobs_keep_their_order(rig: Rig) -> None:
+    names = [(1, 2), (3, 4), (5, 6)]
+    for blocks in names:
+        rig.submit("load", *blocks)
+    assert [name for name, _ in rig.ends()] == names
+
+
+def test_loads_go_first_and_wait_for_one_row_only(on_host: HostRig) -> None:
+    on_host.hold()
+    on_host.submit("store", 1, 2, 3)
+    assert eventually(on_host.begun)
+    on_host.submit("load", 11, 12)
+    on_host.let_go()
+    on_host.ends()
+    assert on_host.rows == [1, 11, 12, 2, 3]
+
+
+def test_a_short_load_overtakes_a_long_one_that_no_one_starves(on_host: HostRig) -> None:
+    """Of short loads arriving all the time, only those go first that came before the long one's
+    own number of bytes had moved."""
+    on_host.hold()
+    on_host.submit("load", 1, 2, 3, 4)
+    assert eventually(on_host.begun)
+    arrivals = iter(range(21, 29))
+
+    def one_more(_: Done) -> None:
+        if (block := next(arrivals, None)) is not None:
+            on_host.submit("load", block, on_done=one_more)
+
+    on_host.submit("load", 20, on_done=one_more)
+    on_host.let_go()
+    on_host.ends()
+    rows = on_host.rows
+    assert rows[:3] == [1, 20, 21]
+    long = [i for i, block in enumerate(rows) if block < 5]
+    assert long[-1] < len(rows) - 1
+    assert long[-1] <= 2 * 4
+
+
+# ------------------------------------------------------------ close
+
+
+def test_close_settles_every_job_once(rig: Rig) -> None:
+    ends: list[tuple[object, str]] = []
+
+    def on_done(done: Done) -> None:
+        ends.append((done.job.name, done.outcome))
+
+    rig.hold()
+    for blocks in ((1, 2), (3, 4), (5, 6)):
+        rig.submit("store", *blocks, on_done=on_done)
+    assert eventually(rig.begun)
+
+    def let_go_once_closing() -> None:
+        assert eventually(lambda: rig.mover._closed)
+        rig.let_go()
+
+    threading.Thread(target=let_go_once_closing).start()
+    rig.mover.close()
+    rig.mover.close()
+    assert [(done.job.name, done.outcome) for done in rig.mover.poll()] == ends
+    assert [name for name, _ in ends] == [(1, 2), (3, 4), (5, 6)]
+    if isinstance(rig, HostRig):
+        assert ends[-1] == ((5, 6), "cancelled")
+        assert rig.rows == [1]
+    with pytest.raises(UsageError, match="closed"):
+        rig.submit("store", 5)
+
+
+def test_close_from_a_callback_is_misuse(rig: Rig) -> None:
+    said: list[str] = []
+
+    def on_done(done: Done) -> None:
+        try:
+            rig.mover.close()
+        except UsageError as e:
+            said.append(str(e))
+
+    rig.submit("store", 1, on_done=on_done)
+    assert rig.mover.drain(10)
+    assert said == ["close() was called from on_done; call it from another thread"]
+
+
+def test_close_without_a_job(rig: Rig) -> None:
+    rig.mover.close()
+    assert rig.mover.poll() == []
+    assert rig.mover.drain(0)
+
+
+# ------------------------------------------------------------ misuse: typed, before a byte moves
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (lambda a: Job("store", (plan(1, 2),), a[: 2 * SLOT]), "another boot"),
+        (lambda a: Job("store", (plan_copy(FOREIGN, [[1]], [0]),), a), "mover has not"),
+        (lambda a: Job("store", (plan(1),), a.view(np.uint16)), "flat uint8"),
+        (lambda a: Job("store", (plan(1),), a[::2]), "flat uint8"),
+        (lambda a: Job("load", (plan_copy(PLANES, [[1], [1]], [0, SLOT]),), a), "into one block"),
+        (lambda a: Job("load", (plan(1),), np.frombuffer(bytes(64 * SLOT), np.uint8)), "read-only"),
+    ],
+)
+def test_a_job_that_does_not_fit_is_refused(rig: Rig, bad: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        rig.mover.submit(bad(rig.arena))
+    assert rig.mover.drain(0)
+    assert not rig.arena.any()
+
+
+def test_planes_outside_their_region_are_refused() -> None:
+    with pytest.raises(UsageError, match="ends at byte"):
+        HostMover([np.zeros(64 * 4096 - 1, np.uint8)], [PLANES])
+
+
+# ------------------------------------------------------------ how the host copies
+
+
+def test_the_copy_does_not_hold_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one row of 32 MiB is copied this thread goes on; holding the GIL it never could.
+
+    A busy machine may have had no core for this thread just then: it gets more than one chance.
+    """
+    planes = GroupPlanes(0, (Plane(0, 32768, 32768),), blocks=1025, chunk_blocks=1024)
+    region, arena = np.ones(1025 << 15, np.uint8), np.zeros(32 << 20, np.uint8)
+    ids = np.random.default_rng(0).permutation(1024)[None] + 1
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    during, chances = 0, 100
+    try:
+        with closing(HostMover([region], [planes])) as mover:
+            while not during and chances:
+                chances -= 1
+                arena[:] = 0
+                mover.submit(Job("store", (plan_copy(planes, ids, [0]),), arena))
+                while not mover.drain(0):
+                    during += bool(arena[(ids.size - 1) << 15] == 0 and arena[0] == 1)
+                assert mover.poll()[0].ok
+    finally:
+        sys.setswitchinterval(interval)
+    assert during > 0
+
+
+@pytest.mark.parametrize(
+    ("planes", "bundles"),
+    [
+        ([Plane(n * 64 * 4096, 4096, 4096) for n in range(32)], 1),  # layers outermost
+        ([Plane(n * 4096, 32 * 4096, 4096) for n in range(32)], 1),  # blocks outermost
+        ([Plane(n * 4096, 4096, 4096, n) for n in range(3)], 3),  # regions of their own
+        ([Plane(0, 99, 9), Plane(9, 99, 9), Plane(18, 99, 4), Plane(22, 99, 4)], 2),
+        ([Plane(0, 9, 9), Plane(600, 9, 9), Plane(1300, 9, 9)], 2),  # unevenly spaced
+    ],
+)
+def test_layers_that_lie_evenly_move_in_one_call(planes: list[Plane], bundles: int) -> None:
+    group = GroupPlanes(0, tuple(planes), blocks=64, chunk_blocks=2)
+    regions = [np.zeros(32 * 64 * 4096, np.uint8)] * 3
+    assert len(host._bundles(group, regions)) == bundles
