@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import count
 from typing import Final, Literal
 
-
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.cuda import CudaMover
