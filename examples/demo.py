@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,21 +47,10 @@ class Row(NamedTuple):
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Say what takes time, a dot every two seconds, and how long it took."""
-    print(f"  {what} ", end="", flush=True)
-    start, over = time.monotonic(), threading.Event()
-
-    def show_life() -> None:
-        while not over.wait(2.0):
-            print(".", end="", flush=True)
-
-    dots = threading.Thread(target=show_life)
-    dots.start()
-    try:
-        yield
-    finally:
-        over.set()
-        dots.join()
+    """Say what takes time, and how long it took."""
+    print(f"  {what} ...", end="", flush=True)
+    start = time.monotonic()
+    yield
     print(f" {time.monotonic() - start:.1f} s", flush=True)
 
 
@@ -70,12 +58,8 @@ def main() -> int:
     """Run the demo; the exit status."""
     print("kvass demo: two vLLM processes share one KV cache through the daemon\n")
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvass-demo-")))
-        try:
-            rows = play(folder, stack)
-        except BaseException:
-            print("\n", flush=True)
-            raise
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvass-demo-"))
+        rows = play(Path(folder), stack)
     print()
     report(rows)
     return verdict(rows)

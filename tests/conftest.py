@@ -1,20 +1,18 @@
-"""For every test here: chance and a busy machine fail none, so what is red once is red again.
+"""For all tests: neither chance nor a busy machine fails one, so what is red once is red again.
 
 Hypothesis has no deadlines and draws the same examples in each run
-(``--hypothesis-profile=explore`` draws others). The collector looks at nothing that collecting the
-tests has imported: with vLLM among it, one look took 0.25 s, as long as a call may take an engine.
-Where several processes share the tests, ``side_by_side`` says how.
+(``--hypothesis-profile=explore`` draws others). The garbage collector does not look at what was
+imported: with vLLM among it, that took 0.25 s, as long as a call may take an engine.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import tempfile
 from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,7 +29,6 @@ settings.load_profile("same")
 
 ENGINES = Path(__file__).parent / "engine"
 ROOM = pytest.StashKey[side_by_side.Room]()
-FOLDER = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,32 +44,17 @@ def pytest_collection_finish() -> None:
 # ---------------------------------------------------------------- several processes
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    return side_by_side.scheduler(config, log)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """In the process that hands out the tests: the others meet in one folder."""
-    folder = tempfile.TemporaryDirectory(prefix="kvass-tests-")
-    config.stash[FOLDER] = folder.name
-    config.add_cleanup(folder.cleanup)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    node.workerinput["room"] = node.config.stash[FOLDER]
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        config.stash[ROOM] = side_by_side.Room(Path(config.workerinput["room"]))
+    if config.getoption("dist", "no") != "no":
+        config.option.dist, config.option.loadscopereorder = "loadgroup", False
+    if hasattr(config, "workerinput"):  # its folder is in one that all processes of the run share
+        config.stash[ROOM] = side_by_side.Room(Path(config.option.basetemp).parent)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist asks for the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: side_by_side.rank(item.nodeid))
+        side_by_side.group(items)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -84,5 +66,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             alone = item.get_closest_marker("alone") is not None
             stack.enter_context(room.entered(alone=alone))
         if item.path.is_relative_to(ENGINES):
-            stack.enter_context(side_by_side.environment_kept())
+            # vLLM's scheduler has a library of torch preloaded into every later process.
+            stack.enter_context(mock.patch.dict(os.environ))
         return (yield)

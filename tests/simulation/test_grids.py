@@ -5,7 +5,7 @@ The world's dead are drawn from all processes alike, so in a wide world nearly a
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.pool import ApplyResult, Pool
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ WORLDS = [
 ]
 
 
-Lives = dict[ParallelStrategy, Future[tuple[int, int, int]]]
+Lives = dict[ParallelStrategy, ApplyResult[tuple[int, int, int]]]
 
 
 def live(world: ParallelStrategy) -> tuple[int, int, int]:
@@ -48,13 +48,13 @@ def enough(world: ParallelStrategy, requests: int, deaths: int, reads: int) -> b
 
 
 @pytest.fixture(scope="module")
-def lives(cores: ProcessPoolExecutor, selected: dict[str, list[Any]]) -> Lives:
-    return {world: cores.submit(live, world) for world in selected["world"]}
+def lives(cores: Pool, selected: dict[str, list[Any]]) -> Lives:
+    return {world: cores.apply_async(live, (world,)) for world in selected["world"]}
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"tp{w.tp}-pp{w.pp}-x{w.replicas}")
 def test_b5_ranks_of_every_grid_die_at_random(world: ParallelStrategy, lives: Lives) -> None:
     """Some 500 requests each; every page that a rank reads in time is what its shard's writer left
     there, and nothing matches that a rank did not finish."""
-    requests, deaths, reads = lives[world].result()
+    requests, deaths, reads = lives[world].get()
     assert enough(world, requests, deaths, reads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.pool import Pool
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from kvass.types import GroupLayout
 from tests.support.reference.engine import run_reference
 
 SEEDS = 60
-"""Of each break, at most so many are tried; most are noticed within ten."""
+"""Of each break, at most so many are tried; most are noticed within ten. Without a break none of
+hundreds fails, as the first test and the simulator's show."""
 
 
 def live(seed: int) -> tuple[bool, int, int]:
@@ -22,13 +23,11 @@ def live(seed: int) -> tuple[bool, int, int]:
     return world.all_full, world.loaded, world.promoted
 
 
-def test_every_loaded_page_is_of_its_tokens_group_layer_and_shard(
-    cores: ProcessPoolExecutor,
-) -> None:
-    worlds = [*cores.map(live, range(1_000_000, 1_000_200), chunksize=10)]
-    assert sum(loaded for all_full, loaded, _ in worlds if all_full) > 100
-    assert sum(loaded for all_full, loaded, _ in worlds if not all_full) > 300
-    assert sum(promoted for _, _, promoted in worlds) > 300
+def test_every_loaded_page_is_of_its_tokens_group_layer_and_shard(cores: Pool) -> None:
+    worlds = [*cores.map(live, range(1_000_000, 1_000_100), chunksize=10)]
+    assert sum(loaded for all_full, loaded, _ in worlds if all_full) > 50
+    assert sum(loaded for all_full, loaded, _ in worlds if not all_full) > 150
+    assert sum(promoted for _, _, promoted in worlds) > 150
 
 
 def noticed() -> bool:
@@ -39,10 +38,6 @@ def noticed() -> bool:
         except Exception:  # noqa: BLE001 - a wrong page, or a law that the core itself asserts
             return True
     return False
-
-
-def test_nothing_is_noticed_without_a_break() -> None:
-    assert not noticed()
 
 
 def shifted(self: Spans, group: int, ids: Any, chunk: int) -> Any:

@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from multiprocessing.pool import Pool
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,11 @@ from kvass.transfer import cuda
 from kvass.transfer.base import Job, Kind
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.runtime import MAX_DESCRIPTORS, Fault, Region, Stream
+from tests.support import processes
 from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.mutants import TIMEOUT_S, UNBROKEN, Mutant
 from tests.support.waiting import eventually
-from tests.transfer.cuda_mutants import (
-    MUTANTS,
-    UNBROKEN,
-    Mutant,
-    StaleMutantError,
-    broken_copy,
-    notice,
-)
+from tests.transfer.cuda_mutants import MUTANTS, notice
 from tests.transfer.gpu_world import run_seed
 from tests.transfer.test_movers import PLANES, SLOT, CudaRig, plan
 
@@ -42,18 +37,21 @@ def test_seeded_histories(first: int) -> None:
     assert [told for seed in range(first, first + 100) if (told := run_seed(seed))] == []
 
 
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Pool]:
+    """A new process for each task, in which nothing of the mover is imported."""
+    with processes.pool(1) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
-def test_every_break_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
-    assert notice(broken_copy(mutant, tmp_path)), f"nothing notices: {mutant.name}"
+def test_every_break_is_noticed(mutant: Mutant, forked: Pool) -> None:
+    told = forked.apply_async(notice, (mutant,)).get(TIMEOUT_S)
+    assert told, f"nothing notices: {mutant.name}"
 
 
-def test_an_unbroken_copy_is_not_blamed(tmp_path: Path) -> None:
-    assert notice(broken_copy(UNBROKEN, tmp_path), 50) == ""
-
-
-def test_a_break_that_does_not_apply_any_more_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StaleMutantError, match="found 0 times"):
-        broken_copy(Mutant("stale", "cuda.py", "no such text", ""), tmp_path)
+def test_an_unbroken_mover_is_not_blamed(forked: Pool) -> None:
+    assert forked.apply(notice, (UNBROKEN, 50)) == ""
 
 
 # ------------------------------------------------------------ with its thread

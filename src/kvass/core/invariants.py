@@ -192,7 +192,8 @@ def _counts(state: State, pinned: list[ClassRows]) -> None:
     held, used = np.zeros_like(sets.held), np.zeros_like(sets.used)
     filled = table.set_of[table.state != FREE]
     np.add.at(used, filled, 1)
-    np.add.at(held, table.set_of[np.isin(table.state, (WRITING, LOADING, QUARANTINED))], 1)
+    in_transit = np.logical_or.reduce([table.state == s for s in (WRITING, LOADING, QUARANTINED)])
+    np.add.at(held, table.set_of[in_transit], 1)
     for part in pinned:
         np.add.at(held, table.set_of[part.rows], 1)
     there = sets.owner != NOBODY

@@ -7,20 +7,7 @@ import random
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.effects import (
-    Emptied,
-    EpochIs,
-    FromTier,
-    Loaded,
-    Probed,
-    Records,
-    Stored,
-    TierEpoch,
-    TierLoad,
-    TierProbe,
-    TierStore,
-    ToTier,
-)
+from kvass.core import effects as fx
 from kvass.core.epochs import to_note
 from kvass.transfer.base import U8Array
 
@@ -35,25 +22,25 @@ class ReferenceTier:
         self._records: dict[RecordKey, list[U8Array]] = {}
         self._notes: dict[bytes, int] = {}
 
-    def perform(self, effect: ToTier) -> FromTier:
+    def perform(self, effect: fx.ToTier) -> fx.FromTier:
         """Carry out an operation; its end."""
-        if isinstance(effect, TierProbe):
+        if isinstance(effect, fx.TierProbe):
             held = [key in self._records for batch in effect.batches for key in _keys(batch)]
-            return Probed(effect.op, np.array(held, np.bool_))
-        if isinstance(effect, TierLoad):
-            return Loaded(effect.op, self._load(effect), 0.001)
-        if isinstance(effect, TierStore):
+            return fx.Probed(effect.op, np.array(held, np.bool_))
+        if isinstance(effect, fx.TierLoad):
+            return fx.Loaded(effect.op, self._load(effect), 0.001)
+        if isinstance(effect, fx.TierStore):
             for key, runs in zip(_keys(effect.records), self._runs(effect), strict=True):
                 self._records[key] = [run.copy() for run in runs]
-            return Stored(effect.op, np.ones(len(effect.records.keys), np.bool_))
-        if isinstance(effect, TierEpoch):
+            return fx.Stored(effect.op, np.ones(len(effect.records.keys), np.bool_))
+        if isinstance(effect, fx.TierEpoch):
             epoch = to_note(effect, self._notes.get(effect.namespace), 0.0)
             self._notes[effect.namespace] = epoch
-            return EpochIs(effect.op, epoch)
+            return fx.EpochIs(effect.op, epoch)
         self._records.clear()
-        return Emptied(effect.op, True)
+        return fx.Emptied(effect.op, True)
 
-    def _load(self, effect: TierLoad) -> npt.NDArray[np.bool_]:
+    def _load(self, effect: fx.TierLoad) -> npt.NDArray[np.bool_]:
         which = np.ones(len(effect.records.keys), np.bool_)
         for i, (key, runs) in enumerate(
             zip(_keys(effect.records), self._runs(effect), strict=True)
@@ -63,7 +50,7 @@ class ReferenceTier:
                 run[:] = kept if which[i] else self._rng.randrange(256)
         return which
 
-    def _runs(self, effect: TierLoad | TierStore) -> list[list[U8Array]]:
+    def _runs(self, effect: fx.TierLoad | fx.TierStore) -> list[list[U8Array]]:
         """The arena's bytes of each row, shard by shard."""
         sizes = effect.shard_bytes
         offsets = [effect.slots.offsets(s, size).tolist() for s, size in enumerate(sizes)]
@@ -73,6 +60,6 @@ class ReferenceTier:
         ]
 
 
-def _keys(records: Records) -> list[RecordKey]:
+def _keys(records: fx.Records) -> list[RecordKey]:
     named = records.namespace, records.epoch, records.group
     return [(*named, row.tobytes()) for row in np.ascontiguousarray(records.keys)]

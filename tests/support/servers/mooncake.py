@@ -18,6 +18,8 @@ from tests.support.servers.server import Server, free_port, pause
 
 SEGMENT = 512 << 20
 """Bytes that an owner contributes."""
+_PORTS = (20_000, 32_000)
+"""Outside of the library's own range, 12300 to 17000."""
 
 
 def program() -> Path:
@@ -32,7 +34,7 @@ class MooncakeServer(Server):
     """A master and its owners; ``address`` is the part of a tier URL after ``mooncake:``."""
 
     def __init__(self, *options: str, owners: int = 1) -> None:
-        self.port = _free_port()
+        self.port = free_port(*_PORTS)
         self.address = f"127.0.0.1:{self.port}"
         self._options = options
         self.owners: list[Owner] = []
@@ -49,7 +51,7 @@ class MooncakeServer(Server):
             "rpc_address": "127.0.0.1",
             "rpc_port": self.port,
             "metrics_host": "127.0.0.1",
-            "metrics_port": _free_port(),
+            "metrics_port": free_port(*_PORTS),
             "enable_metric_reporting": "false",
             "minloglevel": 2,
         }
@@ -130,11 +132,6 @@ def _own(address: str, segment: int) -> None:
             answer = store.put(name, bytes.fromhex(value[0]))
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
-
-
-def _free_port() -> int:
-    """A port outside the library's own range, 12300 to 17000."""
-    return free_port(20_000, 32_000)
 
 
 if __name__ == "__main__":

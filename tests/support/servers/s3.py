@@ -12,9 +12,9 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Final
+from unittest import mock
 
 from tests.support.servers.server import Server, free_port
 
@@ -101,18 +101,7 @@ _ALL: Final = """{"Version": "2012-10-17",
 "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}"""
 
 
-@contextmanager
-def credentials(key: str = "test", secret: str = "s3cr&t") -> Iterator[None]:
+def credentials(key: str = "test", secret: str = "s3cr&t") -> AbstractContextManager[object]:
     """Set the environment's credentials for tiers opened here; use no proxy for 127.0.0.1."""
     mine = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
-    mine |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
-    before = {name: os.environ.get(name) for name in mine}
-    os.environ.update(mine)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return mock.patch.dict(os.environ, mine, NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")

@@ -14,12 +14,15 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvass import messages as m
-from kvass.types import DEVICE_S, SCHEDULER, Slots, Timing
+from kvass.types import DEVICE_S, SCHEDULER, Slots
 from tests.support.simulation.random_models import WIDTH, Model
 from tests.support.witness.records import BrokenLawError, Place, Tag, list_places
+
+if TYPE_CHECKING:
+    from tests.support.simulation.world import World
 
 
 @dataclass(eq=False, slots=True)
@@ -60,31 +63,6 @@ def some(rng: random.Random, among: list[Item]) -> list[Item]:
     return rng.sample(among, -(-len(among) // 4))
 
 
-class EngineWorld(Protocol):
-    """What an engine needs of the world."""
-
-    rng: random.Random
-    now: float
-    memory: ArenaContents
-    timing: Timing
-
-    def connect(self) -> ClientConnection: ...
-
-    def expected(self, lease: int) -> dict[int, Tag | None]:
-        """What the witness says that the pages of a lease hold."""
-        ...
-
-    def land(self, memory: ArenaContents, page: int, tag: Tag | None) -> None:
-        """A worker's bytes arrive on ``page`` now."""
-        ...
-
-    def straggle(
-        self, memory: ArenaContents, left: list[tuple[int, Tag | None]], until: float
-    ) -> None:
-        """The bytes of a lost worker arrive later, all of them by ``until``."""
-        ...
-
-
 # ---------------------------------------------------------------- engines
 
 
@@ -123,7 +101,7 @@ class Process:
 class SimulatedEngine:
     """An instance: a scheduler and its workers, each of which may die or stall at any point."""
 
-    def __init__(self, name: str, model: Model, world: EngineWorld) -> None:
+    def __init__(self, name: str, model: Model, world: World) -> None:
         self.name = name
         self.model = model
         self.world = world
@@ -143,7 +121,10 @@ class SimulatedEngine:
 
     def connect(self, process: Process) -> ClientConnection:
         peer = process.peer = self.world.connect()
-        peer.sent.append(m.Hello(seq=1, clock_s=self.world.now, wants_arena=process.rank >= 0))
+        features = ("promoting",) if peer.session % 2 else ()
+        hello = m.Hello(seq=1, features=features, clock_s=self.world.now)
+        hello.wants_arena = process.rank >= 0
+        peer.sent.append(hello)
         peer.ask(self._register(process.rank))
         return peer
 
@@ -202,6 +183,8 @@ class SimulatedEngine:
             self.die(process)
             return
         reply = peer.inbox.popleft()
+        if isinstance(reply, m.Promoting):
+            return  # the answer follows
         asked = peer.asked.pop(reply.seq, None)
         if isinstance(reply, m.Matched) and isinstance(asked, m.Lookup):
             if reply.lease:

@@ -15,6 +15,7 @@ feeds a trace to the core again, also after the simulator itself has changed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -25,16 +26,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from kvass import messages as m
 from kvass.core.effects import Stopping, Tick
+from kvass.core.event_lines import line, parse
+from kvass.core.machine import CacheMachine, CoreConfig
 from tests.support.reference.engine import run_reference
 from tests.support.simulation.clients import ClientConnection, Process, SimulatedEngine, some
 from tests.support.simulation.faults import inject_fault
 from tests.support.simulation.starvation import check_no_starvation
-from tests.support.simulation.traces import dump_trace, replay
 from tests.support.simulation.warm_start import put_back_tiers, warm_tiers
 from tests.support.simulation.world import World
 from tests.support.witness.records import BrokenLawError
+from tests.support.witness.witness import Witness
 
 SLICES: Final = 1000
 """Ticks after which work that the core does in slices must be over."""
@@ -156,7 +161,6 @@ class Simulation(World):
 
 def run_seed(
     seed: int,
-    steps: int = 350,
     trace_to: Path | None = None,
     look: Callable[[Simulation], None] = lambda sim: None,
 ) -> str | None:
@@ -165,7 +169,7 @@ def run_seed(
     sim: Simulation | None = None
     try:
         sim = Simulation(seed)
-        sim.run(steps)
+        sim.run()
         look(sim)
         run_reference(seed)
     except Exception as error:  # noqa: BLE001 - the report names the seed
@@ -173,12 +177,40 @@ def run_seed(
         last = [] if sim is None else [f"{t:.4f} {e}" for t, e in sim.trace[-12:]]
         if sim is not None and trace_to is not None:
             path = trace_to / f"sim-{seed}.jsonl"
-            path.write_text(
-                "\n".join(dump_trace(sim.machine.state.config, sim.roomy, sim.trace)) + "\n"
-            )
+            path.write_text(dump_trace(sim))
             last.append(f"replay: python -m tests.support.simulation.simulator --replay {path}")
         return "\n".join([f"seed {seed} failed: {type(error).__name__}: {error}", told, *last])
     return None
+
+
+# ---------------------------------------------------------------- traces
+
+
+def dump_trace(sim: Simulation) -> str:
+    """A line ``{"config": .., "roomy": ..}``, then a line per event (``core/event_lines.py``)."""
+    config = msgspec.to_builtins(sim.machine.state.config)
+    lines = [line(now, event, max_chars=None) for now, event in sim.trace]
+    return "\n".join([json.dumps({"config": config, "roomy": sim.roomy}), *lines, ""])
+
+
+def replay(lines: list[str]) -> None:
+    """Feed a trace to the core and a witness again.
+
+    Raises:
+        AssertionError: the law that the recorded run broke, if it still does.
+    """
+    head = json.loads(lines[0])
+    config = msgspec.convert(head["config"], CoreConfig)
+    machine = CacheMachine(config)
+    witness = Witness(config, roomy=head["roomy"])
+    for text in lines[1:]:
+        now, event = parse(text)
+        effects = machine.step(event, now)
+        machine.validate()
+        witness.observe(event, effects, now, machine.next_deadline())
+        witness.state.compare(machine.status())
+    if not witness.sessions.sessions and not witness.state.ops:
+        witness.state.quiet(machine.next_deadline(), machine.status())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -186,7 +218,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.simulation.simulator")
     parser.add_argument("--seeds", type=int, default=1000, help="how many to run")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--steps", type=int, default=350, help="how long each history is")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--traces", type=Path, default=Path("."), help="where traces are left")
     parser.add_argument("--replay", type=Path, help="a trace to feed to the core again")
@@ -197,9 +228,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     began, failed = time.perf_counter(), 0
     seeds = range(args.start, args.start + args.seeds)
-    one = partial(run_seed, steps=args.steps, trace_to=args.traces)
-    with ProcessPoolExecutor(max_workers=args.jobs) as pool:
-        for told in pool.map(one, seeds, chunksize=10):
+    one = partial(run_seed, trace_to=args.traces)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for told in pool.map(one, seeds, chunksize=10) if args.jobs > 1 else map(one, seeds):
             if told is not None:
                 failed += 1
                 print(told, file=sys.stderr)  # noqa: T201

@@ -11,59 +11,27 @@ it reads such a note later, it must correct it; if it ends before, the note is c
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.effects import (
-    Effect,
-    Emptied,
-    EpochIs,
-    Event,
-    FromTier,
-    Loaded,
-    Probed,
-    Records,
-    Stored,
-    TierClear,
-    TierEpoch,
-    TierLoad,
-    TierProbe,
-    TierReport,
-    TierStore,
-    ToTier,
-)
+from kvass.core import effects as fx
 from kvass.core.epochs import to_note
-from tests.support.simulation.clients import ArenaContents
 from tests.support.witness.records import BrokenLawError, Place, Tag, list_places
 from tests.support.witness.tiers import digests_of
-from tests.support.witness.witness import Witness
+
+if TYPE_CHECKING:
+    from tests.support.simulation.world import World
 
 RecordKey = tuple[bytes, int, int, bytes]
 """(namespace, epoch, group, chunk hash)."""
 
 Content = list[list[Tag | None]]
 """What the pages of a row held, per shard."""
-
-
-class TierWorld(Protocol):
-    """What tiers need of the world."""
-
-    rng: random.Random
-    now: float
-    memory: ArenaContents
-    witness: Witness
-
-    def later(self, when: float, action: Callable[[], None]) -> None:
-        """Do ``action`` then, unless the daemon ends before."""
-        ...
-
-    def step(self, event: Event) -> list[Effect]: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +59,7 @@ class SimTier:
 class Operation:
     """One open operation."""
 
-    effect: ToTier
+    effect: fx.ToTier
     tier: SimTier
     began: float
     ends: float
@@ -105,7 +73,7 @@ class Operation:
 class SimTiers:
     """All tiers of a world, and their open operations."""
 
-    def __init__(self, world: TierWorld, count: int, healthy: bool) -> None:
+    def __init__(self, world: World, count: int, healthy: bool) -> None:
         rng = world.rng
         self.world = world
         self.healthy = healthy
@@ -143,7 +111,7 @@ class SimTiers:
 
     def _outlives(self, under: Operation) -> None:
         effect, tier = under.effect, under.tier
-        if isinstance(effect, TierStore):
+        if isinstance(effect, fx.TierStore):
             for i, key in enumerate(under.keys):
                 content = under.contents[i]
                 if content is not None and all(
@@ -151,12 +119,12 @@ class SimTiers:
                     for seen, run in zip(content, under.places[i], strict=True)
                 ):
                     tier.records[key] = content
-        elif isinstance(effect, TierEpoch):
+        elif isinstance(effect, fx.TierEpoch):
             self._note(under)
-        elif isinstance(effect, TierClear):
+        elif isinstance(effect, fx.TierClear):
             tier.records.clear()
 
-    def take(self, effect: ToTier) -> None:
+    def take(self, effect: fx.ToTier) -> None:
         """Begin an operation that the core asks for."""
         world, rng = self.world, self.world.rng
         tier = self.tiers[effect.tier]
@@ -174,21 +142,21 @@ class SimTiers:
             lasts = rng.random() * 9
         under = Operation(effect, tier, world.now, world.now + lasts)
         self.open[effect.op] = under
-        if isinstance(effect, TierProbe):
+        if isinstance(effect, fx.TierProbe):
             under.keys = [key for batch in effect.batches for key in _keys(batch)]
             self._at(under, self._look)
-        elif isinstance(effect, TierLoad | TierStore):
+        elif isinstance(effect, fx.TierLoad | fx.TierStore):
             under.keys = _keys(effect.records)
             under.places = list_places(effect.slots, effect.shard_bytes)
-            self._move(under, isinstance(effect, TierStore))
-        elif isinstance(effect, TierEpoch):
+            self._move(under, isinstance(effect, fx.TierStore))
+        elif isinstance(effect, fx.TierEpoch):
             if not self._fails(tier):
                 self._at(under, self._note)
         else:
             self._at(under, self._empty)
         world.later(under.ends, partial(self._finish, under))
         if rng.random() < 0.02:
-            report = TierReport(effect.tier, {"mood": "so so"})
+            report = fx.TierReport(effect.tier, {"mood": "so so"})
             world.later(under.ends, partial(self._tell, report))
 
     def _at(self, under: Operation, what: Callable[[Operation], None]) -> None:
@@ -224,7 +192,7 @@ class SimTiers:
                 tier.notes[namespace] = epoch
         for up in (False, True):
             when = self.world.now + up * self.world.rng.random()
-            self.world.later(when, partial(self._tell, TierReport(number, {"up": up})))
+            self.world.later(when, partial(self._tell, fx.TierReport(number, {"up": up})))
 
     # ------------------------------------------------------------ operations
 
@@ -236,7 +204,7 @@ class SimTiers:
 
     def _note(self, under: Operation) -> None:
         effect, tier = under.effect, under.tier
-        assert isinstance(effect, TierEpoch)
+        assert isinstance(effect, fx.TierEpoch)
         clock_s = self.world.now * 1000  # it runs faster than clears come
         under.told = to_note(effect, tier.notes.get(effect.namespace), clock_s)
         if effect.renew and tier.ill and self.world.rng.random() < 0.5:
@@ -303,36 +271,36 @@ class SimTiers:
         del self.open[under.effect.op]
         self.world.step(self._end(under))
 
-    def _tell(self, report: TierReport) -> None:
+    def _tell(self, report: fx.TierReport) -> None:
         self.world.step(report)
 
-    def _end(self, under: Operation) -> FromTier:
+    def _end(self, under: Operation) -> fx.FromTier:
         effect, rng = under.effect, self.world.rng
-        if isinstance(effect, TierProbe):
+        if isinstance(effect, fx.TierProbe):
             held = under.held or [False] * len(under.keys)
-            return Probed(effect.op, np.array(held, np.bool_))
-        if isinstance(effect, TierLoad):
+            return fx.Probed(effect.op, np.array(held, np.bool_))
+        if isinstance(effect, fx.TierLoad):
             found = [self._found(under, i) for i in range(len(under.keys))]
             for i, content in enumerate(found):
                 if content is not None:
                     tags = [_one(shard) for shard in content]
                     self.world.witness.tiers.brought(effect.op, i, tags)
             which = np.array([content is not None for content in found], np.bool_)
-            return Loaded(effect.op, which, under.ends - under.began)
-        if isinstance(effect, TierStore):
+            return fx.Loaded(effect.op, which, under.ends - under.began)
+        if isinstance(effect, fx.TierStore):
             if self.world.now < under.tier.down_until:
-                return Stored(effect.op, np.zeros(len(under.keys), np.bool_), down=True)
-            return Stored(effect.op, self._keep(under))
-        if isinstance(effect, TierEpoch):
+                return fx.Stored(effect.op, np.zeros(len(under.keys), np.bool_), down=True)
+            return fx.Stored(effect.op, self._keep(under))
+        if isinstance(effect, fx.TierEpoch):
             late = under.told is None or self._fails(under.tier)
             if late and rng.random() < 0.5:  # it takes effect after the timeout
                 self.world.later(self.world.now + rng.random() * 5, partial(self._note, under))
             if late or under.told is None:
-                return EpochIs(effect.op, None)
+                return fx.EpochIs(effect.op, None)
             told = under.tier.told
             told[effect.namespace] = max(under.told, told.get(effect.namespace, 0))
-            return EpochIs(effect.op, under.told)
-        return Emptied(effect.op, bool(under.told))
+            return fx.EpochIs(effect.op, under.told)
+        return fx.Emptied(effect.op, bool(under.told))
 
     def _keep(self, under: Operation) -> npt.NDArray[np.bool_]:
         which = np.ones(len(under.keys), np.bool_)
@@ -344,7 +312,7 @@ class SimTiers:
         return which
 
 
-def _keys(records: Records) -> list[RecordKey]:
+def _keys(records: fx.Records) -> list[RecordKey]:
     named = records.namespace, records.epoch, records.group
     return [(*named, key) for key in digests_of(records.keys)]
 

@@ -14,27 +14,13 @@ from functools import partial
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
-from kvass.core.effects import (
-    Close,
-    Effect,
-    Event,
-    Faulted,
-    Lost,
-    Opened,
-    ProcessEnded,
-    Received,
-    Send,
-    Tick,
-    ToSession,
-    Watch,
-)
+from kvass.core import effects as fx
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.core.tier_state import FlushMode
 from kvass.types import Limits, Timing
 from tests.support.simulation.clients import ArenaContents, ClientConnection, SimulatedEngine
 from tests.support.simulation.random_models import random_model
 from tests.support.simulation.tiers import SimTiers
-from tests.support.simulation.traces import Traced
 from tests.support.witness.records import Archive, Tag
 from tests.support.witness.witness import Witness
 
@@ -111,7 +97,7 @@ class World:
         peer = self.peers[self.sessions] = ClientConnection(
             self.sessions, visible=self.rng.random() < 0.6
         )
-        self.step(Opened(peer.session, uid, own=uid == OWN_UID))
+        self.step(fx.Opened(peer.session, uid, own=uid == OWN_UID))
         return peer
 
     def expected(self, lease: int) -> dict[int, Tag | None]:
@@ -161,13 +147,13 @@ class World:
         self.peers: dict[int, ClientConnection] = {}
         self.sessions = self.laters = 0
         self.late: list[tuple[float, int, Callable[[], None]]] = []
-        self.trace: Traced = []
+        self.trace: list[tuple[float, fx.Event]] = []
         self.strangers.clear()
         self.said.clear()
         for engine in self.engines:
             engine.daemon_gone(gone)
 
-    def step(self, event: Event) -> list[Effect]:
+    def step(self, event: fx.Event) -> list[fx.Effect]:
         """Give the core one event, deliver its effects, check every law."""
         self.trace.append((self.now, event))
         effects = self.machine.step(event, self.now)
@@ -176,20 +162,20 @@ class World:
         if len(self.trace) % 8 == 0:
             self.witness.state.compare(self.machine.status())
         for effect in effects:
-            if isinstance(effect, Watch):
+            if isinstance(effect, fx.Watch):
                 continue
-            if not isinstance(effect, ToSession):
+            if not isinstance(effect, fx.ToSession):
                 self.tiers.take(effect)
                 continue
             peer = self.peers.get(effect.session)
             if peer is None:
                 continue
-            if isinstance(effect, Send):
+            if isinstance(effect, fx.Send):
                 peer.inbox.append(effect.message)
             else:
                 peer.hung_up = True
                 peer.sent.clear()
-                if isinstance(effect, Close):
+                if isinstance(effect, fx.Close):
                     del self.peers[effect.session]
         return effects
 
@@ -200,7 +186,7 @@ class World:
         self.now = until
         due = self.machine.next_deadline()
         if due is not None and due <= until and self.rng.random() < 0.7:
-            self.step(Tick())
+            self.step(fx.Tick())
 
     def catch_up(self, until: float) -> None:
         """Do what was scheduled (``later``) for up to this time."""
@@ -213,23 +199,23 @@ class World:
         """The daemon reads the next message of a connection, or its EOF."""
         if not peer.sent:
             del self.peers[peer.session]
-            effects = self.step(Lost(peer.session, exiting=peer.visible and peer.exits))
+            effects = self.step(fx.Lost(peer.session, exiting=peer.visible and peer.exits))
             if peer.visible:
                 self.watch(peer, effects)
             return
         message = peer.sent.popleft()
         if message is None:
-            self.step(Faulted(peer.session, "bad_frame", "garbage"))
+            self.step(fx.Faulted(peer.session, "bad_frame", "garbage"))
         elif not peer.hung_up:
             self.said.append((peer.session, message))
-            self.step(Received(peer.session, message))
+            self.step(fx.Received(peer.session, message))
 
-    def watch(self, peer: ClientConnection, effects: list[Effect]) -> None:
+    def watch(self, peer: ClientConnection, effects: list[fx.Effect]) -> None:
         """Report the end of a lost session's process, if the core asked and it is soon enough."""
         for effect in effects:
-            if isinstance(effect, Watch) and peer.ends < effect.until:
+            if isinstance(effect, fx.Watch) and peer.ends < effect.until:
                 ended = partial(self._process_ended, effect.session)
                 self.later(max(self.now, peer.ends), ended)
 
     def _process_ended(self, session: int) -> None:
-        self.step(ProcessEnded(session))
+        self.step(fx.ProcessEnded(session))

@@ -12,12 +12,11 @@ Apart from ``raise`` it keeps the tier protocol.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvass.errors import TierDown
-from kvass.tiers.base import Shards, Tier
 from kvass.tiers.url import open_tier
 
 ORDERS: Final = (
@@ -28,6 +27,7 @@ ORDERS: Final = (
     "promise",  # a probe answers that everything is held
     "spoil",  # a load writes garbage into its buffers, and fails
 )
+_CALLS: Final = ("probe", "load", "store", "delete", "clear", "note", "set_note")
 _SLOW_S: Final = 1.0
 _LOOK_S: Final = 0.01
 
@@ -36,8 +36,11 @@ class FaultyTier:
     """See the top of this file."""
 
     def __init__(self, inner: str, orders: str) -> None:
-        self._inner: Tier = open_tier(inner)
+        self._inner = open_tier(inner)
         self._orders = Path(orders)
+        self.close = self._inner.close
+        for name in _CALLS:
+            setattr(self, name, partial(self._call, name))
 
     def _told(self, word: str) -> bool:
         try:
@@ -45,7 +48,8 @@ class FaultyTier:
         except FileNotFoundError:
             return False
 
-    def _obey(self, bulk: bool = False) -> None:
+    def _call(self, name: str, *arguments: Any) -> Any:
+        bulk = name in ("load", "store")
         if self._told("dead"):
             raise TierDown("told to be dead")
         if self._told("raise"):
@@ -54,48 +58,11 @@ class FaultyTier:
             time.sleep(_SLOW_S)
         while bulk and self._told("hang"):
             time.sleep(_LOOK_S)
-
-    def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        """See ``Tier.probe``."""
-        self._obey()
-        held = self._inner.probe(keys)
-        return [True] * len(keys) if self._told("promise") else held
-
-    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
-        """See ``Tier.load``."""
-        self._obey(bulk=True)
-        if self._told("spoil"):
-            for shards in into:
+        if name == "probe" and self._told("promise"):
+            return [True] * len(arguments[0])
+        if name == "load" and self._told("spoil"):
+            for shards in arguments[1]:
                 for shard in shards:
                     shard[: len(shard) // 2] = 0x5A
-            return [False] * len(keys)
-        return self._inner.load(keys, into)
-
-    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        """See ``Tier.store``."""
-        self._obey(bulk=True)
-        return self._inner.store(keys, data)
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """See ``Tier.delete``."""
-        self._obey()
-        self._inner.delete(keys)
-
-    def clear(self) -> None:
-        """See ``Tier.clear``."""
-        self._obey()
-        self._inner.clear()
-
-    def note(self, name: str) -> bytes | None:
-        """See ``Tier.note``."""
-        self._obey()
-        return self._inner.note(name)
-
-    def set_note(self, name: str, value: bytes) -> None:
-        """See ``Tier.set_note``."""
-        self._obey()
-        self._inner.set_note(name, value)
-
-    def close(self) -> None:
-        """See ``Tier.close``."""
-        self._inner.close()
+            return [False] * len(arguments[0])
+        return getattr(self._inner, name)(*arguments)

@@ -15,7 +15,6 @@ from tests.support.witness.records import (
     Reservation,
     RowKey,
     Source,
-    check_named,
     pages,
     rows_of,
     split,
@@ -37,8 +36,9 @@ class ReadWitness:
         """A ``Lookup`` was answered; ``late``: it was asked in an earlier step."""
         state = self.state
         instance, _ = state.roles[session]
-        if msg.readers is not None:
-            check_named(set(msg.readers), instance)
+        readers = {0} if msg.readers is None else set(msg.readers)
+        if not readers or not readers <= set(range(instance.first.ranks)):
+            raise BrokenLawError(f"law 2: {readers} are not ranks of {instance.name}")
         keys = split(msg.digests, msg.width)
         namespace = instance.namespace
         hit = reply.chunks != msg.first
@@ -60,7 +60,7 @@ class ReadWitness:
             rows.append((key, source, place))
         self._check_length(namespace, keys, msg.first, msg.spare, reply.chunks, late)
         if hit:
-            self._lease(instance, msg, reply, rows, keys[msg.first : reply.chunks])
+            self._lease(instance, readers, reply, rows)
 
     def prefetch(
         self, session: int, msg: m.Prefetch, reply: m.Prefetched, late: Pending | None = None
@@ -122,29 +122,24 @@ class ReadWitness:
     def _lease(
         self,
         instance: Instance,
-        msg: m.Lookup,
+        readers: set[int],
         reply: m.Matched,
         rows: list[tuple[RowKey, Source, Place]],
-        keys: list[bytes],
     ) -> None:
         state = self.state
         if reply.lease <= 0 or reply.lease in state.leases or reply.boot != state.config.boot:
             raise BrokenLawError(f"law 2: lease id or boot of {reply}")
-        self._check_deadline(reply.deadline_s)
-        readers = {0} if msg.readers is None else set(msg.readers)
+        now, lease_s = state.now, state.config.timing.lease_s
+        if not now < reply.deadline_s <= now + lease_s + 1e-6:
+            raise BrokenLawError(f"law 5: a lease until {reply.deadline_s} at {now}")
         owing = readers & instance.sessions.keys()
-        lease = Lease(reply.lease, instance, reply.deadline_s, owing, rows, keys)
+        lease = Lease(reply.lease, instance, reply.deadline_s, owing, rows)
         state.leases[lease.id] = lease
         for _, source, place in rows:
             if isinstance(source, LoadedRow):
                 source.lent = True
             for page in pages(place):
                 state.readers.setdefault(page, []).append(lease)
-
-    def _check_deadline(self, deadline: float) -> None:
-        now, lease_s = self.state.now, self.state.config.timing.lease_s
-        if not now < deadline <= now + lease_s + 1e-6:
-            raise BrokenLawError(f"law 5: a lease until {deadline} at {now}")
 
     def release(self, session: int, msg: m.Release) -> None:
         """A rank or the scheduler gives a lease back."""

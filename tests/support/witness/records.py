@@ -207,7 +207,7 @@ class Pending:
     promised: set[RowKey] = field(default_factory=set)
     """The rows it asks for that a tier is sure to deliver."""
     spoiled: set[RowKey] = field(default_factory=set)
-    """Rows that were written anew, or found wrong, since: neither of the above counts."""
+    """Rows that were written anew since: neither of the above counts."""
     awaits: set[int] = field(default_factory=set)
     """Of a clear: the tier operations it waits for."""
     failed: bool = False
@@ -239,8 +239,6 @@ class Lease:
     deadline: float
     owing: set[int]
     rows: list[tuple[RowKey, Source, Place]]
-    keys: list[bytes]
-    """The keys of its chunks, from the first one that was asked for."""
     handed: bool = False
 
     def live(self, now: float) -> bool:
@@ -274,18 +272,6 @@ def list_places(slots: Slots, shard_bytes: tuple[int, ...]) -> list[Place]:
             )
         )
     return places
-
-
-def check_named(ranks: set[int], instance: Instance) -> None:
-    if not ranks or not ranks <= set(range(instance.first.ranks)):
-        raise BrokenLawError(f"law 2: {ranks} are not ranks of {instance.name}")
-
-
-def check_writers(ranks: set[int], instance: Instance) -> None:
-    """Each shard is written by exactly one of ``ranks``."""
-    check_named(ranks, instance)
-    if sorted(instance.workers[r].shard for r in ranks) != [*range(instance.first.world_size)]:
-        raise BrokenLawError(f"law 4: {ranks} write, of {instance.first.world_size} shards")
 
 
 def contradicts(msg: m.Register, instance: Instance) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvass.core.effects import Close, Effect, Event, Opened
 from kvass.core.session_limits import OBSERVERS
-from kvass.messages import Error, FromDaemon
+from kvass.messages import Error, FromDaemon, Hello, Welcome
 from kvass.types import Limits
 from tests.support.witness.records import BrokenLawError
 
@@ -18,6 +18,7 @@ class ObservedSession:
     uid: int
     own: bool
     since: float
+    features: tuple[str, ...] = ()
     greeted: bool = False
     registered: bool = False
     half_closed: bool = False
@@ -68,10 +69,14 @@ class SessionWitness:
         """Whether the daemon still reads what the session sends."""
         return session in self.sessions and not self.sessions[session].half_closed
 
-    def advanced(self, session: int, registered: bool) -> None:
-        """A session has said ``Hello`` or has ``registered``: only so many may register."""
+    def greeted(self, session: int, message: Hello, reply: Welcome) -> None:
+        """A session has said ``Hello``."""
         self.sessions[session].greeted = True
-        self.sessions[session].registered |= registered
+        self.sessions[session].features = message.features
+
+    def registered(self, session: int) -> None:
+        """A session has registered; only so many may."""
+        self.sessions[session].registered = True
         mine = [g for g in self.sessions.values() if g.registered]
         alike = [g for g in mine if g.uid == self.sessions[session].uid]
         if len(mine) > self.limits.sessions or len(alike) > self.limits.sessions_per_uid:

@@ -166,7 +166,7 @@ class ObservedState:
             self.row_on[page] = row, source
 
     def spoil(self, row: RowKey) -> None:
-        """A row is written anew, or was found wrong: pending requests no longer count on it."""
+        """A row is written anew: pending requests no longer count on it."""
         for pending in self.pending.values():
             pending.spoiled.add(row)
 

@@ -10,21 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvass.core.effects import (
-    Emptied,
-    EpochIs,
-    FromTier,
-    Loaded,
-    Probed,
-    Records,
-    Stored,
-    TierClear,
-    TierEpoch,
-    TierLoad,
-    TierProbe,
-    TierStore,
-    ToTier,
-)
+from kvass.core import effects as fx
 from kvass.types import U64Array
 from tests.support.witness.records import (
     BrokenLawError,
@@ -42,12 +28,12 @@ from tests.support.witness.state import ObservedState
 LOADING_SHARE = 0.5
 """Of the arena: the most that may be LOADING at a time."""
 
-_ENDS: dict[type[ToTier], type[FromTier]] = {
-    TierProbe: Probed,
-    TierLoad: Loaded,
-    TierStore: Stored,
-    TierEpoch: EpochIs,
-    TierClear: Emptied,
+_ENDS: dict[type[fx.ToTier], type[fx.FromTier]] = {
+    fx.TierProbe: fx.Probed,
+    fx.TierLoad: fx.Loaded,
+    fx.TierStore: fx.Stored,
+    fx.TierEpoch: fx.EpochIs,
+    fx.TierClear: fx.Emptied,
 }
 
 
@@ -69,55 +55,55 @@ class TierWitness:
         self._held: set[tuple[int, int, RowKey]] = set()
         """(tier, epoch, row) that a tier said it holds."""
 
-    def began(self, effect: ToTier, clear: Pending | None) -> None:
+    def began(self, effect: fx.ToTier, clear: Pending | None) -> None:
         """An operation begins; ``clear`` is the clear that caused it, if one did."""
         state = self.state
         if effect.op <= self._last_op or not 0 <= effect.tier < len(state.config.tiers):
             raise BrokenLawError(f"an operation's number, or its tier: {effect}")
         self._last_op = effect.op
         state.ops[effect.op] = effect
-        if isinstance(effect, TierLoad):
+        if isinstance(effect, fx.TierLoad):
             self._load(effect)
-        elif isinstance(effect, TierStore):
+        elif isinstance(effect, fx.TierStore):
             self._store(effect)
-        elif isinstance(effect, TierProbe):
+        elif isinstance(effect, fx.TierProbe):
             for batch in effect.batches:
                 self._check_named(effect.tier, batch)
-        elif isinstance(effect, TierClear):
+        elif isinstance(effect, fx.TierClear):
             self.emptied = True
-        elif isinstance(effect, TierEpoch):
+        elif isinstance(effect, fx.TierEpoch):
             namespace = state.by_digest[effect.namespace]
             if namespace.private:
                 raise BrokenLawError(f"a tier is to note an epoch of one instance's own: {effect}")
             self._clears[effect.op] = state.archive.clears[namespace.key]
-        if isinstance(effect, TierEpoch | TierClear) and clear is not None:
+        if isinstance(effect, fx.TierEpoch | fx.TierClear) and clear is not None:
             clear.awaits.add(effect.op)
 
-    def ended(self, event: FromTier) -> None:
+    def ended(self, event: fx.FromTier) -> None:
         """An operation is over."""
         state = self.state
         effect = state.ops.pop(event.op)
         if not isinstance(event, _ENDS[type(effect)]):
             raise BrokenLawError(f"{effect} ended as {event}")
-        if isinstance(event, Loaded):
+        if isinstance(event, fx.Loaded):
             self._loaded(event)
-        elif isinstance(event, Stored):
+        elif isinstance(event, fx.Stored):
             for _, _, place in state.stores.pop(event.op):
                 for page in pages(place):
                     state.storing[page].discard(event.op)
-        elif isinstance(event, Probed) and isinstance(effect, TierProbe):
+        elif isinstance(event, fx.Probed) and isinstance(effect, fx.TierProbe):
             rows = (
                 (effect.tier, batch.epoch, row)
                 for batch in effect.batches
                 for row in self._rows(batch)
             )
             self._held.update(row for row, yes in zip(rows, event.held, strict=True) if yes)
-        elif isinstance(event, EpochIs) and isinstance(effect, TierEpoch):
+        elif isinstance(event, fx.EpochIs) and isinstance(effect, fx.TierEpoch):
             clears = state.archive.clears[state.by_digest[effect.namespace].key]
             if event.epoch is not None and self._clears.pop(event.op) == clears:
                 state.epochs.setdefault((effect.namespace, effect.tier), []).append(event.epoch)
-        failed = isinstance(event, EpochIs) and event.epoch is None
-        failed = failed or (isinstance(event, Emptied) and not event.done)
+        failed = isinstance(event, fx.EpochIs) and event.epoch is None
+        failed = failed or (isinstance(event, fx.Emptied) and not event.done)
         for pending in state.pending.values():
             if event.op in pending.awaits:
                 pending.awaits.discard(event.op)
@@ -125,11 +111,11 @@ class TierWitness:
 
     # ------------------------------------------------------------ loads and stores
 
-    def _rows(self, records: Records) -> Iterator[RowKey]:
+    def _rows(self, records: fx.Records) -> Iterator[RowKey]:
         namespace = self.state.by_digest[records.namespace]
         return ((namespace, records.group, key) for key in digests_of(records.keys))
 
-    def _check_named(self, tier: int, records: Records) -> None:
+    def _check_named(self, tier: int, records: fx.Records) -> None:
         """Their namespace, group and epoch exist."""
         namespace = self.state.by_digest.get(records.namespace)
         if namespace is None or not 0 <= records.group < namespace.groups:
@@ -137,7 +123,7 @@ class TierWitness:
         if records.epoch not in self.state.epochs.get((records.namespace, tier), ()):
             raise BrokenLawError(f"law 8: tier {tier} never told epoch {records.epoch}")
 
-    def _places(self, effect: TierLoad | TierStore) -> list[tuple[RowKey, Place]]:
+    def _places(self, effect: fx.TierLoad | fx.TierStore) -> list[tuple[RowKey, Place]]:
         self._check_named(effect.tier, effect.records)
         rows = list(self._rows(effect.records))
         namespace, group = rows[0][:2]
@@ -145,7 +131,7 @@ class TierWitness:
             raise BrokenLawError(f"law 10: shards of another size: {effect}")
         return list(zip(rows, list_places(effect.slots, effect.shard_bytes), strict=True))
 
-    def _load(self, effect: TierLoad) -> None:
+    def _load(self, effect: fx.TierLoad) -> None:
         state, placed = self.state, self._places(effect)
         namespace = placed[0][0][0]
         taken = state.being_loaded() | state.being_written()
@@ -167,7 +153,7 @@ class TierWitness:
         if total > state.config.arena_bytes * LOADING_SHARE:
             raise BrokenLawError(f"law 12: {total} bytes are LOADING")
 
-    def _loaded(self, event: Loaded) -> None:
+    def _loaded(self, event: fx.Loaded) -> None:
         load = self.state.loads.pop(event.op)
         for row, good in zip(load.rows, event.which, strict=True):
             for page in pages(row.place):
@@ -175,7 +161,7 @@ class TierWitness:
             if good and load.current:
                 self.state.publish(row.key, row, row.place)
 
-    def _store(self, effect: TierStore) -> None:
+    def _store(self, effect: fx.TierStore) -> None:
         state = self.state
         rows = state.stores[effect.op] = []
         for row, place in self._places(effect):

@@ -16,22 +16,7 @@ from math import inf
 from typing import Any
 
 from kvass import messages as m
-from kvass.core.effects import (
-    Close,
-    Effect,
-    Event,
-    Faulted,
-    FromTier,
-    HalfClose,
-    Lost,
-    Opened,
-    ProcessEnded,
-    Received,
-    Send,
-    Tick,
-    ToSession,
-    Watch,
-)
+from kvass.core import effects as fx
 from kvass.core.machine import CoreConfig
 from kvass.types import DEVICE_S, SCHEDULER
 from tests.support.witness.instances import InstanceWitness
@@ -69,7 +54,8 @@ class Witness:
         self.reads = ReadWitness(state, self.waiting)
         self.tiers = TierWitness(state)
         self._answered: dict[type[m.Message], Callable[[int, Any, Any], None]] = {
-            m.Register: self.instances.register,
+            m.Hello: self.sessions.greeted,
+            m.Register: self._registered,
             m.Reserve: self.writes.reserve,
             m.Lookup: self.reads.lookup,
             m.Prefetch: self.reads.prefetch,
@@ -82,7 +68,9 @@ class Witness:
             m.HandedOver: self._handed_over,
         }
 
-    def observe(self, event: Event, effects: list[Effect], now: float, due: float | None) -> None:
+    def observe(
+        self, event: fx.Event, effects: list[fx.Effect], now: float, due: float | None
+    ) -> None:
         """Check the effects of ``event``, and note what follows from them. ``due``: when the core
         wants its next tick."""
         state = self.state
@@ -92,30 +80,30 @@ class Witness:
             if one.due <= now:  # before anything else happened
                 self._late_answer(one, effects[i])
         prompt = [effect for i, effect in enumerate(effects) if i not in late]
-        if isinstance(event, FromTier):
+        if isinstance(event, fx.FromTier):
             self.tiers.ended(event)
-        if isinstance(event, Opened):
+        if isinstance(event, fx.Opened):
             self.sessions.opened(event, effects, now)
-        elif isinstance(event, Tick):
+        elif isinstance(event, fx.Tick):
             self.sessions.ticked(effects, now, state.behind)
-        elif isinstance(event, Received) and self.sessions.listens(event.session):
+        elif isinstance(event, fx.Received) and self.sessions.listens(event.session):
             self._received(event, prompt)
-        elif isinstance(event, Faulted) and self.sessions.listens(event.session):
-            ends = (e for e in effects if isinstance(e, Close | HalfClose))
+        elif isinstance(event, fx.Faulted) and self.sessions.listens(event.session):
+            ends = (e for e in effects if isinstance(e, fx.Close | fx.HalfClose))
             if event.session not in {e.session for e in ends}:
                 raise BrokenLawError("law 11: a malformed frame did not end its session")
-        elif isinstance(event, Lost):
+        elif isinstance(event, fx.Lost):
             self._lost(event.session, event.exiting)
-        elif isinstance(event, ProcessEnded):
+        elif isinstance(event, fx.ProcessEnded):
             until = now + min(DEVICE_S, state.config.timing.dma_grace_s)
             self.writes.process_ended(event.session, until)
         clear = None
-        if isinstance(event, Received) and isinstance(event.message, m.Clear):
+        if isinstance(event, fx.Received) and isinstance(event.message, m.Clear):
             clear = state.pending.get((event.session, event.message.seq))
         for i, effect in enumerate(effects):
-            if isinstance(effect, Watch):
+            if isinstance(effect, fx.Watch):
                 self.writes.watched(effect)
-            elif not isinstance(effect, ToSession):
+            elif not isinstance(effect, fx.ToSession):
                 self.tiers.began(effect, clear)
             elif i not in late:
                 self._to_session(event, effect)
@@ -125,10 +113,11 @@ class Witness:
 
     # ------------------------------------------------------------ messages
 
-    def _received(self, event: Received, effects: list[Effect]) -> None:
+    def _received(self, event: fx.Received, effects: list[fx.Effect]) -> None:
         session, message = event.session, event.message
-        mine = [e.message for e in effects if isinstance(e, Send) and e.session == session]
-        replies = [r for r in mine if not isinstance(r, m.Populated)]
+        mine = [e.message for e in effects if isinstance(e, fx.Send) and e.session == session]
+        replies = [r for r in mine if not isinstance(r, m.Populated | m.Promoting)]
+        self._check_promoting(session, message, mine, waits=not replies)
         errors = [r for r in replies if isinstance(r, m.Error)]
         if isinstance(message, m.OneWay):
             if len(replies) != len(errors) or len(errors) > 1:
@@ -148,15 +137,26 @@ class Witness:
                 self.instances.refused(message, errors[0])
         elif isinstance(message, m.OneWay):
             self._said[type(message)](session, message)
-        else:
-            if isinstance(message, m.Hello | m.Register):
-                self.sessions.advanced(session, registered=isinstance(message, m.Register))
-            if type(message) in self._answered:
-                self._answered[type(message)](session, message, replies[0])
+        elif type(message) in self._answered:
+            self._answered[type(message)](session, message, replies[0])
 
-    def _late_answer(self, one: Pending, effect: Effect) -> None:
+    def _check_promoting(
+        self, session: int, message: m.Message, told: list[m.FromDaemon], waits: bool
+    ) -> None:
+        """Who knows ``Promoting`` is told, once, that tiers are at work on what waits for them."""
+        asked = isinstance(message, m.Lookup | m.Prefetch)
+        due = asked and "promoting" in self.sessions.sessions[session].features
+        seqs = [r.seq for r in told if isinstance(r, m.Promoting)]
+        if seqs != [message.seq] * len(seqs) or not (due and waits) <= len(seqs) <= due:
+            raise BrokenLawError(f"law 11: Promoting went to {seqs}, asked was {message}")
+
+    def _registered(self, session: int, msg: m.Register, reply: m.Registered) -> None:
+        self.sessions.registered(session)
+        self.instances.register(session, msg, reply)
+
+    def _late_answer(self, one: Pending, effect: fx.Effect) -> None:
         """A request of an earlier step is answered."""
-        assert isinstance(effect, Send)
+        assert isinstance(effect, fx.Send)
         asked, reply = one.message, effect.message
         if self.state.pending.pop((one.session, asked.seq), None) is not one:
             raise BrokenLawError(f"law 11: {asked} was answered again, or nobody waits: {reply}")
@@ -188,17 +188,17 @@ class Witness:
 
     # ------------------------------------------------------------ sessions
 
-    def _to_session(self, event: Event, effect: ToSession) -> None:
+    def _to_session(self, event: fx.Event, effect: fx.ToSession) -> None:
         session = effect.session
         if session not in self.sessions.sessions:
             raise BrokenLawError(f"{effect} to a session that is gone")
-        if isinstance(effect, Close | HalfClose):
+        if isinstance(effect, fx.Close | fx.HalfClose):
             self._told_to_go(session)
-        if isinstance(effect, Close):
+        if isinstance(effect, fx.Close):
             if owed := [*self._owed(session)]:
                 raise BrokenLawError(f"law 3: closed session {session}, which still owes {owed}")
             self._lost(session)
-        elif isinstance(effect, HalfClose):
+        elif isinstance(effect, fx.HalfClose):
             self.sessions.sessions[session].half_closed = True
         elif not self.sessions.listens(session):
             raise BrokenLawError("sent to a session after half-closing it")
