@@ -60,7 +60,7 @@ class ReadWitness:
             rows.append((key, source, place))
         self._check_length(namespace, keys, msg.first, msg.spare, reply.chunks, late)
         if hit:
-            self._lease(instance, msg, reply, rows, keys[msg.first : reply.chunks])
+            self._lease(instance, msg, reply, rows)
 
     def prefetch(
         self, session: int, msg: m.Prefetch, reply: m.Prefetched, late: Pending | None = None
@@ -125,7 +125,6 @@ class ReadWitness:
         msg: m.Lookup,
         reply: m.Matched,
         rows: list[tuple[RowKey, Source, Place]],
-        keys: list[bytes],
     ) -> None:
         state = self.state
         if reply.lease <= 0 or reply.lease in state.leases or reply.boot != state.config.boot:
@@ -133,7 +132,7 @@ class ReadWitness:
         self._check_deadline(reply.deadline_s)
         readers = {0} if msg.readers is None else set(msg.readers)
         owing = readers & instance.sessions.keys()
-        lease = Lease(reply.lease, instance, reply.deadline_s, owing, rows, keys)
+        lease = Lease(reply.lease, instance, reply.deadline_s, owing, rows)
         state.leases[lease.id] = lease
         for _, source, place in rows:
             if isinstance(source, LoadedRow):

@@ -239,8 +239,6 @@ class Lease:
     deadline: float
     owing: set[int]
     rows: list[tuple[RowKey, Source, Place]]
-    keys: list[bytes]
-    """The keys of its chunks, from the first one that was asked for."""
     handed: bool = False
 
     def live(self, now: float) -> bool:
