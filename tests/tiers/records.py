@@ -41,13 +41,14 @@ def hits(
     return which
 
 
-def down(tier: Tier, at_once: int = 1) -> list[str]:
+def down(tier: Tier, at_once: int = 1, probe: bool = True) -> list[str]:
     """What each call says while the server is not there for us, each in a short line.
 
-    ``at_once``: so many are asked together, where each takes long to say so.
+    ``at_once``: so many are asked together, where each takes long to say so. ``probe``: a probe can
+    tell as well.
     """
     asks: list[Callable[[], object]] = [
-        lambda: tier.probe(KEYS),
+        *([lambda: tier.probe(KEYS)] if probe else []),
         lambda: hits(tier, KEYS),
         lambda: fill(tier, KEYS),
         lambda: tier.delete(KEYS),

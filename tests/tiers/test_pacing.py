@@ -130,7 +130,7 @@ def test_a_slot_is_written_and_read_in_turns(
 ) -> None:
     monkeypatch.setattr("kvass.tiers.disk.segment.IO_BYTES", TURN)
     slot, slots = sum(pages) * PAGE, 3
-    file = SegmentFile.create(Folder(folder), 1, slot, slots, direct=True)
+    file = SegmentFile.create(Folder(folder), 1, slot, slots)
     written, read = Calls(monkeypatch, "pwritev"), Calls(monkeypatch, "preadv")
     parts = [[noise(n * PAGE, 100 * i + k) for k, n in enumerate(pages)] for i in range(slots)]
     for i in reversed(range(slots)):
@@ -167,7 +167,7 @@ def test_a_turn_of_a_write_that_ends_early_fails_the_record(
 def test_a_turn_of_a_read_that_ends_early_is_a_miss(
     open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    tier = open_disk(verify_always=False)  # a record once proven is not checked again
+    tier = open_disk()
     assert tier.store([b"a"], [data_of(b"a", LARGE)]) == [True]
     assert same(fetch(tier, b"a", LARGE) or [], data_of(b"a", LARGE))
     with monkeypatch.context() as patch:

@@ -4,35 +4,32 @@ Law of this file: a tier is a plain, blocking, batched, thread-safe store of *re
 in shards, under a key. It knows no namespace, no lease, no arena and no daemon. What it gives back
 is what was stored, whole, or a miss: never another record's bytes, never half of one.
 
-**Keys** are opaque, 1 to ``MAX_KEY_BYTES`` long. ``codec.record_key`` makes them; they cover all
-that changes the bytes (namespace digest, and with it every rank's layout; epoch; group; chunk), so
-equal keys mean equal bytes and a tier may be shared by daemons that know nothing of each other.
+**Keys** are opaque, 1 to ``MAX_KEY_BYTES`` long. They cover all that changes the bytes
+(``codec.record_key``), so equal keys mean equal bytes, and daemons may share a tier.
 
 **Memory.** A record's data is a list of one-dimensional, C-contiguous uint8 arrays, one per shard,
-at most ``MAX_SHARDS``, each possibly empty, which may lie anywhere. The *caller* owns them: it
-keeps them alive and leaves them alone until the call returns, and no call of the tier touches them
-afterwards. Buffers that begin at a multiple of ``PAGE`` and are as long as one (slots of the arena
-are) can be read and written by devices directly; a tier has to accept all others too, if slower.
+at most ``MAX_SHARDS``, each possibly empty. The *caller* owns them: it keeps them alive and leaves
+them alone until the call returns, and no call of the tier touches them afterwards. Devices can read
+and write buffers directly that begin at a multiple of ``PAGE`` and are as long as one (slots of the
+arena are); a tier has to accept all others too, if slower.
 
 **Notes** are the few small facts that have to outlive records: each namespace's epoch. Nobody
-evicts them, they do not expire, and ``clear`` leaves them. One that gets lost all the same costs
-records and makes nothing wrong: whoever finds none begins a new epoch, that no record has. Values
-of a note have an order, that of their bytes: one that is set is higher than what was read before.
+evicts them, they do not expire, and ``clear`` leaves them. A lost one costs records and makes
+nothing wrong: whoever finds none begins a new epoch, that no record has.
 
 **Answers.** One bool per key, in the order asked. What is wrong with one record is a value: absent,
 of other lengths than asked for, damaged, no room, an error of the device: ``False``, and the batch
 goes on. ``TierDown`` is raised only when trouble of the tier's own (not absence) left a batch
-without a single success: every key of it counts as a miss, and the caller may leave the tier alone
-for a while. Misuse (wrong types, keys too long, a closed tier) raises ``UsageError``.
+without a single success; the caller may then leave the tier alone for a while. Misuse (wrong types,
+keys too long, a closed tier) raises ``UsageError``.
 
 **Threads.** Every method may be called from several threads at once. A tier may use threads of its
-own, but bounds them. A call blocks for as long as its device does; whoever cannot wait calls from a
-thread that can.
+own, but bounds them. A call blocks for as long as its device does.
 
 **Process.** In a daemon a tier has a process of its own, with the daemon's stderr, and stdout
-nowhere. It may be killed at any moment without ``close`` (with its daemon, or because none of its
-threads answers) and is opened anew; what it keeps in memory is lost then, notes too. It may start
-processes of its own, but what it *forks* has neither the buffers it was given nor any part in it.
+nowhere. It may be killed at any moment without ``close`` and is opened anew; what it keeps in
+memory is lost then, notes too. It may start processes of its own, but what it *forks* has neither
+the buffers it was given nor any part in it.
 """
 
 from __future__ import annotations
