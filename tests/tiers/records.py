@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvass.errors import TierDown
-from kvass.testing.tier_suite import data_of, room_for, same
+from kvass.testing import TierSuite
+from kvass.testing.tier_suite import MakeTier, data_of, room_for, same
 from kvass.tiers.base import Buffer, Tier
 
 SHAPE = (5000, 4096)
@@ -75,3 +76,25 @@ def works(tier: Tier) -> bool:
         return all(fill(tier, KEYS)) and all(hits(tier, KEYS))
     except TierDown:
         return False
+
+
+class SharedSuite(TierSuite):
+    """Tests of a store that several daemons may use; ``make_tier`` opens one that is empty."""
+
+    def test_two_daemons_share_what_they_store(self, make_tier: MakeTier) -> None:
+        one, other = make_tier(), make_tier()
+        assert all(fill(one, KEYS))
+        assert all(hits(other, KEYS))
+        assert all(fill(other, KEYS, version=1))  # although one has read them
+        into = room_for(SHAPE)
+        assert one.load(KEYS[:1], [into]) == [True]
+        assert same(into, data_of(KEYS[0], SHAPE, 1))
+        other.delete(KEYS[:5])
+        assert hits(one, KEYS, versions=2) == [False] * 5 + [True] * 5
+        one.set_note("epoch", b"7")
+        assert other.note("epoch") == b"7"
+        one.clear()
+        assert not any(other.probe(KEYS))
+        assert other.note("epoch") == b"7"
+        one.close()
+        other.close()

@@ -11,14 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvass.errors import ConfigError, TierDown
-from kvass.testing import TierSuite
+from kvass.errors import TierDown
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.mooncake import MooncakeTier
 from kvass.tiers.mooncake.transfer import DIRECT_BYTES
 from tests.support.servers.mooncake import MooncakeServer, Owner
-from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of, works
+from tests.tiers.records import KEYS, SHAPE, SharedSuite, down, fill, hits, keys_of, works
 
 numbers = count()
 LARGE = (1 << 20,)
@@ -31,7 +30,7 @@ def server() -> Iterator[MooncakeServer]:
     made.close()
 
 
-class TestMooncake(TierSuite):
+class TestMooncake(SharedSuite):
     @pytest.fixture
     def make_tier(self, server: MooncakeServer) -> MakeTier:
         url = f"mooncake:{server.address}?prefix=test{next(numbers)}:"
@@ -50,26 +49,6 @@ def own_server() -> Iterator[Callable[..., MooncakeServer]]:
     yield start
     for one in made:
         one.close()
-
-
-def test_two_daemons_share_what_they_store(server: MooncakeServer) -> None:
-    one, other = (open_tier(f"mooncake:{server.address}?prefix=shared:") for _ in range(2))
-    assert all(fill(one, KEYS))
-    assert all(hits(other, KEYS))
-    assert all(fill(other, KEYS, version=1))  # although one has read them: a lease is no lock
-    assert all(hits(one, KEYS, versions=2))
-    into = room_for(SHAPE)
-    assert one.load(KEYS[:1], [into]) == [True]
-    assert same(into, data_of(KEYS[0], SHAPE, 1))
-    other.delete(KEYS[:5])
-    assert hits(one, KEYS, versions=2) == [False] * 5 + [True] * 5
-    one.set_note("epoch", b"7")
-    assert other.note("epoch") == b"7"
-    one.clear()
-    assert not any(other.probe(KEYS))
-    assert other.note("epoch") == b"7"
-    one.close()
-    other.close()
 
 
 def test_a_clear_leaves_others_alone(server: MooncakeServer) -> None:
@@ -234,28 +213,3 @@ def test_a_full_store_makes_room_and_keeps_notes(
     assert sum(sum(hits(tier, batch, LARGE)) for batch in rounds) <= 32
     assert tier.note("epoch") == b"1"
     tier.close()
-
-
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("mooncake:host:port", "no port"),
-        ("mooncake:host:0", "no port"),
-        ("mooncake::50051", "no port"),
-        ("mooncake:host?protocol=pigeon", "protocol"),
-        ("mooncake:host?metadata=", "metadata"),
-        ("mooncake:host?segment=much", "segment"),
-        ("mooncake:host?segment=1KiB", "segment: 1KiB is less than 16MiB"),
-        ("mooncake:host?bounce=1GiB", "unknown option 'bounce'"),
-        ("mooncake:host?prefix=", "prefix"),
-        ("mooncake:host?prefix=a*", "prefix"),
-        ("mooncake:host?timeout_s=0", "timeout_s"),
-        ("mooncake:host?timeout_s=31", "<= 30"),
-        ("mooncake:host?colour=red", "its options: metadata, protocol"),
-    ],
-)
-def test_mistakes_are_one_clear_line(url: str, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_tier(url)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvass.errors import TierDown
-from kvass.testing import TierSuite
 from kvass.testing.tier_suite import MakeTier, data_of, fetch, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers import redis as redis_tier
 from kvass.tiers.redis import RedisTier
 from tests.support.servers.redis import RedisCluster, RedisServer
-from tests.tiers.records import fill, hits, keys_of
+from tests.tiers.records import SharedSuite, fill, hits, keys_of
 
 numbers = count()
 PIECE = 4000
@@ -45,7 +43,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-class TestCut(TierSuite):
+class TestCut(SharedSuite):
     @pytest.fixture
     def make_tier(self, server: RedisServer) -> MakeTier:
         url = f"redis:{server.address}?prefix=test{next(numbers)}:"
@@ -75,17 +73,13 @@ def names(server: RedisServer, kind: bytes = b"p") -> list[bytes]:
 # ---------------------------------------------------------------- whole
 
 
-def test_a_record_larger_than_any_value(server: RedisServer) -> None:
-    """As it comes: the server takes values of 512 MiB, and none of ours is a tenth of that."""
-    tier = open_tier(f"redis:{server.address}?prefix=huge:&timeout_s=60")
-    shard = np.arange(65 << 20, dtype=np.uint64).view(np.uint8)  # 520 MiB, no two words alike
-    assert tier.store([b"huge"], [[shard[:1000], shard]]) == [True]
+def test_pieces_as_they_come(server: RedisServer) -> None:
+    tier = open_tier(f"redis:{server.address}?prefix=huge:")
+    shape = (1000, 20 << 20)
+    assert all(fill(tier, KEYS[:1], shape))
     client: Any = server.client()
-    assert len(client.keys(b"huge:p:*")) == 66
-    into = [np.zeros(1000, np.uint8), np.zeros_like(shard)]
-    assert tier.load([b"huge"], [into]) == [True]
-    assert (into[1] == shard).all()
-    assert (into[0] == shard[:1000]).all()
+    assert len(client.keys(b"huge:p:*")) == 3
+    assert all(hits(tier, KEYS[:1], shape))
     tier.clear()
     assert client.keys(b"huge:*") == []
     tier.close()

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 
 from kvass.errors import ConfigError, TierDown
-from kvass.testing import TierSuite
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers.codec import record_key
 from tests.support.servers.s3 import BUCKET, S3Server, credentials
-from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of, works
+from tests.tiers.records import KEYS, SharedSuite, down, fill, hits, keys_of, works
 
 numbers = count()
 
@@ -47,7 +46,7 @@ def own_server() -> Iterator[S3Server]:
     made.close()
 
 
-class TestS3(TierSuite):
+class TestS3(SharedSuite):
     @pytest.fixture
     def make_tier(self, server: S3Server) -> MakeTier:
         url = server.url(f"suite/{next(numbers)}")
@@ -69,20 +68,6 @@ def test_gcs(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------- sharing
-
-
-def test_two_daemons_share_what_they_store(server: S3Server) -> None:
-    one, other = (open_tier(server.url("shared")) for _ in range(2))
-    assert all(fill(one, KEYS))
-    assert all(hits(other, KEYS))
-    other.delete(KEYS[:5])
-    assert hits(one, KEYS) == [False] * 5 + [True] * 5
-    one.set_note("epoch", b"3")
-    assert other.note("epoch") == b"3"
-    one.clear()
-    assert not any(other.probe(KEYS))
-    one.close()
-    other.close()
 
 
 def test_a_clear_leaves_others_alone(server: S3Server) -> None:
@@ -144,42 +129,7 @@ def test_a_damaged_object_is_a_miss_and_removed(server: S3Server) -> None:
     tier.close()
 
 
-def test_a_large_object_that_is_damaged_late(server: S3Server) -> None:
-    """Its first part is in the buffers already when the last turns out wrong."""
-    tier = open_tier(server.url("late"))
-    shape = (3 << 20, 5, 1 << 20)
-    assert all(fill(tier, KEYS[:2], shape))
-    assert all(hits(tier, KEYS[:2], shape))
-    value = bytearray(server.get(_name("late", KEYS[0])))
-    value[-1] ^= 0x80
-    server.put(_name("late", KEYS[0]), bytes(value))
-    assert hits(tier, KEYS[:2], shape) == [False, True]
-    tier.close()
-
-
-def test_another_shape_is_a_miss_and_stays(server: S3Server) -> None:
-    tier = open_tier(server.url("shape"))
-    assert all(fill(tier, KEYS))
-    into = room_for((SHAPE[0] + 1, *SHAPE[1:]))
-    assert tier.load(KEYS[:1], [into]) == [False]
-    assert all(hits(tier, KEYS))
-    tier.close()
-
-
 # ---------------------------------------------------------------- trouble
-
-
-def test_a_server_that_dies_and_comes_back(own_server: S3Server) -> None:
-    tier = open_tier(own_server.url("back", "&timeout_s=4"))
-    assert all(fill(tier, KEYS))
-    own_server.kill()
-    assert all(text.startswith(f"s3:{BUCKET}/back: ") for text in down(tier))
-    assert all("Connection refused" in text for text in down(tier))
-    own_server.start()
-    assert not any(hits(tier, KEYS))
-    assert all(fill(tier, KEYS))
-    assert all(hits(tier, KEYS))
-    tier.close()
 
 
 def test_a_server_that_stands_still(own_server: S3Server) -> None:
@@ -226,18 +176,6 @@ def test_a_server_killed_in_the_middle_of_a_load(own_server: S3Server) -> None:
     assert all((now[0] == then).all() for now, then in zip(into, before, strict=True)), (
         "a load that had returned went on writing"
     )
-    tier.close()
-
-
-def test_objects_the_store_will_not_give_out_are_no_trouble_of_others(server: S3Server) -> None:
-    tier = open_tier(server.url("frozen", "&connections=1"))
-    assert all(fill(tier, KEYS))
-    for key in KEYS[:2]:
-        name = _name("frozen", key)
-        server.put(name, server.get(name), x_amz_storage_class="GLACIER")
-    assert hits(tier, KEYS) == [False] * 2 + [True] * 8
-    with pytest.raises(TierDown, match="InvalidObjectState"):
-        hits(tier, KEYS[:2])
     tier.close()
 
 
@@ -317,15 +255,6 @@ def test_wrong_credentials_are_said_and_right_ones_work(own_server: S3Server) ->
         tier = open_tier(url)
     assert all(fill(tier, KEYS))
     assert all(hits(tier, KEYS))
-    tier.close()
-
-
-def test_no_credentials_at_all(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # where a cloud has them
-    tier = open_tier(server.url("anonymous", "&timeout_s=2"))
-    assert len(down(tier)) == 7
     tier.close()
 
 
@@ -418,37 +347,6 @@ def test_memory_in_flight_is_bounded(server: S3Server) -> None:
 
 
 # ---------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("s3:/prefix", "is no bucket"),
-        ("s3:b", "is no bucket"),
-        ("s3:bucket/", "is no prefix"),
-        ("s3:bucket/a//b", "is no prefix"),
-        ("s3:bucket/a/../b", "is no prefix"),
-        ("s3:bucket/a b", "is no prefix"),
-        ("s3:bucket/" + "a" * 401, "at most 400"),
-        ("s3:bucket/a/records", "names of ours"),
-        ("s3:bucket?timeout_s=0", "timeout_s: '0'"),
-        ("s3:bucket?timeout_s=1.5", "timeout_s: '1.5'"),
-        ("s3:bucket?region=eu%0Awest", "region: 'eu\\nwest'"),
-        ("s3:bucket?connections=257", "connections: '257': Expected `int` <= 256"),
-        ("s3:bucket?allow_http=maybe", "allow_http: 'maybe'"),
-        ("s3:bucket?endpoint=http://host", "allow_http=yes"),
-        ("s3:bucket?endpoint=host:80", "write https://"),
-        ("s3:bucket?endpoint=https://me:secret@host", "write https://"),
-        ("s3:bucket?secret_access_key=x", "its options: endpoint, allow_http"),
-        ("gcs:bucket?region=x", "its options: endpoint, allow_http"),
-        ("azure:container", "ccount"),
-    ],
-)
-def test_mistakes_are_one_clear_line(url: str, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_tier(url)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

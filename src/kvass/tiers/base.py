@@ -60,62 +60,44 @@ class Tier(Protocol):
     """A backend for records. See the top of this file for what holds of every method."""
 
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are held, as far as the tier knows now.
-
-        A ``True`` promises nothing: the record may be gone, or found damaged, by the time of a
-        load. Cheap enough to be asked about every chunk of a long prompt.
-        """
-        ...
+        """Which keys are held, as far as the tier knows now: a load may still miss. Cheap enough
+        to be asked about every chunk of a long prompt."""
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
-        """Fill ``into[i]`` with the record of ``keys[i]``; which of them are whole and right now.
+        """Fill ``into[i]`` with the record of ``keys[i]``. ``True``: every byte of every buffer is
+        what one ``store`` of this key was given.
 
-        ``True`` says: every byte of every buffer is what one ``store`` of this key was given. A
-        record whose shards have other lengths than the buffers is a miss. After ``False`` the
-        buffers' contents are undefined (but nothing outside them was touched). A key may occur
-        twice. A record that turns out damaged is forgotten, so that it can be stored again.
+        A record whose shards have other lengths than the buffers is a miss. After ``False`` the
+        buffers' contents are undefined. A key may occur twice. A record that turns out damaged is
+        forgotten, so that it can be stored again.
         """
-        ...
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         """Keep ``data[i]`` under ``keys[i]``; which of them are held now.
 
-        Replaces what the key had: the last store wins, of a batch too, and a load that runs
-        meanwhile gets the old record or the new one whole. Repeating a store changes nothing. A
-        tier that is full makes room by itself, least recently used first; one that cannot says
-        ``False``, and what the key had before is then kept or gone. Held is not durable: a crash of
-        the machine may lose any record, but never turns one into other bytes.
+        The last store of a key wins, of a batch too, and a load that runs meanwhile gets the old
+        record or the new one whole, or a miss. A tier that is full makes room by itself, least
+        recently used first; after ``False`` what the key had before is kept or gone. Held is not
+        durable: a crash of the machine may lose any record, but never turns one into other bytes.
         """
-        ...
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forget these records; absent keys are fine. A load that began earlier may still succeed.
-
-        What was deleted before a process ended stays deleted; after a power loss it may be back.
-        """
-        ...
+        What was deleted before a process ended stays deleted; after a power loss it may be back."""
 
     def clear(self) -> None:
         """Forget every record, and give the space back (``kvass clear --tier``). Notes stay."""
-        ...
 
     def note(self, name: str) -> bytes | None:
         """The note of that name; ``None``: there is none. Raises ``TierDown`` if it cannot tell."""
-        ...
 
     def set_note(self, name: str, value: bytes) -> None:
-        """Keep a note, instead of what it said before; the last one wins.
-
-        Returns once it is as durable as the tier can make it; ``TierDown`` says it may not be kept.
-        """
-        ...
+        """Keep a note, instead of what it said before. Returns once it is as durable as the tier
+        can make it; ``TierDown``: it may not be kept."""
 
     def close(self) -> None:
-        """Wait for the calls that run, then let go of everything. Idempotent.
-
-        Records stay. Any other call from here on raises ``UsageError``.
-        """
-        ...
+        """Wait for the calls that run, then let go of everything; records stay. Idempotent. Any
+        other call from here on raises ``UsageError``."""
 
 
 _NOTE_NAME: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")

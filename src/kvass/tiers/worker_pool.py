@@ -25,9 +25,9 @@ class WorkerPool:
     With ``room``, all calls together do at most ``size`` pieces of work at a time, which need at
     most ``room`` bytes; one that needs more is done alone.
 
-    After ``give_up`` pieces in a row that raised ``TierDown``, or after one that took ``long_s``
-    seconds to do so, a call begins no more: a server that answers nobody costs the time of one
-    request, not of a thousand.
+    After ``give_up`` pieces in a row that raised, or one that took ``long_s`` seconds to raise, a
+    call begins no more: a server that answers nobody costs the time of one request, not of a
+    thousand.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class WorkerPool:
         give_up: float = math.inf,
         long_s: float = math.inf,
     ) -> None:
+        self._name = name
         self._size, self._room, self._give_up, self._long_s = size, room, give_up, long_s
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=name)
         self._busy = self._bytes = 0
@@ -46,11 +47,8 @@ class WorkerPool:
         self._changed = threading.Condition()
 
     def each(self, work: Callable[[int], T], needs: Sequence[int]) -> list[T | TierDown]:
-        """``work(i)`` for every ``i``, or the ``TierDown`` that it raised, in order.
-
-        ``needs[i]``: the bytes of ``room`` that ``work(i)`` takes. What else ``work`` raises is
-        raised here.
-        """
+        """``work(i)`` for every ``i`` in order; ``TierDown`` for one that raised it or ``OSError``.
+        What else ``work`` raises is raised here. ``needs[i]``: the bytes of ``room`` it takes."""
         results: list[T | TierDown] = [TierDown("it was not begun")] * len(needs)
         left = iter(range(len(needs)))  # shared: each thread takes the next piece when it is free
         failures = 0
@@ -64,9 +62,9 @@ class WorkerPool:
                     try:
                         results[i] = lost or work(i)
                         failures = 0
-                    except TierDown as error:
+                    except (TierDown, OSError) as error:
                         # without the frames, which hold the caller's memory
-                        results[i] = failure = TierDown(str(error))
+                        results[i] = failure = as_down(self._name, error)
                         failures += 1
                         if failures >= self._give_up or time.monotonic() - begun >= self._long_s:
                             lost = failure
@@ -103,3 +101,10 @@ class WorkerPool:
     def close(self) -> None:
         """After the last call."""
         self._threads.shutdown()
+
+
+def as_down(name: str, error: TierDown | OSError) -> TierDown:
+    """The error of a tier's own that says the same."""
+    if isinstance(error, TierDown):
+        return TierDown(str(error))
+    return TierDown(f"{name}: {error.strerror or error}")

@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -42,7 +42,7 @@ from kvass.tiers.disk.segment import (
 )
 from kvass.tiers.options import DiskOptions
 from kvass.tiers.record_tier import Outcome, RecordTier
-from kvass.tiers.worker_pool import WorkerPool
+from kvass.tiers.worker_pool import WorkerPool, as_down
 from kvass.types import PAGE, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
@@ -100,7 +100,7 @@ class DiskTier(RecordTier):
             self._folder.close()
             raise
         self._checked = time.monotonic()
-        self._pool = WorkerPool("kvass-disk", threads)
+        self._pool = WorkerPool(self.name, threads)
         self._remove_dead()
 
     def _reopen(self) -> int:
@@ -142,10 +142,10 @@ class DiskTier(RecordTier):
             return [self._index.holds(fingerprint(key)) for key in keys]
 
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
-        return self._each(lambda i: self._load(keys[i], into[i]), len(keys))
+        return self._pool.each(lambda i: self._load(keys[i], into[i]), [0] * len(keys))
 
     def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
-        return self._each(lambda i: self._store(keys[i], data[i]), len(keys))
+        return self._pool.each(lambda i: self._store(keys[i], data[i]), [0] * len(keys))
 
     def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         for key in keys:
@@ -189,7 +189,7 @@ class DiskTier(RecordTier):
                     self._check_folder()
                 yield
             except OSError as error:
-                raise self._down(error.strerror or error) from error
+                raise as_down(self.name, error) from error
             finally:
                 self._remove_dead()
 
@@ -197,15 +197,6 @@ class DiskTier(RecordTier):
         """Raise ``OSError`` if the folder is not ours any more."""
         self._folder.check()
         self._checked = time.monotonic()
-
-    def _each(self, work: Callable[[int], bool], count: int) -> list[Outcome]:
-        def attempt(i: int) -> bool:
-            try:
-                return work(i)
-            except OSError as error:
-                raise self._down(error.strerror or error) from error
-
-        return self._pool.each(attempt, [0] * count)
 
     def report(self) -> dict[str, int]:
         """For ``kvass status``: records, segments, bytes, and what went wrong since opening."""

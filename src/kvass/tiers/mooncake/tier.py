@@ -70,7 +70,7 @@ class MooncakeTier(RecordTier):
         super().__init__(name)
         self._prefix = options.prefix
         self._mooncake = MooncakeClient(name, master, options)
-        self._pool = WorkerPool("kvass-mooncake", _GROUPS_AT_ONCE, give_up=1)
+        self._pool = WorkerPool(name, _GROUPS_AT_ONCE, give_up=1)
         self._warned = False
 
     def register_memory(self, buffer: Buffer) -> None:
