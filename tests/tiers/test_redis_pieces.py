@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from kvass.errors import TierDown
-from kvass.testing.tier_suite import MakeTier, data_of, fetch, room_for, same
+from kvass.testing.tier_suite import SHAPES, data_of, fetch, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers import redis as redis_tier
 from kvass.tiers.redis import RedisTier
 from tests.support.servers.redis import RedisCluster, RedisServer
-from tests.tiers.records import SharedSuite, fill, hits, keys_of
+from tests.tiers.records import fill, hits, keys_of
 
-numbers = count()
 PIECE = 4000
 SHAPE = (5000, 0, 17, 9000)
 """Four pieces, the second one of bytes of three shards."""
@@ -40,14 +39,6 @@ def cluster() -> Iterator[RedisCluster]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_tier, "PIECE_BYTES", PIECE)
-
-
-@pytest.mark.usefixtures("small_pieces")
-class TestCut(SharedSuite):
-    @pytest.fixture
-    def make_tier(self, server: RedisServer) -> MakeTier:
-        url = f"redis:{server.address}?prefix=test{next(numbers)}:"
-        return lambda: open_tier(url)
 
 
 @pytest.fixture
@@ -85,17 +76,16 @@ def test_pieces_as_they_come(server: RedisServer) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("end", ["delete", "clear"])
-def test_nothing_is_left_of_what_was_deleted(
-    server: RedisServer, tier: RedisTier, end: str
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_cut_records_come_back(
+    server: RedisServer, tier: RedisTier, shape: tuple[int, ...]
 ) -> None:
-    assert all(fill(tier, KEYS, SHAPE))
-    assert all(fill(tier, [b"small"], (10,)))
-    assert len(names(server)) == 4 * len(KEYS)
-    if end == "delete":
-        tier.delete([*KEYS, b"small"])
-    else:
-        tier.clear()
+    assert all(fill(tier, KEYS, shape))
+    assert all(hits(tier, KEYS, shape))
+    assert fetch(tier, KEYS[0], (*shape[1:], 7)) is None
+    tier.delete(KEYS[1:])
+    assert hits(tier, KEYS, shape) == [True] + [False] * 5
+    tier.clear()
     assert names(server, b"[rp]") == []
 
 
@@ -129,10 +119,6 @@ def change(client: Any, name: bytes, how: str) -> None:
     value = client.get(name)
     if how == "lost":
         client.delete(name)
-    elif how == "expired":
-        client.pexpire(name, 1)
-        while client.exists(name):
-            pass
     elif how == "flipped":
         client.set(name, bytes([value[0] ^ 1]) + value[1:])
     elif how == "shorter":
@@ -141,7 +127,7 @@ def change(client: Any, name: bytes, how: str) -> None:
         client.set(name, value + b"\0")
 
 
-@pytest.mark.parametrize("how", ["lost", "expired", "flipped", "shorter", "longer"])
+@pytest.mark.parametrize("how", ["lost", "flipped", "shorter", "longer"])
 @pytest.mark.parametrize("which", range(4))
 def test_a_piece_that_is_not_right_is_a_miss_of_its_record(
     server: RedisServer, tier: RedisTier, which: int, how: str
@@ -169,13 +155,6 @@ def test_pieces_that_changed_places_are_a_miss(server: RedisServer, tier: RedisT
     assert all(fill(tier, KEYS[:2], SHAPE))
     client.copy(b"kvass:r:" + KEYS[0], b"kvass:r:" + KEYS[1], replace=True)
     assert hits(tier, KEYS[:2], SHAPE) == [True, False]  # whole, but another's
-
-
-def test_other_lengths_are_a_miss_and_it_stays(server: RedisServer, tier: RedisTier) -> None:
-    assert all(fill(tier, KEYS, SHAPE))
-    for other in [(5000, 0, 9000, 17), (14_017,), SHAPE[:-1]]:
-        assert fetch(tier, KEYS[0], other) is None
-    assert all(hits(tier, KEYS, SHAPE))
 
 
 # ---------------------------------------------------------------- two at once

@@ -58,14 +58,11 @@ _MOST_PREFIX: Final = 400
 _ENVIRONMENT: Final = {"s3": "AWS_", "gcs": "GOOGLE_BEARER", "azure": "AZURE_"}
 """Variables whose values go into headers, where the client panics at a control character."""
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
-
 _REQUEST: Final = re.compile(r"(Error performing \w+ \w+://[^/?\s]+)\S* in .*? - ", re.DOTALL)
 """How the client begins: method, server, what was asked for, how long and how often it tried."""
 _CAUSES: Final = (r'message: "([^"]*)"', r"kind: (Timeout)", r'ConnectError\(\s*"([^"]*)"')
 """Where it says why it got no answer."""
-
 _TROUBLE: Final = (BaseError, OSError)
-"""What obstore raises; ``FileNotFoundError`` for what is not there."""
 
 
 class ObjectTier(RecordTier):

@@ -53,9 +53,6 @@ PIECE_BYTES: Final = 8 << 20
 _SEND_ALONE: Final = 6000
 """A value of so many bytes is sent by itself."""
 _SCAN: Final = 1000
-_RECORD: Final = b"r:"
-_PIECE: Final = b"p:"
-_NOTE: Final = b"n:"
 _TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
 
 
@@ -106,9 +103,8 @@ class RedisTier(RecordTier):
     def _clear(self) -> None:
         """All records under our prefix, whoever stored them."""
         ours = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix)
-        pattern = ours + b"[" + _RECORD[:1] + _PIECE[:1] + b"]:*"
         try:
-            found = list(self._connected().scan_iter(match=pattern, count=_SCAN))
+            found = list(self._connected().scan_iter(match=ours + b"[rp]:*", count=_SCAN))
         except _TROUBLE as error:
             raise self._down(error) from error
         for i in range(0, len(found), _SCAN):
@@ -129,18 +125,18 @@ class RedisTier(RecordTier):
     # ------------------------------------------------------------ names
 
     def _record_name(self, key: bytes) -> bytes:
-        return self._prefix + _RECORD + key
+        return self._prefix + b"r:" + key
 
     def _piece_names(self, key: bytes, header: Header | None) -> list[bytes]:
         """The names of a record's pieces; none if it is one value, or not a record of this key."""
         total = sum(header.lengths) if header and header.key == key else 0
         if header is None or total <= PIECE_BYTES:
             return []
-        begin = b"%s%s%s:%016x" % (self._prefix, _PIECE, key, header.payload_check)
+        begin = b"%sp:%s:%016x" % (self._prefix, key, header.payload_check)
         return [b"%s:%d" % (begin, i) for i in range(-(-total // PIECE_BYTES))]
 
     def _note_name(self, name: str) -> bytes:
-        return self._prefix + _NOTE + name.encode()
+        return self._prefix + b"n:" + name.encode()
 
     # ------------------------------------------------------------ a record
 

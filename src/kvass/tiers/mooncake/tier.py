@@ -35,7 +35,7 @@ from kvass.tiers.mooncake.client import (
 )
 from kvass.tiers.mooncake.transfer import ObjectTransfer
 from kvass.tiers.options import MooncakeOptions
-from kvass.tiers.record_tier import Outcome, RecordTier
+from kvass.tiers.record_tier import Outcome, RecordTier, answers
 from kvass.tiers.worker_pool import WorkerPool
 
 _log = logging.getLogger("kvass.tiers")
@@ -111,9 +111,7 @@ class MooncakeTier(RecordTier):
     def _get_note(self, name: str) -> bytes | None:
         """A damaged one is none."""
         shard = np.zeros(_NOTE, np.uint8)
-        [held] = self._in_groups([self._note(name, shard)], self._fetch)
-        if isinstance(held, TierDown):
-            raise held
+        [held] = answers(self._in_groups([self._note(name, shard)], self._fetch))
         length = int.from_bytes(shard[:2].tobytes(), "little")
         return shard[2 : 2 + length].tobytes() if held else None
 
@@ -122,10 +120,7 @@ class MooncakeTier(RecordTier):
         shard = np.zeros(_NOTE, np.uint8)
         shard[: 2 + len(value)] = memoryview(len(value).to_bytes(2, "little") + value)
         put = partial(self._replace, how=lasting(_NOTE_COPIES))
-        [held] = self._in_groups([self._note(name, shard)], put)
-        if isinstance(held, TierDown):
-            raise held
-        if not held:
+        if answers(self._in_groups([self._note(name, shard)], put)) == [False]:
             raise self._down(meaning(NO_ROOM))
 
     def _close(self) -> None:
@@ -151,19 +146,18 @@ class MooncakeTier(RecordTier):
         """``move`` of neighbours that are not too much at a time, in bytes and in number."""
         sizes = [max(item.size, _GROUP_BYTES // _GROUP_RECORDS) for item in transfers]
         some = [transfers[i.start : i.stop] for i in groups(sizes, _GROUP_BYTES)]
-        moved = self._pool.each(lambda i: self._move(some[i], move), [0] * len(some))
-        outcomes: list[Outcome] = []
-        for group, result in zip(some, moved, strict=True):
-            outcomes += [result] * len(group) if isinstance(result, TierDown) else result
-        return outcomes
 
-    def _move(self, group: Transfers, move: Callable[[Transfers], list[Outcome]]) -> list[Outcome]:
-        """``move`` of some. Raises ``TierDown`` if all of it is trouble."""
-        with self._mooncake.registered([item.room for item in group]):
-            outcomes = move(group)
-        trouble = [outcome for outcome in outcomes if isinstance(outcome, TierDown)]
-        if len(trouble) == len(group):
-            raise trouble[0]
+        def work(i: int) -> list[Outcome]:
+            with self._mooncake.registered([item.room for item in some[i]]):
+                outcomes = move(some[i])
+            trouble = [outcome for outcome in outcomes if isinstance(outcome, TierDown)]
+            if len(trouble) == len(outcomes):
+                raise trouble[0]
+            return outcomes
+
+        outcomes: list[Outcome] = []
+        for group, result in zip(some, self._pool.each(work, [0] * len(some)), strict=True):
+            outcomes += [result] * len(group) if isinstance(result, TierDown) else result
         return outcomes
 
     # ------------------------------------------------------------ objects
