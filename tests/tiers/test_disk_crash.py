@@ -200,18 +200,6 @@ def test_writes_that_fail_are_said_and_forgotten(
     assert all(hits(open_disk(4 << 20), keys))
 
 
-def test_a_short_write_is_no_record(open_disk: OpenDisk, faults: Faults) -> None:
-    tier = open_disk(4 << 20)
-    assert all(fill(tier, keys_of(3)))
-    faults.short = True
-    with pytest.raises(TierDown):
-        fill(tier, keys_of(5))
-    faults.short = False
-    assert hits(tier, keys_of(5)) == [True] * 3 + [False] * 2  # what they had, they have
-    tier.close()
-    hits(open_disk(4 << 20), keys_of(5))
-
-
 def test_reads_that_fail_are_misses_and_the_records_are_given_up(
     open_disk: OpenDisk, faults: Faults
 ) -> None:

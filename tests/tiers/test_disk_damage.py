@@ -78,10 +78,6 @@ def flip(path: Path, at: int, bits: int) -> None:
         file.write(bytes([byte ^ bits]))
 
 
-def test_undamaged_is_all_there(damaged: Damaged) -> None:
-    assert all(damaged(lambda seg, idx: None))
-
-
 @PLENTY
 @given(at=st.integers(0, PAGE + 12 * SLOT - 1), bits=st.integers(1, 255))
 def test_a_flipped_byte_costs_its_record_at_most(damaged: Damaged, at: int, bits: int) -> None:
@@ -117,31 +113,6 @@ def test_a_truncated_segment_serves_what_is_left(damaged: Damaged, size: int) ->
     found = damaged(lambda seg, idx: os.truncate(seg, size))
     whole = max(0, (size - PAGE) // SLOT)
     assert whole <= found.count(True) <= whole + 1  # the last page of one may be padding
-
-
-def test_swapped_slots_are_no_wrong_bytes(damaged: Damaged) -> None:
-    def swap(seg: Path, idx: Path) -> None:
-        raw = bytearray(seg.read_bytes())
-        a, b = PAGE + 2 * SLOT, PAGE + 7 * SLOT
-        raw[a : a + SLOT], raw[b : b + SLOT] = raw[b : b + SLOT], raw[a : a + SLOT]
-        seg.write_bytes(raw)
-
-    assert damaged(swap).count(False) == 2
-
-
-def test_a_slot_of_another_folder_is_no_wrong_bytes(damaged: Damaged, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    tier = DiskTier(tmp_path / "other", 4 << 20)
-    fill(tier, keys_of(12, "strange"))
-    tier.close()
-    other = (tmp_path / "other/00000001.seg").read_bytes()
-
-    def graft(seg: Path, idx: Path) -> None:
-        with seg.open("r+b") as file:
-            file.seek(PAGE + 5 * SLOT)
-            file.write(other[PAGE + 5 * SLOT : PAGE + 6 * SLOT])
-
-    assert damaged(graft).count(False) == 1
 
 
 # ---------------------------------------------------------------- the table
