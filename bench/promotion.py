@@ -8,7 +8,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from bench.rows import Rows, tier_status, wait_tier
+from bench.rows import Rows, tier_status
 from kvass.cli.bench.figures import ratio
 from kvass.cli.bench.machine import PATIENCE_S, seconds
 from kvass.errors import Unavailable

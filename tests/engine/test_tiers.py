@@ -125,8 +125,7 @@ def flushed(daemon: Daemon) -> None:
 
     def idle() -> bool:
         return not any(
-            tier["flush_queue_rows"] or tier["storing_bytes"]
-            for tier in daemon.status()["tiers"]
+            tier["flush_queue_rows"] or tier["storing_bytes"] for tier in daemon.status()["tiers"]
         )
 
     eventually(idle)

@@ -72,8 +72,7 @@ class _Scratch(threading.local):
 
 
 class DiskTier(RecordTier):
-    """``Tier`` over a folder. Raises ``ConfigError`` for a folder or capacity that cannot be used;
-    no file in it is touched then."""
+    """``Tier`` over a folder. Raises ``ConfigError`` for one that cannot be used so."""
 
     def __init__(self, folder: str | Path, capacity: int, *, threads: int = 4) -> None:
         super().__init__(str(folder))
