@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,6 +156,15 @@ def test_without_its_table_a_segment_is_empty(damaged: Damaged, tmp_path: Path, 
             shutil.copyfile(table, idx)
 
     assert not any(damaged(replace))
+
+
+def test_an_entry_that_cannot_be_right_is_a_free_slot(damaged: Damaged) -> None:
+    def spoil(seg: Path, idx: Path) -> None:
+        raw = bytearray(idx.read_bytes())
+        raw[PAGE : PAGE + 16] = struct.pack("<QQ", 5, (1 << 63) - 1)  # no later stamp has a place
+        idx.write_bytes(raw)
+
+    assert damaged(spoil).count(False) == 1
 
 
 def test_entries_of_other_slots_are_no_wrong_bytes(damaged: Damaged) -> None:
