@@ -8,7 +8,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from bench.rows import Rows, tier_status, wait_tier
+from bench.rows import Rows, tier_status
 from kvass.cli.bench.rig import PATIENCE_S, ratio, seconds
 from kvass.errors import Unavailable
 from kvass.messages import Matched
@@ -58,7 +58,6 @@ def promote(rows: Rows, keys: Sequence[bytes]) -> tuple[float, list[Buffer], boo
 
 def find(rows: Rows, keys: Sequence[bytes]) -> tuple[float, Matched]:
     """Look up until all is found: a daemon that just began does not know its tier's epoch yet."""
-    wait_tier(rows.scheduler, lambda tier: not tier.get("indexing"), "the tier's index")
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         began_s = time.perf_counter()

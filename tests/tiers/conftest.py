@@ -22,12 +22,11 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_disk(folder: Path) -> Iterator[OpenDisk]:
-    """Opens the tier in ``folder`` and waits until it is indexed; closes what the test leaves."""
+    """Opens the tier in ``folder``; closes what the test leaves."""
     opened: list[DiskTier] = []
 
     def open_(capacity: int = 64 << 20, **options: Any) -> DiskTier:
         opened.append(DiskTier(folder, capacity, **options))
-        opened[-1].wait_indexed()
         return opened[-1]
 
     yield open_

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvass.errors import TierDown
-from kvass.testing.tier_suite import data_of, room_for, same
+from kvass.testing import TierSuite
+from kvass.testing.tier_suite import MakeTier, data_of, room_for, same
 from kvass.tiers.base import Buffer, Tier
 
 SHAPE = (5000, 4096)
@@ -41,13 +42,14 @@ def hits(
     return which
 
 
-def down(tier: Tier, at_once: int = 1) -> list[str]:
+def down(tier: Tier, at_once: int = 1, probe: bool = True) -> list[str]:
     """What each call says while the server is not there for us, each in a short line.
 
-    ``at_once``: so many are asked together, where each takes long to say so.
+    ``at_once``: so many are asked together, where each takes long to say so. ``probe``: a probe can
+    tell as well.
     """
     asks: list[Callable[[], object]] = [
-        lambda: tier.probe(KEYS),
+        *([lambda: tier.probe(KEYS)] if probe else []),
         lambda: hits(tier, KEYS),
         lambda: fill(tier, KEYS),
         lambda: tier.delete(KEYS),
@@ -74,3 +76,25 @@ def works(tier: Tier) -> bool:
         return all(fill(tier, KEYS)) and all(hits(tier, KEYS))
     except TierDown:
         return False
+
+
+class SharedSuite(TierSuite):
+    """Tests of a store that several daemons may use; ``make_tier`` opens one that is empty."""
+
+    def test_two_daemons_share_what_they_store(self, make_tier: MakeTier) -> None:
+        one, other = make_tier(), make_tier()
+        assert all(fill(one, KEYS))
+        assert all(hits(other, KEYS))
+        assert all(fill(other, KEYS, version=1))  # although one has read them
+        into = room_for(SHAPE)
+        assert one.load(KEYS[:1], [into]) == [True]
+        assert same(into, data_of(KEYS[0], SHAPE, 1))
+        other.delete(KEYS[:5])
+        assert hits(one, KEYS, versions=2) == [False] * 5 + [True] * 5
+        one.set_note("epoch", b"7")
+        assert other.note("epoch") == b"7"
+        one.clear()
+        assert not any(other.probe(KEYS))
+        assert other.note("epoch") == b"7"
+        one.close()
+        other.close()

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from bench import disk_capacity
 from kvass.tiers.disk import index
-from tests.support.tiers import disk_capacity
 
 
 def test_it_says_what_it_saw(tmp_path: Path) -> None:
-    module = "tests.support.tiers.disk_capacity"
-    command = [sys.executable, "-m", module, "--rows=3000", f"--in={tmp_path}"]
+    command = [sys.executable, "-m", "bench.disk_capacity", "--rows=3000", f"--in={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     told = json.loads(done.stdout)
     assert told["stored"] == 9000
@@ -30,7 +29,7 @@ def test_it_says_what_it_saw(tmp_path: Path) -> None:
 
 def test_it_sees_a_cap_that_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "disk_bytes", lambda slot_bytes, slots: slot_bytes * slots // 2)
-    told = disk_capacity.measure(tmp_path, 1000, without_log=False)
+    told = disk_capacity.measure(tmp_path, 1000)
     assert told["bytes_over"] > 0
     assert any("bytes_over" in line for line in disk_capacity.worse(told))
 
@@ -39,5 +38,5 @@ def test_it_sees_rows_that_are_not_what_was_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_capacity, "_key", lambda number: b"row %d" % (number // 2 * 2))
-    told = disk_capacity.measure(tmp_path, 1000, without_log=False)
+    told = disk_capacity.measure(tmp_path, 1000)
     assert told["wrong"] > 0

@@ -1,4 +1,4 @@
-"""The disk tier is a tier: past the page cache and through it, with one thread and with many."""
+"""The disk tier is a tier: past the page cache and through it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from kvass.testing import TierSuite
 from kvass.testing.tier_suite import ROOM, MakeTier
 from kvass.tiers.disk import DiskTier
+from kvass.tiers.disk.segment import SegmentFile
 
 
 class TestDisk(TierSuite):
@@ -18,12 +19,9 @@ class TestDisk(TierSuite):
 
 
 class TestBufferedDisk(TierSuite):
-    @pytest.fixture
-    def make_tier(self, folder: Path) -> MakeTier:
-        return lambda: DiskTier(folder, ROOM, direct=False)
+    """Where the file system knows no O_DIRECT; with one thread."""
 
-
-class TestDiskThatTrustsWhatItProved(TierSuite):
     @pytest.fixture
-    def make_tier(self, folder: Path) -> MakeTier:
-        return lambda: DiskTier(folder, ROOM, verify_always=False, threads=1)
+    def make_tier(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> MakeTier:
+        monkeypatch.setattr(SegmentFile, "_go_direct", lambda self: None)
+        return lambda: DiskTier(folder, ROOM, threads=1)

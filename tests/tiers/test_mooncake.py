@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
-from typing import ClassVar
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from kvass.errors import ConfigError, TierDown
-from kvass.testing import TierSuite
+from kvass.errors import TierDown
 from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.mooncake import MooncakeTier
 from kvass.tiers.mooncake.transfer import DIRECT_BYTES
-from kvass.types import PAGE
 from tests.support.servers.mooncake import MooncakeServer, Owner
-from tests.tiers.records import KEYS, SHAPE, down, fill, hits, keys_of, works
+from tests.tiers.records import KEYS, SHAPE, SharedSuite, down, fill, hits, keys_of, works
 
 numbers = count()
 LARGE = (1 << 20,)
@@ -32,40 +30,11 @@ def server() -> Iterator[MooncakeServer]:
     made.close()
 
 
-class TestPureClient(TierSuite):
+class TestMooncake(SharedSuite):
     @pytest.fixture
     def make_tier(self, server: MooncakeServer) -> MakeTier:
         url = f"mooncake:{server.address}?prefix=test{next(numbers)}:"
         return lambda: open_tier(url)
-
-
-class TestOwner(TierSuite):
-    """Its own memory holds what it stores, and goes with it."""
-
-    persistent: ClassVar[bool] = False
-
-    @pytest.fixture(scope="class")
-    def bare(self) -> Iterator[MooncakeServer]:
-        made = MooncakeServer(owners=0)
-        yield made
-        made.close()
-
-    @pytest.fixture
-    def make_tier(self, bare: MooncakeServer) -> MakeTier:
-        url = f"mooncake:{bare.address}?prefix=test{next(numbers)}:&segment=512MiB"
-        return lambda: open_tier(url)
-
-    @pytest.fixture(scope="class")
-    def owner(self, bare: MooncakeServer) -> Iterator[Tier]:
-        """One for all tests that need not close it: its library takes 2 s to give memory back."""
-        opened = open_tier(f"mooncake:{bare.address}?prefix=owner:&segment=512MiB")
-        yield opened
-        opened.close()
-
-    @pytest.fixture
-    def tier(self, owner: Tier) -> Tier:
-        owner.clear()
-        return owner
 
 
 @pytest.fixture
@@ -80,26 +49,6 @@ def own_server() -> Iterator[Callable[..., MooncakeServer]]:
     yield start
     for one in made:
         one.close()
-
-
-def test_two_daemons_share_what_they_store(server: MooncakeServer) -> None:
-    one, other = (open_tier(f"mooncake:{server.address}?prefix=shared:") for _ in range(2))
-    assert all(fill(one, KEYS))
-    assert all(hits(other, KEYS))
-    assert all(fill(other, KEYS, version=1))  # although one has read them: a lease is no lock
-    assert all(hits(one, KEYS, versions=2))
-    into = room_for(SHAPE)
-    assert one.load(KEYS[:1], [into]) == [True]
-    assert same(into, data_of(KEYS[0], SHAPE, 1))
-    other.delete(KEYS[:5])
-    assert hits(one, KEYS, versions=2) == [False] * 5 + [True] * 5
-    one.set_note("epoch", b"7")
-    assert other.note("epoch") == b"7"
-    one.clear()
-    assert not any(other.probe(KEYS))
-    assert other.note("epoch") == b"7"
-    one.close()
-    other.close()
 
 
 def test_a_clear_leaves_others_alone(server: MooncakeServer) -> None:
@@ -138,78 +87,39 @@ def test_a_damaged_object_is_a_miss_and_forgotten(server: MooncakeServer) -> Non
     tier.close()
 
 
-def test_what_is_there_already_is_not_sent_again(server: MooncakeServer) -> None:
-    """Nor is it away for a moment: another client's copy of its place stays right."""
-    tier = open_tier(f"mooncake:{server.address}?prefix=again:")
-    [owner] = server.owners
-    name = f"again:r:{KEYS[0].hex()}"
-    assert all(fill(tier, KEYS[:1]))
-    marked = owner.get(name)[:-1] + b"?"  # its header says what a store would bring
-    owner.put(name, marked)
-    assert all(fill(tier, KEYS[:1]))
-    assert owner.get(name) == marked
-    tier.clear()
-    tier.close()
-
-
-def test_registered_memory_goes_straight(server: MooncakeServer) -> None:
-    tier = open_tier(f"mooncake:{server.address}?prefix=straight:")
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+def test_large_shards_go_straight_and_small_ones_beside_the_header(
+    server: MooncakeServer, protocol: str
+) -> None:
+    """``rdma``: what is registered is, and nothing else is used; the transport is TCP all the
+    same, for want of a device."""
+    tier = open_tier(f"mooncake:{server.address}?prefix={protocol}:")
     assert isinstance(tier, MooncakeTier)
-    first, second, small = shape = (3 * DIRECT_BYTES, DIRECT_BYTES + 17, DIRECT_BYTES - 1)
+    assert works(tier)
+    link: Any = tier._mooncake
+    link._options = msgspec.structs.replace(link._options, protocol=protocol)
+    shape = (3 * DIRECT_BYTES, 17, DIRECT_BYTES - 1, DIRECT_BYTES + 17)
     arena = np.zeros(16 * DIRECT_BYTES, np.uint8)
     tier.register_memory(arena)
-    inside = [arena[:first], arena[first + PAGE : first + PAGE + second]]
+    inside = [arena[i * 4 * DIRECT_BYTES :][:n] for i, n in enumerate(shape)]
+    assert link.direct(inside[0])
+    assert link.direct(np.zeros(8, np.uint8)) is (protocol == "tcp")
     want = data_of(b"key", shape)
-    for shard, source in zip(inside, want, strict=False):
+    for shard, source in zip(inside, want, strict=True):
         shard[:] = source
     assert tier.store([b"key"], [inside]) == [True]
     arena[:] = 0
-    assert tier.load([b"key"], [inside]) == [True]
-    assert same(inside, want[:2])
-    assert tier.bounced_bytes == 0
-    mixed = [room_for(shape)[0], inside[1]]
-    assert tier.load([b"key"], [mixed]) == [True]
-    assert same(mixed, want[:2])
-    assert tier.bounced_bytes == first
-    assert tier.store([b"other"], [[want[1], arena[:small], inside[1]]]) == [True]
-    assert tier.bounced_bytes == first + second + small
-    bounced = tier.bounced_bytes
-    beyond = np.zeros(20 * DIRECT_BYTES, np.uint8)
-    tier.register_memory(beyond[: 2 * DIRECT_BYTES])
-    assert tier.load([b"key"], [[beyond[:first], beyond[first : first + second]]]) == [True]
-    assert tier.bounced_bytes == bounced + first + second
-    tier.clear()
+    anywhere = room_for(shape)
+    assert tier.load([b"key", b"key"], [inside, anywhere]) == [True, True]
+    assert same(inside, want)
+    assert same(anywhere, want)
     tier.close()
 
 
-def test_a_small_bounce_buffer_is_shared_and_refuses_what_it_cannot_hold(
-    server: MooncakeServer,
-) -> None:
-    tier = open_tier(f"mooncake:{server.address}?prefix=bounce:&bounce=1MiB")
-    many = keys_of(40)
-    shape = (300_000,)
-
-    def work(me: int) -> None:
-        own = [key + b"/%d" % me for key in many]
-        assert all(fill(tier, own, shape))
-        assert all(hits(tier, own, shape))
-
-    with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(work, me) for me in range(4)]:
-            done.result(timeout=120)
-    assert fill(tier, KEYS[:2], (1 << 20,)) == [False, False]
-    assert hits(tier, KEYS[:2], (1 << 20,)) == [False, False]
-    assert all(fill(tier, KEYS))
-    tier.clear()
-    tier.close()
-
-
-@pytest.mark.parametrize("segment", ["0", "64MiB"])
-def test_a_master_that_dies_and_comes_back(
-    own_server: Callable[..., MooncakeServer], segment: str
-) -> None:
-    server = own_server()
-    tier = open_tier(f"mooncake:{server.address}?timeout_s=2&segment={segment}")
+def test_a_master_that_dies_and_comes_back(own_server: Callable[..., MooncakeServer]) -> None:
+    """The only memory is our own."""
+    server = own_server(owners=0)
+    tier = open_tier(f"mooncake:{server.address}?timeout_s=2&segment=64MiB")
     assert works(tier)
     server.kill()
     assert all("mooncake:" in text for text in down(tier, at_once=7))
@@ -303,28 +213,3 @@ def test_a_full_store_makes_room_and_keeps_notes(
     assert sum(sum(hits(tier, batch, LARGE)) for batch in rounds) <= 32
     assert tier.note("epoch") == b"1"
     tier.close()
-
-
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("mooncake:host:port", "no port"),
-        ("mooncake:host:0", "no port"),
-        ("mooncake::50051", "no port"),
-        ("mooncake:host?protocol=pigeon", "protocol"),
-        ("mooncake:host?metadata=", "metadata"),
-        ("mooncake:host?segment=much", "segment"),
-        ("mooncake:host?segment=1KiB", "segment: 1KiB is less than 16MiB"),
-        ("mooncake:host?bounce=0", "bounce"),
-        ("mooncake:host?prefix=", "prefix"),
-        ("mooncake:host?prefix=a*", "prefix"),
-        ("mooncake:host?timeout_s=0", "timeout_s"),
-        ("mooncake:host?timeout_s=31", "1..30"),
-        ("mooncake:host?colour=red", "its options: metadata, protocol"),
-    ],
-)
-def test_mistakes_are_one_clear_line(url: str, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_tier(url)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -58,7 +58,7 @@ class DictTier(RecordTier):
         self.held[name] = value
 
     def _close(self) -> None:
-        assert self.closing
+        assert self._closing
 
 
 class TestDict(TierSuite):

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
-import xxhash
 
 from kvass.errors import TierDown
-from kvass.testing import TierSuite
-from kvass.testing.tier_suite import MakeTier, data_of, fetch, room_for, same
+from kvass.testing.tier_suite import SHAPES, data_of, fetch, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers import redis as redis_tier
-from kvass.tiers.codec import encode_header, header_of
 from kvass.tiers.redis import RedisTier
 from tests.support.servers.redis import RedisCluster, RedisServer
 from tests.tiers.records import fill, hits, keys_of
 
-numbers = count()
 PIECE = 4000
 SHAPE = (5000, 0, 17, 9000)
 """Four pieces, the second one of bytes of three shards."""
 KEYS = keys_of(6)
-
-OpenTier = Callable[..., RedisTier]
 
 
 @pytest.fixture(scope="module")
@@ -50,43 +41,19 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_tier, "PIECE_BYTES", PIECE)
 
 
-@pytest.mark.usefixtures("small_pieces")
-class TestCut(TierSuite):
-    @pytest.fixture
-    def make_tier(self, server: RedisServer) -> MakeTier:
-        url = f"redis:{server.address}?prefix=test{next(numbers)}:"
-        return lambda: open_tier(url)
-
-
-@pytest.mark.usefixtures("small_pieces")
-class TestCutCluster(TierSuite):
-    @pytest.fixture
-    def make_tier(self, cluster: RedisCluster) -> MakeTier:
-        url = f"redis:{cluster.address}?cluster=yes&prefix=test{next(numbers)}:"
-        return lambda: open_tier(url)
-
-
 @pytest.fixture
-def own(small_pieces: None) -> Iterator[Callable[..., tuple[RedisServer, RedisTier]]]:
-    """A server of the test's own, empty, and a tier on it."""
-    made: list[RedisServer] = []
-    tiers: list[RedisTier] = []
-
-    def start(*options: str, url: str = "") -> tuple[RedisServer, RedisTier]:
-        made.append(RedisServer(*options))
-        tier = open_tier(f"redis:{made[-1].address}?timeout_s=5{url}")
-        assert isinstance(tier, RedisTier)
-        tiers.append(tier)
-        return made[-1], tier
-
-    yield start
-    for tier in tiers:
-        tier.close()
-    for one in made:
-        one.close()
+def tier(server: RedisServer, small_pieces: None) -> Iterator[RedisTier]:
+    """The only one on the module's server, which is empty."""
+    server.client().flushall()
+    made = opened(server)
+    yield made
+    made.close()
 
 
-Own = Callable[..., tuple[RedisServer, RedisTier]]
+def opened(server: RedisServer, options: str = "") -> RedisTier:
+    tier = open_tier(f"redis:{server.address}?timeout_s=5{options}")
+    assert isinstance(tier, RedisTier)
+    return tier
 
 
 def names(server: RedisServer, kind: bytes = b"p") -> list[bytes]:
@@ -97,37 +64,32 @@ def names(server: RedisServer, kind: bytes = b"p") -> list[bytes]:
 # ---------------------------------------------------------------- whole
 
 
-def test_a_record_larger_than_any_value(server: RedisServer) -> None:
-    """As it comes: the server takes values of 512 MiB, and none of ours is a tenth of that."""
-    tier = open_tier(f"redis:{server.address}?prefix=huge:&timeout_s=60")
-    shard = np.arange(65 << 20, dtype=np.uint64).view(np.uint8)  # 520 MiB, no two words alike
-    assert tier.store([b"huge"], [[shard[:1000], shard]]) == [True]
+def test_pieces_as_they_come(server: RedisServer) -> None:
+    tier = open_tier(f"redis:{server.address}?prefix=huge:")
+    shape = (1000, 20 << 20)
+    assert all(fill(tier, KEYS[:1], shape))
     client: Any = server.client()
-    assert len(client.keys(b"huge:p:*")) == 66
-    into = [np.zeros(1000, np.uint8), np.zeros_like(shard)]
-    assert tier.load([b"huge"], [into]) == [True]
-    assert (into[1] == shard).all()
-    assert (into[0] == shard[:1000]).all()
+    assert len(client.keys(b"huge:p:*")) == 3
+    assert all(hits(tier, KEYS[:1], shape))
     tier.clear()
     assert client.keys(b"huge:*") == []
     tier.close()
 
 
-@pytest.mark.parametrize("end", ["delete", "clear"])
-def test_nothing_is_left_of_what_was_deleted(own: Own, end: str) -> None:
-    server, tier = own()
-    assert all(fill(tier, KEYS, SHAPE))
-    assert all(fill(tier, [b"small"], (10,)))
-    assert len(names(server)) == 4 * len(KEYS)
-    if end == "delete":
-        tier.delete([*KEYS, b"small"])
-    else:
-        tier.clear()
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_cut_records_come_back(
+    server: RedisServer, tier: RedisTier, shape: tuple[int, ...]
+) -> None:
+    assert all(fill(tier, KEYS, shape))
+    assert all(hits(tier, KEYS, shape))
+    assert fetch(tier, KEYS[0], (*shape[1:], 7)) is None
+    tier.delete(KEYS[1:])
+    assert hits(tier, KEYS, shape) == [True] + [False] * 5
+    tier.clear()
     assert names(server, b"[rp]") == []
 
 
-def test_nothing_is_left_of_what_was_replaced(own: Own) -> None:
-    server, tier = own()
+def test_nothing_is_left_of_what_was_replaced(server: RedisServer, tier: RedisTier) -> None:
     for version, shape in enumerate([(100,), SHAPE, SHAPE, (30_000,), SHAPE]):
         assert all(fill(tier, KEYS[:2] * 2, shape, version))
         assert all(hits(tier, KEYS[:2], shape, 5))
@@ -157,10 +119,6 @@ def change(client: Any, name: bytes, how: str) -> None:
     value = client.get(name)
     if how == "lost":
         client.delete(name)
-    elif how == "expired":
-        client.pexpire(name, 1)
-        while client.exists(name):
-            pass
     elif how == "flipped":
         client.set(name, bytes([value[0] ^ 1]) + value[1:])
     elif how == "shorter":
@@ -169,10 +127,11 @@ def change(client: Any, name: bytes, how: str) -> None:
         client.set(name, value + b"\0")
 
 
-@pytest.mark.parametrize("how", ["lost", "expired", "flipped", "shorter", "longer"])
+@pytest.mark.parametrize("how", ["lost", "flipped", "shorter", "longer"])
 @pytest.mark.parametrize("which", range(4))
-def test_a_piece_that_is_not_right_is_a_miss_of_its_record(own: Own, which: int, how: str) -> None:
-    server, tier = own()
+def test_a_piece_that_is_not_right_is_a_miss_of_its_record(
+    server: RedisServer, tier: RedisTier, which: int, how: str
+) -> None:
     assert all(fill(tier, KEYS[:1], SHAPE))
     name = names(server)[which]
     assert all(fill(tier, KEYS[1:], SHAPE))
@@ -185,8 +144,7 @@ def test_a_piece_that_is_not_right_is_a_miss_of_its_record(own: Own, which: int,
     assert all(hits(tier, KEYS, SHAPE))
 
 
-def test_pieces_that_changed_places_are_a_miss(own: Own) -> None:
-    server, tier = own()
+def test_pieces_that_changed_places_are_a_miss(server: RedisServer, tier: RedisTier) -> None:
     client: Any = server.client()
     assert all(fill(tier, KEYS[:1], SHAPE))
     first, second, *_ = names(server)
@@ -199,24 +157,15 @@ def test_pieces_that_changed_places_are_a_miss(own: Own) -> None:
     assert hits(tier, KEYS[:2], SHAPE) == [True, False]  # whole, but another's
 
 
-def test_other_lengths_are_a_miss_and_it_stays(own: Own) -> None:
-    _, tier = own()
-    assert all(fill(tier, KEYS, SHAPE))
-    for other in [(5000, 0, 9000, 17), (14_017,), SHAPE[:-1]]:
-        assert fetch(tier, KEYS[0], other) is None
-    assert all(hits(tier, KEYS, SHAPE))
-
-
-# ---------------------------------------------------------------- replaced under a reader
+# ---------------------------------------------------------------- two at once
 
 
 def test_a_record_that_is_replaced_while_it_is_read(
-    own: Own, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reader has the header and half of the pieces; what it gets is the new one, whole."""
-    server, tier = own()
+    """Its reader has the header and half of the pieces: a miss, and the new one stays."""
     assert all(fill(tier, KEYS, SHAPE))
-    other = open_tier(f"redis:{server.address}")
+    other = opened(server)
     real = tier._ask_one
     asked = count()
 
@@ -225,100 +174,42 @@ def test_a_record_that_is_replaced_while_it_is_read(
             assert all(fill(other, KEYS[:1], SHAPE, 1))
         return real(*command)
 
-    monkeypatch.setattr(tier, "_ask_one", slow)
-    into = room_for(SHAPE)
-    assert tier.load(KEYS[:1], [into]) == [True]
-    assert same(into, data_of(KEYS[0], SHAPE, 1))
-    assert all(hits(tier, KEYS, SHAPE, 2))
-    other.close()
-
-
-def test_a_record_that_is_never_left_in_peace_is_a_miss_and_stays(
-    own: Own, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, tier = own()
-    assert all(fill(tier, KEYS, SHAPE))
-    other = open_tier(f"redis:{server.address}")
-    real = tier._ask_one
-    versions = count(1)
-
-    def slow(*command: Any) -> Any:
-        if command[0] == "GET" and command[1].startswith(b"kvass:p:"):
-            assert all(fill(other, KEYS[:1], SHAPE, next(versions) % 2))
-        return real(*command)
-
     with monkeypatch.context() as patch:
         patch.setattr(tier, "_ask_one", slow)
-        assert tier.load(KEYS[:1], [room_for(SHAPE)]) == [False]
+        assert hits(tier, KEYS[:1], SHAPE, 2) == [False]
     assert all(hits(tier, KEYS, SHAPE, 2))
     assert len(names(server)) == 24
     other.close()
 
 
-# ---------------------------------------------------------------- stored by two at once
-
-
-def before_it_lets_them_stay(
-    tier: RedisTier, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
+@pytest.mark.parametrize("version", [0, 1])
+def test_two_that_store_one_key_at_once(
+    server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
-    """``act``, once the tier has set pieces and header."""
-    real = tier._ask
+    """The same bytes have the same names; of other bytes those stay whose header came last."""
+    other = opened(server)
+    real = tier._ask_one
 
-    def ask(commands: list[tuple[Any, ...]]) -> list[Any]:
-        if commands and commands[0][0] in ("PERSIST", "EXISTS"):
-            monkeypatch.setattr(tier, "_ask", real)
-            act()
-        return real(commands)
+    def slow(*command: Any) -> Any:
+        if command[1].startswith(b"kvass:r:"):
+            assert fill(other, KEYS[:1], SHAPE, version) == [True]
+        return real(*command)
 
-    monkeypatch.setattr(tier, "_ask", ask)
-
-
-@pytest.mark.parametrize("url", ["", "&ttl_s=1000"])
-def test_two_that_store_the_same_at_once_both_have_it(
-    own: Own, monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
-    """They set the same values."""
-    server, tier = own(url=url)
-    other = open_tier(f"redis:{server.address}?timeout_s=5{url}")
-    said: list[list[bool]] = []
-    before_it_lets_them_stay(tier, monkeypatch, lambda: said.append(fill(other, KEYS[:1], SHAPE)))
-    assert fill(tier, KEYS[:1], SHAPE) == [True]
-    assert said == [[True]]
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "_ask_one", slow)
+        assert fill(tier, KEYS[:1], SHAPE) == [True]
     for one in (tier, other):
         assert hits(one, KEYS[:1], SHAPE) == [True]
-    assert len(names(server)) == 4, "pieces that no header tells of are left"
-    other.close()
-
-
-@pytest.mark.parametrize("how", ["in half", "other bytes", "nothing"])
-def test_what_another_put_there_is_not_taken_for_ours(
-    own: Own, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    server, tier = own()
-    client: Any = server.client()
-    other = open_tier(f"redis:{server.address}?timeout_s=5")
-
-    def replace() -> None:
-        if how == "nothing":
-            other.delete(KEYS[:1])
-            return
-        assert fill(other, KEYS[:1], SHAPE, 1 if how == "other bytes" else 0) == [True]
-        if how == "in half":
-            client.delete(names(server)[0])
-
-    before_it_lets_them_stay(tier, monkeypatch, replace)
-    assert fill(tier, KEYS[:1], SHAPE) == [False]
-    assert hits(tier, KEYS[:1], SHAPE, 2) == [how == "other bytes"]
+    assert names(server, b"r") == [b"kvass:r:" + KEYS[0]]
     other.close()
 
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_a_damaged_record_that_is_replaced_before_it_is_deleted(
-    own: Own, monkeypatch: pytest.MonkeyPatch, version: int
+    server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
     """Other bytes stay. The same bytes have the names of the damaged ones, and go with them."""
-    server, tier = own()
-    other = open_tier(f"redis:{server.address}?timeout_s=5")
+    other = opened(server)
     assert all(fill(tier, KEYS[:1], SHAPE))
     server.client().delete(names(server)[0])
     real = tier._ask
@@ -340,90 +231,58 @@ def test_a_damaged_record_that_is_replaced_before_it_is_deleted(
 # ---------------------------------------------------------------- half stored
 
 
-def test_a_store_that_dies_leaves_nothing_for_ever(
-    own: Own, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, tier = own()
+def test_pieces_expire_with_their_record(server: RedisServer, small_pieces: None) -> None:
     client: Any = server.client()
-    real = tier._ask_one
-    asked = count()
-
-    def dies(*command: Any) -> Any:
-        if next(asked) == 2:
-            raise TierDown("died")
-        return real(*command)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tier, "_ask_one", dies)
-        with pytest.raises(TierDown):
-            fill(tier, KEYS[:1], SHAPE)
-    assert len(names(server)) == 2
-    assert all(0 < client.ttl(name) <= 3600 for name in names(server))
-    assert tier.probe(KEYS[:1]) == [False]
     client.flushall()
-    assert all(fill(tier, KEYS[:1], SHAPE))
-    assert [client.ttl(name) for name in names(server, b"[rp]")] == [-1] * 5
-
-
-def test_pieces_expire_with_their_record(own: Own) -> None:
-    server, tier = own(url="&ttl_s=1000")
-    client: Any = server.client()
+    tier = opened(server, "&ttl_s=1000")
     assert all(fill(tier, KEYS, SHAPE))
     assert all(0 < client.ttl(name) <= 1000 for name in names(server, b"[rp]"))
     assert all(hits(tier, KEYS, SHAPE))
+    tier.close()
 
 
-def test_a_record_that_the_server_has_no_room_for(own: Own) -> None:
-    server, tier = own("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
-    assert all(fill(tier, KEYS, SHAPE))
-    before = names(server)
-    with pytest.raises(TierDown, match="memory"):
+def test_a_record_that_the_server_has_no_room_for(small_pieces: None) -> None:
+    server = RedisServer("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    tier = opened(server)
+    try:
+        assert all(fill(tier, KEYS, SHAPE))
+        before = names(server)
+        with pytest.raises(TierDown, match="memory"):
+            fill(tier, [b"large"], (4 << 20,))
+        assert names(server) == before
+        assert all(hits(tier, KEYS, SHAPE))
+        server.client().config_set("maxmemory-policy", "allkeys-lru")
         fill(tier, [b"large"], (4 << 20,))
-    assert names(server) == before
-    assert all(hits(tier, KEYS, SHAPE))
-    server.client().config_set("maxmemory-policy", "allkeys-lru")
-    assert fill(tier, [b"large"], (4 << 20,)) == [False]  # its pieces make room for each other
-    assert tier.probe([b"large"]) == [False]
+        assert hits(tier, [b"large"], (4 << 20,)) == [False]  # its pieces make room for each other
+        assert tier.probe([b"large"]) == [False]
+        assert all(fill(tier, KEYS, SHAPE))
+        assert all(hits(tier, KEYS, SHAPE))
+    finally:
+        tier.close()
+        server.close()
+
+
+@pytest.mark.parametrize("ask", [fill, hits])
+def test_a_server_that_dies_between_two_pieces(
+    small_pieces: None, monkeypatch: pytest.MonkeyPatch, ask: Callable[..., list[bool]]
+) -> None:
+    server = RedisServer()
+    tier = opened(server)
     assert all(fill(tier, KEYS, SHAPE))
-    assert all(hits(tier, KEYS, SHAPE))
-
-
-def test_a_server_that_dies_between_two_pieces(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, tier = own()
     real = tier._ask_one
     asked = count()
 
-    def dying(kill_at: int, *command: Any) -> Any:
-        if next(asked) == kill_at:
+    def dying(*command: Any) -> Any:
+        if next(asked) == 6:
             server.kill()
         return real(*command)
 
-    for ask in (fill, hits):
-        assert all(fill(tier, KEYS, SHAPE))
-        asked = count()
+    try:
         with monkeypatch.context() as patch:
-            patch.setattr(tier, "_ask_one", partial(dying, 6))
+            patch.setattr(tier, "_ask_one", dying)
             assert ask(tier, KEYS, SHAPE) == [True] + [False] * 5
         server.start()
         assert not any(hits(tier, KEYS, SHAPE))
-
-
-def test_a_large_record_of_an_earlier_release_is_a_miss(own: Own) -> None:
-    """Its value was header, magic, nonce, bytes of a piece and checksum; its pieces had the nonce
-    in their names."""
-    server, tier = own()
-    client: Any = server.client()
-    shards = data_of(KEYS[0], SHAPE)
-    payload = b"".join(shard.tobytes() for shard in shards)
-    head = encode_header(header_of(KEYS[0], shards))
-    head += struct.pack("<8s16sQ", b"kvasscut", bytes(16), PIECE)
-    client.set(b"kvass:r:" + KEYS[0], head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)))
-    for i, at in enumerate(range(0, len(payload), PIECE)):
-        client.set(b"kvass:p:" + bytes(16).hex().encode() + b":%d" % i, payload[at : at + PIECE])
-    assert tier.probe(KEYS[:1]) == [True]
-    assert hits(tier, KEYS[:1], SHAPE) == [False]
-    assert tier.probe(KEYS[:1]) == [False]
-    assert all(fill(tier, KEYS, SHAPE))
-    assert all(hits(tier, KEYS, SHAPE))
-    tier.clear()
-    assert names(server, b"[rp]") == []
+    finally:
+        tier.close()
+        server.close()

@@ -296,29 +296,7 @@ class KeepsTheFirstNote(MemoryTier):
             super().set_note(name, value)
 
 
-WRONG = [
-    ForgetsNotes,
-    KeepsNotesAsRecords,
-    KeepsTheFirstNote,
-    ServesWhatIsAbsent,
-    ServesAPart,
-    ServesTheRightBytesAnywhere,
-    KeepsTheFirst,
-    KeepsTheFirstOfABatch,
-    KeepsTheCallersMemory,
-    AnswersInItsOwnOrder,
-    WritesBesideTheBuffers,
-    CutsKeys,
-    NeverDeletes,
-    DeletesAll,
-    NeverClears,
-    TakesAnything,
-    NeverCloses,
-    ClosesOverOthers,
-    RemembersWhatItServed,
-    Tears,
-    KeepsTheDeleted,
-]
+WRONG = MemoryTier.__subclasses__()
 
 
 def failures(make: Callable[[Kept], Tier]) -> list[str]:

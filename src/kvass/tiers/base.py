@@ -4,35 +4,32 @@ Law of this file: a tier is a plain, blocking, batched, thread-safe store of *re
 in shards, under a key. It knows no namespace, no lease, no arena and no daemon. What it gives back
 is what was stored, whole, or a miss: never another record's bytes, never half of one.
 
-**Keys** are opaque, 1 to ``MAX_KEY_BYTES`` long. ``codec.record_key`` makes them; they cover all
-that changes the bytes (namespace digest, and with it every rank's layout; epoch; group; chunk), so
-equal keys mean equal bytes and a tier may be shared by daemons that know nothing of each other.
+**Keys** are opaque, 1 to ``MAX_KEY_BYTES`` long. They cover all that changes the bytes
+(``codec.record_key``), so equal keys mean equal bytes, and daemons may share a tier.
 
 **Memory.** A record's data is a list of one-dimensional, C-contiguous uint8 arrays, one per shard,
-at most ``MAX_SHARDS``, each possibly empty, which may lie anywhere. The *caller* owns them: it
-keeps them alive and leaves them alone until the call returns, and no call of the tier touches them
-afterwards. Buffers that begin at a multiple of ``PAGE`` and are as long as one (slots of the arena
-are) can be read and written by devices directly; a tier has to accept all others too, if slower.
+at most ``MAX_SHARDS``, each possibly empty. The *caller* owns them: it keeps them alive and leaves
+them alone until the call returns, and no call of the tier touches them afterwards. Devices can read
+and write buffers directly that begin at a multiple of ``PAGE`` and are as long as one (slots of the
+arena are); a tier has to accept all others too, if slower.
 
 **Notes** are the few small facts that have to outlive records: each namespace's epoch. Nobody
-evicts them, they do not expire, and ``clear`` leaves them. One that gets lost all the same costs
-records and makes nothing wrong: whoever finds none begins a new epoch, that no record has. Values
-of a note have an order, that of their bytes: one that is set is higher than what was read before.
+evicts them, they do not expire, and ``clear`` leaves them. A lost one costs records and makes
+nothing wrong: whoever finds none begins a new epoch, that no record has.
 
 **Answers.** One bool per key, in the order asked. What is wrong with one record is a value: absent,
 of other lengths than asked for, damaged, no room, an error of the device: ``False``, and the batch
 goes on. ``TierDown`` is raised only when trouble of the tier's own (not absence) left a batch
-without a single success: every key of it counts as a miss, and the caller may leave the tier alone
-for a while. Misuse (wrong types, keys too long, a closed tier) raises ``UsageError``.
+without a single success; the caller may then leave the tier alone for a while. Misuse (wrong types,
+keys too long, a closed tier) raises ``UsageError``.
 
 **Threads.** Every method may be called from several threads at once. A tier may use threads of its
-own, but bounds them. A call blocks for as long as its device does; whoever cannot wait calls from a
-thread that can.
+own, but bounds them. A call blocks for as long as its device does.
 
 **Process.** In a daemon a tier has a process of its own, with the daemon's stderr, and stdout
-nowhere. It may be killed at any moment without ``close`` (with its daemon, or because none of its
-threads answers) and is opened anew; what it keeps in memory is lost then, notes too. It may start
-processes of its own, but what it *forks* has neither the buffers it was given nor any part in it.
+nowhere. It may be killed at any moment without ``close`` and is opened anew; what it keeps in
+memory is lost then, notes too. It may start processes of its own, but what it *forks* has neither
+the buffers it was given nor any part in it.
 """
 
 from __future__ import annotations
@@ -63,62 +60,44 @@ class Tier(Protocol):
     """A backend for records. See the top of this file for what holds of every method."""
 
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are held, as far as the tier knows now.
-
-        A ``True`` promises nothing: the record may be gone, or found damaged, by the time of a
-        load. Cheap enough to be asked about every chunk of a long prompt.
-        """
-        ...
+        """Which keys are held, as far as the tier knows now: a load may still miss. Cheap enough
+        to be asked about every chunk of a long prompt."""
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
-        """Fill ``into[i]`` with the record of ``keys[i]``; which of them are whole and right now.
+        """Fill ``into[i]`` with the record of ``keys[i]``. ``True``: every byte of every buffer is
+        what one ``store`` of this key was given.
 
-        ``True`` says: every byte of every buffer is what one ``store`` of this key was given. A
-        record whose shards have other lengths than the buffers is a miss. After ``False`` the
-        buffers' contents are undefined (but nothing outside them was touched). A key may occur
-        twice. A record that turns out damaged is forgotten, so that it can be stored again.
+        A record whose shards have other lengths than the buffers is a miss. After ``False`` the
+        buffers' contents are undefined. A key may occur twice. A record that turns out damaged is
+        forgotten, so that it can be stored again.
         """
-        ...
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         """Keep ``data[i]`` under ``keys[i]``; which of them are held now.
 
-        Replaces what the key had: the last store wins, of a batch too, and a load that runs
-        meanwhile gets the old record or the new one whole. Repeating a store changes nothing. A
-        tier that is full makes room by itself, least recently used first; one that cannot says
-        ``False``, and what the key had before is then kept or gone. Held is not durable: a crash of
-        the machine may lose any record, but never turns one into other bytes.
+        The last store of a key wins, of a batch too, and a load that runs meanwhile gets the old
+        record or the new one whole, or a miss. A tier that is full makes room by itself, least
+        recently used first; after ``False`` what the key had before is kept or gone. Held is not
+        durable: a crash of the machine may lose any record, but never turns one into other bytes.
         """
-        ...
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forget these records; absent keys are fine. A load that began earlier may still succeed.
-
-        What was deleted before a process ended stays deleted; after a power loss it may be back.
-        """
-        ...
+        What was deleted before a process ended stays deleted; after a power loss it may be back."""
 
     def clear(self) -> None:
         """Forget every record, and give the space back (``kvass clear --tier``). Notes stay."""
-        ...
 
     def note(self, name: str) -> bytes | None:
         """The note of that name; ``None``: there is none. Raises ``TierDown`` if it cannot tell."""
-        ...
 
     def set_note(self, name: str, value: bytes) -> None:
-        """Keep a note, instead of what it said before; the last one wins.
-
-        Returns once it is as durable as the tier can make it; ``TierDown`` says it may not be kept.
-        """
-        ...
+        """Keep a note, instead of what it said before. Returns once it is as durable as the tier
+        can make it; ``TierDown``: it may not be kept."""
 
     def close(self) -> None:
-        """Wait for the calls that run, then let go of everything. Idempotent.
-
-        Records stay. Any other call from here on raises ``UsageError``.
-        """
-        ...
+        """Wait for the calls that run, then let go of everything; records stay. Idempotent. Any
+        other call from here on raises ``UsageError``."""
 
 
 _NOTE_NAME: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")

@@ -47,9 +47,7 @@ _KEY: Final = struct.Struct(f">{NAMESPACE_BYTES}sQH")
 _MAGIC: Final = b"kvassrec"
 _FIXED: Final = struct.Struct("<8sHHIQQ")
 _CHECK: Final = struct.Struct("<Q")
-_OWN_PAGES: Final = 128 << 10
-"""A packed record of this size or more gets pages of its own, which go back to the system with it.
-The allocator would keep what the largest record took, for each thread that ever made one."""
+MAX_HEADER_BYTES: Final = _FIXED.size + MAX_KEY_BYTES + 8 * MAX_SHARDS + _CHECK.size
 
 
 def record_key(namespace: bytes, epoch: int, group: int, chunk: bytes) -> bytes:
@@ -90,15 +88,10 @@ def header_bytes(header: Header) -> int:
 
 def encode_header(header: Header) -> bytes:
     """The header's bytes; at most ``MAX_HEADER_BYTES``."""
-    fixed = _FIXED.pack(
-        _MAGIC,
-        FORMAT,
-        len(header.key),
-        len(header.lengths),
-        header.sequence,
-        header.payload_check,
-    )
-    body = fixed + header.key + struct.pack(f"<{len(header.lengths)}Q", *header.lengths)
+    key, lengths = header.key, header.lengths
+    sizes = len(key), len(lengths)
+    body = _FIXED.pack(_MAGIC, FORMAT, *sizes, header.sequence, header.payload_check)
+    body += key + struct.pack(f"<{len(lengths)}Q", *lengths)
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
 
@@ -130,18 +123,11 @@ def header_of(key: bytes, shards: Shards, sequence: int = 0) -> Header:
     return Header(key, tuple(map(len, shards)), sequence, payload_check(shards))
 
 
-def pack(key: bytes, shards: Shards) -> bytes | Buffer:
-    """A record in one piece; copies the shards."""
-    header = encode_header(header_of(key, shards))
-    size = len(header) + size_of(shards)
-    if size < _OWN_PAGES:
-        return b"".join([header, *(shard.data for shard in shards)])
-    piece = page_buffer(size)
-    at = 0
-    for part in (np.frombuffer(header, np.uint8), *shards):
-        piece[at : at + len(part)] = part
-        at += len(part)
-    return piece
+def pack(key: bytes, shards: Shards) -> Buffer:
+    """A record in one piece; copies the shards. Its pages go back to the system with it."""
+    header = np.frombuffer(encode_header(header_of(key, shards)), np.uint8)
+    piece = page_buffer(len(header) + size_of(shards))
+    return np.concatenate([header, *shards], out=piece)
 
 
 def unpack(key: bytes, size: int, chunks: Iterable[bytes], into: Shards) -> bool | None:
@@ -190,6 +176,3 @@ def _fill(into: Shards, chunks: Iterable[memoryview]) -> bool:
             room[:n] = left[:n]
             left, room = left[n:], room[n:]
     return not len(room) and not any(map(len, shards))
-
-
-MAX_HEADER_BYTES: Final = _FIXED.size + MAX_KEY_BYTES + 8 * MAX_SHARDS + _CHECK.size

@@ -1,28 +1,54 @@
-"""How S3 and what speaks like it, Google Cloud Storage and Azure Blob Storage are reached.
+"""Records in S3 and what speaks like it, Google Cloud Storage or Azure Blob Storage.
 
-Nothing is connected here. What is wrong with a URL or with the environment is a ``ConfigError`` of
-one line; everything else shows, and passes, with the calls. Credentials come from the environment
-and the places that the provider's own tools look at, never from the URL.
+A record is one object, so that replacing it is one request and a reader never sees half of it.
+Under the prefix, ``records/`` holds an object per record, named by its key in hexadecimal, and
+``notes/`` the notes. Only ``clear`` lists objects. The bucket keeps the capacity: a lifecycle rule
+for ``records/`` deletes old ones.
+
+Nothing is connected at start. A call raises ``TierDown`` if the server cannot be reached, refuses
+the credentials, has no such bucket or does not answer for as long as the client waits; the next
+call tries again. Credentials come from the environment and the places that the provider's own tools
+look at, never from the URL. No text of ours repeats one.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+import obstore
+from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from kvass.errors import ConfigError
-from kvass.tiers.object_tier import TROUBLE, ObjectTier, Store, error_line
+from kvass.errors import ConfigError, TierDown
+from kvass.tiers.base import MAX_NOTE_BYTES, Shards
+from kvass.tiers.buffers import size_of
+from kvass.tiers.codec import pack, unpack
 from kvass.tiers.options import AzureOptions, ObjectStoreOptions, S3Options
+from kvass.tiers.record_tier import Outcome, RecordTier
+from kvass.tiers.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
 
+Store: TypeAlias = S3Store | GCSStore | AzureStore
+
+_MOST_BYTES: Final = 4 << 30
+"""Of one record; S3 takes 5 GiB in one request, the others at least as much."""
+_ROOM_BYTES: Final = 64 << 20
+"""What all calls together have in memory."""
+_GIVE_UP: Final = 3
+"""Failures in a row after which a batch is given up."""
+_CHUNK_BYTES: Final = 1 << 20
+"""What a load reads at a time. The client holds the next while we copy the last."""
+_BULK: Final = 1000
+"""Objects that S3 deletes in one request, or lists."""
+_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _READ_TIMEOUTS: Final = 10
 """A request that goes on, but never for ``timeout_s`` without a byte, may take as many of them."""
 _BUCKET: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{1,221}")
@@ -32,6 +58,139 @@ _MOST_PREFIX: Final = 400
 _ENVIRONMENT: Final = {"s3": "AWS_", "gcs": "GOOGLE_BEARER", "azure": "AZURE_"}
 """Variables whose values go into headers, where the client panics at a control character."""
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+_REQUEST: Final = re.compile(r"(Error performing \w+ \w+://[^/?\s]+)\S* in .*? - ", re.DOTALL)
+"""How the client begins: method, server, what was asked for, how long and how often it tried."""
+_CAUSES: Final = (r'message: "([^"]*)"', r"kind: (Timeout)", r'ConnectError\(\s*"([^"]*)"')
+"""Where it says why it got no answer."""
+_TROUBLE: Final = (BaseError, OSError)
+
+
+class ObjectTier(RecordTier):
+    """``Tier`` over a store of obstore.
+
+    ``deletes_many``: the store deletes many objects in one request, and does not mind absent ones.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        prefix: str,
+        options: ObjectStoreOptions,
+        *,
+        deletes_many: bool,
+    ) -> None:
+        super().__init__(name)
+        self._store = store
+        self._records = f"{prefix}/records"
+        self._notes = f"{prefix}/notes"
+        self._delete_at_once = _BULK if deletes_many else 1
+        limits = {"give_up": _GIVE_UP, "long_s": options.timeout_s}
+        self._pool = WorkerPool(name, options.connections, room=_ROOM_BYTES, **limits)
+
+    def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """A HEAD for each, many at once."""
+        return self._pool.each(lambda i: self._head(keys[i]), [0] * len(keys))
+
+    def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
+        needs = [min(size_of(shards), 2 * _CHUNK_BYTES) for shards in into]
+        return self._pool.each(lambda i: self._load(keys[i], into[i]), needs)
+
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
+        return self._pool.each(lambda i: self._store_one(keys[i], data[i]), [*map(size_of, data)])
+
+    def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
+        return self._delete_all([self._path(key) for key in keys])
+
+    def _clear(self) -> None:
+        """All records under our prefix, whoever stored them."""
+        with self._errors():
+            for found in obstore.list(self._store, self._records, chunk_size=_BULK):
+                for outcome in self._delete_all([entry["path"] for entry in found]):
+                    if isinstance(outcome, TierDown):
+                        raise outcome
+
+    def _get_note(self, name: str) -> bytes | None:
+        value = None
+        with self._errors(absent_is_fine=True):
+            got = obstore.get(self._store, f"{self._notes}/{name}")
+            if got.meta["size"] <= MAX_NOTE_BYTES:
+                value = bytes(got.bytes())
+        return value
+
+    def _put_note(self, name: str, value: bytes) -> None:
+        """What the store acknowledges is durable."""
+        with self._errors():
+            obstore.put(self._store, f"{self._notes}/{name}", value, use_multipart=False)
+
+    def _close(self) -> None:
+        self._pool.close()
+
+    # ------------------------------------------------------------ one record
+
+    def _path(self, key: bytes) -> str:
+        return f"{self._records}/{key.hex()}"
+
+    def _head(self, key: bytes) -> bool:
+        with self._errors(), suppress(FileNotFoundError):
+            obstore.head(self._store, self._path(key))
+            return True
+        return False  # or there is no bucket: all other requests tell
+
+    def _load(self, key: bytes, into: Shards) -> bool:
+        right: bool | None = False
+        with self._errors(absent_is_fine=True):
+            got = obstore.get(self._store, self._path(key))
+            right = unpack(key, got.meta["size"], got.stream(_CHUNK_BYTES), into)
+        if right is None:
+            with suppress(TierDown):  # a miss all the same; the next load finds it damaged again
+                self._delete_some([self._path(key)])
+        return right is True
+
+    def _store_one(self, key: bytes, shards: Shards) -> bool:
+        if size_of(shards) > _MOST_BYTES:
+            return False
+        with self._errors():
+            # In one request: parts of an upload that was broken off would stay and cost money.
+            obstore.put(self._store, self._path(key), pack(key, shards), use_multipart=False)
+        return True
+
+    def _delete_all(self, paths: Sequence[str]) -> list[Outcome]:
+        n = self._delete_at_once
+        parts = [paths[i : i + n] for i in range(0, len(paths), n)]
+        return self._pool.each(lambda i: self._delete_some(parts[i]), [0] * len(parts))
+
+    def _delete_some(self, paths: Sequence[str]) -> bool:
+        with self._errors(absent_is_fine=True):
+            obstore.delete(self._store, paths)
+        return True
+
+    # ------------------------------------------------------------ trouble
+
+    @contextmanager
+    def _errors(self, *, absent_is_fine: bool = False) -> Iterator[None]:
+        """What obstore raises is ``TierDown``; ``absent_is_fine``: but not that an object of a
+        bucket that exists is not there."""
+        try:
+            yield
+        except _TROUBLE as error:
+            absent = isinstance(error, FileNotFoundError)
+            if not (absent and absent_is_fine) or any(code in str(error) for code in _NO_BUCKET):
+                raise self._down(_error_line(error)) from None
+
+
+def _error_line(error: Exception) -> str:
+    """What went wrong, in one line that a status has room for, and nothing of a request but the
+    server: a query or a longer answer may repeat a signature, and a key is long."""
+    text, _, debug = str(error).partition("\n\nDebug source")
+    text = text[max(text.rfind("Error performing"), 0) :]  # before it: what was asked for
+    code, message = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
+    if code:
+        text = f"{code[1]}: {message[1]}" if message else code[1]
+    elif cause := next(filter(None, (re.search(one, debug) for one in _CAUSES)), None):
+        text = f"{text} ({cause[1]})"
+    text = _REQUEST.sub(r"\1: ", text, count=1)
+    return re.sub(r"\?\S*", "", " ".join(text.split()))[:300]
 
 
 def open_s3(where: str, options: S3Options) -> ObjectTier:
@@ -87,16 +246,9 @@ def _open(
     try:
         client, retry = _limits(options)
         store = connect(bucket, client_options=client, retry_config=retry)
-    except (*TROUBLE, ValueError) as error:
-        raise ConfigError(f"{name}: {error_line(error)}") from None
-    return ObjectTier(
-        name,
-        store,
-        prefix=prefix,
-        connections=options.connections,
-        timeout_s=options.timeout_s,
-        deletes_many=deletes_many,
-    )
+    except (*_TROUBLE, ValueError) as error:
+        raise ConfigError(f"{name}: {_error_line(error)}") from None
+    return ObjectTier(name, store, prefix, options, deletes_many=deletes_many)
 
 
 def _limits(options: ObjectStoreOptions) -> tuple[ClientConfig, RetryConfig]:
@@ -107,7 +259,7 @@ def _limits(options: ObjectStoreOptions) -> tuple[ClientConfig, RetryConfig]:
         "read_timeout": timeout,
         "timeout": _READ_TIMEOUTS * timeout,
     }
-    if options.allow_http:  # else what the environment says
+    if options.allow_http == "yes":  # else what the environment says
         client["allow_http"] = True
     retry: RetryConfig = {
         "max_retries": 2,

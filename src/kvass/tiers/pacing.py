@@ -1,13 +1,10 @@
-"""How bulk work lets other threads have the processor.
+"""How bulk work lets other threads have the processor (docs/decisions/002-bulk-work-yields.md).
 
-A tier works in parts and yields the processor between them. A kernel that does not preempt
-(``PREEMPT_NONE``) leaves the processor to a thread until its system call or its time slice ends;
-niceness decides which thread is next, not when. Measured on two cores of such a machine: a lookup
-waited 2 to 4 ms for a checksum of 32 MiB, or for the pages of one large read to be pinned.
+A kernel that does not preempt (``PREEMPT_NONE``) leaves the processor to a thread until its system
+call or its time slice ends. So a tier works in parts and yields the processor between them.
 
-A thread that yields loses the rest of its time slice. Beside threads that never sleep, a checksum
-that yielded every 50 us ran at a twentieth of its speed. So after a yield that took long, a thread
-works for a short while before it yields again.
+A thread that yields loses the rest of its time slice. So after a yield that took long, beside
+threads that never sleep, it works for a short while before it yields again.
 """
 
 from __future__ import annotations
@@ -29,8 +26,7 @@ _SHARE: Final = 0.25
 """How long a thread works after a yield, as a share of what the yield took. With 1, threads that
 yield to each other would wait longer each time."""
 _LONGEST_S: Final = 0.0002
-"""The most of that. Beside two busy loops on two cores, four threads check 3.6 GiB/s (0.5 with 0;
-7.7 with 0.0005), and the p99 of a lookup does not rise by a measurable amount."""
+"""The most of that."""
 
 
 class _PerThread(threading.local):

@@ -1,8 +1,7 @@
 """What all our own tiers have in common: ``RecordTier``, the ``Tier`` protocol without a backend.
 
 It checks arguments, ends calls and ``close`` in the right order, stores each key of a batch once,
-and makes the answer of a batch from the outcomes of its records. A backend is a subclass: it says
-which records exist, gets, puts and deletes them, and keeps notes.
+and makes the answer of a batch from the outcomes of its records. A backend is a subclass.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class RecordTier(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.closing = False
-        """Whether ``close`` was called; what runs for long looks here."""
+        self._closing = False
         self._running = 0
         self._changed = threading.Condition()
 
@@ -70,19 +68,17 @@ class RecordTier(ABC):
     # ------------------------------------------------------------ Tier
 
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        """See ``Tier.probe``."""
         check_batch(keys)
         with self._call():
             return answers(self._exists(keys) if keys else [])
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
-        """See ``Tier.load``."""
         check_batch(keys, into)
         with self._call():
             return answers(self._get(keys, into) if keys else [])
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        """See ``Tier.store``. Of a key's several records in one batch only the last is put."""
+        """Of a key's several records in one batch only the last is put."""
         check_batch(keys, data)
         last = dict(zip(keys, data, strict=True))
         with self._call():
@@ -91,32 +87,27 @@ class RecordTier(ABC):
         return [by_key[key] for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """See ``Tier.delete``."""
         check_batch(keys)
         with self._call():
             answers(self._delete(list(dict.fromkeys(keys))) if keys else [])
 
     def clear(self) -> None:
-        """See ``Tier.clear``."""
         with self._call():
             self._clear()
 
     def note(self, name: str) -> bytes | None:
-        """See ``Tier.note``."""
         check_note(name)
         with self._call():
             return self._get_note(name)
 
     def set_note(self, name: str, value: bytes) -> None:
-        """See ``Tier.set_note``."""
         check_note(name, value)
         with self._call():
             self._put_note(name, value)
 
     def close(self) -> None:
-        """See ``Tier.close``."""
         with self._changed:
-            first, self.closing = not self.closing, True
+            first, self._closing = not self._closing, True
             self._changed.wait_for(lambda: not self._running)
         if first:
             self._close()
@@ -125,7 +116,7 @@ class RecordTier(ABC):
     def _call(self) -> Iterator[None]:
         """Around every call but ``close``. Raises ``UsageError`` if the tier is closed."""
         with self._changed:
-            if self.closing:
+            if self._closing:
                 raise UsageError(f"{self.name}: this tier is closed")
             self._running += 1
         try:

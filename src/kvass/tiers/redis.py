@@ -8,7 +8,7 @@ a header gets its pieces, or a miss if one is gone; daemons that store the same 
 the same values.
 
 The server keeps the capacity, by ``maxmemory`` and an ``allkeys-lru`` policy; with ``ttl_s``
-records expire. It would evict notes first of all, so they are refreshed (``redis_notes``).
+records expire.
 
 Nothing is connected at start. A call raises ``TierDown`` if the server cannot be reached, refuses
 the password or does not answer within ``timeout_s``; the next call tries again.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -40,31 +39,20 @@ from kvass.tiers.codec import (
     encode_header,
     header_bytes,
     header_of,
+    pack,
     unpack_body,
 )
 from kvass.tiers.options import RedisOptions
 from kvass.tiers.record_tier import Outcome, RecordTier, answers
-from kvass.tiers.redis_notes import NotesToRefresh
 from kvass.tiers.url import shown
 
 PIECE_BYTES: Final = 8 << 20
-"""What goes to or comes from the server at a time, and is in our memory meanwhile. So little that
-Python reuses the same memory, and holds the GIL for short: 192 MiB in values of 1 to 16 MiB came
-back with 1.2 to 1.8 GB/s and kept other threads for at most 5 ms; in values of 64 MiB with 0.4 GB/s
-and 37 ms; in a single one with 0.5 and 105 ms."""
-_STORING_S: Final = 3600
-"""How long the pieces of an unfinished store stay."""
-_TRIES: Final = 4
-"""How often a load reads a record that is replaced meanwhile."""
-_REFRESH_S: Final = 2.0
-"""How often notes are refreshed. A server whose whole memory is replaced sooner may lose them
-between our last call and our next start."""
+"""What goes to or comes from the server at a time, and is in our memory meanwhile. Values of 1 to
+16 MiB came back with 1.2 to 1.8 GB/s and kept other threads for at most 5 ms; values of 64 MiB with
+0.4 GB/s and 37 ms."""
 _SEND_ALONE: Final = 6000
 """A value of so many bytes is sent by itself."""
 _SCAN: Final = 1000
-_RECORD: Final = b"r:"
-_PIECE: Final = b"p:"
-_NOTE: Final = b"n:"
 _TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
 
 
@@ -82,7 +70,6 @@ class RedisTier(RecordTier):
         self._expiry: tuple[str | int, ...] = ("EX", ttl_s) if ttl_s else ()
         self._connecting = threading.Lock()
         self._client: Any = None
-        self._notes = NotesToRefresh(_REFRESH_S, time.monotonic)
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
         """One round trip."""
@@ -99,7 +86,11 @@ class RedisTier(RecordTier):
         def some(which: range) -> list[Outcome]:
             if size_of(data[which[0]]) > PIECE_BYTES:  # then it is alone
                 return [self._store_pieces(keys[which[0]], data[which[0]])]
-            return self._outcomes([self._set_whole(keys[i], data[i]) for i in which])
+            commands = [
+                ("SET", self._record_name(keys[i]), pack(keys[i], data[i]).data, *self._expiry)
+                for i in which
+            ]
+            return self._outcomes(commands)
 
         return self._in_groups(data, some)
 
@@ -112,88 +103,61 @@ class RedisTier(RecordTier):
     def _clear(self) -> None:
         """All records under our prefix, whoever stored them."""
         ours = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix)
-        pattern = ours + b"[" + _RECORD[:1] + _PIECE[:1] + b"]:*"
         try:
-            found = list(self._connected().scan_iter(match=pattern, count=_SCAN))
+            found = list(self._connected().scan_iter(match=ours + b"[rp]:*", count=_SCAN))
         except _TROUBLE as error:
             raise self._down(error) from error
         for i in range(0, len(found), _SCAN):
             answers(self._unlink(found[i : i + _SCAN]))
 
     def _get_note(self, name: str) -> bytes | None:
-        value = self._ask_one("GET", self._note_name(name))
-        if value is None:
-            return None
-        self._notes.was_read(name, bytes(value))
-        return bytes(value)
+        value: bytes | None = self._ask_one("GET", self._note_name(name))
+        return value
 
     def _put_note(self, name: str, value: bytes) -> None:
         """Without a time to live, whatever records have."""
         self._ask_one("SET", self._note_name(name), value)
-        self._notes.was_set(name, value)
 
     def _close(self) -> None:
         if self._client is not None:
             self._client.close()
 
-    def _refresh_notes(self) -> None:
-        """Set notes that the server evicted (``NX``, because another daemon may have set a newer
-        one), and read all, so that they count as used."""
-        due = self._notes.due()
-        commands: list[tuple[Any, ...]] = []
-        for name, value in due:
-            key = self._note_name(name)
-            commands += [("SET", key, value, "NX"), ("GET", key)]
-        with suppress(TierDown):  # the next call's own commands will tell
-            for (name, _), answer in zip(due, self._ask(commands)[1::2], strict=True):
-                if isinstance(answer, bytes):
-                    self._notes.was_read(name, answer)
-
     # ------------------------------------------------------------ names
 
     def _record_name(self, key: bytes) -> bytes:
-        return self._prefix + _RECORD + key
+        return self._prefix + b"r:" + key
 
     def _piece_names(self, key: bytes, header: Header | None) -> list[bytes]:
         """The names of a record's pieces; none if it is one value, or not a record of this key."""
         total = sum(header.lengths) if header and header.key == key else 0
         if header is None or total <= PIECE_BYTES:
             return []
-        begin = b"%s%s%s:%016x" % (self._prefix, _PIECE, key, header.payload_check)
+        begin = b"%sp:%s:%016x" % (self._prefix, key, header.payload_check)
         return [b"%s:%d" % (begin, i) for i in range(-(-total // PIECE_BYTES))]
 
     def _note_name(self, name: str) -> bytes:
-        return self._prefix + _NOTE + name.encode()
+        return self._prefix + b"n:" + name.encode()
 
     # ------------------------------------------------------------ a record
 
     def _load(self, key: bytes, value: object, into: Shards) -> Outcome:
         """Fill ``into`` from the value under the record's name."""
-        for _ in range(_TRIES):
-            if not isinstance(value, bytes):
-                return self._outcome(value)
+        if not isinstance(value, bytes):
+            return self._outcome(value)
+        header = decode_header(value)
+        right = None
+        if header is not None:
+            body = memoryview(value)[header_bytes(header) :]
+            size, chunks = len(body), iter([body])
+            if names := self._piece_names(key, header):
+                size, chunks = sum(header.lengths), self._pieces(names)
             try:
-                right = self._read(key, value, into)
+                right = unpack_body(key, header, size, chunks, into)
             except _RefusedError as error:
                 return error
-            if right is not None:
-                return right
-            before = value
-            [value] = self._ask([("GET", self._record_name(key))])
-            if value == before:  # it was not replaced, so it is damaged
-                self._forget(key, decode_header(before))
-                return False
-        return False
-
-    def _read(self, key: bytes, value: bytes, into: Shards) -> bool | None:
-        """``codec.unpack`` of a record, whole or in pieces."""
-        header = decode_header(value)
-        if header is None:
-            return None
-        body = memoryview(value)[header_bytes(header) :]
-        if not (names := self._piece_names(key, header)):
-            return unpack_body(key, header, len(body), [body], into)
-        return unpack_body(key, header, sum(header.lengths), self._pieces(names), into)
+        if right is None:
+            self._forget(key, header)
+        return right is True
 
     def _pieces(self, names: Sequence[bytes]) -> Iterator[memoryview]:
         """Up to the first one that is missing."""
@@ -202,33 +166,20 @@ class RedisTier(RecordTier):
                 return
             yield memoryview(piece)
 
-    def _set_whole(self, key: bytes, shards: Shards) -> tuple[Any, ...]:
-        header = encode_header(header_of(key, shards))
-        value = b"".join([header, *(shard.data for shard in shards)])
-        return ("SET", self._record_name(key), value, *self._expiry)
-
     def _store_pieces(self, key: bytes, shards: Shards) -> Outcome:
         header = header_of(key, shards)
         names = self._piece_names(key, header)
-        expiry = self._expiry or ("EX", _STORING_S)
         try:
             for name, parts in zip(names, split(shards, PIECE_BYTES), strict=True):
                 piece = parts[0] if len(parts) == 1 else b"".join(parts)
-                self._ask_one("SET", name, piece, *expiry)
+                self._ask_one("SET", name, piece, *self._expiry)
             [old] = self._headers([key])
             self._ask_one("SET", self._record_name(key), encode_header(header), *self._expiry)
         except _RefusedError as error:  # no room, as a rule
             self._forget(key, header)
             return error
         self._unlink(set(self._piece_names(key, old)).difference(names))
-        if not self._expiry:
-            self._ask([("PERSIST", name) for name in names])
-        if self._ask([("EXISTS", name) for name in names]) == [1] * len(names):
-            return True
-        # A server that is smaller than the record evicted some of it already, or another daemon
-        # stored other bytes.
-        self._forget(key, header)
-        return False
+        return True
 
     def _forget(self, key: bytes, header: Header | None) -> None:
         """Delete a record that is not whole; its name only if it still has this header."""
@@ -253,14 +204,13 @@ class RedisTier(RecordTier):
     def _in_groups(
         self, data: Sequence[Shards], some: Callable[[range], list[Outcome]]
     ) -> list[Outcome]:
-        """``some`` of ranges whose data is not too much at a time; then notes, if they are due."""
+        """``some`` of ranges whose data is not too much at a time."""
         outcomes: list[Outcome] = []
         for which in groups([size_of(shards) for shards in data], PIECE_BYTES):
             try:
                 outcomes += some(which)
             except TierDown as error:
                 return outcomes + [error] * (len(data) - len(outcomes))
-        self._refresh_notes()
         return outcomes
 
     def _outcomes(self, commands: list[tuple[Any, ...]]) -> list[Outcome]:
@@ -312,13 +262,14 @@ def open_redis(where: str, options: RedisOptions) -> RedisTier:
         "socket_connect_timeout": options.timeout_s,
         "protocol": 2,  # whose refusals say what is wrong
         "retry": Retry(NoBackoff(), 1),  # a connection that the server closed while it was idle
-        **_address(name, where, options.tls),
+        **_address(name, where, options.tls == "yes"),
     }
-    if options.cluster and "unix_socket_path" in settings:
+    clustered = options.cluster == "yes"
+    if clustered and "unix_socket_path" in settings:
         raise ConfigError(f"{name}: cluster: a cluster is reached by host and port")
 
     def connect() -> Any:
-        if options.cluster:
+        if clustered:
             return RedisCluster(**settings)
         return _sending_values_alone(redis.Redis(db=options.db, **settings))
 

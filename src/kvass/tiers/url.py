@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import re
 from collections.abc import Callable
 from typing import Final
@@ -58,38 +57,33 @@ class TierUrl(msgspec.Struct, frozen=True):
 
 def parse_tier_url(text: str) -> TierUrl:
     """Take ``text`` apart. Raises ``ConfigError``."""
-    _check_text(text)
+    try:
+        text.encode()  # bytes of a command line that are no UTF-8 arrive as lone surrogates
+        if "\0" in unquote(text, errors="strict"):
+            raise _refused(text, "there is a NUL in it")
+    except UnicodeError as error:
+        raise _refused(text, "it is not UTF-8") from error
     head, _, query = text.partition("?")
     scheme, colon, where = head.partition(":")
     if not colon or not scheme or not where:
-        raise ConfigError(f"tier {shown(text)!r}: write SCHEME:WHERE?option=value, like {_EXAMPLE}")
+        raise _refused(text, f"write SCHEME:WHERE?option=value, like {_EXAMPLE}")
     if scheme not in OURS and not _is_plug_in(scheme, where):
         known = ", ".join(OURS)
-        raise ConfigError(
-            f"tier {shown(text)!r}: unknown scheme {scheme!r}; known: {known}, module:Name"
-        )
+        raise _refused(text, f"unknown scheme {scheme!r}; known: {known}, module:Name")
     options: dict[str, str] = {}
     for part in query.split("&") if query else ():
         name, equals, value = part.partition("=")
         if not name.isidentifier() or not equals:
-            raise ConfigError(
-                f"tier {shown(text)!r}: option {shown(part)!r} is not of the form name=value"
-            )
+            raise _refused(text, f"option {shown(part)!r} is not of the form name=value")
         if name in options:
-            raise ConfigError(f"tier {shown(text)!r}: option {name!r} is given twice")
+            raise _refused(text, f"option {name!r} is given twice")
         options[name] = unquote(value)
     return TierUrl(scheme=scheme, where=unquote(where), options=options)
 
 
-def _check_text(text: str) -> None:
-    """What no process could be told of."""
-    try:
-        text.encode()  # bytes of a command line that are no UTF-8 arrive as lone surrogates
-        unquote(text, errors="strict")
-    except UnicodeError as error:
-        raise ConfigError(f"tier {shown(text)!r}: it is not UTF-8") from error
-    if "\0" in unquote(text):
-        raise ConfigError(f"tier {shown(text)!r}: there is a NUL in it")
+def _refused(text: str, why: object) -> ConfigError:
+    """One line about a tier URL, without its secrets."""
+    return ConfigError(f"tier {shown(text)!r}: {shown(' '.join(str(why).split()))}")
 
 
 _SECRET: Final = re.compile(
@@ -117,68 +111,50 @@ def tier_name(text: str) -> str:
 def open_tier(text: str) -> Tier:
     """Open the tier that ``text`` names. Raises ``ConfigError``."""
     url = parse_tier_url(text)
-    if url.scheme in OURS:
+    if url.scheme not in OURS:
+        open_ = functools.partial(_import(text, url.scheme, url.where), **url.options)
+    else:
         path, kind = OURS[url.scheme]
         try:
             options = read_options(kind, url.options)
         except ValueError as error:
-            raise ConfigError(shown(f"tier {text!r}: {error}")) from None
-        opener = _import(text, *path.split(":"))
-        open_ = functools.partial(opener, url.where, options)
-    else:
-        opener = _import(text, url.scheme, url.where)
-        _check_options(text, opener, url.options)
-        open_ = functools.partial(opener, **url.options)
+            raise _refused(text, error) from None
+        open_ = functools.partial(_import(text, *path.split(":")), url.where, options)
     try:
         tier = open_()
     except (ConfigError, OSError):  # the latter says what the system has against it
         raise
     except Exception as error:  # anybody's code: what it raises is said to a person
-        raise _refusal(text, error) from error
+        raise _failed(text, error) from error
     if not isinstance(tier, Tier):
-        raise ConfigError(
-            f"tier {shown(text)!r}: it gives a {type(tier).__name__}, which is no Tier"
-        )
+        raise _refused(text, f"it gives a {type(tier).__name__}, which is no Tier")
     return tier
 
 
-def _refusal(text: str, error: Exception) -> ConfigError:
-    """A factory raised what it may not."""
+def _failed(text: str, error: Exception) -> ConfigError:
+    """A module or a factory raised what it may not."""
     try:
-        said = shown(" ".join(str(error).split()))
+        said = str(error)
     except Exception:  # noqa: BLE001 - anybody's exception, too
         said = ""
-    words = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return ConfigError(f"tier {shown(text)!r}: it cannot be opened: {words}")
+    kind = type(error).__name__
+    return _refused(text, f"it cannot be opened: {kind}" + (f": {said}" if said else ""))
 
 
 def _import(text: str, module: str, name: str) -> Callable[..., object]:
     try:
         found: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        missing = _EXTRAS.get(error.name or "")
-        extra = f"; install the extra: kvass[{missing}]" if missing else ""
-        if error.name == module.partition(".")[0] and "." not in module:
+        extra = ""
+        if error.name in _EXTRAS:
+            extra = f"; install the extra: kvass[{_EXTRAS[error.name]}]"
+        elif error.name == module and "." not in module:
             extra = f"; unknown scheme? ours are {', '.join(OURS)}"
-        if "libibverbs" in str(error):
+        elif "libibverbs" in str(error):
             extra = "; Mooncake's package needs it: install your system's libibverbs (libibverbs1)"
-        raise ConfigError(f"tier {shown(text)!r}: {error}{extra}") from error
+        raise _refused(text, f"{error}{extra}") from error
     except Exception as error:  # as above: a module may do anything
-        raise _refusal(text, error) from error
+        raise _failed(text, error) from error
     if not callable(found):
-        raise ConfigError(f"tier {shown(text)!r}: {module}:{name} cannot be called")
+        raise _refused(text, f"{module}:{name} cannot be called")
     return found
-
-
-def _check_options(text: str, plug_in: Callable[..., object], options: dict[str, str]) -> None:
-    try:
-        signature = inspect.signature(plug_in)
-    except ValueError as error:
-        raise ConfigError(f"tier {shown(text)!r}: {error}") from error
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        names = ", ".join(signature.parameters) or "none"
-        unknown = [name for name in options if name not in signature.parameters]
-        wrong = f"unknown option {unknown[0]!r}" if unknown else str(error)
-        raise ConfigError(f"tier {shown(text)!r}: {wrong}; its options: {names}") from error

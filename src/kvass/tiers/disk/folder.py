@@ -13,8 +13,9 @@ import fcntl
 import os
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvass.errors import ConfigError
 
@@ -23,7 +24,6 @@ _LOCK_WAIT_S: Final = 2.0
 _ORPHAN_WAIT_S: Final = 60.0
 """For an owner whose daemon is gone: as it ends it frees its memory, 0.1 to 0.3 s per GiB."""
 _LOCK_RETRY_S: Final = 0.02
-_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Folder:
@@ -53,35 +53,27 @@ class Folder:
                 os.close(fd)
         self._lock_fd = self.fd = -1
 
-    # ------------------------------------------------------------ files
-
-    def names(self) -> list[str]:
-        """What is in it. Raises ``OSError``."""
-        return os.listdir(self.fd)
-
     def open(self, name: str, flags: int) -> int:
         """Open a file of ours. Raises ``OSError``, also for a file that is not ours alone."""
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # or a FIFO would block
+        text = f"{name} is no file of this daemon's alone (a link, or another user's): remove it"
         try:
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise OSError(errno.ELOOP, f"{name} is a symbolic link: remove it") from error
+                raise OSError(errno.ELOOP, text) from error
             raise
         found = os.fstat(fd)
         if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid():
             return fd
         os.close(fd)
-        text = f"{name} is no file of this daemon's alone (a link, or another user's): remove it"
         raise OSError(errno.EPERM, text)
 
     def unlink(self, name: str) -> None:
         """Remove a name, if it is there. Raises ``OSError``."""
         self.check()
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
-        except FileNotFoundError:
-            pass
 
     def replace(self, name: str, data: bytes) -> None:
         """Replace a file's contents, durably and atomically; one caller at a time. ``OSError``."""
@@ -94,8 +86,6 @@ class Folder:
         self.check()
         os.replace(written, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
-
-    # ------------------------------------------------------------ the owner
 
     def lock(self) -> None:
         """Own it, for this process, until ``close``. ``ConfigError`` if another daemon does."""
@@ -126,32 +116,28 @@ class Folder:
     def check(self) -> None:
         """Raise ``OSError`` if it is locked no more, now or at an earlier look: it may have another
         owner. Takes some microseconds."""
-        if self._lock_fd < 0 or self.lost:
-            pass
-        elif not self._in_place(self._lock_fd):
-            self.lost = "its lock file was removed or replaced"
-        elif not self._is_at_path():
-            self.lost = "it was moved, or replaced by another folder"
-        elif why := _untrusted(self.path, os.fstat(self.fd)):
-            self.lost = why
+        if self._lock_fd >= 0 and not self.lost:
+            if not self._in_place(self._lock_fd):
+                self.lost = "its lock file was removed or replaced"
+            elif not _is_same(self.path, self.fd):
+                self.lost = "it was moved, or replaced by another folder"
+            else:
+                self.lost = _untrusted(self.path, os.fstat(self.fd))
         if self.lost:
             text = f"{self.lost}; it is not used any more: put it right and restart the daemon"
             raise OSError(errno.ESTALE, text)
 
     def _in_place(self, fd: int) -> bool:
         """Whether an open lock file is the one in the folder."""
-        try:
-            there = os.stat(_LOCK, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(there, os.fstat(fd))
+        return _is_same(_LOCK, fd, dir_fd=self.fd, follow_symlinks=False)
 
-    def _is_at_path(self) -> bool:
-        """Whether the path still leads here."""
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+
+def _is_same(path: str | Path, fd: int, **how: Any) -> bool:
+    """Whether the path leads to the open file."""
+    try:
+        return os.path.samestat(os.stat(path, **how), os.fstat(fd))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _untrusted(path: Path, folder: os.stat_result) -> str:
@@ -159,17 +145,13 @@ def _untrusted(path: Path, folder: os.stat_result) -> str:
     group's bits."""
     us = os.geteuid()
     if folder.st_uid not in (us, 0):
-        return (
-            f"it belongs to user {folder.st_uid}, and this is user {us}: "
-            f"`chown -R {us} {path}`, or name a folder of your own in it"
-        )
-    if folder.st_mode & _OTHERS:
+        why = f"it belongs to user {folder.st_uid}, and this is user {us}: `chown -R {us} {path}`"
+    elif folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(folder.st_mode)
-        return (
-            f"other users may write to it (mode {mode:04o}): `chmod go-w {path}`, "
-            "or name a folder of your own in it"
-        )
-    return ""
+        why = f"other users may write to it (mode {mode:04o}): `chmod go-w {path}`"
+    else:
+        return ""
+    return f"{why}, or name a folder of your own in it"
 
 
 def _lock(fd: int) -> None:

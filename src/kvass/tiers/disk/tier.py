@@ -5,8 +5,7 @@ takes on disk never exceeds the capacity: ``segment.disk_bytes`` says in advance
 take, and none is made without its bytes set aside.
 
 A lock guards the index and is never held over I/O: a slot is taken under it, written outside it and
-published under it. Opening reads no record: a thread of the tier finds what earlier lives left,
-newest segment first, while stores and loads run; a record that it has not found yet is a miss.
+published under it. Opening reads the segments' tables, and no record.
 
 Absent on purpose: fsync (a power loss costs records, and no record becomes wrong), compaction
 (slots of equal size leave no gaps) and io_uring (threads are as fast, measured).
@@ -15,27 +14,35 @@ Absent on purpose: fsync (a power loss costs records, and no record becomes wron
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
 from kvass.errors import ConfigError
 from kvass.tiers.base import Shards
 from kvass.tiers.buffers import page_buffer
-from kvass.tiers.codec import decode_header, header_of, payload_check
+from kvass.tiers.codec import decode_header, encode_header, header_of, payload_check
 from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.index import DiskIndex, Place, Segment, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
-from kvass.tiers.disk.reopen import check_capacity, reopen_segments
-from kvass.tiers.disk.segment import UNKNOWN, SegmentFile
-from kvass.tiers.disk.slot import finish_read, slot_bytes, to_read, to_write
+from kvass.tiers.disk.segment import (
+    SEGMENT,
+    TABLE,
+    SegmentFile,
+    body_of,
+    disk_bytes,
+    slot_bytes_of,
+)
 from kvass.tiers.options import DiskOptions
 from kvass.tiers.record_tier import Outcome, RecordTier
-from kvass.tiers.worker_pool import WorkerPool
+from kvass.tiers.worker_pool import WorkerPool, as_down
 from kvass.types import PAGE, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
@@ -53,6 +60,7 @@ _CHECK_S: Final = 1.0
 """How often it is checked that the folder is still ours."""
 _GROW_AGAIN_S: Final = 10.0
 """After the disk had no room, how long until it is asked again."""
+_FILE: Final = re.compile(f"([0-9a-f]{{8}})({re.escape(SEGMENT)}|{re.escape(TABLE)})")
 _log = logging.getLogger("kvass.tiers")
 
 
@@ -64,24 +72,10 @@ class _Scratch(threading.local):
 
 
 class DiskTier(RecordTier):
-    """``Tier`` over a folder. Raises ``ConfigError`` for a folder or capacity that cannot be used.
+    """``Tier`` over a folder. Raises ``ConfigError`` for one that cannot be used so."""
 
-    ``verify_always``: check every load; else only until a record was proven in this life.
-    ``direct``: go past the page cache where the file system can.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path,
-        capacity: int,
-        *,
-        threads: int = 4,
-        verify_always: bool = True,
-        direct: bool = True,
-    ) -> None:
+    def __init__(self, folder: str | Path, capacity: int, *, threads: int = 4) -> None:
         super().__init__(str(folder))
-        self._verify_always = verify_always
-        self._direct = direct
         self._index = DiskIndex(capacity, time.time_ns())
         self._lock = threading.Lock()
         self._growing = threading.Lock()
@@ -94,18 +88,51 @@ class DiskTier(RecordTier):
         self._folder = Folder(Path(folder))
         try:
             self._folder.lock()
-            check_capacity(self._folder, capacity)
-            found, self._number = reopen_segments(self._folder, self._index.capacity, direct)
+            disk = os.statvfs(self._folder.fd)
+            if capacity > (size := disk.f_blocks * disk.f_frsize):
+                raise ConfigError(
+                    f"{folder}: a capacity of {Size(capacity)}, but the disk has {Size(size)}; "
+                    "choose less"
+                )
+            self._number = self._reopen()
         except BaseException:
             self._folder.close()
             raise
         self._checked = time.monotonic()
-        for file in found:
-            self._index.add(Segment(file, fresh=False), reserved=False)
-        self._pool = WorkerPool("kvass-disk", threads)
-        self._index.begin_recovery()
-        self._recovering = threading.Thread(target=self._recover, name="kvass-disk-index")
-        self._recovering.start()
+        self._pool = WorkerPool(self.name, threads)
+        self._remove_dead()
+
+    def _reopen(self) -> int:
+        """Use the segments of earlier lives; returns the highest number ever used.
+
+        Damaged ones are removed, and the oldest ones beyond the capacity. Raises ``ConfigError``
+        for a format newer than ours, having removed nothing, and for what the disk refuses.
+        """
+        opened: list[SegmentFile] = []
+        try:
+            names = map(_FILE.fullmatch, os.listdir(self._folder.fd))
+            numbers = {int(match[1], 16) for match in names if match}
+            for number in sorted(numbers, reverse=True):
+                with suppress(FileNotFoundError):  # a table whose segment is gone
+                    if (file := SegmentFile.reopen(self._folder, number)) is not None:
+                        opened.append(file)
+            totals = accumulate(file.bytes for file in opened)
+            count = sum(total <= self._index.capacity for total in totals)
+            for number in numbers - {file.number for file in opened[:count]}:
+                for suffix in (SEGMENT, TABLE):
+                    self._folder.unlink(f"{number:08x}{suffix}")
+            for file in opened[:count]:
+                self._index.restore(file)
+        except (OSError, ConfigError) as error:
+            for file in opened:
+                file.close()
+            if isinstance(error, ConfigError):
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            raise ConfigError(f"{self.name}: {where}{error.strerror}") from error
+        for file in opened[count:]:
+            file.close()
+        return max(numbers, default=0)
 
     # ------------------------------------------------------------ batches
 
@@ -114,17 +141,16 @@ class DiskTier(RecordTier):
             return [self._index.holds(fingerprint(key)) for key in keys]
 
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
-        return self._each(lambda i: self._load(keys[i], into[i]), len(keys))
+        return self._pool.each(lambda i: self._load(keys[i], into[i]), [0] * len(keys))
 
     def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
-        return self._each(lambda i: self._store(keys[i], data[i]), len(keys))
+        return self._pool.each(lambda i: self._store(keys[i], data[i]), [0] * len(keys))
 
     def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         for key in keys:
             with self._lock:
                 place = self._index.forget(fingerprint(key))
-            if place is not None:
-                self._erase(place)
+            self._erase(place)
         return [True] * len(keys)
 
     def _clear(self) -> None:
@@ -148,7 +174,6 @@ class DiskTier(RecordTier):
             write_note(self._folder, name, value)
 
     def _close(self) -> None:
-        self._recovering.join()
         self._pool.close()
         self._remove_dead()
         for segment in self._index.segments.values():
@@ -163,7 +188,7 @@ class DiskTier(RecordTier):
                     self._check_folder()
                 yield
             except OSError as error:
-                raise self._down(error.strerror or error) from error
+                raise as_down(self.name, error) from error
             finally:
                 self._remove_dead()
 
@@ -172,81 +197,59 @@ class DiskTier(RecordTier):
         self._folder.check()
         self._checked = time.monotonic()
 
-    def _each(self, work: Callable[[int], bool], count: int) -> list[Outcome]:
-        def attempt(i: int) -> bool:
-            try:
-                return work(i)
-            except OSError as error:
-                raise self._down(error.strerror or error) from error
-
-        return self._pool.each(attempt, [0] * count)
-
-    # ------------------------------------------------------------ for people
-
-    @property
-    def indexing(self) -> bool:
-        """Whether records of earlier lives are still being found."""
-        return self._recovering.is_alive()
-
-    def wait_indexed(self) -> None:
-        """Return when all that earlier lives left is found."""
-        self._recovering.join()
-
     def report(self) -> dict[str, int]:
-        """Records, segments, bytes, and what went wrong how often since opening."""
+        """For ``kvass status``: records, segments, bytes, and what went wrong since opening."""
         with self._lock:
             return {
                 "records": len(self._index),
                 "segments": len(self._index.segments),
                 "bytes": self._index.spent,
                 "capacity_bytes": self._index.capacity,
-                "indexing": self.indexing,
                 **self._counts,
             }
 
     # ------------------------------------------------------------ one record
 
     def _load(self, key: bytes, into: Shards) -> bool:
+        number = fingerprint(key)
         with self._lock:
-            place = self._index.pin(fingerprint(key))
+            place = self._index.pin(number)
         if place is None:
             return False
         fault = "read_errors"
         try:
             fault = self._read(place, key, into)
         finally:
+            bad = None
             with self._lock:
                 if fault:
                     self._counts[fault] += 1
                 if fault in ("damaged", "read_errors"):  # unless another took its place
-                    self._index.forget(fingerprint(key), place)
-                to_erase = self._index.unpin(place)
-            if to_erase:
-                self._erase(place)
+                    bad = self._index.forget(number, place)
+                self._index.unpin(place)
+            self._erase(bad)
         return not fault
 
     def _read(self, place: Place, key: bytes, into: Shards) -> str:
         """Fill ``into`` from a pinned slot; which of ``_COUNTS`` went wrong, or nothing."""
         segment, slot = place
-        if slot_bytes(into) != segment.file.slot_bytes:
+        if slot_bytes_of(into) != segment.file.slot_bytes:
             return "mismatched"
-        parts = to_read(self._scratch.page, into)
-        if not segment.file.read(slot, parts):
+        page = self._scratch.page
+        body, copies = body_of(into)
+        if not segment.file.read(slot, [page, *body]):
             return "damaged"
-        header = decode_header(parts[0].data)
+        header = decode_header(page.data)
         if header is None or header.key != key:
             return "damaged"
         if header.lengths != tuple(map(len, into)):
             return "mismatched"
-        finish_read(parts, into)
-        if self._verify_always or not segment.proven[slot]:
-            if payload_check(into) != header.payload_check:
-                return "damaged"
-            segment.proven[slot] = True
-        return ""
+        for shard, part in copies:
+            shard[:] = part
+        return "" if payload_check(into) == header.payload_check else "damaged"
 
     def _store(self, key: bytes, shards: Shards) -> bool:
-        place = self._room(slot_bytes(shards))
+        place = self._room(slot_bytes_of(shards))
         if place is None:
             return False
         segment, slot = place
@@ -254,37 +257,50 @@ class DiskTier(RecordTier):
         with self._lock:
             stamp = self._index.tick()
         try:
-            header = header_of(key, shards, stamp)
-            segment.file.mark_unknown(slot)
-            segment.file.write(slot, to_write(self._scratch.page, header, shards))
+            header = encode_header(header_of(key, shards, stamp))
+            page = self._scratch.page
+            page[: len(header)] = memoryview(header)
+            page[len(header) :] = 0
+            body, copies = body_of(shards)
+            for shard, part in copies:
+                part[:] = shard
+            segment.file.set_entry(slot, 0, 0)
+            segment.file.write(slot, [page, *body])
             segment.file.set_entry(slot, number, stamp)
         except OSError:
             with self._lock:
                 self._counts["write_errors"] += 1
-                self._index.release(place)
+                self._index.unpin(place)
             raise
         with self._lock:
             old = self._index.publish(place, number, stamp)
-        if old is not None:
-            self._erase(old)
+        self._erase(old)
         return not segment.gone
 
-    def _erase(self, place: Place) -> None:
+    def _erase(self, place: Place | None) -> None:
+        """Erase the entry of a slot that ``DiskIndex.forget`` returned."""
+        if place is None:
+            return
+        failed = 0
         try:
-            place.segment.file.erase(place.slot)
-            failed = 0
+            place.segment.file.set_entry(place.slot, 0, 0)
         except OSError:  # it may come back after a restart; what is read then is checked
             failed = 1
         with self._lock:
             self._counts["write_errors"] += failed
-            self._index.release(place)
+            self._index.unpin(place)
 
     # ------------------------------------------------------------ room
 
     def _room(self, size: int) -> Place | None:
-        """A slot of that size, BUSY: a free one, else of a new segment, else of an old record."""
+        """A slot of that size, pinned: a free one, else of a new segment, else of an old record."""
         if size > _MOST_BYTES or not self._index.fits(size):
-            self._refuse(size)
+            with self._lock:
+                self._counts["too_large"] += 1
+                first = self._counts["too_large"] == 1
+            if first:  # how large rows are shows only now: whoever chose the capacity is told, once
+                line = "%s: rows that take %s are not kept: one is more than the capacity or %s"
+                _log.warning(line, self.name, Size(size), Size(_MOST_BYTES))
             return None
         with self._lock:
             if place := self._index.take(size):
@@ -305,29 +321,20 @@ class DiskTier(RecordTier):
                 elif not isinstance(made, Segment) or not self._remove_dead():
                     return made if isinstance(made, Place) else None
 
-    def _refuse(self, size: int) -> None:
-        """How large rows are shows when one comes: whoever chose the capacity is told, once."""
-        with self._lock:
-            self._counts["too_large"] += 1
-            first = self._counts["too_large"] == 1
-        if first:
-            line = "%s: rows that take %s are not kept: one is more than the capacity or %s"
-            _log.warning(line, self.name, Size(size), Size(_MOST_BYTES))
-
     def _grow(self, size: int, slots: int) -> None:
         """Make a segment of bytes that are set aside; if the disk has them not, wait a while."""
         self._number += 1
         try:
-            file = SegmentFile.create(self._folder, self._number, size, slots, self._direct)
+            file = SegmentFile.create(self._folder, self._number, size, slots)
         except OSError as error:
             _log.warning("%s: no new segment: %s", self.name, error.strerror)
             self._grow_after = time.monotonic() + _GROW_AGAIN_S
             with self._lock:
-                self._index.unreserve(size, slots)
+                self._index.spent -= disk_bytes(size, slots)
                 self._counts["write_errors"] += 1
         else:
             with self._lock:
-                self._index.add(Segment(file, fresh=True))
+                self._index.add(Segment(file))
 
     def _remove_dead(self) -> bool:
         """Remove dead segments, and give their bytes back; whether the disk let us."""
@@ -345,56 +352,10 @@ class DiskTier(RecordTier):
                 return False
             segment.file.close()
             with self._lock:
-                self._index.removed(segment)
+                self._index.spent -= segment.file.bytes
         return True
-
-    # ------------------------------------------------------------ an earlier life
-
-    def _recover(self) -> None:
-        """Find what earlier lives left. Runs in a thread of its own."""
-        with self._lock:
-            segments = list(self._index.segments.values())
-        for segment in segments:
-            try:
-                self._recover_segment(segment)
-            except OSError as error:
-                _log.warning("%s: a segment is lost: %s", self.name, error)
-                with self._lock:
-                    self._counts["read_errors"] += 1
-                    if not segment.gone:
-                        self._index.drop(segment)
-            with self._lock:
-                self._index.recovered(segment)
-            self._remove_dead()
-        with self._lock:
-            self._index.end_recovery()
-
-    def _recover_segment(self, segment: Segment) -> None:
-        for first, keys, sequences in segment.file.table():
-            if self.closing or segment.gone:
-                return
-            for i in (keys == UNKNOWN).nonzero()[0].tolist():
-                keys[i], sequences[i] = self._read_entry(segment, first + i)
-            with self._lock:
-                superseded = self._index.recover(segment, first, keys, sequences)
-            for place in superseded:
-                self._erase(place)
-
-    def _read_entry(self, segment: Segment, slot: int) -> tuple[int, int]:
-        """What a slot's header says that it holds: fingerprint and sequence number, or 0 and 0."""
-        page = self._scratch.page
-        header = decode_header(page.data) if segment.file.read(slot, [page]) else None
-        entry = (fingerprint(header.key), header.sequence) if header else (0, 0)
-        segment.file.set_entry(slot, *entry)
-        return entry
 
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:
     """``disk:PATH?...``. Raises ``ConfigError``."""
-    return DiskTier(
-        path,
-        options.capacity,
-        threads=options.threads,
-        verify_always=options.verify == "always",
-        direct=options.direct,
-    )
+    return DiskTier(path, options.capacity, threads=options.threads)

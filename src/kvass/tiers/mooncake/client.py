@@ -18,7 +18,8 @@ import logging
 import os
 import socket
 import threading
-import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from kvass.errors import TierDown
@@ -51,8 +52,6 @@ _CODES: Final = {
     -901: "the master does not answer",
 }
 _log = logging.getLogger("kvass.tiers")
-_RETRY_S: Final = 1.0
-"""After a failure to set up the same answer is given for so long."""
 
 
 def meaning(code: int) -> str:
@@ -74,86 +73,53 @@ def lasting(copies: int) -> Any:
 
 
 class MooncakeClient:
-    """The library's client, and the memory that it may use directly."""
+    """The library's client, and the memory that it may use.
 
-    def __init__(
-        self, name: str, master: tuple[str, int], options: MooncakeOptions, bounce: Buffer
-    ) -> None:
+    Over ``tcp`` it may use any memory, and none is registered: a peer could write to memory that
+    is, unasked, over a port that asks for no password. RDMA devices need it registered.
+    """
+
+    def __init__(self, name: str, master: tuple[str, int], options: MooncakeOptions) -> None:
         self._name = name
         self._master = master
         self._options = options
-        self._bounce = bounce
         self._lock = threading.Lock()
         self._client: Any = None
         self._announced: list[Buffer] = []
-        self._direct: list[tuple[int, int]] = []
-        self._refusal = ""
-        self._refused_until = 0.0
+        self._registered: list[tuple[int, int]] = []
         _set_limits(options.timeout_s)
 
     def client(self) -> Any:
         """Ready for every call. Raises ``TierDown``."""
         with self._lock:
             if self._client is None:
-                if time.monotonic() < self._refused_until:
-                    raise TierDown(self._refusal)
-                try:
-                    self._client = self._set_up()
-                except TierDown as error:
-                    self._refusal = str(error)
-                    self._refused_until = time.monotonic() + _RETRY_S
-                    raise
+                self._client = self._set_up()
             return self._client
 
     def announce(self, buffer: Buffer) -> None:
-        """Let transfers use this memory directly, if possible; it stays until ``close``.
-
-        Over ``tcp`` any memory can be used, and none is registered: a peer could write to memory
-        that is, unasked, over a port that asks for no password. RDMA devices need it registered.
-        """
+        """Let transfers use this memory directly, if possible; it stays until ``close``."""
         with self._lock:
-            if self._options.protocol == "tcp":
-                self._direct.append(_range(buffer))
-            elif self._client is None:
-                self._announced.append(buffer)
-            else:
-                self._register_announced(self._client, buffer)
+            self._announced.append(buffer)
+            if self._client is not None:
+                self._register(self._client, buffer)
 
     def direct(self, buffer: Buffer) -> bool:
         """Whether all of it lies in memory that transfers may use."""
         first, end = _range(buffer)
-        return any(begin <= first and end <= stop for begin, stop in self._direct)
-
-    def sizes(self, names: list[str]) -> dict[str, int]:
-        """Of those objects that exist and lie in somebody's memory; one round trip."""
-        found: dict[str, Any] = self.client().batch_get_replica_desc(names) if names else {}
-        return {
-            name: copies[0].get_memory_descriptor().buffer_descriptor.size
-            for name, copies in found.items()
-            if copies and copies[0].is_memory_replica()
-        }
-
-    def read_beginnings(self, wanted: list[tuple[str, int, int]]) -> list[bool]:
-        """Read beginnings of objects: (name, address in the bounce buffer, bytes). Which were read.
-
-        Nobody else in this process may do so with the same names: the library keeps what it knows
-        of them by name meanwhile.
-        """
-        names = [name for name, _, _ in wanted]
-        if not names:
-            return []
-        client = self.client()
-        begun = [code == 0 for code in client.batch_get_session_start(names)]
-        known = [item for item, there in zip(wanted, begun, strict=True) if there]
-        codes = client.batch_get_into_multi_buffer_ranges(
-            [name for name, _, _ in known],
-            [[address] for _, address, _ in known],
-            [[size] for _, _, size in known],
-            [[0] for _ in known],
+        return self._options.protocol == "tcp" or any(
+            begin <= first and end <= stop for begin, stop in self._registered
         )
-        client.batch_get_session_end(names)
-        read = {name: code == size for (name, _, size), code in zip(known, codes, strict=True)}
-        return [read.get(name, False) for name in names]
+
+    @contextmanager
+    def registered(self, buffers: Sequence[Buffer]) -> Iterator[None]:
+        """Let transfers use this memory meanwhile. Raises ``TierDown``."""
+        with ExitStack() as ending:
+            for buffer in buffers if self._options.protocol == "rdma" else ():
+                client, address = self.client(), buffer.ctypes.data
+                if code := client.register_buffer(address, len(buffer)):
+                    raise TierDown(f"{self._name}: memory cannot be registered: {meaning(code)}")
+                ending.callback(client.unregister_buffer, address)
+            yield
 
     def close(self) -> None:
         """Nobody uses the client any more."""
@@ -172,30 +138,22 @@ class MooncakeClient:
         client = MooncakeDistributedStore()
         master = "{}:{}".format(*self._master)
         code = client.setup(hostname, o.metadata, o.segment, 0, o.protocol, o.devices, master)
-        if code == 0:
-            code = self._register(client, self._bounce)
         if code != 0:
             client.close()
             raise TierDown(f"{self._name}: it cannot be set up: {meaning(code)}")
         for buffer in self._announced:
-            self._register_announced(client, buffer)
+            self._register(client, buffer)
         return client
 
-    def _register(self, client: Any, buffer: Buffer) -> int:
-        code: int = client.register_buffer(buffer.ctypes.data, len(buffer))
-        return code
-
-    def _register_announced(self, client: Any, buffer: Buffer) -> None:
-        code = self._register(client, buffer)
+    def _register(self, client: Any, buffer: Buffer) -> None:
+        if self._options.protocol == "tcp":
+            return
+        code = client.register_buffer(buffer.ctypes.data, len(buffer))
         if code == 0:
-            self._direct.append(_range(buffer))
+            self._registered.append(_range(buffer))
         else:
-            _log.warning(
-                "%s: %d bytes cannot be registered, everything is copied once more: %s",
-                self._name,
-                len(buffer),
-                meaning(code),
-            )
+            line = "%s: %d bytes cannot be registered, everything is copied once more: %s"
+            _log.warning(line, self._name, len(buffer), meaning(code))
 
 
 def _range(buffer: Buffer) -> tuple[int, int]:
@@ -215,9 +173,6 @@ def _set_limits(timeout_s: int) -> None:
         "MC_STORE_CLIENT_METRIC": 0,
     }
     for variable, value in limits.items():
-        _set(variable, str(value))
-
-
-def _set(variable: str, value: str) -> None:
-    if variable not in _SET_BEFORE and os.environ.get(variable) != value:
-        os.environ[variable] = value
+        text = str(value)
+        if variable not in _SET_BEFORE and os.environ.get(variable) != text:
+            os.environ[variable] = text
