@@ -255,7 +255,7 @@ def end_with(outcome: Outcome) -> tuple[bool, bool]:
     """A store ends so, the worker is gone: whether the pages' storage and the arena still are."""
     storage, client = Storage(), Client()
     planes = GroupPlanes(0, (Plane(0, PAGE, PAGE),), blocks=8, chunk_blocks=2)
-    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy(), single_copies=False)
     side = copier.Copier(setup, 0, Boundary())
     mover = EngineMover([storage.bytes], [planes])
     side._mover, side._planes, side._owners = mover, (planes,), (storage,)

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import configuration, environment, fields, namespace, settings
+from kvass.connectors.vllm import configuration, namespace
 from kvass.connectors.vllm.configuration import VllmSetup
-from kvass.connectors.vllm.fields import LISTS, NO_SETTINGS, Lists, words
-from kvass.connectors.vllm.variables import VARIABLES
+from kvass.connectors.vllm.fields import LISTS, VARIABLES, Lists
 from kvass.engine import identity
 from kvass.engine.setup import Inert
-from tests.engine.fields_page import PAGE, page
+from tests.engine.fields_page import ENVIRONMENT, PAGE, page, parse, taken, unread
 from tests.support.vllm.scheduler import make_configs, tiny_model
 
 
@@ -49,34 +48,40 @@ def classes() -> Iterator[Any]:
                 yield one
 
 
-def unlisted() -> set[str]:
+def unlisted(sections: dict[str, list[str]]) -> set[str]:
+    """The settings that neither the lists nor the page name."""
     from vllm import envs
 
-    missing = set(envs.environment_variables) - VARIABLES.named()
+    def named(heading: str, lists: Lists) -> set[str]:
+        return {*lists.skipped(), *taken(sections.get(heading, []))}
+
+    missing: set[str] = envs.environment_variables.keys() - named(ENVIRONMENT, VARIABLES)
     for one in classes():
-        if one.__name__ not in NO_SETTINGS:
-            named = LISTS.get(one.__name__, Lists()).named()
-            missing |= {f"{one.__name__}.{f.name}" for f in dataclasses.fields(one)} - {
-                f"{one.__name__}.{name}" for name in named
-            }
+        if (name := one.__name__) not in unread():
+            fields = {field.name for field in dataclasses.fields(one)}
+            missing |= {f"{name}.{f}" for f in fields - named(name, LISTS.get(name, Lists()))}
     return missing
 
 
 def test_every_field_and_variable_of_vllm_is_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails: read what the field does in vLLM, then add it to ``fields.py`` (a variable to
-    ``variables.py``) and write the page anew. In doubt it goes in."""
-    assert unlisted() == set()
-    cut = {**LISTS["SchedulerConfig"].left, fields.REASONS["MEMORY"]: ""}
-    monkeypatch.setitem(LISTS, "SchedulerConfig", Lists(left=cut))
+    """If this fails: read what the field does in vLLM. Then add it to ``fields.py``, or if it goes
+    in to the page, and write the page anew. In doubt it goes in."""
+    sections = parse(PAGE.read_text())
+    assert unlisted(sections) == set()
+    monkeypatch.delitem(LISTS, "UVAOffloadConfig")
     monkeypatch.setattr("vllm.envs.environment_variables", {"VLLM_NEW": lambda: 1})
-    assert unlisted() == {"SchedulerConfig.encoder_cache_size", "VLLM_NEW"}, "the check sees it"
+    fields = {"UVAOffloadConfig.cpu_offload_gb", "UVAOffloadConfig.cpu_offload_params"}
+    assert unlisted(sections) == {*fields, "VLLM_NEW"}, "the check sees it"
+    del sections["QuantSpec"]
+    assert unlisted(sections) > {*fields, "VLLM_NEW"}
 
 
-@pytest.mark.parametrize("name", [*LISTS, "environment"])
+@pytest.mark.parametrize("name", [*LISTS, ENVIRONMENT])
 def test_no_field_is_in_two_lists(name: str) -> None:
-    lists = VARIABLES if name == "environment" else LISTS[name]
-    counted = Counter(word for kind in lists for word in words(kind))
-    assert [word for word, times in counted.items() if times > 1] == []
+    lists = VARIABLES if name == ENVIRONMENT else LISTS[name]
+    names = [word for kind in lists for words in kind.values() for word in words.split()]
+    names += taken(parse(PAGE.read_text()).get(name, []))
+    assert [word for word, times in Counter(names).items() if times > 1] == []
     assert all(reason.strip() for kind in lists for reason in kind)
 
 
@@ -85,21 +90,18 @@ def test_the_page_says_what_the_lists_say() -> None:
     assert PAGE.read_text() == page()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [kind for kind in classes() if kind.__name__ in LISTS],
-    ids=lambda kind: kind.__name__,
-)
-def test_what_is_in_changes_the_identity_and_what_is_out_does_not(kind: Any) -> None:
-    taken = words(LISTS.get(kind.__name__, Lists()).taken)
-    rules = {name for of, name in settings.RULES if of == kind.__name__}
-    for field in dataclasses.fields(kind):
-        config = kind.__new__(kind)
-        if kind.__name__ == "VllmConfig":
-            config.additional_config = {}
-        if field.name not in rules:
-            object.__setattr__(config, field.name, "another value")
-            assert (field.name in settings.taken_of(config, "x")) is (field.name in taken)
+def test_what_is_in_changes_the_identity_and_what_is_out_does_not() -> None:
+    sections = parse(PAGE.read_text())
+    for kind in classes():
+        goes_in = taken(sections.get(kind.__name__, []))
+        rules = {name for of, name in namespace.RULES if of == kind.__name__}
+        for field in dataclasses.fields(kind) if kind.__name__ not in unread() else ():
+            config = kind.__new__(kind)
+            if kind.__name__ == "VllmConfig":
+                config.additional_config = {}
+            if field.name not in rules:
+                object.__setattr__(config, field.name, "another value")
+                assert (field.name in namespace.taken_of(config, "x")) is (field.name in goes_in)
 
 
 def test_a_field_that_no_list_names_goes_in() -> None:
@@ -313,31 +315,17 @@ def test_a_file_of_scales_counts_by_its_content(multimodal: Any, tmp_path: Path)
 # ---------------------------------------------------------------- environment, version, plug-ins
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "default"),
-    [
-        ("VLLM_CPU_INT4_W4A8", "0", "1"),
-        ("VLLM_MARLIN_INPUT_DTYPE", "int8", None),
-        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}', None),
-        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random", ""),
-        ("VLLM_ROCM_USE_AITER", "1", "false"),
-        ("VLLM_FLOAT32_MATMUL_PRECISION", "medium", "highest"),
-        ("VLLM_DISABLED_KERNELS", "MarlinLinearKernel", None),
-    ],
-)
 def test_variables_that_reach_arithmetic_are_in_the_namespace(
-    name: str, value: str, default: str | None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, caches = make_configs()
-    monkeypatch.delenv(name, raising=False)
-    plain = of(config, caches)
-    monkeypatch.setenv(name, value)
-    other = of(config, caches)
-    assert differing(plain, other) == {"environment"}
-    assert name in other["environment"]
-    if default is not None:
-        monkeypatch.setenv(name, default)
-        assert of(config, caches) == plain, "vLLM's default, spelled out"
+    for name in ("VLLM_CPU_INT4_W4A8", "VLLM_ROCM_USE_AITER", "VLLM_DISABLED_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+        plain = of(config, caches)
+        monkeypatch.setenv(name, "1")
+        other = of(config, caches)
+        assert differing(plain, other) == {"environment"}
+        assert name in other["environment"]
 
 
 def test_other_variables_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,18 +335,6 @@ def test_other_variables_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (given | {"VLLM_API_KEY": "secret", "VLLM_UNKNOWN": "1"}).items():
         monkeypatch.setenv(name, value)
     assert of(config, caches) == plain
-
-
-def test_defaults_of_variables_are_found_without_touching_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of every variable that may go in: what vLLM gives if it is not set."""
-    from vllm import envs
-
-    for name, getter in envs.environment_variables.items():
-        if name not in VARIABLES.skipped():
-            monkeypatch.delenv(name, raising=False)
-            assert environment._default(getter) == getter(), name
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_inside_a_multiconnector() -> None:
 
 
 def test_a_wrong_option_stops_the_start_before_any_memory_is_taken() -> None:
-    with pytest.raises(ConfigError, match="give one of blocks, BLNHC, BLHNC"):
+    with pytest.raises(ConfigError, match="Invalid enum value 'HND'"):
         resolved("HND")
 
 

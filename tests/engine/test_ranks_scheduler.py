@@ -49,12 +49,14 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def engine(daemon: Daemon, pages: dict[str, Any]) -> Iterator[Make]:
+def engine(daemon: Daemon, pages: Iterator[dict[str, Any]]) -> Iterator[Make]:
     """Makes engines, whose pages are in memory of the host or of a fake GPU."""
     made: list[StubModelEngine] = []
 
     def make(strategy: ParallelStrategy, **options: Any) -> StubModelEngine:
-        made.append(StubModelEngine(daemon.socket, daemon, strategy=strategy, **pages, **options))
+        made.append(
+            StubModelEngine(daemon.socket, daemon, strategy=strategy, **next(pages), **options)
+        )
         made[-1].wait_connected()
         return made[-1]
 

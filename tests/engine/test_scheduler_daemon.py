@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvass.engine.copier import COPY_WAIT_S
+from kvass.engine.copier import COPY_WAIT_S, Copier
+from kvass.engine.planner import Planner
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
 
@@ -24,11 +25,11 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def engine(daemon: Daemon, pages: dict[str, Any]) -> Iterator[Any]:
+def engine(daemon: Daemon, pages: Iterator[dict[str, Any]]) -> Iterator[Any]:
     made: list[StubModelEngine] = []
 
     def make(**options: Any) -> StubModelEngine:
-        made.append(StubModelEngine(daemon.socket, daemon, **pages, **options))
+        made.append(StubModelEngine(daemon.socket, daemon, **next(pages), **options))
         made[-1].wait_connected()
         return made[-1]
 
@@ -223,7 +224,7 @@ def test_nothing_of_ours_raises_into_the_worker(
 
     a = engine()
     for name in ("load", "store", "results", "report"):
-        monkeypatch.setattr(a.copier, name, lambda *_: 1 / 0)
+        monkeypatch.setattr(Copier, name, lambda *_: 1 / 0)
     answer = a.ranks.run(StepWork())
     assert answer == {"reported": {}, "received": set(), "failed": set()}
     assert a.rank.connector._boundary.counters.total() == 4
@@ -235,7 +236,7 @@ def test_nothing_of_ours_raises_into_the_scheduler(
     a = engine()
     a.world.tolerant = True
     for name in ("ensure_load", "take_loads", "storing"):
-        monkeypatch.setattr(a.world.connector._planner, name, lambda *_: 1 / 0)
+        monkeypatch.setattr(Planner, name, lambda *_: 1 / 0)
     request = a.generate("a", PROMPT)
     assert request.num_tokens == 102
     assert a.world.connector.has_pending_push_work() is False

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Copier:
     ) -> None:
         """Raises UsageError for a rank outside the engine's world."""
         self._setup = setup
-        self._make_mover = make_mover
+        self._make_mover = make_mover or partial(open_mover, single=setup.single_copies)
         self._strategy = setup.strategy.at(rank)
         self._boundary = boundary
         self._client: WorkerClient | None = None
@@ -76,18 +76,16 @@ class Copier:
         ``close`` first if it made others before. An engine that slept need not attach again: its
         caches come back in place.
         """
-        setup = self._setup
-        registration = setup.register(self._strategy, memory.layout)
+        registration = self._setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
+        self._mover = self._client = None
         try:
-            make = self._make_mover or partial(open_mover, single=setup.single_copies)
-            self._mover = make(memory)
+            self._mover = self._make_mover(memory)
         except MissingError as reason:  # without this rank every lookup is a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
-            self._mover = self._client = None
             return
-        self._client = WorkerClient(setup.socket, registration, incomplete=True)
-        setup.when_named(self._client.complete)
+        self._client = WorkerClient(self._setup.socket, registration, incomplete=True)
+        self._setup.when_named(self._client.complete)
 
     # ------------------------------------------------------------ a step
 
@@ -169,7 +167,7 @@ class Copier:
         try:
             plans, ended = self._plans(copy), partial(self._copied, arena)
             self._mover.submit(
-                Job(_kind(copy), plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
+                Job(copy.kind, plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
             )
         except BaseException:
             arena.close()
@@ -210,7 +208,7 @@ class Copier:
 
     def _refuse(self, copy: Load | Store) -> None:
         """A copy that never began."""
-        self._boundary.counters[f"{_kind(copy)}_refused"] += 1
+        self._boundary.counters[f"{copy.kind}_refused"] += 1
         self._settle(copy)
 
     def _poll(self) -> None:
@@ -230,13 +228,9 @@ class Copier:
             if not done.ok:
                 self._failed.add(copy.request)
         if not done.ok:
-            self._boundary.count(
-                f"{done.job.kind}_{done.outcome}",
-                "a %s ended %s and counts as a miss: %s",
-                done.job.kind,
-                done.outcome,
-                done.error or f"{done.seconds:.3f} s",
-            )
+            why = done.error or f"{done.seconds:.3f} s"
+            said = "a %s ended %s and counts as a miss: %s", copy.kind, done.outcome, why
+            self._boundary.count(f"{copy.kind}_{done.outcome}", *said)
 
     def _close_one(self, step: int) -> None:
         """One store of ``step`` (or its planning) is over; with the last, the step is reported."""
@@ -244,10 +238,6 @@ class Copier:
         if self._open[step] == 0:
             del self._open[step]
             self._settled.append(step)
-
-
-def _kind(copy: Load | Store) -> Literal["load", "store"]:
-    return "load" if isinstance(copy, Load) else "store"
 
 
 def _copy_of(done: Done) -> Load | Store:

@@ -31,15 +31,6 @@ class KVMemory:
     owners: tuple[object, ...]
     gpu: tuple[Region, ...] = ()
 
-    def device(self) -> int | None:
-        """The GPU that has all pages; None: the CPU has. Raises MissingError if they lie on
-        several devices, because no mover copies those."""
-        devices = sorted({region.device for region in self.gpu})
-        where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(self.regions)
-        if len(where) > 1:
-            raise MissingError(f"KV caches on several devices in one worker: {', '.join(where)}")
-        return devices[0] if devices else None
-
 
 class Regions:
     """The distinct storages under a set of torch tensors, as byte arrays."""
@@ -73,9 +64,12 @@ class Regions:
 
 def open_mover(memory: KVMemory, single: bool = False) -> Mover:
     """What copies these pages; ``single`` as for ``open_gpu``. Raises MissingError if a GPU cannot
-    be used, with the reason."""
-    device = memory.device()
-    if device is None:
+    be used, or the pages lie on several devices: no mover copies those."""
+    devices = sorted({region.device for region in memory.gpu})
+    where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(memory.regions)
+    if len(where) > 1:
+        raise MissingError(f"KV caches on several devices in one worker: {', '.join(where)}")
+    if not devices:
         return HostMover(memory.regions, memory.planes)
-    runtime, below = open_gpu(device, single)
+    runtime, below = open_gpu(devices[0], single)
     return CudaMover(runtime, memory.gpu, memory.planes, kernel_below=below)

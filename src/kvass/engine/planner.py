@@ -13,28 +13,30 @@ Laws of this file:
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.engine.adapters import Adapters, NoSalt
-from kvass.engine.prefill_speed import PrefillSpeed
 from kvass.engine.protocols import BlockPool, Request, Step
-from kvass.engine.request_state import NEVER, RequestState
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork
-from kvass.engine.stores import StorePlanner
+from kvass.engine.stores import NEVER, RequestState, StorePlanner
 from kvass.layout.spans import Spans, Table
 
 CLEAR_TIMEOUT_S: Final = 0.2
 """How long clearing the cache may hold up the engine. If unanswered, it goes on in later steps."""
+ENOUGH_TOKENS: Final = 512
+"""Steps of fewer tokens say nothing about the speed of prefill."""
+SAMPLES: Final = 16
 
 
 class Planner:
     """Plans one engine's loads and stores. Used from the engine's scheduler thread only.
 
-    In each step call ``take_loads``, ``plan_stores``, then ``hand_over``; if that fails, call
-    ``revoke``.
+    ``bind`` comes first. In each step call ``take_loads``, ``plan_stores``, then ``hand_over``; if
+    that fails, call ``revoke``.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -48,19 +50,17 @@ class Planner:
             incomplete=True,
         )
         setup.when_named(self._client.complete)
-        self._pool: BlockPool | None = None
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.adapters)
-        self._stores = StorePlanner(
-            setup, self._client, self._spans, self._adapters, self._requests
-        )
 
     def bind(self, pool: BlockPool) -> None:
         """The block pool, once the engine has made it."""
         self._pool = pool
-        self._stores.bind(pool)
+        self._stores = StorePlanner(
+            self._setup, self._client, self._spans, self._adapters, self._requests, pool
+        )
 
     # ------------------------------------------------------------ requests
 
@@ -83,10 +83,9 @@ class Planner:
         if not state.request.reads_cache:
             return 0
         first, chunks = local // self._setup.chunk_tokens, self._matchable(state.request)
-        if not self._client.connected or chunks - self._setup.spare <= first:
-            self._client.settle(name)
-            return 0
-        salt = self._salt_to_match(state)
+        salt: bytes | NoSalt = NoSalt.UNKNOWN
+        if self._client.connected and chunks - self._setup.spare > first:
+            salt = self._salt_to_match(state)
         if salt is NoSalt.PENDING:
             return None
         if isinstance(salt, NoSalt):
@@ -113,7 +112,7 @@ class Planner:
             return b""
         if state.match_since is None:
             state.match_since = self._adapters.step
-        return self._adapters.salt(*adapter, state.match_since)
+        return self._adapters.salt(adapter, state.match_since)
 
     def allocated(self, name: str, table: Table, external: int) -> None:
         """The engine gave a request the blocks of ``table``: begin the load of ``external`` tokens,
@@ -147,8 +146,8 @@ class Planner:
     def _load(self, state: RequestState, match: Match, table: Table, external: int) -> Load | None:
         """The copy of ``match``; None if the engine asks for other tokens than it holds."""
         chunk_tokens = self._setup.chunk_tokens
-        begin = match.first * chunk_tokens
-        if state.local + external != match.chunks * chunk_tokens or state.local < begin:
+        begin, end = match.first * chunk_tokens, match.chunks * chunk_tokens
+        if state.local + external != end or state.local < begin:
             return None
         rows = list(map(len, match.slots))
         found = self._spans.to_load(table, state.local, match.first, match.chunks, rows)
@@ -214,7 +213,7 @@ class Planner:
     # ------------------------------------------------------------ the engine's questions
 
     def storing(self) -> bool:
-        """Whether a store is under way, so that the engine must keep stepping."""
+        """As ``StorePlanner.storing``."""
         return self._stores.storing()
 
     def frees_blocks(self) -> bool:
@@ -231,8 +230,7 @@ class Planner:
         True even if no daemon confirmed it in time: until one has, nothing matches for this engine
         and nothing is stored. An engine's sleep and pause would fail at anything else.
         """
-        if self._pool is not None:
-            self._pool.was_reset()  # this reset need not be noticed again
+        self._pool.was_reset()  # this reset need not be noticed again
         try:
             self._discard_computed()
         finally:  # a defect here must not keep what old weights computed
@@ -245,10 +243,7 @@ class Planner:
 
     def _notice_reset(self) -> None:
         """If the engine's own prefix cache was reset, assume that the weights were replaced."""
-        if self._setup.fixed_weights:
-            return
-        assert self._pool is not None, "without the block pool no reset can be seen"
-        if self._pool.was_reset():
+        if not self._setup.fixed_weights and self._pool.was_reset():
             try:
                 self._discard_computed()
             finally:  # the reset is not seen again
@@ -265,4 +260,31 @@ class Planner:
     def close(self) -> None:
         """End the session."""
         self._client.close()
-        self._adapters.close()
+
+
+class PrefillSpeed:
+    """How many tokens the engine computes per second, measured from when its steps are planned.
+
+    The estimate is high rather than low: if it is too low, a request waits for loads that take
+    longer than computing. A step's time is the longer one of the two intervals after it, because
+    with asynchronous scheduling the next step is planned at once and the one after it waits. Idle
+    time only makes a sample slower, so the fastest of the last samples counts.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=3)
+        self._samples: deque[float] = deque([0.0], maxlen=SAMPLES)
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens per second; 0: unknown."""
+        return max(self._samples)
+
+    def step(self, tokens: int, now_s: float) -> None:
+        """A step of ``tokens`` is planned at ``now_s`` (CLOCK_MONOTONIC)."""
+        self._steps.append((now_s, tokens))
+        if len(self._steps) == 3:
+            (first, computed), (second, _), (third, _) = self._steps
+            took_s = max(second - first, third - second)
+            if computed >= ENOUGH_TOKENS and took_s > 0:
+                self._samples.append(computed / took_s)

@@ -75,13 +75,14 @@ class EngineSetup:
     @property
     def named(self) -> bool:
         """Whether the identity is complete."""
-        return self.weights.done() and self.weights.exception() is None
+        done = self.weights.done() and not self.weights.cancelled()
+        return done and self.weights.exception() is None
 
     def when_named(self, complete: Callable[[Mapping[str, str]], None]) -> None:
         """Call ``complete`` with the rest of the identity: now, or on the thread that finds it."""
 
         def named(name: Future[str]) -> None:
-            if not name.cancelled() and self.named:
+            if self.named:
                 complete({"weights": name.result()})
 
         self.weights.add_done_callback(named)
@@ -118,11 +119,9 @@ def log_naming(weights: Future[str], scheduler: bool) -> None:
     began_s = time.monotonic()
 
     def named(name: Future[str]) -> None:
-        if name.cancelled():
-            return
-        if (error := name.exception()) is not None:
+        if not name.cancelled() and (error := name.exception()) is not None:
             log_off(error, scheduler)
-        elif scheduler:
+        elif scheduler and not name.cancelled():
             seconds = time.monotonic() - began_s
             log.warning("the weight files are read after %.0f s: caching begins", seconds)
 

@@ -1,12 +1,12 @@
 """What the scheduler tells the workers to copy in a step.
 
-Plain values, which the engine's own messages carry: no engine object, no hash. Block ids and slots
-are tuples by layer group.
+Plain values, which the engine's own messages carry. Block ids and slots are tuples by layer group.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from kvass.layout.spans import Blocks
 from kvass.types import Slots
@@ -21,6 +21,7 @@ class Load:
     reported as failed. Only a rank that was registered at ``given_s`` may copy.
     """
 
+    kind: ClassVar[Literal["load"]] = "load"
     request: str
     boot: bytes = b""
     lease: int = 0
@@ -40,6 +41,7 @@ class Store:
     a group of which nothing was granted.
     """
 
+    kind: ClassVar[Literal["store"]] = "store"
     step: int
     boot: bytes
     reservation: int

@@ -262,7 +262,7 @@ class SchedulerHarness:
         many), loads that ended or failed."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        from kvass.connectors.vllm.metadata import StepReport
+        from kvass.connectors.vllm.adapt import StepReport
 
         if self._multi:
             from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as multi

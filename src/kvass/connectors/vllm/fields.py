@@ -1,16 +1,17 @@
-"""Which fields of vLLM's configuration are in a namespace, which are left out, and why.
+"""Which fields of vLLM's configuration are left out of a namespace, and why.
 
 Laws of this file:
 
-- A field is left out only if it is listed as left out, with a reason. A field that no list names
-  goes in, so a new field of vLLM separates engines until somebody has looked at it.
-  ``tests/engine/test_fields.py`` fails for a field that no list names.
+- A field is left out only if it is listed, with a reason. A field that no list names goes in, so a
+  new field of vLLM separates engines until somebody has looked at it.
+  ``tests/engine/test_fields.py`` fails for a field that is neither here nor in
+  ``docs/namespace-fields.md``, which also lists what goes in.
+- A class of settings is left out as a whole only if its reason holds for any field it may get.
 - A field that goes in has the same value in the scheduler's process and in every worker's. A field
   that a worker changes while it loads the model is left out, or read by a rule of its own.
 
-The lists may name fields that the running version of vLLM does not have.
-``docs/namespace-fields.md`` is made from them (``python tests/engine/fields_page.py``). A file of
-vLLM's version (see ``adapt.py``).
+The lists may name fields that the running version of vLLM does not have. A file of vLLM's version
+(see ``adapt.py``).
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 REASONS: Final = {
-    "CODE": "chooses the code that computes the model",
-    "VALUES": "changes what is computed",
-    "KERNELS": "chooses kernels, or in which order or type they sum",
     "PAGES": "each rank's layout has the whole cache spec of each of its layers",
     "MEMORY": "how much memory is used, or where data lies in it",
     "BATCHES": "which requests run when, and how they are batched",
@@ -33,67 +31,48 @@ REASONS: Final = {
     "ADDRESSES": "names, addresses and places of processes",
     "WATCHED": "what is logged, measured or reported",
     "DERIVED": "vLLM derives it from fields that are in",
-    "NESTED": "a class of settings; its fields are listed below",
 }
 """Reasons that many lists have, by the word that stands for them."""
 
 
 class Lists(NamedTuple):
-    """The fields of one class of settings: a reason -> the names of fields, separated by blanks.
+    """The fields of one class of settings that do not go in as they are: a reason -> their names,
+    separated by blanks. ``read``: by a rule of its own; the reason says which."""
 
-    ``read``: in the namespace by a rule of its own; the reason says which.
-    """
-
-    taken: Mapping[str, str] = {}
     read: Mapping[str, str] = {}
     left: Mapping[str, str] = {}
 
     @classmethod
     def parse(cls, text: str) -> Lists:
-        """From entries ``in|read|out REASON | NAMES``, each a line and its more indented ones. A
+        """From entries ``read|out REASON | NAMES``, each a line and its more indented ones. A
         reason in capitals is one of ``REASONS``."""
-        kinds: dict[str, dict[str, str]] = {"in": {}, "read": {}, "out": {}}
+        kinds: dict[str, dict[str, str]] = {"read": {}, "out": {}}
         for entry in re.sub(r"\n {4,}", " ", text).strip().splitlines():
             kind, rest = entry.split(maxsplit=1)
             reason, names = rest.split(" | ")
-            kinds[kind][REASONS[reason] if reason.isupper() else reason] = names
+            kinds[kind][REASONS.get(reason, reason)] = names
         return cls(*kinds.values())
 
     def skipped(self) -> frozenset[str]:
-        """The fields that ``settings.taken_of`` does not take."""
-        return frozenset(name for names in (self.read, self.left) for name in words(names))
-
-    def named(self) -> frozenset[str]:
-        """All fields that the lists name."""
-        return self.skipped() | frozenset(words(self.taken))
-
-
-def words(lists: Mapping[str, str]) -> list[str]:
-    """The names in one kind of list."""
-    return [name for names in lists.values() for name in names.split()]
+        """The fields of all lists."""
+        return frozenset(n for lists in self for names in lists.values() for n in names.split())
 
 
 FIELDS: Final = """
 VllmConfig
-  in NESTED | model_config cache_config parallel_config scheduler_config load_config offload_config
-      attention_config aux_output_config engram_config mamba_config kernel_config speculative_config
-      watermark_config diffusion_config structured_outputs_config observability_config
-      logging_config compilation_config profiler_config kv_transfer_config kv_events_config
-      ec_transfer_config ec_manager_config reasoning_config weight_transfer_config device_config
   read settings of a platform's plug-in: itself if it is a dict, else its compute_hash() |
       additional_config
   read mixed into the keys of the requests that have an adapter | lora_config
   out made from the model's configuration and files; a worker completes it | quant_config
   out a default for other fields, which are in | optimization_level performance_mode
+  out WATCHED | observability_config logging_config profiler_config kv_events_config
+  out SAMPLING | watermark_config structured_outputs_config reasoning_config
+  out MEMORY | ec_manager_config
+  out how new weights arrive; the namespace is told of them otherwise | weight_transfer_config
   out ADDRESSES | instance_id
   out SPEED | shutdown_timeout
 
 ModelConfig
-  in CODE | runner convert trust_remote_code hf_config_path code_revision config_format hf_overrides
-      model_class_overrides model_impl
-  in VALUES | dtype quantization quantization_config disable_sliding_window
-  in KERNELS | disable_cascade_attn
-  in NESTED | pooler_config multimodal_config
   read by `weights` | model model_weights revision
   read a digest, without where it lay and without what models set while they load | hf_config
   read as `positions`, of a model whose arithmetic depends on it | max_model_len generation_config
@@ -113,11 +92,6 @@ ModelConfig
       sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator
 
 MultiModalConfig
-  in what becomes of pixels, frames and sound before the encoder, in every request | media_io_kwargs
-      mm_processor_kwargs mm_device_do_normalize
-  in how the encoder computes | mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype
-      mm_encoder_only language_model_only
-  in which of the encoder's outputs are kept | video_pruning_rate video_pruning_method
   read a digest of the file | mm_encoder_fp8_scale_path
   out written at run time, read by no engine under this name | mm_encoder_fp8_scale_save_path
       mm_encoder_fp8_scale_save_margin
@@ -132,15 +106,7 @@ PoolerConfig
       dimensions enable_chunked_processing max_embed_len logit_mean logit_sigma step_tag_id
       returned_token_ids
 
-QuantizationConfigArgs
-  in VALUES | linear moe ignore targets
-
-QuantSpec
-  in VALUES | weight activation
-
 CacheConfig
-  in VALUES | mamba_cache_dtype mamba_ssm_cache_dtype use_replayssm replayssm_buffer_len
-      use_kda_recoverssm kv_sharing_fast_prefill swa_bounded_replay
   read as `kv_dtype`; fp8_ds_mla, which only a worker writes here, as the cache spec says |
       cache_dtype kv_cache_dtype_skip_layers
   read as `tokens` | block_size hash_block_size cache_hit_alignment_tokens
@@ -157,10 +123,6 @@ CacheConfig
       kv_offloading_backend
 
 ParallelConfig
-  in which rank computes what, and how sums over ranks are made | enable_hc_sp
-      enable_expert_parallel expert_placement_strategy all2all_backend dcp_comm_backend
-      dcp_q_replicate
-  in CODE | worker_cls worker_extension_cls
   read as `parallel` | tensor_parallel_size pipeline_parallel_size decode_context_parallel_size
       cp_kv_cache_interleave_size dcp_kv_cache_interleave_size
   read more than one is refused | prefill_context_parallel_size
@@ -184,14 +146,6 @@ ParallelConfig
       _coord_store_port distributed_executor_backend ray_workers_use_nsight ray_runtime_env
       placement_group
 
-EPLBConfig
-  out which rank holds an expert; changes while the engine runs | window_size step_interval
-      num_redundant_experts log_balancedness log_balancedness_interval use_async policy communicator
-      enable_migration_batching
-
-FaultToleranceConfig
-  out SPEED | engine_recovery_timeout_sec
-
 SchedulerConfig
   out BATCHES | max_num_batched_tokens max_num_scheduled_tokens max_num_seqs max_num_active_seqs
       long_prefill_token_threshold long_prefill_token_threshold_adaptive max_num_queued_reqs
@@ -203,8 +157,6 @@ SchedulerConfig
   out each rank's layout has the groups that come of it | disable_hybrid_kv_cache_manager
 
 LoadConfig
-  in which weights are loaded, and what is done to them | load_format model_loader_extra_config
-      ignore_patterns device
   out SPEED | safetensors_load_strategy safetensors_prefetch_num_threads
       safetensors_prefetch_block_size use_tqdm_on_load pt_load_map_location
   out where the weights lie; `weights` names them | download_dir
@@ -218,16 +170,6 @@ UVAOffloadConfig
 PrefetchOffloadConfig
   out MEMORY | offload_group_size offload_num_in_group offload_prefetch_step offload_params
 
-AttentionConfig
-  in KERNELS | backend minimax_m3_msa_decode_backend backend_per_kind flash_attn_version
-      flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv
-      tq_max_kv_splits_for_cuda_graph use_trtllm_attention mla_prefill_backend sparse_mla_force_mqa
-      sparse_mla_prefill_workspace_factor flex_attn_block_m flex_attn_block_n flex_attn_q_block_size
-      flex_attn_kv_block_size
-  in VALUES | disable_flashinfer_q_quantization use_prefill_query_quantization indexer_kv_dtype
-      indexer_sparse_logits use_non_causal
-  in NESTED | hisparse_config
-
 HiSparseConfig
   out MEMORY | device_buffer_size eager_host_mirror
 
@@ -238,32 +180,16 @@ AuxOutputConfig
 EngramConfig
   out MEMORY | cpu_offload embedding_across_dp dp_shared_memory use_thp
 
-MambaConfig
-  in KERNELS | backend ssu_algorithm
-  in VALUES | enable_stochastic_rounding stochastic_rounding_philox_rounds
-
 KernelConfig
-  in KERNELS | ir_op_priority moe_backend sparse_indexer_topk_backend linear_backend
-      linear_backend_per_quant
   out SPEED | enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
       enable_jit_warmup
 
-IrOpPriorityConfig
-  in KERNELS | rms_norm fused_add_rms_norm gelu_and_mul_sparse
-
 LoRAConfig
-  in VALUES | lora_dtype target_modules enable_tower_connector_lora enable_mixed_moe_lora_format
-      enable_moe_shared_loras
-  in KERNELS | fully_sharded_loras
   out MEMORY | max_lora_rank max_loras max_cpu_loras max_lora_cls_labels
   out a request names the adapter that it gets | default_mm_loras
   out GRAPHS | specialize_active_lora
 
 SpeculativeConfig
-  in how the draft's layers, which share the cache, are computed | quantization moe_backend
-      attention_backend kv_cache_dtype max_model_len code_revision index_share_for_mtp_iteration
-      parallel_drafting use_heterogeneous_vocab draft_tensor_parallel_size tensor_parallel_size
-  in NESTED | draft_load_config
   read as `speculative` | method num_speculative_tokens model revision
   read as a model's, but for what the names of its weights say | draft_model_config
   out as the model's own | target_model_config target_parallel_config draft_parallel_config
@@ -275,43 +201,7 @@ SpeculativeConfig
       suffix_decoding_min_token_prob rejection_sample_method synthetic_acceptance_rates
       synthetic_acceptance_length enable_adaptive_verification draft_sample_method dspark_draft_topk
 
-WatermarkConfig
-  out SAMPLING | key algorithm alpha context_width deduplicate_contexts
-      deduplicate_contexts_max_history prf allow_target_only_watermarking
-
-DiffusionConfig
-  in VALUES | canvas_length max_denoising_steps
-
-StructuredOutputsConfig
-  out SAMPLING | backend disable_any_whitespace disable_additional_properties reasoning_parser
-      reasoning_parser_plugin enable_in_reasoning
-
-ReasoningConfig
-  out SAMPLING | reasoning_parser reasoning_start_str reasoning_end_str _reasoning_start_token_ids
-      _reasoning_end_token_ids _natural_reasoning_end_token_ids _enabled
-
-ObservabilityConfig
-  out WATCHED | show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
-      per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample
-      custom_histogram_buckets cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
-      enable_mm_processor_stats enable_logging_iteration_details jit_monitor_mode
-      jit_monitor_verbose
-
-LoggingConfig
-  out WATCHED | log_level formatter configure_logging pylogging_config_file
-
-ProfilerConfig
-  out WATCHED | profiler torch_profiler_dir torch_profiler_activities proton_profiler_dir
-      proton_context proton_data proton_backend proton_mode proton_hook proton_output_format
-      proton_graph_attribution torch_profiler_with_stack torch_profiler_with_flops
-      torch_profiler_use_gzip torch_profiler_dump_cuda_time_total torch_profiler_record_shapes
-      torch_profiler_with_memory capture_torch_profiler detailed_trace_annotation ignore_frontend
-      delay_iterations max_iterations warmup_iterations active_iterations wait_iterations
-
 CompilationConfig
-  in which kernels the compiler makes or fuses | mode backend ir_enable_torch_wrap
-      compile_mm_encoder use_inductor_graph_partition
-  in NESTED | pass_config dynamic_shapes_config
   read as a set: vLLM may append a name more than once | custom_ops
   read without the filter of guards that a worker adds; passes by their uuid() |
       inductor_compile_config
@@ -328,14 +218,7 @@ CompilationConfig
   out a worker's own record of what it built | enabled_custom_ops disabled_custom_ops
       compilation_time encoder_compilation_time static_forward_context static_all_moe_layers
 
-PassConfig
-  in which operations are fused | fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops
-      fuse_allreduce_rms enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla fuse_act_padding
-      fuse_mla_dual_rms_norm fuse_rope_kvcache fuse_qk_norm_rope_kvcache
-      rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb
-
 DynamicShapesConfig
-  in what the compiler assumes of sizes | type assume_32_bit_indexing
   out GRAPHS | evaluate_guards
 
 DeviceConfig
@@ -347,22 +230,11 @@ KVTransferConfig
       kv_connector_module_path enable_permute_local_kv kv_load_failure_policy
   out ADDRESSES | engine_id kv_port
 
-KVEventsConfig
-  out WATCHED | enable_kv_cache_events publisher endpoint replay_endpoint buffer_steps hwm
-      max_queue_size topic
-
 ECTransferConfig
-  in whether another engine computes the encoder's outputs | ec_connector ec_role
-      ec_connector_module_path
   out ADDRESSES | engine_id ec_ip ec_port ec_connector_extra_config
   out MEMORY | ec_buffer_device ec_buffer_size
   out DERIVED | mm_encoder_output_widths
 
-EncoderCacheManagerConfig
-  out MEMORY | encoder_cache_manager_cls manager_config
-
-WeightTransferConfig
-  out how new weights arrive; the namespace is told of them otherwise | backend
 """
 
 LISTS: Final = {
@@ -371,14 +243,90 @@ LISTS: Final = {
 }
 """By class of ``vllm.config``."""
 
-NO_SETTINGS: Final = {
-    "AudioDummyOptions": "part of MultiModalConfig.limit_per_prompt",
-    "BaseDummyOptions": "part of MultiModalConfig.limit_per_prompt",
-    "ImageDummyOptions": "part of MultiModalConfig.limit_per_prompt",
-    "VideoDummyOptions": "part of MultiModalConfig.limit_per_prompt",
-    "ModelArchitectureConfig": REASONS["DERIVED"],
-    "Range": "a pair of numbers",
-    "SpeechToTextConfig": REASONS["PROMPTS"],
-    "SpeechToTextParams": REASONS["PROMPTS"],
-}
-"""Classes in ``vllm.config`` that no namespace reads, and why."""
+VARIABLES: Final = Lists.parse("""
+read as `plugins`: those that are loaded | VLLM_PLUGINS
+read as `kv_layout` | VLLM_KV_CACHE_LAYOUT
+read as `states` | VLLM_SSM_CONV_STATE_LAYOUT
+read as `parallel` and each rank's layers | VLLM_PP_LAYER_PARTITION
+read PAGES | VLLM_MLA_DISABLE VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE
+read acts through compilation_config | VLLM_CPU_CI_ENV
+out workers set it themselves if batch invariance is on, which is in | VLLM_ROCM_USE_SKINNY_GEMM
+    VLLM_ALLREDUCE_USE_SYMM_MEM VLLM_USE_AOT_COMPILE
+out the compiler's cache, and how compiled code is called | VLLM_DISABLE_COMPILE_CACHE
+    VLLM_USE_BYTECODE_HOOK VLLM_FORCE_AOT_LOAD VLLM_USE_MEGA_AOT_ARTIFACT VLLM_USE_LAYERNAME
+    VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_XLA_CACHE_PATH VLLM_XLA_CHECK_RECOMPILATION
+out read when vLLM is built or packed | VLLM_TARGET_DEVICE VLLM_MAIN_CUDA_VERSION MAX_JOBS
+    NVCC_THREADS VLLM_USE_PRECOMPILED VLLM_USE_PRECOMPILED_RUST VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX
+    VLLM_DOCKER_BUILD_CONTEXT VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_IMAGE_TAG
+    CMAKE_BUILD_TYPE VERBOSE VLLM_SKIP_VERSION_SUFFIX VLLM_NCCL_INCLUDE_PATH
+out where libraries and caches lie on this machine | VLLM_CONFIG_ROOT VLLM_CACHE_ROOT CUDA_HOME
+    VLLM_NCCL_SO_PATH LD_LIBRARY_PATH VLLM_CUDART_SO_PATH VLLM_ASSETS_CACHE
+    VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_HAS_FLASHINFER_CUBIN
+    VLLM_ENABLE_CUDA_COMPATIBILITY VLLM_CUDA_COMPATIBILITY_PATH VLLM_LORA_RESOLVER_CACHE_DIR
+    VLLM_LORA_RESOLVER_HF_REPO_LIST
+out tuned for speed: tiles and launches of the same kernels | VLLM_TUNED_CONFIG_FOLDER
+    VLLM_DEEP_GEMM_WARMUP VLLM_TRITON_JIT_WARMUP_NUM_THREADS
+out ADDRESSES | VLLM_HOST_IP VLLM_PORT VLLM_RPC_BASE_PATH LOCAL_RANK CUDA_VISIBLE_DEVICES
+    VLLM_API_KEY S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY S3_ENDPOINT_URL
+    VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM
+    VLLM_USE_RAY_WRAPPED_PP_COMM VLLM_USE_RAY_V2_EXECUTOR_BACKEND VLLM_DISTRIBUTED_USE_SPLIT_GROUP
+    VLLM_WORKER_MULTIPROC_METHOD VLLM_ENABLE_V1_MULTIPROCESSING VLLM_RAY_PER_WORKER_GPUS
+    VLLM_RAY_BUNDLE_INDICES VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_DP_MASTER_IP
+    VLLM_DP_MASTER_PORT VLLM_RANDOMIZE_DP_DUMMY_INPUTS VLLM_RAY_DP_PACK_STRATEGY
+    VLLM_RAY_DP_PLACEMENT_NODE_IPS VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY
+    VLLM_RAY_EXTRA_ENV_VARS_TO_COPY VLLM_LOOPBACK_IP VLLM_PROCESS_NAME_PREFIX
+    VLLM_ELASTIC_EP_SCALE_UP_LAUNCH VLLM_ELASTIC_EP_DRAIN_REQUESTS VLLM_GPU_NIC_PCIE_MAPPING
+    VLLM_NIC_SELECTION_VARS VLLM_SKIP_P2P_CHECK VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME
+out other connectors, and how KV is offloaded or encoder outputs are sent |
+    VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT VLLM_P2P_SIDE_CHANNEL_HOST
+    VLLM_P2P_SIDE_CHANNEL_PORT VLLM_P2P_MAX_PEERS VLLM_P2P_HANDSHAKE_TIMEOUT_S
+    VLLM_P2P_IDLE_TIMEOUT_S VLLM_EC_SIDE_CHANNEL_HOST VLLM_EC_SIDE_CHANNEL_PORT
+    VLLM_MOONCAKE_CONNECTOR_TIMEOUT VLLM_MOONCAKE_BOOTSTRAP_PORT VLLM_MOONCAKE_STORE_TIER_LOG
+    VLLM_MOONCAKE_LOAD_RECV_THREADS VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO
+    MOONCAKE_PREFERRED_SEGMENT MOONCAKE_REQUESTER_LOCAL_HOSTNAME VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS
+    VLLM_USE_SIMPLE_KV_OFFLOAD
+out WATCHED | VLLM_GPU_SYNC_CHECK VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_PATTERN_MATCH_DEBUG
+    VLLM_DEBUG_DUMP_PATH VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_USAGE_STATS_SERVER
+    VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK VLLM_USAGE_SOURCE VLLM_CONFIGURE_LOGGING
+    VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_LOGGING_STREAM VLLM_LOGGING_PREFIX
+    VLLM_LOGGING_COLOR NO_COLOR FORCE_COLOR VLLM_LOG_STATS_INTERVAL VLLM_TRACE_FUNCTION
+    VLLM_LOG_BATCHSIZE_INTERVAL VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS
+    VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_GC_DEBUG
+    VLLM_DEBUG_WORKSPACE VLLM_LOG_MODEL_INSPECTION VLLM_DEBUG_MFU_METRICS VLLM_DISABLE_LOG_LOGO
+out SPEED | VLLM_ENGINE_READY_TIMEOUT_S VLLM_FASTSAFETENSORS_QUEUE_SIZE
+    VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
+    VLLM_MSGPACK_ZERO_COPY_THRESHOLD VLLM_MQ_MAX_CHUNK_BYTES_MB VLLM_USE_SPINLOOP_EXT
+    VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_DBO_COMM_SMS
+    VLLM_DEEPEP_BUFFER_SIZE_MB VLLM_DEEPEP_HIGH_THROUGHPUT_FORCE_INTRA_NODE
+    VLLM_DEEPEP_LOW_LATENCY_USE_MNNVL VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE VLLM_DEEPEP_V2_PREFER_OVERLAP
+out MEMORY | VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE VLLM_CPU_KVCACHE_SPACE VLLM_SPARSE_INDEXER_MAX_LOGITS_MB
+    VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE VLLM_ENABLE_STARTUP_PLAN
+    VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
+    VLLM_WSL2_ENABLE_PIN_MEMORY VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+out GRAPHS | VLLM_USE_BREAKABLE_CUDAGRAPH VLLM_ENABLE_CUDAGRAPH_GC
+    VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
+    VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM
+    VLLM_XPU_PP_MICROBATCH
+out BATCHES | VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN
+out SAMPLING | VLLM_USE_FLASHINFER_SAMPLER VLLM_XPU_USE_SAMPLER_KERNEL VLLM_V1_USE_OUTLINES_CACHE
+    VLLM_XGRAMMAR_CACHE_MB VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_V1_OUTPUT_PROC_CHUNK_SIZE
+out PROMPTS | VLLM_USE_FASTOKENS VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_MAX_N_SEQUENCES
+    VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_STOP_STRINGS VLLM_MAX_NUM_BAD_WORDS
+    VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_SYSTEM_START_DATE VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS
+    VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_IMAGE_FETCH_TIMEOUT VLLM_VIDEO_FETCH_TIMEOUT
+    VLLM_AUDIO_FETCH_TIMEOUT VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB
+    VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB
+    VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MAX_AUDIO_CLIP_FILESIZE_MB
+    VLLM_MAX_AUDIO_DECODE_DURATION_S VLLM_MAX_AUDIO_DECODE_BYTES VLLM_MAX_EMBED_DECODE_BYTES
+    VLLM_MAX_AUDIO_PREPROCESS_WORKERS VLLM_MAX_IMAGE_PIXELS VLLM_ALLOW_LONG_MAX_MODEL_LEN
+out the API server | VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_USE_RUST_FRONTEND VLLM_USE_RUST_BENCH
+    VLLM_RUST_FRONTEND_PATH VLLM_SERVER_DEV_MODE VLLM_ALLOW_INSECURE_SERIALIZATION
+    VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS
+    VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_ENABLE_RESPONSES_API_STORE VLLM_ENABLE_COHERE_API
+    VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY
+    VLLM_SKIP_MODEL_NAME_VALIDATION
+out for vLLM's own tests | VLLM_TEST_FORCE_LOAD_FORMAT
+""")
+"""The variables that ``vllm.envs`` knows. One that vLLM itself sets in a worker is left out."""
