@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-from collections import Counter
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ import pytest
 
 from kvass.connectors.vllm import configuration, namespace
 from kvass.connectors.vllm.configuration import VllmSetup
-from kvass.connectors.vllm.fields import LISTS, VARIABLES, Lists
+from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
 from kvass.engine import identity
 from kvass.engine.setup import Inert
-from tests.engine.fields_page import ENVIRONMENT, PAGE, page, parse, taken, unread
 from tests.support.vllm.scheduler import make_configs, tiny_model
 
 
@@ -36,6 +35,33 @@ def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
 # ---------------------------------------------------------------- the lists
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "namespace-fields.md"
+ENVIRONMENT = "Environment variables"
+UNREAD = "Classes of `vllm.config` that are not read"
+Names = dict[str, list[str]]
+
+
+def parse(page: str) -> dict[str, Names]:
+    """What the page says of each class: "in", "read" and "out" -> names of fields."""
+    parts = re.split(r"^## (.*)\n", page, flags=re.MULTILINE)
+    found = {}
+    for heading, text in zip(parts[1::2], parts[2::2], strict=True):
+        kinds: Names = {"in": [], "read": [], "out": []}
+        for kind, reason, names in re.findall(r"^\| (in|read|out) \| (.+) \| (.+) \|$", text, re.M):
+            assert reason.strip()
+            kinds[kind] += re.findall(r"`(\w+)`", names)
+        found[heading] = kinds
+    return found
+
+
+SAID = parse(PAGE.read_text())
+NOT_READ = set(re.findall(r"^\| `(\w+)` \| .+ \|$", PAGE.read_text().partition(UNREAD)[2], re.M))
+
+
+def names_of(heading: str) -> list[str]:
+    return [name for names in SAID.get(heading, {}).values() for name in names]
+
+
 def classes() -> Iterator[Any]:
     """Every class of settings of the vLLM that is installed."""
     import vllm.config
@@ -48,60 +74,46 @@ def classes() -> Iterator[Any]:
                 yield one
 
 
-def unlisted(sections: dict[str, list[str]]) -> set[str]:
-    """The settings that neither the lists nor the page name."""
+def unlisted() -> set[str]:
+    """The settings that the page does not name."""
     from vllm import envs
 
-    def named(heading: str, lists: Lists) -> set[str]:
-        return {*lists.skipped(), *taken(sections.get(heading, []))}
-
-    missing: set[str] = envs.environment_variables.keys() - named(ENVIRONMENT, VARIABLES)
+    missing: set[str] = envs.environment_variables.keys() - set(names_of(ENVIRONMENT))
     for one in classes():
-        if (name := one.__name__) not in unread():
+        if (name := one.__name__) not in NOT_READ:
             fields = {field.name for field in dataclasses.fields(one)}
-            missing |= {f"{name}.{f}" for f in fields - named(name, LISTS.get(name, Lists()))}
+            missing |= {f"{name}.{field}" for field in fields - set(names_of(name))}
     return missing
 
 
 def test_every_field_and_variable_of_vllm_is_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails: read what the field does in vLLM. Then add it to ``fields.py``, or if it goes
-    in to the page, and write the page anew. In doubt it goes in."""
-    sections = parse(PAGE.read_text())
-    assert unlisted(sections) == set()
-    monkeypatch.delitem(LISTS, "UVAOffloadConfig")
+    """If this fails: read what the field does in vLLM. Then add it to the page and, unless it goes
+    in, to ``fields.py``. In doubt it goes in."""
+    assert unlisted() == set()
+    monkeypatch.delitem(SAID, "QuantSpec")
     monkeypatch.setattr("vllm.envs.environment_variables", {"VLLM_NEW": lambda: 1})
-    fields = {"UVAOffloadConfig.cpu_offload_gb", "UVAOffloadConfig.cpu_offload_params"}
-    assert unlisted(sections) == {*fields, "VLLM_NEW"}, "the check sees it"
-    del sections["QuantSpec"]
-    assert unlisted(sections) > {*fields, "VLLM_NEW"}
-
-
-@pytest.mark.parametrize("name", [*LISTS, ENVIRONMENT])
-def test_no_field_is_in_two_lists(name: str) -> None:
-    lists = VARIABLES if name == ENVIRONMENT else LISTS[name]
-    names = [word for kind in lists for words in kind.values() for word in words.split()]
-    names += taken(parse(PAGE.read_text()).get(name, []))
-    assert [word for word, times in Counter(names).items() if times > 1] == []
-    assert all(reason.strip() for kind in lists for reason in kind)
+    assert unlisted() == {"QuantSpec.weight", "QuantSpec.activation", "VLLM_NEW"}, "it sees it"
 
 
 def test_the_page_says_what_the_lists_say() -> None:
-    """If this fails: ``.venv/bin/python tests/engine/fields_page.py``."""
-    assert PAGE.read_text() == page()
+    skipped = {**SKIPPED, ENVIRONMENT: VARIABLES}
+    for heading in {*SAID, *skipped} - {UNREAD}:
+        said, names = SAID[heading], names_of(heading)
+        assert len(names) == len(set(names)), heading
+        assert {*said["read"], *said["out"]} == skipped.get(heading, set()), heading
 
 
 def test_what_is_in_changes_the_identity_and_what_is_out_does_not() -> None:
-    sections = parse(PAGE.read_text())
     for kind in classes():
-        goes_in = taken(sections.get(kind.__name__, []))
         rules = {name for of, name in namespace.RULES if of == kind.__name__}
-        for field in dataclasses.fields(kind) if kind.__name__ not in unread() else ():
+        for field in dataclasses.fields(kind) if kind.__name__ not in NOT_READ else ():
             config = kind.__new__(kind)
             if kind.__name__ == "VllmConfig":
                 config.additional_config = {}
             if field.name not in rules:
                 object.__setattr__(config, field.name, "another value")
-                assert (field.name in namespace.taken_of(config, "x")) is (field.name in goes_in)
+                goes_in = field.name in SAID[kind.__name__]["in"]
+                assert (field.name in namespace.taken_of(config, "x")) is goes_in
 
 
 def test_a_field_that_no_list_names_goes_in() -> None:
@@ -270,31 +282,6 @@ def test_how_the_engine_makes_pixels_is_in_the_namespace(multimodal: Any) -> Non
     assert differing(one, two) == {"model_config"}
     assert two == three
     assert one["processors"].startswith("transformers ")
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "shared"),
-    [
-        ("mm_processor_kwargs", {"max_pixels": 200704}, False),
-        ("media_io_kwargs", {"video": {"num_frames": 40}}, False),
-        ("video_pruning_rate", 0.5, False),
-        ("video_pruning_method", "vidcom2", False),
-        ("mm_encoder_attn_dtype", "fp8", False),
-        ("mm_encoder_attn_backend", "TORCH_SDPA", False),
-        ("mm_encoder_tp_mode", "data", False),
-        ("mm_device_do_normalize", None, False),
-        ("mm_processor_cache_gb", 1.0, True),
-        ("mm_processor_cache_type", "shm", True),
-        ("limit_per_prompt", {"image": 1}, True),
-        ("skip_mm_profiling", True, True),
-        ("mm_hasher_algorithm", "sha256", True),
-    ],
-)
-def test_settings_of_images(multimodal: Any, setting: str, value: object, shared: bool) -> None:
-    config, caches = multimodal()
-    plain = of(config, caches)
-    setattr(config.model_config.multimodal_config, setting, value)
-    assert (of(config, caches) == plain) is shared
 
 
 def test_a_file_of_scales_counts_by_its_content(multimodal: Any, tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ import pytest
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import configuration
 from kvass.connectors.vllm.configuration import VllmSetup
-from kvass.engine.step_work import StepWork
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.support.vllm.ranks import CopyGate, StubModelEngine, StubModelRank, until
+from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
 from tests.support.vllm.scheduler import CHUNK, make_configs
 
 PROMPT = list(range(100))
@@ -370,36 +369,3 @@ def test_a_scheduler_that_contradicts_its_workers_runs_uncached(
         assert all(r.levelno >= logging.WARNING for r in refusals)
     finally:
         engine.close()
-
-
-def test_a_rank_outside_the_world_leaves_the_engine_uncached(
-    daemon: Daemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    config, caches = make_configs({"kvass.socket": daemon.socket}, strategy=DENSE)
-    config.parallel_config.rank = 2
-    rank = StubModelRank(config, caches)
-    try:
-        assert rank.copier is None
-        assert "rank 2: a world of 2 has 0..1" in caplog.text
-        assert not rank.run(StepWork()).finished_recving
-    finally:
-        rank.close()
-
-
-def test_two_workers_that_claim_one_rank(
-    daemon: Daemon, engine: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The second is refused by name; what the first does is right all the same."""
-    a = engine(DENSE)
-    config, caches = make_configs({"kvass.socket": daemon.socket}, strategy=DENSE.at(1))
-    config.kv_transfer_config.engine_id = a.world.connector._planner._setup.instance
-    twin = StubModelRank(config, caches)
-    try:
-        until(lambda: "rank_taken" in caplog.text, "the refusal")
-        a.generate("a", PROMPT)
-        b = engine(DENSE)
-        request, scheduled = b.load("b", PROMPT)
-        assert scheduled == 4
-        b.check(request, CHUNKS * CHUNK)
-    finally:
-        twin.close()

@@ -78,14 +78,6 @@ def test_a_load_begins_inside_a_chunk_where_the_local_hit_ends(daemon: Daemon, e
     empty(daemon)
 
 
-def test_generated_tokens_are_found_by_the_next_turn(engine: Any) -> None:
-    a, b = engine(), engine()
-    turn = a.generate("a", PROMPT, max_tokens=40)
-    request, scheduled = b.load("b", [*turn.all_token_ids, 1, 2, 3])
-    assert scheduled == 143 - 128
-    b.check(request, 128)
-
-
 def test_a_late_load_is_a_failed_load(
     daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,18 +138,6 @@ def test_a_daemon_that_died_between_match_and_load_is_a_miss(daemon: Daemon, eng
     empty(daemon)
 
 
-def test_a_prompt_stored_after_a_restart_is_found(daemon: Daemon, engine: Any) -> None:
-    a, b = engine(), engine()
-    a.generate("a", PROMPT)
-    daemon.restart()
-    for one in (a, b):
-        one.wait_connected()
-    a.generate("a2", PROMPT, max_tokens=20)
-    request, scheduled = b.load("b", PROMPT)
-    assert scheduled == 4
-    b.check(request, 96)
-
-
 def test_an_engine_starts_without_a_daemon_and_finds_it_later(tmp_path: Path) -> None:
     a, b = (StubModelEngine(str(tmp_path / "kvass.sock")) for _ in range(2))
     try:
@@ -195,26 +175,6 @@ def test_stores_that_cannot_even_be_refused_are_over(
     a.generate("a", PROMPT)
     assert a.world.free_blocks == a.world.pool.num_gpu_blocks - 1
     assert a.rank.connector._boundary.counters["_refuse"] >= 1
-
-
-def test_an_end_that_cannot_be_counted_is_an_end(
-    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = engine(), engine()
-    a.generate("a", PROMPT)
-    monkeypatch.setattr(b.rank.connector._boundary, "count", lambda *_: 1 / 0)
-    real = b.world.connector._planner._load
-
-    def late(*args: Any) -> Any:
-        import dataclasses
-
-        return dataclasses.replace(real(*args), deadline_s=time.monotonic() - 1)
-
-    monkeypatch.setattr(b.world.connector._planner, "_load", late)
-    _, scheduled = b.load("b", PROMPT)
-    assert scheduled == 100
-    assert b.rank.connector._boundary.counters["_ended"] >= 1
-    empty(daemon)
 
 
 def test_nothing_of_ours_raises_into_the_worker(
@@ -294,13 +254,6 @@ def test_what_a_failed_forward_pass_computed_is_not_stored_later_either(
     assert a.rank.connector._boundary.counters["store_refused"] == 1
     empty(daemon)
     assert daemon.status()["rows"] == 0
-
-
-def test_another_tag_is_another_namespace(daemon: Daemon, engine: Any) -> None:
-    a = engine()
-    a.generate("a", PROMPT)
-    assert engine().load("same", PROMPT)[1] == 4
-    assert engine(tag="other").load("other", PROMPT)[1] == 100
 
 
 def test_reset_cache_forgets_the_rows(daemon: Daemon, engine: Any) -> None:

@@ -160,16 +160,6 @@ def test_a_pending_lookup_is_asked_again() -> None:
     settled(client, world)
 
 
-def test_a_miss_is_computed_at_once() -> None:
-    client, world = stored()
-    world.add("b", range(200, 300))
-    output, _ = world.schedule()
-    assert output.num_scheduled_tokens == {"b": 100}
-    world.finish(output)
-    world.run(client)
-    settled(client, world)
-
-
 # ---------------------------------------------------------------- ends at every stage
 
 
@@ -282,15 +272,6 @@ def test_skip_reading_prefix_cache_takes_no_lease_but_stores() -> None:
     assert len(work.stores) == 1
     world.run(client)
     settled(client, world)
-
-
-def test_a_salt_never_hits_anothers_rows() -> None:
-    client, world = stored()
-    world.add("b", PROMPT, salt="secret")
-    output, work = world.schedule()
-    assert output.num_scheduled_tokens == {"b": 100}
-    assert work.loads == []
-    assert client.held == {}
 
 
 def test_no_external_tokens_gives_the_match_back() -> None:

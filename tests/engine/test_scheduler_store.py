@@ -202,15 +202,6 @@ def test_a_daemon_that_puts_off_everything_is_not_asked_for_ever() -> None:
     assert world.free_blocks == free
 
 
-def test_an_absent_daemon_is_not_asked() -> None:
-    client = FakeClient()
-    client.connected = False
-    world = SchedulerHarness(client)
-    world.add("a", range(64))
-    world.run()
-    assert client.reserves == []
-
-
 def test_after_a_restart_a_running_request_is_offered_from_its_first_chunk() -> None:
     client = FakeClient()
     world = SchedulerHarness(client)
@@ -237,28 +228,6 @@ def test_a_local_hit_that_no_daemon_holds_is_offered_from_its_first_chunk() -> N
     output, work = world.schedule()
     assert output.num_scheduled_tokens == {"b": 4}, "vLLM has the rest"
     assert [len(store.blocks[0]) for store in work.stores] == [6]
-
-
-def test_a_chunk_being_written_is_not_granted_twice() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
-    world.add("a", range(64))
-    world.add("b", range(64))
-    _, work = world.schedule()
-    assert len(client.reserves) == 1, "one reserve for the step"
-    assert len(client.reserves[0]) == 2
-    assert len(work.stores) == 1
-
-
-def test_salted_requests_share_no_hash() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
-    for name, salt in (("a", None), ("b", "s"), ("c", "t")):
-        world.add(name, range(64), salt=salt)
-    _, work = world.schedule()
-    assert len(work.stores) == 3
-    hashes = {hash_ for item in client.reserves[0] for hash_ in split(item.digests, 32)}
-    assert len(hashes) == 6
 
 
 def test_a_consumer_stores_nothing() -> None:
@@ -428,16 +397,6 @@ def test_later_chunks_are_offered_while_earlier_ones_await_their_grant(late: int
     assert all_free(world)
 
 
-def test_what_a_late_answer_does_not_grant_is_given_back() -> None:
-    client = FakeClient()
-    client.late, client.refuse = 2, True
-    world = SchedulerHarness(client)
-    world.add("a", range(64), max_tokens=1)
-    world.run(client)
-    assert all_free(world)
-    assert client.handed == []
-
-
 def test_a_preempted_request_is_stored_from_the_blocks_that_it_had() -> None:
     """vLLM takes them away while no copy has begun: nobody else gets them until it is over."""
     client = FakeClient()
@@ -488,19 +447,6 @@ def test_without_an_answer_the_blocks_come_back(asynchronous: bool, what: str) -
     assert all_free(world)
 
 
-def test_a_hung_daemon_is_sent_nothing_more_until_it_answers() -> None:
-    client = FakeClient()
-    client.silent = True
-    world = SchedulerHarness(client)
-    world.add("a", range(64), max_tokens=100)
-    while not client.given_up:
-        world.step()
-    asked = len(client.reserves)
-    for _ in range(40):
-        world.step()
-    assert len(client.reserves) == asked
-
-
 def test_vllm_gets_the_blocks_when_it_has_too_few() -> None:
     """It preempts nobody for a grant that may come."""
     client = FakeClient()
@@ -533,19 +479,6 @@ def test_waiting_for_grants_keeps_only_a_share_of_the_blocks_from_being_free() -
     client.silent = False
     world.run(client)
     assert all_free(world)
-
-
-def test_reset_cache_awaits_no_grant_of_before() -> None:
-    client = FakeClient()
-    client.late = 2
-    world = SchedulerHarness(client)
-    world.add("a", range(64), max_tokens=1)
-    world.step()
-    assert world.connector.reset_cache() is True
-    assert all_free(world)
-    assert client.given_up == 1
-    world.run(client)
-    assert client.handed == []
 
 
 # ---------------------------------------------------------------- clearing, and defects of our own

@@ -23,7 +23,6 @@ from kvass.engine import weights
 from kvass.engine.identity import Indescribable
 from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.support.servers.redis import RedisServer
 from tests.support.vllm.ranks import StubModelEngine, until
 from tests.support.vllm.scheduler import make_configs, tiny_model
 
@@ -468,42 +467,6 @@ def start() -> Iterator[Callable[..., StubModelEngine]]:
         one.close()
 
 
-def test_daemons_on_one_redis_share_rows_of_copies(
-    tmp_path: Path, model: Path, start: Callable[..., StubModelEngine]
-) -> None:
-    elsewhere, changed = copy(model, tmp_path / "b"), copy(model, tmp_path / "c")
-    file = changed / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    server = RedisServer()
-    try:
-        tier: dict[str, Any] = {
-            "tier": f"redis:{server.address}",
-            "weigh_loads": "no",
-            "lookup_budget_ms": 10_000,
-        }
-        folders = [tmp_path / "one", tmp_path / "two"]
-        for folder in folders:
-            folder.mkdir()
-        with running_daemon(folders[0], **tier) as one, running_daemon(folders[1], **tier) as two:
-            a = start(one, model)
-            a.wait_connected()
-            a.generate("a", PROMPT)
-            until(lambda: one.status()["tiers"][0]["stored_rows"] == 3, "the rows in Redis")
-            for folder, computes in ((elsewhere, 4), (changed, 100)):
-                b = start(two, folder)
-                b.wait_connected()
-                request, scheduled = b.load("b", PROMPT)
-                assert scheduled == computes
-                if computes == 4:
-                    b.check(request, 96)
-            shown = [space["model"] for space in two.status()["namespaces"]]
-            assert shown == [str(elsewhere), str(changed)]
-    finally:
-        server.close()
-
-
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is read before it is set; an engine that starts waits for a moment only."""
@@ -552,7 +515,7 @@ def test_an_engine_runs_uncached_until_its_weights_are_read(
     ]
     gate.set()
     one.wait_connected()
-    assert said(caplog)[1:] == ["the weight files are read after 0 s: caching begins"]
+    assert said(caplog)[1:] == ["the weight files are read: caching begins"]
     until(lambda: one.step() and one.client.answering, "the clear that is owed")
     one.generate("late", range(200, 300))
     assert daemon.status()["rows"] == 3

@@ -6,8 +6,7 @@ digest an adapter that is trained anew in the same folder shares nothing with th
 Laws of this file:
 
 - An adapter's weights are what its files held at its first request in this engine, if they did not
-  change after the engine started. Its requests are loaded and stored only while the files stay
-  unchanged. An adapter whose files changed is uncached for the engine's life, because no engine
+  change after the engine started. Once they change it is uncached for the engine's life: no engine
   tells which weights it has loaded, and its own prefix cache keeps what the old ones computed.
 - A look at the files counts only for what was first needed in the same step or before.
 - Only threads of this file touch the file system. A step waits for them at most ``WAIT_S``. A path
@@ -72,10 +71,7 @@ class PathState:
 
 class Adapters:
     """The adapters of one engine, by path. Used from the engine's scheduler thread only.
-
-    ``settings`` are those of the engine that change what an adapter computes. ``step`` counts the
-    engine's steps.
-    """
+    ``settings`` are those of the engine that change what an adapter computes."""
 
     def __init__(self, settings: str = "") -> None:
         self.step = 0

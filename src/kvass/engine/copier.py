@@ -6,9 +6,8 @@ Laws of this file:
   before its deadline. It reports every step with stores exactly once, also one for which the engine
   never called ``store``. The engine counts the reports of all ranks.
 - Of ranks that hold equal bytes only the first stores; the others tell the daemon nothing of it.
-- What a copy owes the daemon is settled on the copy thread, right after the last byte: commit or
-  abort for a store, release for a load. The engine's thread does not copy. It waits for copies
-  only in a step that computes nothing, for at most ``COPY_WAIT_S``.
+- What a copy owes the daemon is settled on the copy thread, right after the last byte. The engine's
+  thread waits for copies only in a step that computes nothing, for at most ``COPY_WAIT_S``.
 - Memory of another boot of the daemon than the one that gave the slots is never touched.
 """
 
@@ -71,11 +70,8 @@ class Copier:
         self._raised = -1
 
     def attach(self, memory: KVMemory) -> None:
-        """The engine made its KV caches: register with the daemon.
-
-        ``close`` first if it made others before. An engine that slept need not attach again: its
-        caches come back in place.
-        """
+        """The engine made its KV caches: register with the daemon. ``close`` first if it made
+        others before. After a sleep they come back in place."""
         registration = self._setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = self._client = None
@@ -118,18 +114,15 @@ class Copier:
     def catch_up(self) -> None:
         """Another step begins: begin the stores of the last one, if ``store`` was never called.
 
-        vLLM's V1 runner with speculative decoding calls it after the drafter ran, and earlier
-        pipeline stages have none. Late is early enough, because the blocks are held. On the last
-        stage the call is missing only if something raised, and then nothing is stored.
+        vLLM's V1 runner with speculative decoding calls it after the drafter ran, which earlier
+        pipeline stages do not have. On the last stage it is missing only if something raised.
         """
         if self._unstored is not None:
             self.store(self._unstored, self._computed and not self._strategy.last_stage)
 
     def results(self, computed: bool = True) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those of them that failed.
-
-        ``computed``: the forward pass of the step did not raise.
-        """
+        ``computed``: the forward pass of the step did not raise."""
         self._computed = computed
         self._poll()
         if self._idle and self._mover is not None and not (self._finished or self._settled):

@@ -32,11 +32,8 @@ class Indescribable(UsageError):
 
 def canonical(value: object, field: str = "value") -> str:
     """``value`` as JSON: keys and sets sorted, data objects by their fields, module-level functions
-    and classes by their qualified names. ``field`` is what an error calls it.
-
-    Raises :class:`Indescribable` for anything else: a lambda, a closure, an object of no known
-    fields.
-    """
+    and classes by their qualified names. Raises :class:`Indescribable` for anything else, a lambda
+    for example. ``field`` is what the error calls it."""
     return json.dumps(_plain(value, field), sort_keys=True, separators=(",", ":"))
 
 

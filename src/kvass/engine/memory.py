@@ -20,10 +20,8 @@ from kvass.types import RankLayout
 
 @dataclass(frozen=True)
 class KVMemory:
-    """The engine's KV pages as bytes. ``owners`` keep the memory of ``regions`` alive.
-
-    Memory of a GPU is in ``gpu`` instead of ``regions``: no code on the host may read it.
-    """
+    """The engine's KV pages as bytes: ``regions`` of the host's memory, or ``gpu``, which code on
+    the host must not read. ``owners`` keep it alive."""
 
     layout: RankLayout
     planes: tuple[GroupPlanes, ...]

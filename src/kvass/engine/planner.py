@@ -6,8 +6,7 @@ Laws of this file:
 - An engine's prefix cache is reset when its weights were replaced, and no engine says so to its
   connector. So before anything is matched or stored, the pool is asked whether a reset happened or
   was tried. After one nothing of before matches any more.
-- A lease that was taken either rides in the step's work or is given back. ``SchedulerClient`` keeps
-  every other lease; its ``settle`` ends them.
+- A lease that was taken either rides in the step's work or is given back.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ SAMPLES: Final = 16
 
 
 class Planner:
-    """Plans one engine's loads and stores. Used from the engine's scheduler thread only.
-
-    ``bind`` comes first. In each step call ``take_loads``, ``plan_stores``, then ``hand_over``; if
-    that fails, call ``revoke``.
-    """
+    """Plans one engine's loads and stores. Used from the engine's scheduler thread only. ``bind``
+    comes first. A step calls ``take_loads``, ``plan_stores``, then ``hand_over``, or if that fails
+    ``revoke``."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -99,7 +96,6 @@ class Planner:
         return 0 if found is None else found.chunks * self._setup.chunk_tokens - local
 
     def _matchable(self, request: Request) -> int:
-        """Chunks of ``request`` to look up."""
         if self._setup.spare or self._setup.hits_whole_prompts:
             return request.hashed_chunks
         below_last = (request.known_tokens - 1) // self._setup.chunk_tokens
@@ -116,18 +112,16 @@ class Planner:
 
     def allocated(self, name: str, table: Table, external: int) -> None:
         """The engine gave a request the blocks of ``table``: begin the load of ``external`` tokens,
-        or give the match back if there are none.
-
-        An engine may call again, without tokens, for a request that loads: nothing is left to give
-        back then.
-        """
-        if (begun := self._requests.get(name)) is not None:
-            # It may have been preempted, and its adapter is loaded anew.
-            begun.match_since = begun.store_since = None
+        or give the match back if there are none. It may call again, without tokens, while the
+        request loads."""
+        state = self._requests[name]
+        state.match_since = state.store_since = (
+            None  # after a preemption its adapter is loaded anew
+        )
         if external == 0:
             self._client.settle(name)
             return
-        state, match = self._requests[name], self._client.take(name)
+        match = self._client.take(name)
         state.attempted = True
         load = Load(name)
         if match is not None:
@@ -179,9 +173,7 @@ class Planner:
 
     def hand_over(self, work: StepWork) -> bool:
         """Last act of a step: from here on the ranks settle, and the next step's waits begin.
-
-        False: the daemon cannot be told, so the ranks must not be either: ``revoke``.
-        """
+        False: the daemon cannot be told, so the ranks must not be either: ``revoke``."""
         leases = [load.lease for load in work.loads if load.lease]
         writes = [store.reservation for store in work.stores]
         boots = {load.boot for load in work.loads if load.lease}
@@ -225,11 +217,9 @@ class Planner:
         self._stores.abandon_pending()
 
     def clear(self) -> bool:
-        """Forget the namespace, and leave it: the weights may be about to be replaced.
-
-        True even if no daemon confirmed it in time: until one has, nothing matches for this engine
-        and nothing is stored. An engine's sleep and pause would fail at anything else.
-        """
+        """Forget the namespace, and leave it: the weights may be about to be replaced. True even if
+        no daemon confirmed it in time, or an engine's sleep would fail: until one has, nothing
+        matches for this engine and nothing is stored."""
         self._pool.was_reset()  # this reset need not be noticed again
         try:
             self._discard_computed()
@@ -265,10 +255,9 @@ class Planner:
 class PrefillSpeed:
     """How many tokens the engine computes per second, measured from when its steps are planned.
 
-    The estimate is high rather than low: if it is too low, a request waits for loads that take
-    longer than computing. A step's time is the longer one of the two intervals after it, because
-    with asynchronous scheduling the next step is planned at once and the one after it waits. Idle
-    time only makes a sample slower, so the fastest of the last samples counts.
+    Rather too many: if too few, a request waits for loads that take longer than computing. A step's
+    time is the longer of the two intervals after it, because with asynchronous scheduling the next
+    step is planned at once. Idle time makes a sample slower, so the fastest of the last counts.
     """
 
     def __init__(self) -> None:

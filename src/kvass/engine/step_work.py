@@ -14,12 +14,9 @@ from kvass.types import Slots
 
 @dataclass(frozen=True)
 class Load:
-    """Rows to copy into the blocks of one waiting request.
-
-    ``skip[g]`` leading blocks of group ``g``'s first row are not copied: the engine has them, or
-    needs them no more. ``lease`` 0: there is nothing to read any more, and the load must be
-    reported as failed. Only a rank that was registered at ``given_s`` may copy.
-    """
+    """Rows to copy into the blocks of one waiting request. ``skip[g]`` leading blocks of group
+    ``g``'s first row are not needed. ``lease`` 0: there is nothing to read any more, and the load
+    must be reported as failed. Only a rank that was registered at ``given_s`` may copy."""
 
     kind: ClassVar[Literal["load"]] = "load"
     request: str
@@ -34,12 +31,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """Blocks to copy into granted rows, after the forward pass of the step.
-
-    ``step`` is ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed
-    the blocks: an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` are empty for
-    a group of which nothing was granted.
-    """
+    """Blocks to copy into granted rows, after the forward pass of the step. ``step`` is
+    ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed the blocks:
+    an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty."""
 
     kind: ClassVar[Literal["store"]] = "store"
     step: int
@@ -54,12 +48,9 @@ class Store:
 
 @dataclass
 class StepWork:
-    """One step's loads and stores.
-
-    ``step`` numbers the steps that have stores, from 1: their blocks are held until every rank has
-    reported this number. It is 0 without stores. ``number`` counts all steps. Without ``computes``
-    the step has no forward pass.
-    """
+    """One step's loads and stores. ``step`` numbers the steps that have stores, from 1: their
+    blocks are held until every rank has reported this number. It is 0 without stores. ``number``
+    counts all steps. Without ``computes`` the step has no forward pass."""
 
     step: int = 0
     loads: list[Load] = field(default_factory=list)

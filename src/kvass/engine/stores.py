@@ -4,13 +4,10 @@ Laws of this file:
 
 - A chunk is offered to the daemon in the step that computes it for good and knows its hash. It is
   offered again only if the daemon gave no answer, not if it granted nothing.
-- A step waits only briefly for the daemon's answer. If none has come, all blocks of the offer are
-  held, and the store is planned in the step in which the answer comes, whatever has become of the
-  request. Until then the engine keeps stepping. An answer is awaited no longer than
-  ``SchedulerClient.granted`` allows, and not when the engine has too few blocks.
-- Blocks are held from the step that plans their store until every rank has reported that step, so
-  finish, abort and preemption of a request need nothing more. The engine waits for such blocks only
-  as long as a copy may take; if a copy hangs, its blocks stay held.
+- If the answer does not come at once, all blocks of the offer are held, and the store is planned in
+  the step in which the answer comes, whatever has become of the request.
+- Blocks are held from the step that plans their store until every rank has reported that step. If a
+  copy hangs, its blocks stay held, and the engine waits for them no longer.
 """
 
 from __future__ import annotations
@@ -37,27 +34,22 @@ from kvass.types import Slots
 
 NEVER: Final = sys.maxsize
 KEYS_PER_STEP: Final = 16_384
-"""Chunks named in one reserve, half of what a message may carry; the rest waits a step."""
 ITEMS_PER_STEP: Final = 1024
-"""Items in one reserve, as many as a message may have; the rest waits a step."""
+"""Chunks and items in one reserve, within the limits of a message; the rest waits a step."""
 PAUSE_STEPS: Final = 8
 """How many steps pass before a daemon that refused a whole reserve is asked again."""
 HUNG_S: Final = 5.0
 """How long after its deadline a copy's report is awaited. A working copy ends at its deadline."""
 POOL_SHARE: Final = 4
-"""Offers without an answer keep at most this fraction (1/4) of the engine's blocks from being
-free."""
+"""Offers without an answer keep at most 1 / ``POOL_SHARE`` of the blocks from being free."""
 
 
 @dataclass
 class RequestState:
     """``offered``: chunks before this one were offered for storing, or were loaded; NEVER: none is
     stored any more. ``local``: tokens that the engine had itself when it last asked for a match.
-    ``attempted``: its one load was begun.
-
-    For a request with an adapter: ``match_since`` is the step in which its match was first asked
-    for; ``store_since`` the step since which so many chunks wait for the adapter's salt.
-    """
+    ``attempted``: its one load was begun. ``match_since`` is the step in which a match with an
+    adapter was first asked for, ``store_since`` since when how many chunks wait for its salt."""
 
     request: Request
     offered: int = 0
@@ -87,10 +79,8 @@ class RequestState:
 
 @dataclass
 class Offer:
-    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out.
-
-    The answer decides the request's chunks from ``since`` to ``ready``.
-    """
+    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out. The answer
+    decides the request's chunks from ``since`` to ``ready``."""
 
     state: RequestState
     item: ReserveItem
@@ -122,10 +112,7 @@ class HeldBlocks:
 
 
 class StorePlanner:
-    """Plans one engine's stores. Used from the engine's scheduler thread only.
-
-    ``requests`` are the engine's live requests, by name.
-    """
+    """Plans one engine's stores. Used from the engine's scheduler thread only."""
 
     def __init__(
         self,
@@ -292,12 +279,8 @@ class StorePlanner:
         return offers, width
 
     def _boundary_states(self, step: Step, request: Request) -> States:
-        """The states at a chunk's end that this step leaves behind. They are good until its forward
-        pass is over; a block that is held stays so.
-
-        By the time the engine tells, the request may have gone on and the block be free or another
-        request's. Its hash is the proof: it says of which tokens the block holds the state.
-        """
+        """The states at a chunk's end that this step leaves behind; good until its forward pass is
+        over. The block may be free or another request's by now: its hash says what it holds."""
         states = {}
         for group, block, tokens in step.boundary_states(request.name):
             chunks, rest = divmod(tokens, self._setup.chunk_tokens)
@@ -392,17 +375,13 @@ class StorePlanner:
 
     def frees_blocks(self) -> bool:
         """The engine has too few blocks: whether it has more in the next step if it preempts
-        nobody.
-
-        Blocks that await a grant are given back for it; a copy in progress it waits for.
-        """
+        nobody. Blocks that await a grant are given back for it."""
         if self._freed_by_abandoning():
             self.abandon_pending()
             return True
         return self._pool.freed_by(block for hold in self._awaited() for block in hold.blocks) > 0
 
     def _freed_by_abandoning(self) -> int:
-        """How many blocks would be free but for offers that await their answer."""
         return self._pool.freed_by(block for reserve in self._pending for block in reserve.held)
 
     def _awaited(self) -> list[HeldBlocks]:

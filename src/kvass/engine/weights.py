@@ -2,15 +2,13 @@
 
 Laws of this file:
 
-- A name says what the engine has loaded, or there is no name. The files are read after the engine
-  has read them, so files that changed since this process started, or while they are read here,
-  have no name.
+- A name says what the engine has loaded, or there is no name: none for files that changed since
+  this process started, or while they are read here.
 - Each process of an engine finds the same name by itself. Paths and times of files do not count.
 - The engine's own threads read no weight file.
 
-The digest of a file is its SHA-256. If the Hugging Face Hub's client noted it, and the file was not
-written to since, it is not computed. A computed digest is cached in the user's cache folder, by the
-file's device, inode, size and times. Processes that need it at the same time compute it once.
+Files count by their SHA-256. It is cached in the user's cache folder, by the file's device, inode,
+size and times. Processes that need it at the same time compute it once.
 """
 
 from __future__ import annotations
@@ -67,8 +65,7 @@ def begin(sources: tuple[Source, ...]) -> Future[str]:
 
 
 def wait(name: Future[str]) -> None:
-    """Wait up to ``READY_S`` for ``name``. Raises ``Indescribable`` if there is none by then; the
-    name may also fail later."""
+    """Wait up to ``READY_S`` for ``name``. Raises ``Indescribable`` if by then there is none."""
     with suppress(TimeoutError):
         name.result(READY_S)
 
@@ -99,7 +96,7 @@ def _content(weights: WeightFiles) -> str:
     if not files:
         raise Indescribable(f"no weight files are in {weights.root}: {NAME_IT}")
     before = _states(weights.root, files)
-    digests = {name: _noted(file) or _sha256(file) for name, file in files.items()}
+    digests = {name: _sha256(file) for name, file in files.items()}
     if _states(weights.root, weights.files()) != before:
         raise _changed(weights.root)
     return "sha256:" + identity.digest(text for pair in digests.items() for text in pair)
@@ -142,10 +139,8 @@ def started_ns() -> int:
 
 
 def _replaced_ns(path: Path) -> int:
-    """When a symbolic link on the path was last set, or a folder on it was last moved.
-
-    A new entry changes both times of a folder, a move changes its ctime only.
-    """
+    """When a symbolic link on the path was last set, or a folder on it was last moved: unlike a new
+    entry, that changes only its ctime."""
     newest, left = 0, 40
     while left and (links := [p for p in (*reversed(path.parents), path) if p.is_symlink()]):
         newest = max(newest, links[0].lstat().st_ctime_ns)
@@ -161,13 +156,6 @@ def _replaced_ns(path: Path) -> int:
 # ---------------------------------------------------------------- digests
 
 
-def _noted(file: Path) -> str:
-    """The SHA-256 that the Hub's client noted for ``file``: large files of its cache are links to
-    blobs of that name."""
-    blob = _blob(file)
-    return blob if len(blob) == 64 else ""
-
-
 def _blob(file: Path) -> str:
     """The name of the blob in the Hub's cache that ``file`` links to; empty if it is no such link,
     or the blob was written to since."""
@@ -180,7 +168,9 @@ def _blob(file: Path) -> str:
 
 
 def _sha256(file: Path) -> str:
-    """The digest of ``file``, cached or computed. Raises OSError."""
+    """The digest of ``file``: the name of its blob, cached, or computed. Raises OSError."""
+    if len(blob := _blob(file)) == 64:
+        return blob
     state = file.stat()
     try:
         entry = os.open(_cache_file(state), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -201,11 +191,8 @@ def _sha256(file: Path) -> str:
 
 
 def _cache_file(state: os.stat_result) -> Path:
-    """Where the digest of a file in ``state`` is cached. Raises OSError if that cannot be.
-
-    A file system that keeps whole seconds is often an image whose times are all equal. There two
-    files may look the same, so nothing is cached.
-    """
+    """Where the digest of a file in ``state`` is cached. Raises OSError if that cannot be: a file
+    system that keeps whole seconds may be an image in which two files have equal states."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if not base.is_absolute() or state.st_ctime_ns % 1_000_000_000 == 0:
         raise OSError("not cached")

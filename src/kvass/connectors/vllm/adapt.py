@@ -115,12 +115,9 @@ class VllmRequest:
 
 def _chooses_media_ids(request: Any) -> bool:
     """Whether the hashes of ``request`` depend on an id of an image, a video or a sound that is not
-    a hash of its content: a client gave it (``multi_modal_uuids``), or vLLM numbered the item, as
-    it does without any cache of its own. The id may stand for other content in another engine.
-
-    An id is known by its form. vLLM may put the name of a LoRA adapter before a hash. It hashes a
-    client's id if the request has arguments for the processor: such a one is not noticed.
-    """
+    a hash of its content: a client gave it (``multi_modal_uuids``), or vLLM numbered the item. The
+    id may stand for other content in another engine. It is known by its form; vLLM may put the name
+    of a LoRA adapter before a hash. A client's id that vLLM hashed is not noticed."""
     for feature in request.mm_features:
         content = getattr(feature, "mm_hash", None) or feature.identifier
         prefix = feature.identifier.removesuffix(content)
@@ -168,11 +165,8 @@ def block_table(blocks: Any) -> Table:
 
 
 class VllmBlockPool:
-    """vLLM's block pool as ``kvass.engine.protocols.BlockPool``.
-
-    ``before_reset`` is called before vLLM resets its prefix cache, to give back what can be given
-    back: a reset fails while blocks are held. It must not raise.
-    """
+    """vLLM's block pool as ``kvass.engine.protocols.BlockPool``. ``before_reset`` is called before
+    vLLM resets its prefix cache, which fails while blocks are held. It must not raise."""
 
     def __init__(self, block_pool: Any, before_reset: Callable[[], None]) -> None:
         self._pool = block_pool
@@ -180,13 +174,11 @@ class VllmBlockPool:
         self._reset = block_pool.reset_prefix_cache
         block_pool.reset_prefix_cache = self._attempt
         self._attempted = False
-        """Whether a reset was called for since ``was_reset``, even if vLLM refused it."""
         self._map = block_pool.cached_block_hash_to_block
-        """vLLM's map of cached blocks at the last ``was_reset``; kept, so that no new map can have
-        its id."""
+        """At the last ``was_reset``. A reset makes a new map."""
 
     def _attempt(self) -> bool:
-        """In the place of the pool's ``reset_prefix_cache``."""
+        """In the place of the pool's ``reset_prefix_cache``, which may refuse."""
         self._attempted = True
         self._before_reset()
         return bool(self._reset())

@@ -1,7 +1,6 @@
 """vLLM's configuration, read into a ``VllmSetup``, or the reason why this engine runs uncached.
 
-Both sides of the connector read it once, at start. Parallelism is read here only. A file of vLLM's
-version (see ``adapt.py``).
+A file of vLLM's version (see ``adapt.py``).
 
 Facts relied on (0.32): ``parallel_config.rank`` is a worker's place in its engine, tensor-parallel
 ranks consecutive; ``kv_tp_replicas`` consecutive ones of them hold equal KV. Under decode context
@@ -141,11 +140,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
 
 def wanted_layout(vllm_config: Any) -> str | None:
     """vLLM's name of the KV cache layout that the options ask for: blocks outermost, in which a
-    block of all layers is one piece. None: they ask for none, or this vLLM was never tested.
-
-    A preference only: ``VLLM_KV_CACHE_LAYOUT`` goes before it, and where the model's attention
-    cannot have it vLLM warns and takes its own. Raises :class:`ConfigError`.
-    """
+    block of all layers is one piece. None: they ask for none, or this vLLM was never tested. vLLM
+    takes it if nothing else decides. Raises :class:`ConfigError`."""
     wanted = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_layout
     if not wanted or vllm.__version__.partition("+")[0] not in TESTED_VLLM:
         return None
@@ -159,11 +155,8 @@ def wanted_layout(vllm_config: Any) -> str | None:
 
 def recompute_failed_loads(vllm_config: Any) -> None:
     """Have vLLM recompute what a failed load did not bring. The scheduler reads this setting after
-    it made its connector.
-
-    A MultiConnector gives us a copy of the configuration. Only the frames of the callers that are
-    making this connector refer to the one that the scheduler reads.
-    """
+    it made its connector. A MultiConnector gives us a copy of the configuration: only the frames of
+    our callers refer to the one that the scheduler reads."""
     vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
     frame = inspect.currentframe()
     while frame is not None:
@@ -174,11 +167,9 @@ def recompute_failed_loads(vllm_config: Any) -> None:
 
 
 def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> int:
-    """How many chunks a hit must leave unused.
-
-    A drafter that reads the model's hidden states (EAGLE, MTP) computes its KV of a token with the
-    tokens after it. vLLM uses of a match all but the last block, so that it knows them to be equal.
-    """
+    """How many chunks a hit must leave unused. A drafter that reads the model's hidden states
+    (EAGLE, MTP) computes its KV of a token with the tokens after it, so vLLM uses of a match all
+    but the last block."""
     speculative = vllm_config.speculative_config
     flagged = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
     if not flagged and (speculative is None or not speculative.use_eagle_block_drop()):
@@ -226,7 +217,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[
 
 def _pooling_of(pooler: Any) -> str:
     """How a pooling model makes one vector of a prompt's, or of its tokens. vLLM fills in a default
-    for the one that is not used; of those for tokens STEP alone is a reason."""
+    for the one that is not used; of those for tokens only STEP makes prefixes uncacheable."""
     if pooler.tok_pooling_type == "STEP":
         return "STEP"
     return str(pooler.seq_pooling_type or pooler.tok_pooling_type)

@@ -196,15 +196,12 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Nothing to do: whole chunks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's stores; they end in the background, from blocks that are held.
-
-        vLLM calls this also while an exception leaves the forward pass. Then the blocks may hold
-        anything.
-        """
+        """Begin the step's stores. vLLM calls this also while an exception leaves the forward pass:
+        then the blocks may hold anything."""
         self._copy(None, Copier.store, self._get_connector_metadata(), not _raising())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Loads that ended. Stores are reported by step (``build_connector_worker_meta``)."""
+        """Loads that ended."""
         none: tuple[set[str], set[str]] = (set(), set())
         finished, failed = self._copy(none, Copier.results, not _raising())
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)

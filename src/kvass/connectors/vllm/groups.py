@@ -104,12 +104,9 @@ def layer_specs(group: Any) -> dict[str, Any]:
 
 
 def page_formats(kv_cache_config: Any) -> dict[str, str]:
-    """Layer name -> a short digest of what the bytes of its pages mean: its whole spec.
-
-    Pages of equal size can differ in that (a state in float16 or bfloat16). The digest goes into
-    the layout that a rank reports, because only a rank knows each of its layers.
-    Raises ``identity.Indescribable``.
-    """
+    """Layer name -> a short digest of what the bytes of its pages mean: its whole spec. It goes
+    into the layout that a rank reports, because only a rank knows each of its layers. Raises
+    ``identity.Indescribable``."""
     return {
         name: identity.digest([type(spec).__name__, identity.canonical(spec, "KV cache spec")])[:16]
         for group in kv_cache_config.kv_cache_groups

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from kvass.connectors.vllm.fields import LISTS, VARIABLES, Lists
+from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
 from kvass.connectors.vllm.groups import all_specs
 from kvass.engine import identity
 
@@ -41,10 +41,9 @@ NOT_THE_MODELS: Final = frozenset(
         "projector_hidden_act use_sep_token _name_or_path _commit_hash",
     )
 )
-"""Attributes of a Hugging Face configuration that are left out. The last two say where it lay,
-which ``weights`` covers. Models set the others while a worker loads them. They follow from the
-model's files (``weight_files.READ``) and ``hf_overrides``, which count, and for Llama 4 from the
-rule for ``positions``."""
+"""Attributes of a Hugging Face configuration that are left out. The last two say where it lay.
+Models set the others while a worker loads them; they follow from the model's files and
+``hf_overrides``, which count, and for Llama 4 from the rule for ``positions``."""
 
 PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 """Groups of entry points that vLLM loads in the processes that compute. Plug-ins of its other
@@ -53,9 +52,7 @@ groups see requests before they are hashed, or outputs."""
 
 def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
     """The tagged fields, but for those of weights, parallelism and options, and empty ones.
-
-    ``version`` is vLLM's, whole. Raises ``identity.Indescribable``.
-    """
+    ``version`` is vLLM's, whole. Raises ``identity.Indescribable``."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -95,7 +92,7 @@ def code_version(version: str) -> str:
 
 def _transformers(model: Any) -> str:
     """The version of ``transformers``, which makes pixels of images, and in vLLM's backend of that
-    name computes the model. No release of vLLM names one version of it only."""
+    name computes the model."""
     if model.multimodal_config is None and "Transformers" not in str(model.architecture):
         return ""
     return f"transformers {metadata.version('transformers')}"
@@ -139,17 +136,14 @@ def _variables() -> str:
     """The environment variables that go into a namespace, as vLLM reads them."""
     from vllm import envs
 
-    names = envs.environment_variables.keys() & os.environ.keys() - VARIABLES.skipped()
+    names = envs.environment_variables.keys() & os.environ.keys() - VARIABLES
     found = {name: envs.environment_variables[name]() for name in names}
     return identity.canonical(found, "environment") if found else ""
 
 
 def _plugins() -> str:
     """Other people's code in the processes that compute: the plug-ins that vLLM loads, by group,
-    name, what they name, and their distribution's name and version.
-
-    A plug-in whose code changes keeps its name here until its version changes.
-    """
+    name, what they name, and their distribution's name and version."""
     from vllm import envs
 
     allowed = envs.VLLM_PLUGINS
@@ -180,13 +174,9 @@ def capability() -> tuple[int, int] | None:
 
 
 def _device() -> str:
-    """Device kind, and what chooses the kernels and with them what pages hold: a GPU's compute
-    capability, a CPU's instruction sets. Raises ``identity.Indescribable``.
-
-    Between generations of GPUs vLLM changes attention backends, how quantized pages keep their
-    scales (in equal layouts and sizes) and how exact they are. Cards of one capability share, as
-    they do within one engine.
-    """
+    """Device kind, and what chooses the kernels and with them what pages hold (backends, scales in
+    equal layouts, exactness): a GPU's compute capability, a CPU's instruction sets. Raises
+    ``identity.Indescribable``."""
     from vllm.platforms import current_platform
 
     if (kind := device_kind()) != "cpu":
@@ -205,7 +195,7 @@ def taken_of(config: Any, name: str) -> dict[str, Any]:
     """The fields of a dataclass of settings that go into a namespace and are not at their default,
     as plain data. ``name``: what an error calls it. Raises ``identity.Indescribable``."""
     kind = type(config).__name__
-    skipped = LISTS.get(kind, Lists()).skipped()
+    skipped = SKIPPED.get(kind, frozenset())
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         rule = RULES.get((kind, field.name))
