@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import configuration, namespace
-from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.connectors.vllm import namespace
 from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
 from kvass.engine import identity
-from kvass.engine.setup import Inert
-from tests.support.vllm.scheduler import make_configs, tiny_model
+from tests.support.vllm.scheduler import inert_reason, make_configs, read_setup, tiny_model
 
 
 def of(config: Any, caches: Any) -> dict[str, str]:
     """The identity of an engine."""
-    found = configuration.read_setup(config, caches)
-    assert isinstance(found, VllmSetup), found
+    found = read_setup(config, caches)
     return dict(found.identity)
 
 
@@ -294,9 +291,7 @@ def test_a_file_of_scales_counts_by_its_content(multimodal: Any, tmp_path: Path)
         found.append(of(config, caches))
     assert found[0] == found[1] != found[2]
     config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(tmp_path / "none")
-    inert = configuration.read_setup(config, caches)
-    assert isinstance(inert, Inert)
-    assert "cannot be read" in inert.reason
+    assert "cannot be read" in inert_reason(config, caches)
 
 
 # ---------------------------------------------------------------- environment, version, plug-ins

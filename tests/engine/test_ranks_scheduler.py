@@ -18,7 +18,7 @@ from kvass.connectors.vllm import configuration
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
-from tests.support.vllm.scheduler import CHUNK, make_configs
+from tests.support.vllm.scheduler import CHUNK, make_configs, read_setup
 
 PROMPT = list(range(100))
 CHUNKS: Final = len(PROMPT) // CHUNK
@@ -292,15 +292,12 @@ def test_b2_decode_context_parallelism_makes_blocks_longer(daemon: Daemon, engin
 
 def test_b1_the_strategy_is_read_from_the_engines_configuration() -> None:
     for strategy in GRID:
-        found = configuration.read_setup(*make_configs(strategy=strategy))
-        assert isinstance(found, VllmSetup)
+        found = read_setup(*make_configs(strategy=strategy))
         assert found.strategy == strategy
     config, caches = make_configs(strategy=DENSE, dcp=2)
-    one = configuration.read_setup(config, caches)
+    one = read_setup(config, caches)
     config.parallel_config.cp_kv_cache_interleave_size = 8
-    other = configuration.read_setup(config, caches)
-    assert isinstance(one, VllmSetup)
-    assert isinstance(other, VllmSetup)
+    other = read_setup(config, caches)
     assert [group.block_tokens for group in one.groups] == [CHUNK]
     assert one.identity != other.identity
 

@@ -12,24 +12,15 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import configuration
-from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.groups import page_formats
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.engine import identity
-from kvass.engine.setup import Inert
 from kvass.types import GroupLayout
-from tests.support.vllm.scheduler import make_configs
+from tests.support.vllm.scheduler import inert_reason, make_configs, read_setup
 
 
-def setup(**changes: Any) -> VllmSetup:
-    return read(*make_configs(**changes))
-
-
-def read(config: Any, caches: Any) -> VllmSetup:
-    found = configuration.read_setup(config, caches)
-    assert isinstance(found, VllmSetup)
-    return found
+def setup(**changes: Any) -> Any:
+    return read_setup(*make_configs(**changes))
 
 
 def test_both_sides_and_both_engines_agree() -> None:
@@ -55,13 +46,13 @@ CHANGES = {
 def test_what_changes_the_bytes_changes_the_identity(path: str) -> None:
     """``test_fields.py`` looks at every field; here are those of each rule."""
     config, caches = make_configs()
-    plain = read(config, caches)
+    plain = read_setup(config, caches)
     if path in CHANGES:
         *parents, name = path.split(".")
         setattr(functools.reduce(getattr, parents, config), name, CHANGES[path])
     else:
         caches.kv_cache_layout = "BLHNC"
-    assert read(config, caches).identity != plain.identity
+    assert read_setup(config, caches).identity != plain.identity
 
 
 class Gpu:
@@ -82,17 +73,17 @@ def test_each_generation_of_gpu_has_rows_of_its_own(monkeypatch: pytest.MonkeyPa
     """Its attention kernels and KV formats are chosen by compute capability. The CPU beside it does
     not matter: a tier may be shared by machines of different ones."""
     config, caches = make_configs()
-    plain = read(config, caches)
+    plain = read_setup(config, caches)
     config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
     found = set()
     for gpu in (Gpu((9, 0)), Gpu((10, 0)), Gpu((10, 3)), Gpu((9, 0), "rocm"), Gpu((9, 0))):
         monkeypatch.setattr("vllm.platforms.current_platform", gpu)
-        one = read(config, caches)
+        one = read_setup(config, caches)
         assert {k for k in one.identity if one.identity[k] != plain.identity[k]} == {"device"}
         found.add(one.identity["device"])
     assert found == {'["cuda",9,0]', '["cuda",10,0]', '["cuda",10,3]', '["rocm",9,0]'}
     monkeypatch.setattr("platform.machine", lambda: "another")
-    one = read(config, caches)
+    one = read_setup(config, caches)
     assert one.identity["device"] == '["cuda",9,0]'
 
 
@@ -101,15 +92,11 @@ def test_a_gpu_nobody_asked_for_or_of_no_known_generation_runs_uncached(
 ) -> None:
     config, caches = make_configs()
     monkeypatch.setattr("vllm.platforms.current_platform", Gpu((9, 0)))
-    found = configuration.read_setup(config, caches)
-    assert isinstance(found, Inert)
-    assert "set kvass.gpu" in found.reason
+    assert "set kvass.gpu" in inert_reason(config, caches)
     config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
-    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
+    read_setup(config, caches)
     monkeypatch.setattr("vllm.platforms.current_platform", Gpu(None))
-    found = configuration.read_setup(config, caches)
-    assert isinstance(found, Inert)
-    assert "compute capability" in found.reason
+    assert "compute capability" in inert_reason(config, caches)
 
 
 def test_the_layout_of_convolution_states_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +120,9 @@ def test_how_a_gpu_is_given_copies_is_no_part_of_the_namespace(
     options: dict[str, object], single: bool
 ) -> None:
     config, caches = make_configs()
-    plain = configuration.read_setup(config, caches)
+    plain = read_setup(config, caches)
     config.kv_transfer_config.kv_connector_extra_config.update(options)
-    found = configuration.read_setup(config, caches)
-    assert isinstance(plain, VllmSetup)
-    assert isinstance(found, VllmSetup)
+    found = read_setup(config, caches)
     assert found.single_copies is single
     assert found.identity == plain.identity
 
@@ -145,11 +130,10 @@ def test_how_a_gpu_is_given_copies_is_no_part_of_the_namespace(
 def test_where_a_configuration_lay_is_no_part_of_it() -> None:
     config, caches = make_configs()
     config.model_config.hf_config.text_config = {"_name_or_path": "/a", "eps": 1}
-    one = read(config, caches)
+    one = read_setup(config, caches)
     config.model_config.hf_config._name_or_path = "/other"
     config.model_config.hf_config.text_config["_name_or_path"] = "/b"
-    two = configuration.read_setup(config, caches)
-    assert isinstance(two, VllmSetup)
+    two = read_setup(config, caches)
     assert one.identity == two.identity
 
 
@@ -167,7 +151,7 @@ def test_the_identity_is_the_same_in_another_process() -> None:
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     out = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300, check=True)
     config, caches = make_configs()
-    here = read(config, caches)
+    here = read_setup(config, caches)
     there = dict(ast.literal_eval(out.stdout.splitlines()[-1]))
     ours = dict(here.identity) | page_formats(caches)
     if "PYTHONHASHSEED" not in os.environ:  # that it is part of the hash is meant
@@ -191,12 +175,11 @@ def test_what_cannot_be_described_makes_the_engine_run_uncached(value: Any, nest
     config.model_config.hf_overrides = {"rope": [value]} if nested else value
     with pytest.raises(identity.Indescribable):
         identity.canonical(config.model_config.hf_overrides)
-    found = configuration.read_setup(config, caches)
-    assert isinstance(found, Inert)
-    assert ("hf_overrides.rope[0]: " if nested else "hf_overrides: ") in found.reason
-    assert "0x" not in found.reason
+    reason = inert_reason(config, caches)
+    assert ("hf_overrides.rope[0]: " if nested else "hf_overrides: ") in reason
+    assert "0x" not in reason
     config.model_config.hf_overrides = {"rope": [module_level]} if nested else module_level
-    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
+    read_setup(config, caches)
 
 
 def test_canonical_text_knows_no_address_and_no_order() -> None:
@@ -289,11 +272,11 @@ def test_each_layer_of_a_group_has_a_format_of_its_own() -> None:
 def test_what_pages_mean_is_no_matter_of_the_identity_that_all_ranks_share() -> None:
     """A pipeline stage knows its own layers' only, and the scheduler one layer's of a group."""
     config, caches = make_configs()
-    plain = read(config, caches).identity
+    plain = read_setup(config, caches).identity
     caches.kv_cache_groups[0].kv_cache_spec = replace(
         caches.kv_cache_groups[0].kv_cache_spec, page_size_padded=1 << 20
     )
-    assert read(config, caches).identity == plain
+    assert read_setup(config, caches).identity == plain
 
 
 def test_a_format_without_a_name_makes_the_engine_run_uncached() -> None:
@@ -301,6 +284,4 @@ def test_a_format_without_a_name_makes_the_engine_run_uncached() -> None:
     caches.kv_cache_groups[0].kv_cache_spec = replace(
         caches.kv_cache_groups[0].kv_cache_spec, block_stride_alignment=Opaque()
     )
-    found = configuration.read_setup(config, caches)
-    assert isinstance(found, Inert)
-    assert "KV cache spec.block_stride_alignment" in found.reason
+    assert "KV cache spec.block_stride_alignment" in inert_reason(config, caches)

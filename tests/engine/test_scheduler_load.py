@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm.fake_client import FakeClient
-from tests.support.vllm.scheduler import CHUNK, SchedulerHarness
+from tests.support.vllm.scheduler import CHUNK, SchedulerHarness, rig
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 PROMPT = range(100)
@@ -16,8 +16,7 @@ PROMPT = range(100)
 
 def stored(tokens: int = 100, **options: Any) -> tuple[FakeClient, SchedulerHarness]:
     """A world whose daemon holds all whole chunks of ``range(tokens)``, and whose engine none."""
-    client = FakeClient()
-    world = SchedulerHarness(client, **options)
+    client, world = rig(**options)
     world.add("writer", range(tokens), max_tokens=1)
     world.run(client)
     assert world.scheduler.reset_prefix_cache()

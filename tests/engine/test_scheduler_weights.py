@@ -16,15 +16,13 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import configuration, weight_files
-from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.connectors.vllm import weight_files
 from kvass.connectors.vllm.weight_files import LocalWeights
 from kvass.engine import weights
 from kvass.engine.identity import Indescribable
-from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.ranks import StubModelEngine, until
-from tests.support.vllm.scheduler import make_configs, tiny_model
+from tests.support.vllm.scheduler import inert_reason, make_configs, read_setup, tiny_model
 
 PROMPT = list(range(100))
 FILES = {
@@ -553,13 +551,10 @@ def test_an_engine_whose_weights_changed_is_inert(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, caches = make_configs(model=model)
-    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
+    read_setup(config, caches)
     monkeypatch.setattr(weights, "started_ns", lambda: 1)
-    found = configuration.read_setup(config, caches)
-    assert isinstance(found, Inert)
-    assert "restart the engine" in found.reason
+    assert "restart the engine" in inert_reason(config, caches)
     config.kv_transfer_config.kv_connector_extra_config["kvass.model_id"] = "mine"
-    named = configuration.read_setup(config, caches)
-    assert isinstance(named, VllmSetup)
+    named = read_setup(config, caches)
     assert named.weights.result() == '["id:mine"]'
     assert named.register().model == "mine"

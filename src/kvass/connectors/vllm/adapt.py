@@ -21,13 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1 as KVConnectorBase_V1,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole as KVConnectorRole,
+    KVConnectorRole,
 )
 
 from kvass.connectors.vllm.configuration import VllmSetup
@@ -36,13 +32,9 @@ from kvass.layout.spans import Table
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorTransferResults as KVConnectorTransferResults,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults,
         KVConnectorWorkerMetadata,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        SupportsHMA as SupportsHMA,
+        SupportsHMA,
     )
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -51,6 +43,13 @@ try:
 except ImportError:  # an older vLLM: the connector loads, logs that, and stays inert
     KVConnectorTransferResults = KVConnectorWorkerMetadata = SupportsHMA = object
     HIT_SOURCE = None
+
+__all__ = [
+    "KVConnectorBase_V1",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "SupportsHMA",
+]
 
 CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 """vLLM's hash of an item's content: BLAKE3 or SHA-256, or SHA-512, in hex."""

@@ -54,21 +54,31 @@ def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, 
     """The tagged fields, but for those of weights, parallelism and options, and empty ones.
     ``version`` is vLLM's, whole. Raises ``identity.Indescribable``."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     drafter = vllm_config.speculative_config  # its layers share the cache; ``weights`` has its own
     drafts = drafter and identity.canonical([drafter.method, drafter.num_speculative_tokens])
+    # It makes pixels of images, and in vLLM's backend of that name computes the model.
+    processors = model.multimodal_config is not None or "Transformers" in str(model.architecture)
+    # With some backends of MLA a worker writes ``fp8_ds_mla`` into its own settings when it loads
+    # the model. The cache specs say it too, and the scheduler is given those.
+    told = [getattr(spec, "cache_dtype_str", None) for spec in all_specs(kv_cache_config)]
+    dtype = "fp8_ds_mla" if "fp8_ds_mla" in told else cache.cache_dtype
+    algorithm = cache.prefix_caching_hash_algo
+    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
     fields = {
         "engine": f"vllm {code_version(version)}",
         "plugins": _plugins(),
         "environment": _variables(),
         "seed": str(model.seed) if str(vllm_config.load_config.load_format) == "dummy" else "",
         "positions": _positions(model),
-        "processors": _transformers(model),
-        "kv_dtype": _kv_dtype(cache, kv_cache_config),
+        "processors": f"transformers {metadata.version('transformers')}" if processors else "",
+        "kv_dtype": identity.canonical([dtype, cache.kv_cache_dtype_skip_layers], "cache_dtype"),
         "states": str(get_conv_state_layout()),  # their shape is in the rank's layout
         "kv_layout": str(kv_cache_config.kv_cache_layout),
-        "hash": _hash_identity(cache.prefix_caching_hash_algo),
+        "hash": f"{algorithm}:{identity.digest([seed])}",
         "device": _device(),
         "speculative": drafts or "",
     }
@@ -90,22 +100,6 @@ def code_version(version: str) -> str:
     return f"{release}+{local}" if local else release
 
 
-def _transformers(model: Any) -> str:
-    """The version of ``transformers``, which makes pixels of images, and in vLLM's backend of that
-    name computes the model."""
-    if model.multimodal_config is None and "Transformers" not in str(model.architecture):
-        return ""
-    return f"transformers {metadata.version('transformers')}"
-
-
-def _kv_dtype(cache: Any, kv_cache_config: Any) -> str:
-    """With some backends of MLA a worker writes ``fp8_ds_mla`` into its own settings when it loads
-    the model. The cache specs say it too, and the scheduler is given those."""
-    told = [getattr(spec, "cache_dtype_str", None) for spec in all_specs(kv_cache_config)]
-    dtype = "fp8_ds_mla" if "fp8_ds_mla" in told else cache.cache_dtype
-    return identity.canonical([dtype, cache.kv_cache_dtype_skip_layers], "cache_dtype")
-
-
 def _positions(model: Any) -> str:
     """Where the engine's maximum length reaches arithmetic: with LongRoPE (formerly "su") it
     chooses the rotary factors; Llama 4 scales its queries if it is large, unless told otherwise."""
@@ -118,15 +112,6 @@ def _positions(model: Any) -> str:
     told = model.override_generation_config.get("attn_temperature_tuning")
     scales = [model.max_model_len > 32768, model.generation_config, told]
     return identity.canonical([length, *scales], "generation_config")
-
-
-def _hash_identity(algorithm: str) -> str:
-    """Algorithm and a digest of the seed, as vLLM's own resolver gives it."""
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
-
-    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
-    return f"{algorithm}:{identity.digest([seed])}"
 
 
 # ---------------------------------------------------------------- the process and its device
