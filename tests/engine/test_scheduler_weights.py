@@ -378,16 +378,6 @@ def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path, revision: str | None
     assert name(snapshot) == name(write(tmp_path / "copy"))
 
 
-def test_a_model_that_the_engine_itself_has_fetched_has_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_ns = started_now(monkeypatch)
-    while time.time_ns() < now_ns + 20_000_000:
-        pass  # the file system's clock is some milliseconds late
-    snapshot = hub(tmp_path / "hub")
-    assert name(snapshot)
-
-
 def test_a_model_of_the_hub_without_a_known_commit_has_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,11 +402,6 @@ def test_a_model_of_the_hub_without_a_known_commit_has_no_name(
     made = config(revision="f" * 40, download_dir=str(tmp_path))
     with pytest.raises(Indescribable, match="are not in"):
         weight_files.sources(made, "")
-
-
-def test_a_drafter_in_the_models_own_files_is_read_once(tmp_path: Path) -> None:
-    one = config(model=str(write(tmp_path)))
-    assert len(weight_files.sources(config(model=str(tmp_path), draft=one.model_config), "")) == 1
 
 
 def test_the_drafters_weights_and_configuration_count(tmp_path: Path) -> None:

@@ -174,10 +174,10 @@ class Planner:
     def hand_over(self, work: StepWork) -> bool:
         """Last act of a step: from here on the ranks settle, and the next step's waits begin.
         False: the daemon cannot be told, so the ranks must not be either: ``revoke``."""
-        leases = [load.lease for load in work.loads if load.lease]
+        loads = [load for load in work.loads if load.lease]
+        leases = [load.lease for load in loads]
         writes = [store.reservation for store in work.stores]
-        boots = {load.boot for load in work.loads if load.lease}
-        boots |= {store.boot for store in work.stores}
+        boots = {load.boot for load in loads} | {store.boot for store in work.stores}
         told = not boots or (
             len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
         )

@@ -21,6 +21,7 @@ from kvass.engine.setup import Inert, log_naming, log_off
 from kvass.errors import UsageError
 
 P = ParamSpec("P")
+H = TypeVar("H", Planner, Copier)
 R = TypeVar("R")
 
 
@@ -66,21 +67,16 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def _make_copier(self, setup: VllmSetup, vllm_config: Any) -> Copier:
         return Copier(setup, configuration.worker_rank(vllm_config), self._boundary)
 
-    def _plan(
-        self, miss: R, call: Callable[Concatenate[Planner, P], R], *args: P.args, **kwargs: P.kwargs
+    def _run(
+        self,
+        half: H | None,
+        miss: R,
+        call: Callable[Concatenate[H, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> R:
-        """A method of the planner; ``miss`` if there is none, or it raises."""
-        if self._planner is None:
-            return miss
-        return self._boundary.run(miss, call, self._planner, *args, **kwargs)
-
-    def _copy(
-        self, miss: R, call: Callable[Concatenate[Copier, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """A method of the copier; ``miss`` if there is none, or it raises."""
-        if self._copier is None:
-            return miss
-        return self._boundary.run(miss, call, self._copier, *args, **kwargs)
+        """A method of the planner or the copier; ``miss`` if there is none, or it raises."""
+        return miss if half is None else self._boundary.run(miss, call, half, *args, **kwargs)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -98,40 +94,40 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Called with the scheduler's block pool, once it exists."""
 
         def before_reset() -> None:
-            self._plan(None, Planner.abandon_pending)
+            self._run(self._planner, None, Planner.abandon_pending)
 
         def bind(planner: Planner) -> None:
             planner.bind(adapt.VllmBlockPool(gpu_block_pool, before_reset))
 
-        self._plan(None, bind)
+        self._run(self._planner, None, bind)
 
     def on_new_request(self, request: Any) -> None:
         """A request was added."""
         if self._setup is not None:
-            self._plan(None, Planner.track, adapt.VllmRequest(request, self._setup))
+            self._run(self._planner, None, Planner.track, adapt.VllmRequest(request, self._setup))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond the local hit (None: ask again); if any, asynchronously."""
-        tokens = self._plan(0, Planner.match, request.request_id, num_computed_tokens)
+        tokens = self._run(self._planner, 0, Planner.match, request.request_id, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks; ``num_external_tokens`` of them are to be loaded."""
         name = request.request_id
         table = self._boundary.run((), adapt.block_table, blocks) if num_external_tokens else ()
-        self._plan(None, Planner.allocated, name, table, num_external_tokens)
+        self._run(self._planner, None, Planner.allocated, name, table, num_external_tokens)
         if num_external_tokens:  # vLLM waits for it now, whether planning it succeeded or not
-            self._plan(None, Planner.ensure_load, name)
+            self._run(self._planner, None, Planner.ensure_load, name)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's loads and stores, for the workers."""
         work = StepMetadata()
-        self._plan(None, Planner.take_loads, work)
-        self._plan(None, Planner.plan_stores, adapt.VllmStep(scheduler_output), work)
-        if not self._plan(False, Planner.hand_over, work):
-            self._plan(None, Planner.revoke, work)
+        self._run(self._planner, None, Planner.take_loads, work)
+        self._run(self._planner, None, Planner.plan_stores, adapt.VllmStep(scheduler_output), work)
+        if not self._run(self._planner, False, Planner.hand_over, work):
+            self._run(self._planner, None, Planner.revoke, work)
         return work
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -139,14 +135,15 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         if self._planner is None:
             return
         report: StepReport | None = connector_output.kv_connector_worker_meta
+        steps = report.steps if report is not None else {}
         failed = connector_output.failed_recving or ()
-        self._plan(None, Planner.settled, report.steps if report is not None else {}, failed)
+        self._run(self._planner, None, Planner.settled, steps, failed)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: those being stored are held by the pool."""
-        self._plan(None, Planner.forget, request.request_id)
+        self._run(self._planner, None, Planner.forget, request.request_id)
         return False, None
 
     def request_finished_all_groups(
@@ -157,22 +154,22 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a store would free blocks, so that nobody need be preempted."""
-        return self._plan(False, Planner.frees_blocks)
+        return self._run(self._planner, False, Planner.frees_blocks)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping, to hear of stores in progress."""
-        return self._plan(False, Planner.storing)
+        return self._run(self._planner, False, Planner.storing)
 
     def reset_cache(self) -> bool | None:
         """Forget this namespace (the weights are about to change); False: a defect of kvass."""
-        return None if self._planner is None else self._plan(False, Planner.clear)
+        return None if self._planner is None else self._run(self._planner, False, Planner.clear)
 
     # ------------------------------------------------------------ worker side
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """The worker's KV caches exist; without them every lookup stays a miss."""
         if self._setup is not None:
-            self._copy(None, self._attach, self._setup, kv_caches)
+            self._run(self._copier, None, self._attach, self._setup, kv_caches)
 
     def _attach(self, copier: Copier, setup: VllmSetup, kv_caches: Mapping[str, Any]) -> None:
         copier.close()  # vLLM may register a second time, with other memory
@@ -181,11 +178,11 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """First hook of a step. Blocks that are being copied are held, so none is overwritten."""
-        self._copy(None, Copier.catch_up)
+        self._run(self._copier, None, Copier.catch_up)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
-        self._copy(None, Copier.load, self._get_connector_metadata())
+        self._run(self._copier, None, Copier.load, self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: every load is asynchronous, and no scheduled request waits for one."""
@@ -198,25 +195,25 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def wait_for_save(self) -> None:
         """Begin the step's stores. vLLM calls this also while an exception leaves the forward pass:
         then the blocks may hold anything."""
-        self._copy(None, Copier.store, self._get_connector_metadata(), not _raising())
+        self._run(self._copier, None, Copier.store, self._get_connector_metadata(), not _raising())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that ended."""
         none: tuple[set[str], set[str]] = (set(), set())
-        finished, failed = self._copy(none, Copier.results, not _raising())
+        finished, failed = self._run(self._copier, none, Copier.results, not _raising())
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """Steps whose stores are settled."""
-        steps = self._copy([], Copier.report)
+        steps = self._run(self._copier, [], Copier.report)
         return StepReport(dict.fromkeys(steps, 1)) if steps else None
 
     def shutdown(self) -> None:
         """End copies and sessions, in this order."""
         if self._setup is not None:
             self._setup.weights.cancel()
-        self._plan(None, Planner.close)
-        self._copy(None, Copier.close)
+        self._run(self._planner, None, Planner.close)
+        self._run(self._copier, None, Copier.close)
 
 
 def _raising() -> bool:

@@ -22,21 +22,21 @@ SKIPPED: Final = {
     name: frozenset(fields.split())
     for name, fields in {
         "VllmConfig": """
-            additional_config ec_manager_config instance_id kv_events_config logging_config
-            lora_config observability_config optimization_level performance_mode profiler_config
-            quant_config reasoning_config shutdown_timeout structured_outputs_config
-            watermark_config weight_transfer_config
+            additional_config ec_manager_config instance_id kv_events_config kv_transfer_config
+            logging_config lora_config observability_config optimization_level performance_mode
+            profiler_config quant_config reasoning_config scheduler_config shutdown_timeout
+            structured_outputs_config watermark_config weight_transfer_config
         """,
         "ModelConfig": """
             allow_deprecated_quantization allowed_local_media_path allowed_media_domains
             enable_cumem_allocator enable_nccl_comm_suspend enable_prompt_embeds enable_sleep_mode
             enable_trace_replay enforce_eager generation_config hf_config hf_text_config hf_token
             io_processor_plugin is_submodel_config logits_processors logprobs_mode max_logprobs
-            max_model_len model model_weights override_generation_config renderer_num_workers
-            return_sampling_mask revision seed served_model_name skip_tokenizer_init
-            sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names
-            spec_target_max_model_len tokenizer tokenizer_mode tokenizer_revision use_fp64_gumbel
-            word_embeddings_untied_by_checkpoint
+            max_model_len model model_weights override_generation_config pooler_config
+            renderer_num_workers return_sampling_mask revision seed served_model_name
+            skip_tokenizer_init sleep_mode_backend sleep_mode_offload_cudagraph
+            sleep_preserve_parameter_names spec_target_max_model_len tokenizer tokenizer_mode
+            tokenizer_revision use_fp64_gumbel word_embeddings_untied_by_checkpoint
         """,
         "MultiModalConfig": """
             allow_missing_mm_embeddings enable_mm_embeds interleave_mm_strings limit_per_prompt
@@ -44,11 +44,6 @@ SKIPPED: Final = {
             mm_encoder_fp8_scale_save_path mm_hasher_algorithm mm_ipc_gpu_memory_gb
             mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
             mm_tensor_ipc skip_mm_profiling
-        """,
-        "PoolerConfig": """
-            dimensions enable_chunked_processing enable_flash_late_interaction logit_mean
-            logit_sigma max_embed_len pooling_type returned_token_ids seq_pooling_type step_tag_id
-            task tok_pooling_type use_activation
         """,
         "CacheConfig": """
             _block_size_resolved block_size cache_dtype cache_hit_alignment_tokens
@@ -77,15 +72,6 @@ SKIPPED: Final = {
             max_parallel_loading_workers nnodes node_rank numa_bind numa_bind_cpus numa_bind_nodes
             pipeline_parallel_size placement_group prefill_context_parallel_size rank
             ray_runtime_env ray_workers_use_nsight tensor_parallel_size ubatch_size world_size
-        """,
-        "SchedulerConfig": """
-            async_scheduling disable_chunked_mm_input disable_hybrid_kv_cache_manager
-            enable_chunked_prefill encoder_cache_size is_multimodal_model
-            long_prefill_token_threshold long_prefill_token_threshold_adaptive max_num_active_seqs
-            max_num_batched_tokens max_num_encoder_input_tokens max_num_queued_reqs
-            max_num_queued_tokens max_num_scheduled_tokens max_num_seqs policy
-            prefill_schedule_interval runner_type scheduler_cls scheduler_reserve_full_isl
-            stream_interval watermark
         """,
         "LoadConfig": """
             download_dir pt_load_map_location safetensors_load_strategy
@@ -131,11 +117,6 @@ SKIPPED: Final = {
         """,
         "DynamicShapesConfig": "evaluate_guards",
         "DeviceConfig": "device device_type",
-        "KVTransferConfig": """
-            enable_permute_local_kv engine_id kv_buffer_device kv_connector
-            kv_connector_extra_config kv_connector_module_path kv_load_failure_policy kv_port
-            kv_role
-        """,
         "ECTransferConfig": """
             ec_buffer_device ec_buffer_size ec_connector_extra_config ec_ip ec_port engine_id
             mm_encoder_output_widths
