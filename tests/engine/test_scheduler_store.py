@@ -455,6 +455,18 @@ def test_waiting_for_grants_keeps_only_a_share_of_the_blocks_from_being_free() -
     assert all_free(world)
 
 
+def test_reset_cache_awaits_no_grant_of_before() -> None:
+    client, world = rig()
+    client.late = 2
+    world.add("a", range(64), max_tokens=1)
+    world.step()
+    assert world.connector.reset_cache() is True
+    assert all_free(world)
+    assert client.given_up == 1
+    world.run(client)
+    assert client.handed == []
+
+
 # ---------------------------------------------------------------- clearing, and defects of our own
 
 
