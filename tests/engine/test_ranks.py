@@ -1,6 +1,6 @@
 """Real engines of several ranks: vLLM's own worker processes, each with its part of the cache.
 
-What TP 2 in bfloat16 says without kvass is the measure: run cold twice it repeats itself to the
+What TP 2 in bfloat16 computes itself is the measure: run cold twice it repeats itself to the
 last bit, and so does a local prefix hit; but cold and local hit differ, because other batch shapes
 sum in another order: by up to 0.043 in a logprob, measured on this model. A hit that leaves the
 same batch shapes as the cold run must repeat it; any other may differ by ``NOISE``.

@@ -31,8 +31,8 @@ from kvass.transfer.base import Done, Job, Mover
 from kvass.transfer.cuda_driver import MissingError
 
 COPY_WAIT_S: Final = 0.001
-"""vLLM in its caller's own process does not sleep after a step that computed nothing, as a served
-one does. Without this wait it would keep the GIL from the copy thread all the time."""
+"""Without this wait vLLM in its caller's own process keeps the GIL from the copy thread: unlike a
+served one it does not sleep after a step that computed nothing."""
 
 _lost: Final[list[object]] = []
 """KV memory that a device may still use after it failed: kept until the process ends."""
@@ -40,9 +40,8 @@ _lost: Final[list[object]] = []
 
 class Copier:
     """Copies for one rank. Used from the worker's engine thread; ``_copied`` runs on the copy
-    thread. In each step call ``catch_up``, ``load``, ``store`` after the forward pass,
-    ``results`` and ``report``.
-    """
+    thread. A step calls ``catch_up``, ``load``, ``store`` after the forward pass, ``results`` and
+    ``report``."""
 
     def __init__(
         self,
@@ -95,8 +94,8 @@ class Copier:
                 self._boundary.run(None, self._refuse, load)
 
     def store(self, work: StepWork, computed: bool = True) -> None:
-        """Begin this step's stores, after the forward pass. ``computed``: it did not raise. If it
-        did, nothing that was computed up to this step is stored, in this step or later."""
+        """Begin this step's stores. ``computed``: the forward pass did not raise. If it did,
+        nothing that was computed up to this step is ever stored."""
         self._unstored = None
         if not computed:
             self._raised = work.number
@@ -190,7 +189,7 @@ class Copier:
         arena.close()
 
     def _settle(self, copy: Load | Store, written: bool = False) -> None:
-        """Tell the daemon that this copy reads or writes no more, and whether it has written."""
+        """Tell the daemon that this copy reads or writes no more."""
         if self._client is None:
             return
         if isinstance(copy, Store):

@@ -102,8 +102,7 @@ class Planner:
         return min(request.hashed_chunks, below_last)
 
     def _salt_to_match(self, state: RequestState) -> bytes | NoSalt:
-        """What is mixed into the hashes of a match. One look at an adapter's files does for all
-        asks of the match, however long they take."""
+        """What is mixed into the hashes of a match. All asks of it need one look at the files."""
         if (adapter := state.request.adapter) is None:
             return b""
         if state.match_since is None:
@@ -194,8 +193,8 @@ class Planner:
                 self._client.release(load.boot, load.lease)
 
     def settled(self, steps: Mapping[int, int], failed: Iterable[str]) -> None:
-        """What the ranks reported. ``steps[s]`` more ranks have settled all stores of step ``s``,
-        which frees blocks; what requests failed to load is offered for storing."""
+        """What the ranks reported: as ``StorePlanner.settled``, and the requests whose load failed,
+        which are offered for storing."""
         self._stores.settled(steps)
         for name in failed:
             if (state := self._requests.get(name)) is not None:
@@ -205,15 +204,13 @@ class Planner:
     # ------------------------------------------------------------ the engine's questions
 
     def storing(self) -> bool:
-        """As ``StorePlanner.storing``."""
+        """As ``StorePlanner.storing``; so with the next two."""
         return self._stores.storing()
 
     def frees_blocks(self) -> bool:
-        """As ``StorePlanner.frees_blocks``."""
         return self._stores.frees_blocks()
 
     def abandon_pending(self) -> None:
-        """As ``StorePlanner.abandon_pending``, for an engine that is about to reset its cache."""
         self._stores.abandon_pending()
 
     def clear(self) -> bool:

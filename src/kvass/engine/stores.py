@@ -308,7 +308,7 @@ class StorePlanner:
 
     def _salt_to_store(self, state: RequestState, ready: int) -> tuple[bytes | None, int]:
         """What is mixed into the hashes of an offer, and for how many chunks: those that were ready
-        when it was asked for. None: nothing can be offered now."""
+        when it was asked for. None: nothing can be offered."""
         if (adapter := state.request.adapter) is None:
             return b"", ready
         now = self._adapters.step, ready
@@ -369,8 +369,7 @@ class StorePlanner:
     # ------------------------------------------------------------ the engine's questions
 
     def storing(self) -> bool:
-        """Whether an answer of the daemon or a report of a rank may come, so that the engine must
-        keep stepping."""
+        """Whether an answer or a rank's report may come, so that the engine must keep stepping."""
         return bool(self._pending or self._awaited())
 
     def frees_blocks(self) -> bool:

@@ -73,11 +73,8 @@ class VllmSetup(EngineSetup):
 
 
 def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
-    """Read the engine's configuration.
-
-    Raises :class:`ConfigError` for what the operator must correct (an option, the role, the hash
-    algorithm); returns :class:`Inert` for a model or environment that is not supported yet.
-    """
+    """Raises :class:`ConfigError` for what the operator must correct (an option, the role, the hash
+    algorithm); returns :class:`Inert` for a model or environment that is not supported yet."""
     transfer = vllm_config.kv_transfer_config
     options = read_options(transfer.kv_connector_extra_config)
     version = vllm.__version__.partition("+")[0]

@@ -142,7 +142,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: those being stored are held by the pool."""
+        """Blocks may be freed at once: those being stored are held."""
         self._run(self._planner, None, Planner.forget, request.request_id)
         return False, None
 
