@@ -57,17 +57,14 @@ Source = str | WeightFiles
 
 
 def begin(sources: tuple[Source, ...]) -> Future[str]:
-    """Name these weights, on a thread. The result is the name, or ``Indescribable``. Who cancels it
-    hears nothing more."""
+    """Name these weights, on a thread, and wait for that up to ``READY_S``. Raises
+    ``Indescribable`` if it has failed by then; it may also fail later. Cancel it to hear no more.
+    """
     name: Future[str] = Future()
     threading.Thread(target=_run, args=(name, sources), name="kvass-weights", daemon=True).start()
-    return name
-
-
-def wait(name: Future[str]) -> None:
-    """Wait up to ``READY_S`` for ``name``. Raises ``Indescribable`` if by then there is none."""
     with suppress(TimeoutError):
         name.result(READY_S)
+    return name
 
 
 def _run(name: Future[str], sources: tuple[Source, ...]) -> None:

@@ -104,7 +104,6 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         fields = namespace.describe(vllm_config, kv_cache_config, vllm.__version__)
         adapters = namespace.adapter_settings(vllm_config.lora_config)
         name = weights.begin(weight_files.sources(vllm_config, options.model_id))
-        weights.wait(name)
     except (groups.Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
     # What decides which tokens, heads and layers a rank's page holds.
