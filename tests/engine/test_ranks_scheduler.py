@@ -16,8 +16,9 @@ import pytest
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import configuration
 from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.engine.step_work import StepWork
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
+from tests.support.vllm.ranks import CopyGate, StubModelEngine, StubModelRank, until
 from tests.support.vllm.scheduler import CHUNK, make_configs, read_setup
 
 PROMPT = list(range(100))
@@ -366,3 +367,15 @@ def test_a_scheduler_that_contradicts_its_workers_runs_uncached(
         assert all(r.levelno >= logging.WARNING for r in refusals)
     finally:
         engine.close()
+
+
+def test_a_rank_outside_the_world_leaves_the_engine_uncached(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, caches = make_configs({"kvass.socket": daemon.socket}, strategy=DENSE)
+    config.parallel_config.rank = 2
+    rank = StubModelRank(config, caches)
+    assert rank.copier is None
+    assert "rank 2: a world of 2 has 0..1" in caplog.text
+    assert not rank.run(StepWork()).finished_recving
+    rank.close()
