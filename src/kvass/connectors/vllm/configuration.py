@@ -82,12 +82,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         return Inert(f"vLLM {version} was never tested; tested: {', '.join(sorted(TESTED_VLLM))}")
     if not transfer.is_kv_consumer:
         raise ConfigError(f"kv_role {transfer.kv_role}: use kv_both, or kv_consumer to only read")
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if "xxhash" in algorithm and "PYTHONHASHSEED" not in os.environ:
-        raise ConfigError(
-            f"prefix-caching hash algorithm {algorithm} is seeded at random in each process: "
-            "set PYTHONHASHSEED to the same number for all engines, or use sha256"
-        )
+    _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
     parallel = vllm_config.parallel_config
     dcp = parallel.decode_context_parallel_size
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -134,6 +129,14 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     )
 
 
+def _check_hash_algorithm(algorithm: str) -> None:
+    if "xxhash" in algorithm and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            f"prefix-caching hash algorithm {algorithm} is seeded at random in each process: "
+            "set PYTHONHASHSEED to the same number for all engines, or use sha256"
+        )
+
+
 def wanted_layout(vllm_config: Any) -> str | None:
     """vLLM's name of the KV cache layout that the options ask for: blocks outermost, in which a
     block of all layers is one piece. None: they ask for none, or this vLLM was never tested. vLLM
@@ -143,9 +146,8 @@ def wanted_layout(vllm_config: Any) -> str | None:
         return None
     if wanted != "blocks":
         return wanted
-    capability = (
-        namespace.capability()
-    )  # Blackwell's kernels want a block's heads before its tokens
+    # Blackwell's kernels want a block's heads before its tokens.
+    capability = namespace.capability()
     return "BLHNC" if capability is not None and capability[0] >= 10 else "BLNHC"
 
 
