@@ -45,8 +45,6 @@ class Model:
     args: dict[str, Any] = field(default_factory=dict)
     exact: bool = True
     """Computed in float32; else vLLM's own output depends on how a prompt was split over steps."""
-    share: float = 1.0
-    """Of what every group but the last keeps of a chunk's tokens."""
     retained: int | None = None
     """Every so many tokens of a prompt are a boundary at which a hit may end; None: all chunks."""
 
@@ -69,20 +67,19 @@ GPT_OSS: Final = Model(
     hybrid_models.gpt_oss(),
     256,
     [("SlidingWindowSpec", 32), ("FullAttentionSpec", 32)],
-    (32, 128, 256, 384, 416, 512, 512 + 128, 768),
-    share=128 / 256,
+    (128, 256, 416, 512 + 128),
 )
 GEMMA3: Final = Model(
     hybrid_models.gemma3(),
     256,
     [("SlidingWindowSpec", 32), ("SlidingWindowSpec", 32), ("FullAttentionSpec", 32)],
-    (256, 300, 320, 512, 512 + 300),
+    (256, 512 + 300),
 )
 QWEN3_NEXT: Final = Model(
     hybrid_models.qwen3_next(),
     160,
     [("MambaSpec", 160), ("FullAttentionSpec", 160)],
-    (160, 320, 480),
+    (160, 480),
     # vLLM takes other states, and so other blocks, where a CPU computes in bfloat16 (AVX512).
     {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
     exact=False,

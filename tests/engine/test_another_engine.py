@@ -40,7 +40,7 @@ class Prompt:
     tokens: Sequence[int]
     computed_tokens: int = 0
     reads_cache: bool = True
-    adapter: tuple[str, str] | None = None
+    adapter: str | None = None
 
     @property
     def known_tokens(self) -> int:

@@ -7,9 +7,7 @@ controls in a real engine are in ``test_right.py``.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import subprocess
 import weakref
 from collections.abc import Callable, Iterator
 from mmap import mmap
@@ -29,9 +27,7 @@ from kvass.testing.daemon import Daemon, running_daemon
 from kvass.transfer.base import Outcome
 from kvass.types import PAGE, Slots
 from tests.engine.conftest import GPU
-from tests.support.gpu import engine_mover
-from tests.support.gpu.engine_mover import NOISE, Break, EngineMover
-from tests.support.vllm.process import EngineProcess
+from tests.support.gpu.engine_mover import Break, EngineMover
 from tests.support.vllm.ranks import StubModelEngine, until
 
 PROMPT: Final = list(range(100))
@@ -97,93 +93,6 @@ def test_a_device_that_is_right_is_found_right(engine: Callable[[], StubModelEng
     for one in (a, b):
         assert isinstance(one.copier._mover, EngineMover)
         assert one.copier._mover.ways
-
-
-def test_until_the_engines_stream_is_there_its_pages_are_noise(
-    daemon: Daemon, engine: Callable[[], StubModelEngine]
-) -> None:
-    """Of a store they come later; of a load they are overwritten once more."""
-    a = engine()
-    fake(a).stopped = True
-    a.daemon = None
-    a.world.add("a", PROMPT)
-    until(lambda: a.step() and daemon.status()["reservations"], "the store")
-    first = a.rank._pages[:, a.table("a")[0]]
-    right = a.page(PROMPT, 0)
-    assert right != NOISE
-    assert (first == NOISE).all()
-    assert (a.rank.pages[:, a.table("a")[0]] == right).all(), "an engine waits for its stream"
-    fake(a).stopped = False
-    until(lambda: a.step() and not a.world.scheduler.has_requests(), "the end")
-
-
-def test_a_kernel_is_late_until_it_has_written_all(
-    engine: Callable[[], StubModelEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step that begins meanwhile, on another thread, must wait for it."""
-    a = engine()
-    late = a.rank.connector.mover._late
-    seen: list[int] = []
-    move = ctypes.memmove
-
-    def moving(target: int, source: bytes, count: int) -> int:
-        seen.append(len(late))
-        return int(move(target, source, count))
-
-    library = SimpleNamespace(memmove=moving, memset=ctypes.memset, string_at=ctypes.string_at)
-    monkeypatch.setattr(engine_mover, "ctypes", library)
-    a.generate("a", PROMPT)
-    assert seen
-    assert all(seen)
-    assert not late
-
-
-def test_a_slow_device_is_found_in_the_middle_of_a_row(
-    daemon: Daemon, engine: Callable[[], StubModelEngine]
-) -> None:
-    """What tests of whoever dies amid a copy need of it; it keeps no hook."""
-    a = engine()
-    moved = watch_pieces(fake(a))
-    a.rank.connector.mover.slow(1e6)
-    a.daemon = None
-    a.world.add("a", PROMPT)
-    until(lambda: a.step() and moved, "the first bytes of the store")
-    for _ in range(100):
-        a.step()
-    assert len(moved) == 1
-    assert daemon.status()["reservations"] == 1
-    a.rank.connector.mover.slow(0.0)
-    until(lambda: a.step() and not a.world.scheduler.has_requests(), "the end")
-    assert len(moved) > 1
-    daemon.wait_until(reservations=0, rows=3)
-
-
-def watch_pieces(fake: Any) -> list[object]:
-    """What it copies, from now on."""
-    moved: list[object] = []
-    move = fake._move
-
-    def watching(piece: object) -> None:
-        moved.append(piece)
-        move(piece)
-
-    fake._move = watching
-    return moved
-
-
-@pytest.mark.parametrize(
-    ("everywhere", "one", "then"),
-    [(None, False, False), (None, True, True), (True, False, True), (False, True, False)],
-)
-def test_pages_decides_where_every_real_engine_has_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, everywhere: bool | None, one: bool, then: bool
-) -> None:
-    """``pytest tests/engine --pages=gpu``, or ``host``."""
-    started: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
-    monkeypatch.setattr(EngineProcess, "all_on_gpu", everywhere)
-    EngineProcess(tmp_path, tmp_path / "log", gpu=one)
-    assert ("tests.support.vllm.fake_gpu_connector" in started[0][-1]) is then
 
 
 def test_other_calls_on_the_engines_thread_end_the_engine(
@@ -255,7 +164,7 @@ def end_with(outcome: Outcome) -> tuple[bool, bool]:
     """A store ends so, the worker is gone: whether the pages' storage and the arena still are."""
     storage, client = Storage(), Client()
     planes = GroupPlanes(0, (Plane(0, PAGE, PAGE),), blocks=8, chunk_blocks=2)
-    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy(), single_copies=False)
     side = copier.Copier(setup, 0, Boundary())
     mover = EngineMover([storage.bytes], [planes])
     side._mover, side._planes, side._owners = mover, (planes,), (storage,)

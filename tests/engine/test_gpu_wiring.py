@@ -159,7 +159,7 @@ def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
         def close(self) -> None:
             told.append("left the arena")
 
-    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy(), single_copies=False)
     side = copier.Copier(setup, 0, Boundary())
     client: Any = Client()
     arena: Any = Arena()
@@ -181,7 +181,7 @@ def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
 def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
     """By the time the job was made: it grows, and nothing beyond is pinned."""
     jobs: list[Job] = []
-    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy(), single_copies=False)
     side = copier.Copier(setup, 0, Boundary())
     lease: Any = SimpleNamespace(buffer=np.zeros(1, np.uint8), populated=123)
     client: Any = SimpleNamespace(arena=lambda *_: lease)

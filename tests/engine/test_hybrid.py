@@ -52,15 +52,6 @@ def test_d8_warm_is_as_cold_around_every_boundary(pair: Pair) -> None:
         pair.check(tokens, warm)
 
 
-def test_d8_hit_rate(pair: Pair) -> None:
-    """Cached tokens by all prompt tokens of a cold and a warm run, as vLLM counts them."""
-    tokens = pair.prompt(1130)
-    cold = pair.store(tokens)
-    warm = pair.load(tokens)
-    assert cold.cached == 0
-    assert (cold.cached + warm.cached) / (2 * 1130) == pair.model.hit(1130) / 2260 > 0.45
-
-
 def test_the_next_turn(pair: Pair) -> None:
     question = pair.prompt(700)
     answer = pair.store(question, 100)
@@ -86,7 +77,7 @@ def test_a_hit_that_continues_a_local_one(pair: Pair) -> None:
     """The engine has the beginning itself, up to the middle of a chunk."""
     tokens = pair.prompt(1000)
     pair.store(tokens)
-    for begin in (161, 321, 481, 577):
+    for begin in (161, 481):
         assert pair.b.reset()
         pair.b.one(tokens[:begin], 1, skip_prefix_cache=True)
         warm = pair.b.one(tokens, 6)
@@ -97,7 +88,7 @@ def test_a_hit_that_continues_a_local_one(pair: Pair) -> None:
 
 
 def test_several_at_once(pair: Pair) -> None:
-    prompts = [pair.prompt(size) for size in (300, 700, 1300, 900, 1537)]
+    prompts = [pair.prompt(size) for size in (300, 1300, 900)]
     pair.a.generate(*(Prompt(tokens, 2) for tokens in prompts))
     pair.daemon.wait_until(reservations=0)
     assert pair.b.reset()
@@ -107,17 +98,22 @@ def test_several_at_once(pair: Pair) -> None:
         pair.check(tokens, answer, alike=False)
 
 
-def test_d2_zeroed_pages_of_any_one_group_are_seen(pair: Pair) -> None:
-    """The negative control, group by group."""
+def test_d2_d5_zeroed_pages_of_any_one_group_are_seen(pair: Pair) -> None:
+    """The negative control. Each group is loaded for itself, also Gemma's two of equal windows:
+    each breaks the output in its own way."""
     tokens = pair.prompt(1000)
     pair.store(tokens)
+    right = pair.load(tokens)
+    pair.check(tokens, right)
+    seen = [right.logprobs]
     for group in range(len(pair.model.groups)):
         pair.spoil(group)
         wrong = pair.load(tokens)
         pair.spoil(None)
         assert wrong.external == pair.model.hit(1000)
         red(pair, tokens, wrong)
-    pair.check(tokens, pair.load(tokens))
+        seen.append(wrong.logprobs)
+    assert all(seen.count(one) == 1 for one in seen)
 
 
 @pytest.mark.parametrize("pair", [GPT_OSS, GEMMA3], indirect=True, ids=name_of)
@@ -148,34 +144,6 @@ def test_stores_that_come_late_from_blocks_nobody_holds_are_seen(pair: Pair) -> 
     with Client(pair.daemon.socket) as client:
         client.clear(everything=True)
     assert wrong_after_stores() == 0
-
-
-def test_d5_groups_of_equal_specs_are_several(pair: Pair) -> None:
-    """Each group is loaded for itself, also Gemma's two of equal windows: none makes up for another
-    one whose pages are zeroed, and each breaks the output in its own way."""
-    tokens = pair.prompt(1000)
-    pair.store(tokens)
-    seen = []
-    for group in (*range(len(pair.model.groups)), None):
-        pair.spoil(group)
-        seen.append(pair.load(tokens).logprobs)
-    assert all(seen.count(one) == 1 for one in seen)
-
-
-def test_windows_take_their_share_of_the_room(pair: Pair) -> None:
-    """By what ``kvass status`` says: bytes of each group per cached token."""
-    with Client(pair.daemon.socket) as client:
-        client.clear(everything=True)
-    tokens = pair.prompt(2049)
-    pair.store(tokens)
-    (namespace,) = pair.daemon.status()["namespaces"]
-    *others, full = namespace["groups"]
-    cached = full["rows"] * pair.model.chunk
-    assert cached == 2048 // pair.model.chunk * pair.model.chunk
-    each = [group.layers for group in pair.groups()]
-    for group, layers in zip(others, each[:-1], strict=True):
-        whole = full["used_bytes"] / each[-1] * layers
-        assert 0 < group["used_bytes"] <= pair.model.share * whole
 
 
 def test_nothing_is_owed_afterwards(pair: Pair) -> None:

@@ -1,8 +1,8 @@
 """Never in the way: whatever becomes of the daemon, requests end with the right tokens, in time.
 
-One engine, started before there was any daemon, lives through all of it; another one does so on a
-fake GPU. The signals are sent by the engine's own process at an exact point: just before or after a
-hook of the connector, or some time later, while a lookup waits or a (slowed down) copy runs.
+One engine, started before there was any daemon, lives through all of it. The signals are sent by
+the engine's own process at an exact point: just before or after a hook of the connector, or some
+time later, while a lookup waits or a (slowed down) copy runs.
 """
 
 from __future__ import annotations
@@ -76,24 +76,17 @@ STORING: Final = (
 
 
 @pytest.fixture(scope="module")
-def place(where: str, folder: Path) -> Path:
+def place(folder: Path) -> Path:
     """Where there will be a daemon."""
-    made = folder / f"later-{where}"
+    made = folder / "later"
     made.mkdir()
     return made
 
 
-@pytest.fixture(scope="module", params=["host", "gpu"])
-def where(request: pytest.FixtureRequest) -> str:
-    """Where the engine has its pages."""
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def lonely(start: Starter, place: Path, where: str) -> Iterator[EngineProcess]:
+def lonely(start: Starter, place: Path) -> Iterator[EngineProcess]:
     """An engine whose daemon is not there yet."""
-    gpu = where == "gpu"
-    engine = start(place.name, socket=place / "kvass.sock", patient=False, gpu=gpu)
+    engine = start(place.name, socket=place / "kvass.sock", patient=False)
     yield engine.wait_ready()
     engine.kill()
 

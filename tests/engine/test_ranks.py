@@ -1,6 +1,6 @@
 """Real engines of several ranks: vLLM's own worker processes, each with its part of the cache.
 
-What TP 2 in bfloat16 says without kvass is the measure: run cold twice it repeats itself to the
+What TP 2 in bfloat16 computes itself is the measure: run cold twice it repeats itself to the
 last bit, and so does a local prefix hit; but cold and local hit differ, because other batch shapes
 sum in another order: by up to 0.043 in a logprob, measured on this model. A hit that leaves the
 same batch shapes as the cold run must repeat it; any other may differ by ``NOISE``.
@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,10 +28,11 @@ from tests.support.vllm.process import Answer, EngineDied, EngineProcess, Pages,
 pytestmark = pytest.mark.engine
 
 Make = Callable[[int], list[int]]
+SALTS = count()
 
 NOISE: Final = 0.1
 START_S: Final = 400.0
-"""Nine processes that import vLLM at once keep two cores busy for half a minute, if idle before."""
+"""Six processes that import vLLM at once keep two cores busy for half a minute, if idle before."""
 SAME: Final = 1e-4
 LATE: Final = Settings(ahead_s=1e6)
 LATENT_BLOCK: Final = 16
@@ -44,44 +46,39 @@ NOTHING_OWED: Final[dict[str, Any]] = {
 }
 
 
-class Trio(NamedTuple):
-    """Engines of one shape: two share a daemon, ``plain`` runs without kvass."""
+class Two(NamedTuple):
+    """Engines of one shape that share a daemon. ``a`` is also the judge: under a salt that nobody
+    else uses it can hit nothing but what itself computed under that salt."""
 
     a: EngineProcess
     b: EngineProcess
-    plain: EngineProcess
 
     def cold(self, tokens: list[int]) -> Answer:
-        """Computed from the first token on, without kvass."""
-        assert self.plain.reset()
-        return self.plain.one(tokens)
+        """Computed from the first token on."""
+        answer = self.a.one(tokens, salt=f"cold {next(SALTS)}")
+        assert answer.cached == 0
+        return answer
 
     def after_local_hit(self, tokens: list[int], hit: int) -> Answer:
-        """Computed after so many tokens that vLLM found in its own cache, without kvass."""
-        assert self.plain.reset()
-        self.plain.one(tokens[:hit], 1)
-        answer = self.plain.one(tokens)
-        assert answer.local == hit
+        """Computed after so many tokens that vLLM found in its own cache."""
+        salt = f"local {next(SALTS)}"
+        self.a.one(tokens[:hit], 1, salt=salt)
+        answer = self.a.one(tokens, salt=salt)
+        assert (answer.local, answer.external) == (hit, 0)
         return answer
 
 
 @pytest.fixture(scope="module")
-def tp(daemon: Daemon, start: Starter) -> Iterator[Trio]:
+def tp(daemon: Daemon, start: Starter) -> Iterator[Two]:
     """Tensor parallel 2, in bfloat16; the pages of ``b`` are on fake GPUs."""
+    args = {"tensor_parallel_size": 2, "dtype": "bfloat16"}
+    fields: dict[str, Any] = {"args": args, "start_timeout_s": START_S}
     socket = Path(daemon.socket)
-    fields: dict[str, Any] = {
-        "args": {"tensor_parallel_size": 2, "dtype": "bfloat16"},
-        "start_timeout_s": START_S,
-    }
-    trio = Trio(
-        start("tp-a", socket=socket, **fields),
-        start("tp-b", socket=socket, gpu=True, **fields),
-        start("tp-plain", **fields),
-    )
-    for engine in trio:
+    two = Two(*(start(f"tp-{n}", socket=socket, gpu=n == "b", **fields) for n in "ab"))
+    for engine in two:
         engine.wait_ready()
-    yield trio
-    for engine in trio:
+    yield two
+    for engine in two:
         engine.kill()
 
 
@@ -94,36 +91,16 @@ def stages(daemon: Daemon, start: Starter) -> Iterator[EngineProcess]:
     engine.kill()
 
 
-class Latent(NamedTuple):
-    """Engines of a model with latent attention (MLA), by tensor parallel size."""
-
-    one: EngineProcess
-    two: EngineProcess
-
-
 @pytest.fixture(scope="module")
-def mla(daemon: Daemon, start: Starter) -> Iterator[Latent]:
-    """The backend is vLLM's reference: the one it prefers on CPUs with AMX refuses float32."""
+def mla(daemon: Daemon, start: Starter) -> Iterator[EngineProcess]:
+    """A model with latent attention, tensor parallel 2. The backend is vLLM's reference: the one
+    it prefers on CPUs with AMX refuses float32."""
     model = build(ROOT / ".cache" / "models", TINY_LATENT)
-    args = {"block_size": LATENT_BLOCK, "attention_backend": "CPU_MLA"}
-    engines = Latent(
-        *(
-            start(
-                f"mla-{tp}",
-                folder_of=model,
-                socket=Path(daemon.socket),
-                args={**args, "tensor_parallel_size": tp},
-                start_timeout_s=START_S,
-                gpu=tp == 1,
-            )
-            for tp in (1, 2)
-        )
-    )
-    for engine in engines:
-        engine.wait_ready()
-    yield engines
-    for engine in engines:
-        engine.kill()
+    args = {"block_size": LATENT_BLOCK, "attention_backend": "CPU_MLA", "tensor_parallel_size": 2}
+    socket = Path(daemon.socket)
+    engine = start("mla", folder_of=model, socket=socket, args=args, start_timeout_s=START_S)
+    yield engine.wait_ready()
+    engine.kill()
 
 
 def watched(engine: EngineProcess, settings: Settings, rank: int | None = None) -> EngineProcess:
@@ -156,7 +133,7 @@ def check_noise(answer: Answer, truth: Answer) -> None:
 
 @pytest.mark.parametrize("size", [600, 1200])
 def test_a3_tensor_parallel_cold_and_warm_in_a_second_process(
-    tp: Trio, prompt: Make, size: int
+    tp: Two, prompt: Make, size: int
 ) -> None:
     """After 512 and 1024 tokens the cold run begins a step, as the warm one does: the same sums."""
     tokens = prompt(size)
@@ -169,9 +146,7 @@ def test_a3_tensor_parallel_cold_and_warm_in_a_second_process(
     check_same(warm, cold)
 
 
-def test_a3_tensor_parallel_where_the_cold_run_sums_in_another_order(
-    tp: Trio, prompt: Make
-) -> None:
+def test_a3_tensor_parallel_where_the_cold_run_sums_in_another_order(tp: Two, prompt: Make) -> None:
     tokens = prompt(1000)
     cold, local = tp.cold(tokens), tp.after_local_hit(tokens, 768)
     check_noise(local, cold)
@@ -182,7 +157,7 @@ def test_a3_tensor_parallel_where_the_cold_run_sums_in_another_order(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_ranks_zeroed_pages_change_the_answer(tp: Trio, prompt: Make, rank: int) -> None:
+def test_one_ranks_zeroed_pages_change_the_answer(tp: Two, prompt: Make, rank: int) -> None:
     """The negative control: what each rank loads decides."""
     tokens = prompt(600)
     cold = tp.cold(tokens)
@@ -195,7 +170,7 @@ def test_one_ranks_zeroed_pages_change_the_answer(tp: Trio, prompt: Make, rank: 
     check_same(right, cold)
 
 
-def test_one_ranks_late_load_is_computed_by_all(tp: Trio, daemon: Daemon, prompt: Make) -> None:
+def test_one_ranks_late_load_is_computed_by_all(tp: Two, daemon: Daemon, prompt: Make) -> None:
     tokens = prompt(600)
     cold = tp.cold(tokens)
     store(tp.a, tokens)
@@ -277,34 +252,23 @@ def latent_bytes(status: dict[str, Any]) -> int:
     return sum(int(group["used_bytes"]) for one in spaces for group in one["groups"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_a1_b3_what_every_rank_loads_is_what_the_first_stored(
-    mla: Latent, daemon: Daemon, prompt: Make, ranks: int
+    mla: EngineProcess, daemon: Daemon, prompt: Make
 ) -> None:
-    """... and there is one shard in the arena and one commit, however many ranks there are."""
-    engine = mla[ranks - 1]
-    assert len(engine.ranks) == ranks
-    kept = keep(engine, daemon, prompt)
+    """... and there is one shard in the arena and one commit."""
+    kept = keep(mla, daemon, prompt)
     first = kept.stored[0].stored
     assert len(first) == len(set(first)) == 512 // LATENT_BLOCK
-    assert [pages.loaded for pages in kept.loaded] == [first] * ranks
+    assert [pages.loaded for pages in kept.loaded] == [first] * 2
     latents = TINY_LATENT.layers * (TINY_LATENT.latent + TINY_LATENT.rope) * 4
     assert kept.used_bytes == 512 * latents
-    assert (kept.commits, kept.releases) == (1, ranks)
-
-
-def test_b2_another_tensor_parallel_size_is_another_namespace(
-    mla: Latent, daemon: Daemon, prompt: Make
-) -> None:
-    for engine, other in (mla, mla[::-1]):
-        kept = keep(engine, daemon, prompt)
-        assert watched(other, Settings()).one(kept.tokens, 1).external == 0
+    assert (kept.commits, kept.releases) == (1, 2)
 
 
 def test_a6_a_shared_shard_is_held_until_the_last_rank_has_read_it(
-    mla: Latent, daemon: Daemon, prompt: Make
+    mla: EngineProcess, daemon: Daemon, prompt: Make
 ) -> None:
-    engine, second = mla.two, mla.two.ranks[1]
+    engine, second = mla, mla.ranks[1]
     kept = keep(engine, daemon, prompt)
     before = sent(daemon.status(), "release")
     watched(engine, Settings())
@@ -352,7 +316,7 @@ def strike(
     return held
 
 
-def test_a_rank_killed_while_it_stores(tp: Trio, daemon: Daemon, prompt: Make) -> None:
+def test_a_rank_killed_while_it_stores(tp: Two, daemon: Daemon, prompt: Make) -> None:
     kept, storing = prompt(600), prompt(600)
     store(tp.b, kept)
     rows = daemon.status()["rows"]
@@ -368,20 +332,11 @@ def test_a_rank_killed_while_it_stores(tp: Trio, daemon: Daemon, prompt: Make) -
     store(tp.a, storing)  # its keys are not blocked
 
 
-def test_a_stage_killed_while_it_loads(stages: EngineProcess, daemon: Daemon, prompt: Make) -> None:
-    tokens = prompt(600)
-    store(watched(stages, Settings()), tokens)
-    rows = daemon.status()["rows"]
-    held = strike(stages, daemon, tokens, "start_load_kv", 1)
-    assert (held["leases"], held["pins"]) == (1, 2)
-    assert daemon.status()["rows"] == rows, "what it read is there for the next"
-
-
-def test_a_tensor_rank_killed_while_it_loads(mla: Latent, daemon: Daemon, prompt: Make) -> None:
+def test_a_rank_killed_while_it_loads(mla: EngineProcess, daemon: Daemon, prompt: Make) -> None:
     """It shares shard and lease with the other rank, which has read its copy."""
-    kept = keep(mla.two, daemon, prompt)
+    kept = keep(mla, daemon, prompt)
     rows = daemon.status()["rows"]
-    held = strike(mla.two, daemon, kept.tokens, "start_load_kv", 1)
+    held = strike(mla, daemon, kept.tokens, "start_load_kv", 1)
     assert (held["leases"], held["pins"]) == (1, 2)
     assert daemon.status()["rows"] == rows
 

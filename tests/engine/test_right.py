@@ -24,11 +24,8 @@ pytestmark = pytest.mark.engine
 
 Make = Callable[[int], list[int]]
 
-AROUND: Final = sorted(
-    {boundary + by for boundary in range(CHUNK, 2 * CHUNK + 1, BLOCK) for by in (-1, 0, 1)}
-    | {BLOCK - 1, BLOCK, BLOCK + 1, 3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + 1}
-)
-"""One token around every block boundary of the second chunk, and the edges of the others."""
+EDGES: Final = (BLOCK, CHUNK, CHUNK + BLOCK, 2 * CHUNK, 3 * CHUNK)
+AROUND: Final = [edge + by for edge in EDGES for by in (-1, 0, 1)]
 
 
 def whole_chunks(tokens: int) -> int:

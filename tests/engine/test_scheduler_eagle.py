@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kvass.connectors.vllm import configuration
-from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.conftest import GPU
 from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
 from tests.support.vllm.ranks import until
+from tests.support.vllm.scheduler import read_setup
 
 FULL: list[GroupShape] = [("full", 16, 0, 2)]
 GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
@@ -167,6 +167,5 @@ def test_what_is_spare_is_decided_as_vllm_decides_it(
         caches.kv_cache_groups[group].is_eagle_group = True
     if drafts:
         config.speculative_config.disable_eagle_block_drop = not dropped
-    setup = configuration.read_setup(config, caches)
-    assert isinstance(setup, VllmSetup)
+    setup = read_setup(config, caches)
     assert setup.spare == spare

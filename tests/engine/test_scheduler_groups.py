@@ -50,11 +50,11 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def engine(daemon: Daemon, pages: dict[str, Any]) -> Iterator[Any]:
+def engine(daemon: Daemon, pages: Iterator[dict[str, Any]]) -> Iterator[Any]:
     made: list[HybridEngine] = []
 
     def make(shapes: Sequence[GroupShape], **options: Any) -> HybridEngine:
-        options = {"blocks": 400, "batched": 128, **pages, **options}
+        options = {"blocks": 400, "batched": 128, **next(pages), **options}
         made.append(HybridEngine(daemon.socket, shapes, daemon, **options))
         made[-1].wait_connected()
         return made[-1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm.fake_client import FakeClient
-from tests.support.vllm.scheduler import CHUNK, SchedulerHarness
+from tests.support.vllm.scheduler import CHUNK, SchedulerHarness, rig
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 PROMPT = range(100)
@@ -16,8 +16,7 @@ PROMPT = range(100)
 
 def stored(tokens: int = 100, **options: Any) -> tuple[FakeClient, SchedulerHarness]:
     """A world whose daemon holds all whole chunks of ``range(tokens)``, and whose engine none."""
-    client = FakeClient()
-    world = SchedulerHarness(client, **options)
+    client, world = rig(**options)
     world.add("writer", range(tokens), max_tokens=1)
     world.run(client)
     assert world.scheduler.reset_prefix_cache()
@@ -160,16 +159,6 @@ def test_a_pending_lookup_is_asked_again() -> None:
     settled(client, world)
 
 
-def test_a_miss_is_computed_at_once() -> None:
-    client, world = stored()
-    world.add("b", range(200, 300))
-    output, _ = world.schedule()
-    assert output.num_scheduled_tokens == {"b": 100}
-    world.finish(output)
-    world.run(client)
-    settled(client, world)
-
-
 # ---------------------------------------------------------------- ends at every stage
 
 
@@ -282,15 +271,6 @@ def test_skip_reading_prefix_cache_takes_no_lease_but_stores() -> None:
     assert len(work.stores) == 1
     world.run(client)
     settled(client, world)
-
-
-def test_a_salt_never_hits_anothers_rows() -> None:
-    client, world = stored()
-    world.add("b", PROMPT, salt="secret")
-    output, work = world.schedule()
-    assert output.num_scheduled_tokens == {"b": 100}
-    assert work.loads == []
-    assert client.held == {}
 
 
 def test_no_external_tokens_gives_the_match_back() -> None:

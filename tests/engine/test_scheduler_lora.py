@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import queue
 import shutil
 import threading
 from collections.abc import Iterator
@@ -17,9 +18,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvass.connectors.vllm import adapt
-from kvass.engine import adapter_files, adapters, identity, request_state
-from kvass.engine.request_state import SaltedHashes
+from kvass.engine import adapters, identity
+from kvass.engine.stores import RequestState
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import SchedulerHarness, make_configs
 
@@ -62,7 +62,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a thread may come late."""
     monkeypatch.setattr(adapters, "WAIT_S", 60.0)
     monkeypatch.setattr(adapters, "PATIENCE_S", 60.0)
-    monkeypatch.setattr(adapters, "PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -91,13 +90,13 @@ def test_files_that_did_not_change_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = train(tmp_path / "one", b"1234")
-    first = adapter_files.read(str(one))
+    first = adapters.read(str(one))
     digest = Mock(wraps=hashlib.file_digest)
     monkeypatch.setattr(hashlib, "file_digest", digest)
-    assert adapter_files.read(str(one), first) == first
+    assert adapters.read(str(one), first) == first
     assert digest.call_count == 0
     again(one / "adapter_model.safetensors")
-    second = adapter_files.read(str(one), first)
+    second = adapters.read(str(one), first)
     assert digest.call_count == 2
     assert second.content == first.content
     assert second.state != first.state
@@ -233,28 +232,28 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = threading.Semaphore(0)
         self.looks: list[str] = []
-        self.jobs: list[Any] = []
-        ask = adapters.Adapters._ask
+        self.ended = queue.SimpleQueue[str]()
+        self._read, look = adapters.read, adapters._look
 
-        def note(salts: Any, path: str, files: Any) -> None:
-            ask(salts, path, files)
-            self.jobs.append(files.job)
+        def note(found: Any, path: str, before: Any) -> None:
+            look(found, path, before)
+            self.ended.put(path)
 
-        monkeypatch.setattr(adapters.Adapters, "_ask", note)
-        self._real = adapter_files.read
-        monkeypatch.setattr(adapter_files, "read", self._look)
+        monkeypatch.setattr(adapters, "_look", note)
+        monkeypatch.setattr(adapters, "read", self._slowly)
         monkeypatch.setattr(adapters, "WAIT_S", 0.005)
 
     def answer(self) -> None:
-        """Answer the look that is on its way, and wait until it has come."""
-        job = next(job for job in self.jobs if not job.done())
+        """Answer one look that is on its way, and wait until it has come."""
+        while not self.ended.empty():
+            self.ended.get()
         self.free.release()
-        job.result(60)
+        self.ended.get(timeout=60)
 
-    def _look(self, path: str, before: Any) -> Any:
+    def _slowly(self, path: str, before: Any) -> Any:
         self.looks.append(Path(path).name)
         self.free.acquire()
-        return self._real(path, before)
+        return self._read(path, before)
 
 
 @pytest.fixture
@@ -262,8 +261,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     found = Slow(monkeypatch)
     yield found
     found.free.release(1000)
-    for job in found.jobs:  # or what comes late disturbs the next test
-        job.result(60)
 
 
 def waited(world: SchedulerHarness) -> list[float]:
@@ -288,7 +285,7 @@ def stored(world: SchedulerHarness, client: FakeClient, steps: int) -> int:
     return len(client.rows) - before
 
 
-def test_a_slow_file_system_is_served_late_and_waited_for_once(
+def test_a_slow_file_system_is_served_late_and_waited_for_once_a_look(
     client: FakeClient, tmp_path: Path, slow: Slow
 ) -> None:
     one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
@@ -302,7 +299,7 @@ def test_a_slow_file_system_is_served_late_and_waited_for_once(
     slow.answer()
     assert stored(world, client, 1) == 3
     assert len(waits) == 11
-    assert sum(wait > 0 for wait in waits) == 1
+    assert sum(wait > 0 for wait in waits) == 2, "once for each look"
     slow.answer()
     another = SchedulerHarness(client)
     another.add("b", TOKENS, lora=one)
@@ -336,8 +333,8 @@ def test_a_file_system_that_hangs_makes_requests_wait_no_longer_than_for_one_loo
         world.add(lora.name, TOKENS, lora=lora)
     world.run(client)
     assert len(waits) >= 4
-    assert sum(wait > 0 for wait in waits) <= 2
-    assert slow.looks == ["one"]
+    assert sum(wait > 0 for wait in waits) <= 1
+    assert sorted(slow.looks) == ["one", "other"]
     assert not client.rows
     slow.answer()
     slow.answer()
@@ -345,37 +342,6 @@ def test_a_file_system_that_hangs_makes_requests_wait_no_longer_than_for_one_loo
     assert stored(world, client, 5) == 0
     slow.answer()
     assert stored(world, client, 1) == 3
-
-
-def test_each_path_has_its_turn(client: FakeClient, tmp_path: Path, slow: Slow) -> None:
-    folders = [train(tmp_path / name, b"1234") for name in "abc"]
-    world = SchedulerHarness(client)
-    for lora in folders:
-        world.add(lora.name, TOKENS, lora=lora, max_tokens=100)
-    world.step()
-    for _ in range(6):
-        slow.answer()
-        stored(world, client, 1)
-    assert slow.looks[:6] == ["a", "b", "c"] * 2
-    assert len(client.rows) == 9
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_a_path_that_fails_or_is_late_is_left_alone_for_a_while(
-    client: FakeClient, tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch, late: bool
-) -> None:
-    monkeypatch.setattr(adapters, "PAUSE_S", 60.0)
-    monkeypatch.setattr(adapters, "PATIENCE_S", 0.0 if late else 60.0)
-    one, world = tmp_path / "one", SchedulerHarness(client)
-    if late:
-        one, world = train(one, b"1234"), SchedulerHarness(client)
-    world.add("a", TOKENS, lora=one, max_tokens=60)
-    stored(world, client, 1)
-    slow.answer()
-    slow.free.release(1000)
-    stored(world, client, 40)
-    assert len(slow.jobs) == 1
-    assert len(client.rows) == (3 if late else 0), "late is better than never"
 
 
 def test_a_late_look_ends_no_lookup_that_is_waited_for(
@@ -399,9 +365,9 @@ def test_a_late_look_ends_no_lookup_that_is_waited_for(
 def test_a_look_that_fails_in_an_unforeseen_way_is_not_the_last(
     client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, real = train(tmp_path / "one", b"1234"), adapter_files.read
+    one, real = train(tmp_path / "one", b"1234"), adapters.read
     look = Mock(side_effect=RuntimeError("a defect"))
-    monkeypatch.setattr(adapter_files, "read", look)
+    monkeypatch.setattr(adapters, "read", look)
     world = SchedulerHarness(client)
     assert loaded(client, one, world) == 0
     assert not client.rows
@@ -410,25 +376,6 @@ def test_a_look_that_fails_in_an_unforeseen_way_is_not_the_last(
     assert len(client.rows) == 3
     with pytest.raises(FileNotFoundError):
         real("~nosuchuser/adapter")
-
-
-def test_an_adapter_that_is_never_served_costs_nothing_in_later_steps(
-    client: FakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    tables = Mock()
-    monkeypatch.setattr(adapt.VllmStep, "block_table", tables)
-    world = SchedulerHarness(client)
-    world.add("a", TOKENS, lora=Path("some/adapter"), max_tokens=40)
-    world.step()
-    looks = Mock(wraps=world.connector._planner._adapters.salt)
-    monkeypatch.setattr(world.connector._planner._adapters, "salt", looks)
-    world.run(client)
-    assert not tables.called
-    assert not looks.called
-    assert not client.rows
 
 
 def test_without_a_daemon_no_files_are_looked_at(
@@ -444,49 +391,33 @@ def test_without_a_daemon_no_files_are_looked_at(
 # ---------------------------------------------------------------- the keys
 
 
-def test_a_hash_is_salted_once(
-    client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mixed = Mock(wraps=hashlib.blake2b)
-    monkeypatch.setattr(request_state, "blake2b", mixed)
-    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
-    client.pending = 5
-    world.add("a", TOKENS, lora=one, max_tokens=60)
-    world.run(client)
-    assert len(client.rows) == mixed.call_count == 4
+class Chunks:
+    """As much of a request as its hashes."""
+
+    def __init__(self, hashes: list[bytes]) -> None:
+        self.hashes = hashes
+
+    def chunk_hashes(self, first: int, end: int) -> list[bytes]:
+        return self.hashes[first:end]
 
 
-def test_hashes_that_vllm_took_back_are_not_kept() -> None:
-    """A session that goes on may do that."""
-    old, new = [b"%04d" % i for i in range(10)], [b"%04d" % (i + 100) for i in range(10)]
-    salted = SaltedHashes()
-    salted.first(old, b"salt")
-    for plain, salt in ((old[:5] + new[:3], b"salt"), (old[:2], b"salt"), (old, b"pepper")):
-        assert salted.first(plain, salt) == SaltedHashes().first(plain, salt)
-    assert salted.first(old[:3], b"salt") == SaltedHashes().first(old, b"salt")[:12]
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_salted_hashes_differ_by_hash_and_by_salt(width: int) -> None:
+    hashes = [hashlib.shake_128(bytes([n])).digest(width) for n in range(5)]
+    state = RequestState(Chunks(hashes))  # type: ignore[arg-type]
+    found = set(hashes)
+    for salt in (b"one", b"other"):
+        digests, each = state.digests(4, salt)
+        assert (len(digests), each) == (4 * width, width)
+        assert digests[: 2 * width] == state.digests(2, salt)[0]
+        found |= {digests[i : i + width] for i in range(0, len(digests), width)}
+    assert len(found) == 5 + 4 + 4
+    assert state.digests(4, b"") == (b"".join(hashes[:4]), width)
+    assert state.digests(0, b"one") == (b"", 0)
 
 
-# ---------------------------------------------------------------- by name
-
-
-def test_an_adapter_by_its_name_on_the_hub_is_known_by_the_commit_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    there = tmp_path / "models--some--adapter"
-    (there / "refs").mkdir(parents=True)
-    (there / "snapshots").mkdir()
-    with pytest.raises(FileNotFoundError, match="fetched"):
-        adapter_files.read("some/adapter")
-    found = set()
-    for commit in ("1" * 40, "2" * 40, "1" * 40):
-        train(there / "snapshots" / commit, b"1234")
-        (there / "refs" / "main").write_text(commit)
-        found.add(adapter_files.read("some/adapter").content)
-    assert len(found) == 2
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(identity.Indescribable, match="HF_HUB_OFFLINE"):
-        adapter_files.read("some/adapter")
+def test_an_adapter_by_its_name_on_the_hub_is_uncached(client: FakeClient) -> None:
+    with pytest.raises(identity.Indescribable, match="local folder"):
+        adapters.read("some/adapter")
+    assert loaded(client, Path("some/adapter")) == 0
+    assert not client.rows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm.fake_client import FakeClient
-from tests.support.vllm.scheduler import CHUNK, FIXED, SchedulerHarness, make_configs
+from tests.support.vllm.scheduler import CHUNK, FIXED, SchedulerHarness, make_configs, rig
 
 PROMPT = range(100)
 OFTEN: dict[str, object] = {"kvass.fixed_weights": False}
@@ -33,8 +33,7 @@ def multi() -> Any:
 
 def stored(**options: Any) -> tuple[FakeClient, SchedulerHarness]:
     """A world whose daemon holds all whole chunks of ``PROMPT``; nothing was reset yet."""
-    client = FakeClient()
-    world = SchedulerHarness(client, **{"options": OFTEN, **options})
+    client, world = rig(**{"options": OFTEN, **options})
     world.add("writer", PROMPT, max_tokens=1)
     world.run(client)
     assert len(client.rows) == 3

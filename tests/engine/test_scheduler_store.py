@@ -9,7 +9,7 @@ import pytest
 
 from kvass.engine.stores import HUNG_S, POOL_SHARE
 from tests.support.vllm.fake_client import FakeClient, split
-from tests.support.vllm.scheduler import BLOCK, CHUNK, SchedulerHarness
+from tests.support.vllm.scheduler import BLOCK, CHUNK, SchedulerHarness, rig
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
@@ -25,8 +25,7 @@ def expected(request: Any, chunk: int) -> bytes:
 
 @BOTH
 def test_a_prompt_is_stored_in_the_step_that_computes_it(asynchronous: bool) -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, asynchronous=asynchronous)
+    client, world = rig(asynchronous=asynchronous)
     request = world.add("a", range(100))
     output, work = world.schedule()
     (item,) = client.reserves[0]
@@ -41,8 +40,7 @@ def test_a_prompt_is_stored_in_the_step_that_computes_it(asynchronous: bool) -> 
 
 
 def test_chunked_prefill_offers_each_chunk_once() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, batched=48)
+    client, world = rig(batched=48)
     world.add("a", range(128))
     steps = [[len(store.blocks[0]) for store in world.step().stores] for _ in range(4)]
     assert steps == [[2], [4], [2], []], "48, 96 and 128 tokens complete 1, 3 and 4 chunks"
@@ -51,16 +49,14 @@ def test_chunked_prefill_offers_each_chunk_once() -> None:
 
 @pytest.mark.parametrize("tokens", [31, 32, 33, 63, 64, 65])
 def test_prompts_around_a_boundary_store_whole_chunks_only(tokens: int) -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
+    client, world = rig()
     world.add("a", range(tokens), max_tokens=1)
     world.run(client)
     assert len(client.rows) == tokens // CHUNK
 
 
 def test_generated_tokens_are_stored_when_their_chunk_is_computed() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
+    client, world = rig()
     request = world.add("a", range(30), max_tokens=8)
     for _ in range(2):
         world.step()
@@ -73,8 +69,7 @@ def test_generated_tokens_are_stored_when_their_chunk_is_computed() -> None:
 
 
 def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, asynchronous=True)
+    client, world = rig(asynchronous=True)
     request = world.add("a", range(30), max_tokens=8)
     first, second = world.schedule()[0], world.schedule()[0]
     world.finish(first)
@@ -88,8 +83,7 @@ def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:
 
 
 def test_rejected_drafts_are_never_stored() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, drafts=3)
+    client, world = rig(drafts=3)
     request = world.add("a", range(30), max_tokens=8)
     world.step()
     for _ in range(2):
@@ -104,8 +98,7 @@ def test_rejected_drafts_are_never_stored() -> None:
 
 
 def test_accepted_drafts_are_stored_a_step_later() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, drafts=3)
+    _, world = rig(drafts=3)
     request = world.add("a", range(30), max_tokens=8)
     world.step()
     world.draft("a", [5, 6, 7])
@@ -115,8 +108,7 @@ def test_accepted_drafts_are_stored_a_step_later() -> None:
 
 
 def test_placeholders_of_asynchronous_drafts_are_never_stored() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, asynchronous=True, drafts=3)
+    client, world = rig(asynchronous=True, drafts=3)
     request = world.add("a", range(24), max_tokens=16)
     inflight = [world.schedule()[0]]
     for _ in range(12):
@@ -133,9 +125,8 @@ def test_placeholders_of_asynchronous_drafts_are_never_stored() -> None:
 
 
 def test_a_refused_chunk_is_not_offered_again() -> None:
-    client = FakeClient()
+    client, world = rig()
     client.refuse = True
-    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=40)
     for _ in range(20):
         world.step()
@@ -147,9 +138,8 @@ def test_a_refused_chunk_is_not_offered_again() -> None:
 
 
 def test_a_silent_daemon_is_asked_again_once_it_answers() -> None:
-    client = FakeClient()
+    client, world = rig()
     client.silent = True
-    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=60)
     for _ in range(40):
         assert world.step().stores == []
@@ -159,17 +149,16 @@ def test_a_silent_daemon_is_asked_again_once_it_answers() -> None:
     assert stored == [6], "with the chunk that was computed meanwhile"
 
 
-def test_a_reserve_refused_whole_is_repeated_ever_more_rarely() -> None:
-    client = FakeClient()
+def test_a_reserve_refused_whole_is_repeated_some_steps_later() -> None:
+    client, world = rig()
     client.missing = True
-    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=60)
     asked = []
     for step in range(40):
         before = len(client.reserves)
         world.step()
         asked += [step] * (len(client.reserves) - before)
-    assert asked == [0, 1, 3, 7, 15, 24, 33]
+    assert asked == [0, 9, 18, 27, 36]
     client.missing = False
     assert [len(store.blocks[0]) for _ in range(9) for store in world.step().stores] == [6]
 
@@ -177,9 +166,8 @@ def test_a_reserve_refused_whole_is_repeated_ever_more_rarely() -> None:
 @pytest.mark.parametrize("late", [0, 1])
 def test_what_the_daemon_puts_off_is_asked_for_again(late: int) -> None:
     """Until all is stored, also if each answer comes in a later step and the requests are gone."""
-    client = FakeClient()
+    client, world = rig(batched=1000, blocks=400)
     client.most_items, client.late = 2, late
-    world = SchedulerHarness(client, batched=1000, blocks=400)
     free = world.free_blocks
     for i in range(5):
         world.add(f"r{i}", range(200 * i, 200 * i + 100), max_tokens=1)
@@ -191,9 +179,8 @@ def test_what_the_daemon_puts_off_is_asked_for_again(late: int) -> None:
 
 
 def test_a_daemon_that_puts_off_everything_is_not_asked_for_ever() -> None:
-    client = FakeClient()
+    client, world = rig()
     client.most_items = 0
-    world = SchedulerHarness(client)
     free = world.free_blocks
     world.add("a", range(64), max_tokens=1)
     world.step()
@@ -202,18 +189,8 @@ def test_a_daemon_that_puts_off_everything_is_not_asked_for_ever() -> None:
     assert world.free_blocks == free
 
 
-def test_an_absent_daemon_is_not_asked() -> None:
-    client = FakeClient()
-    client.connected = False
-    world = SchedulerHarness(client)
-    world.add("a", range(64))
-    world.run()
-    assert client.reserves == []
-
-
 def test_after_a_restart_a_running_request_is_offered_from_its_first_chunk() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
+    client, world = rig()
     world.add("a", range(64), max_tokens=60)
     client.commit(store.reservation for store in world.step().stores)
     client.rows.clear()
@@ -228,8 +205,7 @@ def test_after_a_restart_a_running_request_is_offered_from_its_first_chunk() -> 
 
 
 def test_a_local_hit_that_no_daemon_holds_is_offered_from_its_first_chunk() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
+    client, world = rig()
     world.add("a", range(96))
     world.run(client)
     client.rows.clear()
@@ -239,31 +215,8 @@ def test_a_local_hit_that_no_daemon_holds_is_offered_from_its_first_chunk() -> N
     assert [len(store.blocks[0]) for store in work.stores] == [6]
 
 
-def test_a_chunk_being_written_is_not_granted_twice() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
-    world.add("a", range(64))
-    world.add("b", range(64))
-    _, work = world.schedule()
-    assert len(client.reserves) == 1, "one reserve for the step"
-    assert len(client.reserves[0]) == 2
-    assert len(work.stores) == 1
-
-
-def test_salted_requests_share_no_hash() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
-    for name, salt in (("a", None), ("b", "s"), ("c", "t")):
-        world.add(name, range(64), salt=salt)
-    _, work = world.schedule()
-    assert len(work.stores) == 3
-    hashes = {hash_ for item in client.reserves[0] for hash_ in split(item.digests, 32)}
-    assert len(hashes) == 6
-
-
 def test_a_consumer_stores_nothing() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, kv_role="kv_consumer")
+    client, world = rig(kv_role="kv_consumer")
     world.add("a", range(64))
     world.run()
     assert client.reserves == []
@@ -275,8 +228,7 @@ def test_a_consumer_stores_nothing() -> None:
 @BOTH
 @pytest.mark.parametrize("end", ["finish", "abort"])
 def test_blocks_are_held_until_reported(asynchronous: bool, end: str) -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, asynchronous=asynchronous)
+    _, world = rig(asynchronous=asynchronous)
     free = world.free_blocks
     world.add("a", range(100), max_tokens=1)
     output, work = world.schedule()
@@ -295,8 +247,7 @@ def test_blocks_are_held_until_reported(asynchronous: bool, end: str) -> None:
 
 
 def test_blocks_of_several_steps_are_freed_step_by_step() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, batched=32)
+    _, world = rig(batched=32)
     free = world.free_blocks
     world.add("a", range(64), max_tokens=1)
     first, work_1 = world.schedule()
@@ -310,8 +261,7 @@ def test_blocks_of_several_steps_are_freed_step_by_step() -> None:
 
 
 def test_blocks_of_a_preempted_request_stay_held_and_are_waited_for() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client, blocks=9)
+    client, world = rig(blocks=9)
     a = world.add("a", range(32), max_tokens=90)
     b = world.add("b", range(50, 82), max_tokens=60)
     output, work = world.schedule()
@@ -337,9 +287,8 @@ def test_blocks_of_a_preempted_request_stay_held_and_are_waited_for() -> None:
 
 def test_a_store_that_hangs_costs_its_blocks_and_not_the_engine() -> None:
     """No rank ever reports it; the engine neither waits for its blocks nor goes on stepping."""
-    client = FakeClient()
+    client, world = rig(blocks=11)
     client.deadline_s = time.monotonic() - HUNG_S
-    world = SchedulerHarness(client, blocks=11)
     a = world.add("a", range(32), max_tokens=90)
     b = world.add("b", range(50, 82), max_tokens=60)
     output, hanging = world.schedule()
@@ -365,7 +314,7 @@ def test_a_store_that_hangs_costs_its_blocks_and_not_the_engine() -> None:
 
 
 def test_a_step_counts_only_when_every_rank_reported_it() -> None:
-    from kvass.connectors.vllm.metadata import StepReport
+    from kvass.connectors.vllm.adapt import StepReport
 
     both = StepReport({1: 1, 2: 1}).aggregate(StepReport({2: 1, 3: 1}))
     assert both.steps == {1: 1, 2: 2, 3: 1}
@@ -387,9 +336,8 @@ def all_free(world: SchedulerHarness) -> bool:
 def test_a_grant_that_comes_after_the_request_is_used(
     asynchronous: bool, late: int, end: str
 ) -> None:
-    client = FakeClient()
+    client, world = rig(asynchronous=asynchronous)
     client.late = late
-    world = SchedulerHarness(client, asynchronous=asynchronous)
     world.add("a", range(100), max_tokens=1)
     output, work = world.schedule()
     assert work.stores == []
@@ -418,9 +366,8 @@ def test_a_grant_that_comes_after_the_request_is_used(
 
 @LATE
 def test_later_chunks_are_offered_while_earlier_ones_await_their_grant(late: int) -> None:
-    client = FakeClient()
+    client, world = rig(batched=48)
     client.late = late
-    world = SchedulerHarness(client, batched=48)
     world.add("a", range(128))
     world.run(client)
     assert offered(client) == [(0, 1), (1, 3), (3, 4)], "each once"
@@ -428,21 +375,10 @@ def test_later_chunks_are_offered_while_earlier_ones_await_their_grant(late: int
     assert all_free(world)
 
 
-def test_what_a_late_answer_does_not_grant_is_given_back() -> None:
-    client = FakeClient()
-    client.late, client.refuse = 2, True
-    world = SchedulerHarness(client)
-    world.add("a", range(64), max_tokens=1)
-    world.run(client)
-    assert all_free(world)
-    assert client.handed == []
-
-
 def test_a_preempted_request_is_stored_from_the_blocks_that_it_had() -> None:
     """vLLM takes them away while no copy has begun: nobody else gets them until it is over."""
-    client = FakeClient()
+    client, world = rig(blocks=12)
     client.late = client.patience = 3
-    world = SchedulerHarness(client, blocks=12)
     world.add("a", range(32), max_tokens=2)
     output, _ = world.schedule()
     table = list(world.scheduler.kv_cache_manager.get_block_ids("a")[0])
@@ -464,9 +400,8 @@ def test_a_preempted_request_is_stored_from_the_blocks_that_it_had() -> None:
 @pytest.mark.parametrize("what", ["lost", "hung"])
 @BOTH
 def test_without_an_answer_the_blocks_come_back(asynchronous: bool, what: str) -> None:
-    client = FakeClient()
+    client, world = rig(asynchronous=asynchronous)
     client.silent = True
-    world = SchedulerHarness(client, asynchronous=asynchronous)
     world.add("gone", range(1000, 1064), max_tokens=1)
     alive = world.add("a", range(64), max_tokens=60)
     world.step()
@@ -488,24 +423,10 @@ def test_without_an_answer_the_blocks_come_back(asynchronous: bool, what: str) -
     assert all_free(world)
 
 
-def test_a_hung_daemon_is_sent_nothing_more_until_it_answers() -> None:
-    client = FakeClient()
-    client.silent = True
-    world = SchedulerHarness(client)
-    world.add("a", range(64), max_tokens=100)
-    while not client.given_up:
-        world.step()
-    asked = len(client.reserves)
-    for _ in range(40):
-        world.step()
-    assert len(client.reserves) == asked
-
-
 def test_vllm_gets_the_blocks_when_it_has_too_few() -> None:
     """It preempts nobody for a grant that may come."""
-    client = FakeClient()
+    client, world = rig(blocks=11)
     client.silent, client.patience = True, 10_000
-    world = SchedulerHarness(client, blocks=11)
     world.add("gone", range(1000, 1032), max_tokens=1)
     a = world.add("a", range(32), max_tokens=110)
     world.step()
@@ -522,9 +443,8 @@ def test_vllm_gets_the_blocks_when_it_has_too_few() -> None:
 
 
 def test_waiting_for_grants_keeps_only_a_share_of_the_blocks_from_being_free() -> None:
-    client = FakeClient()
+    client, world = rig(blocks=65)
     client.silent, client.patience = True, 10_000
-    world = SchedulerHarness(client, blocks=65)
     for number in range(20):
         world.add(str(number), range(1000 * number, 1000 * number + 64), max_tokens=1)
         world.step()
@@ -536,9 +456,8 @@ def test_waiting_for_grants_keeps_only_a_share_of_the_blocks_from_being_free() -
 
 
 def test_reset_cache_awaits_no_grant_of_before() -> None:
-    client = FakeClient()
+    client, world = rig()
     client.late = 2
-    world = SchedulerHarness(client)
     world.add("a", range(64), max_tokens=1)
     world.step()
     assert world.connector.reset_cache() is True
@@ -552,8 +471,7 @@ def test_reset_cache_awaits_no_grant_of_before() -> None:
 
 
 def test_reset_cache_clears_and_distrusts_what_is_running() -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
+    client, world = rig()
     world.add("a", range(64), max_tokens=64)
     client.commit(store.reservation for store in world.step().stores)
     assert len(client.rows) == 2
@@ -569,8 +487,7 @@ def test_reset_cache_clears_and_distrusts_what_is_running() -> None:
 def test_a_defect_while_planning_stores_costs_the_store_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
+    client, world = rig()
     monkeypatch.setattr(client, "begin_reserve", lambda items, width: 1 / 0)
     world.tolerant = True
     request = world.add("a", range(64), max_tokens=4)
@@ -585,8 +502,7 @@ def test_a_defect_while_planning_stores_costs_the_store_alone(
 def test_a_defect_amid_the_grants_gives_back_what_it_did_not_plan(
     monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
-    client = FakeClient()
-    world = SchedulerHarness(client)
+    client, world = rig()
     world.tolerant = True
     planner = world.connector._planner
     plan, planned = planner._spans.to_store, []
@@ -612,9 +528,8 @@ def test_a_defect_amid_the_grants_gives_back_what_it_did_not_plan(
 
 @BOTH
 def test_a_store_that_cannot_be_handed_over_is_off(asynchronous: bool) -> None:
-    client = FakeClient()
+    client, world = rig(asynchronous=asynchronous)
     client.deaf = True
-    world = SchedulerHarness(client, asynchronous=asynchronous)
     world.add("a", range(100), max_tokens=1)
     output, work = world.schedule()
     assert (work.stores, work.step) == ([], 0)

@@ -16,16 +16,13 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import configuration, weight_files
-from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.connectors.vllm import weight_files
 from kvass.connectors.vllm.weight_files import LocalWeights
-from kvass.engine import file_digests, weights
+from kvass.engine import weights
 from kvass.engine.identity import Indescribable
-from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.support.servers.redis import RedisServer
 from tests.support.vllm.ranks import StubModelEngine, until
-from tests.support.vllm.scheduler import make_configs, tiny_model
+from tests.support.vllm.scheduler import inert_reason, make_configs, read_setup, tiny_model
 
 PROMPT = list(range(100))
 FILES = {
@@ -49,20 +46,20 @@ COMMIT = "0123456789" * 4
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder of the test's own, in an engine that starts when all its files are there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".kvass"))
-    monkeypatch.setattr(file_digests, "started_ns", lambda: time.time_ns() + 10**9)
+    monkeypatch.setattr(weights, "started_ns", lambda: time.time_ns() + 10**9)
 
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files of which the digest was computed."""
     found: list[str] = []
-    real = file_digests._compute
+    real = weights._compute
 
-    def compute(file: Path, stopped: Callable[[], bool]) -> str:
+    def compute(file: Path) -> str:
         found.append(file.name)
-        return real(file, stopped)
+        return real(file)
 
-    monkeypatch.setattr(file_digests, "_compute", compute)
+    monkeypatch.setattr(weights, "_compute", compute)
     return found
 
 
@@ -159,21 +156,10 @@ def hub(cache: Path, files: dict[str, bytes] = FILES, repo: str = "some/model") 
     return snapshot
 
 
-def download(folder: Path, noted_s: float = 0.0) -> Path:
-    """A folder as the Hub's client downloads to it, noted now or at ``noted_s``."""
-    for file in write(folder).rglob("*.safetensors"):
-        inner = str(file.relative_to(folder))
-        digest = hashlib.sha256(FILES[inner]).hexdigest()
-        note = f"{COMMIT}\n{digest}\n{noted_s or time.time()}\n"
-        write(folder / ".cache/huggingface/download", {f"{inner}.metadata": note.encode()})
-    return folder
-
-
-@pytest.mark.parametrize("make", [hub, download])
 def test_what_the_hub_noted_is_not_read_and_equals_a_copy(
-    make: Callable[[Path], Path], tmp_path: Path, computed: list[str]
+    tmp_path: Path, computed: list[str]
 ) -> None:
-    noted = name(make(tmp_path / "noted"))
+    noted = name(hub(tmp_path / "noted"))
     assert not [file for file in computed if file.endswith(".safetensors")]
     assert noted == name(write(tmp_path / "copy"))
     assert [file for file in computed if file.endswith(".safetensors")]
@@ -187,23 +173,16 @@ def test_a_folder_of_blobs_that_is_not_the_hubs_is_read(place: str, tmp_path: Pa
     model = write(tmp_path / place, {n: FILES[n] for n in FILES if n != "model-1.safetensors"})
     (model / "model-1.safetensors").symlink_to(blobs / wrong)
     assert name(model) == name(write(tmp_path / "copy"))
-    assert not file_digests._blob(model / "model-1.safetensors", (blobs / wrong).stat())
+    assert not weights._blob(model / "model-1.safetensors")
 
 
-def test_what_was_written_after_the_note_is_read(tmp_path: Path, computed: list[str]) -> None:
+def test_a_blob_that_was_written_to_is_read(tmp_path: Path) -> None:
     copy = write(tmp_path / "copy", FILES | {"model-1.safetensors": b"12!4"})
-    snapshot, folder = hub(tmp_path / "hub"), download(tmp_path / "local")
-    for made in (snapshot, folder):
-        file = made / "model-1.safetensors"
-        newest = max(file.lstat().st_ctime_ns, time.time_ns())
-        write_later(file, b"12!4", newest)
-        os.utime(file, ns=(1, 1))  # as a copy that keeps its times
-        assert name(made) == name(copy)
-    computed.clear()
-    (tmp_path / "bad").mkdir()
-    name(download(tmp_path / "bad" / "old", noted_s=1.0))
-    (folder / ".cache/huggingface/download/model-2.safetensors.metadata").write_text("garbage")
-    assert name(folder) == name(copy)
+    made = hub(tmp_path / "hub")
+    file = made / "model-1.safetensors"
+    write_later(file, b"12!4", max(file.lstat().st_ctime_ns, time.time_ns()))
+    os.utime(file, ns=(1, 1))  # as a copy that keeps its times
+    assert name(made) == name(copy)
 
 
 # ---------------------------------------------------------------- changes
@@ -211,7 +190,7 @@ def test_what_was_written_after_the_note_is_read(tmp_path: Path, computed: list[
 
 def started_now(monkeypatch: pytest.MonkeyPatch) -> int:
     now_ns = time.time_ns()
-    monkeypatch.setattr(file_digests, "started_ns", lambda: now_ns)
+    monkeypatch.setattr(weights, "started_ns", lambda: now_ns)
     return now_ns
 
 
@@ -261,21 +240,21 @@ def test_files_written_while_they_are_read_have_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)
-    real = file_digests._compute
+    real = weights._compute
 
-    def compute(file: Path, stopped: Callable[[], bool]) -> str:
-        digest = real(file, stopped)
+    def compute(file: Path) -> str:
+        digest = real(file)
         write_later(file, b"4321", file.stat().st_ctime_ns)
         return digest
 
-    monkeypatch.setattr(file_digests, "_compute", compute)
+    monkeypatch.setattr(weights, "_compute", compute)
     with pytest.raises(Indescribable, match="changed since"):
         name(tmp_path)
     assert not any(file.stat().st_size for file in entries(tmp_path)), "nothing is remembered"
 
 
 def test_when_a_process_started() -> None:
-    fresh = runpy.run_path(file_digests.__file__)  # the fixture replaced what was imported
+    fresh = runpy.run_path(weights.__file__)  # the fixture replaced what was imported
     boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     began_s = boot_s + ticks / os.sysconf("SC_CLK_TCK")
@@ -310,27 +289,19 @@ def test_who_needs_a_digest_that_is_being_computed_waits_for_it(
     tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path) / "model-1.safetensors"
-    inner, begun, go = file_digests._compute, threading.Event(), threading.Event()
+    inner, begun, go = weights._compute, threading.Event(), threading.Event()
 
-    def compute(file: Path, stopped: Callable[[], bool]) -> str:
+    def compute(file: Path) -> str:
         begun.set()
         assert go.wait(30)
-        return inner(file, stopped)
+        return inner(file)
 
-    monkeypatch.setattr(file_digests, "_compute", compute)
-    with ThreadPoolExecutor(3) as threads:
-        first = threads.submit(file_digests.sha256, file, lambda: False)
+    monkeypatch.setattr(weights, "_compute", compute)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(weights._sha256, file)
         assert begun.wait(30)
-        asked = threading.Event()
-
-        def stopped() -> bool:
-            asked.set()  # it found the entry locked
-            return False
-
-        second = threads.submit(file_digests.sha256, file, stopped)
-        third = threads.submit(file_digests.sha256, file, lambda: True)
-        assert asked.wait(30)
-        assert isinstance(third.exception(30), file_digests.Stopped)
+        second = threads.submit(weights._sha256, file)
+        time.sleep(0.05)  # it finds the entry locked; if it comes later it finds the digest
         go.set()
         assert first.result(30) == second.result(30) == hashlib.sha256(b"1234").hexdigest()
     assert computed == [file.name]
@@ -351,7 +322,8 @@ def test_without_a_cache_folder_each_process_computes(
 def test_where_times_are_whole_seconds_nothing_is_remembered(tmp_path: Path) -> None:
     fields = {"st_dev": 1, "st_ino": 2, "st_size": 3, "st_mtime_ns": 4}
     whole: Any = SimpleNamespace(**fields, st_ctime_ns=5_000_000_000)
-    assert file_digests._open_entry(whole) == -1
+    with pytest.raises(OSError, match="not cached"):
+        weights._cache_file(whole)
     assert entries(tmp_path) == []
 
 
@@ -406,17 +378,6 @@ def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path, revision: str | None
     assert name(snapshot) == name(write(tmp_path / "copy"))
 
 
-def test_a_model_that_the_engine_itself_has_fetched_has_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_ns = started_now(monkeypatch)
-    while time.time_ns() < now_ns + 20_000_000:
-        pass  # the file system's clock is some milliseconds late
-    snapshot = hub(tmp_path / "hub")
-    assert file_digests.look(snapshot, LocalWeights(snapshot, "auto").files()).changed_ns <= now_ns
-    assert name(snapshot)
-
-
 def test_a_model_of_the_hub_without_a_known_commit_has_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,11 +402,6 @@ def test_a_model_of_the_hub_without_a_known_commit_has_no_name(
     made = config(revision="f" * 40, download_dir=str(tmp_path))
     with pytest.raises(Indescribable, match="are not in"):
         weight_files.sources(made, "")
-
-
-def test_a_drafter_in_the_models_own_files_is_read_once(tmp_path: Path) -> None:
-    one = config(model=str(write(tmp_path)))
-    assert len(weight_files.sources(config(model=str(tmp_path), draft=one.model_config), "")) == 1
 
 
 def test_the_drafters_weights_and_configuration_count(tmp_path: Path) -> None:
@@ -494,56 +450,19 @@ def start() -> Iterator[Callable[..., StubModelEngine]]:
         one.close()
 
 
-def test_daemons_on_one_redis_share_rows_of_copies(
-    tmp_path: Path, model: Path, start: Callable[..., StubModelEngine]
-) -> None:
-    elsewhere, changed = copy(model, tmp_path / "b"), copy(model, tmp_path / "c")
-    file = changed / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    server = RedisServer()
-    try:
-        tier: dict[str, Any] = {
-            "tier": f"redis:{server.address}",
-            "weigh_loads": "no",
-            "lookup_budget_ms": 10_000,
-        }
-        folders = [tmp_path / "one", tmp_path / "two"]
-        for folder in folders:
-            folder.mkdir()
-        with running_daemon(folders[0], **tier) as one, running_daemon(folders[1], **tier) as two:
-            a = start(one, model)
-            a.wait_connected()
-            a.generate("a", PROMPT)
-            until(lambda: one.status()["tiers"][0]["stored_rows"] == 3, "the rows in Redis")
-            for folder, computes in ((elsewhere, 4), (changed, 100)):
-                b = start(two, folder)
-                b.wait_connected()
-                request, scheduled = b.load("b", PROMPT)
-                assert scheduled == computes
-                if computes == 4:
-                    b.check(request, 96)
-            shown = [space["model"] for space in two.status()["namespaces"]]
-            assert shown == [str(elsewhere), str(changed)]
-    finally:
-        server.close()
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is read before it is set; an engine that starts waits for a moment only."""
     monkeypatch.setattr(weights, "READY_S", 0.01)
-    opened, real = threading.Event(), file_digests._compute
+    opened, real = threading.Event(), weights._compute
 
-    def compute(file: Path, stopped: Callable[[], bool]) -> str:
-        while not opened.wait(0.01):
-            if stopped():
-                raise file_digests.Stopped
-        return real(file, stopped)
+    def compute(file: Path) -> str:
+        assert opened.wait(30)
+        return real(file)
 
-    monkeypatch.setattr(file_digests, "_compute", compute)
-    return opened
+    monkeypatch.setattr(weights, "_compute", compute)
+    yield opened
+    opened.set()
 
 
 @pytest.fixture
@@ -579,7 +498,7 @@ def test_an_engine_runs_uncached_until_its_weights_are_read(
     ]
     gate.set()
     one.wait_connected()
-    assert said(caplog)[1:] == ["the weight files are read after 0 s: caching begins"]
+    assert said(caplog)[1:] == ["the weight files are read: caching begins"]
     until(lambda: one.step() and one.client.answering, "the clear that is owed")
     one.generate("late", range(200, 300))
     assert daemon.status()["rows"] == 3
@@ -603,37 +522,12 @@ def test_an_engine_whose_weights_cannot_be_read_says_so_once(
     ]
 
 
-def test_who_awaits_the_name_runs_at_normal_priority(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It starts threads that stay; the thread that hashes gives way."""
-    found, done, real = [], threading.Event(), file_digests._compute
-
-    def note(_: object = None) -> None:
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    def compute(file: Path, stopped: Callable[[], bool]) -> str:
-        assert begun.wait(30)
-        if not found:
-            note()
-        return real(file, stopped)
-
-    begun = threading.Event()
-    monkeypatch.setattr(file_digests, "_compute", compute)
-    name = weights.begin((LocalWeights(write(tmp_path), "auto"),))
-    name.add_done_callback(note)
-    name.add_done_callback(lambda _: done.set())
-    begun.set()
-    assert done.wait(30)
-    normal = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert found == [min(normal + weights.NICE, 19), normal]
-
-
 def test_an_engine_may_end_before_its_weights_are_read(
     tmp_path: Path, model: Path, gate: threading.Event
 ) -> None:
     with running_daemon(tmp_path) as daemon:
         StubModelEngine(daemon.socket, daemon, model=model).close()
+        gate.set()
         until_nobody_reads()
         assert daemon.status()["sessions"] == 1
 
@@ -642,13 +536,10 @@ def test_an_engine_whose_weights_changed_is_inert(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, caches = make_configs(model=model)
-    assert isinstance(configuration.read_setup(config, caches), VllmSetup)
-    monkeypatch.setattr(file_digests, "started_ns", lambda: 1)
-    found = configuration.read_setup(config, caches)
-    assert isinstance(found, Inert)
-    assert "restart the engine" in found.reason
+    read_setup(config, caches)
+    monkeypatch.setattr(weights, "started_ns", lambda: 1)
+    assert "restart the engine" in inert_reason(config, caches)
     config.kv_transfer_config.kv_connector_extra_config["kvass.model_id"] = "mine"
-    named = configuration.read_setup(config, caches)
-    assert isinstance(named, VllmSetup)
+    named = read_setup(config, caches)
     assert named.weights.result() == '["id:mine"]'
     assert named.register().model == "mine"

@@ -1,8 +1,7 @@
 """Tiers behind real engines: what one engine stored, another loads after the daemon was killed, or
 through a daemon of its own that shares the store.
 
-Every case asserts how much was loaded and that the tier gave it; the controls at the end want
-nothing: without a tier, and from records that are damaged.
+Every case asserts how much was loaded and that the tier gave it.
 
 What is looked up before the daemon knows a tier's epoch is a miss at once. No case depends on how
 soon that is: ``awake`` has stored something through a tier before anything is asked of it. For the
@@ -14,23 +13,18 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.tiers.codec import decode_header
-from kvass.types import PAGE
 from tests.engine import hybrid
-from tests.engine.conftest import LIKE_COLD, Judge, Starter, store
-from tests.support.servers.mooncake import MooncakeServer
+from tests.engine.conftest import Judge, Starter, store
 from tests.support.servers.redis import RedisServer
-from tests.support.servers.s3 import S3Server, credentials
-from tests.support.vllm.process import EngineProcess, Settings
+from tests.support.vllm.process import EngineProcess
 
 pytestmark = pytest.mark.engine
 
@@ -173,52 +167,17 @@ def test_a_killed_daemons_disk_serves_a_new_engine_and_the_old_one(
         daemon.wait_until(leases=0, reservations=0, pins=0, rows_loading=0, promotions=0)
 
 
-@contextmanager
-def redis_url() -> Iterator[str]:
-    server = RedisServer()
-    try:
-        yield f"redis:{server.address}"
-    finally:
-        server.close()
-
-
-@contextmanager
-def s3_url() -> Iterator[str]:
-    server = S3Server()
-    try:
-        with credentials():
-            yield server.url("shared")
-    finally:
-        server.close()
-
-
-@contextmanager
-def mooncake_url() -> Iterator[str]:
-    server = MooncakeServer()
-    try:
-        yield f"mooncake:{server.address}"
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize(
-    "shared", [redis_url, s3_url, mooncake_url], ids=["redis", "s3", "mooncake"]
-)
 def test_two_daemons_share_a_store(
-    shared: Callable[[], AbstractContextManager[str]],
-    place: Place,
-    movables: Sequence[Movable],
-    judge: Judge,
-    prompt: Make,
+    place: Place, movables: Sequence[Movable], judge: Judge, prompt: Make
 ) -> None:
     tokens, others = prompt(1000), prompt(600)
     branch = others[:400] + prompt(300)
-    with shared() as where, place.daemon(where) as one:
+    with closing(RedisServer()) as server, place.daemon(f"redis:{server.address}") as one:
         a = movables[0].goes_to(one)
         awake(a, one, prompt)
         judge.check(tokens, store(a, tokens, 8))
         flushed(one)
-        with place.daemon(where) as other:
+        with place.daemon(f"redis:{server.address}") as other:
             b = movables[1].goes_to(other)
             awake(b, other, prompt)
             warm = b.one(tokens)
@@ -242,7 +201,7 @@ def test_a_model_with_windows_from_disk(disk: Path, tmp_path: Path) -> None:
     options = {"tier": [url(disk)], **PATIENT}
     with hybrid.running_pair(hybrid.GPT_OSS, tmp_path, options) as pair:
         awake(pair.a, pair.daemon, pair.prompt)
-        prompts = [pair.prompt(size) for size in (257, 513, 768, 1000)]
+        prompts = [pair.prompt(size) for size in (257, 768, 1000)]
         for tokens in prompts:
             pair.store(tokens)
         flushed(pair.daemon)
@@ -255,92 +214,3 @@ def test_a_model_with_windows_from_disk(disk: Path, tmp_path: Path) -> None:
             full = warm.external // pair.model.chunk
             assert tier_of(pair.daemon)["loaded_rows"] == before + full + 1
             pair.check(tokens, warm)
-
-
-def test_two_ranks_find_their_shards_again(
-    place: Place, disk: Path, start: Starter, prompt: Make
-) -> None:
-    tokens = prompt(1000)
-    with place.daemon(url(disk)) as daemon:
-        engine = start("tiers-tp", socket=Path(daemon.socket), args={"tensor_parallel_size": 2})
-        awake(engine, daemon, prompt)
-        engine.disturb(Settings(watch=True))
-        cold = engine.one(tokens)
-        assert cold.cached == 0
-        flushed(daemon)
-        stored = [rank.stored for rank in engine.pages()]
-        assert stored[0] != stored[1]
-        daemon.restart()
-        awake(engine, daemon, prompt)
-        warm = engine.one(tokens)
-        assert (warm.local, warm.external) == (0, 768)
-        assert tier_of(daemon)["loaded_rows"] == 3
-        assert [rank.loaded for rank in engine.pages()] == stored
-        assert warm.tokens == cold.tokens
-        assert warm.logprobs == pytest.approx(cold.logprobs, abs=LIKE_COLD)
-        engine.kill()
-
-
-# ---------------------------------------------------------------- controls
-
-
-def test_without_a_tier_nothing_is_found(
-    place: Place, movables: Sequence[Movable], judge: Judge, prompt: Make
-) -> None:
-    tokens = prompt(1000)
-    with place.daemon() as one, place.daemon() as other:
-        a, b = movables[0].goes_to(one), movables[1].goes_to(other)
-        awake(a, one, prompt)
-        store(a, tokens)
-        awake(b, other, prompt)
-        assert b.one(tokens).cached == 0
-        one.restart()
-        awake(a, one, prompt)
-        cold = a.one(tokens)
-        assert cold.cached == 0
-        judge.check(tokens, cold)
-
-
-def damage(disk: Path) -> int:
-    """Turn over bytes of every record's payload; how many records there were."""
-    records = 0
-    for path in disk.glob("*.seg"):
-        segment = np.memmap(path, np.uint8, "r+")
-        pages = segment.reshape(-1, PAGE)
-        for at, page in enumerate(pages):
-            if decode_header(page.tobytes()) is not None:
-                pages[at + 1, :: PAGE // 8] ^= 0xFF
-                records += 1
-        segment.flush()
-    return records
-
-
-def test_damaged_records_are_misses(
-    place: Place, disk: Path, movables: Sequence[Movable], judge: Judge, prompt: Make
-) -> None:
-    tokens = prompt(1000)
-    with place.daemon(url(disk)) as daemon:
-        a = movables[0].goes_to(daemon)
-        awake(a, daemon, prompt)
-        store(a, tokens)
-        flushed(daemon)
-        daemon.kill()
-        assert damage(disk) > 3
-        b = movables[1].goes_to(daemon)
-        daemon.start()
-        awake(b, daemon, prompt)
-        cold = b.one(tokens)
-        assert cold.cached == 0
-        tier = tier_of(daemon)
-        assert (tier["loaded_rows"], tier["load_misses"]) == (0, 3)
-        eventually(lambda: tier_of(daemon)["damaged"] == 3)  # what a tier tells comes each second
-        judge.check(tokens, cold)
-        # What was computed instead is stored again, and found.
-        store(b, tokens)
-        flushed(daemon)
-        daemon.restart()
-        awake(a, daemon, prompt)
-        warm = a.one(tokens)
-        assert (warm.local, warm.external) == (0, 768)
-        assert tier_of(daemon)["loaded_rows"] == 3
-        judge.check(tokens, warm)

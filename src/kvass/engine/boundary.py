@@ -17,7 +17,7 @@ log = logging.getLogger("kvass.engine")
 
 
 class Boundary:
-    """Runs kvass's part of an engine's hook. ``counters``: failures by the name of what failed."""
+    """Runs kvass's part of an engine's hook. ``counters``: failures, by name."""
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()

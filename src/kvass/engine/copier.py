@@ -6,9 +6,8 @@ Laws of this file:
   before its deadline. It reports every step with stores exactly once, also one for which the engine
   never called ``store``. The engine counts the reports of all ranks.
 - Of ranks that hold equal bytes only the first stores; the others tell the daemon nothing of it.
-- What a copy owes the daemon is settled on the copy thread, right after the last byte: commit or
-  abort for a store, release for a load. The engine's thread does not copy. It waits for copies
-  only in a step that computes nothing, for at most ``COPY_WAIT_S``.
+- What a copy owes the daemon is settled on the copy thread, right after the last byte. The engine's
+  thread waits for copies only in a step that computes nothing, for at most ``COPY_WAIT_S``.
 - Memory of another boot of the daemon than the one that gave the slots is never touched.
 """
 
@@ -17,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -32,8 +31,8 @@ from kvass.transfer.base import Done, Job, Mover
 from kvass.transfer.cuda_driver import MissingError
 
 COPY_WAIT_S: Final = 0.001
-"""vLLM in its caller's own process does not sleep after a step that computed nothing, as a served
-one does. Without this wait it would keep the GIL from the copy thread all the time."""
+"""Without this wait vLLM in its caller's own process keeps the GIL from the copy thread: unlike a
+served one it does not sleep after a step that computed nothing."""
 
 _lost: Final[list[object]] = []
 """KV memory that a device may still use after it failed: kept until the process ends."""
@@ -41,9 +40,8 @@ _lost: Final[list[object]] = []
 
 class Copier:
     """Copies for one rank. Used from the worker's engine thread; ``_copied`` runs on the copy
-    thread. In each step call ``catch_up``, ``load``, ``store`` after the forward pass,
-    ``results`` and ``report``.
-    """
+    thread. A step calls ``catch_up``, ``load``, ``store`` after the forward pass, ``results`` and
+    ``report``."""
 
     def __init__(
         self,
@@ -54,7 +52,7 @@ class Copier:
     ) -> None:
         """Raises UsageError for a rank outside the engine's world."""
         self._setup = setup
-        self._make_mover = make_mover
+        self._make_mover = make_mover or partial(open_mover, single=setup.single_copies)
         self._strategy = setup.strategy.at(rank)
         self._boundary = boundary
         self._client: WorkerClient | None = None
@@ -71,23 +69,18 @@ class Copier:
         self._raised = -1
 
     def attach(self, memory: KVMemory) -> None:
-        """The engine made its KV caches: register with the daemon.
-
-        ``close`` first if it made others before. An engine that slept need not attach again: its
-        caches come back in place.
-        """
-        setup = self._setup
-        registration = setup.register(self._strategy, memory.layout)
+        """The engine made its KV caches: register with the daemon. ``close`` first if it made
+        others before. After a sleep they come back in place."""
+        registration = self._setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
+        self._mover = self._client = None
         try:
-            make = self._make_mover or partial(open_mover, single=setup.single_copies)
-            self._mover = make(memory)
+            self._mover = self._make_mover(memory)
         except MissingError as reason:  # without this rank every lookup is a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
-            self._mover = self._client = None
             return
-        self._client = WorkerClient(setup.socket, registration, incomplete=True)
-        setup.when_named(self._client.complete)
+        self._client = WorkerClient(self._setup.socket, registration, incomplete=True)
+        self._setup.when_named(self._client.complete)
 
     # ------------------------------------------------------------ a step
 
@@ -101,8 +94,8 @@ class Copier:
                 self._boundary.run(None, self._refuse, load)
 
     def store(self, work: StepWork, computed: bool = True) -> None:
-        """Begin this step's stores, after the forward pass. ``computed``: it did not raise. If it
-        did, nothing that was computed up to this step is stored, in this step or later."""
+        """Begin this step's stores. ``computed``: the forward pass did not raise. If it did,
+        nothing that was computed up to this step is ever stored."""
         self._unstored = None
         if not computed:
             self._raised = work.number
@@ -120,18 +113,15 @@ class Copier:
     def catch_up(self) -> None:
         """Another step begins: begin the stores of the last one, if ``store`` was never called.
 
-        vLLM's V1 runner with speculative decoding calls it after the drafter ran, and earlier
-        pipeline stages have none. Late is early enough, because the blocks are held. On the last
-        stage the call is missing only if something raised, and then nothing is stored.
+        vLLM's V1 runner with speculative decoding calls it after the drafter ran, which earlier
+        pipeline stages do not have. On the last stage it is missing only if something raised.
         """
         if self._unstored is not None:
             self.store(self._unstored, self._computed and not self._strategy.last_stage)
 
     def results(self, computed: bool = True) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those of them that failed.
-
-        ``computed``: the forward pass of the step did not raise.
-        """
+        ``computed``: the forward pass of the step did not raise."""
         self._computed = computed
         self._poll()
         if self._idle and self._mover is not None and not (self._finished or self._settled):
@@ -169,7 +159,7 @@ class Copier:
         try:
             plans, ended = self._plans(copy), partial(self._copied, arena)
             self._mover.submit(
-                Job(_kind(copy), plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
+                Job(copy.kind, plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
             )
         except BaseException:
             arena.close()
@@ -199,7 +189,7 @@ class Copier:
         arena.close()
 
     def _settle(self, copy: Load | Store, written: bool = False) -> None:
-        """Tell the daemon that this copy reads or writes no more, and whether it has written."""
+        """Tell the daemon that this copy reads or writes no more."""
         if self._client is None:
             return
         if isinstance(copy, Store):
@@ -210,7 +200,7 @@ class Copier:
 
     def _refuse(self, copy: Load | Store) -> None:
         """A copy that never began."""
-        self._boundary.counters[f"{_kind(copy)}_refused"] += 1
+        self._boundary.counters[f"{copy.kind}_refused"] += 1
         self._settle(copy)
 
     def _poll(self) -> None:
@@ -230,13 +220,9 @@ class Copier:
             if not done.ok:
                 self._failed.add(copy.request)
         if not done.ok:
-            self._boundary.count(
-                f"{done.job.kind}_{done.outcome}",
-                "a %s ended %s and counts as a miss: %s",
-                done.job.kind,
-                done.outcome,
-                done.error or f"{done.seconds:.3f} s",
-            )
+            why = done.error or f"{done.seconds:.3f} s"
+            said = "a %s ended %s and counts as a miss: %s", copy.kind, done.outcome, why
+            self._boundary.count(f"{copy.kind}_{done.outcome}", *said)
 
     def _close_one(self, step: int) -> None:
         """One store of ``step`` (or its planning) is over; with the last, the step is reported."""
@@ -244,10 +230,6 @@ class Copier:
         if self._open[step] == 0:
             del self._open[step]
             self._settled.append(step)
-
-
-def _kind(copy: Load | Store) -> Literal["load", "store"]:
-    return "load" if isinstance(copy, Load) else "store"
 
 
 def _copy_of(done: Done) -> Load | Store:

@@ -32,11 +32,8 @@ class Indescribable(UsageError):
 
 def canonical(value: object, field: str = "value") -> str:
     """``value`` as JSON: keys and sets sorted, data objects by their fields, module-level functions
-    and classes by their qualified names. ``field`` is what an error calls it.
-
-    Raises :class:`Indescribable` for anything else: a lambda, a closure, an object of no known
-    fields.
-    """
+    and classes by their qualified names. Raises :class:`Indescribable` for anything else, a lambda
+    for example. ``field`` is what the error calls it."""
     return json.dumps(_plain(value, field), sort_keys=True, separators=(",", ":"))
 
 
@@ -51,42 +48,35 @@ def digest(parts: Iterable[str]) -> str:
 
 def short(text: str) -> str:
     """``text`` as a field of an identity: a long one is its beginning and its digest."""
-    if len(text) <= MAX_TEXT:
-        return text
-    return f"{text[:PREFIX]}... sha256:{digest([text])}"
+    return text if len(text) <= MAX_TEXT else f"{text[:PREFIX]}... sha256:{digest([text])}"
 
 
 def _plain(value: object, field: str) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value.name if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
         return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if isinstance(value, bytes):
         return value.hex()
-    if isinstance(value, Mapping):
-        return {
-            str(_plain(key, field)): _plain(item, f"{field}.{key}") for key, item in value.items()
-        }
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    # An engine without torch has no torch.dtype, so torch is not imported for this.
+    is_dtype = (type(value).__module__, type(value).__name__) == ("torch", "dtype")
+    if is_dtype or isinstance(value, Fraction):
+        return str(value)
     if isinstance(value, list | tuple):
         return [_plain(item, f"{field}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, set | frozenset):
         return sorted(canonical(item, field) for item in value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Fraction) or _is_torch_dtype(value):
-        return str(value)
     if isinstance(value, msgspec.Struct):
-        return _plain(msgspec.structs.asdict(value), field)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value)]
-        return _plain({name: getattr(value, name) for name in names}, field)
+        value = msgspec.structs.asdict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {
+            str(_plain(key, field)): _plain(item, f"{field}.{key}") for key, item in value.items()
+        }
     return _name(value, field)
-
-
-def _is_torch_dtype(value: object) -> bool:
-    """Whether ``value`` is a ``torch.dtype``. An engine without torch has none, so torch is not
-    imported for this."""
-    return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
 
 
 def _name(value: object, field: str) -> str:

@@ -20,25 +20,14 @@ from kvass.types import RankLayout
 
 @dataclass(frozen=True)
 class KVMemory:
-    """The engine's KV pages as bytes. ``owners`` keep the memory of ``regions`` alive.
-
-    Memory of a GPU is in ``gpu`` instead of ``regions``: no code on the host may read it.
-    """
+    """The engine's KV pages as bytes: ``regions`` of the host's memory, or ``gpu``, which code on
+    the host must not read. ``owners`` keep it alive."""
 
     layout: RankLayout
     planes: tuple[GroupPlanes, ...]
     regions: tuple[U8Array, ...]
     owners: tuple[object, ...]
     gpu: tuple[Region, ...] = ()
-
-    def device(self) -> int | None:
-        """The GPU that has all pages; None: the CPU has. Raises MissingError if they lie on
-        several devices, because no mover copies those."""
-        devices = sorted({region.device for region in self.gpu})
-        where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(self.regions)
-        if len(where) > 1:
-            raise MissingError(f"KV caches on several devices in one worker: {', '.join(where)}")
-        return devices[0] if devices else None
 
 
 class Regions:
@@ -73,9 +62,12 @@ class Regions:
 
 def open_mover(memory: KVMemory, single: bool = False) -> Mover:
     """What copies these pages; ``single`` as for ``open_gpu``. Raises MissingError if a GPU cannot
-    be used, with the reason."""
-    device = memory.device()
-    if device is None:
+    be used, or the pages lie on several devices: no mover copies those."""
+    devices = sorted({region.device for region in memory.gpu})
+    where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(memory.regions)
+    if len(where) > 1:
+        raise MissingError(f"KV caches on several devices in one worker: {', '.join(where)}")
+    if not devices:
         return HostMover(memory.regions, memory.planes)
-    runtime, below = open_gpu(device, single)
+    runtime, below = open_gpu(devices[0], single)
     return CudaMover(runtime, memory.gpu, memory.planes, kernel_below=below)

@@ -6,36 +6,35 @@ Laws of this file:
 - An engine's prefix cache is reset when its weights were replaced, and no engine says so to its
   connector. So before anything is matched or stored, the pool is asked whether a reset happened or
   was tried. After one nothing of before matches any more.
-- A lease that was taken either rides in the step's work or is given back. ``SchedulerClient`` keeps
-  every other lease; its ``settle`` ends them.
+- A lease that was taken either rides in the step's work or is given back.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.engine.adapters import Adapters, NoSalt
-from kvass.engine.prefill_speed import PrefillSpeed
 from kvass.engine.protocols import BlockPool, Request, Step
-from kvass.engine.request_state import NEVER, RequestState
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork
-from kvass.engine.stores import StorePlanner
+from kvass.engine.stores import NEVER, RequestState, StorePlanner
 from kvass.layout.spans import Spans, Table
 
 CLEAR_TIMEOUT_S: Final = 0.2
 """How long clearing the cache may hold up the engine. If unanswered, it goes on in later steps."""
+ENOUGH_TOKENS: Final = 512
+"""Steps of fewer tokens say nothing about the speed of prefill."""
+SAMPLES: Final = 16
 
 
 class Planner:
-    """Plans one engine's loads and stores. Used from the engine's scheduler thread only.
-
-    In each step call ``take_loads``, ``plan_stores``, then ``hand_over``; if that fails, call
-    ``revoke``.
-    """
+    """Plans one engine's loads and stores. Used from the engine's scheduler thread only. ``bind``
+    comes first. A step calls ``take_loads``, ``plan_stores``, then ``hand_over``, or if that fails
+    ``revoke``."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -48,19 +47,17 @@ class Planner:
             incomplete=True,
         )
         setup.when_named(self._client.complete)
-        self._pool: BlockPool | None = None
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.adapters)
-        self._stores = StorePlanner(
-            setup, self._client, self._spans, self._adapters, self._requests
-        )
 
     def bind(self, pool: BlockPool) -> None:
         """The block pool, once the engine has made it."""
         self._pool = pool
-        self._stores.bind(pool)
+        self._stores = StorePlanner(
+            self._setup, self._client, self._spans, self._adapters, self._requests, pool
+        )
 
     # ------------------------------------------------------------ requests
 
@@ -83,10 +80,9 @@ class Planner:
         if not state.request.reads_cache:
             return 0
         first, chunks = local // self._setup.chunk_tokens, self._matchable(state.request)
-        if not self._client.connected or chunks - self._setup.spare <= first:
-            self._client.settle(name)
-            return 0
-        salt = self._salt_to_match(state)
+        salt: bytes | NoSalt = NoSalt.UNKNOWN
+        if self._client.connected and chunks - self._setup.spare > first:
+            salt = self._salt_to_match(state)
         if salt is NoSalt.PENDING:
             return None
         if isinstance(salt, NoSalt):
@@ -100,35 +96,31 @@ class Planner:
         return 0 if found is None else found.chunks * self._setup.chunk_tokens - local
 
     def _matchable(self, request: Request) -> int:
-        """Chunks of ``request`` to look up."""
         if self._setup.spare or self._setup.hits_whole_prompts:
             return request.hashed_chunks
         below_last = (request.known_tokens - 1) // self._setup.chunk_tokens
         return min(request.hashed_chunks, below_last)
 
     def _salt_to_match(self, state: RequestState) -> bytes | NoSalt:
-        """What is mixed into the hashes of a match. One look at an adapter's files does for all
-        asks of the match, however long they take."""
+        """What is mixed into the hashes of a match. All asks of it need one look at the files."""
         if (adapter := state.request.adapter) is None:
             return b""
         if state.match_since is None:
             state.match_since = self._adapters.step
-        return self._adapters.salt(*adapter, state.match_since)
+        return self._adapters.salt(adapter, state.match_since)
 
     def allocated(self, name: str, table: Table, external: int) -> None:
         """The engine gave a request the blocks of ``table``: begin the load of ``external`` tokens,
-        or give the match back if there are none.
-
-        An engine may call again, without tokens, for a request that loads: nothing is left to give
-        back then.
-        """
-        if (begun := self._requests.get(name)) is not None:
-            # It may have been preempted, and its adapter is loaded anew.
-            begun.match_since = begun.store_since = None
+        or give the match back if there are none. It may call again, without tokens, while the
+        request loads."""
+        state = self._requests[name]
+        state.match_since = state.store_since = (
+            None  # after a preemption its adapter is loaded anew
+        )
         if external == 0:
             self._client.settle(name)
             return
-        state, match = self._requests[name], self._client.take(name)
+        match = self._client.take(name)
         state.attempted = True
         load = Load(name)
         if match is not None:
@@ -147,8 +139,8 @@ class Planner:
     def _load(self, state: RequestState, match: Match, table: Table, external: int) -> Load | None:
         """The copy of ``match``; None if the engine asks for other tokens than it holds."""
         chunk_tokens = self._setup.chunk_tokens
-        begin = match.first * chunk_tokens
-        if state.local + external != match.chunks * chunk_tokens or state.local < begin:
+        begin, end = match.first * chunk_tokens, match.chunks * chunk_tokens
+        if state.local + external != end or state.local < begin:
             return None
         rows = list(map(len, match.slots))
         found = self._spans.to_load(table, state.local, match.first, match.chunks, rows)
@@ -180,13 +172,11 @@ class Planner:
 
     def hand_over(self, work: StepWork) -> bool:
         """Last act of a step: from here on the ranks settle, and the next step's waits begin.
-
-        False: the daemon cannot be told, so the ranks must not be either: ``revoke``.
-        """
-        leases = [load.lease for load in work.loads if load.lease]
+        False: the daemon cannot be told, so the ranks must not be either: ``revoke``."""
+        loads = [load for load in work.loads if load.lease]
+        leases = [load.lease for load in loads]
         writes = [store.reservation for store in work.stores]
-        boots = {load.boot for load in work.loads if load.lease}
-        boots |= {store.boot for store in work.stores}
+        boots = {load.boot for load in loads} | {store.boot for store in work.stores}
         told = not boots or (
             len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
         )
@@ -203,8 +193,8 @@ class Planner:
                 self._client.release(load.boot, load.lease)
 
     def settled(self, steps: Mapping[int, int], failed: Iterable[str]) -> None:
-        """What the ranks reported. ``steps[s]`` more ranks have settled all stores of step ``s``,
-        which frees blocks; what requests failed to load is offered for storing."""
+        """What the ranks reported: as ``StorePlanner.settled``, and the requests whose load failed,
+        which are offered for storing."""
         self._stores.settled(steps)
         for name in failed:
             if (state := self._requests.get(name)) is not None:
@@ -214,25 +204,20 @@ class Planner:
     # ------------------------------------------------------------ the engine's questions
 
     def storing(self) -> bool:
-        """Whether a store is under way, so that the engine must keep stepping."""
+        """As ``StorePlanner.storing``; so with the next two."""
         return self._stores.storing()
 
     def frees_blocks(self) -> bool:
-        """As ``StorePlanner.frees_blocks``."""
         return self._stores.frees_blocks()
 
     def abandon_pending(self) -> None:
-        """As ``StorePlanner.abandon_pending``, for an engine that is about to reset its cache."""
         self._stores.abandon_pending()
 
     def clear(self) -> bool:
-        """Forget the namespace, and leave it: the weights may be about to be replaced.
-
-        True even if no daemon confirmed it in time: until one has, nothing matches for this engine
-        and nothing is stored. An engine's sleep and pause would fail at anything else.
-        """
-        if self._pool is not None:
-            self._pool.was_reset()  # this reset need not be noticed again
+        """Forget the namespace, and leave it: the weights may be about to be replaced. True even if
+        no daemon confirmed it in time, or an engine's sleep would fail: until one has, nothing
+        matches for this engine and nothing is stored."""
+        self._pool.was_reset()  # this reset need not be noticed again
         try:
             self._discard_computed()
         finally:  # a defect here must not keep what old weights computed
@@ -245,10 +230,7 @@ class Planner:
 
     def _notice_reset(self) -> None:
         """If the engine's own prefix cache was reset, assume that the weights were replaced."""
-        if self._setup.fixed_weights:
-            return
-        assert self._pool is not None, "without the block pool no reset can be seen"
-        if self._pool.was_reset():
+        if not self._setup.fixed_weights and self._pool.was_reset():
             try:
                 self._discard_computed()
             finally:  # the reset is not seen again
@@ -265,4 +247,30 @@ class Planner:
     def close(self) -> None:
         """End the session."""
         self._client.close()
-        self._adapters.close()
+
+
+class PrefillSpeed:
+    """How many tokens the engine computes per second, measured from when its steps are planned.
+
+    Rather too many: if too few, a request waits for loads that take longer than computing. A step's
+    time is the longer of the two intervals after it, because with asynchronous scheduling the next
+    step is planned at once. Idle time makes a sample slower, so the fastest of the last counts.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=3)
+        self._samples: deque[float] = deque([0.0], maxlen=SAMPLES)
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens per second; 0: unknown."""
+        return max(self._samples)
+
+    def step(self, tokens: int, now_s: float) -> None:
+        """A step of ``tokens`` is planned at ``now_s`` (CLOCK_MONOTONIC)."""
+        self._steps.append((now_s, tokens))
+        if len(self._steps) == 3:
+            (first, computed), (second, _), (third, _) = self._steps
+            took_s = max(second - first, third - second)
+            if computed >= ENOUGH_TOKENS and took_s > 0:
+                self._samples.append(computed / took_s)

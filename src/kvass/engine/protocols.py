@@ -18,39 +18,32 @@ class Request(Protocol):
     @property
     def name(self) -> str:
         """Its id, unique among live requests."""
-        ...
 
     @property
-    def adapter(self) -> tuple[str, str] | None:
-        """Name and path of the LoRA adapter that computes it, if one does."""
-        ...
+    def adapter(self) -> str | None:
+        """Path of the LoRA adapter that computes it, if one does."""
 
     @property
     def reads_cache(self) -> bool:
         """Whether it may be served from a cache at all."""
-        ...
 
     @property
     def known_tokens(self) -> int:
         """Tokens of its prompt, and those generated so far."""
-        ...
 
     @property
     def computed_tokens(self) -> int:
         """Tokens whose KV exists or is being loaded, without the step that is being planned.
         Drafts may count: they have no hash yet."""
-        ...
 
     @property
     def hashed_chunks(self) -> int:
         """Chunks of which all tokens are known and hashed. 0 if another engine may have equal
         hashes for other content."""
-        ...
 
     def chunk_hashes(self, first: int, end: int) -> Sequence[bytes]:
-        """The hashes of chunks ``[first, end)``, each of all tokens up to the chunk's end. All
-        have the same width; ``end <= hashed_chunks``."""
-        ...
+        """The hashes of chunks ``[first, end)``, each of all tokens up to the chunk's end and of
+        the adapter's name. All have the same width; ``end <= hashed_chunks``."""
 
 
 class Step(Protocol):
@@ -59,21 +52,17 @@ class Step(Protocol):
     @property
     def tokens(self) -> int:
         """Tokens that it computes. 0: it has no forward pass."""
-        ...
 
     def requests(self) -> Iterable[tuple[str, int]]:
         """The names of its requests, and how many tokens of each it computes: 0 if it only leaves a
         state of the request behind."""
-        ...
 
     def block_table(self, name: str) -> Table:
         """The blocks of one of its requests."""
-        ...
 
     def boundary_states(self, name: str) -> Iterable[tuple[int, int, int]]:
         """Group, block and number of tokens of each state that it leaves behind of a request. The
         block may have been given to another request since: ``BlockPool.caches`` tells."""
-        ...
 
 
 class BlockPool(Protocol):
@@ -82,26 +71,20 @@ class BlockPool(Protocol):
     @property
     def blocks(self) -> int:
         """How many there are."""
-        ...
 
     def hold(self, ids: Iterable[int]) -> list[Any]:
         """Keep these blocks from being reused, whatever becomes of their requests. The result is
         for ``free`` and ``freed_by``."""
-        ...
 
     def free(self, held: list[Any]) -> None:
         """Undo one ``hold``."""
-        ...
 
     def freed_by(self, held: Iterable[Any]) -> int:
         """How many blocks would become free by freeing ``held``: nobody else uses them."""
-        ...
 
     def caches(self, block: int, digest: bytes, group: int) -> bool:
         """Whether the block is cached for ``group`` under the hash ``digest``."""
-        ...
 
     def was_reset(self) -> bool:
         """Whether the engine's own prefix cache was reset since the last call, or somebody tried
         to: the weights may have been replaced."""
-        ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,11 +25,8 @@ class Inert:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """Sizes in tokens, lists by group id.
-
-    The layers named in ``groups`` are those of one rank: only a worker knows its own.
-    ``strategy`` is the scheduler's; a worker's is ``strategy.at(rank)``.
-    """
+    """Sizes in tokens, lists by group id. The layers named in ``groups`` are those of one rank:
+    only a worker knows its own. ``strategy`` is the scheduler's; a worker's is at its rank."""
 
     socket: str
     instance: str
@@ -55,11 +51,8 @@ class EngineSetup:
 
     @property
     def hits_whole_prompts(self) -> bool:
-        """Whether a hit may end at a prompt's last token.
-
-        Engines compute that token again. A state that contains it already would count it twice,
-        and the blocks before a window of it may be gone.
-        """
+        """Whether a hit may end at a prompt's last token. Engines compute that token again: a state
+        that contains it would count it twice, and the blocks before a window may be gone."""
         return all(group.kind == "full" for group in self.groups)
 
     def register(
@@ -75,13 +68,14 @@ class EngineSetup:
     @property
     def named(self) -> bool:
         """Whether the identity is complete."""
-        return self.weights.done() and self.weights.exception() is None
+        done = self.weights.done() and not self.weights.cancelled()
+        return done and self.weights.exception() is None
 
     def when_named(self, complete: Callable[[Mapping[str, str]], None]) -> None:
         """Call ``complete`` with the rest of the identity: now, or on the thread that finds it."""
 
         def named(name: Future[str]) -> None:
-            if not name.cancelled() and self.named:
+            if self.named:
                 complete({"weights": name.result()})
 
         self.weights.add_done_callback(named)
@@ -89,12 +83,9 @@ class EngineSetup:
 
 def choose_chunk_tokens(wanted: int, unit: int, has_states: bool) -> int:
     """The chunk size: ``wanted``, or if that is 0 the smallest multiple of ``unit`` of at least
-    ``MIN_CHUNK_TOKENS``. ``unit``: the lcm of all block sizes and the alignment of hits.
-
-    A prompt leaves one state behind, at its last block boundary, unless the engine was told to keep
-    more. A chunk of several blocks would mostly not end there, so with states it is one unit.
-    Raises :class:`ConfigError` if ``wanted`` is no multiple.
-    """
+    ``MIN_CHUNK_TOKENS``. ``unit``: the lcm of all block sizes and the alignment of hits. With
+    states it is one unit: a prompt leaves one state behind, at its last block boundary, where a
+    longer chunk would mostly not end. Raises :class:`ConfigError` if ``wanted`` is no multiple."""
     if wanted % unit:
         raise ConfigError(
             f"kvass.chunk_tokens {wanted} does not fit this model: give a multiple of {unit} "
@@ -105,8 +96,7 @@ def choose_chunk_tokens(wanted: int, unit: int, has_states: bool) -> int:
 
 
 def log_off(reason: object, scheduler: bool) -> None:
-    """One line: an error for the engine, or a warning for a worker that knows more than its
-    scheduler (a scheduler sees one layer of each group)."""
+    """One line: an error for the engine, or a warning for a worker, which may know more."""
     if scheduler:
         log.error("kvass is off, the engine runs uncached: %s", reason)
     else:
@@ -115,16 +105,12 @@ def log_off(reason: object, scheduler: bool) -> None:
 
 def log_naming(weights: Future[str], scheduler: bool) -> None:
     """Log when the weights' name is known, or why it will not be."""
-    began_s = time.monotonic()
 
     def named(name: Future[str]) -> None:
-        if name.cancelled():
-            return
-        if (error := name.exception()) is not None:
+        if not name.cancelled() and (error := name.exception()) is not None:
             log_off(error, scheduler)
-        elif scheduler:
-            seconds = time.monotonic() - began_s
-            log.warning("the weight files are read after %.0f s: caching begins", seconds)
+        elif scheduler and not name.cancelled():
+            log.warning("the weight files are read: caching begins")
 
     if scheduler:
         log.warning("the weight files are being read to name them by content; uncached until then")

@@ -1,12 +1,12 @@
 """What the scheduler tells the workers to copy in a step.
 
-Plain values, which the engine's own messages carry: no engine object, no hash. Block ids and slots
-are tuples by layer group.
+Plain values, which the engine's own messages carry. Block ids and slots are tuples by layer group.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from kvass.layout.spans import Blocks
 from kvass.types import Slots
@@ -14,13 +14,11 @@ from kvass.types import Slots
 
 @dataclass(frozen=True)
 class Load:
-    """Rows to copy into the blocks of one waiting request.
+    """Rows to copy into the blocks of one waiting request. ``skip[g]`` leading blocks of group
+    ``g``'s first row are not needed. ``lease`` 0: there is nothing to read any more, and the load
+    must be reported as failed. Only a rank that was registered at ``given_s`` may copy."""
 
-    ``skip[g]`` leading blocks of group ``g``'s first row are not copied: the engine has them, or
-    needs them no more. ``lease`` 0: there is nothing to read any more, and the load must be
-    reported as failed. Only a rank that was registered at ``given_s`` may copy.
-    """
-
+    kind: ClassVar[Literal["load"]] = "load"
     request: str
     boot: bytes = b""
     lease: int = 0
@@ -33,13 +31,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """Blocks to copy into granted rows, after the forward pass of the step.
+    """Blocks to copy into granted rows, after the forward pass of the step. ``step`` is
+    ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed the blocks:
+    an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty."""
 
-    ``step`` is ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed
-    the blocks: an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` are empty for
-    a group of which nothing was granted.
-    """
-
+    kind: ClassVar[Literal["store"]] = "store"
     step: int
     boot: bytes
     reservation: int
@@ -52,12 +48,9 @@ class Store:
 
 @dataclass
 class StepWork:
-    """One step's loads and stores.
-
-    ``step`` numbers the steps that have stores, from 1: their blocks are held until every rank has
-    reported this number. It is 0 without stores. ``number`` counts all steps. Without ``computes``
-    the step has no forward pass.
-    """
+    """One step's loads and stores. ``step`` numbers the steps that have stores, from 1: their
+    blocks are held until every rank has reported this number. It is 0 without stores. ``number``
+    counts all steps. Without ``computes`` the step has no forward pass."""
 
     step: int = 0
     loads: list[Load] = field(default_factory=list)

@@ -4,18 +4,16 @@ Laws of this file:
 
 - A chunk is offered to the daemon in the step that computes it for good and knows its hash. It is
   offered again only if the daemon gave no answer, not if it granted nothing.
-- A step waits only briefly for the daemon's answer. If none has come, all blocks of the offer are
-  held, and the store is planned in the step in which the answer comes, whatever has become of the
-  request. Until then the engine keeps stepping.
-- A late answer is awaited no longer than ``SchedulerClient.granted`` allows, and not when the
-  engine has too few blocks. Then the blocks are given back at once.
-- Blocks are held from the step that plans their store until every rank has reported that step, so
-  finish, abort and preemption of a request need nothing more. The engine waits for such blocks only
-  as long as a copy may take; if a copy hangs, its blocks stay held.
+- If the answer does not come at once, all blocks of the offer are held, and the store is planned in
+  the step in which the answer comes, whatever has become of the request.
+- Blocks are held from the step that plans their store until every rank has reported that step. If a
+  copy hangs, its blocks stay held, and the engine waits for them no longer.
 """
 
 from __future__ import annotations
 
+import hashlib
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,40 +21,66 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from kvass.client.scheduler import Pending, Reserving, SchedulerClient
 from kvass.engine.adapters import Adapters, NoSalt
 from kvass.engine.protocols import BlockPool, Request, Step
-from kvass.engine.request_state import NEVER, RequestState
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork, Store
 from kvass.layout.spans import Spans, States, Table
 from kvass.messages import Grant, Granted, ReserveItem
 from kvass.types import Slots
 
+NEVER: Final = sys.maxsize
 KEYS_PER_STEP: Final = 16_384
-"""Chunks named in one reserve, half of what a message may carry; the rest waits a step."""
-
 ITEMS_PER_STEP: Final = 1024
-"""Items in one reserve, as many as a message may have; the rest waits a step."""
-
-MAX_PAUSE: Final = 8
-"""At most this many steps pass before a daemon that refused a whole reserve is asked again."""
-
+"""Chunks and items in one reserve, within the limits of a message; the rest waits a step."""
+PAUSE_STEPS: Final = 8
+"""How many steps pass before a daemon that refused a whole reserve is asked again."""
 HUNG_S: Final = 5.0
 """How long after its deadline a copy's report is awaited. A working copy ends at its deadline."""
-
 POOL_SHARE: Final = 4
-"""Offers without an answer keep at most this fraction (1/4) of the engine's blocks from being
-free."""
+"""Offers without an answer keep at most 1 / ``POOL_SHARE`` of the blocks from being free."""
+
+
+@dataclass
+class RequestState:
+    """``offered``: chunks before this one were offered for storing, or were loaded; NEVER: none is
+    stored any more. ``local``: tokens that the engine had itself when it last asked for a match.
+    ``attempted``: its one load was begun. ``match_since`` is the step in which a match with an
+    adapter was first asked for, ``store_since`` since when how many chunks wait for its salt."""
+
+    request: Request
+    offered: int = 0
+    local: int = 0
+    attempted: bool = False
+    match_since: int | None = None
+    store_since: tuple[int, int] | None = None
+
+    def offer_again(self, since: int = 0) -> None:
+        """Offer the chunks from ``since`` on once more."""
+        if self.offered != NEVER:
+            self.offered = min(self.offered, since)
+
+    def digests(self, chunks: int, salt: bytes) -> tuple[bytes, int]:
+        """The hashes of the first ``chunks`` chunks, back to back, and their width. A ``salt`` is
+        mixed in by XOR: the engine's hashes are as good as random, so results are equal only for
+        equal hashes and salts."""
+        if chunks <= 0:
+            return b"", 0
+        hashes = self.request.chunk_hashes(0, chunks)
+        digests, width = b"".join(hashes), len(hashes[0])
+        if salt:
+            mask = hashlib.blake2b(salt, digest_size=width).digest() * chunks
+            digests = (np.frombuffer(digests, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes()
+        return digests, width
 
 
 @dataclass
 class Offer:
-    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out.
-
-    The answer decides the request's chunks from ``since`` to ``ready``.
-    """
+    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out. The answer
+    decides the request's chunks from ``since`` to ``ready``."""
 
     state: RequestState
     item: ReserveItem
@@ -82,15 +106,13 @@ class PendingReserve:
 class HeldBlocks:
     """The blocks of one step's stores. ``until_s``: so long may the ranks' reports take."""
 
-    blocks: list[Any]
-    until_s: float
+    blocks: list[Any] = field(default_factory=list)
+    until_s: float = 0.0
+    reports: int = 0
 
 
 class StorePlanner:
-    """Plans one engine's stores. Used from the engine's scheduler thread only.
-
-    ``requests`` are the engine's live requests, by name.
-    """
+    """Plans one engine's stores. Used from the engine's scheduler thread only."""
 
     def __init__(
         self,
@@ -99,28 +121,18 @@ class StorePlanner:
         spans: Spans,
         adapters: Adapters,
         requests: Mapping[str, RequestState],
+        pool: BlockPool,
     ) -> None:
         self._setup = setup
         self._client = client
         self._spans = spans
         self._adapters = adapters
         self._requests = requests
-        self._bound: BlockPool | None = None
-        self._number = self._step = 0
-        self._pause = self._pause_left = 0
+        self._pool = pool
+        self._number = self._step = self._pause_left = 0
         self._boot = b""
         self._pending: deque[PendingReserve] = deque()
         self._held: dict[int, HeldBlocks] = {}
-        self._reported: dict[int, int] = {}
-
-    def bind(self, pool: BlockPool) -> None:
-        """The block pool, once the engine has made it."""
-        self._bound = pool
-
-    @property
-    def _pool(self) -> BlockPool:
-        assert self._bound is not None, "an engine makes its block pool before the first step"
-        return self._bound
 
     # ------------------------------------------------------------ a step
 
@@ -160,8 +172,8 @@ class StorePlanner:
 
     def _sources(self, offer: Offer) -> Iterator[int]:
         """Every block that ``offer`` may store."""
-        mask, first = offer.item.groups, offer.item.first
-        which = [range(first, offer.end)] * mask.bit_count()
+        mask = offer.item.groups
+        which = [range(offer.item.first, offer.end)] * mask.bit_count()
         for ids in self._spans.to_store(offer.table, offer.boundary_states, mask, which):
             yield from ids
 
@@ -176,21 +188,20 @@ class StorePlanner:
             try:
                 self._answered(reserve, granted, work)
             finally:
-                self._free(reserve)
+                self._pool.free(reserve.held)
         if self._pending and POOL_SHARE * self._freed_by_abandoning() > self._pool.blocks:
             self.abandon_pending()
 
     def _answered(self, reserve: PendingReserve, granted: Granted | None, work: StepWork) -> None:
         """Add to the step's work what was granted; None: nothing was, or ever will be."""
         if granted is None:
-            self._offer_again(reserve)
+            self._offer_again(reserve.offers)
             self._refused()
             return
-        self._pause = 0
         if self._boot not in (b"", granted.boot):
             self._offer_everything_again()
         self._boot = granted.boot
-        owed = [grant.reservation for grant in granted.grants if grant.reservation]
+        owed = {grant.reservation for grant in granted.grants} - {0}
         try:
             for offer, grant in zip(reserve.offers, granted.grants, strict=True):
                 if offer.since <= offer.state.offered:
@@ -215,22 +226,21 @@ class StorePlanner:
         if left and decided and self._client.answering:
             self._reserve(left, reserve.width, reserve.number, work)
         else:
-            for offer in left:
-                offer.state.offer_again(offer.since)
+            self._offer_again(left)
 
     def abandon_pending(self) -> None:
         """Await no answer any more: give the blocks back, and offer the chunks again some steps
         later, if their requests live."""
         if self._pending:
-            self._back_off()
+            self._pause_left = PAUSE_STEPS
         while self._pending:
             reserve = self._pending.popleft()
             self._client.give_up(reserve.reserving)
-            self._offer_again(reserve)
-            self._free(reserve)
+            self._offer_again(reserve.offers)
+            self._pool.free(reserve.held)
 
-    def _offer_again(self, reserve: PendingReserve) -> None:
-        for offer in reserve.offers:
+    def _offer_again(self, offers: list[Offer]) -> None:
+        for offer in offers:
             offer.state.offer_again(offer.since)
 
     def _offer_everything_again(self) -> None:
@@ -238,18 +248,10 @@ class StorePlanner:
         for state in self._requests.values():
             state.offer_again()
 
-    def _free(self, reserve: PendingReserve) -> None:
-        held, reserve.held = reserve.held, []
-        self._pool.free(held)
-
     def _refused(self) -> None:
         """Nothing of a reserve was granted. If the daemon is there, a rank is not, yet."""
         if self._client.answering:
-            self._back_off()
-
-    def _back_off(self) -> None:
-        """Ask nothing for some steps, more each time."""
-        self._pause_left, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
+            self._pause_left = PAUSE_STEPS
 
     def _offers(self, step: Step) -> tuple[list[Offer], int]:
         """What this step completes, and the width of a hash."""
@@ -277,12 +279,8 @@ class StorePlanner:
         return offers, width
 
     def _boundary_states(self, step: Step, request: Request) -> States:
-        """The states at a chunk's end that this step leaves behind. They are good until its forward
-        pass is over; a block that is held stays so.
-
-        By the time the engine tells, the request may have gone on and the block be free or another
-        request's. Its hash is the proof: it says of which tokens the block holds the state.
-        """
+        """The states at a chunk's end that this step leaves behind; good until its forward pass is
+        over. The block may be free or another request's by now: its hash says what it holds."""
         states = {}
         for group, block, tokens in step.boundary_states(request.name):
             chunks, rest = divmod(tokens, self._setup.chunk_tokens)
@@ -302,29 +300,22 @@ class StorePlanner:
         ready = min(ready, self._spans.covered(table))
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
-        return [
-            Offer(
-                state,
-                ReserveItem(name, hashes[: end * width], begin, mask),
-                end,
-                since,
-                max(since, ready),
-                table,
-                states,
-            )
-            for begin, end, mask in self._spans.runs(table, states, since, ready)
-        ], width
+        offers = []
+        for begin, end, mask in self._spans.runs(table, states, since, ready):
+            item = ReserveItem(name, hashes[: end * width], begin, mask)
+            offers.append(Offer(state, item, end, since, max(since, ready), table, states))
+        return offers, width
 
     def _salt_to_store(self, state: RequestState, ready: int) -> tuple[bytes | None, int]:
         """What is mixed into the hashes of an offer, and for how many chunks: those that were ready
-        when it was asked for. None: nothing can be offered now."""
+        when it was asked for. None: nothing can be offered."""
         if (adapter := state.request.adapter) is None:
             return b"", ready
         now = self._adapters.step, ready
         if state.store_since is None or not state.offered < state.store_since[1] <= ready:
             state.store_since = now
         since, chunks = state.store_since
-        salt = self._adapters.salt(*adapter, since)
+        salt = self._adapters.salt(adapter, since)
         if isinstance(salt, bytes):
             state.store_since = now
             return salt, chunks
@@ -351,7 +342,7 @@ class StorePlanner:
         )
         held = self._pool.hold(i for ids in blocks for i in ids)
         self._step = work.step = store.step
-        hold = self._held.setdefault(work.step, HeldBlocks([], 0.0))
+        hold = self._held.setdefault(work.step, HeldBlocks())
         hold.blocks += held
         hold.until_s = max(hold.until_s, granted.deadline_s + HUNG_S)
         work.stores.append(store)
@@ -368,37 +359,31 @@ class StorePlanner:
 
     def settled(self, steps: Mapping[int, int]) -> None:
         """``steps[s]`` more ranks have settled all stores of step ``s``; the last frees blocks."""
-        for step, ranks in steps.items():
-            self._reported[step] = self._reported.get(step, 0) + ranks
-            if self._reported[step] >= self._setup.strategy.ranks and step in self._held:
-                self._pool.free(self._held.pop(step).blocks)
-                del self._reported[step]
+        for step in steps.keys() & self._held.keys():
+            hold = self._held[step]
+            hold.reports += steps[step]
+            if hold.reports >= self._setup.strategy.ranks:
+                del self._held[step]
+                self._pool.free(hold.blocks)
 
     # ------------------------------------------------------------ the engine's questions
 
     def storing(self) -> bool:
-        """Whether an answer of the daemon or a report of a rank may come, so that the engine must
-        keep stepping."""
-        return bool(self._pending) or any(True for _ in self._awaited())
+        """Whether an answer or a rank's report may come, so that the engine must keep stepping."""
+        return bool(self._pending or self._awaited())
 
     def frees_blocks(self) -> bool:
         """The engine has too few blocks: whether it has more in the next step if it preempts
-        nobody.
-
-        Blocks that await a grant are given back for it; a copy in progress it waits for.
-        """
-        if self._bound is None:
-            return False
+        nobody. Blocks that await a grant are given back for it."""
         if self._freed_by_abandoning():
             self.abandon_pending()
             return True
         return self._pool.freed_by(block for hold in self._awaited() for block in hold.blocks) > 0
 
     def _freed_by_abandoning(self) -> int:
-        """How many blocks would be free but for offers that await their answer."""
         return self._pool.freed_by(block for reserve in self._pending for block in reserve.held)
 
-    def _awaited(self) -> Iterator[HeldBlocks]:
+    def _awaited(self) -> list[HeldBlocks]:
         """What is held for copies that are not known to hang."""
         now_s = time.monotonic()
-        return (hold for hold in self._held.values() if now_s < hold.until_s)
+        return [hold for hold in self._held.values() if now_s < hold.until_s]

@@ -151,6 +151,31 @@ def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:
     )
 
 
+def read_setup(config: Any, caches: Any) -> Any:
+    """The ``VllmSetup`` of an engine that is served."""
+    from kvass.connectors.vllm.configuration import VllmSetup, read_setup
+
+    found = read_setup(config, caches)
+    assert isinstance(found, VllmSetup), found
+    return found
+
+
+def inert_reason(config: Any, caches: Any) -> str:
+    """Why an engine is not served."""
+    from kvass.connectors.vllm.configuration import read_setup
+    from kvass.engine.setup import Inert
+
+    found = read_setup(config, caches)
+    assert isinstance(found, Inert)
+    return found.reason
+
+
+def rig(**options: Any) -> tuple[FakeClient, SchedulerHarness]:
+    """A harness with a client of its own; ``options`` as for ``SchedulerHarness``."""
+    client = FakeClient()
+    return client, SchedulerHarness(client, **options)
+
+
 class SchedulerHarness:
     """One scheduler, its requests, and the workers' part of every step."""
 
@@ -262,7 +287,7 @@ class SchedulerHarness:
         many), loads that ended or failed."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        from kvass.connectors.vllm.metadata import StepReport
+        from kvass.connectors.vllm.adapt import StepReport
 
         if self._multi:
             from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as multi

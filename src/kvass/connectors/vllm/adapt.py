@@ -1,10 +1,9 @@
 """vLLM's base classes, and its requests, steps and block pool as ``kvass.engine`` sees them.
 
-Eleven files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` (what of the
-configuration is in a namespace, with ``fields.py``, ``settings.py``, ``variables.py`` and
-``environment.py``), ``weight_files.py`` (which files it loads), ``device.py``, ``groups.py`` (cache
-groups) and ``kv_caches.py`` (pages). ``connector.py`` knows the hooks of the base class, and no
-other file knows vLLM. For another version change these, then add it to ``TESTED_VLLM``.
+Seven files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
+(what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups)
+and ``kv_caches.py`` (pages). ``connector.py`` knows the hooks of the base class, and no other file
+knows vLLM. For another version change these, then add it to ``TESTED_VLLM``.
 
 Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
@@ -16,7 +15,9 @@ block is in use. vLLM calls it on the pool object. While a step's metadata is bu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
 
 try:
@@ -43,17 +45,30 @@ except ImportError:  # an older vLLM: the connector loads, logs that, and stays 
     HIT_SOURCE = None
 
 __all__ = [
-    "HIT_SOURCE",
     "KVConnectorBase_V1",
-    "KVConnectorMetadata",
     "KVConnectorRole",
     "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
     "SupportsHMA",
 ]
 
 CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 """vLLM's hash of an item's content: BLAKE3 or SHA-256, or SHA-512, in hex."""
+
+
+@dataclass
+class StepMetadata(StepWork, KVConnectorMetadata):
+    """Scheduler to workers: one step's loads and stores. vLLM's transport pickles it."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """Workers to scheduler: ``steps[s]`` ranks have settled every store of step ``s``."""
+
+    steps: dict[int, int] = field(default_factory=dict)
+
+    def aggregate(self, other: StepReport) -> StepReport:
+        """Both reports in one."""
+        return StepReport(dict(Counter(self.steps) + Counter(other.steps)))
 
 
 class VllmRequest:
@@ -68,9 +83,9 @@ class VllmRequest:
         return str(self._request.request_id)
 
     @property
-    def adapter(self) -> tuple[str, str] | None:
+    def adapter(self) -> str | None:
         lora = self._request.lora_request
-        return None if lora is None else (lora.lora_name, lora.lora_path)
+        return None if lora is None else str(lora.lora_path)
 
     @property
     def reads_cache(self) -> bool:
@@ -86,7 +101,7 @@ class VllmRequest:
 
     @property
     def hashed_chunks(self) -> int:
-        if not self._setup.global_media_ids and chooses_media_ids(self._request):
+        if not self._setup.global_media_ids and _chooses_media_ids(self._request):
             return 0
         hashed_tokens = len(self._request.block_hashes) * self._setup.hash_tokens
         return hashed_tokens // self._setup.chunk_tokens
@@ -97,14 +112,11 @@ class VllmRequest:
         return hashes[(first + 1) * step - 1 : end * step : step]
 
 
-def chooses_media_ids(request: Any) -> bool:
+def _chooses_media_ids(request: Any) -> bool:
     """Whether the hashes of ``request`` depend on an id of an image, a video or a sound that is not
-    a hash of its content: a client gave it (``multi_modal_uuids``), or vLLM numbered the item, as
-    it does without any cache of its own. The id may stand for other content in another engine.
-
-    An id is known by its form. vLLM may put the name of a LoRA adapter before a hash. It hashes a
-    client's id if the request has arguments for the processor: such a one is not noticed.
-    """
+    a hash of its content: a client gave it (``multi_modal_uuids``), or vLLM numbered the item. The
+    id may stand for other content in another engine. It is known by its form; vLLM may put the name
+    of a LoRA adapter before a hash. A client's id that vLLM hashed is not noticed."""
     for feature in request.mm_features:
         content = getattr(feature, "mm_hash", None) or feature.identifier
         prefix = feature.identifier.removesuffix(content)
@@ -125,7 +137,7 @@ class VllmStep:
 
     def requests(self) -> Iterable[tuple[str, int]]:
         scheduled: dict[str, int] = self._output.num_scheduled_tokens
-        # of a request that computes nothing in this step a state may be handed over
+        # a request that computes nothing in this step may leave a state behind
         return (dict.fromkeys(self._offloads, 0) | scheduled).items()
 
     def block_table(self, name: str) -> Table:
@@ -152,11 +164,8 @@ def block_table(blocks: Any) -> Table:
 
 
 class VllmBlockPool:
-    """vLLM's block pool as ``kvass.engine.protocols.BlockPool``.
-
-    ``before_reset`` is called before vLLM resets its prefix cache, to give back what can be given
-    back: a reset fails while blocks are held. It must not raise.
-    """
+    """vLLM's block pool as ``kvass.engine.protocols.BlockPool``. ``before_reset`` is called before
+    vLLM resets its prefix cache, which fails while blocks are held. It must not raise."""
 
     def __init__(self, block_pool: Any, before_reset: Callable[[], None]) -> None:
         self._pool = block_pool
@@ -164,13 +173,11 @@ class VllmBlockPool:
         self._reset = block_pool.reset_prefix_cache
         block_pool.reset_prefix_cache = self._attempt
         self._attempted = False
-        """Whether a reset was called for since ``was_reset``, even if vLLM refused it."""
         self._map = block_pool.cached_block_hash_to_block
-        """vLLM's map of cached blocks at the last ``was_reset``; kept, so that no new map can have
-        its id."""
+        """At the last ``was_reset``. A reset makes a new map."""
 
     def _attempt(self) -> bool:
-        """In the place of the pool's ``reset_prefix_cache``."""
+        """In the place of the pool's ``reset_prefix_cache``, which may refuse."""
         self._attempted = True
         self._before_reset()
         return bool(self._reset())

@@ -1,7 +1,6 @@
 """vLLM's configuration, read into a ``VllmSetup``, or the reason why this engine runs uncached.
 
-Both sides of the connector read it once, at start. Parallelism is read here only. A file of vLLM's
-version (see ``adapt.py``).
+A file of vLLM's version (see ``adapt.py``).
 
 Facts relied on (0.32): ``parallel_config.rank`` is a worker's place in its engine, tensor-parallel
 ranks consecutive; ``kv_tp_replicas`` consecutive ones of them hold equal KV. Under decode context
@@ -14,30 +13,54 @@ from __future__ import annotations
 import inspect
 import math
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Literal
 
+import msgspec
 import vllm
+from msgspec import Meta
 
 from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
-from kvass.connectors.vllm import device, namespace, weight_files
-from kvass.connectors.vllm.groups import (
-    Unsupported,
-    any_non_causal,
-    has_states,
-    page_formats,
-    read_groups,
-)
-from kvass.connectors.vllm.options import read_options
+from kvass.connectors.vllm import groups, namespace, weight_files
 from kvass.engine import identity, weights
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES, ON_REQUEST
 from kvass.types import MAX_RANKS
 
-TESTED: Final = TESTED_VLLM
+
+class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
+    """The ``kvass.*`` keys of ``kv_connector_extra_config``. Keys of other prefixes are ignored.
+    Without a socket, it is the default one."""
+
+    socket: str = ""
+    chunk_tokens: Annotated[int, Meta(ge=1)] = 0
+    tag: str = ""
+    model_id: Annotated[str, Meta(min_length=1)] = ""
+    kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
+    """``blocks``: whichever of the others suits the device's kernels."""
+    fixed_weights: bool = False
+    gpu: bool = False
+    gpu_copies: Literal["batch", "single"] = "batch"
+    """``single``: a call of the driver per run, for drivers that cannot take batches."""
+    global_media_ids: bool = False
+
+
+def read_options(extra: Mapping[str, object]) -> Options:
+    """Raises :class:`ConfigError` for an unknown ``kvass.*`` key or a wrong type or value."""
+    ours = {key: value for key, value in extra.items() if key.startswith("kvass")}
+    known = {f.encode_name for f in msgspec.structs.fields(Options)}
+    if unknown := sorted(ours.keys() - known):
+        raise ConfigError(f"unknown option {unknown[0]!r}: use one of {', '.join(sorted(known))}")
+    try:
+        return msgspec.convert(ours, Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"an option in kv_connector_extra_config: {error}; docs/vllm.md lists their values"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,44 +73,50 @@ class VllmSetup(EngineSetup):
 
 
 def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
-    """Read the engine's configuration.
-
-    Raises :class:`ConfigError` for what the operator must correct (an option, the role, the hash
-    algorithm); returns :class:`Inert` for a model or environment that is not supported yet.
-    """
+    """Raises :class:`ConfigError` for what the operator must correct (an option, the role, the hash
+    algorithm); returns :class:`Inert` for a model or environment that is not supported yet."""
     transfer = vllm_config.kv_transfer_config
     options = read_options(transfer.kv_connector_extra_config)
     version = vllm.__version__.partition("+")[0]
-    if version not in TESTED:
-        return Inert(f"vLLM {version} was never tested; tested: {', '.join(sorted(TESTED))}")
+    if version not in TESTED_VLLM:
+        return Inert(f"vLLM {version} was never tested; tested: {', '.join(sorted(TESTED_VLLM))}")
     if not transfer.is_kv_consumer:
         raise ConfigError(f"kv_role {transfer.kv_role}: use kv_both, or kv_consumer to only read")
     _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
-    blocks = _block_tokens(vllm_config.parallel_config, kv_cache_config)
+    parallel = vllm_config.parallel_config
+    dcp = parallel.decode_context_parallel_size
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    blocks = tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)
     unit = math.lcm(*blocks, kv_cache_config.cache_hit_alignment_tokens or 1)
-    chunk_tokens = choose_chunk_tokens(options.chunk_tokens, unit, has_states(kv_cache_config))
-    if reason := _unsupported(vllm_config, kv_cache_config, options.gpu):
+    has_states = groups.has_states(kv_cache_config)
+    chunk_tokens = choose_chunk_tokens(options.chunk_tokens, unit, has_states)
+    if reason := next(_unsupported(vllm_config, kv_cache_config, options.gpu), ""):
         return Inert(reason)
     hash_tokens = kv_cache_config.hash_block_size or blocks[0]
     try:
-        groups = read_groups(kv_cache_config, blocks)
-        page_formats(kv_cache_config)  # raises here what a rank would find too late
+        layouts = groups.read_groups(kv_cache_config, blocks)
+        groups.page_formats(kv_cache_config)  # raises here what a rank would find too late
         fields = namespace.describe(vllm_config, kv_cache_config, vllm.__version__)
         adapters = namespace.adapter_settings(vllm_config.lora_config)
         name = weights.begin(weight_files.sources(vllm_config, options.model_id))
-        weights.wait(name)
-    except (Unsupported, identity.Indescribable) as error:
+    except (groups.Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
-    fields["parallel"] = identity.canonical(_parallel_identity(vllm_config.parallel_config))
+    # What decides which tokens, heads and layers a rank's page holds.
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    interleave = parallel.cp_kv_cache_interleave_size if dcp > 1 else 1
+    fields["parallel"] = identity.canonical([tp, pp, dcp, interleave])
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
+    model = vllm_config.model_config
+    source = str(model.model_weights or model.model)  # an address, a path, or a name on the Hub
+    source = os.path.realpath(source) if os.path.exists(source) else source
     return VllmSetup(
         socket=options.socket or default_socket(),
         instance=transfer.engine_id,
         identity={name: identity.short(text) for name, text in fields.items()},
-        strategy=_strategy(vllm_config.parallel_config, kv_cache_config),
+        strategy=ParallelStrategy(tp=tp, pp=pp, replicas=kv_cache_config.kv_tp_replicas),
         chunk_tokens=chunk_tokens,
         hash_tokens=hash_tokens,
-        groups=groups,
+        groups=layouts,
         single_copies=options.gpu_copies == "single",
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
@@ -95,40 +124,37 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         fixed_weights=options.fixed_weights,
         adapters=adapters,
         global_media_ids=options.global_media_ids,
-        model=options.model_id or _model_name(vllm_config.model_config),
+        model=options.model_id or source,
         weights=name,
     )
 
 
-def _model_name(model: Any) -> str:
-    """For people: where it was fetched from, a path without links, or its name on the Hub."""
-    name = str(model.model_weights or model.model)
-    return os.path.realpath(name) if os.path.exists(name) else name
+def _check_hash_algorithm(algorithm: str) -> None:
+    if "xxhash" in algorithm and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            f"prefix-caching hash algorithm {algorithm} is seeded at random in each process: "
+            "set PYTHONHASHSEED to the same number for all engines, or use sha256"
+        )
 
 
 def wanted_layout(vllm_config: Any) -> str | None:
     """vLLM's name of the KV cache layout that the options ask for: blocks outermost, in which a
-    block of all layers is one piece. None: they ask for none, or this vLLM was never tested.
-
-    A preference only: ``VLLM_KV_CACHE_LAYOUT`` goes before it, and where the model's attention
-    cannot have it vLLM warns and takes its own. Raises :class:`ConfigError`.
-    """
+    block of all layers is one piece. None: they ask for none, or this vLLM was never tested. vLLM
+    takes it if nothing else decides. Raises :class:`ConfigError`."""
     wanted = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_layout
-    if not wanted or vllm.__version__.partition("+")[0] not in TESTED:
+    if not wanted or vllm.__version__.partition("+")[0] not in TESTED_VLLM:
         return None
     if wanted != "blocks":
         return wanted
-    capability = device.capability()  # Blackwell's kernels want a block's heads before its tokens
+    # Blackwell's kernels want a block's heads before its tokens.
+    capability = namespace.capability()
     return "BLHNC" if capability is not None and capability[0] >= 10 else "BLNHC"
 
 
 def recompute_failed_loads(vllm_config: Any) -> None:
     """Have vLLM recompute what a failed load did not bring. The scheduler reads this setting after
-    it made its connector.
-
-    A MultiConnector gives us a copy of the configuration. Only the frames of the callers that are
-    making this connector refer to the one that the scheduler reads.
-    """
+    it made its connector. A MultiConnector gives us a copy of the configuration: only the frames of
+    our callers refer to the one that the scheduler reads."""
     vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
     frame = inspect.currentframe()
     while frame is not None:
@@ -138,28 +164,10 @@ def recompute_failed_loads(vllm_config: Any) -> None:
         frame = frame.f_back
 
 
-def _check_hash_algorithm(algorithm: str) -> None:
-    """vLLM seeds its xxhash variants at random in each process, unless told otherwise."""
-    if "xxhash" in algorithm and "PYTHONHASHSEED" not in os.environ:
-        raise ConfigError(
-            f"prefix-caching hash algorithm {algorithm} is seeded at random in each process: "
-            "set PYTHONHASHSEED to the same number for all engines, or use sha256"
-        )
-
-
-def _block_tokens(parallel: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Tokens for which one block id of each group stands, all ranks' shares together."""
-    dcp = parallel.decode_context_parallel_size
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)
-
-
 def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> int:
-    """How many chunks a hit must leave unused.
-
-    A drafter that reads the model's hidden states (EAGLE, MTP) computes its KV of a token with the
-    tokens after it. vLLM uses of a match all but the last block, so that it knows them to be equal.
-    """
+    """How many chunks a hit must leave unused. A drafter that reads the model's hidden states
+    (EAGLE, MTP) computes its KV of a token with the tokens after it, so vLLM uses of a match all
+    but the last block."""
     speculative = vllm_config.speculative_config
     flagged = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
     if not flagged and (speculative is None or not speculative.use_eagle_block_drop()):
@@ -168,93 +176,51 @@ def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> 
     return -(-max(1, lookahead) // chunk_tokens)
 
 
-def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> str:
-    """Why this engine cannot be served yet; empty if it can."""
-    if reason := _unsupported_ranks(vllm_config.parallel_config):
-        return reason
-    kind = device.kind()
+def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[str]:
+    """Why this engine cannot be served yet."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if parallel.prefill_context_parallel_size > 1:
+        yield "prefill context parallelism is not supported"
+    if ranks > MAX_RANKS:
+        yield f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
+    if parallel.nnodes_within_dp > 1:
+        yield "an engine whose ranks are on several machines is not supported"
+    kind = namespace.device_kind()
     if kind in ON_REQUEST and not gpu:
-        return f"device {kind!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"
+        yield f"device {kind!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"
     if kind not in DEVICES | ON_REQUEST:
-        return f"device {kind!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
-    if _returns_experts(vllm_config):
-        return "--enable-return-routed-experts is not supported: of a hit vLLM has none, and raises"
+        yield f"device {kind!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
+    # Before 0.32 a setting of the model.
+    parts = [getattr(vllm_config, "aux_output_config", None), model]
+    if any(getattr(part, "enable_return_routed_experts", False) for part in parts):
+        yield "--enable-return-routed-experts is not supported: of a hit vLLM has none, and raises"
     if not kv_cache_config.kv_cache_groups:
-        return "a model without KV cache has nothing to share"
-    stages = vllm_config.parallel_config.pipeline_parallel_size
+        yield "a model without KV cache has nothing to share"
+    # Earlier stages hear some steps later which drafts stood, and correct their states then: by
+    # that time they may have been stored.
     drafts = vllm_config.speculative_config is not None
-    if drafts and stages > 1 and has_states(kv_cache_config):
-        # Earlier stages hear some steps later which drafts stood, and correct their states then:
-        # by that time they may have been stored.
-        return "a model with states, pipeline stages and speculative decoding is not supported"
-    return _never_cached(vllm_config.model_config, kv_cache_config)
-
-
-def _returns_experts(vllm_config: Any) -> bool:
-    """Whether vLLM returns which experts computed each token. Of the tokens of a hit its worker
-    looks for them in its own store, and raises ``BlockObjectStoreError``: they were never there.
-    Before 0.32 this was a setting of the model."""
-    parts = [getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config")]
-    return any(getattr(part, "enable_return_routed_experts", False) for part in parts)
-
-
-def _never_cached(model: Any, kv_cache_config: Any) -> str:
-    """Why vLLM itself caches no prefix of this model; empty if it may.
-
-    It asks a connector all the same, and its answer would be wrong or the end of the engine: a
-    prompt pooled from its first token or from all of them must be computed whole, and what attends
-    to tokens after itself depends on them. Whether vLLM's own cache is on is another matter: it may
-    be off for reasons of its own.
-    """
+    if drafts and parallel.pipeline_parallel_size > 1 and groups.has_states(kv_cache_config):
+        yield "a model with states, pipeline stages and speculative decoding is not supported"
+    # vLLM caches no prefix of these, and yet asks a connector: a prompt pooled from its first token
+    # or from all of them must be computed whole, and what attends to tokens after itself depends on
+    # them. Whether vLLM's own cache is on does not matter: it may be off for other reasons.
     never = "vLLM supports no prefix caching for it"
-    if any_non_causal(kv_cache_config):
-        return f"a model with attention that is not causal is not supported: {never}"
+    if groups.any_non_causal(kv_cache_config):
+        yield f"a model with attention that is not causal is not supported: {never}"
     if not model.is_prefix_caching_supported:
-        pooled = f", pooled by {_pooling_of(model)}" if model.pooler_config else ""
-        return f"a model of this kind ({model.attn_type}{pooled}) is not supported: {never}"
-    return ""
+        pooled = f", pooled by {_pooling_of(model.pooler_config)}" if model.pooler_config else ""
+        yield f"a model of this kind ({model.attn_type}{pooled}) is not supported: {never}"
 
 
-def _pooling_of(model: Any) -> str:
+def _pooling_of(pooler: Any) -> str:
     """How a pooling model makes one vector of a prompt's, or of its tokens. vLLM fills in a default
-    for the one that is not used; of those for tokens STEP alone is a reason."""
-    pooler = model.pooler_config
+    for the one that is not used; of those for tokens only STEP makes prefixes uncacheable."""
     if pooler.tok_pooling_type == "STEP":
         return "STEP"
     return str(pooler.seq_pooling_type or pooler.tok_pooling_type)
 
 
-# ---------------------------------------------------------------- parallelism
-
-
 def worker_rank(vllm_config: Any) -> int:
     """This worker process's place among the ranks of its engine."""
     return int(vllm_config.parallel_config.rank)
-
-
-def _strategy(parallel: Any, kv_cache_config: Any) -> ParallelStrategy:
-    """The scheduler's view. Every rank of it releases, reports and, if it writes, commits."""
-    return ParallelStrategy(
-        tp=parallel.tensor_parallel_size,
-        pp=parallel.pipeline_parallel_size,
-        replicas=kv_cache_config.kv_tp_replicas,
-    )
-
-
-def _unsupported_ranks(parallel: Any) -> str:
-    """Why these ranks cannot be served; empty if they can."""
-    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    if parallel.prefill_context_parallel_size > 1:
-        return "prefill context parallelism is not supported"
-    if ranks > MAX_RANKS:
-        return f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
-    if parallel.nnodes_within_dp > 1:
-        return "an engine whose ranks are on several machines is not supported"
-    return ""
-
-
-def _parallel_identity(parallel: Any) -> list[int]:
-    """What decides which tokens, heads and layers a rank's page holds."""
-    dcp = parallel.decode_context_parallel_size
-    interleave = parallel.cp_kv_cache_interleave_size if dcp > 1 else 1
-    return [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, dcp, interleave]

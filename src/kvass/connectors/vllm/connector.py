@@ -7,18 +7,22 @@ inert connector has neither half and answers every hook as if nothing were ever 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvass.connectors.vllm import adapt, configuration
+from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
-from kvass.connectors.vllm.metadata import StepMetadata, StepReport
 from kvass.engine.boundary import Boundary
 from kvass.engine.copier import Copier
 from kvass.engine.planner import Planner
 from kvass.engine.setup import Inert, log_naming, log_off
 from kvass.errors import UsageError
+
+P = ParamSpec("P")
+H = TypeVar("H", Planner, Copier)
+R = TypeVar("R")
 
 
 class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
@@ -63,6 +67,17 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def _make_copier(self, setup: VllmSetup, vllm_config: Any) -> Copier:
         return Copier(setup, configuration.worker_rank(vllm_config), self._boundary)
 
+    def _run(
+        self,
+        half: H | None,
+        miss: R,
+        call: Callable[Concatenate[H, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """A method of the planner or the copier; ``miss`` if there is none, or it raises."""
+        return miss if half is None else self._boundary.run(miss, call, half, *args, **kwargs)
+
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """The layout of the KV cache that the options ask for; vLLM warns if it cannot have it."""
@@ -77,67 +92,58 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Called with the scheduler's block pool, once it exists."""
-        if self._planner is not None:
-            self._boundary.run(None, self._bind, self._planner, gpu_block_pool)
 
-    def _bind(self, planner: Planner, gpu_block_pool: Any) -> None:
         def before_reset() -> None:
-            self._boundary.run(None, planner.abandon_pending)
+            self._run(self._planner, None, Planner.abandon_pending)
 
-        planner.bind(adapt.VllmBlockPool(gpu_block_pool, before_reset))
+        def bind(planner: Planner) -> None:
+            planner.bind(adapt.VllmBlockPool(gpu_block_pool, before_reset))
+
+        self._run(self._planner, None, bind)
 
     def on_new_request(self, request: Any) -> None:
         """A request was added."""
-        if self._planner is not None and self._setup is not None:
-            shown = adapt.VllmRequest(request, self._setup)
-            self._boundary.run(None, self._planner.track, shown)
+        if self._setup is not None:
+            self._run(self._planner, None, Planner.track, adapt.VllmRequest(request, self._setup))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond the local hit (None: ask again); if any, asynchronously."""
-        if self._planner is None:
-            return 0, False
-        name = request.request_id
-        tokens = self._boundary.run(0, self._planner.match, name, num_computed_tokens)
+        tokens = self._run(self._planner, 0, Planner.match, request.request_id, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks; ``num_external_tokens`` of them are to be loaded."""
-        if self._planner is None:
-            return
         name = request.request_id
         table = self._boundary.run((), adapt.block_table, blocks) if num_external_tokens else ()
-        self._boundary.run(None, self._planner.allocated, name, table, num_external_tokens)
+        self._run(self._planner, None, Planner.allocated, name, table, num_external_tokens)
         if num_external_tokens:  # vLLM waits for it now, whether planning it succeeded or not
-            self._boundary.run(None, self._planner.ensure_load, name)
+            self._run(self._planner, None, Planner.ensure_load, name)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's loads and stores, for the workers."""
         work = StepMetadata()
-        if self._planner is None:
-            return work
-        self._boundary.run(None, self._planner.take_loads, work)
-        step = adapt.VllmStep(scheduler_output)
-        self._boundary.run(None, self._planner.plan_stores, step, work)
-        if not self._boundary.run(False, self._planner.hand_over, work):
-            self._boundary.run(None, self._planner.revoke, work)
+        self._run(self._planner, None, Planner.take_loads, work)
+        self._run(self._planner, None, Planner.plan_stores, adapt.VllmStep(scheduler_output), work)
+        if not self._run(self._planner, False, Planner.hand_over, work):
+            self._run(self._planner, None, Planner.revoke, work)
         return work
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""
-        if self._planner is not None:
-            report: StepReport | None = connector_output.kv_connector_worker_meta
-            steps = {} if report is None else report.steps
-            failed = connector_output.failed_recving or ()
-            self._boundary.run(None, self._planner.settled, steps, failed)
+        if self._planner is None:
+            return
+        report: StepReport | None = connector_output.kv_connector_worker_meta
+        steps = report.steps if report is not None else {}
+        failed = connector_output.failed_recving or ()
+        self._run(self._planner, None, Planner.settled, steps, failed)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: those being stored are held by the pool."""
-        if self._planner is not None:
-            self._boundary.run(None, self._planner.forget, request.request_id)
+        """Blocks may be freed at once: those being stored are held."""
+        self._run(self._planner, None, Planner.forget, request.request_id)
         return False, None
 
     def request_finished_all_groups(
@@ -148,24 +154,22 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a store would free blocks, so that nobody need be preempted."""
-        return self._planner is not None and self._boundary.run(False, self._planner.frees_blocks)
+        return self._run(self._planner, False, Planner.frees_blocks)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping, to hear of stores in progress."""
-        return self._planner is not None and self._boundary.run(False, self._planner.storing)
+        return self._run(self._planner, False, Planner.storing)
 
     def reset_cache(self) -> bool | None:
         """Forget this namespace (the weights are about to change); False: a defect of kvass."""
-        if self._planner is None:
-            return None
-        return self._boundary.run(False, self._planner.clear)
+        return None if self._planner is None else self._run(self._planner, False, Planner.clear)
 
     # ------------------------------------------------------------ worker side
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """The worker's KV caches exist; without them every lookup stays a miss."""
-        if self._copier is not None and self._setup is not None:
-            self._boundary.run(None, self._attach, self._copier, self._setup, kv_caches)
+        if self._setup is not None:
+            self._run(self._copier, None, self._attach, self._setup, kv_caches)
 
     def _attach(self, copier: Copier, setup: VllmSetup, kv_caches: Mapping[str, Any]) -> None:
         copier.close()  # vLLM may register a second time, with other memory
@@ -174,13 +178,11 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """First hook of a step. Blocks that are being copied are held, so none is overwritten."""
-        if self._copier is not None:
-            self._boundary.run(None, self._copier.catch_up)
+        self._run(self._copier, None, Copier.catch_up)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
-        if self._copier is not None:
-            self._boundary.run(None, self._copier.load, self._get_connector_metadata())
+        self._run(self._copier, None, Copier.load, self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: every load is asynchronous, and no scheduled request waits for one."""
@@ -191,35 +193,27 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Nothing to do: whole chunks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's stores; they end in the background, from blocks that are held.
-
-        vLLM calls this also while an exception leaves the forward pass. Then the blocks may hold
-        anything.
-        """
-        if self._copier is not None:
-            work = self._get_connector_metadata()
-            self._boundary.run(None, self._copier.store, work, not _raising())
+        """Begin the step's stores. vLLM calls this also while an exception leaves the forward pass:
+        then the blocks may hold anything."""
+        self._run(self._copier, None, Copier.store, self._get_connector_metadata(), not _raising())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Loads that ended. Stores are reported by step (``build_connector_worker_meta``)."""
+        """Loads that ended."""
         none: tuple[set[str], set[str]] = (set(), set())
-        finished, failed = none
-        if self._copier is not None:
-            finished, failed = self._boundary.run(none, self._copier.results, not _raising())
+        finished, failed = self._run(self._copier, none, Copier.results, not _raising())
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """Steps whose stores are settled."""
-        steps = self._boundary.run([], self._copier.report) if self._copier is not None else []
+        steps = self._run(self._copier, [], Copier.report)
         return StepReport(dict.fromkeys(steps, 1)) if steps else None
 
     def shutdown(self) -> None:
         """End copies and sessions, in this order."""
         if self._setup is not None:
             self._setup.weights.cancel()
-        for half in (self._planner, self._copier):
-            if half is not None:
-                self._boundary.run(None, half.close)
+        self._run(self._planner, None, Planner.close)
+        self._run(self._copier, None, Copier.close)
 
 
 def _raising() -> bool:

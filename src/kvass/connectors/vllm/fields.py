@@ -1,384 +1,204 @@
-"""Which fields of vLLM's configuration are in a namespace, which are left out, and why.
+"""What of vLLM's configuration does not go into a namespace as it is, by class of ``vllm.config``.
 
 Laws of this file:
 
-- A field is left out only if it is listed as left out, with a reason. A field that no list names
-  goes in, so a new field of vLLM separates engines until somebody has looked at it.
-  ``tests/engine/test_fields.py`` fails for a field that no list names.
+- What is not listed goes in, so a new field of vLLM separates engines until somebody has looked at
+  it. ``docs/namespace-fields.md`` names every field: those that go in, those that are read by a
+  rule, and those that are left out, with the reason. ``tests/engine/test_fields.py`` fails for a
+  field that is not on that page, and for one on which the page and this file differ.
+- A class of settings is left out as a whole only if the reason holds for any field it may get.
 - A field that goes in has the same value in the scheduler's process and in every worker's. A field
   that a worker changes while it loads the model is left out, or read by a rule of its own.
 
-The lists may name fields that the running version of vLLM does not have.
-``docs/namespace-fields.md`` is made from them (``python tests/engine/fields_page.py``). A file of
-vLLM's version (see ``adapt.py``).
+The lists may name fields that the running version of vLLM does not have. A file of vLLM's version
+(see ``adapt.py``).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
-REASONS: Final = {
-    "CODE": "chooses the code that computes the model",
-    "VALUES": "changes what is computed",
-    "KERNELS": "chooses kernels, or in which order or type they sum",
-    "PAGES": "each rank's layout has the whole cache spec of each of its layers",
-    "MEMORY": "how much memory is used, or where data lies in it",
-    "BATCHES": "which requests run when, and how they are batched",
-    "GRAPHS": "how kernels are launched, not what they compute",
-    "SAMPLING": "how tokens are chosen or returned; they are in the block hashes",
-    "PROMPTS": "how prompts are made or which are refused; their tokens are in the block hashes",
-    "SPEED": "how quickly something is done; the result is the same",
-    "ADDRESSES": "names, addresses and places of processes",
-    "WATCHED": "what is logged, measured or reported",
-    "DERIVED": "vLLM derives it from fields that are in",
-    "NESTED": "a class of settings; its fields are listed below",
+SKIPPED: Final = {
+    name: frozenset(fields.split())
+    for name, fields in {
+        "VllmConfig": """
+            additional_config ec_manager_config instance_id kv_events_config kv_transfer_config
+            logging_config lora_config observability_config optimization_level performance_mode
+            profiler_config quant_config reasoning_config scheduler_config shutdown_timeout
+            structured_outputs_config watermark_config weight_transfer_config
+        """,
+        "ModelConfig": """
+            allow_deprecated_quantization allowed_local_media_path allowed_media_domains
+            enable_cumem_allocator enable_nccl_comm_suspend enable_prompt_embeds enable_sleep_mode
+            enable_trace_replay enforce_eager generation_config hf_config hf_text_config hf_token
+            io_processor_plugin is_submodel_config logits_processors logprobs_mode max_logprobs
+            max_model_len model model_weights override_generation_config pooler_config
+            renderer_num_workers return_sampling_mask revision seed served_model_name
+            skip_tokenizer_init sleep_mode_backend sleep_mode_offload_cudagraph
+            sleep_preserve_parameter_names spec_target_max_model_len tokenizer tokenizer_mode
+            tokenizer_revision use_fp64_gumbel word_embeddings_untied_by_checkpoint
+        """,
+        "MultiModalConfig": """
+            allow_missing_mm_embeddings enable_mm_embeds interleave_mm_strings limit_per_prompt
+            mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin
+            mm_encoder_fp8_scale_save_path mm_hasher_algorithm mm_ipc_gpu_memory_gb
+            mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
+            mm_tensor_ipc skip_mm_profiling
+        """,
+        "CacheConfig": """
+            _block_size_resolved block_size cache_dtype cache_hit_alignment_tokens
+            effective_attention_block_size enable_mamba_shared_prefix_checkpoint
+            enable_prefix_caching gpu_memory_utilization hash_block_size is_attention_free
+            kv_cache_dtype_skip_layers kv_cache_layout kv_cache_max_concurrency
+            kv_cache_memory_bytes kv_cache_size_tokens kv_offloading_backend kv_offloading_size
+            mamba_block_size mamba_cache_mode mamba_page_size_padded num_cpu_blocks num_gpu_blocks
+            num_gpu_blocks_override prefix_cache_retention_interval prefix_caching_hash_algo
+            prefix_match_unit skip_page_size_padded sliding_window user_specified_block_size
+        """,
+        "ParallelConfig": """
+            _allow_auto_resolve_cp_interleave_size _api_process_count _api_process_rank
+            _coord_store_port _data_parallel_master_port_list assigned_physical_gpu_ids
+            cp_kv_cache_interleave_size cpu_distributed_timeout_seconds data_parallel_backend
+            data_parallel_external_lb data_parallel_hybrid_lb data_parallel_index
+            data_parallel_master_ip data_parallel_master_port data_parallel_rank
+            data_parallel_rank_local data_parallel_rpc_port data_parallel_size
+            data_parallel_size_local dbo_decode_token_threshold dbo_prefill_token_threshold
+            dcp_kv_cache_interleave_size decode_context_parallel_size disable_custom_all_reduce
+            disable_nccl_for_dp_synchronization distributed_executor_backend
+            distributed_timeout_seconds dp_sync_interval elastic_ep_max_dp_size
+            enable_batch_sharded_sampling enable_dbo enable_elastic_ep enable_ep_weight_filter
+            enable_eplb enable_fault_tolerance enable_shm_tensor_arena eplb_config
+            fault_tolerance_config is_moe_model master_addr master_port
+            max_parallel_loading_workers nnodes node_rank numa_bind numa_bind_cpus numa_bind_nodes
+            pipeline_parallel_size placement_group prefill_context_parallel_size rank
+            ray_runtime_env ray_workers_use_nsight tensor_parallel_size ubatch_size world_size
+        """,
+        "LoadConfig": """
+            download_dir pt_load_map_location safetensors_load_strategy
+            safetensors_prefetch_block_size safetensors_prefetch_num_threads use_tqdm_on_load
+        """,
+        "OffloadConfig": "offload_backend prefetch uva",
+        "UVAOffloadConfig": "cpu_offload_gb cpu_offload_params",
+        "PrefetchOffloadConfig": """
+            offload_group_size offload_num_in_group offload_params offload_prefetch_step
+        """,
+        "HiSparseConfig": "device_buffer_size eager_host_mirror",
+        "AuxOutputConfig": "enable_return_routed_experts max_bytes",
+        "EngramConfig": "cpu_offload dp_shared_memory embedding_across_dp use_thp",
+        "KernelConfig": """
+            enable_cutedsl_warmup enable_flashinfer_autotune enable_jit_warmup
+            enable_rocm_segmented_attn_autotune
+        """,
+        "LoRAConfig": """
+            default_mm_loras max_cpu_loras max_lora_cls_labels max_lora_rank max_loras
+            specialize_active_lora
+        """,
+        "SpeculativeConfig": """
+            disable_eagle_block_drop disable_padded_drafter_batch draft_model_config
+            draft_parallel_config draft_sample_method dspark_draft_topk
+            enable_adaptive_verification enforce_eager method model num_speculative_tokens
+            num_speculative_tokens_per_batch_size prompt_lookup_max prompt_lookup_min
+            rejection_sample_method revision suffix_decoding_max_cached_requests
+            suffix_decoding_max_spec_factor suffix_decoding_max_tree_depth
+            suffix_decoding_min_token_prob synthetic_acceptance_length synthetic_acceptance_rates
+            target_model_config target_parallel_config use_local_argmax_reduction
+        """,
+        "CompilationConfig": """
+            cache_dir compilation_time compile_cache_save_format compile_ranges_endpoints
+            compile_sizes cudagraph_capture_sizes cudagraph_copy_inputs cudagraph_decoder_replay
+            cudagraph_mm_encoder cudagraph_mode cudagraph_num_of_warmups cudagraph_specialize_lora
+            custom_ops debug_dump_path decoder_replay_cudagraph_capture_sizes
+            decoder_replay_trim_threshold disabled_custom_ops enabled_custom_ops
+            encoder_compilation_time encoder_cudagraph_max_frames_per_batch
+            encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_token_budgets
+            fast_moe_cold_start inductor_compile_config inductor_passes local_cache_dir
+            max_cudagraph_capture_size splitting_ops static_all_moe_layers static_forward_context
+            traced_files
+        """,
+        "DynamicShapesConfig": "evaluate_guards",
+        "DeviceConfig": "device device_type",
+        "ECTransferConfig": """
+            ec_buffer_device ec_buffer_size ec_connector_extra_config ec_ip ec_port engine_id
+            mm_encoder_output_widths
+        """,
+    }.items()
 }
-"""Reasons that many lists have, by the word that stands for them."""
+"""Fields that are read by a rule, or left out."""
 
-
-class Lists(NamedTuple):
-    """The fields of one class of settings: a reason -> the names of fields, separated by blanks.
-
-    ``read``: in the namespace by a rule of its own; the reason says which.
-    """
-
-    taken: Mapping[str, str] = {}
-    read: Mapping[str, str] = {}
-    left: Mapping[str, str] = {}
-
-    @classmethod
-    def parse(cls, text: str) -> Lists:
-        """From entries ``in|read|out REASON | NAMES``, each a line and its more indented ones. A
-        reason in capitals is one of ``REASONS``."""
-        kinds: dict[str, dict[str, str]] = {"in": {}, "read": {}, "out": {}}
-        for entry in re.sub(r"\n {4,}", " ", text).strip().splitlines():
-            kind, rest = entry.split(maxsplit=1)
-            reason, names = rest.split(" | ")
-            kinds[kind][REASONS[reason] if reason.isupper() else reason] = names
-        return cls(*kinds.values())
-
-    def skipped(self) -> frozenset[str]:
-        """The fields that ``settings.taken_of`` does not take."""
-        return frozenset(name for names in (self.read, self.left) for name in words(names))
-
-    def named(self) -> frozenset[str]:
-        """All fields that the lists name."""
-        return self.skipped() | frozenset(words(self.taken))
-
-
-def words(lists: Mapping[str, str]) -> list[str]:
-    """The names in one kind of list."""
-    return [name for names in lists.values() for name in names.split()]
-
-
-FIELDS: Final = """
-VllmConfig
-  in NESTED | model_config cache_config parallel_config scheduler_config load_config offload_config
-      attention_config aux_output_config engram_config mamba_config kernel_config speculative_config
-      watermark_config diffusion_config structured_outputs_config observability_config
-      logging_config compilation_config profiler_config kv_transfer_config kv_events_config
-      ec_transfer_config ec_manager_config reasoning_config weight_transfer_config device_config
-  read settings of a platform's plug-in: itself if it is a dict, else its compute_hash() |
-      additional_config
-  read mixed into the keys of the requests that have an adapter | lora_config
-  out made from the model's configuration and files; a worker completes it | quant_config
-  out a default for other fields, which are in | optimization_level performance_mode
-  out ADDRESSES | instance_id
-  out SPEED | shutdown_timeout
-
-ModelConfig
-  in CODE | runner convert trust_remote_code hf_config_path code_revision config_format hf_overrides
-      model_class_overrides model_impl
-  in VALUES | dtype quantization quantization_config disable_sliding_window
-  in KERNELS | disable_cascade_attn
-  in NESTED | pooler_config multimodal_config
-  read by `weights` | model model_weights revision
-  read a digest, without where it lay and without what models set while they load | hf_config
-  read as `positions`, of a model whose arithmetic depends on it | max_model_len generation_config
-      override_generation_config
-  read as `seed`, if the weights are drawn from it (load_format dummy) | seed
-  out DERIVED | hf_text_config is_submodel_config
-  out from the checkpoint, which `weights` names | word_embeddings_untied_by_checkpoint
-  out acts through compilation_config | enforce_eager
-  out checked at start, and no more | allow_deprecated_quantization
-  out PROMPTS | tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init
-      allowed_local_media_path allowed_media_domains enable_prompt_embeds io_processor_plugin
-      renderer_num_workers spec_target_max_model_len
-  out SAMPLING | return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel enable_trace_replay
-      logits_processors
-  out ADDRESSES | served_model_name hf_token
-  out MEMORY | enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend
-      sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator
-
-MultiModalConfig
-  in what becomes of pixels, frames and sound before the encoder, in every request | media_io_kwargs
-      mm_processor_kwargs mm_device_do_normalize
-  in how the encoder computes | mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype
-      mm_encoder_only language_model_only
-  in which of the encoder's outputs are kept | video_pruning_rate video_pruning_method
-  read a digest of the file | mm_encoder_fp8_scale_path
-  out written at run time, read by no engine under this name | mm_encoder_fp8_scale_save_path
-      mm_encoder_fp8_scale_save_margin
-  out PROMPTS | limit_per_prompt enable_mm_embeds interleave_mm_strings allow_missing_mm_embeddings
-  out another algorithm gives an item another id | mm_hasher_algorithm
-  out MEMORY | mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
-      skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb
-
-PoolerConfig
-  out read after the KV is computed; kinds that make prefixes uncacheable are refused | task
-      pooling_type seq_pooling_type tok_pooling_type use_activation enable_flash_late_interaction
-      dimensions enable_chunked_processing max_embed_len logit_mean logit_sigma step_tag_id
-      returned_token_ids
-
-QuantizationConfigArgs
-  in VALUES | linear moe ignore targets
-
-QuantSpec
-  in VALUES | weight activation
-
-CacheConfig
-  in VALUES | mamba_cache_dtype mamba_ssm_cache_dtype use_replayssm replayssm_buffer_len
-      use_kda_recoverssm kv_sharing_fast_prefill swa_bounded_replay
-  read as `kv_dtype`; fp8_ds_mla, which only a worker writes here, as the cache spec says |
-      cache_dtype kv_cache_dtype_skip_layers
-  read as `tokens` | block_size hash_block_size cache_hit_alignment_tokens
-  read as `hash` | prefix_caching_hash_algo
-  read as `kv_layout` | kv_cache_layout
-  out PAGES | mamba_page_size_padded skip_page_size_padded mamba_block_size mamba_cache_mode
-      sliding_window
-  out DERIVED | is_attention_free user_specified_block_size effective_attention_block_size
-      _block_size_resolved
-  out which hits and states vLLM itself keeps | enable_prefix_caching prefix_match_unit
-      prefix_cache_retention_interval enable_mamba_shared_prefix_checkpoint
-  out MEMORY | gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
-      kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes kv_offloading_size
-      kv_offloading_backend
-
-ParallelConfig
-  in which rank computes what, and how sums over ranks are made | enable_hc_sp
-      enable_expert_parallel expert_placement_strategy all2all_backend dcp_comm_backend
-      dcp_q_replicate
-  in CODE | worker_cls worker_extension_cls
-  read as `parallel` | tensor_parallel_size pipeline_parallel_size decode_context_parallel_size
-      cp_kv_cache_interleave_size dcp_kv_cache_interleave_size
-  read more than one is refused | prefill_context_parallel_size
-  out a data-parallel rank is an engine of its own, and they share | data_parallel_size
-      data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index
-      data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval
-      disable_nccl_for_dp_synchronization
-  out the CPU's workers change it | disable_custom_all_reduce
-  out which rank holds an expert; changes while the engine runs | enable_eplb eplb_config
-      enable_elastic_ep elastic_ep_max_dp_size
-  out DERIVED | is_moe_model world_size _allow_auto_resolve_cp_interleave_size
-  out this process's place in the engine | rank node_rank nnodes _api_process_count
-      _api_process_rank assigned_physical_gpu_ids
-  out BATCHES | enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
-  out SAMPLING | enable_batch_sharded_sampling
-  out SPEED | enable_ep_weight_filter max_parallel_loading_workers enable_shm_tensor_arena
-      distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind numa_bind_nodes
-      numa_bind_cpus enable_fault_tolerance fault_tolerance_config
-  out ADDRESSES | data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port
-      data_parallel_backend master_addr master_port _data_parallel_master_port_list
-      _coord_store_port distributed_executor_backend ray_workers_use_nsight ray_runtime_env
-      placement_group
-
-EPLBConfig
-  out which rank holds an expert; changes while the engine runs | window_size step_interval
-      num_redundant_experts log_balancedness log_balancedness_interval use_async policy communicator
-      enable_migration_batching
-
-FaultToleranceConfig
-  out SPEED | engine_recovery_timeout_sec
-
-SchedulerConfig
-  out BATCHES | max_num_batched_tokens max_num_scheduled_tokens max_num_seqs max_num_active_seqs
-      long_prefill_token_threshold long_prefill_token_threshold_adaptive max_num_queued_reqs
-      max_num_queued_tokens enable_chunked_prefill max_num_encoder_input_tokens policy
-      disable_chunked_mm_input scheduler_cls scheduler_reserve_full_isl watermark
-      prefill_schedule_interval async_scheduling stream_interval
-  out MEMORY | encoder_cache_size
-  out DERIVED | runner_type is_multimodal_model
-  out each rank's layout has the groups that come of it | disable_hybrid_kv_cache_manager
-
-LoadConfig
-  in which weights are loaded, and what is done to them | load_format model_loader_extra_config
-      ignore_patterns device
-  out SPEED | safetensors_load_strategy safetensors_prefetch_num_threads
-      safetensors_prefetch_block_size use_tqdm_on_load pt_load_map_location
-  out where the weights lie; `weights` names them | download_dir
-
-OffloadConfig
-  out MEMORY | offload_backend uva prefetch
-
-UVAOffloadConfig
-  out MEMORY | cpu_offload_gb cpu_offload_params
-
-PrefetchOffloadConfig
-  out MEMORY | offload_group_size offload_num_in_group offload_prefetch_step offload_params
-
-AttentionConfig
-  in KERNELS | backend minimax_m3_msa_decode_backend backend_per_kind flash_attn_version
-      flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv
-      tq_max_kv_splits_for_cuda_graph use_trtllm_attention mla_prefill_backend sparse_mla_force_mqa
-      sparse_mla_prefill_workspace_factor flex_attn_block_m flex_attn_block_n flex_attn_q_block_size
-      flex_attn_kv_block_size
-  in VALUES | disable_flashinfer_q_quantization use_prefill_query_quantization indexer_kv_dtype
-      indexer_sparse_logits use_non_causal
-  in NESTED | hisparse_config
-
-HiSparseConfig
-  out MEMORY | device_buffer_size eager_host_mirror
-
-AuxOutputConfig
-  out an engine that returns routed experts is refused | enable_return_routed_experts
-  out MEMORY | max_bytes
-
-EngramConfig
-  out MEMORY | cpu_offload embedding_across_dp dp_shared_memory use_thp
-
-MambaConfig
-  in KERNELS | backend ssu_algorithm
-  in VALUES | enable_stochastic_rounding stochastic_rounding_philox_rounds
-
-KernelConfig
-  in KERNELS | ir_op_priority moe_backend sparse_indexer_topk_backend linear_backend
-      linear_backend_per_quant
-  out SPEED | enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
-      enable_jit_warmup
-
-IrOpPriorityConfig
-  in KERNELS | rms_norm fused_add_rms_norm gelu_and_mul_sparse
-
-LoRAConfig
-  in VALUES | lora_dtype target_modules enable_tower_connector_lora enable_mixed_moe_lora_format
-      enable_moe_shared_loras
-  in KERNELS | fully_sharded_loras
-  out MEMORY | max_lora_rank max_loras max_cpu_loras max_lora_cls_labels
-  out a request names the adapter that it gets | default_mm_loras
-  out GRAPHS | specialize_active_lora
-
-SpeculativeConfig
-  in how the draft's layers, which share the cache, are computed | quantization moe_backend
-      attention_backend kv_cache_dtype max_model_len code_revision index_share_for_mtp_iteration
-      parallel_drafting use_heterogeneous_vocab draft_tensor_parallel_size tensor_parallel_size
-  in NESTED | draft_load_config
-  read as `speculative` | method num_speculative_tokens model revision
-  read as a model's, but for what the names of its weights say | draft_model_config
-  out as the model's own | target_model_config target_parallel_config draft_parallel_config
-  out GRAPHS | enforce_eager disable_padded_drafter_batch use_local_argmax_reduction
-  out how much of a hit is used | disable_eagle_block_drop
-  out which tokens are proposed, or accepted; they are in the block hashes | prompt_lookup_max
-      prompt_lookup_min num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth
-      suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor
-      suffix_decoding_min_token_prob rejection_sample_method synthetic_acceptance_rates
-      synthetic_acceptance_length enable_adaptive_verification draft_sample_method dspark_draft_topk
-
-WatermarkConfig
-  out SAMPLING | key algorithm alpha context_width deduplicate_contexts
-      deduplicate_contexts_max_history prf allow_target_only_watermarking
-
-DiffusionConfig
-  in VALUES | canvas_length max_denoising_steps
-
-StructuredOutputsConfig
-  out SAMPLING | backend disable_any_whitespace disable_additional_properties reasoning_parser
-      reasoning_parser_plugin enable_in_reasoning
-
-ReasoningConfig
-  out SAMPLING | reasoning_parser reasoning_start_str reasoning_end_str _reasoning_start_token_ids
-      _reasoning_end_token_ids _natural_reasoning_end_token_ids _enabled
-
-ObservabilityConfig
-  out WATCHED | show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
-      per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample
-      custom_histogram_buckets cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
-      enable_mm_processor_stats enable_logging_iteration_details jit_monitor_mode
-      jit_monitor_verbose
-
-LoggingConfig
-  out WATCHED | log_level formatter configure_logging pylogging_config_file
-
-ProfilerConfig
-  out WATCHED | profiler torch_profiler_dir torch_profiler_activities proton_profiler_dir
-      proton_context proton_data proton_backend proton_mode proton_hook proton_output_format
-      proton_graph_attribution torch_profiler_with_stack torch_profiler_with_flops
-      torch_profiler_use_gzip torch_profiler_dump_cuda_time_total torch_profiler_record_shapes
-      torch_profiler_with_memory capture_torch_profiler detailed_trace_annotation ignore_frontend
-      delay_iterations max_iterations warmup_iterations active_iterations wait_iterations
-
-CompilationConfig
-  in which kernels the compiler makes or fuses | mode backend ir_enable_torch_wrap
-      compile_mm_encoder use_inductor_graph_partition
-  in NESTED | pass_config dynamic_shapes_config
-  read as a set: vLLM may append a name more than once | custom_ops
-  read without the filter of guards that a worker adds; passes by their uuid() |
-      inductor_compile_config
-  out part of inductor_compile_config | inductor_passes
-  out how a graph is cut; some models' workers change it | splitting_ops
-  out for which sizes is compiled; follows from batch sizes | compile_sizes compile_ranges_endpoints
-  out GRAPHS | cudagraph_mode cudagraph_num_of_warmups cudagraph_capture_sizes cudagraph_copy_inputs
-      cudagraph_specialize_lora max_cudagraph_capture_size cudagraph_mm_encoder
-      encoder_cudagraph_token_budgets encoder_cudagraph_max_vision_items_per_batch
-      encoder_cudagraph_max_frames_per_batch cudagraph_decoder_replay
-      decoder_replay_cudagraph_capture_sizes decoder_replay_trim_threshold fast_moe_cold_start
-  out the compiler's cache and what it writes | debug_dump_path cache_dir local_cache_dir
-      compile_cache_save_format traced_files
-  out a worker's own record of what it built | enabled_custom_ops disabled_custom_ops
-      compilation_time encoder_compilation_time static_forward_context static_all_moe_layers
-
-PassConfig
-  in which operations are fused | fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops
-      fuse_allreduce_rms enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla fuse_act_padding
-      fuse_mla_dual_rms_norm fuse_rope_kvcache fuse_qk_norm_rope_kvcache
-      rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb
-
-DynamicShapesConfig
-  in what the compiler assumes of sizes | type assume_32_bit_indexing
-  out GRAPHS | evaluate_guards
-
-DeviceConfig
-  read as `device` | device device_type
-
-KVTransferConfig
-  read as options of kvass | kv_connector_extra_config
-  out which connector moves KV, and how | kv_connector kv_buffer_device kv_role
-      kv_connector_module_path enable_permute_local_kv kv_load_failure_policy
-  out ADDRESSES | engine_id kv_port
-
-KVEventsConfig
-  out WATCHED | enable_kv_cache_events publisher endpoint replay_endpoint buffer_steps hwm
-      max_queue_size topic
-
-ECTransferConfig
-  in whether another engine computes the encoder's outputs | ec_connector ec_role
-      ec_connector_module_path
-  out ADDRESSES | engine_id ec_ip ec_port ec_connector_extra_config
-  out MEMORY | ec_buffer_device ec_buffer_size
-  out DERIVED | mm_encoder_output_widths
-
-EncoderCacheManagerConfig
-  out MEMORY | encoder_cache_manager_cls manager_config
-
-WeightTransferConfig
-  out how new weights arrive; the namespace is told of them otherwise | backend
+_VARIABLES: Final = """
+    CMAKE_BUILD_TYPE CUDA_HOME CUDA_VISIBLE_DEVICES FORCE_COLOR LD_LIBRARY_PATH LOCAL_RANK MAX_JOBS
+    MOONCAKE_PREFERRED_SEGMENT MOONCAKE_REQUESTER_LOCAL_HOSTNAME NO_COLOR NVCC_THREADS
+    S3_ACCESS_KEY_ID S3_ENDPOINT_URL S3_SECRET_ACCESS_KEY VERBOSE
+    VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN
+    VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE VLLM_ALLOW_INSECURE_SERIALIZATION
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLREDUCE_USE_SYMM_MEM
+    VLLM_API_KEY VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_AUDIO_FETCH_TIMEOUT
+    VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_CACHE_ROOT
+    VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_COMPUTE_NANS_IN_LOGITS
+    VLLM_CONFIGURE_LOGGING VLLM_CONFIG_ROOT VLLM_CPU_CI_ENV VLLM_CPU_KVCACHE_SPACE
+    VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_OMP_THREADS_BIND VLLM_CUDART_SO_PATH
+    VLLM_CUDA_COMPATIBILITY_PATH VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_DBO_COMM_SMS
+    VLLM_DEBUG_DUMP_PATH VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_DEBUG_MFU_METRICS
+    VLLM_DEBUG_WORKSPACE VLLM_DEEPEP_BUFFER_SIZE_MB VLLM_DEEPEP_HIGH_THROUGHPUT_FORCE_INTRA_NODE
+    VLLM_DEEPEP_LOW_LATENCY_USE_MNNVL VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE
+    VLLM_DEEPEP_V2_PREFER_OVERLAP VLLM_DEEP_GEMM_WARMUP VLLM_DISABLE_COMPILE_CACHE
+    VLLM_DISABLE_LOG_LOGO VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_DISABLE_SHARED_EXPERTS_STREAM
+    VLLM_DISTRIBUTED_USE_SPLIT_GROUP VLLM_DOCKER_BUILD_CONTEXT VLLM_DO_NOT_TRACK VLLM_DP_MASTER_IP
+    VLLM_DP_MASTER_PORT VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_EC_SIDE_CHANNEL_HOST
+    VLLM_EC_SIDE_CHANNEL_PORT VLLM_ELASTIC_EP_DRAIN_REQUESTS VLLM_ELASTIC_EP_SCALE_UP_LAUNCH
+    VLLM_ENABLE_COHERE_API VLLM_ENABLE_CUDAGRAPH_GC VLLM_ENABLE_CUDA_COMPATIBILITY
+    VLLM_ENABLE_RESPONSES_API_STORE VLLM_ENABLE_STARTUP_PLAN VLLM_ENABLE_V1_MULTIPROCESSING
+    VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_ENGINE_READY_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+    VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR
+    VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE VLLM_FORCE_AOT_LOAD VLLM_GC_DEBUG
+    VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS
+    VLLM_GPU_NIC_PCIE_MAPPING VLLM_GPU_SYNC_CHECK VLLM_HAS_FLASHINFER_CUBIN VLLM_HOST_IP
+    VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_IMAGE_FETCH_TIMEOUT VLLM_IMAGE_TAG
+    VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_KV_CACHE_LAYOUT VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
+    VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_LOGGING_COLOR VLLM_LOGGING_CONFIG_PATH
+    VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOG_BATCHSIZE_INTERVAL
+    VLLM_LOG_MODEL_INSPECTION VLLM_LOG_STATS_INTERVAL VLLM_LOOPBACK_IP VLLM_LORA_DISABLE_PDL
+    VLLM_LORA_ENABLE_DUAL_STREAM VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST
+    VLLM_MAIN_CUDA_VERSION VLLM_MAX_AUDIO_CLIP_FILESIZE_MB VLLM_MAX_AUDIO_DECODE_BYTES
+    VLLM_MAX_AUDIO_DECODE_DURATION_S VLLM_MAX_AUDIO_PREPROCESS_WORKERS
+    VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_EMBED_DECODE_BYTES
+    VLLM_MAX_IMAGE_PIXELS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MAX_NUM_BAD_WORDS
+    VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB
+    VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MEDIA_LOADING_THREAD_COUNT
+    VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS VLLM_MLA_DISABLE
+    VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT VLLM_MOONCAKE_BOOTSTRAP_PORT
+    VLLM_MOONCAKE_CONNECTOR_TIMEOUT VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO
+    VLLM_MOONCAKE_LOAD_RECV_THREADS VLLM_MOONCAKE_STORE_TIER_LOG VLLM_MQ_MAX_CHUNK_BYTES_MB
+    VLLM_MSGPACK_ZERO_COPY_THRESHOLD VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD VLLM_NCCL_INCLUDE_PATH
+    VLLM_NCCL_SO_PATH VLLM_NIC_SELECTION_VARS VLLM_NIXL_SIDE_CHANNEL_HOST
+    VLLM_NIXL_SIDE_CHANNEL_PORT VLLM_NO_USAGE_STATS VLLM_NVTX_SCOPES_FOR_PROFILING
+    VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S
+    VLLM_P2P_MAX_PEERS VLLM_P2P_SIDE_CHANNEL_HOST VLLM_P2P_SIDE_CHANNEL_PORT
+    VLLM_PATTERN_MATCH_DEBUG VLLM_PLUGINS VLLM_PORT VLLM_PP_LAYER_PARTITION
+    VLLM_PROCESS_NAME_PREFIX VLLM_RAISE_ON_LOGIT_NANS VLLM_RANDOMIZE_DP_DUMMY_INPUTS
+    VLLM_RAY_BUNDLE_INDICES VLLM_RAY_DP_PACK_STRATEGY VLLM_RAY_DP_PLACEMENT_NODE_IPS
+    VLLM_RAY_EXTRA_ENV_VARS_TO_COPY VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY
+    VLLM_RAY_PER_WORKER_GPUS VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_RINGBUFFER_WARNING_INTERVAL
+    VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE VLLM_ROCM_USE_SKINNY_GEMM VLLM_RPC_BASE_PATH
+    VLLM_RUST_FRONTEND_PATH VLLM_SERVER_DEV_MODE VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
+    VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_SKIP_P2P_CHECK VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX
+    VLLM_SKIP_VERSION_SUFFIX VLLM_SPARSE_INDEXER_MAX_LOGITS_MB VLLM_SSM_CONV_STATE_LAYOUT
+    VLLM_SYSTEM_START_DATE VLLM_TARGET_DEVICE VLLM_TEST_FORCE_LOAD_FORMAT
+    VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_TRACE_FUNCTION
+    VLLM_TRITON_JIT_WARMUP_NUM_THREADS VLLM_TUNED_CONFIG_FOLDER VLLM_USAGE_SOURCE
+    VLLM_USAGE_STATS_SERVER VLLM_USE_AOT_COMPILE VLLM_USE_BREAKABLE_CUDAGRAPH
+    VLLM_USE_BYTECODE_HOOK VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_USE_FASTOKENS
+    VLLM_USE_FLASHINFER_SAMPLER VLLM_USE_LAYERNAME VLLM_USE_MEGA_AOT_ARTIFACT VLLM_USE_PRECOMPILED
+    VLLM_USE_PRECOMPILED_RUST VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE
+    VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    VLLM_USE_RAY_WRAPPED_PP_COMM VLLM_USE_RUST_BENCH VLLM_USE_RUST_FRONTEND
+    VLLM_USE_SIMPLE_KV_OFFLOAD VLLM_USE_SPINLOOP_EXT VLLM_V1_OUTPUT_PROC_CHUNK_SIZE
+    VLLM_V1_USE_OUTLINES_CACHE VLLM_VIDEO_FETCH_TIMEOUT VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY
+    VLLM_WEIGHT_OFFLOADING_DISABLE_UVA VLLM_WORKER_MULTIPROC_METHOD
+    VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS VLLM_WSL2_ENABLE_PIN_MEMORY VLLM_XGRAMMAR_CACHE_MB
+    VLLM_XLA_CACHE_PATH VLLM_XLA_CHECK_RECOMPILATION VLLM_XPU_PP_MICROBATCH
+    VLLM_XPU_USE_SAMPLER_KERNEL
 """
-
-LISTS: Final = {
-    name: Lists.parse(entries)
-    for name, entries in re.findall(r"^(\w+)\n((?: .+\n)+)", FIELDS, re.MULTILINE)
-}
-"""By class of ``vllm.config``."""
-
-NO_SETTINGS: Final = {
-    "AudioDummyOptions": "part of MultiModalConfig.limit_per_prompt",
-    "BaseDummyOptions": "part of MultiModalConfig.limit_per_prompt",
-    "ImageDummyOptions": "part of MultiModalConfig.limit_per_prompt",
-    "VideoDummyOptions": "part of MultiModalConfig.limit_per_prompt",
-    "ModelArchitectureConfig": REASONS["DERIVED"],
-    "Range": "a pair of numbers",
-    "SpeechToTextConfig": REASONS["PROMPTS"],
-    "SpeechToTextParams": REASONS["PROMPTS"],
-}
-"""Classes in ``vllm.config`` that no namespace reads, and why."""
+VARIABLES: Final = frozenset(_VARIABLES.split())
+"""Variables of ``vllm.envs`` that are read by a rule, or left out. One that vLLM itself sets in a
+worker is among them."""

@@ -39,34 +39,25 @@ def read_groups(
     ``block_tokens[g]``: tokens for which a block id of group ``g`` stands. Raises ``Unsupported``.
     """
     cacheable = kv_cache_config.prefix_cacheable_group_ids
-    return tuple(
-        _read_group(number, group, block_tokens[number], number in cacheable, placed)
-        for number, group in enumerate(kv_cache_config.kv_cache_groups)
-    )
-
-
-def _read_group(
-    number: int, group: Any, block_tokens: int, cacheable: bool, placed: set[str] | None
-) -> GroupLayout:
-    each = layer_specs(group)
-    specs = _specs(group)
-    names = {type(spec).__name__ for spec in specs}
-    if unknown := sorted(names - KINDS.keys()):
-        raise Unsupported(f"KV cache group {number} of kind {', '.join(unknown)} is not supported")
-    if not cacheable:
-        raise Unsupported(f"KV cache group {number} ({', '.join(names)}) is not prefix-cacheable")
-    shapes = {(KINDS[type(spec).__name__], _window(number, spec)) for spec in specs}
-    if len(shapes) > 1:
-        raise Unsupported(f"KV cache group {number} mixes {sorted(shapes)}")
-    ((kind, window_tokens),) = shapes
-    layers = [name for name in each if placed is None or name in placed]
-    return GroupLayout(
-        kind=kind,
-        block_tokens=block_tokens,
-        layers=tuple(layers),
-        page_bytes=tuple(each[name].page_size_bytes for name in layers),
-        window_tokens=window_tokens,
-    )
+    found = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = _specs(group)
+        names = {type(spec).__name__ for spec in specs}
+        if unknown := ", ".join(sorted(names - KINDS.keys())):
+            raise Unsupported(f"KV cache group {number} of kind {unknown} is not supported")
+        if number not in cacheable:
+            raise Unsupported(
+                f"KV cache group {number} ({', '.join(names)}) is not prefix-cacheable"
+            )
+        shapes = {(KINDS[type(spec).__name__], _window(number, spec)) for spec in specs}
+        if len(shapes) > 1:
+            raise Unsupported(f"KV cache group {number} mixes {sorted(shapes)}")
+        ((kind, window_tokens),) = shapes
+        each = layer_specs(group)
+        layers = tuple(name for name in each if placed is None or name in placed)
+        pages = tuple(each[name].page_size_bytes for name in layers)
+        found.append(GroupLayout(kind, block_tokens[number], layers, pages, window_tokens))
+    return tuple(found)
 
 
 def _window(number: int, spec: Any) -> int:
@@ -113,12 +104,9 @@ def layer_specs(group: Any) -> dict[str, Any]:
 
 
 def page_formats(kv_cache_config: Any) -> dict[str, str]:
-    """Layer name -> a short digest of what the bytes of its pages mean: its whole spec.
-
-    Pages of equal size can differ in that (a state in float16 or bfloat16). The digest goes into
-    the layout that a rank reports, because only a rank knows each of its layers.
-    Raises ``identity.Indescribable``.
-    """
+    """Layer name -> a short digest of what the bytes of its pages mean: its whole spec. It goes
+    into the layout that a rank reports, because only a rank knows each of its layers. Raises
+    ``identity.Indescribable``."""
     return {
         name: identity.digest([type(spec).__name__, identity.canonical(spec, "KV cache spec")])[:16]
         for group in kv_cache_config.kv_cache_groups

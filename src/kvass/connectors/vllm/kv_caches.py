@@ -29,11 +29,9 @@ def read_memory(
     chunk_tokens: int,
     groups: Sequence[GroupLayout],
 ) -> KVMemory:
-    """Find every layer's pages in ``kv_caches`` (layer name -> tensor), from the config alone.
-
-    ``groups`` as in ``EngineSetup``: their layers are not this rank's, all else is.
-    Raises :class:`UsageError` if config and tensors contradict each other, and ``Unsupported``.
-    """
+    """Find every layer's pages in ``kv_caches`` (layer name -> tensor). ``groups`` as in
+    ``EngineSetup``. Raises :class:`UsageError` if config and tensors contradict each other, and
+    ``Unsupported``."""
     placed = {name: t for t in kv_cache_config.kv_cache_tensors for name in t.layers}
     formats = page_formats(kv_cache_config)
     regions = Regions()

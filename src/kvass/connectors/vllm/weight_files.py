@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 from vllm import envs
 
-from kvass.engine import file_digests, identity
+from kvass.engine import identity, weights
 from kvass.engine.identity import Indescribable
 from kvass.engine.weights import NAME_IT, Source
 
@@ -34,7 +34,7 @@ CONFIGURATIONS: Final = ("config.json", "params.json", "generation_config.json")
 READ: Final = (*WEIGHTS, *SMALL, *CONFIGURATIONS)
 """Weights, how they are quantized, how images are prepared, which weight files are read, a model's
 own code, and its configuration: a field of the identity has that too, but not all of it (see
-``settings.SET_BY_MODELS``). Tokenizers do not count: requests are token ids."""
+``namespace.NOT_THE_MODELS``). Tokenizers do not count: requests are token ids."""
 UNREAD_FOLDERS: Final = ("original", "metal", "onnx", "openvino")
 """The same weights once more, for other programs."""
 UNREAD_BESIDE: Final = ("pytorch_model*.bin", "training_args.bin", "optimizer.*", "scheduler.pt")
@@ -51,8 +51,7 @@ class LocalWeights:
     load_format: str
 
     def files(self) -> dict[str, Path]:
-        """The files that count, by name relative to the root, in a fixed order. Empty if none of
-        them holds weights. Raises OSError."""
+        """See ``weights.WeightFiles``."""
         if self.root.is_file():
             return {"": self.root}
         found = {}
@@ -66,17 +65,15 @@ class LocalWeights:
         first = self.load_format in SAFETENSORS_FIRST and any(
             fnmatch(name, "*.safetensors") and "/" not in name for name in found
         )
-        counting = {name: file for name, file in found.items() if _counts(name, first)}
+        unread = UNREAD_BESIDE if first else ()
+        counting = {
+            name: file
+            for name, file in found.items()
+            if _matches(name, READ)
+            and not _matches(name, unread)
+            and not name.startswith(tuple(f"{folder}/" for folder in UNREAD_FOLDERS))
+        }
         return counting if any(_matches(name, WEIGHTS) for name in counting) else {}
-
-
-def _counts(name: str, safetensors: bool) -> bool:
-    """``safetensors``: the loader prefers them, and there are some."""
-    folder, nested, _ = name.partition("/")
-    unread = UNREAD_BESIDE if safetensors else ()
-    if (nested and folder in UNREAD_FOLDERS) or _matches(name, unread):
-        return False
-    return _matches(name, READ)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -143,4 +140,4 @@ def _commit(repo: Path, model: Any) -> str | None:
     except OSError:
         return None
     ours = commit == getattr(model.hf_config, "_commit_hash", None)
-    return commit if ours or changed_ns <= file_digests.started_ns() else None
+    return commit if ours or changed_ns <= weights.started_ns() else None
