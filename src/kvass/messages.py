@@ -14,14 +14,12 @@ Order of a session: ``Hello`` -> ``Welcome`` (with the arena's descriptor attach
 then ``Register`` -> ``Registered``, then anything. A session that only looks (CLI) skips Register.
 
 Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's life: every
-message that names arena memory, a lease or a reservation carries it.
+message that names arena memory, a lease or a reservation carries it. ``digests`` are equally wide
+chunk hashes, ``width`` bytes each, chunk 0 first.
 
-Digests: a blob of equally wide chunk hashes, ``width`` bytes each, chunk 0 first, so a token list
-never crosses the wire.
-
-Bounds: every number a client sends has a range and everything else a length, declared by the types
-of the fields (``types.py``). A message outside of them is no message: ``bad_message``, with the
-field's name, and the session ends.
+Every number a client sends has a range and everything else a length, declared by the types of the
+fields (``types.py``). A message outside of them is no message: ``bad_message``, with the field's
+name, and the session ends.
 """
 
 from __future__ import annotations
@@ -52,7 +50,8 @@ PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
 FEATURES: Final[tuple[str, ...]] = ("tiers", "generations", "promoting")
 """Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
-``generations``: ``Register.generation``. ``promoting``: ``Promoting``."""
+``generations``: ``Register.generation``. ``promoting``: ``Promoting``. Every daemon of protocol 1
+names these three, so clients do not ask for them."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -78,7 +77,8 @@ class Hello(Message, tag="hello"):
 class Welcome(Message, tag="welcome"):
     """Answer to ``Hello``. The arena's fd rides on this frame when it was asked for.
 
-    ``clock_s`` lets the client check that it lies between its sending and its receiving.
+    The client checks that ``clock_s`` lies between its sending and its receiving. With ``tiers``
+    (their number) a ``Lookup`` may be answered late.
     """
 
     protocol: int = 1
@@ -91,7 +91,6 @@ class Welcome(Message, tag="welcome"):
     limits: Limits = Limits()
     timing: Timing = Timing()
     tiers: int = 0
-    """How many there are: with some, a ``Lookup`` may be answered late."""
 
 
 class Register(Message, tag="register"):
@@ -106,7 +105,6 @@ class Register(Message, tag="register"):
     has the weights that ``identity`` names, a new random token whenever they may have been changed
     in place. A scheduler that is registered sends its ``Register`` again with another generation:
     the instance leaves its namespace for that of the new one, and what it was writing is discarded.
-    Needs the feature ``generations``.
     """
 
     instance: Name
@@ -133,12 +131,10 @@ class Registered(Message, tag="registered"):
 
 
 class Lookup(Message, tag="lookup"):
-    """Find and pin in one round trip.
+    """Touch chunks ``[0, first)`` and pin the longest run of READY rows from ``first``.
 
-    Touches chunks ``[0, first)`` and pins the longest run of READY rows from ``first``. ``readers``
-    are the ranks that will each send one ``Release``; missing means exactly rank 0. After the
-    match so many chunks as ``spare`` are held as well, by every ``full`` group (by every window, if
-    none is full): not given, but a proof of which tokens came next.
+    ``readers`` are the ranks that will each send one ``Release``; missing means exactly rank 0.
+    ``spare`` chunks after the match must be cached too; they are checked but not returned.
 
     What L1 lacks may be promoted from a tier: then the answer comes when that is done, or after
     ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then; if L1 has a
@@ -159,8 +155,7 @@ class Lookup(Message, tag="lookup"):
 
 class Promoting(Message, tag="promoting"):
     """To a ``Lookup`` or ``Prefetch`` (its ``seq``), at once: tiers are at work on it, and the
-    answer follows. Without it and without an answer the daemon hangs. Needs the feature
-    ``promoting``.
+    answer follows. Without it and without an answer the daemon hangs.
     """
 
 
@@ -168,7 +163,7 @@ class Prefetch(Message, tag="prefetch"):
     """Promote what a later ``Lookup`` of these digests would, and hold nothing of it.
 
     Of an engine's scheduler: its own namespace (empty); of a session that only looks: that digest.
-    ``budget_ms`` as there (0: a minute). Needs the feature ``tiers``.
+    ``budget_ms`` as there (0: a minute).
     """
 
     request: Name
@@ -191,7 +186,7 @@ class Matched(Message, tag="matched"):
     ``GroupLayout.needs`` names, so the last ``len(slots[g])`` of them. A read counts only if
     it finished before ``deadline_s``, and only by a rank that was registered at ``given_s`` and has
     been since: a rank's EOF settles its debts, so what it was to copy may be another's by now.
-    ``spare`` repeats that of the lookup; a daemon that does not know it leaves nothing spare.
+    ``spare`` repeats that of the lookup.
     """
 
     boot: bytes = b""

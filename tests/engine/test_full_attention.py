@@ -67,7 +67,7 @@ def _run(daemon: Daemon, pages: dict[str, Any]) -> str:
     b.load("hit", range(100))
     b.load("next", [*turn.all_token_ids, 1, 2, 3])
     daemon.wait_until(reservations=0, leases=0)
-    session = b.copier._client._client.session
+    session = b.copier._client.session
     digest = hashlib.sha256(session.arena.buffer[: 1 << 20]).hexdigest()
     for engine in (a, b):
         engine.close()

@@ -1,10 +1,9 @@
-"""Messages to frames and back.
-
-Law of this file: pure. Bytes in, messages out; no socket, no clock. How a stream was cut into
-pieces changes nothing: the messages before a bad frame come out first, then the ``FrameError``, and
-after it nothing, since after a wrong length nobody knows where the next frame begins.
+"""Messages to frames and back: bytes in, messages out; no socket, no clock.
 
 A frame is ``u32 little-endian payload length`` + payload, one MessagePack map (``messages.py``).
+How a stream was cut into pieces changes nothing: the messages before a bad frame come out first,
+then the ``FrameError``, and after it nothing, since after a wrong length nobody knows where the
+next frame begins.
 """
 
 from __future__ import annotations
@@ -71,9 +70,8 @@ class Decoder(Generic[M]):
                 while (end := at + HEADER.size) <= len(view):
                     size = HEADER.unpack_from(view, at)[0]
                     if not 0 < size <= self.limit:
-                        raise FrameError(
-                            "bad_frame", f"frame of {size} bytes: send 1 to {self.limit}"
-                        )
+                        said = f"frame of {size} bytes: send 1 to {self.limit}"
+                        raise FrameError("bad_frame", said)
                     if (end := end + size) > len(view):
                         break
                     message = self._decode(view[end - size : end])
