@@ -4,22 +4,18 @@ Law of this file: a field is only ever added, with a default; a name is never re
 never changed. So an older peer's message decodes here and ours decodes there: unknown fields are
 ignored, a missing one means what it always meant (docs/compatibility.md; ``tests/golden``).
 
-Encoding: MessagePack maps tagged by ``t`` (msgspec), in frames of ``u32 little-endian length`` +
-payload (``wire/framing.py``). A *request* carries ``seq`` > 0 and is answered by exactly one reply
-with the same ``seq``, an ``Error`` if need be; ``Promoting`` may come before it. A *one-way*
-message is answered only by an ``Error`` (``seq`` echoed, 0 if none was given). The daemon pushes
-``Populated`` with ``seq`` 0.
+Encoding: MessagePack maps tagged by ``t``, in the frames of ``wire/framing.py``. A *request* has a
+``seq`` > 0 and is answered by exactly one reply with the same ``seq``, an ``Error`` if need be;
+``Promoting`` may come before it. A *one-way* message is answered only by an ``Error`` (``seq``
+echoed, 0 if none was given). The daemon pushes ``Populated`` with ``seq`` 0.
 
-Order of a session: ``Hello`` -> ``Welcome`` (with the arena's descriptor attached, if asked for),
-then ``Register`` -> ``Registered``, then anything. A session that only looks (CLI) skips Register.
+Order of a session: ``Hello`` -> ``Welcome``, then ``Register`` -> ``Registered``, then anything. A
+session that only looks (CLI) skips ``Register``.
 
-Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's life: every
-message that names arena memory, a lease or a reservation carries it. ``digests`` are equally wide
-chunk hashes, ``width`` bytes each, chunk 0 first.
-
-Every number a client sends has a range and everything else a length, declared by the types of the
-fields (``types.py``). A message outside of them is no message: ``bad_message``, with the field's
-name, and the session ends.
+Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's run: every message
+that names arena memory, a lease or a reservation carries it. ``digests`` are equally wide chunk
+hashes, ``width`` bytes each, chunk 0 first. Numbers and lengths have the bounds that the types of
+the fields declare (``types.py``); a message outside of them ends the session (``bad_message``).
 """
 
 from __future__ import annotations
@@ -98,13 +94,13 @@ class Register(Message, tag="register"):
 
     ``ranks`` is the number of worker processes, ``world_size`` that of distinct shards, ``shard``
     the one this worker holds, ``writer`` whether it is the rank that writes it. ``identity`` are
-    the namespace's tagged fields; all sessions of an instance must send the same. ``model`` is the
-    model's name for people, and no part of the namespace.
+    the namespace's fields, the same for all sessions of an instance. ``model`` is a name for
+    people, and no part of the namespace.
 
-    ``generation`` is the scheduler's to say, and part of the namespace too: empty while the engine
-    has the weights that ``identity`` names, a new random token whenever they may have been changed
-    in place. A scheduler that is registered sends its ``Register`` again with another generation:
-    the instance leaves its namespace for that of the new one, and what it was writing is discarded.
+    ``generation`` is part of the namespace: empty while the engine has the weights that
+    ``identity`` names, a new random token whenever they may have been changed in place. The
+    scheduler then sends its ``Register`` again: the instance leaves its namespace for that of the
+    new generation, and what it was writing is discarded.
     """
 
     instance: Name
@@ -136,9 +132,9 @@ class Lookup(Message, tag="lookup"):
     ``readers`` are the ranks that will each send one ``Release``; missing means exactly rank 0.
     ``spare`` chunks after the match must be cached too; they are checked but not returned.
 
-    What L1 lacks may be promoted from a tier: then the answer comes when that is done, or after
-    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then; if L1 has a
-    part of what is asked for, after the rest's share of that, but no less than
+    What L1 lacks may be promoted from a tier. Then the answer comes when that is done, or after
+    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then. If L1 has a
+    part of what is asked for, the budget is the rest's share of that, but no less than
     ``lookup_budget_ms``. What would take longer than computing it at ``prefill_tokens_s`` (0: not
     known) is not promoted.
     """
@@ -155,8 +151,7 @@ class Lookup(Message, tag="lookup"):
 
 class Promoting(Message, tag="promoting"):
     """To a ``Lookup`` or ``Prefetch`` (its ``seq``), at once: tiers are at work on it, and the
-    answer follows. Without it and without an answer the daemon hangs.
-    """
+    answer follows."""
 
 
 class Prefetch(Message, tag="prefetch"):
@@ -292,7 +287,7 @@ class HandedOver(Message, tag="handed_over"):
 
 
 class Ping(Message, tag="ping"):
-    """Answered by ``Pong`` after everything this session sent before it was carried out."""
+    """Answered after everything this session sent before it was carried out."""
 
 
 class Pong(Message, tag="pong"):
@@ -303,8 +298,8 @@ class Clear(Message, tag="clear"):
     """Forget a namespace (its digest), or this session's own (empty), or all (``everything``).
 
     With ``tiers`` (and ``everything``) the tiers are emptied too. Answered once every tier has
-    taken note, so that nothing of before matches again, by a restarted daemon neither; a tier that
-    cannot is an ``Error`` of ``tier_down``: say it again.
+    taken note, so that nothing of before matches again, even after a restart. If a tier cannot, the
+    answer is an ``Error`` of ``tier_down``: say it again.
     """
 
     namespace: ShortBytes = b""
@@ -335,10 +330,8 @@ class Populated(Message, tag="populated"):
 
 
 class Error(Message, tag="error"):
-    """A typed refusal. ``fatal`` says that this session ends after it.
-
-    ``code`` is an ``ErrorCode``, or one that only a newer daemon knows.
-    """
+    """A refusal. ``fatal``: this session ends after it. ``code`` is an ``ErrorCode``, or one that
+    only a newer daemon knows."""
 
     code: str
     text: str = ""

@@ -222,24 +222,6 @@ def test_ten_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engin
     assert scheduler.counters["lost"] == 0
 
 
-def test_an_engine_that_goes_owes_nothing(
-    daemon: Daemon, engine: Engine, registration: Register, worker_registration: Register
-) -> None:
-    assert engine.store("a")
-    assert eventually(lambda: engine.load("a"))
-    engine.scheduler.new_step()
-    assert isinstance(engine.scheduler.match("a", digests("a"), WIDTH, 0), Match)
-    item = ReserveItem(request="b", digests=digests("b"))
-    assert engine.scheduler.reserve([item], WIDTH) is not None
-    assert daemon.status()["reservations"] == 1
-    engine.close()
-    quiet(daemon)
-    again = Engine(daemon.socket, registration, worker_registration)
-    assert eventually(lambda: again.connected)
-    assert eventually(lambda: again.load("a"))
-    again.close()
-
-
 def reconnect(client: Endpoint) -> None:
     """The connection ends and another begins, while the daemon lives on."""
     session = client.session

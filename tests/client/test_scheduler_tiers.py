@@ -10,7 +10,7 @@ import pytest
 
 from kvass.client.client import Client
 from kvass.client.requests import MAX_UNANSWERED
-from kvass.client.scheduler import MAX_PATIENCE_S, PENDING, Match, SchedulerClient
+from kvass.client.scheduler import MAX_PATIENCE_S, PENDING, SchedulerClient
 from kvass.messages import (
     Clear,
     Cleared,
@@ -58,23 +58,6 @@ def later(daemon: ScriptedDaemon, lookup: Lookup) -> Matched:
     assert isinstance(reply, Matched)
     daemon.push(reply)
     return reply
-
-
-def test_what_takes_its_time_is_asked_for_again(
-    tiers: ScriptedDaemon, scheduler: SchedulerClient
-) -> None:
-    assert match(scheduler) is PENDING
-    (lookup,) = tiers.got(Lookup)
-    reply = later(tiers, lookup)
-
-    def found() -> bool:
-        scheduler.new_step()
-        one = match(scheduler)
-        assert one is PENDING or isinstance(one, Match)
-        return isinstance(one, Match) and one.lease == reply.lease
-
-    assert eventually(found, 1.0)
-    assert len(tiers.got(Lookup)) == 1
 
 
 def test_the_daemon_is_told_how_long(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:

@@ -191,24 +191,6 @@ def test_prefetch_promotes_ahead_of_use(cold: Path) -> None:
         assert one.scheduler.prefetch(keys, WIDTH), "which waits for nothing"
 
 
-def test_promoted_rows_need_not_be_retained(cold: Path) -> None:
-    with tiered(cold, retain_promoted="false") as daemon, engine(daemon) as one:
-        eventually(lambda: loaded(one, PROMPT) == 8)
-        daemon.wait_until(rows=0, leases=0, pins=0)
-        assert loaded(one, PROMPT) == 8
-
-
-def test_none_flushes_nothing(tmp_path: Path) -> None:
-    with tiered(tmp_path, flush="none") as daemon:
-        with engine(daemon) as one:
-            assert one.store(PROMPT) == 8
-        daemon.stop()
-        daemon.start()
-        with engine(daemon) as one:
-            assert loaded(one, PROMPT) == 0
-        assert tier_of(daemon).get("stored_rows", 0) == 0
-
-
 def test_on_evict_flushes_what_leaves_and_what_is_left_at_the_end(tmp_path: Path) -> None:
     prompts = [range(1000 * i, 1000 * i + 8 * 16) for i in range(16)]
     with tiered(tmp_path, flush="on_evict") as daemon, engine(daemon, model=LARGE) as one:

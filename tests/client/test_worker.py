@@ -24,8 +24,7 @@ SLICE = 16 << 10
 @pytest.fixture
 def worker(daemon: ScriptedDaemon, worker_registration: Register) -> Iterator[WorkerClient]:
     client = WorkerClient(daemon.path, worker_registration)
-    client.start()
-    assert eventually(lambda: client.connected)
+    client.connect(5)
     yield client
     client.close()
 

@@ -226,11 +226,6 @@ class Endpoint:
                 left_s = deadline_s - time.monotonic()
             return requests.fetch(seq)
 
-    def promoting(self, seq: int) -> bool:
-        """Whether the answer to ``seq`` may take its time: a tier is at work on it."""
-        session = self.session
-        return session is not None and seq in session.requests.promoting
-
     def discard(self, seq: int) -> None:
         """Nobody will wait for ``seq`` any more: its reply is settled when it comes."""
         with self.lock:

@@ -270,7 +270,8 @@ class SchedulerClient(Endpoint):
         now_s = time.monotonic()
         self._left_s = max(self._left_s - (now_s - began_s), 0.0)
         if reply is None:
-            acknowledged = self.promoting(lookup.seq)
+            assert lookup.session is not None
+            acknowledged = lookup.seq in lookup.session.requests.promoting
             if now_s < lookup.give_up_s and (acknowledged or now_s < lookup.acknowledged_by_s):
                 return PENDING
             self.counters["timeouts"] += 1
