@@ -343,12 +343,3 @@ def test_a_suspended_daemon_clears_when_it_wakes(daemon: Daemon, engine: Engine)
     assert not engine.load("old")
     assert not engine.load("writing")
     assert daemon.status()["rows"] == 0
-
-
-def test_a_clear_without_a_daemon_is_owed_to_the_first_one(daemon: Daemon, engine: Engine) -> None:
-    daemon.kill()
-    assert eventually(lambda: not engine.scheduler.connected)
-    assert not engine.scheduler.clear(0.05)
-    daemon.start()
-    assert eventually(lambda: engine.store("new") or engine.load("new"))
-    assert eventually(lambda: engine.load("new"))

@@ -31,7 +31,6 @@ from kvass.messages import (
     Abort,
     Error,
     FromDaemon,
-    HandedOver,
     Hello,
     Lookup,
     Ping,
@@ -143,15 +142,6 @@ def test_a_suspended_daemon_costs_no_call_more_than_its_bound(daemon: ScriptedDa
         for seq in filter(None, seqs):
             assert client.wait(seq, 5) is not None
         client.call(Ping())
-
-
-def test_a_daemon_that_never_reads_again_loses_the_connection(daemon: ScriptedDaemon) -> None:
-    with Client(daemon.path) as client:
-        boot = client.connect(5).boot
-        daemon.reading.clear()
-        heavy = HandedOver(boot=boot, leases=tuple(range(100_000)))
-        assert any(not client.post(heavy) for _ in range(100))
-        assert client.counters["lost"] == 1
 
 
 @pytest.mark.parametrize("wants_arena", [False, True])
@@ -343,14 +333,6 @@ def test_refusals_of_one_way_messages_are_counted_and_logged_once(
         logged = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
         assert len(logged) == 1
         assert "\n" not in logged[0]
-
-
-def test_a_half_closed_session_is_over(daemon: ScriptedDaemon) -> None:
-    with Client(daemon.path) as client:
-        client.connect(5)
-        daemon.half_close()  # nobody calls, and nothing arrives to be read
-        assert eventually(lambda: client.counters["connects"] == 2)
-        assert eventually(lambda: daemon.eofs == 1)
 
 
 def test_a_forked_child_opens_its_own(daemon: ScriptedDaemon) -> None:

@@ -13,7 +13,6 @@ from kvass.client.requests import MAX_UNANSWERED
 from kvass.client.scheduler import LATE_S, PENDING, Match, Reserving, SchedulerClient
 from kvass.messages import (
     Abort,
-    Clear,
     Error,
     FromClient,
     FromDaemon,
@@ -444,13 +443,3 @@ def test_lookups_are_cut_to_the_daemons_limits(
     assert scheduler.counters["too_large"] == 1
     assert scheduler.connected
     scheduler.close()
-
-
-def test_clear(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
-    daemon.answers[Lookup] = daemon.hit
-    assert isinstance(match(scheduler), Match)
-    assert scheduler.clear(10)
-    assert len(daemon.got(Release)) == 1  # what was held is of before
-    assert scheduler.take("r") is None
-    daemon.answers[Clear] = lambda m: []
-    assert not scheduler.clear(0.05)

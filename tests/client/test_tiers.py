@@ -18,14 +18,9 @@ from kvass.testing.fake_engine import WIDTH, FakeEngine, chunk_keys, spread
 from kvass.testing.fake_rank import MakeMover
 from kvass.transfer.host import HostMover
 from kvass.types import GroupLayout, RankLayout
+from tests.client.test_fake_engine import MODEL
 from tests.support.gpu.engine_mover import EngineGpus
 
-MODEL = RankLayout(
-    (
-        GroupLayout("full", 4, ("a", "b", "c", "d"), (48, 1200, 64, 1000)),
-        GroupLayout("full", 8, ("e", "f", "g", "h"), (96, 96, 96, 96)),
-    )
-)
 LARGE = RankLayout((GroupLayout("full", 16, ("a", "b"), (128 << 10, 128 << 10)),))
 """A quarter of a mebibyte a chunk."""
 ONE, GRID = ParallelStrategy(tp=1, pp=1), ParallelStrategy(tp=2, pp=2)
@@ -118,20 +113,6 @@ def test_what_was_stored_outlives_the_daemon(tmp_path: Path, end: str) -> None:
                 assert loaded(one, range(1000, 1064)) == 0
             assert tier_of(daemon)["loaded_rows"] >= before + 16
         daemon.wait_until(leases=0, pins=0, rows_loading=0, promotions=0)
-
-
-def test_a_namespace_larger_than_l1(tmp_path: Path) -> None:
-    """Sixteen prompts of 2 MiB in 16 MiB of L1, over and over: each comes back whole and right."""
-    prompts = [range(1000 * i, 1000 * i + 8 * 16) for i in range(16)]
-    with tiered(tmp_path) as daemon, engine(daemon, model=LARGE) as one:
-        for prompt in prompts:
-            assert one.store(prompt) == 8
-            flushed(daemon)
-        for _ in range(2):
-            for prompt in prompts:
-                eventually(lambda prompt=prompt: loaded(one, prompt) == 8)  # type: ignore[misc]
-        assert tier_of(daemon)["loaded_rows"] > 100
-        assert daemon.status()["counters"]["evicted_capacity"] > 100
 
 
 def test_a_prompt_larger_than_l1_gets_its_beginning(tmp_path: Path) -> None:

@@ -53,20 +53,17 @@ class Decoder(Generic[M]):
         return bool(self._rest)
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[M]:
-        """Yield the messages that ``data`` completes; exhaust it before ``data`` changes.
+        """Yield the messages that ``data`` completes; exhaust it before the next feed.
 
         Raises ``FrameError``: ``bad_frame`` for a length of 0 or above ``limit``, ``bad_message``
         for a payload that is no message of this direction. Every later feed raises it again.
         """
         if self._fault is not None:
             raise self._fault
-        whole = data
-        if self._rest:
-            self._rest += data
-            whole = self._rest
+        self._rest += data
         at = 0
-        with memoryview(whole) as view:
-            try:
+        try:
+            with memoryview(self._rest) as view:
                 while (end := at + HEADER.size) <= len(view):
                     size = HEADER.unpack_from(view, at)[0]
                     if not 0 < size <= self.limit:
@@ -77,12 +74,9 @@ class Decoder(Generic[M]):
                     message = self._decode(view[end - size : end])
                     at = end
                     yield message
-            except FrameError as fault:
-                self._fault = fault
-                raise
-            if whole is not self._rest:
-                self._rest += view[at:]
-                return
+        except FrameError as fault:
+            self._fault = fault
+            raise
         del self._rest[:at]
 
     def _decode(self, payload: memoryview) -> M:
