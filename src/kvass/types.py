@@ -85,11 +85,10 @@ class Size(int):
 class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """One layer group as one rank holds it: layers sharing a block-id space and a cache spec.
 
-    ``page_bytes[i]`` is what one block takes in layer ``layers[i]`` (a name may be those of many
-    layers, joined); a pipeline stage may hold no layer. ``window_tokens``: of a ``sliding_window``
-    the tokens that one token attends to, itself included (and what the engine keeps beyond); of
-    ``chunked_local`` the size of a local chunk; else 0. A ``state`` is a running summary, kept in
-    the block that ends at its token.
+    ``page_bytes[i]`` is what one block takes in layer ``layers[i]`` (or several layers, joined).
+    ``window_tokens``: of a ``sliding_window`` the tokens that one token attends to, itself included
+    (and what the engine keeps beyond); of ``chunked_local`` the size of a local chunk; else 0. A
+    ``state`` is a running summary, kept in the block that ends at its token.
     """
 
     kind: GroupKind
@@ -117,11 +116,8 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return range(first_token // self.block_tokens, -(-end_token // self.block_tokens))
 
     def row_blocks(self, chunk_tokens: int) -> int:
-        """Blocks at the end of a chunk that its row keeps: those some hit may need; perhaps none.
-
-        ``chunk_tokens`` is a multiple of ``block_tokens``. A hit ends at a chunk's end, so of a
-        window shorter than a chunk only the blocks it reaches from there are of use.
-        """
+        """Blocks at the end of a chunk that its row keeps: those some hit may need. A hit ends at a
+        chunk's end. ``chunk_tokens`` is a multiple of ``block_tokens``."""
         reach = chunk_tokens
         if self.kind == "sliding_window":
             reach = min(chunk_tokens, self.window_tokens - 1)

@@ -242,19 +242,6 @@ def refuse(code: ErrorCode) -> Callable[[object], list[FromDaemon]]:
     return lambda m: [Error(seq=getattr(m, "seq", 0), code=code, text="no\nand no", fatal=True)]
 
 
-def test_a_refused_registration_is_said_and_a_passing_one_tried_again(
-    daemon: ScriptedDaemon, registration: Register
-) -> None:
-    answer = daemon.answers[Register]
-    daemon.answers[Register] = refuse("rank_taken")
-    with Client(daemon.path, registration) as client:
-        with pytest.raises(Refused, match="rank_taken"):
-            client.connect(5)
-        daemon.got(Register, 3)  # the old holder of the rank may be about to go
-        daemon.answers[Register] = answer
-        assert eventually(lambda: client.connected)
-
-
 @pytest.mark.parametrize(
     ("code", "longest_s"),
     [("rank_taken", endpoint.BACKOFF_MAX_S), ("limit", endpoint.BACKOFF_LASTING_S)],

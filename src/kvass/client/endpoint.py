@@ -2,8 +2,7 @@
 
 Laws of this file:
 
-- Starting, posting, submitting and closing never wait for the daemon, whether it is absent,
-  suspended, restarting or hostile. Other calls wait no longer than their caller says.
+- No call waits for the daemon longer than its caller says; most do not wait at all.
 - A thread connects, registers, notices a hang-up and writes what the socket would not take at once.
   A caller reads its own reply. The thread reads what no caller waits for, and everything if there
   is an arena.
@@ -59,9 +58,9 @@ class Endpoint:
     """What clients of all kinds share. Thread-safe: one lock over everything. Whoever waits for a
     reply holds it, so threads that wait at the same time need a client each.
 
-    ``socket``: the daemon's path. ``registration``: sent after every (re)connect; a client without
-    one can only look. ``wants_arena``: map the arena. ``incomplete``: the registration's identity
-    lacks fields, so nobody connects before ``complete``.
+    ``registration``: sent after every (re)connect; a client without one can only look.
+    ``wants_arena``: map the arena. ``incomplete``: the registration's identity lacks fields, so
+    nobody connects before ``complete``.
     """
 
     def __init__(
@@ -73,8 +72,7 @@ class Endpoint:
         incomplete: bool = False,
     ) -> None:
         self.registration = registration
-        """Said from the next connection on; one that is just being made with another is given up,
-        and the one that is there stays."""
+        """Said from the next connection on. One being made with another is given up."""
         self.counters: Counter[str] = Counter()
         """``lookups``, ``hits``, ``misses``, ``timeouts``, ``late_replies``, ``dropped``, ``lost``,
         ``connects``, ``too_large``, ``refused_<code>``, ``failed_<error>``."""
@@ -257,7 +255,7 @@ class Endpoint:
 
     def deliver(self, message: OneWay, session: DaemonSession) -> bool:
         """Have the kernel take ``message`` whole, on ``session`` and no other: then the daemon
-        reads it before this session's EOF. False: it cannot be, and ``session`` is given up."""
+        reads it before this session's EOF. False: it cannot, and ``session`` is given up."""
         with self.lock:
             if not self.post(message, session):
                 return False
@@ -286,8 +284,7 @@ class Endpoint:
     # ------------------------------------------------------------ inside, lock held
 
     def _send(self, message: OneWay | Request) -> bool:
-        """Send now, or have the thread write what the socket does not take. False if there is no
-        connection. Raises ``UsageError`` for a message above the frame limit."""
+        """False if there is no connection. Raises ``UsageError`` above the frame limit."""
         if (session := self.session) is None:
             return False
         try:
@@ -318,7 +315,6 @@ class Endpoint:
             self.post(message)
 
     def _lose(self, session: DaemonSession, error: KvassError | None) -> None:
-        """``session`` is over; what was asked through it will never be answered."""
         if session is not self.session:
             return
         self.session = None

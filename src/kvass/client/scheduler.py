@@ -151,9 +151,9 @@ class SchedulerClient(Endpoint):
         """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
-        again, with the same lease, until ``take`` or ``settle``; for another ``first`` or with less
-        than half its time left, it is released and looked up again. ``prefill_tokens_s``: what the
-        engine computes per second, 0 if it does not know; loading has to be faster.
+        again until ``take`` or ``settle``; for another ``first``, or with less than half its time
+        left, it is released and looked up again. ``prefill_tokens_s``: what the engine computes
+        per second, or 0; loading has to be faster.
         """
         if self._reset.pending:
             return None
@@ -199,9 +199,7 @@ class SchedulerClient(Endpoint):
 
     def prefetch(self, digests: bytes, width: int, budget_s: float = 60.0) -> bool:
         """Have the tiers' rows of a prompt promoted, ahead of use; whether the daemon was asked.
-
-        Arguments as ``match``. Never blocks, and holds nothing.
-        """
+        Holds nothing. Arguments as ``match``."""
         session = self.session
         if session is None or self._reset.pending:
             return False
@@ -320,8 +318,8 @@ class SchedulerClient(Endpoint):
     def granted(self, reserving: Reserving) -> Granted | Pending | None:
         """Where to write; ``PENDING``: ask again in a later step; None: nowhere, it is over.
 
-        The first call waits for ``reserve_wait_s`` at most, unless the daemon owes other answers;
-        the others do not wait. ``grants`` is parallel to the items.
+        Only the first call waits, and only if the daemon owes no other answer. ``grants`` is
+        parallel to the items.
         """
         session, wait_s = self.session, reserving.wait_s
         reserving.wait_s = 0.0
@@ -368,11 +366,8 @@ class SchedulerClient(Endpoint):
     # ------------------------------------------------------------ the rest
 
     def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
-        """From here on only the ranks settle these. Last act of building a step's metadata.
-
-        False: the daemon cannot be told on the connection they were given through, so no rank may
-        hear of them; release and abort what was taken.
-        """
+        """From here on only the ranks settle these. False: the daemon cannot be told on the
+        connection they were given through, so no rank may hear of them; release and abort them."""
         session, self._giver = self._giver, None
         if not leases and not reservations:
             return True
@@ -380,11 +375,8 @@ class SchedulerClient(Endpoint):
         return session is not None and self.deliver(message, session)
 
     def clear(self, timeout_s: float) -> bool:
-        """Forget this namespace's rows and give back every held match.
-
-        False: not confirmed within ``timeout_s``. Then every lookup misses and nothing is reserved
-        until a later step, after any number of reconnects, has had it confirmed.
-        """
+        """Forget this namespace's rows and give back every held match. False: not confirmed within
+        ``timeout_s``; then every lookup misses and nothing is reserved until it is."""
         self._settle_all()
         return self._reset.clear(timeout_s)
 

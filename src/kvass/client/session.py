@@ -131,8 +131,7 @@ class DaemonSession:
 def open_session(path: str, registration: Register | None, *, wants_arena: bool) -> DaemonSession:
     """Connect, greet, check, map, register; waits up to ``HANDSHAKE_S`` for each answer.
 
-    If a row has one shard, any slot may be this rank's own, so all of the arena is to be populated.
-    Of more shards, copies fault in what they touch.
+    If a row has one shard, any slot may be this rank's own, so all of the arena gets populated.
 
     Raises ``Unavailable``, ``Incompatible``, ``RemoteError``, or ``Refused`` for the registration;
     ``ConfigError`` for a path that cannot be, or whose folder another user made first.

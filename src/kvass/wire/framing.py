@@ -55,8 +55,8 @@ class Decoder(Generic[M]):
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[M]:
         """Yield the messages that ``data`` completes; exhaust it before the next feed.
 
-        Raises ``FrameError``: ``bad_frame`` for a length of 0 or above ``limit``, ``bad_message``
-        for a payload that is no message of this direction. Every later feed raises it again.
+        Raises ``FrameError``, and again in every later feed: ``bad_frame`` for a length of 0 or
+        above ``limit``, ``bad_message`` for a payload that is no message of this direction.
         """
         if self._fault is not None:
             raise self._fault
