@@ -79,22 +79,6 @@ def test_a_scheduler_whose_strategy_contradicts_its_workers(
     assert rig.ask(scheduler, terms()).namespace, "with the right terms it is in"
 
 
-@pytest.mark.parametrize(("wrong", "says"), WRONG_SCHEDULERS)
-def test_workers_whose_strategy_contradicts_their_scheduler(
-    rig: Rig, wrong: dict[str, Any], says: str
-) -> None:
-    scheduler = rig.open()
-    assert not isinstance(rig.ask(scheduler, terms(**wrong)), m.Error)
-    field = says.partition(":")[0]
-    worker = rig.open()
-    no = refused(rig, worker, terms(0))
-    assert (no.code, no.text.partition(":")[0]) == ("contradiction", field)
-    lookup = m.Lookup(seq=3, request="r", digests=digests("a"), width=WIDTH)
-    assert rig.ask(scheduler, lookup).chunks == 0
-    rig.lose(scheduler)
-    assert not isinstance(rig.ask(worker, terms(0)), m.Error), "the wrong one is gone"
-
-
 @pytest.mark.parametrize(
     ("wrong", "code", "says"),
     [
@@ -137,14 +121,6 @@ def test_replicas_must_hold_the_same_bytes(rig: Rig) -> None:
     session = rig.open()
     assert refused(rig, session, wrong).text.startswith("layout: differs from rank 0's")
     assert rig.ask(session, terms(1, **mla, writer=False)).namespace
-
-
-def test_a_rank_registers_once_a_session(rig: Rig) -> None:
-    session = rig.open()
-    rig.ask(session, terms(0))
-    no = refused(rig, session, terms(0, layout=layout(2)))
-    assert no.code == "already_registered"
-    assert rig.ask(session, terms(0)).missing == (1,), "the same words are only answered again"
 
 
 # ---------------------------------------------------------------- a rank that comes back changed

@@ -116,7 +116,7 @@ def unit_tests(path: Path, *args: str) -> str:
     return _run(path, *pytest, "--hypothesis-profile=once", *args)
 
 
-_LAWS = ["tests/core", "--ignore=tests/core/test_model.py", "--ignore=tests/core/test_fuzz.py"]
+_LAWS = ["tests/core", "--ignore=tests/core/test_fuzz.py"]
 
 
 def laws(path: Path, *args: str) -> str:

@@ -27,7 +27,9 @@ from kvass.core.tier_state import Flushing, Loading, Probing
 
 if TYPE_CHECKING:
     from kvass.core.ledger import ClassRows
+    from kvass.core.settlement import Settlement
     from kvass.core.state import State
+    from kvass.core.tier_state import Promotions
 
 
 def validate(state: State) -> None:
@@ -47,8 +49,13 @@ def validate(state: State) -> None:
     _instances(state)
 
 
+def _behind(part: Settlement | Promotions, now: float) -> bool:
+    """Whether more should have ended, or gone on, than one step did."""
+    return part.next_due is not None and part.next_due <= now
+
+
 def _leases(state: State) -> None:
-    behind = state.settlement.behind(state.now)
+    behind = _behind(state.settlement, state.now)
     for lease in state.leases.all.values():
         assert lease.owing, "a lease that nobody owes is still held"
         assert lease.deadline > state.now or behind, "a lease outlived its deadline"
@@ -56,7 +63,7 @@ def _leases(state: State) -> None:
 
 def _reservations(state: State) -> None:
     """Rows in transit belong to one reservation, which is open as long as they may be written."""
-    table, now, behind = state.store.table, state.now, state.settlement.behind(state.now)
+    table, now, behind = state.store.table, state.now, _behind(state.settlement, state.now)
     writers = dict[int, int]()
     owed = Counter[str]()
     for reservation in state.reservations.all.values():
@@ -105,7 +112,7 @@ def _promotions(state: State) -> None:
     assert waiting == sum(promotions.bytes_of.values()), "miscounted bytes"
     assert waiting <= state.config.limits.waiting_bytes, "more waits than may"
     for p in promotions.all.values():
-        late = p.deadline <= state.now and not promotions.behind(state.now)
+        late = p.deadline <= state.now and not (promotions.going or _behind(promotions, state.now))
         assert not late, "a promotion outlived its deadline"
         used = np.array([row for part in p.pinned for row in part.rows.tolist()], np.int64)
         table = state.store.table
@@ -120,11 +127,12 @@ def _promotions(state: State) -> None:
 
 
 def _flushes(state: State) -> None:
-    for tier, out in enumerate(state.flushes.bytes_out):
-        ops = [o for o in state.tiers.ops.values() if isinstance(o, Flushing) and o.tier == tier]
-        assert out == sum(op.size_bytes for op in ops), "flushed bytes were miscounted"
-        queued = sum(len(queued.rows) for queued in state.flushes.queues[tier])
-        assert state.flushes.rows[tier] == queued, "a queue miscounts"
+    for number, tier in enumerate(state.tiers.all):
+        ops = [o for o in state.tiers.ops.values() if isinstance(o, Flushing) and o.tier == number]
+        storing = sum(op.size_bytes for op in ops)
+        assert tier.storing_bytes == storing, "flushed bytes were miscounted"
+        queued = sum(len(queued.rows) for queued in tier.queue)
+        assert tier.queued_rows == queued, "a queue miscounts"
 
 
 def _extents(state: State) -> None:

@@ -1,14 +1,12 @@
 """Promotion: what L1 lacks of a prompt comes from the tiers, if that is worth it and fits.
 
-Law of this file: a row is LOADING from the step that asks a tier for it to the step in which that
-tier is done with its slot, whoever still waits for it. What a promotion waits for it has pinned. It
-is answered once: when nothing is awaited any more, or at its deadline, with the longest hit that is
-READY then. A row that a tier could not give makes the match shorter.
+``begin`` asks the tiers in order what they hold (``_probe_next``). ``_plan`` chooses the longest
+hit that these and L1 make together, cuts it to what fits, and has the rest loaded; rows that
+another promotion is already loading are shared. ``_hold`` pins it and waits. ``_answer`` replies
+once: when nothing is awaited any more, or at the deadline, with the longest hit that is READY then.
 
-The steps of a promotion: ``begin`` asks the tiers in order what they hold (``_probe_next``). Then
-``_plan`` chooses the longest hit that these and L1 make together, cuts it to what fits, and has the
-rest loaded. ``_hold`` pins it and waits. ``_answer`` replies. Rows that another promotion is
-already loading are shared.
+A row is LOADING from the step that asks a tier for it to the step in which that tier is done with
+its slot, whoever still waits for it.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from kvass.core.effects import Loaded, Probed, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
 from kvass.core.ledger import ClassRows
 from kvass.core.prefix import PrefixView
-from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace, RowClass
 from kvass.core.rows import FAILED, LOADING, READY
 from kvass.core.state import State
 from kvass.core.tier_state import (
     DUPLICATE,
     IN_NO_TIER,
+    INSTANCE_SHARE,
     NOT_ASKED,
     Loading,
     Probing,
@@ -53,10 +51,12 @@ def begin(state: State, promotion: Promotion) -> bool:
 
     False: so many wait that nothing was begun. The asker is given what L1 has.
     """
-    if not state.promotions.room(promotion, state.config.limits.waiting_bytes):
+    waiting, most = state.promotions.bytes_of, state.config.limits.waiting_bytes
+    mine = waiting.get(promotion.instance, 0) + promotion.size_bytes
+    if sum(waiting.values()) + promotion.size_bytes > most or mine > most * INSTANCE_SHARE:
         state.counters["lookups_not_waited"] += 1
         return False
-    state.promotions.add(promotion, promotion.size_bytes)
+    state.promotions.add(promotion)
     if "promoting" in state.sessions[promotion.session].features:
         state.send(promotion.session, Promoting(seq=promotion.seq))
     for home in promotion.homes:
@@ -159,7 +159,6 @@ def _probe(state: State, promotion: Promotion, tier: int, wanted: list[I64Array]
 
 
 def probed(state: State, event: Probed) -> None:
-    """A tier has said what it holds."""
     op = state.tiers.end(event.op, Probing)
     promotion = state.promotions.all.get(op.promotion)
     if promotion is None:
@@ -214,11 +213,11 @@ def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks
     """Whether loading takes less time than computing the tokens it saves, as far as is known."""
     if not state.config.weigh_loads or promotion.prefill_tokens_s <= 0:
         return True
-    ns, speeds = promotion.namespace, state.tiers.speeds
-    sizes = np.zeros(len(speeds), np.int64)
+    ns, tiers = promotion.namespace, state.tiers.all
+    sizes = np.zeros(len(tiers), np.int64)
     for c, home, w in zip(ns.classes, promotion.homes, wanted, strict=True):
         sizes += np.bincount(home[w], minlength=len(sizes)) * c.spec.row_bytes
-    asked = [(speeds[tier], int(sizes[tier])) for tier in np.flatnonzero(sizes).tolist()]
+    asked = [(tiers[tier].speed, int(sizes[tier])) for tier in np.flatnonzero(sizes).tolist()]
     seconds = sum(speed.seconds(size) for speed, size in asked)
     if seconds * promotion.prefill_tokens_s <= chunks * ns.chunk_tokens:
         return True
@@ -243,7 +242,7 @@ def _load(
     """Take slots for all of ``wanted`` and ask the tiers to fill them; ``upto``. If there is no
     room for all: nothing, and the first chunk for which there was none."""
     classes = promotion.namespace.classes
-    rows, cut = state.store.allocate_each(classes, promotion.keys[:upto], wanted, protect, LOADING)
+    rows, cut = state.store.allocate(classes, promotion.keys[:upto], wanted, protect, LOADING)
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
@@ -263,7 +262,7 @@ def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Arr
     size = len(rows) * c.spec.row_bytes
     op = state.tiers.begin(Loading(tier, ClassRows(c.id, rows), size, set()))
     state.store.table.loader[rows] = op
-    state.tiers.speeds[tier].begin(size, state.now)
+    state.tiers.all[tier].speed.begin(size, state.now)
     records = epochs.records(ns, tier, c, state.store.table.keys_of(rows))
     state.out.append(TierLoad(tier, op, records, state.store.slots(rows), c.spec.shard_bytes))
 
@@ -273,12 +272,12 @@ def loaded(state: State, event: Loaded) -> None:
     op = state.tiers.end(event.op, Loading)
     good, failed = op.part.rows[event.which], op.part.rows[~event.which]
     size = len(good) * (op.size_bytes // len(op.part.rows))
-    state.tiers.speeds[op.tier].end(op.size_bytes, size, state.now)
-    counters = state.tiers.counters[op.tier]
-    counters["loaded_rows"] += len(good)
-    counters["load_misses"] += len(failed)
+    tier = state.tiers.all[op.tier]
+    tier.speed.end(op.size_bytes, size, state.now)
+    tier.counters["loaded_rows"] += len(good)
+    tier.counters["load_misses"] += len(failed)
     state.store.promoted(good, state.config.retain_promoted)
-    flush.queue_promoted(state, ClassRows(op.part.row_class, good), op.tier)
+    flush.queue_written(state, ClassRows(op.part.row_class, good), op.tier)  # asked before it
     state.store.fail(failed)
     waiting = [p for p in map(state.promotions.all.get, sorted(op.waiters)) if p is not None]
     for promotion in waiting:
@@ -317,7 +316,6 @@ def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> 
 
 
 def _let_go(state: State, promotion: Promotion) -> None:
-    """It holds nothing any more."""
     pinned = promotion.pinned
     promotion.parts = promotion.spares = ()
     promotion.chunks, promotion.awaits = promotion.first, set()
@@ -329,7 +327,7 @@ def _answer(state: State, promotion: Promotion) -> None:
     if promotion.gone:
         _end(state, promotion)
         return
-    instance, first = state.instances.get(promotion.instance), promotion.first
+    instance = state.instances.get(promotion.instance)
     there = instance is not None and state.namespace_of(instance) is promotion.namespace
     if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
         _let_go(state, promotion)
@@ -338,26 +336,24 @@ def _answer(state: State, promotion: Promotion) -> None:
         return
     if not promotion.readers:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.chunks)
-    elif promotion.chunks == first:
-        reply = miss(state, first)
     else:
-        lease = state.settlement.lend(
+        state.counters["promoted_chunks"] += promotion.chunks - promotion.first
+        reply = state.matched(
             promotion.instance,
             promotion.request,
-            promotion.chunks - first,
+            promotion.first,
+            promotion.chunks,
             promotion.parts,
             promotion.readers,
-            state.now,
+            promotion.spare,
         )
-        state.counters["promoted_chunks"] += lease.chunks
-        reply = matched(state, lease, first, promotion.spare)
     reply.seq = promotion.seq
     state.send(promotion.session, reply)
     _end(state, promotion)
 
 
 def _end(state: State, promotion: Promotion) -> None:
-    state.promotions.drop(promotion, promotion.size_bytes)
+    state.promotions.drop(promotion)
     _let_go(state, promotion)
 
 

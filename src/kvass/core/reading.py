@@ -1,7 +1,7 @@
 """Lookup, prefetch, release.
 
-Law of this file: one function per message. It returns the reply (``None``: there is none, or it
-comes later) or raises ``Refused`` before it changed anything.
+A function per message. It returns the reply (``None``: there is none, or it comes later) or raises
+``Refused`` before it changed anything.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from kvass.core.checks import (
 )
 from kvass.core.prefix import PrefixView
 from kvass.core.registry import ClientSession
-from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace
 from kvass.core.state import State
-from kvass.core.tier_state import NOT_ASKED, Promotion
+from kvass.core.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.errors import Refused
 from kvass.messages import Lookup, Matched, Prefetch, Prefetched, Release
 from kvass.types import SCHEDULER, U64Array
@@ -53,7 +52,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     state.counters["lookup_chunks"] += len(keys) - msg.first
     ns = state.namespace_of(instance)
     if ns is None:
-        return miss(state, msg.first)
+        return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
     chunks = view.longest(view.there())
     parts, _ = view.use(chunks)
@@ -62,19 +61,14 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s)
         if promotion.deadline > state.now and promote.begin(state, promotion):
             return None
-    if chunks == msg.first:
-        return miss(state, msg.first)
-    lease = state.settlement.lend(
-        instance.id, msg.request, chunks - msg.first, parts, readers, state.now
-    )
-    return matched(state, lease, msg.first, msg.spare)
+    return state.matched(instance.id, msg.request, msg.first, chunks, parts, readers, msg.spare)
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:
-    """How long tiers may take for what L1 lacks of ``asked`` chunks; it has ``chunks``.
+    """How long tiers may take for what L1, which has ``chunks``, lacks of ``asked`` chunks.
 
-    As long as the asker says. If L1 has a part: as long as computing the rest takes, which is its
-    share of that time if the asker does not know its speed; but no less than ``lookup_budget_ms``.
+    As long as the asker says. If L1 has a part: as long as computing the rest takes (its share of
+    that time, if the asker does not know its speed), but no less than ``lookup_budget_ms``.
     """
     least_s = state.config.timing.lookup_budget_ms / 1000
     wait_s = min(msg.budget_ms / 1000 or least_s, MAX_WAIT_S)
@@ -137,8 +131,10 @@ def _promotion(
     readers: set[int],
     wait_s: float,
 ) -> Promotion:
+    homes = [np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes]
+    arrays_bytes = keys.nbytes + sum(home.nbytes for home in homes)
     return Promotion(
-        id=state.promotions.new_id(),
+        id=next(state.promotions.numbers),
         session=session.id,
         seq=msg.seq,
         instance=_asker(session),
@@ -149,9 +145,10 @@ def _promotion(
         keys=keys,
         first=msg.first if isinstance(msg, Lookup) else 0,
         deadline=state.now + wait_s,
+        size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
-        homes=[np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes],
+        homes=homes,
     )
 
 

@@ -1,11 +1,9 @@
 """The row table: one row id per slot of the arena, numpy columns, no object per row.
 
-Law of this file: a row's state changes only through ``move``, along ``TRANSITIONS``. A FREE row has
-no key, no pin and no stamp.
+A row's state changes only through ``move``, along ``TRANSITIONS``. A FREE row has no key, no pin
+and no stamp. Ids ``[set.first_row, set.first_row + set.slots)`` are the slots of an extent set.
 
-A row id *is* a slot: ids ``[set.first_row, set.first_row + set.slots)`` are the slots of an extent
-set. States, in an order in which "at least" has a meaning (``LOADING`` and above: a lookup may have
-it now or soon; ``READY`` and above: a lookup may have it now):
+States, in order (a lookup may have ``READY`` and above now, and ``LOADING`` soon):
 
 - FREE: holds nothing; may be granted.
 - WRITING: granted to writers; nobody may read it.
@@ -34,15 +32,7 @@ LOADING: Final = 4
 READY: Final = 5
 TRANSIENT: Final = 6
 
-STATE_NAMES: Final = (
-    "free",
-    "writing",
-    "quarantined",
-    "failed",
-    "loading",
-    "ready",
-    "transient",
-)
+STATE_NAMES: Final = ("free", "writing", "quarantined", "failed", "loading", "ready", "transient")
 
 TRANSITIONS: Final = frozenset(
     {
@@ -74,22 +64,19 @@ NOBODY: Final = -1
 CACHE_LINE: Final = 64
 
 _RECORD: Final = np.dtype(
-    {
-        "names": ["key", "stamp", "pins", "set_of", "slot", "state", "offered", "loader"],
-        "formats": [
-            (np.uint64, KEY_WORDS),
-            np.int64,
-            np.int32,
-            np.int32,
-            "<u4",
-            np.uint8,
-            np.bool_,
-            np.int64,
-        ],
-        "offsets": [0, 32, 40, 44, 48, 52, 53, 56],
-        "itemsize": CACHE_LINE,
-    }
+    [
+        ("key", np.uint64, KEY_WORDS),
+        ("stamp", np.int64),
+        ("loader", np.int64),
+        ("pins", np.int32),
+        ("set_of", np.int32),
+        ("slot", "<u4"),
+        ("state", np.uint8),
+        ("offered", np.bool_),
+        ("", "V2"),
+    ]
 )
+assert _RECORD.itemsize == CACHE_LINE
 
 
 def cache_lines(count: int) -> npt.NDArray[np.uint8]:
@@ -113,7 +100,8 @@ class RowTable:
 
     def __init__(self) -> None:
         self._view(0)
-        self._clock = 0
+        self.clock = 0
+        """The next stamp to be given: everything touched earlier has a smaller one."""
 
     def _view(self, size: int) -> None:
         lines = cache_lines(size)
@@ -135,11 +123,6 @@ class RowTable:
     def __len__(self) -> int:
         return len(self.state)
 
-    @property
-    def clock(self) -> int:
-        """The next stamp to be given: everything touched earlier has a smaller one."""
-        return self._clock
-
     def grow(self, to: int) -> None:
         """Make room for row ids below ``to`` (amortised: by a quarter at least)."""
         old = self._records
@@ -153,8 +136,8 @@ class RowTable:
 
     def stamp_rows(self, rows: I64Array) -> I64Array:
         """Stamp ``rows`` as used now, the first one oldest; returns the stamps given."""
-        stamps = np.arange(self._clock, self._clock + len(rows), dtype=np.int64)
-        self._clock += len(rows)
+        stamps = np.arange(self.clock, self.clock + len(rows), dtype=np.int64)
+        self.clock += len(rows)
         self.stamp[rows] = stamps
         return stamps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
-from kvass.core.tier_state import Loading
+from kvass.core.tier_state import Loading, TierState
 
 if TYPE_CHECKING:
     from kvass.core.row_store import RowClass
@@ -45,21 +45,21 @@ def status(state: State) -> dict[str, Any]:
         "l1_populated_bytes": state.populated_bytes,
         "promotions": len(state.promotions.all),
         "namespaces": namespaces,
-        "tiers": [_tier(state, number) for number in range(len(state.config.tiers))],
+        "tiers": [*map(_tier, state.config.tiers, state.tiers.all)],
         "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
         "counters": {name: count for name, count in state.counters.items() if count},
     }
 
 
-def _tier(state: State, number: int) -> dict[str, Any]:
+def _tier(name: str, tier: TierState) -> dict[str, Any]:
     return {
-        "tier": state.config.tiers[number],
-        "flush_queue_rows": state.flushes.rows[number],
-        "storing_bytes": state.flushes.bytes_out[number],
-        "loading_bytes": state.tiers.speeds[number].loading_bytes,
-        "load_bytes_s": int(state.tiers.speeds[number].bytes_s),
-        **state.tiers.counters[number],
-        **state.tiers.reports[number],
+        "tier": name,
+        "flush_queue_rows": tier.queued_rows,
+        "storing_bytes": tier.storing_bytes,
+        "loading_bytes": tier.speed.loading_bytes,
+        "load_bytes_s": int(tier.speed.bytes_s),
+        **tier.counters,
+        **tier.report,
     }
 
 

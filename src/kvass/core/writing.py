@@ -1,11 +1,12 @@
 """Reserve, commit, abort, and handing over.
 
-Law of this file: one function per message. It returns the reply (``None``: there is none) or raises
-``Refused`` before it changed anything.
+A function per message. It returns the reply (``None``: there is none) or raises ``Refused`` before
+it changed anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -30,10 +31,10 @@ from kvass.errors import Refused
 from kvass.messages import Abort, Commit, Grant, Granted, HandedOver, Reserve, ReserveItem
 from kvass.types import SCHEDULER, I64Array, U64Array
 
-ROWS_A_STEP: Final = 1024
+ROWS_A_STEP: Final = 512
 """So many chunks of an item one step decides at most: others wait for it."""
 COST_OF_AN_ITEM: Final = 256
-COST_A_STEP: Final = 12 * COST_OF_AN_ITEM
+COST_A_STEP: Final = 6 * COST_OF_AN_ITEM
 """What one step does for a ``Reserve``, in chunks that it grants: an item takes as long as 256 of
 them, and to find eight that are there as long as c."""
 
@@ -57,17 +58,18 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     ns = state.namespace_of(instance)
     if ns is None:  # no decision about any key: it is asked again
         raise Refused("not_registered", f"ranks {instance.missing} are missing: reserve later")
-    items = [_checked(state, ns, item, msg.width) for item in msg.items]
-    if sum(len(item.keys) for item in items) > state.config.limits.keys_per_message:
+    sizes = [len(item.digests) // max(msg.width, 1) for item in msg.items]
+    if sum(sizes) > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
+    now = _items_now(msg.items, sizes)
+    items = [_checked(state, ns, item, msg.width) for item in msg.items[:now]]
     protect = state.store.table.clock
-    now = _items_now(items)
-    used = [_touch(state, ns, item) for item in items[:now]]  # before any makes room for itself
+    used = [_touch(state, ns, item) for item in items]  # before any makes room for itself
     grants = [
         _grant(state, instance, ns, item, protect, found)
-        for item, found in zip(items[:now], used, strict=True)
+        for item, found in zip(items, used, strict=True)
     ]
-    grants += [Grant(later=item.first) for item in items[now:]]
+    grants += [Grant(later=item.first) for item in msg.items[now:]]
     flush.queue_next_victims(state)
     return Granted(
         boot=state.config.boot,
@@ -87,9 +89,11 @@ def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item
     return Item(item.request, item.first, keys, classes)
 
 
-def _items_now(items: list[Item]) -> int:
-    """How many of the items one step carries out."""
-    costs = [COST_OF_AN_ITEM + len(x.keys) - x.first + len(x.keys) // 8 for x in items]
+def _items_now(items: Sequence[ReserveItem], sizes: list[int]) -> int:
+    """How many of the items, of so many keys each, one step checks and carries out."""
+    costs = [
+        COST_OF_AN_ITEM + max(0, n - x.first) + n // 8 for x, n in zip(items, sizes, strict=True)
+    ]
     return max(1, int(np.searchsorted(np.cumsum(costs), COST_A_STEP, side="right")))
 
 
@@ -105,19 +109,19 @@ def _grant(
     if not any(map(len, wanted)):
         return Grant(later=later)
     state.counters["chunks_wanted"] += int(lacking.any(axis=0).sum())
-    rows, end = state.store.allocate_each(item.classes, item.keys[:until], wanted, protect)
+    rows, end = state.store.allocate(item.classes, item.keys[:until], wanted, protect)
     for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
         n = int(np.searchsorted(w, end))
-        _take_back(state, rows[i][n:])
+        state.store.discard(rows[i][n:])
+        state.store.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
     _touch_new(state, ns, used, new)
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
     if not parts:
         return Grant()
-    reservation = state.settlement.reserve(
-        instance.id, item.request, parts, set(instance.writers), ns.epoch, state.now
-    )
+    writers = set(instance.writers)
+    reservation = state.settlement.reserve(instance.id, item.request, parts, writers)
     which = tuple(tuple(w.tolist()) for w in wanted)
     chunks = tuple(sorted({c for each in which for c in each}))
     state.counters["chunks_granted"] += len(chunks)
@@ -194,24 +198,12 @@ def _allowance(state: State, instance: Instance) -> int:
     return max(0, state.quota - state.reservations.bytes_of.get(instance.id, 0))
 
 
-def _take_back(state: State, rows: I64Array) -> None:
-    """Undo an allocation that nobody was told of."""
-    if len(rows):
-        state.store.discard(rows)
-        state.store.free(rows)
-
-
 def commit(state: State, session: ClientSession, msg: Commit) -> None:
     """A rank wrote its shard of every row of a reservation."""
     reservation = open_reservation(state, session, msg.boot, msg.reservation)
     rank = own_rank(session, msg.rank)
-    if reservation is None or rank not in reservation.owing:
-        return  # said twice, or settled meanwhile: nothing left to publish
-    row_class = state.store.classes.get(reservation.parts[0].row_class)
-    epoch = None  # its namespace was cleared, and then forgotten
-    if row_class is not None:
-        epoch = state.namespaces[row_class.namespace].epoch
-    state.settlement.commit(reservation, rank, epoch, state.now)
+    if reservation is not None and rank in reservation.owing:  # else it was said twice, or settled
+        state.settlement.commit(reservation, rank)
 
 
 def abort(state: State, session: ClientSession, msg: Abort) -> None:
@@ -221,12 +213,12 @@ def abort(state: State, session: ClientSession, msg: Abort) -> None:
     if reservation is None:
         return
     if rank != SCHEDULER:
-        state.settlement.abort(reservation, rank, state.now)
+        state.settlement.abort(reservation, rank)
     elif reservation.handed_over:
         what = f"reservation {msg.reservation}"
         raise Refused("bad_rank", f"{what} was handed over: only its ranks abort")
     else:
-        state.settlement.cancel(reservation, state.now)
+        state.settlement.cancel(reservation)
 
 
 def handed_over(state: State, session: ClientSession, msg: HandedOver) -> None:

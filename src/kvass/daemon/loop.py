@@ -53,6 +53,8 @@ from kvass.wire.channel import PeerCredentials, peer_of
 
 READ_BYTES: Final = 64 << 10
 """Read from one session before the next has its turn."""
+GC_THRESHOLD: Final = (50_000, 20, 100)
+"""For ``gc.set_threshold``: a full collection of a daemon takes milliseconds, so it is rare."""
 _ACCEPT_PAUSE_S: Final = 0.1
 _TICK_S: Final = 0.001
 _log = logging.getLogger("kvass")
@@ -122,7 +124,7 @@ class Server:
             self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         on_ready()
         gc.freeze()  # what exists now lives as long as we do
-        gc.set_threshold(50_000, 20, 100)
+        gc.set_threshold(*GC_THRESHOLD)
         worker = threading.Thread(target=populate, args=(self._arena, self._stopping, self._grew))
         worker.start()
         try:
