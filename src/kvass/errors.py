@@ -13,8 +13,7 @@
     │   └── Incompatible      version ranges or clocks that do not meet: run uncached
     └── Refused               the daemon said no, with a code; nothing was changed
 
-Operational failure inside the flows (a miss, a refused key, a shorter match) is a value, never one
-of these.
+A miss, a refused key or a shorter match is a value, never one of these.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Unavailable(KvassError):
 
 
 class TimedOut(Unavailable):
-    """The daemon did not answer within the bound; a late answer goes to the mailbox."""
+    """The daemon did not answer within the bound."""
 
 
 class TierDown(KvassError):

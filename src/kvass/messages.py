@@ -4,24 +4,18 @@ Law of this file: a field is only ever added, with a default; a name is never re
 never changed. So an older peer's message decodes here and ours decodes there: unknown fields are
 ignored, a missing one means what it always meant (docs/compatibility.md; ``tests/golden``).
 
-Encoding: MessagePack maps tagged by ``t`` (msgspec), in frames of ``u32 little-endian length`` +
-payload (``wire/framing.py``). A *request* carries ``seq`` > 0 and is answered by exactly one reply
-with the same ``seq``, an ``Error`` if need be; ``Promoting`` may come before it. A *one-way*
-message is answered only by an ``Error`` (``seq`` echoed, 0 if none was given). The daemon pushes
-``Populated`` with ``seq`` 0.
+Encoding: MessagePack maps tagged by ``t``, in the frames of ``wire/framing.py``. A *request* has a
+``seq`` > 0 and is answered by exactly one reply with the same ``seq``, an ``Error`` if need be;
+``Promoting`` may come before it. A *one-way* message is answered only by an ``Error`` (``seq``
+echoed, 0 if none was given). The daemon pushes ``Populated`` with ``seq`` 0.
 
-Order of a session: ``Hello`` -> ``Welcome`` (with the arena's descriptor attached, if asked for),
-then ``Register`` -> ``Registered``, then anything. A session that only looks (CLI) skips Register.
+Order of a session: ``Hello`` -> ``Welcome``, then ``Register`` -> ``Registered``, then anything. A
+session that only looks (CLI) skips ``Register``.
 
-Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's life: every
-message that names arena memory, a lease or a reservation carries it.
-
-Digests: a blob of equally wide chunk hashes, ``width`` bytes each, chunk 0 first, so a token list
-never crosses the wire.
-
-Bounds: every number a client sends has a range and everything else a length, declared by the types
-of the fields (``types.py``). A message outside of them is no message: ``bad_message``, with the
-field's name, and the session ends.
+Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's run: every message
+that names arena memory, a lease or a reservation carries it. ``digests`` are equally wide chunk
+hashes, ``width`` bytes each, chunk 0 first. Numbers and lengths have the bounds that the types of
+the fields declare (``types.py``); a message outside of them ends the session (``bad_message``).
 """
 
 from __future__ import annotations
@@ -52,7 +46,8 @@ PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
 FEATURES: Final[tuple[str, ...]] = ("tiers", "generations", "promoting")
 """Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
-``generations``: ``Register.generation``. ``promoting``: ``Promoting``."""
+``generations``: ``Register.generation``. ``promoting``: ``Promoting``. Every daemon of protocol 1
+names these three, so clients do not ask for them."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -78,7 +73,8 @@ class Hello(Message, tag="hello"):
 class Welcome(Message, tag="welcome"):
     """Answer to ``Hello``. The arena's fd rides on this frame when it was asked for.
 
-    ``clock_s`` lets the client check that it lies between its sending and its receiving.
+    The client checks that ``clock_s`` lies between its sending and its receiving. With ``tiers``
+    (their number) a ``Lookup`` may be answered late.
     """
 
     protocol: int = 1
@@ -91,7 +87,6 @@ class Welcome(Message, tag="welcome"):
     limits: Limits = Limits()
     timing: Timing = Timing()
     tiers: int = 0
-    """How many there are: with some, a ``Lookup`` may be answered late."""
 
 
 class Register(Message, tag="register"):
@@ -99,14 +94,13 @@ class Register(Message, tag="register"):
 
     ``ranks`` is the number of worker processes, ``world_size`` that of distinct shards, ``shard``
     the one this worker holds, ``writer`` whether it is the rank that writes it. ``identity`` are
-    the namespace's tagged fields; all sessions of an instance must send the same. ``model`` is the
-    model's name for people, and no part of the namespace.
+    the namespace's fields, the same for all sessions of an instance. ``model`` is a name for
+    people, and no part of the namespace.
 
-    ``generation`` is the scheduler's to say, and part of the namespace too: empty while the engine
-    has the weights that ``identity`` names, a new random token whenever they may have been changed
-    in place. A scheduler that is registered sends its ``Register`` again with another generation:
-    the instance leaves its namespace for that of the new one, and what it was writing is discarded.
-    Needs the feature ``generations``.
+    ``generation`` is part of the namespace: empty while the engine has the weights that
+    ``identity`` names, a new random token whenever they may have been changed in place. The
+    scheduler then sends its ``Register`` again: the instance leaves its namespace for that of the
+    new generation, and what it was writing is discarded.
     """
 
     instance: Name
@@ -133,16 +127,14 @@ class Registered(Message, tag="registered"):
 
 
 class Lookup(Message, tag="lookup"):
-    """Find and pin in one round trip.
+    """Touch chunks ``[0, first)`` and pin the longest run of READY rows from ``first``.
 
-    Touches chunks ``[0, first)`` and pins the longest run of READY rows from ``first``. ``readers``
-    are the ranks that will each send one ``Release``; missing means exactly rank 0. After the
-    match so many chunks as ``spare`` are held as well, by every ``full`` group (by every window, if
-    none is full): not given, but a proof of which tokens came next.
+    ``readers`` are the ranks that will each send one ``Release``; missing means exactly rank 0.
+    ``spare`` chunks after the match must be cached too; they are checked but not returned.
 
-    What L1 lacks may be promoted from a tier: then the answer comes when that is done, or after
-    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then; if L1 has a
-    part of what is asked for, after the rest's share of that, but no less than
+    What L1 lacks may be promoted from a tier. Then the answer comes when that is done, or after
+    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then. If L1 has a
+    part of what is asked for, the budget is the rest's share of that, but no less than
     ``lookup_budget_ms``. What would take longer than computing it at ``prefill_tokens_s`` (0: not
     known) is not promoted.
     """
@@ -159,16 +151,14 @@ class Lookup(Message, tag="lookup"):
 
 class Promoting(Message, tag="promoting"):
     """To a ``Lookup`` or ``Prefetch`` (its ``seq``), at once: tiers are at work on it, and the
-    answer follows. Without it and without an answer the daemon hangs. Needs the feature
-    ``promoting``.
-    """
+    answer follows."""
 
 
 class Prefetch(Message, tag="prefetch"):
     """Promote what a later ``Lookup`` of these digests would, and hold nothing of it.
 
     Of an engine's scheduler: its own namespace (empty); of a session that only looks: that digest.
-    ``budget_ms`` as there (0: a minute). Needs the feature ``tiers``.
+    ``budget_ms`` as there (0: a minute).
     """
 
     request: Name
@@ -191,7 +181,7 @@ class Matched(Message, tag="matched"):
     ``GroupLayout.needs`` names, so the last ``len(slots[g])`` of them. A read counts only if
     it finished before ``deadline_s``, and only by a rank that was registered at ``given_s`` and has
     been since: a rank's EOF settles its debts, so what it was to copy may be another's by now.
-    ``spare`` repeats that of the lookup; a daemon that does not know it leaves nothing spare.
+    ``spare`` repeats that of the lookup.
     """
 
     boot: bytes = b""
@@ -297,7 +287,7 @@ class HandedOver(Message, tag="handed_over"):
 
 
 class Ping(Message, tag="ping"):
-    """Answered by ``Pong`` after everything this session sent before it was carried out."""
+    """Answered after everything this session sent before it was carried out."""
 
 
 class Pong(Message, tag="pong"):
@@ -308,8 +298,8 @@ class Clear(Message, tag="clear"):
     """Forget a namespace (its digest), or this session's own (empty), or all (``everything``).
 
     With ``tiers`` (and ``everything``) the tiers are emptied too. Answered once every tier has
-    taken note, so that nothing of before matches again, by a restarted daemon neither; a tier that
-    cannot is an ``Error`` of ``tier_down``: say it again.
+    taken note, so that nothing of before matches again, even after a restart. If a tier cannot, the
+    answer is an ``Error`` of ``tier_down``: say it again.
     """
 
     namespace: ShortBytes = b""
@@ -340,10 +330,8 @@ class Populated(Message, tag="populated"):
 
 
 class Error(Message, tag="error"):
-    """A typed refusal. ``fatal`` says that this session ends after it.
-
-    ``code`` is an ``ErrorCode``, or one that only a newer daemon knows.
-    """
+    """A refusal. ``fatal``: this session ends after it. ``code`` is an ``ErrorCode``, or one that
+    only a newer daemon knows."""
 
     code: str
     text: str = ""

@@ -1,7 +1,6 @@
-"""The nouns that every layer shares: layouts, slots, limits.
+"""What every layer shares: layouts, slots, limits. Values and pure functions of them only.
 
-Law of this file: values only. Frozen structs and pure functions of them; nothing here knows a
-socket, a clock or an engine. Units are in the names: ``*_bytes``, ``*_tokens``, ``*_s`` (seconds).
+Units are in the names: ``*_bytes``, ``*_tokens``, ``*_s`` (seconds).
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ GroupKind = Literal["full", "sliding_window", "chunked_local", "state"]
 
 U64Array = npt.NDArray[np.uint64]
 U32Array = npt.NDArray[np.uint32]
-U16Array = npt.NDArray[np.uint16]
 I64Array = npt.NDArray[np.int64]
 Tokens = TypeVar("Tokens", int, I64Array)
 """A number of tokens, or many of them."""
@@ -74,11 +72,8 @@ class Size(int):
         match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", str(text).strip())
         if isinstance(text, bool) or match is None or match[2] not in _UNITS:
             raise ValueError(f"no size: {text!r}; write it like 8GiB or 512MiB")
-        return cls(
-            float(match[1]) * _UNITS[match[2]]
-            if "." in match[1]
-            else int(match[1]) * _UNITS[match[2]]
-        )
+        number = float(match[1]) if "." in match[1] else int(match[1])
+        return cls(number * _UNITS[match[2]])
 
     def __str__(self) -> str:
         for unit, factor in reversed(_BINARY.items()):
@@ -90,26 +85,23 @@ class Size(int):
 class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """One layer group as one rank holds it: layers sharing a block-id space and a cache spec.
 
-    ``page_bytes[i]`` is what one block takes in layer ``layers[i]``; layers of one group may
-    differ, and a pipeline stage may hold none of them. ``window_tokens``: of a ``sliding_window``
-    the tokens that one token attends to, itself included (and what the engine keeps beyond); of
-    ``chunked_local`` the size of a local chunk; else 0. A ``state`` is a running summary, kept in
-    the block that ends at its token.
+    ``page_bytes[i]`` is what one block takes in layer ``layers[i]`` (or several layers, joined).
+    ``window_tokens``: of a ``sliding_window`` the tokens that one token attends to, itself included
+    (and what the engine keeps beyond); of ``chunked_local`` the size of a local chunk; else 0. A
+    ``state`` is a running summary, kept in the block that ends at its token.
     """
 
     kind: GroupKind
     block_tokens: Int32
     layers: Annotated[tuple[Text, ...], Meta(max_length=4096)]
-    """A name may be those of many layers, joined."""
     page_bytes: Annotated[tuple[PageBytes, ...], Meta(max_length=4096)]
     window_tokens: Int32 = 0
 
     def needs(self, tokens: Tokens) -> Tokens:
         """The first token whose pages a hit of ``tokens`` needs: all of [that, ``tokens``).
 
-        Lookup, pinning, promotion, storing and eviction all ask here, so that they agree. The next
-        token of a sliding window sees ``window_tokens - 1`` others; a state at ``tokens`` needs
-        the one block that ends there.
+        The next token of a sliding window sees ``window_tokens - 1`` others; a state at ``tokens``
+        needs the one block that ends there.
         """
         if self.kind == "full":
             return tokens * 0
@@ -120,22 +112,12 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return first * (first > 0)
 
     def blocks(self, first_token: int, end_token: int) -> range:
-        """The blocks of a request that hold tokens ``[first_token, end_token)``, whole or in part.
-
-        Exact in both directions: ``tokens(blocks(a, b)) == (a, b)`` for whole blocks.
-        """
+        """The blocks of a request that hold tokens ``[first_token, end_token)``, also in part."""
         return range(first_token // self.block_tokens, -(-end_token // self.block_tokens))
 
-    def tokens(self, blocks: range) -> tuple[int, int]:
-        """The tokens ``[first, end)`` that ``blocks`` hold."""
-        return blocks.start * self.block_tokens, blocks.stop * self.block_tokens
-
     def row_blocks(self, chunk_tokens: int) -> int:
-        """Blocks at the end of a chunk that its row keeps: those some hit may need; perhaps none.
-
-        ``chunk_tokens`` is a multiple of ``block_tokens``. A hit ends at a chunk's end, so of a
-        window shorter than a chunk only the blocks it reaches from there are of use.
-        """
+        """Blocks at the end of a chunk that its row keeps: those some hit may need. A hit ends at a
+        chunk's end. ``chunk_tokens`` is a multiple of ``block_tokens``."""
         reach = chunk_tokens
         if self.kind == "sliding_window":
             reach = min(chunk_tokens, self.window_tokens - 1)
@@ -184,18 +166,14 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 DEVICE_S: Final = 1.0
-"""How long slots rest after the process that was writing them has ended.
-
-By then the kernel has released its files, a GPU's among them, which stops the GPU. The rest covers
-releases that are put off: the file of a mapping while another process reads ``/proc/PID/smaps``, or
-the GPU's while the machine goes to sleep.
-"""
+"""How long slots rest after the process that was writing them has ended. The kernel releases its
+files, a GPU's among them, a moment later if another process reads ``/proc/PID/smaps`` or the
+machine goes to sleep."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one client may ask (law 12); the daemon tells them all in the handshake.
-
-    All, defaults too: these are policy, and the next version's may differ.
+    """What one client may ask (law 12). The daemon tells all of them in the handshake, defaults
+    too: the next version's may differ.
     """
 
     frame_bytes: int = 4 << 20
@@ -218,24 +196,14 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """The daemon's clocks, told in the handshake so that nobody has to configure both sides.
-
-    All of them, as ``Limits``.
-    """
+    """The daemon's clocks, all told in the handshake: nobody has to configure both sides."""
 
     lease_s: float = 60.0
     reserve_s: float = 60.0
     dma_grace_s: float = 30.0
-    """How long after its EOF a writer's device may still write to the arena (law 3), where the end
-    of its process cannot be seen.
-
-    A process that exits gives up its memory, then its descriptors one by one: the end of our socket
-    may come before the GPU's descriptors are released, and it is their release that stops the GPU
-    and unpins. With 243 GB pinned that took 26 s (sgl-project/sglang#32829). So what counts is the
-    end of the process; this bound is for a writer that lives on without its connection, and for one
-    whose end the daemon cannot see (``core/settlement.py``). Only slots wait, and only those the
-    process was writing: their keys are anybody's at once.
-    """
+    """How long after its EOF a writer's device may still write to the arena (law 3), if the daemon
+    cannot see the end of its process, or if it lives on. (EOF may come 26 s before the GPU's
+    descriptors are released: sgl-project/sglang#32829.) Only the slots that it was writing wait."""
     lookup_budget_ms: float = 100.0
     hello_s: float = 5.0
     """How long a session may take to say Hello."""

@@ -13,11 +13,8 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.errors import UsageError
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.fake_engine import FakeEngine, spread
-from kvass.testing.fake_rank import MakeMover
 from kvass.testing.pages import WrongPageError
-from kvass.transfer.host import HostMover
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
-from tests.support.gpu.engine_mover import EngineGpus
 
 MODEL = RankLayout(
     (
@@ -30,7 +27,6 @@ PROMPT = range(CHUNKS * 16)
 
 DENSE = ParallelStrategy(tp=2, pp=2)
 MLA = ParallelStrategy(tp=4, pp=1, replicas=4)
-STAGES = ParallelStrategy(tp=2, pp=4, replicas=2)
 
 Make = Callable[..., FakeEngine]
 
@@ -41,25 +37,18 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield real
 
 
-@pytest.fixture(params=["host", "cuda"])
-def make(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes engines, and closes them; then nothing may be held. Their pages are in memory of the
-    host, or of a fake GPU that computes late, and copies late and in parts."""
+@pytest.fixture
+def make(daemon: Daemon) -> Iterator[Make]:
+    """Makes engines, and closes them; then nothing may be held."""
     made: list[FakeEngine] = []
-    gpus = EngineGpus()
 
     def make(world: ParallelStrategy, **options: Any) -> FakeEngine:
-        mover: MakeMover = gpus if request.param == "cuda" else HostMover
-        if "identity" in options:  # the daemon outlives the test
-            options["identity"] = {**options["identity"], "mover": request.param}
-        layouts = spread(world, MODEL)
-        made.append(FakeEngine(daemon.socket, world, layouts, mover=mover, **options))
+        made.append(FakeEngine(daemon.socket, world, spread(world, MODEL), **options))
         return made[-1]
 
     yield make
     for engine in made:
         engine.close()
-    gpus.check_closed()
     quiet(daemon)
 
 
@@ -83,9 +72,6 @@ def said(daemon: Daemon) -> Counter[str]:
     return told
 
 
-# ---------------------------------------------------------------- reading
-
-
 def test_a1_one_shared_shard_is_read_by_every_rank_under_one_lease(
     daemon: Daemon, make: Make
 ) -> None:
@@ -103,26 +89,6 @@ def test_a1_one_shared_shard_is_read_by_every_rank_under_one_lease(
     assert engine.verify() == MLA.ranks * pages
 
 
-def test_a2_readers_are_those_of_the_lookup_and_not_whoever_registered(
-    daemon: Daemon, make: Make
-) -> None:
-    """Four engines of two ranks: eight workers of one model, and two readers of each lease."""
-    world = ParallelStrategy(tp=2, replicas=2)
-    engines = [make(world, identity={"model": "a2"}) for _ in range(4)]
-    assert engines[0].store(PROMPT) == CHUNKS
-    for engine in engines:
-        match = engine.match(PROMPT)
-        assert match is not None
-        assert engine.hand_over(match)
-        for rank in world.readers:
-            assert daemon.status()["leases"] == 1, "until the second has read"
-            engine.copy(match, [rank])
-            engine.wait_ranks(match, [rank])
-        assert engine.wait(match) == CHUNKS
-        assert daemon.status()["leases"] == 0
-        assert engine.verify()
-
-
 def test_a3_every_dense_rank_reads_its_own_shard(daemon: Daemon, make: Make) -> None:
     engine = make(DENSE)
     assert engine.store(PROMPT) == CHUNKS
@@ -130,39 +96,6 @@ def test_a3_every_dense_rank_reads_its_own_shard(daemon: Daemon, make: Make) -> 
     assert row_bytes(daemon, engine) == [sum(group) for group in zip(*sizes, strict=True)]
     assert engine.load(PROMPT) == CHUNKS
     assert engine.verify() == DENSE.tp * CHUNKS * 4 * (4 + 2)
-
-
-def test_a6_the_last_reader_frees_it_and_no_other(daemon: Daemon, make: Make) -> None:
-    engine = make(MLA)
-    assert engine.store(PROMPT) == CHUNKS
-    match = engine.match(PROMPT)
-    assert match is not None
-    assert engine.hand_over(match)
-    for rank in reversed(MLA.readers):
-        status = daemon.status()
-        assert (status["leases"], status["pins"]) == (1, CHUNKS * len(MODEL.groups))
-        engine.copy(match, [rank])
-        engine.wait_ranks(match, [rank])
-        engine.ranks[rank].client.release(match.boot, match.id)  # said twice, it counts once
-        engine.flush([rank])
-    assert engine.wait(match) == CHUNKS
-    status = daemon.status()
-    assert (status["leases"], status["pins"]) == (0, 0)
-    assert engine.verify()
-    assert engine.load(PROMPT) == CHUNKS, "released is not evicted"
-
-
-def test_a7_a_match_nobody_loads_is_given_back_whole(daemon: Daemon, make: Make) -> None:
-    engine = make(DENSE)
-    assert engine.store(PROMPT) == CHUNKS
-    match = engine.match(PROMPT)
-    assert match is not None
-    engine.give_back(match)
-    quiet(daemon)
-    assert engine.load(PROMPT) == CHUNKS
-
-
-# ---------------------------------------------------------------- writing
 
 
 def test_b3_messages_per_stored_chunk_do_not_grow_with_tp(daemon: Daemon, make: Make) -> None:
@@ -182,81 +115,28 @@ def test_b3_messages_per_stored_chunk_do_not_grow_with_tp(daemon: Daemon, make: 
     assert cost(ParallelStrategy(4, 2))["commit"] == 3 * 8, "the control: dense ranks all write"
 
 
-def test_b5_a_chunk_counts_only_when_every_stage_has_it(daemon: Daemon, make: Make) -> None:
-    engine = make(STAGES)
-    layers = [layout.groups[0].layers for layout in engine.layouts]
-    assert layers == [("a",), ("b",), ("c",), ("d",)]
-    what = engine.reserve(PROMPT)
-    assert what is not None
-    assert what.ranks == (0, 2, 4, 6)
-    assert engine.hand_over(what)
-    for rank in what.ranks:
-        assert engine.match(PROMPT) is None
-        engine.copy(what, [rank])
-        engine.wait_ranks(what, [rank])
-    assert engine.wait(what) == CHUNKS
-    assert engine.load(PROMPT) == CHUNKS
-    assert engine.verify()
-
-
-def test_b5_a_stage_that_dies_takes_its_chunks_with_it(daemon: Daemon, make: Make) -> None:
-    engine = make(STAGES)
-    what = engine.reserve(PROMPT)
-    assert what is not None
-    assert engine.hand_over(what)
-    engine.copy(what, what.ranks[:-1])
-    engine.kill(what.ranks[-1])
-    assert engine.wait(what) == 0
-    engine.revive(what.ranks[-1])
-    quiet(daemon)
-    assert engine.load(PROMPT) == 0
-    assert engine.store(PROMPT) == CHUNKS
-    assert engine.load(PROMPT) == CHUNKS
-    assert engine.verify()
-
-
-def test_a_rank_that_is_no_writer_publishes_nothing(daemon: Daemon, make: Make) -> None:
-    engine = make(MLA)
-    what = engine.reserve(PROMPT)
-    assert what is not None
-    assert engine.hand_over(what)
-    for rank in (1, 2, 3):
-        engine.ranks[rank].client.commit(what.boot, what.id)
-    engine.flush(MLA.readers)
-    assert engine.match(PROMPT) is None
-    engine.copy(what)
-    assert engine.wait(what) == CHUNKS
-    assert engine.load(PROMPT) == CHUNKS
-
-
-def test_the_schedulers_death_cancels_what_no_rank_heard_of(daemon: Daemon, make: Make) -> None:
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_the_schedulers_death_cancels_only_what_no_rank_heard_of(
+    make: Make, daemon: Daemon, handed_over: bool
+) -> None:
     engine = make(DENSE)
     assert engine.store(PROMPT) == CHUNKS
     match, grant = engine.match(PROMPT), engine.reserve([9, *PROMPT])
     assert match is not None
     assert grant is not None
+    if handed_over:
+        assert engine.hand_over(match, grant)
     engine.kill(SCHEDULER)
-    quiet(daemon)
+    if handed_over:
+        for what in (match, grant):
+            engine.copy(what)
+            assert engine.wait(what) == CHUNKS
+    else:
+        quiet(daemon)
     engine.revive(SCHEDULER)
-    assert engine.store([9, *PROMPT]) == CHUNKS
-    assert engine.load(PROMPT) == CHUNKS
+    assert engine.store([9, *PROMPT]) == (0 if handed_over else CHUNKS)
+    assert engine.load([9, *PROMPT]) == engine.load(PROMPT) == CHUNKS
     assert engine.verify()
-
-
-def test_the_schedulers_death_leaves_what_its_ranks_know_of(daemon: Daemon, make: Make) -> None:
-    engine = make(DENSE)
-    assert engine.store(PROMPT) == CHUNKS
-    match, grant = engine.match(PROMPT), engine.reserve([9, *PROMPT])
-    assert match is not None
-    assert grant is not None
-    assert engine.hand_over(match, grant)
-    engine.kill(SCHEDULER)
-    for what in (match, grant):
-        engine.copy(what)
-        assert engine.wait(what) == CHUNKS
-    engine.revive(SCHEDULER)
-    assert engine.load([9, *PROMPT]) == CHUNKS
-    assert engine.verify() == 2 * DENSE.tp * CHUNKS * 4 * (4 + 2)
 
 
 # ---------------------------------------------------------------- the engine itself

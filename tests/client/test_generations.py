@@ -1,19 +1,18 @@
-"""Weights replaced in place: what an engine's scheduler says to the real daemon, to one that starts
-again, and to an older one."""
+"""Weights replaced in place: what an engine's scheduler says to the real daemon, and to one that
+starts again."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvass.client import reconnect as reconnect_module
+from kvass.client import endpoint
 from kvass.client.scheduler import Match, SchedulerClient
 from kvass.client.session import open_session
-from kvass.messages import Clear, Error, FromClient, Lookup, Register, Release, Reserve
+from kvass.messages import Clear, Error, FromClient, Lookup, Register
 from kvass.testing.daemon import Daemon
 from tests.client.test_real_daemon import Engine, reconnect
 from tests.client.test_real_daemon import daemon as real_daemon
@@ -74,23 +73,21 @@ def test_a_clear_before_it_is_for_everybody(pair: Pair) -> None:
     check_apart(a, b)
 
 
-def test_a_scheduler_that_connects_again_is_of_the_same_generation(pair: Pair) -> None:
+@pytest.mark.parametrize("restart", [False, True])
+def test_whoever_connects_again_is_of_the_same_generation(
+    real: Daemon, pair: Pair, restart: bool
+) -> None:
     a, b = pair
     a.scheduler.new_generation()
     assert a.store("x")
-    reconnect(a.scheduler._client)
-    assert eventually(lambda: a.load("x")), "a lost connection loses no row"
+    if restart:
+        real.restart()
+        assert eventually(lambda: a.scheduler.counters["connects"] == 2 and a.worker.connected)
+        assert eventually(lambda: b.connected)
+    else:
+        reconnect(a.scheduler)
+        assert eventually(lambda: a.load("x")), "a lost connection loses no row"
     assert not a.load("old")
-    check_apart(a, b)
-
-
-def test_a_daemon_that_starts_again_learns_the_generation(real: Daemon, pair: Pair) -> None:
-    a, b = pair
-    a.scheduler.new_generation()
-    real.kill()
-    assert eventually(lambda: not (a.connected or b.connected))
-    real.start()
-    assert eventually(lambda: a.connected and b.connected)
     check_apart(a, b)
 
 
@@ -139,23 +136,12 @@ def test_a_suspended_daemon_gives_no_row_of_before(real: Daemon, pair: Pair, cle
 
 @pytest.fixture
 def scheduler(daemon: ScriptedDaemon, registration: Register) -> Iterator[SchedulerClient]:
-    """Of a daemon that keeps generations apart, and hits every lookup."""
-    knows(daemon)
-    client = connect(daemon, registration)
+    """Of a daemon that hits every lookup."""
+    daemon.answers[Lookup] = daemon.hit
+    client = SchedulerClient(daemon.path, registration, reserve_wait_s=5, step_wait_s=5)
+    client.connect(5)
     yield client
     client.close()
-
-
-def knows(daemon: ScriptedDaemon) -> None:
-    daemon.welcome = lambda welcome: msgspec.structs.replace(welcome, features=("generations",))
-    daemon.answers[Lookup] = daemon.hit
-
-
-def connect(daemon: ScriptedDaemon, registration: Register) -> SchedulerClient:
-    client = SchedulerClient(daemon.path, registration, reserve_wait_s=5, step_wait_s=5)
-    client.start()
-    assert eventually(lambda: client.connected)
-    return client
 
 
 def said(daemon: ScriptedDaemon) -> list[FromClient]:
@@ -176,7 +162,7 @@ def test_a_clear_is_confirmed_in_the_namespace_that_is_left(
     daemon.restart()
     assert eventually(lambda: scheduler.counters["connects"] == 2)
     daemon.answers[Clear] = clears
-    scheduler._reset._clear.not_before_s = 0.0
+    scheduler._reset._not_before_s = 0.0
     assert eventually(lambda: scheduler.new_step() or scheduler.answering)  # type: ignore[func-returns-value]
     assert isinstance(match(scheduler), Match)
     old, *others, new = said(daemon)
@@ -199,43 +185,24 @@ def test_every_generation_is_another(daemon: ScriptedDaemon, scheduler: Schedule
     assert len(set(generations)) == 4
 
 
-def test_what_was_held_is_given_back(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
-    found = match(scheduler)
-    assert isinstance(found, Match)
-    scheduler.new_generation()
-    assert scheduler.take("r") is None
-    sync(scheduler, daemon)
-    assert [m.lease for m in daemon.got(Release)] == [found.lease]
-    assert isinstance(match(scheduler), Match)
-
-
-def test_a_refused_move_is_said_again_and_nothing_matches_till_then(
+def test_a_refused_move_is_said_again_but_not_in_every_step(
     daemon: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
     registers = daemon.answers[Register]
     daemon.answers[Register] = lambda m: [Error(seq=m.seq, code="limit", text="namespaces")]
     scheduler.new_generation()
-    assert match(scheduler) is None
-    assert scheduler.reserve(ITEMS, WIDTH) is None
-    daemon.answers[Register] = registers
-    assert eventually(lambda: scheduler.new_step() or scheduler.answering)  # type: ignore[func-returns-value]
-    assert isinstance(match(scheduler), Match)
-    assert scheduler.counters["refused_limit"] >= 1
-
-
-def test_a_refused_move_is_not_said_again_in_every_step(
-    daemon: ScriptedDaemon, scheduler: SchedulerClient
-) -> None:
-    daemon.answers[Register] = lambda m: [Error(seq=m.seq, code="limit", text="namespaces")]
-    scheduler.new_generation()
     for _ in range(20):
-        scheduler._reset._register.not_before_s += 60  # as if no time passed
+        scheduler._reset._not_before_s += 60  # as if no time passed
         scheduler.new_step()
+        assert match(scheduler) is None
+        assert scheduler.reserve(ITEMS, WIDTH) is None
     sync(scheduler, daemon)
     assert len(daemon.got(Register)) == 2
-    scheduler.new_generation()
-    sync(scheduler, daemon)
-    assert len(daemon.got(Register)) == 3, "another reset is said at once"
+    daemon.answers[Register] = registers
+    scheduler._reset._not_before_s = 0.0
+    assert eventually(lambda: scheduler.new_step() or scheduler.answering)  # type: ignore[func-returns-value]
+    assert isinstance(match(scheduler), Match)
+    assert scheduler.counters["refused_limit"] == 1
 
 
 def test_who_was_just_connecting_as_before_is_not_let_in(
@@ -250,46 +217,10 @@ def test_who_was_just_connecting_as_before_is_not_let_in(
             client.new_generation()
         return opened
 
-    knows(daemon)
-    monkeypatch.setattr(reconnect_module, "open_session", slowly)
-    client.start()
-    assert eventually(lambda: client.connected)
-    session = client._client.session
+    monkeypatch.setattr(endpoint, "open_session", slowly)
+    client.connect(5)
+    session = client.session
     assert session is not None
     assert session.registration is not None
     assert session.registration.generation
-    client.close()
-
-
-@pytest.mark.parametrize("clears", [False, True])
-def test_with_an_older_daemon_a_reset_engine_runs_uncached(
-    daemon: ScriptedDaemon,
-    registration: Register,
-    caplog: pytest.LogCaptureFixture,
-    clears: bool,
-) -> None:
-    daemon.answers[Lookup] = daemon.hit
-    client = connect(daemon, registration)
-    assert isinstance(match(client), Match)
-    if clears:
-        assert client.clear(5)
-    client.new_generation()
-    for _ in range(3):
-        client.new_step()
-        assert not client.answering
-        assert match(client) is None
-        assert client.reserve(ITEMS, WIDTH) is None
-    daemon.restart()  # as old as before
-    assert eventually(lambda: client.counters["connects"] == 2)
-    client.new_step()
-    assert match(client) is None
-    assert client.connected
-    assert [len(daemon.got(kind, 0)) for kind in (Lookup, Clear, Reserve)] == [1, int(clears), 0]
-    lines = [r for r in caplog.records if r.levelno >= logging.WARNING and "weights" in r.message]
-    assert len(lines) == 1
-    knows(daemon)
-    daemon.restart()  # upgraded
-    assert eventually(lambda: client.counters["connects"] == 3)
-    assert isinstance(match(client), Match)
-    assert daemon.got(Register, 3)[-1].generation
     client.close()

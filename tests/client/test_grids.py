@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.daemon import Daemon
 from kvass.testing.fake_engine import FakeEngine, chunk_keys, spread
 from kvass.testing.fake_rank import MakeMover, Transfer
 from kvass.transfer.host import HostMover
-from kvass.types import SCHEDULER, GroupLayout, RankLayout
+from kvass.types import SCHEDULER
+from tests.client import test_fake_engine
+from tests.client.test_fake_engine import MODEL
 from tests.support.gpu.engine_mover import EngineGpus
 from tests.support.simulation.random_models import GRIDS
 
-MODEL = RankLayout(
-    (
-        GroupLayout("full", 4, ("a", "b", "c", "d"), (48, 200, 1024, 1200)),
-        GroupLayout("full", 8, ("e", "f", "g", "h"), (96, 8, 33, 1)),
-    )
-)
 WORLDS = [
     *(ParallelStrategy(tp, pp) for tp, pp in GRIDS),
     *(ParallelStrategy(tp, pp, replicas=tp) for tp, pp in GRIDS if tp > 1),
@@ -35,10 +30,7 @@ REQUESTS = 100
 """Of each grid: 2,100 in all."""
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with running_daemon(tmp_path_factory.mktemp("d"), "16MiB", dma_grace_s=0.2) as real:
-        yield real
+daemon = test_fake_engine.daemon
 
 
 class Life:

@@ -14,6 +14,7 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.errors import UsageError
 from kvass.types import MAX_RANKS, SCHEDULER, RankLayout
 
+LAYOUT = RankLayout(())
 GRIDS = [
     (tp, pp, replicas)
     for tp in range(1, MAX_RANKS + 1)
@@ -23,11 +24,21 @@ GRIDS = [
 ]
 
 
-def test_world_of_one() -> None:
-    one = ParallelStrategy(rank=0)
-    assert (one.ranks, one.world_size, one.readers, one.writers) == (1, 1, (0,), (0,))
-    assert one.shard == 0
-    assert one.writes
+@pytest.mark.parametrize(
+    ("tp", "pp", "replicas", "shards", "writers"),
+    [
+        (1, 1, 1, [0], (0,)),
+        (4, 2, 1, [0, 1, 2, 3, 4, 5, 6, 7], (0, 1, 2, 3, 4, 5, 6, 7)),  # a dense model
+        (4, 2, 4, [0, 0, 0, 0, 1, 1, 1, 1], (0, 4)),  # MLA
+        (4, 1, 2, [0, 0, 1, 1], (0, 2)),  # GQA: 2 KV heads on 4 tensor ranks
+    ],
+)
+def test_a3_b3_b4_who_holds_and_who_writes_a_shard(
+    tp: int, pp: int, replicas: int, shards: list[int], writers: tuple[int, ...]
+) -> None:
+    world = ParallelStrategy(tp, pp, replicas)
+    assert [world.at(r).shard for r in world.readers] == shards
+    assert world.writers == writers
 
 
 def test_b1_one_value_for_every_grid_up_to_128_ranks() -> None:
@@ -61,27 +72,6 @@ def test_b2_tensor_groups_are_consecutive_and_stages_stride_over_them(
     assert same_bytes == (here.shard == other.shard)
 
 
-def test_a3_a_dense_rank_has_an_object_of_its_own() -> None:
-    world = ParallelStrategy(4, 2)
-    assert [world.at(r).shard for r in world.readers] == list(range(8))
-    assert world.writers == world.readers
-
-
-def test_b3_under_mla_the_first_rank_of_a_tensor_group_writes() -> None:
-    world = ParallelStrategy(4, 2, replicas=4)
-    assert world.world_size == 2
-    assert world.writers == (0, 4)
-    assert world.readers == tuple(range(8))
-    assert [world.at(r).shard for r in world.readers] == [0] * 4 + [1] * 4
-
-
-def test_b4_fewer_kv_heads_than_ranks() -> None:
-    """GQA: 2 KV heads on 4 tensor ranks; each is held by two of them."""
-    world = ParallelStrategy(4, 1, replicas=2)
-    assert [world.at(r).shard for r in world.readers] == [0, 0, 1, 1]
-    assert world.writers == (0, 2)
-
-
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
@@ -101,17 +91,16 @@ def test_wrong_sizes(sizes: dict[str, int], says: str) -> None:
 
 def test_a_registration_says_what_the_strategy_says() -> None:
     world = ParallelStrategy(2, 2, replicas=2)
-    layout = RankLayout(())
-    last = world.at(3).register("engine", {"model": "m"}, 256, layout)
+    last = world.at(3).register("engine", {"model": "m"}, 256, LAYOUT)
     assert (last.rank, last.ranks, last.world_size, last.shard) == (3, 4, 2, 1)
     assert not last.writer
-    assert world.at(2).register("engine", {}, 256, layout).writer
+    assert world.at(2).register("engine", {}, 256, LAYOUT).writer
     scheduler = world.register("engine", {"model": "m"}, 256)
     assert (scheduler.rank, scheduler.ranks, scheduler.world_size) == (SCHEDULER, 4, 2)
     with pytest.raises(UsageError, match="every worker gives one"):
         world.at(0).register("engine", {}, 256)
     with pytest.raises(UsageError, match="a scheduler none"):
-        world.register("engine", {}, 256, layout)
+        world.register("engine", {}, 256, LAYOUT)
 
 
 def test_public_names_are_imported_when_used() -> None:

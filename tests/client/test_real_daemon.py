@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvass.client import reconnect as reconnect_module
+from kvass.client import endpoint
 from kvass.client.client import Client
+from kvass.client.endpoint import Endpoint
 from kvass.client.scheduler import PENDING, Match, SchedulerClient
 from kvass.client.session import open_session
 from kvass.client.worker import WorkerClient
@@ -139,7 +140,7 @@ def test_a_suspended_daemon_is_never_in_the_way(daemon: Daemon, engine: Engine) 
     engine.scheduler._step_wait_s, engine.scheduler._reserve_wait_s = 0.002, 0.001
     engine.slowest_s = 0.0
     daemon.suspend()
-    session = engine.scheduler._client.session
+    session = engine.scheduler.session
     assert session is not None
     pending_s = 0.0
     for i in range(500):
@@ -221,29 +222,11 @@ def test_ten_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engin
     assert scheduler.counters["lost"] == 0
 
 
-def test_an_engine_that_goes_owes_nothing(
-    daemon: Daemon, engine: Engine, registration: Register, worker_registration: Register
-) -> None:
-    assert engine.store("a")
-    assert eventually(lambda: engine.load("a"))
-    engine.scheduler.new_step()
-    assert isinstance(engine.scheduler.match("a", digests("a"), WIDTH, 0), Match)
-    item = ReserveItem(request="b", digests=digests("b"))
-    assert engine.scheduler.reserve([item], WIDTH) is not None
-    assert daemon.status()["reservations"] == 1
-    engine.close()
-    quiet(daemon)
-    again = Engine(daemon.socket, registration, worker_registration)
-    assert eventually(lambda: again.connected)
-    assert eventually(lambda: again.load("a"))
-    again.close()
-
-
-def reconnect(client: Client) -> None:
+def reconnect(client: Endpoint) -> None:
     """The connection ends and another begins, while the daemon lives on."""
     session = client.session
     assert session is not None
-    client.connection.fault(session, "a test")
+    client.fault(session, "a test")
     assert eventually(lambda: client.session not in (None, session))
 
 
@@ -260,14 +243,14 @@ def test_a_rank_that_came_back_does_not_copy_what_was_given_before(engine: Engin
     still = engine.worker.arena(granted.boot, granted.given_s)
     assert still is not None, "the control: nothing happened between"
     still.close()
-    reconnect(engine.worker._client)
+    reconnect(engine.worker)
     assert engine.worker.arena(granted.boot, granted.given_s) is None, "its EOF freed the slots"
     assert eventually(lambda: engine.store("b"))
 
 
 def test_what_a_lost_connection_gave_is_not_handed_over(engine: Engine) -> None:
     granted = reserve(engine, "a")
-    reconnect(engine.scheduler._client)
+    reconnect(engine.scheduler)
     assert not engine.scheduler.handed_over([], [granted.grants[0].reservation], granted.boot)
     granted = reserve(engine, "b")
     assert engine.scheduler.handed_over([], [granted.grants[0].reservation], granted.boot)
@@ -277,7 +260,7 @@ def test_a_daemon_that_does_not_read_is_not_presumed_to_know(
     daemon: Daemon, engine: Engine
 ) -> None:
     granted = reserve(engine, "a")
-    session = engine.scheduler._client.session
+    session = engine.scheduler.session
     assert session is not None
     daemon.suspend()
     while not session.channel.wants_write:
@@ -294,7 +277,7 @@ class Door:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shut: set[int] = set()
         self._open = open_session
-        monkeypatch.setattr(reconnect_module, "open_session", self)
+        monkeypatch.setattr(endpoint, "open_session", self)
 
     def __call__(self, path: str, registration: Register | None, **options: Any) -> Any:
         if registration is not None and registration.rank in self.shut:
@@ -309,7 +292,7 @@ def test_a_clear_nobody_heard_is_made_up_for_after_the_reconnect(
     assert engine.store("old")
     assert eventually(lambda: engine.load("old"))
     scheduler, door = engine.scheduler, Door(monkeypatch)
-    clients = {-1: scheduler._client, 0: engine.worker._client}
+    clients = {-1: scheduler, 0: engine.worker}
     for rank in ranks:
         reconnect(clients[rank])
     assert eventually(lambda: engine.load("old")), "the control: a lost connection loses no row"
@@ -318,7 +301,7 @@ def test_a_clear_nobody_heard_is_made_up_for_after_the_reconnect(
     for rank in ranks:
         session = clients[rank].session
         assert session is not None
-        clients[rank].connection.fault(session, "a test")
+        clients[rank].fault(session, "a test")
     assert not scheduler.clear(0.05)
     assert not engine.load("old")
     assert not engine.store("meanwhile")
@@ -360,12 +343,3 @@ def test_a_suspended_daemon_clears_when_it_wakes(daemon: Daemon, engine: Engine)
     assert not engine.load("old")
     assert not engine.load("writing")
     assert daemon.status()["rows"] == 0
-
-
-def test_a_clear_without_a_daemon_is_owed_to_the_first_one(daemon: Daemon, engine: Engine) -> None:
-    daemon.kill()
-    assert eventually(lambda: not engine.scheduler.connected)
-    assert not engine.scheduler.clear(0.05)
-    daemon.start()
-    assert eventually(lambda: engine.store("new") or engine.load("new"))
-    assert eventually(lambda: engine.load("new"))

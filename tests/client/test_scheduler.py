@@ -13,14 +13,12 @@ from kvass.client.requests import MAX_UNANSWERED
 from kvass.client.scheduler import LATE_S, PENDING, Match, Reserving, SchedulerClient
 from kvass.messages import (
     Abort,
-    Clear,
     Error,
     FromClient,
     FromDaemon,
     Granted,
     HandedOver,
     Lookup,
-    Matched,
     Ping,
     Register,
     Release,
@@ -42,8 +40,7 @@ def scheduler(daemon: ScriptedDaemon, registration: Register) -> Iterator[Schedu
     client = SchedulerClient(
         daemon.path, registration, lookup_budget_s=0.5, reserve_wait_s=5, step_wait_s=5
     )
-    client.start()
-    assert eventually(lambda: client.connected)
+    client.connect(5)
     yield client
     client.close()
 
@@ -60,7 +57,7 @@ def match(client: SchedulerClient, request: str = "r", first: int = 0) -> object
 
 def sync(client: SchedulerClient, daemon: ScriptedDaemon) -> None:
     """Everything sent so far has reached the daemon."""
-    client._client.call(Ping())
+    client.call(Ping())
 
 
 def test_hit_take_and_hand_over(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
@@ -209,7 +206,7 @@ def test_a_step_has_one_budget(daemon: ScriptedDaemon, scheduler: SchedulerClien
     for i in range(200):
         assert match(scheduler, f"r{i}") is PENDING
     assert time.monotonic() - began_s < 5  # and not 200 times 0.1
-    assert scheduler._left_s == 0 or scheduler._client.silent_s > 0
+    assert scheduler._left_s == 0 or scheduler.silent_s > 0
 
 
 def test_a_silent_daemon_is_asked_little_and_then_nothing(
@@ -221,7 +218,7 @@ def test_a_silent_daemon_is_asked_little_and_then_nothing(
     assert told == {id(PENDING), id(None)}  # no more than that many are asked
     assert scheduler.counters["lookups"] <= 2 * MAX_UNANSWERED
     assert scheduler.reserve(ITEMS, WIDTH) is None
-    assert eventually(lambda: scheduler._client.silent_s > 0.1)
+    assert eventually(lambda: scheduler.silent_s > 0.1)
     scheduler.new_step()
     before = scheduler.counters["lookups"]
     assert match(scheduler, "new") is None  # its patience would be wasted
@@ -230,7 +227,7 @@ def test_a_silent_daemon_is_asked_little_and_then_nothing(
 
     def answered() -> bool:
         scheduler.new_step()
-        return scheduler._client.silent_s == 0
+        return scheduler.silent_s == 0
 
     assert eventually(answered)
     assert daemon.got(Reserve, 0) == []
@@ -270,6 +267,7 @@ def test_a_held_match_dies_with_its_connection(
         {"chunks": CHUNKS + 1},
         {"chunks": -1},
         {"lease": 0},
+        {"spare": 1},
     ],
 )
 def test_a_match_of_what_was_not_asked_for_ends_the_connection(
@@ -283,32 +281,12 @@ def test_a_match_of_what_was_not_asked_for_ends_the_connection(
     assert isinstance(match(scheduler), Match)
 
 
-@pytest.mark.parametrize("spare", [0, 1], ids=["an older daemon", "a daemon that spares"])
-def test_a_match_without_spare_chunks_is_given_back(
-    daemon: ScriptedDaemon, registration: Register, spare: int
-) -> None:
-    """A daemon that does not know ``spare`` matches as far as it can, and does not repeat it."""
-
-    def hit(message: FromClient) -> list[FromDaemon]:
-        (found,) = daemon.hit(message)
-        assert isinstance(found, Matched)
-        return [msgspec.structs.replace(found, chunks=CHUNKS - spare, spare=spare)]
-
-    daemon.answers[Lookup] = hit
+def test_spare_chunks_are_asked_for(daemon: ScriptedDaemon, registration: Register) -> None:
+    daemon.answers[Lookup] = lambda m: [msgspec.structs.replace(daemon.hit(m)[0], spare=1)]
     client = SchedulerClient(daemon.path, registration, spare=1, step_wait_s=5)
-    client.start()
-    assert eventually(lambda: client.connected)
-    client.new_step()
-    found = match(client)
+    client.connect(5)
+    assert isinstance(match(client), Match)
     assert [asked.spare for asked in daemon.got(Lookup)] == [1]
-    if spare:
-        assert isinstance(found, Match)
-        assert found.chunks == CHUNKS - 1
-    else:
-        assert found is None
-        assert client.take("r") is None
-        assert [gone.lease for gone in daemon.got(Release)] == [1]
-    assert (client.counters["unproven"], client.counters["lost"]) == (1 - spare, 0)
     client.close()
 
 
@@ -377,7 +355,7 @@ def test_grants_that_come_in_a_later_step_are_handed_over(
     assert scheduler.answering
     slow.let_go(2)
     daemon.answers[Reserve] = daemon.grant
-    scheduler._client.call(Ping())  # behind them
+    scheduler.call(Ping())  # behind them
     scheduler.new_step()
     reservations = []
     for one in (first, second):
@@ -457,8 +435,7 @@ def test_lookups_are_cut_to_the_daemons_limits(
     )
     daemon.answers[Lookup] = daemon.hit
     scheduler = SchedulerClient(daemon.path, registration, step_wait_s=5)
-    scheduler.start()
-    assert eventually(lambda: scheduler.connected)
+    scheduler.connect(5)
     found = match(scheduler)
     assert isinstance(found, Match)
     assert found.chunks == 8
@@ -466,32 +443,3 @@ def test_lookups_are_cut_to_the_daemons_limits(
     assert scheduler.counters["too_large"] == 1
     assert scheduler.connected
     scheduler.close()
-
-
-def test_clear(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
-    daemon.answers[Lookup] = daemon.hit
-    assert isinstance(match(scheduler), Match)
-    assert scheduler.clear(10)
-    assert len(daemon.got(Release)) == 1  # what was held is of before
-    assert scheduler.take("r") is None
-    daemon.answers[Clear] = lambda m: []
-    assert not scheduler.clear(0.05)
-
-
-def test_ten_thousand_aborted_lookups_hold_nothing(
-    daemon: ScriptedDaemon, scheduler: SchedulerClient
-) -> None:
-    daemon.answers[Lookup] = daemon.hit
-    for i in range(10_000):
-        scheduler._step_wait_s = 5 * (i % 2)  # every other one is given up before its answer
-        scheduler.new_step()
-        match(scheduler, f"r{i}")
-        scheduler.settle(f"r{i}")
-    assert scheduler._lookups == {}
-    sync(scheduler, daemon)
-
-    def all_given_back() -> bool:
-        released = [m.lease for m in daemon.received if isinstance(m, Release)]
-        return sorted(released) == list(range(1, 10_001))
-
-    assert eventually(all_given_back)

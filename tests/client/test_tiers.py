@@ -18,14 +18,9 @@ from kvass.testing.fake_engine import WIDTH, FakeEngine, chunk_keys, spread
 from kvass.testing.fake_rank import MakeMover
 from kvass.transfer.host import HostMover
 from kvass.types import GroupLayout, RankLayout
+from tests.client.test_fake_engine import MODEL
 from tests.support.gpu.engine_mover import EngineGpus
 
-MODEL = RankLayout(
-    (
-        GroupLayout("full", 4, ("a", "b", "c", "d"), (48, 1200, 64, 1000)),
-        GroupLayout("full", 8, ("e", "f", "g", "h"), (96, 96, 96, 96)),
-    )
-)
 LARGE = RankLayout((GroupLayout("full", 16, ("a", "b"), (128 << 10, 128 << 10)),))
 """A quarter of a mebibyte a chunk."""
 ONE, GRID = ParallelStrategy(tp=1, pp=1), ParallelStrategy(tp=2, pp=2)
@@ -120,29 +115,6 @@ def test_what_was_stored_outlives_the_daemon(tmp_path: Path, end: str) -> None:
         daemon.wait_until(leases=0, pins=0, rows_loading=0, promotions=0)
 
 
-def test_without_a_tier_it_does_not(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "16MiB") as daemon:
-        with engine(daemon) as one:
-            assert one.store(PROMPT) == 8
-        daemon.restart()
-        with engine(daemon) as one:
-            assert loaded(one, PROMPT) == 0
-
-
-def test_a_namespace_larger_than_l1(tmp_path: Path) -> None:
-    """Sixteen prompts of 2 MiB in 16 MiB of L1, over and over: each comes back whole and right."""
-    prompts = [range(1000 * i, 1000 * i + 8 * 16) for i in range(16)]
-    with tiered(tmp_path) as daemon, engine(daemon, model=LARGE) as one:
-        for prompt in prompts:
-            assert one.store(prompt) == 8
-            flushed(daemon)
-        for _ in range(2):
-            for prompt in prompts:
-                eventually(lambda prompt=prompt: loaded(one, prompt) == 8)  # type: ignore[misc]
-        assert tier_of(daemon)["loaded_rows"] > 100
-        assert daemon.status()["counters"]["evicted_capacity"] > 100
-
-
 def test_a_prompt_larger_than_l1_gets_its_beginning(tmp_path: Path) -> None:
     """What may be LOADING is half of L1; the next lookup goes on from there, as far as L1 is."""
     prompt = range(80 * 16)
@@ -197,36 +169,7 @@ def test_prefetch_promotes_ahead_of_use(cold: Path) -> None:
         assert one.load(PROMPT) == 8
         one.verify()
         assert tier_of(daemon)["loaded_rows"] == 16
-
-
-def test_an_engines_scheduler_prefetches_without_waiting(cold: Path) -> None:
-    keys = b"".join(chunk_keys(PROMPT, 16))
-    with tiered(cold) as daemon, engine(daemon) as one:
-
-        def there() -> bool:
-            one.scheduler.new_step()
-            assert one.scheduler.prefetch(keys, WIDTH)
-            return bool(daemon.status()["rows"] == 16)
-
-        eventually(there)
-
-
-def test_promoted_rows_need_not_be_retained(cold: Path) -> None:
-    with tiered(cold, retain_promoted="false") as daemon, engine(daemon) as one:
-        eventually(lambda: loaded(one, PROMPT) == 8)
-        daemon.wait_until(rows=0, leases=0, pins=0)
-        assert loaded(one, PROMPT) == 8
-
-
-def test_none_flushes_nothing(tmp_path: Path) -> None:
-    with tiered(tmp_path, flush="none") as daemon:
-        with engine(daemon) as one:
-            assert one.store(PROMPT) == 8
-        daemon.stop()
-        daemon.start()
-        with engine(daemon) as one:
-            assert loaded(one, PROMPT) == 0
-        assert tier_of(daemon).get("stored_rows", 0) == 0
+        assert one.scheduler.prefetch(keys, WIDTH), "which waits for nothing"
 
 
 def test_on_evict_flushes_what_leaves_and_what_is_left_at_the_end(tmp_path: Path) -> None:

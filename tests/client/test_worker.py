@@ -7,16 +7,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
+import msgspec
 import pytest
 
+from kvass.arena import memory
 from kvass.arena.memory import Arena
 from kvass.client import session as session_module
-from kvass.client import worker as worker_module
-from kvass.client.parallel import ParallelStrategy
 from kvass.client.worker import ArenaLease, WorkerClient
-from kvass.messages import Abort, Commit, Hello, Populated, Register, Release
-from kvass.types import PAGE, GroupLayout, RankLayout, Slots
+from kvass.messages import Abort, Commit, Hello, Ping, Populated, Register, Release
 from tests.support.waiting import eventually
 from tests.support.wire.scripted_daemon import ARENA_BYTES, ScriptedDaemon
 
@@ -26,8 +24,7 @@ SLICE = 16 << 10
 @pytest.fixture
 def worker(daemon: ScriptedDaemon, worker_registration: Register) -> Iterator[WorkerClient]:
     client = WorkerClient(daemon.path, worker_registration)
-    client.start()
-    assert eventually(lambda: client.connected)
+    client.connect(5)
     yield client
     client.close()
 
@@ -59,7 +56,6 @@ def test_the_arena_of_this_boot_alone(daemon: ScriptedDaemon, worker: WorkerClie
     assert worker.arena(b"another boot 16b") is None
     lease = worker.arena(daemon.boot)
     assert lease is not None
-    assert lease.boot == daemon.boot
     with lease as buffer:
         assert buffer.shape == (ARENA_BYTES,)
         buffer[4096:4100] = 7
@@ -79,35 +75,20 @@ def test_debts_are_settled_by_rank(daemon: ScriptedDaemon, worker: WorkerClient)
     assert worker.counters["dropped"] == 1
 
 
-def as_rank(world: ParallelStrategy, terms: Register, layout: RankLayout | None = None) -> Register:
-    """``terms`` as a rank of ``world`` says them."""
-    return world.register(
-        terms.instance, terms.identity, terms.chunk_tokens, layout or terms.layout
-    )
-
-
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "SLICE_BYTES", SLICE)
-    monkeypatch.setattr(worker_module, "SLICE_BYTES", SLICE)
+    monkeypatch.setattr(memory, "SLICE_BYTES", SLICE)
 
 
 def populated(client: WorkerClient) -> int:
     """Bytes of its arena that this process has in its page tables (``smaps``, proc(5))."""
-    session = client._client.session
+    session = client.session
     assert session is not None
     assert session.arena is not None
     begins = f"{session.arena.buffer.ctypes.data:x}-"
     mapping = Path("/proc/self/smaps").read_text().split("\n" + begins)[1]
     (line,) = [x for x in mapping.split("VmFlags")[0].splitlines() if x.startswith("Rss:")]
     return int(line.split()[1]) << 10
-
-
-def slots_of(ranks: int, count: int) -> Slots:
-    """The first ``count`` slots of an extent set that takes all of the arena."""
-    bases = tuple(range(0, ARENA_BYTES, ARENA_BYTES // ranks))
-    numbers = np.arange(count, dtype="<u4")
-    return Slots(extents=(bases,), set_=bytes(2 * count), slot=numbers.tobytes())
 
 
 def test_a_lease_says_how_much_the_daemon_has_populated(
@@ -140,68 +121,19 @@ def test_populates_below_the_watermark(daemon: ScriptedDaemon, worker: WorkerCli
 
 
 @pytest.mark.usefixtures("small_slices")
-def test_one_of_eight_shards_populates_what_its_copies_touch(
-    daemon: ScriptedDaemon, worker_registration: Register, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every shard is held by two ranks, so that no rank has the number of its shard."""
-    populate, threads = Arena.populate, set[str]()
-
-    def noting(arena: Arena, lo: int, hi: int) -> None:
-        threads.add(threading.current_thread().name)
-        populate(arena, lo, hi)
-
-    monkeypatch.setattr(Arena, "populate", noting)
-    share, shard = ARENA_BYTES // 8, 3
-    shard_bytes = PAGE
-    world = ParallelStrategy(16, 1, replicas=2, rank=7)
-    assert (world.world_size, world.shard) == (8, shard)
-    worker = WorkerClient(daemon.path, as_rank(world, worker_registration))
-    worker.start()
-    try:
-        arena_of(worker, daemon.boot).close()
-        daemon.push(Populated(bytes=ARENA_BYTES))
-        touched = 2 * SLICE // shard_bytes - 1
-        lease = worker.arena(daemon.boot, slots=[slots_of(8, touched)])
-        assert lease is not None
-        assert eventually(lambda: populated(worker) == 2 * SLICE), "slices, not rows"
-        with lease as buffer:
-            buffer[shard * share :][: 2 * SLICE] = 0
-            assert populated(worker) == 2 * SLICE, "they are its own"
-            buffer[: shard * share] = 0  # negative control: what is touched is counted
-            assert populated(worker) == 2 * SLICE + shard * share
-            del buffer
-        outside = Slots(((1 << 40,) * 8, (-(1 << 40),) * 8), b"\0\0\1\0", bytes(8))
-        lease = worker.arena(daemon.boot, slots=[outside])  # changes nothing
-        assert lease is not None
-        lease.close()
-        lease = worker.arena(daemon.boot, slots=[slots_of(8, share // shard_bytes)])
-        assert lease is not None
-        assert eventually(lambda: populated(worker) == (shard + 1) * share)
-        lease.close()
-        assert threads == {"kvass"}, "the connection's thread alone"
-    finally:
-        worker.close()
-
-
-@pytest.mark.usefixtures("small_slices")
-def test_of_a_shard_of_several_slices_all_are_populated(
+def test_a_rank_of_several_shards_populates_what_its_copies_touch(
     daemon: ScriptedDaemon, worker_registration: Register
 ) -> None:
-    group = GroupLayout("full", 32, ("l0",), (5 * SLICE // 2 // 8,))
-    assert group.shard_bytes(256) == 5 * SLICE // 2
-    second = as_rank(ParallelStrategy(2, rank=1), worker_registration, RankLayout((group,)))
-    worker = WorkerClient(daemon.path, second)
+    """Most of the arena is other ranks'."""
+    worker = WorkerClient(daemon.path, msgspec.structs.replace(worker_registration, world_size=2))
     worker.start()
-    try:
-        arena_of(worker, daemon.boot).close()
+    with arena_of(worker, daemon.boot) as buffer:
         daemon.push(Populated(bytes=ARENA_BYTES))
-        for slots, slices in ((1, 3), (2, 5), (3, 8)):
-            lease = worker.arena(daemon.boot, slots=[slots_of(2, slots)])
-            assert lease is not None
-            lease.close()
-            assert eventually(lambda slices=slices: populated(worker) == slices * SLICE)  # type: ignore[misc]
-    finally:
-        worker.close()
+        worker.call(Ping())
+        buffer[: 2 * SLICE] = 0
+        assert populated(worker) == 2 * SLICE
+        del buffer
+    worker.close()
 
 
 def test_running_copies_finish_on_the_old_arena(
@@ -229,21 +161,18 @@ def test_running_copies_finish_on_the_old_arena(
         del buffer
 
 
-def test_eof_waits_for_the_last_copy(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
+@pytest.mark.parametrize("who", ["daemon", "worker"])
+def test_eof_waits_for_the_last_copy(
+    daemon: ScriptedDaemon, worker: WorkerClient, who: str
+) -> None:
     lease = worker.arena(daemon.boot)
     assert lease is not None
-    daemon.half_close()  # "we are done with you, once you stop writing"
-    assert eventually(lambda: not worker.connected or len(daemon.got(Hello)) > 1)
-    assert daemon.eofs == 0
-    lease.close()
-    assert eventually(lambda: daemon.eofs == 1)
-
-
-def test_close_waits_for_the_last_copy(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
-    lease = worker.arena(daemon.boot)
-    assert lease is not None
-    worker.close()
-    assert worker.arena(daemon.boot) is None
+    if who == "daemon":
+        daemon.half_close()  # "we are done with you, once you stop writing"
+        assert eventually(lambda: not worker.connected or len(daemon.got(Hello)) > 1)
+    else:
+        worker.close()
+        assert worker.arena(daemon.boot) is None
     with lease as buffer:
         buffer[0] = 1
         assert daemon.eofs == 0

@@ -49,7 +49,7 @@ def engine(daemon: Daemon) -> Iterator[Callable[[], StubModelEngine]]:
     def make() -> StubModelEngine:
         made.append(StubModelEngine(daemon.socket, daemon, **GPU))
         made[-1].wait_connected()
-        session = made[-1].copier._client._client.session
+        session = made[-1].copier._client.session
         until(lambda: session.watermark == session.welcome.arena_bytes, "the arena")
         return made[-1]
 

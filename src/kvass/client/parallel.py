@@ -1,11 +1,9 @@
-"""How an engine is spread over worker processes.
-
-Law of this file: values only. The one place that turns an engine's parallel configuration into
-kvass terms: distinct shards, which of them a worker holds, who writes and who reads.
+"""How an engine is spread over worker processes: distinct shards, which of them a worker holds, who
+writes and who reads. Nothing else turns an engine's parallel configuration into kvass terms.
 
 Rank order is vLLM's: the ranks of a tensor-parallel group are consecutive, pipeline stages stride
 over them, so ``rank = stage * tp + tensor rank``. Data-parallel replicas are instances of their
-own and do not show here.
+own.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     rank: int = SCHEDULER
 
     def __post_init__(self) -> None:
-        if self.tp < 1 or self.pp < 1 or self.tp * self.pp > MAX_RANKS:
+        if self.tp < 1 or self.pp < 1 or self.ranks > MAX_RANKS:
             raise UsageError(
                 f"tp {self.tp} x pp {self.pp}: use sizes of at least 1 and at most "
                 f"{MAX_RANKS} ranks in all"
@@ -52,8 +50,6 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     def at(self, rank: int) -> ParallelStrategy:
         """The same engine, seen from another of its processes."""
         return msgspec.structs.replace(self, rank=rank)
-
-    # ------------------------------------------------------------ the engine
 
     @property
     def ranks(self) -> int:
@@ -74,8 +70,6 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     def writers(self) -> tuple[int, ...]:
         """The rank that writes each shard, by shard."""
         return tuple(range(0, self.ranks, self.replicas))
-
-    # ------------------------------------------------------------ this process
 
     @property
     def shard(self) -> int:
@@ -102,9 +96,8 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         model: str = "",
     ) -> Register:
         """This process's registration; ``layout`` is a worker's own and None for the scheduler,
-        ``model`` a name for people.
-
-        Raises ``UsageError`` if a worker gives none or a scheduler one.
+        ``model`` a name for people. Raises ``UsageError`` if a worker gives no layout or a
+        scheduler one.
         """
         if (self.rank == SCHEDULER) != (layout is None):
             raise UsageError("layout: every worker gives one and a scheduler none")

@@ -1,7 +1,6 @@
 """The requests that are open on one connection, and the replies that nobody has fetched yet.
 
-No socket, clock, lock or log here. A table belongs to one ``DaemonSession``, so what was asked
-through a lost connection is gone with it.
+No socket, clock, lock or log. A table belongs to one ``DaemonSession`` and ends with it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from kvass import messages as m
 from kvass.errors import RemoteError, Unavailable
 
 MAX_UNANSWERED: Final = 256
-"""Open requests that a daemon answers at once; one that answers none gets no more of them."""
-MAX_LATE: Final = 4096
-"""Open requests whose answer may take its time."""
+"""Open requests that the daemon should answer at once. It gets no more of them."""
 
 REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Hello: m.Welcome,
@@ -33,26 +30,22 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.silent_since_s = 0.0
-        """CLOCK_MONOTONIC since when the daemon owes an answer that came to be overdue; 0: it does
-        not. Any message of the daemon ends it."""
-        self.late: set[int] = set()
-        """What is answered in its own time: a tier is at work on it."""
+        """CLOCK_MONOTONIC since when an answer is overdue; 0: none is. Any message ends it."""
+        self.promoting: set[int] = set()
+        """What tiers are at work on: the answer may take its time."""
         self.abandoned: set[int] = set()
         """What nobody will fetch the reply to."""
         self._expected: dict[int, type[m.FromDaemon]] = {}
         self._replies: dict[int, m.FromDaemon] = {}
 
-    def room(self, late: bool) -> bool:
-        """Whether one more may be sent; ``late``: one whose answer may take its time."""
-        if late:
-            return len(self.late) < MAX_LATE
-        return len(self._expected) - len(self.late) < MAX_UNANSWERED
+    @property
+    def room(self) -> bool:
+        """Whether one more may be sent. The daemon limits how many are ``promoting``."""
+        return len(self._expected) - len(self.promoting) < MAX_UNANSWERED
 
-    def add(self, seq: int, reply: type[m.FromDaemon], late: bool = False) -> None:
+    def add(self, seq: int, reply: type[m.FromDaemon]) -> None:
         """A request was sent."""
         self._expected[seq] = reply
-        if late:
-            self.late.add(seq)
 
     def answered(self, seq: int) -> bool:
         """Whether the reply to ``seq`` is here. Raises ``Unavailable`` if it cannot come."""
@@ -64,10 +57,8 @@ class OpenRequests:
 
     def void(self) -> None:
         """The connection is lost: nothing that was asked will be answered."""
-        self._expected.clear()
-        self.late.clear()
-        self.abandoned.clear()
-        self._replies.clear()
+        for table in (self._expected, self._replies, self.promoting, self.abandoned):
+            table.clear()
 
     def fetch(self, seq: int) -> m.FromDaemon:
         """The reply to a ``seq`` that is ``answered``; once."""
@@ -85,19 +76,20 @@ class OpenRequests:
         Raises ``RemoteError`` for a message that nobody asked for.
         """
         self.silent_since_s = 0.0
-        if isinstance(message, m.Promoting) and message.seq in self._expected:
-            self.late.add(message.seq)
+        seq = message.seq
+        if isinstance(message, m.Promoting) and seq in self._expected:
+            self.promoting.add(seq)
             return True
-        expected = self._expected.pop(message.seq, None)
-        self.late.discard(message.seq)
+        expected = self._expected.pop(seq, None)
+        self.promoting.discard(seq)
         if expected is None and isinstance(message, m.Error):
             return False  # it refuses a one-way message
         if expected is None or not isinstance(message, (expected, m.Error)):
             raise RemoteError(f"a {type(message).__name__} nobody asked for")
-        if message.seq in self.abandoned:
-            self.abandoned.discard(message.seq)
+        if seq in self.abandoned:
+            self.abandoned.discard(seq)
             return False
-        self._replies[message.seq] = message
+        self._replies[seq] = message
         return True
 
 

@@ -3,8 +3,8 @@
 Laws of this file:
 
 - Waits: ``step_wait_s`` per scheduler step for all lookups together, ``reserve_wait_s`` for the
-  reserve; after a timeout none until the daemon answered something. The answer to a reserve may
-  come in a later step, but at most ``LATE_S`` after it was sent: a later grant is aborted.
+  reserve; after a timeout none until the daemon answered something. A grant that comes more than
+  ``LATE_S`` after the reserve is aborted.
 - A lease is held by exactly one request, here, until ``take`` or ``settle``.
 - When the connection is lost, everything held or asked through it is void, even if the daemon lived
   on: it has given those slots to others. Ranks learn only of what was handed over on the connection
@@ -14,14 +14,13 @@ Laws of this file:
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
-from kvass.client.client import Client, Endpoint, bounded
+from kvass.client.client import bounded
+from kvass.client.endpoint import Endpoint
 from kvass.client.reset import NamespaceReset
 from kvass.client.session import DaemonSession
 from kvass.errors import Unavailable
@@ -45,11 +44,9 @@ GUESS_TOKENS_S: Final = 5_000.0
 MAX_PATIENCE_S: Final = 30.0
 """No request waits longer for tiers, however long its prompt."""
 LATE_S: Final = 0.25
-"""How long an answer to a reserve may be on its way: the caller keeps what it offered until then.
-It is also how long a silent daemon is still sent reserves."""
+"""How long an answer to a reserve may take, and how long a silent daemon is still sent reserves."""
 ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
-
 
 Match = Matched
 """A ``Matched`` of at least one chunk; of the rows of group ``g`` that the hit needs, ``slots[g]``
@@ -63,23 +60,25 @@ class Pending:
 PENDING: Final = Pending()
 
 
+@dataclass(slots=True, eq=False)
 class RequestLookup:
-    """What one request holds or has asked for: nothing, a lookup in flight, or a match."""
+    """What one request holds or has asked for: nothing, a lookup in flight, or a match.
 
-    def __init__(self) -> None:
-        self.session: DaemonSession | None = None
-        """The connection that it was asked through."""
-        self.first = 0
-        self.seq = 0
-        """Of the lookup in flight; 0: there is none."""
-        self.match: Match | None = None
-        self.give_up_s = 0.0
-        """CLOCK_MONOTONIC until which the request may be told ``PENDING``; 0: never told yet."""
-        self.acknowledged_by_s = 0.0
-        """CLOCK_MONOTONIC until which the daemon must have said that a tier is at work."""
+    ``session``: the connection that it was asked through. ``seq``: of the lookup in flight, or 0.
+    """
+
+    session: DaemonSession | None = None
+    first: int = 0
+    seq: int = 0
+    match: Match | None = None
+    give_up_s: float = 0.0
+    """CLOCK_MONOTONIC until which the request may be told ``PENDING``; 0: never told yet."""
+    acknowledged_by_s: float = 0.0
+    """CLOCK_MONOTONIC until which the daemon must have said that a tier is at work."""
 
 
-class Reserving(msgspec.Struct):
+@dataclass(slots=True)
+class Reserving:
     """A reserve of ``items`` items, sent as ``seq`` at ``asked_s`` (CLOCK_MONOTONIC). ``wait_s``:
     how long the first look for its answer may take."""
 
@@ -93,11 +92,10 @@ class SchedulerClient(Endpoint):
     """Used from the engine's scheduler thread only. No call raises for an absent daemon.
 
     ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
-    default all of the registration's. ``spare``: of every ``Lookup``; a match by a daemon that does
-    not know it is given back. ``lookup_budget_s``: how long in all one request may be told
-    ``PENDING``; None takes the daemon's ``lookup_budget_ms``, or, if it has tiers, the time it
-    would take to compute what is asked for. ``incomplete``: the registration's identity lacks
-    fields, so ``complete`` it to connect.
+    default all of the registration's. ``spare``: of every ``Lookup``. ``lookup_budget_s``: how long
+    in all one request may be told ``PENDING``; None takes the daemon's ``lookup_budget_ms``, or, if
+    it has tiers, the time it would take to compute what is asked for. ``incomplete``: as in
+    ``Endpoint``.
     """
 
     def __init__(
@@ -112,9 +110,8 @@ class SchedulerClient(Endpoint):
         step_wait_s: float = 0.002,
         incomplete: bool = False,
     ) -> None:
-        self._client = Client(socket, registration, incomplete=incomplete)
-        super().__init__(self._client.connection)
-        self._reset = NamespaceReset(self._client, registration)
+        super().__init__(socket, registration, incomplete=incomplete)
+        self._reset = NamespaceReset(self, registration)
         ranks = tuple(range(registration.ranks) if readers is None else readers)
         self._readers = None if ranks == (0,) else ranks
         """None is how ``Lookup`` says "exactly rank 0"."""
@@ -131,17 +128,14 @@ class SchedulerClient(Endpoint):
 
     @property
     def answering(self) -> bool:
-        """Whether a daemon is there that answers within ``LATE_S``, and no reset is unknown to it:
-        worth preparing a reserve."""
-        there = self.connected and not self._reset.pending
-        return there and self._client.silent_s <= LATE_S
+        """Whether a daemon is there that answers within ``LATE_S`` and knows of every reset."""
+        return self.connected and not self._reset.pending and self.silent_s <= LATE_S
 
     def new_step(self) -> None:
-        """A scheduler step begins: a new wait budget; late replies are settled, an owed Clear and a
-        new generation are said."""
+        """A scheduler step begins: a new wait budget, late replies are settled, resets go on."""
         self._left_s = self._step_wait_s
         self._giver = None
-        self._client.poll()
+        self.poll()
         self._reset.go_on()
 
     # ------------------------------------------------------------ reading
@@ -157,9 +151,9 @@ class SchedulerClient(Endpoint):
         """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
-        again, with the same lease, until ``take`` or ``settle``; for another ``first`` or with less
-        than half its time left, it is released and looked up again. ``prefill_tokens_s``: what the
-        engine computes per second, 0 if it does not know; loading has to be faster.
+        again until ``take`` or ``settle``; for another ``first``, or with less than half its time
+        left, it is released and looked up again. ``prefill_tokens_s``: what the engine computes
+        per second, or 0; loading has to be faster.
         """
         if self._reset.pending:
             return None
@@ -175,33 +169,28 @@ class SchedulerClient(Endpoint):
         return lookup.match
 
     def take(self, request: str) -> Match | None:
-        """The held match; the caller now owns its lease and must hand it over or release it.
-
-        None if none is held, or its connection is gone.
-        """
-        lookup = self._lookups.get(request)
-        taken = None
-        if lookup is not None and lookup.session is self._client.session:
+        """The held match; the caller now owns its lease and must hand it over or release it. None
+        if none is held, or its connection is gone."""
+        lookup, taken = self._lookups.get(request), None
+        if lookup is not None and lookup.session is self.session:
             taken, lookup.match = lookup.match, None
             self._giver = self._giver or lookup.session
         self.settle(request)
         return taken
 
     def settle(self, request: str) -> None:
-        """Give back whatever is held or asked for ``request`` and forget it. Idempotent.
-
-        For every request that ends, is preempted, or is given no external tokens.
-        """
+        """Give back whatever is held or asked for ``request`` and forget it: the request ended, was
+        preempted, or got no external tokens. Idempotent."""
         if (lookup := self._lookups.pop(request, None)) is not None:
             self._give_back(lookup)
 
     def release(self, boot: bytes, lease: int) -> None:
         """Give back a taken lease that was not handed over."""
-        self.connection.post(Release(boot=boot, lease=lease))
+        self.post(Release(boot=boot, lease=lease))
 
     def _lapsing(self, lookup: RequestLookup) -> bool:
         """Whether what ``lookup`` has is void, or its lease too old to begin a load on."""
-        if lookup.session is not self._client.session:
+        if lookup.session is not self.session:
             return True
         if lookup.match is None or lookup.session is None:
             return False
@@ -210,24 +199,18 @@ class SchedulerClient(Endpoint):
 
     def prefetch(self, digests: bytes, width: int, budget_s: float = 60.0) -> bool:
         """Have the tiers' rows of a prompt promoted, ahead of use; whether the daemon was asked.
-
-        Arguments as ``match``. Never blocks, and holds nothing.
-        """
-        session = self._client.session
-        if session is None or self._reset.pending or "tiers" not in session.welcome.features:
+        Holds nothing. Arguments as ``match``."""
+        session = self.session
+        if session is None or self._reset.pending:
             return False
-        most = session.welcome.limits.keys_per_message * width
-        seq = self._client.submit(
-            Prefetch(
-                request="prefetch",
-                digests=digests[:most],
-                width=width,
-                budget_ms=bounded(budget_s * 1000),
-            ),
-            late=True,
+        message = Prefetch(
+            request="prefetch",
+            digests=digests[: session.welcome.limits.keys_per_message * width],
+            width=width,
+            budget_ms=bounded(budget_s * 1000),
         )
-        if seq:
-            self._client.discard(seq)
+        if seq := self.submit(message):
+            self.discard(seq)
         return bool(seq)
 
     def _look_up(
@@ -240,61 +223,54 @@ class SchedulerClient(Endpoint):
         prefill_tokens_s: float,
     ) -> float:
         """Send the lookup, if there is a daemon that answers; how long to wait for it."""
-        session, prefill_tokens_s = self._client.session, bounded(prefill_tokens_s)
+        session = self.session
         if session is None or first * width >= len(digests):
             return 0.0
-        if silent_s := self._client.silent_s:
-            self._client.poll()  # what was late may have come since the last step
-            silent_s = self._client.silent_s
-        now_s = time.monotonic()
-        if silent_s > self._patience_s(session):
+        if self.silent_s:
+            self.poll()  # what was late may have come since the last step
+        silent_s, now_s = self.silent_s, time.monotonic()
+        welcome, patience_s = session.welcome, self._lookup_budget_s
+        least_s = welcome.timing.lookup_budget_ms / 1000
+        if silent_s > (least_s if patience_s is None else patience_s):
             self.counters["timeouts"] += 1  # it would only cost this request its patience
             return 0.0
-        most = session.welcome.limits.keys_per_message * width
+        digests = digests[: welcome.limits.keys_per_message * width]
+        prefill_tokens_s = bounded(prefill_tokens_s)
         if not lookup.give_up_s:
-            tokens = (min(len(digests), most) // width - first) * self._chunk_tokens
-            compute_s = tokens / (prefill_tokens_s or GUESS_TOKENS_S)
-            lookup.give_up_s = now_s + self._patience_s(session, compute_s)
-        least_s = session.welcome.timing.lookup_budget_ms / 1000
-        says = _acknowledges(session)
-        lookup.acknowledged_by_s = min(lookup.give_up_s, now_s + least_s if says else math.inf)
+            if patience_s is None:
+                tokens = (len(digests) // width - first) * self._chunk_tokens * (welcome.tiers > 0)
+                compute_s = tokens / (prefill_tokens_s or GUESS_TOKENS_S)
+                patience_s = max(least_s, min(compute_s, MAX_PATIENCE_S))
+            lookup.give_up_s = now_s + patience_s
+        lookup.acknowledged_by_s = now_s + least_s if welcome.tiers else lookup.give_up_s
         message = Lookup(
             request=request,
-            digests=digests[:most],
+            digests=digests,
             width=width,
             first=first,
             readers=self._readers,
             spare=self._spare,
+            budget_ms=bounded(1000 * max(lookup.give_up_s - now_s - ANSWER_S, 0.001)),
+            prefill_tokens_s=prefill_tokens_s,
         )
-        if session.welcome.tiers:
-            message.budget_ms = bounded(1000 * max(lookup.give_up_s - now_s - ANSWER_S, 0.001))
-            message.prefill_tokens_s = prefill_tokens_s
-        lookup.seq = self._client.submit(message, late=session.welcome.tiers > 0 and not says)
-        lookup.first, lookup.session = first, session
+        lookup.seq, lookup.first, lookup.session = self.submit(message), first, session
         self.counters["lookups"] += 1
         return 0.0 if silent_s else self._left_s
-
-    def _patience_s(self, session: DaemonSession, compute_s: float = 0.0) -> float:
-        """How long a request may be told ``PENDING``: with tiers no longer than to compute it. A
-        daemon that does not say when tiers are at work might hang, so it is not waited for then."""
-        if self._lookup_budget_s is not None:
-            return self._lookup_budget_s
-        least_s = session.welcome.timing.lookup_budget_ms / 1000
-        return max(least_s, min(compute_s, MAX_PATIENCE_S)) if _acknowledges(session) else least_s
 
     def _answer(self, lookup: RequestLookup, wait_s: float, asked: int) -> Match | Pending | None:
         """What the lookup in flight has come to, after ``wait_s`` at most."""
         began_s = time.monotonic()
         try:
-            reply = self._client.wait(lookup.seq, wait_s)
+            reply = self.wait(lookup.seq, wait_s)
         except Unavailable:
             lookup.seq = 0
             return None
         now_s = time.monotonic()
         self._left_s = max(self._left_s - (now_s - began_s), 0.0)
         if reply is None:
-            acknowledged = self._client.promoting(lookup.seq)
-            if now_s < (lookup.give_up_s if acknowledged else lookup.acknowledged_by_s):
+            assert lookup.session is not None
+            acknowledged = lookup.seq in lookup.session.requests.promoting
+            if now_s < lookup.give_up_s and (acknowledged or now_s < lookup.acknowledged_by_s):
                 return PENDING
             self.counters["timeouts"] += 1
             self._give_back(lookup)
@@ -306,7 +282,7 @@ class SchedulerClient(Endpoint):
 
     def _matched(self, lookup: RequestLookup, reply: FromDaemon, asked: int) -> Match | None:
         if isinstance(reply, Error):
-            self.connection.refused(reply)
+            self.refused(reply)
             return None
         assert isinstance(reply, Matched)
         assert lookup.session is not None
@@ -314,48 +290,41 @@ class SchedulerClient(Endpoint):
             reply.boot == lookup.session.boot
             and reply.first == lookup.first <= reply.chunks <= asked
             and (reply.lease > 0) == (reply.chunks > reply.first)
+            and (not reply.lease or reply.spare == self._spare)
         ):
-            self.connection.fault(lookup.session, "a match of what was not asked for")
+            self.fault(lookup.session, "a match of what was not asked for")
             return None
-        if not reply.lease:
-            return None
-        if reply.spare != self._spare:
-            self.counters["unproven"] += 1
-            self.release(reply.boot, reply.lease)
-            return None
-        return reply
+        return reply if reply.lease else None
 
     def _give_back(self, lookup: RequestLookup) -> None:
-        if lookup.session is self._client.session:  # else it went with its connection
+        if lookup.session is self.session:  # else it went with its connection
             if lookup.match is not None:
                 self.release(lookup.match.boot, lookup.match.lease)
             elif lookup.seq:
-                self._client.discard(lookup.seq)
+                self.discard(lookup.seq)
         lookup.seq, lookup.match = 0, None
 
     # ------------------------------------------------------------ writing
 
     def begin_reserve(self, items: Sequence[ReserveItem], width: int) -> Reserving | None:
-        """Ask where to write; then call ``granted`` until it says, or ``give_up``.
-
-        None: it cannot be asked now. More keys than the daemon's limit are refused whole.
-        """
+        """Ask where to write; then call ``granted`` until it says, or ``give_up``. None: it cannot
+        be asked now. More keys than the daemon's limit are refused whole."""
         if not items or not self.answering:
             return None
-        wait_s = 0.0 if self._client.silent_s else self._reserve_wait_s
-        seq = self._client.submit(Reserve(items=list(items), width=width))
+        wait_s = 0.0 if self.silent_s else self._reserve_wait_s
+        seq = self.submit(Reserve(items=list(items), width=width))
         return Reserving(seq, len(items), time.monotonic(), wait_s) if seq else None
 
     def granted(self, reserving: Reserving) -> Granted | Pending | None:
         """Where to write; ``PENDING``: ask again in a later step; None: nowhere, it is over.
 
-        The first call waits for ``reserve_wait_s`` at most, unless the daemon owes other answers;
-        the others do not wait. ``grants`` is parallel to the items.
+        Only the first call waits, and only if the daemon owes no other answer. ``grants`` is
+        parallel to the items.
         """
-        session, wait_s = self._client.session, reserving.wait_s
+        session, wait_s = self.session, reserving.wait_s
         reserving.wait_s = 0.0
         try:
-            reply = self._client.wait(reserving.seq, wait_s)
+            reply = self.wait(reserving.seq, wait_s)
         except Unavailable:
             return None
         if reply is None:
@@ -364,12 +333,12 @@ class SchedulerClient(Endpoint):
             self.give_up(reserving)
             return None
         if isinstance(reply, Error):
-            self.connection.refused(reply)
+            self.refused(reply)
             return None
         assert isinstance(reply, Granted)
         assert session is not None
         if reply.boot != session.boot or len(reply.grants) != reserving.items:
-            self.connection.fault(session, "a grant of what was not asked for")
+            self.fault(session, "a grant of what was not asked for")
             return None
         self._giver = self._giver or session
         return reply
@@ -377,15 +346,12 @@ class SchedulerClient(Endpoint):
     def give_up(self, reserving: Reserving) -> None:
         """Nobody waits for this answer any more: a grant is aborted when it comes."""
         self.counters["timeouts"] += 1
-        self._client.discard(reserving.seq)
+        self.discard(reserving.seq)
 
     def reserve(self, items: Sequence[ReserveItem], width: int) -> Granted | None:
-        """Ask where to write; None: store nothing this step (a late grant is aborted).
-
-        ``grants`` is parallel to ``items``. More keys than the daemon's limit are refused whole.
-        Nothing is asked of a daemon of which an answer is overdue.
-        """
-        if self._client.silent_s or (reserving := self.begin_reserve(items, width)) is None:
+        """``begin_reserve`` and ``granted`` in one step; None: store nothing (a late grant is
+        aborted). Nothing is asked of a daemon of which an answer is overdue."""
+        if self.silent_s or (reserving := self.begin_reserve(items, width)) is None:
             return None
         reply = self.granted(reserving)
         if isinstance(reply, Pending):
@@ -395,37 +361,29 @@ class SchedulerClient(Endpoint):
 
     def abort(self, boot: bytes, reservation: int) -> None:
         """Give back a granted reservation that was not handed over."""
-        self.connection.post(Abort(boot=boot, reservation=reservation))
+        self.post(Abort(boot=boot, reservation=reservation))
 
     # ------------------------------------------------------------ the rest
 
     def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
-        """From here on only the ranks settle these. Last act of building a step's metadata.
-
-        False: the daemon cannot be told on the connection they were given through, so no rank may
-        hear of them; release and abort what was taken.
-        """
+        """From here on only the ranks settle these. False: the daemon cannot be told on the
+        connection they were given through, so no rank may hear of them; release and abort them."""
         session, self._giver = self._giver, None
         if not leases and not reservations:
             return True
         message = HandedOver(boot=boot, leases=tuple(leases), reservations=tuple(reservations))
-        return session is not None and self.connection.deliver(message, session)
+        return session is not None and self.deliver(message, session)
 
     def clear(self, timeout_s: float) -> bool:
-        """Forget this namespace's rows and give back every held match.
-
-        False: not confirmed within ``timeout_s``. Then every lookup misses and nothing is reserved
-        until a later step, after any number of reconnects, has had it confirmed.
-        """
+        """Forget this namespace's rows and give back every held match. False: not confirmed within
+        ``timeout_s``; then every lookup misses and nothing is reserved until it is."""
         self._settle_all()
         return self._reset.clear(timeout_s)
 
     def new_generation(self) -> None:
         """The engine's weights may be others from now on: no row of before is ours any more, and
-        none of ours is anybody else's. Gives back every held match; owed Clears come first.
-
-        Waits for the daemon's answer no longer than a step may.
-        """
+        none of ours is anybody else's. Gives back every held match; waits no longer than a step
+        may."""
         self._settle_all()
         began_s = time.monotonic()
         self._reset.new_generation(self._left_s)
@@ -434,8 +392,3 @@ class SchedulerClient(Endpoint):
     def _settle_all(self) -> None:
         for request in list(self._lookups):
             self.settle(request)
-
-
-def _acknowledges(session: DaemonSession) -> bool:
-    """Whether the daemon says at once when tiers are at work on a lookup (``Promoting``)."""
-    return session.welcome.tiers > 0 and "promoting" in session.welcome.features

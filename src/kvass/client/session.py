@@ -3,22 +3,15 @@
 Law of this file: a socket is closed, and its arena unmapped, when the last user leaves and not
 before. EOF tells the daemon that this process will not write any more (law 3), so it must be true.
 
-Mapping the arena takes address space only. Populating it costs page tables and time, so a process
-populates only what it is going to touch: all of the arena if a row has one shard, since then any
-slot may be its own; else the slices in which a copy was announced (``want``). No copy waits for
-that: a copy that comes first faults pages in as it goes.
-
-Not locked: ``Reconnector`` calls everything but ``populate`` under its lock.
+Not locked: ``Endpoint`` calls everything but ``populate`` under its lock.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable
 from typing import Final, cast
 
 from kvass._version import __version__
@@ -46,18 +39,14 @@ HANDSHAKE_S: Final = 5.0
 """How long to wait for a daemon that accepted but says nothing."""
 BOOT_BYTES: Final = 16
 CLOCK_SLACK_S: Final = 0.001
-SLICE_BYTES: Final = 16 << 20
-"""Populated at a time: a few milliseconds, after which the thread looks at its socket again."""
 AT_ONCE_BYTES: Final = 256 << 20
 """What is unmapped in some 50 ms."""
 _seqs: Final = itertools.count(1)  # no number twice in a process, whatever the connection
 
 
 class DaemonSession:
-    """A connection. ``open_session`` welcomes and registers it.
-
-    ``users`` counts the thread that reconnects, whoever sleeps on the socket, and arena leases.
-    """
+    """A connection, welcomed and registered by ``open_session``. ``users``: the thread that
+    reconnects, and arena leases."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -69,74 +58,35 @@ class DaemonSession:
         """When (CLOCK_MONOTONIC) we knew that the daemon had registered us."""
         self.arena: memory.Arena | None = None
         self.users = 1
-        self._populated_bytes = 0
-        self._wanted = set[int]()
-        self._to_populate: list[int] = []
-        """A heap: the lowest slice is below the watermark if any is."""
+        self.populates = False
+        """Whether this process populates its mapping of the arena."""
+        self._populated = self._daemon_populated = 0
 
     @property
     def boot(self) -> bytes:
-        """The id of the daemon's life."""
+        """The id of the daemon's run."""
         return self.welcome.boot
 
-    def send(self, message: Request | OneWay, *, late: bool = False) -> None:
+    def send(self, message: Request | OneWay) -> None:
         """Send, and expect the reply to a request. Raises as ``Channel.send``."""
         reply = REPLY_TO.get(type(message))
         if reply is not None:
             message.seq = next(_seqs)
         self.channel.send(message)
         if reply is not None:
-            self.requests.add(message.seq, reply, late)
+            self.requests.add(message.seq, reply)
 
-    def receive(self, timeout_s: float = 0.0) -> list[FromDaemon]:
+    def receive(self, timeout_s: float) -> list[FromDaemon]:
         """Take in what arrives first, or nothing within ``timeout_s``; returns what nobody will
         fetch. Raises ``Unavailable`` or ``RemoteError``: the connection is of no use any more.
         """
         unclaimed = list[FromDaemon]()
         for message in self.channel.receive(timeout_s):
             if isinstance(message, Populated):
-                self._populated_bytes = message.bytes
+                self._daemon_populated = message.bytes
             elif not self.requests.arrived(message):
                 unclaimed.append(message)
         return unclaimed
-
-    # ------------------------------------------------------------ the arena
-
-    @property
-    def watermark(self) -> int:
-        """How many bytes of the arena, from its beginning, the daemon has populated."""
-        said = max(self.welcome.populated_bytes, self._populated_bytes)
-        return min(said, self.welcome.arena_bytes)
-
-    def want(self, slices: Iterable[int]) -> bool:
-        """This process will touch these slices of its arena (``i`` begins at ``i * SLICE_BYTES``);
-        whether some of them were not wanted before."""
-        fresh = {i for i in slices if 0 <= i * SLICE_BYTES < self.welcome.arena_bytes}
-        fresh -= self._wanted
-        self._wanted |= fresh
-        for i in fresh:
-            heapq.heappush(self._to_populate, i)
-        return bool(fresh)
-
-    @property
-    def behind(self) -> bool:
-        """Whether a slice is wanted, populated by the daemon, and not by this process."""
-        return bool(self._to_populate) and self._end(self._to_populate[0]) <= self.watermark
-
-    def next_slice(self) -> int | None:
-        """The slice to ``populate`` now."""
-        return heapq.heappop(self._to_populate) if self.behind else None
-
-    def populate(self, i: int) -> None:
-        """Fault a slice into this process's mapping."""
-        assert self.arena is not None
-        try:
-            self.arena.populate(i * SLICE_BYTES, self._end(i))
-        except OSError:  # no memory for page tables: copies fault pages in as they touch them
-            self._to_populate.clear()
-
-    def _end(self, i: int) -> int:
-        return min((i + 1) * SLICE_BYTES, self.welcome.arena_bytes)
 
     def end(self) -> None:
         """Close the socket and unmap the arena: the last user has left. That may be the thread
@@ -152,9 +102,36 @@ class DaemonSession:
                 pass
         self.arena.close()
 
+    # ------------------------------------------------------------ populating
+
+    @property
+    def watermark(self) -> int:
+        """How many bytes of the arena, from its beginning, the daemon has populated."""
+        said = max(self.welcome.populated_bytes, self._daemon_populated)
+        return min(said, self.welcome.arena_bytes)
+
+    @property
+    def behind(self) -> bool:
+        """Whether this process may populate one more slice of its mapping."""
+        end = min(self._populated + memory.SLICE_BYTES, self.welcome.arena_bytes)
+        return self.populates and self._populated < end <= self.watermark
+
+    def populate(self) -> None:
+        """Fault the next slice into this process's mapping, if the daemon has populated it."""
+        if self.arena is None or not self.behind:
+            return
+        end = min(self._populated + memory.SLICE_BYTES, self.arena.size)
+        try:
+            self.arena.populate(self._populated, end)
+            self._populated = end
+        except OSError:  # no memory for page tables: copies fault pages in as they touch them
+            self.populates = False
+
 
 def open_session(path: str, registration: Register | None, *, wants_arena: bool) -> DaemonSession:
     """Connect, greet, check, map, register; waits up to ``HANDSHAKE_S`` for each answer.
+
+    If a row has one shard, any slot may be this rank's own, so all of the arena gets populated.
 
     Raises ``Unavailable``, ``Incompatible``, ``RemoteError``, or ``Refused`` for the registration;
     ``ConfigError`` for a path that cannot be, or whose folder another user made first.
@@ -165,8 +142,7 @@ def open_session(path: str, registration: Register | None, *, wants_arena: bool)
         _greet(session, wants_arena)
         if wants_arena:
             session.arena = _map_arena(session)
-            if registration is None or registration.world_size == 1:
-                session.want(range(-(-session.welcome.arena_bytes // SLICE_BYTES)))
+            session.populates = registration is None or registration.world_size == 1
         if registration is not None:
             _ask(session, registration)
             session.registration, session.registered_s = registration, time.monotonic()
@@ -211,7 +187,7 @@ def _greet(session: DaemonSession, wants_arena: bool) -> None:
             "run both in one time namespace; uncached until then"
         )
     session.welcome = welcome
-    session.channel.limit_frames(welcome.limits.frame_bytes)
+    session.channel.decoder.limit = welcome.limits.frame_bytes
 
 
 def _map_arena(session: DaemonSession) -> memory.Arena:

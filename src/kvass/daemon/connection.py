@@ -15,7 +15,6 @@ from typing import Final
 from kvass.core.effects import SessionId
 from kvass.daemon.peer_process import PeerProcess
 from kvass.wire import framing
-from kvass.wire.channel import send_with_fd
 
 OUT_BYTES: Final = 8 << 20
 """Unread replies a session may pile up: two of the largest frames."""
@@ -75,7 +74,7 @@ class Connection:
         try:
             while self._out:
                 if self._fd is not None:
-                    sent, self._fd = send_with_fd(self._sock, self._out, self._fd), None
+                    sent, self._fd = socket.send_fds(self._sock, [self._out], [self._fd]), None
                 else:
                     sent = self._sock.send(self._out)
                 del self._out[:sent]

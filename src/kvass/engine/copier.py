@@ -153,7 +153,7 @@ class Copier:
             return False
         if isinstance(copy, Load) and copy.lease == 0:
             return False
-        arena = self._client.arena(copy.boot, copy.given_s, copy.slots)
+        arena = self._client.arena(copy.boot, copy.given_s)
         if arena is None:
             return False
         try:

@@ -29,7 +29,7 @@ from typing import Final, Self
 import msgspec
 import numpy as np
 
-from kvass.client.client import Client
+from kvass.client.endpoint import Endpoint
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import PENDING, Match, SchedulerClient
 from kvass.errors import Unavailable, UsageError
@@ -148,9 +148,9 @@ class FakeEngine:
                 raise Unavailable(f"{self.instance} is not registered after {PATIENCE_S:g} s")
             time.sleep(0.001)
 
-    def _living(self) -> list[Client]:
-        every = [self.scheduler._client, *(rank.client._client for rank in self.ranks)]
-        return [client for client in every if not client.connection.closed]
+    def _living(self) -> list[Endpoint]:
+        every: list[Endpoint] = [self.scheduler, *(rank.client for rank in self.ranks)]
+        return [client for client in every if not client.closed]
 
     # ------------------------------------------------------------ whole requests
 
@@ -289,14 +289,14 @@ class FakeEngine:
         """Return once the daemon has handled all messages of these ranks."""
         for rank in ranks:
             if self.ranks[rank].alive:
-                self.ranks[rank].client._client.call(Ping(), PATIENCE_S)
+                self.ranks[rank].client.call(Ping(), PATIENCE_S)
 
     # ------------------------------------------------------------ processes end
 
     def kill(self, rank: int) -> None:
         """End a process as SIGKILL does (``SCHEDULER``: the scheduler's)."""
         if rank == SCHEDULER:
-            hang_up(self.scheduler._client)
+            hang_up(self.scheduler)
         else:
             self.ranks[rank].kill()
 

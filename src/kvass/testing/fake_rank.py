@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from kvass.client.client import Client
+from kvass.client.endpoint import Endpoint
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes
@@ -90,7 +90,7 @@ class FakeRank:
         if not self.alive:
             what.report(self.rank, "dead")
             return
-        arena = self.client.arena(what.boot, what.given_s, what.slots)
+        arena = self.client.arena(what.boot, what.given_s)
         if arena is None:
             self._settle(what, ok=False)
             what.report(self.rank, "refused")
@@ -126,7 +126,7 @@ class FakeRank:
         """End as SIGKILL does: copies stop, nothing is settled, the daemon sees EOF."""
         self.alive = False
         self.mover.close()
-        hang_up(self.client._client)
+        hang_up(self.client)
 
     def close(self) -> None:
         """End copies, then the session."""
@@ -134,10 +134,10 @@ class FakeRank:
         self.client.close()
 
 
-def hang_up(client: Client) -> None:
+def hang_up(client: Endpoint) -> None:
     """Close a session as its process's death does: EOF, without a message, for good."""
-    with client.connection.lock:
-        client.connection.closed = True
+    with client.lock:
+        client.closed = True
         if client.session is not None:
             client.session.channel._sock.shutdown(sockets.SHUT_RDWR)
     client.close()

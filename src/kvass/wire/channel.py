@@ -1,6 +1,5 @@
 """The unix socket: ``Channel`` for a client, and functions for the daemon's own sockets.
 
-Law of this file: bytes, descriptors and credentials; nothing here knows what a message means.
 A ``Channel`` never waits longer than its caller allows: sending is buffered and bounded, receiving
 has a timeout. A descriptor travels as SCM_RIGHTS (unix(7)) beside the first byte of its frame.
 """
@@ -26,20 +25,24 @@ MAX_PATH_BYTES: Final = 107
 RECEIVE_BYTES: Final = 256 << 10
 OUT_BYTES: Final = 16 << 20
 """What a client holds for a daemon that does not read; more than that is a broken connection."""
+FD_SETSIZE: Final = 1024
+"""select(2) takes descriptors below this one. It waits less than a millisecond where poll(2) rounds
+up to whole ones."""
 _SO_PEERGROUPS: Final = 59  # not in Python's socket module
 _GROUPS_BYTES: Final = 1024  # the most Python's getsockopt takes: 256 groups
 
 
 class Channel:
-    """A client's end of one session. Not thread-safe; does not survive a fork."""
+    """A client's end of one session. Not thread-safe; does not survive a fork.
+
+    ``decoder.limit``: the largest payload in bytes, either way.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
+        self.decoder = framing.from_daemon()
         self._sock = sock
-        self._decoder = framing.from_daemon()
         self._out = bytearray()
         self._fd: int | None = None
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
 
     @classmethod
     def connect(cls, path: str, timeout_s: float) -> Channel:
@@ -70,10 +73,6 @@ class Channel:
         """Whether sent messages still wait in this process."""
         return bool(self._out)
 
-    def limit_frames(self, frame_bytes: int) -> None:
-        """Adopt the frame limit the daemon told in its ``Welcome``."""
-        self._decoder.limit = frame_bytes
-
     def send(self, message: Message) -> None:
         """Queue ``message`` and write what the socket takes now; never waits.
 
@@ -82,8 +81,8 @@ class Channel:
         """
         frame = framing.encode(message)
         size = len(frame) - framing.HEADER.size
-        if size > self._decoder.limit:
-            raise UsageError(f"message of {size} bytes: send at most {self._decoder.limit}")
+        if size > self.decoder.limit:
+            raise UsageError(f"message of {size} bytes: send at most {self.decoder.limit}")
         if len(self._out) + len(frame) > OUT_BYTES:
             raise Unavailable(f"the daemon has not read for {len(self._out)} bytes")
         self._out += frame
@@ -106,16 +105,15 @@ class Channel:
         Queued output goes out meanwhile. Raises ``Unavailable`` at end of stream, ``FrameError``
         for what is no message of a daemon.
         """
-        if timeout_s <= 0:  # the socket does not block: reading is asking
-            self.flush()
-            return self._read()
-        deadline = time.monotonic() + timeout_s
+        deadline_s, left_s = time.monotonic() + timeout_s, timeout_s
         while True:
-            left_s = max(deadline - time.monotonic(), 0.0)
-            if self._await(left_s) and (messages := self._read()):
+            self.flush()
+            if messages := self._read():
                 return messages
-            if time.monotonic() >= deadline:
+            if left_s <= 0:
                 return []
+            self._await(left_s)
+            left_s = deadline_s - time.monotonic()
 
     def take_fd(self) -> int | None:
         """The descriptor that came with the messages so far; the caller owns (closes) it."""
@@ -136,40 +134,33 @@ class Channel:
         if (fd := self.take_fd()) is not None:
             os.close(fd)
 
-    def _await(self, timeout_s: float) -> bool:
-        """Wait until there is something to read, writing meanwhile."""
-        if self._out:
-            self.flush()
-        self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._out else 0))
-        ready = self._poll.poll(-(-timeout_s * 1000 // 1))  # rounded up: 0 means poll
-        if not ready:
-            return False
-        if ready[0][1] & select.POLLOUT:
-            self.flush()
-        return bool(ready[0][1] & ~select.POLLOUT)
+    def _await(self, timeout_s: float) -> None:
+        """Wait until there is something to read, or room for what is queued."""
+        fd = self._sock.fileno()
+        if timeout_s < 0.001 and fd < FD_SETSIZE:
+            select.select([fd], [fd] if self._out else [], [], timeout_s)
+        else:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN | (select.POLLOUT if self._out else 0))
+            poll.poll(min(timeout_s, 3600) * 1000)  # a C int; the caller comes again
 
     def _read(self) -> list[FromDaemon]:
         try:
             data, control, _, _ = self._sock.recvmsg(
-                RECEIVE_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+                RECEIVE_BYTES, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return []
         except OSError as error:
             raise Unavailable(f"the daemon is gone: {error.strerror}") from error
         for level, kind, payload in control:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self._keep_fd(payload)
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                if self._fd is not None:
+                    os.close(self._fd)
+                (self._fd,) = struct.unpack("i", payload)
         if not data:
             raise Unavailable("the daemon closed the connection")
-        return list(self._decoder.feed(data))
-
-    def _keep_fd(self, payload: bytes) -> None:
-        fds = array.array("i", payload[: len(payload) - len(payload) % 4])
-        for fd in fds:
-            if self._fd is not None:
-                os.close(self._fd)
-            self._fd = fd
+        return list(self.decoder.feed(data))
 
 
 # ---------------------------------------------------------------- the daemon's end
@@ -193,11 +184,6 @@ def peer_of(sock: socket.socket) -> PeerCredentials:
     except OSError:  # in more groups than we can ask for: only the first counts
         more = b""
     return PeerCredentials(pid, uid, frozenset([gid, *array.array("I", more)]))
-
-
-def send_with_fd(sock: socket.socket, data: bytes | bytearray, fd: int) -> int:
-    """Send ``data`` with ``fd`` beside its first byte; how many bytes went out, as ``send``."""
-    return socket.send_fds(sock, [data], [fd])
 
 
 def check_path(path: str) -> None:

@@ -1,10 +1,9 @@
-"""Messages to frames and back.
-
-Law of this file: pure. Bytes in, messages out; no socket, no clock. How a stream was cut into
-pieces changes nothing: the messages before a bad frame come out first, then the ``FrameError``, and
-after it nothing, since after a wrong length nobody knows where the next frame begins.
+"""Messages to frames and back: bytes in, messages out; no socket, no clock.
 
 A frame is ``u32 little-endian payload length`` + payload, one MessagePack map (``messages.py``).
+How a stream was cut into pieces changes nothing: the messages before a bad frame come out first,
+then the ``FrameError``, and after it nothing, since after a wrong length nobody knows where the
+next frame begins.
 """
 
 from __future__ import annotations
@@ -54,37 +53,30 @@ class Decoder(Generic[M]):
         return bool(self._rest)
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[M]:
-        """Yield the messages that ``data`` completes; exhaust it before ``data`` changes.
+        """Yield the messages that ``data`` completes; exhaust it before the next feed.
 
-        Raises ``FrameError``: ``bad_frame`` for a length of 0 or above ``limit``, ``bad_message``
-        for a payload that is no message of this direction. Every later feed raises it again.
+        Raises ``FrameError``, and again in every later feed: ``bad_frame`` for a length of 0 or
+        above ``limit``, ``bad_message`` for a payload that is no message of this direction.
         """
         if self._fault is not None:
             raise self._fault
-        whole = data
-        if self._rest:
-            self._rest += data
-            whole = self._rest
+        self._rest += data
         at = 0
-        with memoryview(whole) as view:
-            try:
+        try:
+            with memoryview(self._rest) as view:
                 while (end := at + HEADER.size) <= len(view):
                     size = HEADER.unpack_from(view, at)[0]
                     if not 0 < size <= self.limit:
-                        raise FrameError(
-                            "bad_frame", f"frame of {size} bytes: send 1 to {self.limit}"
-                        )
+                        said = f"frame of {size} bytes: send 1 to {self.limit}"
+                        raise FrameError("bad_frame", said)
                     if (end := end + size) > len(view):
                         break
                     message = self._decode(view[end - size : end])
                     at = end
                     yield message
-            except FrameError as fault:
-                self._fault = fault
-                raise
-            if whole is not self._rest:
-                self._rest += view[at:]
-                return
+        except FrameError as fault:
+            self._fault = fault
+            raise
         del self._rest[:at]
 
     def _decode(self, payload: memoryview) -> M:

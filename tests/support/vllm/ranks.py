@@ -198,7 +198,7 @@ class StubModelEngine:
     def wait_connected(self) -> None:
         """Wait for the sessions of the scheduler and of all ranks; with ``daemon``, for sessions of
         its current boot (after a restart, old sessions may not have noticed yet)."""
-        clients = [self.client._client, *(rank.copier._client._client for rank in self.ranks.all)]
+        clients = [self.client, *(rank.copier._client for rank in self.ranks.all)]
 
         def here() -> bool:
             boots = {session and session.boot for session in (c.session for c in clients)}

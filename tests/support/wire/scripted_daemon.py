@@ -36,7 +36,6 @@ from kvass.messages import (
 )
 from kvass.types import Slots
 from kvass.wire import framing
-from kvass.wire.channel import send_with_fd
 from tests.support.waiting import eventually
 
 ARENA_BYTES: Final = 1 << 20
@@ -196,6 +195,6 @@ class ScriptedDaemon:
             frame = reply if isinstance(reply, bytes) else framing.encode(reply)
             welcome = b"\xa1t\xa7welcome" in frame
             if welcome and isinstance(message, Hello) and message.wants_arena:
-                sent = send_with_fd(session, frame, self._arena.fileno())
+                sent = socket.send_fds(session, [frame], [self._arena.fileno()])
                 frame = frame[sent:]
             session.sendall(frame)

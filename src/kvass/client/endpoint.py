@@ -1,12 +1,14 @@
-"""Keeping a connection to the daemon: a thread connects, registers, and does so again when lost.
+"""A connection to the daemon that comes and goes by itself, and requests over it.
 
 Laws of this file:
 
-- Constructing, sending and closing never wait for the daemon, whether it is absent, suspended,
-  restarting or hostile. The thread connects, registers, watches for hang-up and writes what the
-  socket would not take at once. Of a caller's connection it reads only what no caller waits for.
-- Sockets belong to the process that opened them; a forked child drops its copies and opens its own.
+- No call waits for the daemon longer than its caller says; most do not wait at all.
+- A thread connects, registers, notices a hang-up and writes what the socket would not take at once.
+  A caller reads its own reply. The thread reads what no caller waits for, and everything if there
+  is an arena.
+- A reply that nobody waits for any more is settled: a late match is released, a late grant aborted.
 - What was asked or held through a lost connection is void.
+- Sockets belong to the process that opened them; a forked child drops its copies and opens its own.
 """
 
 from __future__ import annotations
@@ -18,14 +20,13 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
 from kvass.client.requests import undo
-from kvass.client.session import DaemonSession, open_session
+from kvass.client.session import DaemonSession, open_session, refusal
 from kvass.errors import (
-    ErrorCode,
     Incompatible,
     KvassError,
     Refused,
@@ -34,57 +35,51 @@ from kvass.errors import (
     Unavailable,
     UsageError,
 )
-from kvass.messages import Error, FromDaemon, OneWay, Register, Request
+from kvass.messages import Error, FromDaemon, OneWay, Register, Request, Welcome
 from kvass.wire.framing import one_line
 
 BACKOFF_MIN_S: Final = 0.01
 BACKOFF_MAX_S: Final = 0.5
 BACKOFF_LASTING_S: Final = 30.0
-"""Between attempts at a daemon that will not change its mind: another version, another clock, an
-arena too small. A daemon started in its place ends the pause: it binds a socket of its own."""
+"""The longest pause if the daemon will hardly change its mind: another version, another clock, an
+arena too small. A daemon started in its place ends the pause."""
 STEADY_S: Final = 1.0
 """A connection that lived this long starts the next back-off from the beginning."""
 LATE_TICK_S: Final = 0.05
 """How often the thread looks for late replies that no caller may ever come by to read."""
-CLOSE_FLUSH_S: Final = 0.2
-"""How long ``close`` tries to write what is still queued."""
-FD_SETSIZE: Final = 1024
-"""select(2) takes descriptors below this one. It is used to wait for less than a millisecond:
-poll(2) rounds up to whole ones."""
+CLOSE_S: Final = 1.0
+"""How long ``close`` waits for the thread."""
 
-_PASSING: Final[frozenset[ErrorCode]] = frozenset(("rank_taken", "limit", "shutting_down"))
 _log: Final = logging.getLogger("kvass.client")
-_alive: Final[weakref.WeakSet[Reconnector]] = weakref.WeakSet()
+_alive: Final[weakref.WeakSet[Endpoint]] = weakref.WeakSet()
 
 
-class Reconnector:
-    """``session`` is the connection as it is now, or None; its identity tells it from the next.
-
-    Thread-safe: one lock over everything. Methods that say "lock held" want it held exactly once.
+class Endpoint:
+    """What clients of all kinds share. Thread-safe: one lock over everything. Whoever waits for a
+    reply holds it, so threads that wait at the same time need a client each.
 
     ``registration``: sent after every (re)connect; a client without one can only look.
-    ``wants_arena``: map the arena, and have the thread read everything as it arrives; without, who
-    asks reads its own replies. ``incomplete``: the registration lacks fields of the identity, so
+    ``wants_arena``: map the arena. ``incomplete``: the registration's identity lacks fields, so
     nobody connects before ``complete``.
     """
 
     def __init__(
         self,
-        path: str,
+        socket: str,
         registration: Register | None = None,
         *,
         wants_arena: bool = False,
         incomplete: bool = False,
     ) -> None:
-        self._path = path
         self.registration = registration
-        """Said from the next connection on; one that is just being made with another is given up,
-        and the one that is there stays."""
+        """Said from the next connection on. One being made with another is given up."""
+        self.counters: Counter[str] = Counter()
+        """``lookups``, ``hits``, ``misses``, ``timeouts``, ``late_replies``, ``dropped``, ``lost``,
+        ``connects``, ``too_large``, ``refused_<code>``, ``failed_<error>``."""
+        self.closed = False
+        self._path = socket
         self._wants_arena = wants_arena
         self._incomplete = incomplete
-        self.closed = False
-        self.counters: Counter[str] = Counter()
-        """What happened, by name; each kind of failure is also logged once, and each refusal."""
         self._logged: dict[str, str] = {}
         """By kind: what was logged last."""
         self._begin()
@@ -93,9 +88,9 @@ class Reconnector:
     def _begin(self) -> None:
         """What belongs to one process."""
         self.lock = threading.Condition()
-        """Notified whenever something changed that somebody may wait for."""
+        """Notified when a connection was made or lost, or could not be made."""
         self.session: DaemonSession | None = None
-        self._reading = False
+        """The connection as it is now: welcomed and registered. Another object is another one."""
         self._thread: threading.Thread | None = None
         self._wake_fd = -1
         self._attempts = 0
@@ -112,13 +107,23 @@ class Reconnector:
             if session.arena is not None:
                 session.arena.close()
 
+    @property
+    def connected(self) -> bool:
+        """Whether a daemon has welcomed and registered us, and has not hung up."""
+        return self.session is not None
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the daemon has owed an answer that a caller gave up waiting for; 0: not."""
+        session = self.session
+        since_s = 0.0 if session is None else session.requests.silent_since_s
+        return time.monotonic() - since_s if since_s else 0.0
+
     # ------------------------------------------------------------ connecting
 
     def start(self) -> None:
-        """Begin connecting in the background, in this process. Every call does it.
-
-        Never blocks nor raises: what this process has no room for now is tried by the next call.
-        """
+        """Begin connecting in the background, in this process (after any fork). Never blocks nor
+        raises: what this process has no room for now is tried by the next call of any kind."""
         if self._thread is not None or self._incomplete:
             return
         with self.lock:
@@ -133,14 +138,14 @@ class Reconnector:
                     self._failed(Unavailable(f"cannot begin to connect: {error}"))
 
     def complete(self, identity: Mapping[str, str]) -> None:
-        """The fields that the registration's identity lacked: begin connecting. From any thread."""
+        """``start`` with the fields that the registration's identity lacked. From any thread."""
         with self.lock:
             assert self.registration is not None
             self.registration.identity.update(identity)
             self._incomplete = False
         self.start()
 
-    def connect(self, timeout_s: float) -> DaemonSession:
+    def connect(self, timeout_s: float) -> Welcome:
         """Wait for a connection. Raises ``Unavailable``, ``Incompatible`` or ``Refused``, at once
         when an attempt that ended after this call began failed."""
         self.start()
@@ -155,41 +160,109 @@ class Reconnector:
                 if left_s <= 0 or self.closed:
                     raise TimedOut(f"no connection to {self._path} within {timeout_s:g} s")
                 self.lock.wait(left_s)
-            return self.session
+            return self.session.welcome
 
     def close(self) -> None:
-        """End the connection, so that the daemon sees EOF. Only after copies drained. Idempotent.
-
-        Waits a moment for what is still queued; an arena in use defers the EOF until it is left.
-        """
+        """End the session; the daemon cancels what was not handed over. An arena in use defers the
+        EOF until it is left. Idempotent."""
         with self.lock:
             self.closed = True
-            self.wake()
+            self._wake()
             self.lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_FLUSH_S * 5)
+            self._thread.join(CLOSE_S)
 
-    # ------------------------------------------------------------ using it
+    # ------------------------------------------------------------ requests
 
-    def enter(
-        self, boot: bytes, given_s: float, slices: Iterable[int] = ()
-    ) -> DaemonSession | None:
-        """Become a user of the connection to ``boot``, which keeps its arena; then ``leave``.
+    def call(self, message: Request, timeout_s: float = 5.0) -> FromDaemon:
+        """Send and wait for the reply, connecting first if need be.
 
-        ``slices`` are what will be touched of it (``DaemonSession.want``). None unless that
-        connection was registered at ``given_s`` and has been since.
+        Raises ``Unavailable`` (``TimedOut``), ``Incompatible`` or ``Refused``; ``UsageError`` for a
+        message above the frame limit.
         """
+        deadline_s = time.monotonic() + timeout_s
+        self.connect(timeout_s)
+        with self.lock:
+            if not self._send(message):
+                raise Unavailable("the connection was lost")
+            reply = self.wait(message.seq, deadline_s - time.monotonic())
+        if reply is None:
+            self.discard(message.seq)
+            raise TimedOut(f"no answer within {timeout_s:g} s")
+        if isinstance(reply, Error):
+            raise refusal(reply)
+        return reply
+
+    def submit(self, message: Request) -> int:
+        """Send a request without waiting: its ``seq``, or 0 if there is no connection, too many
+        requests are open, or it is too large for a frame (counted as ``too_large``)."""
+        self.start()
+        with self.lock:
+            if self.session is None or not self.session.requests.room:
+                return 0
+            try:
+                return message.seq if self._send(message) else 0
+            except UsageError:
+                self.counters["too_large"] += 1
+                return 0
+
+    def wait(self, seq: int, timeout_s: float) -> FromDaemon | None:
+        """The reply to ``seq``; None if it is not here in time (0 polls): then wait again or
+        ``discard`` it. Raises ``Unavailable`` if its connection is gone."""
+        deadline_s, left_s = time.monotonic() + timeout_s, timeout_s
+        with self.lock:
+            if self.session is None:
+                raise Unavailable("the connection was lost before the answer")
+            requests = self.session.requests
+            while not requests.answered(seq):
+                if left_s < 0:
+                    overdue = timeout_s > 0 and seq not in requests.promoting
+                    if overdue and not requests.silent_since_s:
+                        requests.silent_since_s = time.monotonic()
+                    return None
+                self._read(left_s)
+                left_s = deadline_s - time.monotonic()
+            return requests.fetch(seq)
+
+    def discard(self, seq: int) -> None:
+        """Nobody will wait for ``seq`` any more: its reply is settled when it comes."""
+        with self.lock:
+            if self.session is None:
+                return
+            reply = self.session.requests.abandon(seq)
+            if reply is None:
+                self._wake()  # the thread looks for it from now on
+            else:
+                self._settle(reply)
+
+    def poll(self) -> None:
+        """Take in what has arrived, without waiting."""
+        self.start()
+        with self.lock:
+            self._read()
+
+    def post(self, message: OneWay, only: DaemonSession | None = None) -> bool:
+        """Send a one-way message; False if its boot is not the one we are connected to, or that
+        connection is not ``only``."""
         self.start()
         with self.lock:
             session = self.session
-            if session is None or session.arena is None or session.boot != boot:
-                return None
-            if session.registered_s > given_s:
-                return None
-            session.users += 1
-            if session.want(slices):
-                self.wake()
-            return session
+            right = session is not None and session.boot == message.boot
+            if not right or only not in (None, session) or not self._send(message):
+                self.counters["dropped"] += 1
+                return False
+            return True
+
+    def deliver(self, message: OneWay, session: DaemonSession) -> bool:
+        """Have the kernel take ``message`` whole, on ``session`` and no other: then the daemon
+        reads it before this session's EOF. False: it cannot, and ``session`` is given up."""
+        with self.lock:
+            if not self.post(message, session):
+                return False
+            if session.channel.wants_write:
+                self._lose(session, Unavailable("the daemon does not read"))
+                return False
+            return True
 
     def leave(self, session: DaemonSession) -> None:
         """The last to leave a lost connection closes it."""
@@ -199,61 +272,40 @@ class Reconnector:
         if last:
             session.end()
 
-    def send(self, message: OneWay | Request, *, late: bool = False) -> bool:
-        """Send now, or have the thread write what the socket does not take; lock held. False if
-        there is no connection. Raises ``UsageError`` for a message above the frame limit."""
+    def fault(self, session: DaemonSession, text: str) -> None:
+        """The daemon broke the protocol on ``session``: that connection ends."""
+        with self.lock:
+            self._lose(session, RemoteError(text))
+
+    def refused(self, error: Error) -> None:
+        """Count a refusal; log the first of each code."""
+        self._note(f"refused_{error.code}", f"the daemon refused: {one_line(error.text)}")
+
+    # ------------------------------------------------------------ inside, lock held
+
+    def _send(self, message: OneWay | Request) -> bool:
+        """False if there is no connection. Raises ``UsageError`` above the frame limit."""
         if (session := self.session) is None:
             return False
         try:
-            session.send(message, late=late)
+            session.send(message)
         except Unavailable as error:
             self._lose(session, error)
             return False
         if session.channel.wants_write:
-            self.wake()
+            self._wake()
         return True
 
-    def post(self, message: OneWay, only: DaemonSession | None = None) -> bool:
-        """Send a one-way message; False if its boot is not the one we are connected to, or that
-        connection is not ``only``."""
-        self.start()
-        with self.lock:
-            session = self.session
-            right = session is not None and session.boot == message.boot
-            if not right or only not in (None, session) or not self.send(message):
-                self.counters["dropped"] += 1
-                return False
-            return True
+    def _read(self, timeout_s: float = 0.0) -> None:
+        if (session := self.session) is None:
+            return
+        try:
+            for reply in session.receive(timeout_s):
+                self._settle(reply)
+        except (Unavailable, RemoteError) as error:
+            self._lose(session, error)
 
-    def deliver(self, message: OneWay, session: DaemonSession) -> bool:
-        """Have the kernel take ``message`` whole, on ``session`` and no other: then the daemon
-        reads it before this session's EOF. False: it cannot be, and ``session`` is given up."""
-        with self.lock:
-            if not self.post(message, session):
-                return False
-            if session.channel.wants_write:
-                self._lose(session, Unavailable("the daemon does not read"))
-                return False
-            return True
-
-    def read_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Take in what arrives until ``done()``, for at most ``timeout_s`` (0 polls); whether it
-        came. Lock held, and let go of while this waits. One thread reads at a time, and the others
-        are woken when it has read."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            self._read()
-            if done():
-                return True
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or self.session is None:
-                return False
-            if self._reading:
-                self.lock.wait(left_s)
-            else:
-                self._await_bytes(self.session, left_s)
-
-    def settle(self, reply: FromDaemon) -> None:
+    def _settle(self, reply: FromDaemon) -> None:
         """A reply that nobody waits for: give back what it holds."""
         if isinstance(reply, Error):
             self.refused(reply)
@@ -262,66 +314,22 @@ class Reconnector:
         for message in undo(reply):
             self.post(message)
 
-    def refused(self, error: Error) -> None:
-        """Count a refusal; log the first of each code."""
-        self._note(f"refused_{error.code}", f"the daemon refused: {one_line(error.text)}")
-
-    def fault(self, session: DaemonSession, text: str) -> None:
-        """The daemon broke the protocol on ``session``: that connection ends."""
-        with self.lock:
-            self._lose(session, RemoteError(text))
-
-    def wake(self) -> None:
-        """Make the thread look again."""
-        if self._wake_fd >= 0:
-            os.eventfd_write(self._wake_fd, 1)
-
-    # ------------------------------------------------------------ inside, lock held
-
-    def _read(self) -> None:
-        """Take in what has arrived, unless another thread is reading."""
-        session = self.session
-        if session is None or self._reading:
-            return
-        try:
-            for reply in session.receive():
-                self.settle(reply)
-        except (Unavailable, RemoteError) as error:
-            self._lose(session, error)
-
-    def _await_bytes(self, session: DaemonSession, timeout_s: float) -> None:
-        """Be the reader: wait for the socket with the lock released."""
-        fd = session.channel.fileno()
-        self._reading = True
-        session.users += 1  # so that the descriptor stays ours while we sleep on it
-        self.lock.release()
-        try:
-            if timeout_s < 0.001 and fd < FD_SETSIZE:
-                select.select([fd], [], [], timeout_s)
-            else:
-                poll = select.poll()
-                poll.register(fd, select.POLLIN)
-                poll.poll(min(timeout_s, 3600) * 1000)  # a C int; who waits longer comes again
-        finally:
-            self.lock.acquire()
-            self._reading = False
-            self.lock.notify_all()
-            self.leave(session)
-
     def _lose(self, session: DaemonSession, error: KvassError | None) -> None:
-        """``session`` is over; what was asked through it will never be answered."""
         if session is not self.session:
             return
         self.session = None
         session.requests.void()
-        self.wake()
+        self._wake()
         self.lock.notify_all()
         if error is not None:
             self._note("lost", f"connection lost: {error}")
 
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
     def _note(self, kind: str, text: str, again: bool = False) -> None:
-        """Count, and log the first of its kind; with ``again`` also one that says something else
-        than the last one that was logged."""
+        """Count, and log the first of its kind; with ``again`` each that differs from the last."""
         self.counters[kind] += 1
         if self.counters[kind] == 1 or (again and self._logged.get(kind) != text):
             level = logging.DEBUG if self.registration is None else logging.WARNING
@@ -331,32 +339,27 @@ class Reconnector:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        """Connect, watch, and again, with back-off."""
-        backoff_s, found = BACKOFF_MIN_S, None
+        pause_s, found = BACKOFF_MIN_S, None
         while not self.closed:
-            began_s = time.monotonic()
+            began_s, longest_s = time.monotonic(), BACKOFF_MAX_S
             before, found = found, _socket_file(self._path)
             if found != before:  # another daemon, which may know nothing of what the last one said
-                backoff_s = BACKOFF_MIN_S
-            pause_s, longest_s = backoff_s, BACKOFF_MAX_S
+                pause_s = BACKOFF_MIN_S
             try:
                 session = open_session(self._path, self.registration, wants_arena=self._wants_arena)
             except (KvassError, OSError) as error:  # OSError: this process has no descriptor left
                 failure = error if isinstance(error, KvassError) else Unavailable(str(error))
                 self._failed(failure)
-                if _lasting(failure):
-                    pause_s = BACKOFF_LASTING_S
-                elif isinstance(failure, Refused) and failure.code == "limit":
-                    longest_s = BACKOFF_LASTING_S  # of places, or of what will never be smaller
+                longest_s = BACKOFF_LASTING_S if _lasting(failure) else BACKOFF_MAX_S
             else:
                 self._connected(session)
                 while self._watch(session):
                     pass
                 self.leave(session)
                 if time.monotonic() - began_s >= STEADY_S:
-                    backoff_s = pause_s = BACKOFF_MIN_S
+                    pause_s = BACKOFF_MIN_S
             self._pause(pause_s, found)
-            backoff_s = min(backoff_s * 2, longest_s)
+            pause_s = min(pause_s * 2, longest_s)
         with self.lock:
             wake_fd, self._wake_fd = self._wake_fd, -1
             os.close(wake_fd)
@@ -383,45 +386,25 @@ class Reconnector:
         """One look at the socket; False once the session is over."""
         with self.lock:
             if self.closed:
-                self._flush_and_lose(session)
+                self._lose(session, None)
             if session is not self.session:
                 return False
-            if self._reading:  # the reader sees a hang-up too, and must not lose its bytes to us
-                self.lock.wait(LATE_TICK_S)
-                return True
-            late = bool(session.requests.abandoned) and not self._wants_arena
+            events = select.POLLRDHUP
+            events |= select.POLLIN if self._wants_arena else 0
+            events |= select.POLLOUT if session.channel.wants_write else 0
+            late = session.requests.abandoned and not self._wants_arena
             timeout_s = 0.0 if session.behind else LATE_TICK_S if late else None
-            poll = self._poll(session)
+        poll = select.poll()
+        poll.register(session.channel, events)
+        poll.register(self._wake_fd, select.POLLIN)
         poll.poll(None if timeout_s is None else timeout_s * 1000)
         with self.lock:
             with suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)  # takes back every ``wake`` so far
+                os.eventfd_read(self._wake_fd)  # takes back every ``_wake`` so far
             if session is self.session:
                 self._read()  # writes what is queued, too
-            slice_ = session.next_slice()
-        if slice_ is not None:
-            session.populate(slice_)
+        session.populate()
         return True
-
-    def _poll(self, session: DaemonSession) -> select.poll:
-        """For hang-up, wakes, and room to write; with an arena also for bytes to read."""
-        poll = select.poll()
-        events = select.POLLRDHUP
-        events |= select.POLLIN if self._wants_arena else 0
-        events |= select.POLLOUT if session.channel.wants_write else 0
-        poll.register(session.channel, events)
-        poll.register(self._wake_fd, select.POLLIN)
-        return poll
-
-    def _flush_and_lose(self, session: DaemonSession) -> None:
-        deadline_s = time.monotonic() + CLOSE_FLUSH_S
-        with suppress(Unavailable):  # it went first
-            while session.channel.wants_write and (left_s := deadline_s - time.monotonic()) > 0:
-                poll = select.poll()
-                poll.register(session.channel, select.POLLOUT)
-                poll.poll(left_s * 1000)
-                session.channel.flush()
-        self._lose(session, None)
 
     def _pause(self, seconds: float, tried: tuple[int, ...] | None) -> None:
         """Sleep, unless closed, or until another socket stands where ``tried`` stood."""
@@ -445,13 +428,13 @@ def _socket_file(path: str) -> tuple[int, ...] | None:
 def _lasting(error: KvassError) -> bool:
     """Whether trying again soon can only give the same answer."""
     if isinstance(error, Refused):
-        return error.code not in _PASSING
+        return error.code not in ("rank_taken", "shutting_down")
     return isinstance(error, (Incompatible, UsageError))
 
 
 def _after_fork() -> None:
-    for reconnector in list(_alive):
-        reconnector.forked()
+    for endpoint in list(_alive):
+        endpoint.forked()
 
 
 os.register_at_fork(after_in_child=_after_fork)
