@@ -24,6 +24,7 @@ from kvass.errors import KvassError, UsageError
 COMMANDS: Final = {
     "serve": "run the daemon",
     "status": "show what a daemon holds",
+    "web": "serve a daemon's metrics and dashboard over HTTP",
     "clear": "make a daemon forget all rows",
     "bench": "measure this machine, against memcpy",
     "doctor": "say what is found on this machine, and used",
