@@ -43,6 +43,7 @@ from kvass.core.effects import (
 from kvass.core.epochs import LOOK_AGAIN_S
 from kvass.core.event_lines import line
 from kvass.core.machine import CacheMachine
+from kvass.daemon import notify
 from kvass.daemon.connection import Connection
 from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.populate import populate
@@ -123,6 +124,8 @@ class Server:
         if self._tiers:
             self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         on_ready()
+        notify.tell("READY=1")
+        notify.feed_watchdog(self._loop)
         gc.freeze()  # what exists now lives as long as we do
         gc.set_threshold(*GC_THRESHOLD)
         worker = threading.Thread(target=populate, args=(self._arena, self._stopping, self._grew))
@@ -144,6 +147,7 @@ class Server:
             self._end()
             return
         self._draining = True
+        notify.tell("STOPPING=1")
         self._stop_listening()
         self._loop.call_later(self._stop_s, self._end)
         for tier in self._tiers:
