@@ -55,7 +55,7 @@ demo: $(READY)
 QUICK := tests/core tests/client tests/wire tests/layout \
   $(addprefix tests/tiers/test_,azure.py buffers.py codec.py disk_crash.py disk_damage.py disk_folder.py disk_suite.py \
     pacing.py pack.py record_tier.py redis.py redis_notes.py url.py worker_pool.py) \
-  $(addprefix --ignore=tests/,core/test_model.py core/test_bounds.py client/test_capacity.py client/test_grids.py \
+  $(addprefix --ignore=tests/,client/test_capacity.py client/test_grids.py \
     client/test_tiers.py client/test_tiers_trouble.py)
 
 quick: export COVERAGE_FILE := .cache/coverage

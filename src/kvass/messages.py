@@ -36,7 +36,6 @@ from kvass.types import (
     Int32,
     Int64,
     Limits,
-    Many32,
     Many64,
     Name,
     Names,
@@ -206,28 +205,11 @@ class Matched(Message, tag="matched"):
 
 
 class Release(Message, tag="release"):
-    """One-way. ``rank`` settles its debt; -1: the scheduler gives back what it never handed over.
-
-    ``bad`` are indices into the lease's chunks whose bytes proved wrong: those rows are dropped.
-    """
+    """One-way: ``rank`` has read. -1: the scheduler gives back what it never handed over."""
 
     boot: ShortBytes
     lease: Int64
     rank: Int32 = -1
-    bad: Many32 = ()
-
-
-class Renew(Message, tag="renew"):
-    """Push a lease's deadline out. Refused with ``unknown_lease`` once it lapsed."""
-
-    boot: ShortBytes
-    lease: Int64
-
-
-class Renewed(Message, tag="renewed"):
-    """The new deadline."""
-
-    deadline_s: float = 0.0
 
 
 # ---------------------------------------------------------------- writing
@@ -236,15 +218,14 @@ class Renewed(Message, tag="renewed"):
 class ReserveItem(msgspec.Struct, omit_defaults=True):
     """Chunks ``[first, n)`` of one request to be stored; ``[0, first)`` are touched.
 
-    ``groups`` is a bit mask of the groups whose rows are wanted. ``writers`` are the ranks that
-    will each send one ``Commit``; missing means every rank that registered as a writer.
+    ``groups`` is a bit mask of the groups whose rows are wanted. Every rank that registered as a
+    writer will send one ``Commit``.
     """
 
     request: Name
     digests: Digests
     first: Int32 = 0
     groups: Int64 = 1
-    writers: Ranks | None = None
 
 
 class Reserve(Message, tag="reserve"):
@@ -369,7 +350,7 @@ class Error(Message, tag="error"):
     fatal: bool = False
 
 
-Request = Hello | Register | Lookup | Prefetch | Renew | Reserve | Ping | Clear | Status
+Request = Hello | Register | Lookup | Prefetch | Reserve | Ping | Clear | Status
 OneWay = Release | Commit | Abort | HandedOver
 FromClient = Request | OneWay
 FromDaemon = (
@@ -378,7 +359,6 @@ FromDaemon = (
     | Matched
     | Promoting
     | Prefetched
-    | Renewed
     | Granted
     | Pong
     | Cleared

@@ -52,7 +52,6 @@ ShortBytes = Annotated[bytes, Meta(max_length=256)]
 Digests = Annotated[bytes, Meta(max_length=4 << 20)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=4096)]
 Ranks = Annotated[tuple[Int32, ...], Meta(max_length=4096)]
-Many32 = Annotated[tuple[Int32, ...], Meta(max_length=65_536)]
 Many64 = Annotated[tuple[Int64, ...], Meta(max_length=4096)]
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.errors import UsageError
-from kvass.messages import Reserve, ReserveItem
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.fake_engine import WIDTH, FakeEngine, chunk_keys, spread
+from kvass.testing.fake_engine import FakeEngine, spread
 from kvass.testing.fake_rank import MakeMover
 from kvass.testing.pages import WrongPageError
 from kvass.transfer.host import HostMover
@@ -133,23 +132,6 @@ def test_a3_every_dense_rank_reads_its_own_shard(daemon: Daemon, make: Make) -> 
     assert engine.verify() == DENSE.tp * CHUNKS * 4 * (4 + 2)
 
 
-def test_a5_nothing_past_a_gap_is_pinned(daemon: Daemon, make: Make) -> None:
-    engine = make(MLA)
-    assert engine.store(PROMPT) == CHUNKS
-    match = engine.match(PROMPT)
-    assert match is not None
-    assert engine.hand_over(match)
-    for rank in MLA.readers:  # the third chunk's bytes prove wrong
-        engine.ranks[rank].client.release(match.boot, match.id, bad=[2] if rank == 0 else [])
-        match.report(rank, "failed")
-    assert engine.wait(match) == 0
-    match = engine.match(PROMPT)
-    assert match is not None
-    assert len(match.keys) == 2
-    assert daemon.status()["pins"] == 2 * len(MODEL.groups)
-    engine.give_back(match)
-
-
 def test_a6_the_last_reader_frees_it_and_no_other(daemon: Daemon, make: Make) -> None:
     engine = make(MLA)
     assert engine.store(PROMPT) == CHUNKS
@@ -245,21 +227,6 @@ def test_a_rank_that_is_no_writer_publishes_nothing(daemon: Daemon, make: Make) 
     engine.copy(what)
     assert engine.wait(what) == CHUNKS
     assert engine.load(PROMPT) == CHUNKS
-
-
-@pytest.mark.parametrize("writers", [(0, 1), (0, 0, 2, 3), (0, 1, 2, 4), tuple(range(5))], ids=str)
-def test_writers_that_do_not_cover_every_shard_once_are_refused(
-    daemon: Daemon, make: Make, writers: tuple[int, ...]
-) -> None:
-    engine = make(DENSE)
-    keys = b"".join(chunk_keys(PROMPT, 16))
-    item = ReserveItem("r", keys, groups=3, writers=writers)
-    client = engine.scheduler._client
-    seq = client.submit(Reserve(items=[item], width=WIDTH))
-    reply = client.wait(seq, 30)
-    assert getattr(reply, "code", None) in ("bad_value", "bad_rank")
-    quiet(daemon)
-    assert engine.store(PROMPT) == CHUNKS
 
 
 def test_the_schedulers_death_cancels_what_no_rank_heard_of(daemon: Daemon, make: Make) -> None:

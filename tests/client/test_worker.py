@@ -71,9 +71,9 @@ def test_the_arena_of_this_boot_alone(daemon: ScriptedDaemon, worker: WorkerClie
 def test_debts_are_settled_by_rank(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
     worker.commit(daemon.boot, 1)
     worker.abort(daemon.boot, 2)
-    worker.release(daemon.boot, 3, bad=[0, 5])
+    worker.release(daemon.boot, 3)
     worker.commit(b"another boot 16b", 4)
-    assert daemon.got(Release) == [Release(boot=daemon.boot, lease=3, rank=0, bad=(0, 5))]
+    assert daemon.got(Release) == [Release(boot=daemon.boot, lease=3, rank=0)]
     assert daemon.got(Commit) == [Commit(boot=daemon.boot, reservation=1, rank=0)]
     assert daemon.got(Abort) == [Abort(boot=daemon.boot, reservation=2, rank=0)]
     assert worker.counters["dropped"] == 1

@@ -160,15 +160,11 @@ class Engine:
             self.give_back(found.lease)
         return int(found.chunks)
 
-    def release(self, lease: int, rank: int = 0, bad: tuple[int, ...] = ()) -> list[Any]:
-        session = self.workers[rank]
-        return self.rig.say(session, m.Release(boot=BOOT, lease=lease, rank=rank, bad=bad))
+    def release(self, lease: int, rank: int = 0) -> list[Any]:
+        return self.rig.say(self.workers[rank], m.Release(boot=BOOT, lease=lease, rank=rank))
 
     def give_back(self, lease: int) -> list[Any]:
         return self.rig.say(self.scheduler, m.Release(boot=BOOT, lease=lease))
-
-    def renew(self, lease: int) -> Any:
-        return self.rig.ask(self.scheduler, m.Renew(seq=8, boot=BOOT, lease=lease))
 
     # ------------------------------------------------------------ writing
 

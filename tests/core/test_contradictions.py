@@ -11,7 +11,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.types import PAGE, GroupLayout, RankLayout
-from tests.core.rig import RESERVE_S, WIDTH, Engine, Rig, digests, layout
+from tests.core.rig import RESERVE_S, WIDTH, Rig, digests, layout
 
 
 @pytest.fixture
@@ -79,22 +79,6 @@ def test_a_scheduler_whose_strategy_contradicts_its_workers(
     assert rig.ask(scheduler, terms()).namespace, "with the right terms it is in"
 
 
-@pytest.mark.parametrize(("wrong", "says"), WRONG_SCHEDULERS)
-def test_workers_whose_strategy_contradicts_their_scheduler(
-    rig: Rig, wrong: dict[str, Any], says: str
-) -> None:
-    scheduler = rig.open()
-    assert not isinstance(rig.ask(scheduler, terms(**wrong)), m.Error)
-    field = says.partition(":")[0]
-    worker = rig.open()
-    no = refused(rig, worker, terms(0))
-    assert (no.code, no.text.partition(":")[0]) == ("contradiction", field)
-    lookup = m.Lookup(seq=3, request="r", digests=digests("a"), width=WIDTH)
-    assert rig.ask(scheduler, lookup).chunks == 0
-    rig.lose(scheduler)
-    assert not isinstance(rig.ask(worker, terms(0)), m.Error), "the wrong one is gone"
-
-
 @pytest.mark.parametrize(
     ("wrong", "code", "says"),
     [
@@ -137,14 +121,6 @@ def test_replicas_must_hold_the_same_bytes(rig: Rig) -> None:
     session = rig.open()
     assert refused(rig, session, wrong).text.startswith("layout: differs from rank 0's")
     assert rig.ask(session, terms(1, **mla, writer=False)).namespace
-
-
-def test_a_rank_registers_once_a_session(rig: Rig) -> None:
-    session = rig.open()
-    rig.ask(session, terms(0))
-    no = refused(rig, session, terms(0, layout=layout(2)))
-    assert no.code == "already_registered"
-    assert rig.ask(session, terms(0)).missing == (1,), "the same words are only answered again"
 
 
 # ---------------------------------------------------------------- a rank that comes back changed
@@ -204,39 +180,3 @@ def test_a_rank_that_comes_back_against_a_living_one_is_a_contradiction(rig: Rig
     e.workers[1] = session
     assert rig.ask(session, terms(1)).namespace == e.namespace
     assert e.holds("a") == 1
-
-
-# ---------------------------------------------------------------- ranks named in messages
-
-
-@pytest.mark.parametrize(
-    ("writers", "code", "says"),
-    [
-        ((), "bad_rank", "writers: name 1..128 ranks, not 0"),
-        ((-1, 0), "bad_rank", "writers: rank -1 is outside"),
-        ((0, 4), "bad_rank", "writers: rank 4 is outside the world of 4"),
-        (tuple(range(129)), "bad_rank", "writers: name 1..128 ranks, not 129"),
-        ((0, 2, 2), "bad_rank", "writers: name each rank once"),
-        ((0, 1), "bad_value", "writers: every shard needs exactly one"),
-        ((0,), "bad_value", "writers: every shard needs exactly one"),
-        ((0, 1, 2), "bad_value", "writers: every shard needs exactly one"),
-    ],
-)
-def test_writers_that_cannot_be(rig: Rig, writers: tuple[int, ...], code: str, says: str) -> None:
-    """Four ranks, of which 0, 1 and 2, 3 share a shard each."""
-    e = shared_pairs(rig)
-    item = m.ReserveItem(request="r", digests=digests("a"), writers=writers)
-    no = refused(rig, e.scheduler, m.Reserve(seq=3, items=[item], width=WIDTH))
-    assert no.code == code
-    assert no.text.startswith(says)
-    assert e.reserve("a", writers=(1, 2)).reservation, "any holder of a shard may write it"
-
-
-def shared_pairs(rig: Rig) -> Engine:
-    scheduler, workers = rig.open(), [rig.open() for _ in range(4)]
-    common: dict[str, Any] = {"ranks": 4, "world_size": 2}
-    rig.register(scheduler, **common)
-    for rank, session in enumerate(workers):
-        mine: dict[str, Any] = {"rank": rank, "shard": rank // 2, "writer": rank % 2 == 0}
-        reply = rig.register(session, **common, **mine)
-    return Engine(rig, scheduler, workers, reply.namespace)

@@ -40,6 +40,7 @@ blobs = blobs | st.binary(max_size=40)
 widths = st.just(WIDTH) | numbers
 texts = st.sampled_from(["a", "b"]) | st.text(max_size=5)
 sevens = st.just(0) | numbers
+times = st.just(0.0) | st.floats()
 groups = st.builds(
     GroupLayout,
     kind=st.sampled_from(["full", "full", "full", "state", "sliding_window"]),
@@ -85,7 +86,6 @@ items = st.builds(
     digests=blobs,
     first=sevens,
     groups=st.just(1) | numbers,
-    writers=rank_lists,
 )
 hellos: Any = st.builds(m.Hello, seq=numbers, clock_s=st.just(100.0) | st.floats())
 anything: Any = st.one_of(
@@ -101,18 +101,23 @@ anything: Any = st.one_of(
         width=widths,
         first=sevens,
         readers=rank_lists,
+        spare=sevens,
+        budget_ms=times,
+        prefill_tokens_s=times,
+    ),
+    st.builds(
+        m.Prefetch,
+        seq=numbers,
+        request=texts,
+        digests=blobs,
+        width=widths,
+        namespace=st.binary(max_size=4),
+        budget_ms=times,
     ),
     st.builds(m.Reserve, seq=numbers, items=st.lists(items, max_size=3), width=widths),
-    st.builds(m.Renew, seq=numbers, boot=boots, lease=numbers),
     st.builds(m.Commit, boot=boots, reservation=numbers, rank=ranks),
     st.builds(m.Abort, boot=boots, reservation=numbers, rank=ranks),
-    st.builds(
-        m.Release,
-        boot=boots,
-        lease=numbers,
-        rank=ranks,
-        bad=st.lists(numbers, max_size=3).map(tuple),
-    ),
+    st.builds(m.Release, boot=boots, lease=numbers, rank=ranks),
     st.builds(
         m.HandedOver,
         boot=boots,

@@ -105,14 +105,14 @@ def test_rows_of_a_generation_that_was_left_make_room_at_once(rig: Rig) -> None:
     assert a.holds("x") == 0
 
 
-def test_ten_thousand_generations_leave_nothing_behind() -> None:
+def test_many_generations_leave_nothing_behind() -> None:
     rig = TierRig()
     a = rig.ready("a")
     a.store("base")
     rig.settle()
     state = rig.machine.state
     terms: dict[str, Any] = {"instance": "a", "identity": {"model": "m"}, "chunk_tokens": 16}
-    for i in range(10_000):
+    for i in range(1000):
         if i % 100 == 1:
             a.store("x")
         move = m.Register(seq=2, generation=b"%d" % i, **terms)
@@ -132,7 +132,7 @@ def test_a_generation_has_no_records_in_tiers() -> None:
     a.store("x")
     assert a.holds("x") == 1
     assert not [one for one in rig.asked if isinstance(one, TierEpoch | TierStore | TierLoad)]
-    assert rig.machine.state.flushes.rows == [0]
+    assert rig.status["tiers"][0]["flush_queue_rows"] == 0
     rig.forget_l1()
     assert rig.look_up(a, "old")[0].chunks == 0
     assert rig.look_up(b, "old")[0].chunks == 1, "b has the weights of before"

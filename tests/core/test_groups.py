@@ -88,30 +88,6 @@ def test_a_window_with_a_hole_reaches_past_it_once_it_is_long_enough() -> None:
     assert e.holds(*"abcdefgh") == 8
 
 
-def test_a_reported_row_is_dropped_in_every_group() -> None:
-    e = engine(FULL, SHORT)
-    e.store(*"abcd", groups=3)
-    found = e.lookup(*"abcd", first=1)
-    e.release(found.lease, bad=(2,))  # chunk d, whose window is the only window row of the match
-    assert rows(e) == [3, 3]
-    found = e.lookup(*"abcd")
-    assert found.chunks == 3
-    e.release(found.lease, bad=(0,))
-    assert rows(e) == [2, 3], "the match held no window row of chunk a"
-
-
-def test_a_reported_row_is_dropped_where_no_group_reads_all() -> None:
-    """``bad`` counts the lease's chunks, of which a window holds the last."""
-    e = engine(SHORT, LONG)
-    e.store(*"abcdef", groups=3)
-    e.release(e.lookup(*"abcdef").lease, bad=(0, 1, 2))
-    assert rows(e) == [6, 6], "the match held none of these"
-    e.release(e.lookup(*"abcdef").lease, bad=(5,))
-    assert rows(e) == [5, 5]
-    e.release(e.lookup(*"abcde").lease, bad=(3,))
-    assert rows(e) == [5, 4]
-
-
 def test_a_match_leaves_chunks_spare() -> None:
     """What is left spare is neither given nor pinned; the windows and the state are those of the
     shorter hit."""
@@ -163,17 +139,6 @@ def test_a_full_row_takes_its_windows_and_states_along() -> None:
     assert sum(e.holds(f"k{i}") for i in range(60)) == short
 
 
-def test_a_window_row_leaves_alone() -> None:
-    """Its chunk's full row still serves hits that end deeper."""
-    e = engine(FULL, SHORT, pages=144)
-    prompt = [f"k{i}" for i in range(60)]
-    for n in range(1, 61):
-        grant = e.reserve(*prompt[:n], first=n - 1, groups=2 if n % 2 else 3)
-        if grant.reservation:
-            e.commit(grant.reservation)
-    assert e.rig.count("evicted_orphaned") <= e.rig.count("evicted_capacity")
-
-
 def test_of_one_store_the_shallow_windows_leave_first() -> None:
     e = engine(SHORT, pages=16)  # room for 8 rows
     e.store(*"abcdefgh", groups=1)
@@ -214,24 +179,6 @@ def test_a_stage_without_layers_of_a_group_still_commits() -> None:
     assert e.holds("a") == 0
     e.commit(grant.reservation, 1)
     assert e.holds("a") == 1
-
-
-def test_groups_that_differ_only_in_their_window_are_two_namespaces() -> None:
-    rig = Rig(extent=8)
-    a = rig.engine("a", layout=RankLayout((FULL, SHORT)), chunk_tokens=CHUNK)
-    wider = group("sliding_window", 9)
-    b = rig.engine("b", layout=RankLayout((FULL, wider)), chunk_tokens=CHUNK)
-    a.store("a", groups=3)
-    assert b.namespace != a.namespace
-    assert b.holds("a") == 0
-
-
-def test_a_clear_forgets_every_group() -> None:
-    e = engine(FULL, SHORT, STATE)
-    e.store(*"abc", groups=7)
-    assert e.clear() == 9
-    assert rows(e) == [0, 0, 0]
-    assert e.holds(*"abc") == 0
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -88,34 +88,6 @@ def test_a2_four_engines_of_tp_2_do_not_count_eight(rig: Rig, replicas: int) -> 
         assert held(rig) == (0, 0)
 
 
-def test_a2_every_engine_has_its_lease_on_the_shared_row(rig: Rig) -> None:
-    strategy = ParallelStrategy(2, 1, replicas=2)
-    engines = [world(rig, strategy, f"e{i}") for i in range(4)]
-    store(engines[0], strategy, "a")
-    leases = [e.lookup("a", readers=strategy.readers).lease for e in engines]
-    assert held(rig) == (4, 4)
-    for left, (e, lease) in enumerate(zip(engines, leases, strict=True)):
-        e.hand_over(leases=(lease,))
-        release_all(e, lease, strategy.readers)
-        assert held(rig) == (3 - left, 3 - left)
-
-
-@pytest.mark.parametrize("strategy", DENSE, ids=str)
-def test_a3_dense_every_rank_has_a_shard_of_its_own_under_the_same_lease(
-    rig: Rig, strategy: ParallelStrategy
-) -> None:
-    e = world(rig, strategy)
-    grant = store(e, strategy, "a")
-    places = [grant.slots[0].offsets(s, PAGE).item() for s in range(strategy.world_size)]
-    assert len(set(places)) == strategy.ranks
-    lease = e.lookup("a", readers=strategy.readers).lease
-    e.hand_over(leases=(lease,))
-    release_all(e, lease, strategy.readers[:-1])
-    assert held(rig) == (1, 1)
-    release_all(e, lease, strategy.readers[-1:])
-    assert held(rig) == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("readers", "says"),
     [
@@ -170,30 +142,6 @@ def test_a5_a_lookup_past_a_gap_pins_only_the_run_before_it_for_all_readers(
     e.hand_over(leases=(found.lease,))
     release_all(e, found.lease, strategy.readers)
     assert held(rig) == (0, 0)
-
-
-@pytest.mark.parametrize("strategy", [*MLA, *DENSE, *GQA], ids=str)
-def test_a6_a_partly_released_row_stays_until_its_last_release_and_no_longer(
-    strategy: ParallelStrategy,
-) -> None:
-    """A stored row stays, and may be evicted again; one that was dropped while it was read goes at
-    exactly that release. (What a promoted row does then is the tiers' matter.)"""
-    rig = Rig(pages=256)
-    e = world(rig, strategy)
-    store(e, strategy, "kept")
-    store(e, strategy, "bad")
-    kept = e.lookup("kept", readers=strategy.readers).lease
-    bad = e.lookup("bad", readers=strategy.readers).lease
-    e.hand_over(leases=(kept, bad))
-    for rank in strategy.readers:
-        assert rig.gauge("pins", "rows") == (2, 2), f"rank {rank} has not released"
-        e.release(bad, rank, bad=(0,))
-        if rank != strategy.readers[-1]:
-            e.release(kept, rank)
-    assert rig.gauge("pins", "rows") == (1, 1)
-    e.release(kept, strategy.readers[-1])
-    assert rig.gauge("pins", "rows") == (0, 1)
-    assert (e.holds("kept"), e.holds("bad")) == (1, 0)
 
 
 @pytest.mark.parametrize("strategy", [*MLA, *DENSE], ids=str)

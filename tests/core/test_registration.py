@@ -118,36 +118,6 @@ def test_a_register_that_makes_no_sense_is_refused(
     assert rig.register(session, rank=0).namespace
 
 
-@pytest.mark.parametrize(
-    ("other", "field"),
-    [
-        ({"identity": {"model": "n"}}, "identity[model]"),
-        ({"identity": {"model": "m", "tag": "x"}}, "identity[tag]"),
-        ({"identity": {}}, "identity[model]"),
-        ({"chunk_tokens": 32}, "chunk_tokens"),
-        ({"ranks": 4}, "ranks"),
-        ({"world_size": 3}, "world_size"),
-        ({"shard": 0}, "writer"),
-        ({"shard": 0, "writer": False, "layout": layout(2)}, "layout"),
-        ({"layout": layout(1, 1)}, "layout"),
-    ],
-)
-def test_a_rank_that_contradicts_its_instance_is_refused_by_field(
-    rig: Rig, other: dict[str, Any], field: str
-) -> None:
-    common: dict[str, Any] = {"ranks": 3, "world_size": 2}
-    rig.register(rig.open(), rank=0, **common)
-    reply = rig.register(rig.open(), **{"rank": 1, "shard": 1, **common, **other})
-    assert reply.code == "contradiction"
-    assert reply.text.startswith(field)
-
-
-def test_shards_may_weigh_differently(rig: Rig) -> None:
-    common: dict[str, Any] = {"ranks": 2, "world_size": 2}
-    rig.register(rig.open(), rank=0, layout=layout(1), **common)
-    assert rig.register(rig.open(), rank=1, shard=1, layout=layout(3), **common).namespace
-
-
 def test_a_second_live_rank_or_scheduler_is_refused(rig: Rig) -> None:
     e = rig.engine()
     intruder = rig.open()

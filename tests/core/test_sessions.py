@@ -6,7 +6,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core import sessions
-from kvass.core.effects import Close, Faulted, HalfClose, Lost, Opened, PopulatedTo, Received, Send
+from kvass.core.effects import Faulted, HalfClose, Lost, PopulatedTo, Received, Send
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, Rig
 
@@ -89,19 +89,6 @@ def test_hello_comes_first_and_once(rig: Rig) -> None:
     assert rig.ended() == []
 
 
-def test_sessions_are_limited() -> None:
-    rig = Rig(sessions=2)
-    first = rig.open()
-    rig.open()
-    rig.step(Opened(99))
-    error, close = rig.last
-    assert isinstance(error, Send)
-    assert isinstance(error.message, m.Error)
-    assert (error.message.code, close) == ("limit", Close(99))
-    rig.lose(first)
-    assert isinstance(rig.ask(rig.open(), m.Ping(seq=3)), m.Pong)
-
-
 # ---------------------------------------------------------------- ends
 
 
@@ -176,10 +163,6 @@ def test_a_fault_of_one_session_touches_no_other(rig: Rig) -> None:
 
 
 # ---------------------------------------------------------------- looking
-
-
-def test_ping_is_answered_with_its_seq(rig: Rig) -> None:
-    assert rig.ask(rig.open(), m.Ping(seq=41)).seq == 41
 
 
 def test_status_tells_the_public_fields(rig: Rig) -> None:

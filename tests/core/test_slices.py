@@ -10,7 +10,7 @@ from kvass import messages as m
 from kvass.core import index, row_store, writing
 from kvass.core.effects import TierLoad, TierProbe, TierStore
 from kvass.types import PAGE
-from tests.core.rig import BOOT, GRACE_S, LEASE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
+from tests.core.rig import BOOT, GRACE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig
 
 
@@ -167,18 +167,6 @@ def test_what_a_lost_scheduler_never_handed_over_ends_slice_by_slice(few: Rig) -
     assert few.gauge("leases", "reservations", "quarantined_bytes") == (0, 0, 0)
 
 
-def test_a_lapsed_lease_is_over_before_its_turn_comes(few: Rig) -> None:
-    e = few.engine()
-    e.store(*range(9))
-    leases = [e.lookup(i).lease for i in range(9)]
-    few.now += LEASE_S
-    last = m.Renew(seq=3, boot=BOOT, lease=leases[-1])
-    assert few.code(e.scheduler, last) == "unknown_lease"
-    assert few.gauge("leases") != (0,)
-    ticks(few)
-    assert few.gauge("leases", "pins") == (0, 0)
-
-
 def test_a_late_commit_publishes_nothing_before_its_turn_comes(few: Rig) -> None:
     e = few.engine()
     grants = [e.reserve(i).reservation for i in range(9)]
@@ -190,24 +178,6 @@ def test_a_late_commit_publishes_nothing_before_its_turn_comes(few: Rig) -> None
     for grant in grants:
         e.commit(grant)
     assert [e.holds(i) for i in range(9)] == [0] * 9
-    assert few.gauge("reservations", "quarantined_bytes") == (0, 0)
-
-
-def test_what_a_lost_scheduler_leaves_is_settled_by_the_time_it_is_carried_out(few: Rig) -> None:
-    """Its slots are clean by then, though they were not when it was lost."""
-    e, busy = few.engine(ranks=2), few.engine("busy", chunk_tokens=32)
-    e.reserve("x")
-    few.wait(RESERVE_S)
-    few.lose(e.workers[0])
-    busy.reserve_items(*[m.ReserveItem(request="r", digests=digests(i)) for i in range(40)])
-    few.wait(GRACE_S - 0.001)
-    few.lose(busy.workers[0], e.scheduler)
-    few.wait(0.001)
-    ticks(few)
-    few.lose(e.workers[1], busy.scheduler)
-    ticks(few)
-    few.wait(GRACE_S)
-    ticks(few)
     assert few.gauge("reservations", "quarantined_bytes") == (0, 0)
 
 
@@ -320,7 +290,7 @@ def test_the_queue_of_a_dead_tier_stays_in_proportion_to_l1() -> None:
     for first in range(0, 3_000, 10):
         e.store(*range(first, first + 10))
         rig.settle(TierStore)
-        assert rig.machine.state.flushes.rows[0] <= 3 * 256 + 256
+        assert rig.status["tiers"][0]["flush_queue_rows"] <= 3 * 256 + 256
     rig.down = False
     rig.wait(300)
     rig.settle()

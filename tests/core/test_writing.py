@@ -64,20 +64,6 @@ def test_ready_once_every_writer_committed(rig: Rig) -> None:
     assert held(rig) == CLEAN
 
 
-def test_ranks_that_share_a_shard_need_one_writer(rig: Rig) -> None:
-    scheduler, workers = rig.open(), [rig.open() for _ in range(2)]
-    rig.register(scheduler, ranks=2)
-    for rank, session in enumerate(workers):
-        rig.register(session, rank=rank, ranks=2, writer=rank == 1)
-    item = m.ReserveItem(request="r", digests=digests("a"))
-    (grant,) = rig.ask(scheduler, m.Reserve(seq=3, items=[item], width=WIDTH)).grants
-    message = m.Commit(boot=BOOT, reservation=grant.reservation, rank=0)
-    assert rig.say(workers[0], message) == []
-    assert rig.gauge("rows") == (0,)
-    rig.say(workers[1], m.Commit(boot=BOOT, reservation=grant.reservation, rank=1))
-    assert rig.gauge("rows") == (1,)
-
-
 def test_a_key_being_written_is_not_granted_again(rig: Rig) -> None:
     one, two = rig.engine("one"), rig.engine("two")
     assert one.reserve("a").chunks == (0,)
@@ -91,16 +77,6 @@ def test_a_key_named_twice_is_granted_once(rig: Rig) -> None:
     assert e.reserve("a", "a").chunks == (0,)
     item = m.ReserveItem(request="r", digests=digests("b"))
     assert [g.chunks for g in e.reserve_items(item, item)] == [(0,), ()]
-
-
-def test_items_are_answered_in_order_each_with_its_reservation(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("b")
-    items = [m.ReserveItem(request="r", digests=digests(x)) for x in "abc"]
-    one, two, three = e.reserve_items(*items)
-    assert one.reservation
-    assert not two.reservation
-    assert three.reservation not in (0, one.reservation)
 
 
 # ---------------------------------------------------------------- late, dead, aborted
@@ -267,16 +243,6 @@ def test_after_a_writers_death_the_others_still_have_to_settle(rig: Rig) -> None
     assert rig.gauge("rows") == (0,)
 
 
-def test_the_grace_holds_although_the_others_settled_first(rig: Rig) -> None:
-    e = rig.engine(ranks=2)
-    grant = e.reserve("a")
-    e.commit(grant.reservation, 1)
-    rig.lose(e.workers[0])
-    assert held(rig) == (1, 2 * PAGE)
-    rig.wait(GRACE_S)
-    assert held(rig) == CLEAN
-
-
 def test_the_longest_grace_counts(rig: Rig) -> None:
     e = rig.engine(ranks=2)
     e.reserve("a")
@@ -287,16 +253,6 @@ def test_the_longest_grace_counts(rig: Rig) -> None:
     assert held(rig) == (1, 2 * PAGE)
     rig.wait(GRACE_S / 2)
     assert held(rig) == CLEAN
-
-
-def test_a_writer_that_committed_may_die(rig: Rig) -> None:
-    e = rig.engine(ranks=2)
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
-    e.commit(grant.reservation, 0)
-    rig.lose(e.workers[0])
-    e.commit(grant.reservation, 1)
-    assert rig.gauge("rows") == (1,)
 
 
 def test_a_scheduler_cancels_before_the_handover_and_the_slots_are_free_at_once(rig: Rig) -> None:
@@ -450,10 +406,6 @@ def test_keys_of_all_items_of_a_message_are_limited() -> None:
         ({"groups": 0}, "bad_value"),
         ({"groups": -1}, "bad_value"),
         ({"groups": 2}, "bad_value"),
-        ({"writers": ()}, "bad_rank"),
-        ({"writers": (0,)}, "bad_value"),
-        ({"writers": (0, 2)}, "bad_rank"),
-        ({"writers": (-1, 0, 1)}, "bad_rank"),
         ({"first": 9}, "bad_value"),
         ({"request": ""}, "bad_value"),
     ],

@@ -121,7 +121,7 @@ class TierRig(Rig):
 
     def forget_l1(self) -> None:
         """L1 loses what it holds, and the tiers do not."""
-        self.machine.state.store.clear(self.machine.state.store.classes.values())
+        self.machine.state.store.clear(self.machine.state.namespaces.values())
         self.machine.state.store.reclaim()
 
 

@@ -121,13 +121,11 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         deadline_s=12406.25,
         slots=(_SLOTS, Slots()),
     ),
-    "release": m.Release(boot=BOOT, lease=300, rank=5, bad=(0, 70000)),
-    "renew": m.Renew(seq=4, boot=BOOT, lease=300),
-    "renewed": m.Renewed(seq=4, deadline_s=12466.5),
+    "release": m.Release(boot=BOOT, lease=300, rank=5),
     "reserve": m.Reserve(
         seq=5,
         items=[
-            m.ReserveItem(request="r-1", digests=_DIGESTS, first=1, groups=5, writers=(0, 2)),
+            m.ReserveItem(request="r-1", digests=_DIGESTS, first=1, groups=5),
             m.ReserveItem(request="r-2", digests=b""),
         ],
         width=8,

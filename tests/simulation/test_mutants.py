@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.side_by_side import cores
-from tests.simulation.mutant import Mutant
 from tests.simulation.mutants import (
     MUTANTS,
     UNBROKEN,
+    Mutant,
     StaleMutantError,
     broken_copy,
     notice,
@@ -42,6 +42,6 @@ def test_an_unbroken_copy_is_not_blamed(tmp_path: Path) -> None:
 
 
 def test_a_break_that_does_not_apply_any_more_is_an_error(tmp_path: Path) -> None:
-    stale = Mutant("stale", 0, (("settlement.py", "no such text", ""),))
+    stale = Mutant("stale", 0, [("settlement.py", "no such text", "")])
     with pytest.raises(StaleMutantError, match="found 0 times"):
         broken_copy(stale, tmp_path)

@@ -76,7 +76,7 @@ def test_the_world_gets_around(told: Told) -> None:
     assert reads > 60
     for name in ("aborted", "cancelled", "cleared", "late", "writer_lost"):
         assert seen[f"discarded_{name}"], name
-    for name in ("hit_chunks", "lapsed_leases", "bad_rows", "ended_bad_frame", "refused_not_yours"):
+    for name in ("hit_chunks", "lapsed_leases", "ended_bad_frame", "refused_not_yours"):
         assert seen[name], name
     assert seen["evicted_capacity"]
     assert seen["evicted_handed_over"]

@@ -103,6 +103,6 @@ class WorkerClient(Endpoint):
         """This rank will not write any more."""
         self.connection.post(Abort(boot=boot, reservation=reservation, rank=self._rank))
 
-    def release(self, boot: bytes, lease: int, bad: Sequence[int] = ()) -> None:
-        """This rank has read; ``bad`` are indices into the lease's chunks that proved wrong."""
-        self.connection.post(Release(boot=boot, lease=lease, rank=self._rank, bad=tuple(bad)))
+    def release(self, boot: bytes, lease: int) -> None:
+        """This rank has read."""
+        self.connection.post(Release(boot=boot, lease=lease, rank=self._rank))

@@ -1,7 +1,7 @@
 """Registration: a session becomes one (instance, rank), a complete instance gets its namespace.
 
-Law of this file: a refused ``Register`` changes nothing. When an instance moves to another
-generation, nothing that it was writing is published.
+A refused ``Register`` changes nothing. When an instance moves to another generation, nothing that
+it was writing is published.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvass.core.registry import (
 )
 from kvass.core.row_store import Namespace
 from kvass.core.rows import NEVER
+from kvass.core.settlement import MOVED
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
@@ -67,11 +68,11 @@ def _admit(state: State, session: ClientSession, terms: Register) -> None:
 
 def _leave(state: State, instance: Instance) -> None:
     """The instance moves to another generation. Rows of its private one are of no use any more."""
-    state.settlement.weights_replaced(instance.id, state.now)
+    state.settlement.lost(instance.id, MOVED)
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:
-        state.store.clear(left.classes)
+        state.store.clear([left])
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
@@ -89,11 +90,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
     digest = namespace_digest(instance)
     if digest in state.by_digest:
         return state.by_digest[digest]
-    _drop_unused(state)
-    if len(state.namespaces) >= state.config.limits.namespaces:
-        _drop_least_used(state)
-    if len(state.namespaces) >= state.config.limits.namespaces:
-        raise Refused("limit", f"at most {state.config.limits.namespaces} namespaces")
+    _make_place(state)
     new = max(state.namespaces, default=-1) + 1
     state.namespaces[new] = Namespace(
         id=new,
@@ -108,27 +105,20 @@ def _namespace_for(state: State, instance: Instance) -> int:
     return new
 
 
-def _drop_unused(state: State) -> None:
-    """Forget namespaces that no live instance has and whose slots are all free."""
-    idle = _without_instance(state)
-    _drop(state, [ns for ns in idle if not any(map(state.store.in_use, ns.classes))])
-
-
-def _drop_least_used(state: State) -> None:
-    """Of the namespaces that no live instance has and nobody reads or writes, the oldest goes."""
-    uses = state.store.last_uses()
-    idle = [
-        (last_use, ns.id)
-        for ns in _without_instance(state)
-        if (last_use := max(uses.get(c.id, NEVER) for c in ns.classes)) < state.store.table.clock
-    ]
-    if idle:
-        _drop(state, [state.namespaces[min(idle)[1]]])
-
-
-def _without_instance(state: State) -> list[Namespace]:
+def _make_place(state: State) -> None:
+    """Forget namespaces that no live instance has: all whose slots are free, and at the limit the
+    one that was used longest ago and nobody reads or writes."""
     live = {i.namespace for i in state.instances.values()}
-    return [ns for ns in state.namespaces.values() if ns.id not in live]
+    idle = [ns for ns in state.namespaces.values() if ns.id not in live]
+    _drop(state, [ns for ns in idle if not any(map(state.store.in_use, ns.classes))])
+    if len(state.namespaces) < state.config.limits.namespaces:
+        return
+    uses = state.store.last_uses()
+    last = {ns.id: max(uses.get(c.id, NEVER) for c in ns.classes) for ns in idle}
+    oldest = min(idle, key=lambda ns: last[ns.id], default=None)
+    if oldest is None or last[oldest.id] >= state.store.table.clock:
+        raise Refused("limit", f"at most {state.config.limits.namespaces} namespaces")
+    _drop(state, [oldest])
 
 
 def _drop(state: State, gone: list[Namespace]) -> None:

@@ -1,12 +1,12 @@
-"""What a session may say: the values in a message are checked here before anything changes.
+"""Checks of the values in a message, before anything changes.
 
-Law of this file: it reads, and raises ``Refused``, whose text says what to do. It changes nothing,
-but for what is settled already: if a lost session owed what a message names, that ends first.
+They raise ``Refused``, whose text says what to do. They change nothing, but for what is settled
+already: if a lost session owed what a message names, that ends first.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvass.core.index import key_array
 from kvass.core.ledger import E, Lease, Ledger, Reservation
@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from kvass.core.state import State
 
 
-def instance_of(state: State, session: ClientSession) -> Instance:
-    """The instance the session registered for."""
-    if session.registered is None:
-        raise Refused("not_registered", "send Register first")
-    return state.instances[session.registered.instance]
-
-
-def scheduler_of(state: State, session: ClientSession) -> Instance:
-    """The same, if the session is its scheduler."""
-    instance = instance_of(state, session)
-    own_rank(session, SCHEDULER)
-    return instance
-
-
 def own_rank(session: ClientSession, rank: int) -> int:
     """``rank``, if it is the session's own: nobody speaks for another."""
     if session.registered is None:
@@ -42,6 +28,18 @@ def own_rank(session: ClientSession, rank: int) -> int:
         mine = "the scheduler" if own == SCHEDULER else f"rank {own}"
         raise Refused("bad_rank", f"this session is {mine}, not rank {rank}")
     return rank
+
+
+def instance_of(state: State, session: ClientSession) -> Instance:
+    if session.registered is None:
+        raise Refused("not_registered", "send Register first")
+    return state.instances[session.registered.instance]
+
+
+def scheduler_of(state: State, session: ClientSession) -> Instance:
+    """The session's instance, if the session is its scheduler."""
+    own_rank(session, SCHEDULER)
+    return instance_of(state, session)
 
 
 def known_ranks(field: str, ranks: tuple[int, ...], instance: Instance) -> set[int]:
@@ -80,15 +78,14 @@ def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Arr
 
 def open_lease(state: State, session: ClientSession, boot: bytes, an_id: int) -> Lease | None:
     """The session's lease of this boot, or ``None`` if it ended."""
-    lease = _open(state, session, boot, an_id, "lease", state.leases)
-    return None if lease is not None and lease.deadline <= state.now else lease
+    return _open(state, session, boot, an_id, state.leases, "unknown_lease")
 
 
 def open_reservation(
     state: State, session: ClientSession, boot: bytes, an_id: int
 ) -> Reservation | None:
     """The session's reservation of this boot, or ``None`` if it was settled."""
-    return _open(state, session, boot, an_id, "reservation", state.reservations)
+    return _open(state, session, boot, an_id, state.reservations, "unknown_reservation")
 
 
 def _open(
@@ -96,19 +93,18 @@ def _open(
     session: ClientSession,
     boot: bytes,
     an_id: int,
-    kind: Literal["lease", "reservation"],
     ledger: Ledger[E],
+    unknown: ErrorCode,
 ) -> E | None:
     instance = instance_of(state, session)
     if boot != state.config.boot:
         raise Refused("wrong_boot", "this names another daemon's life: drop it")
     if not state.settlement.issued(an_id):
-        unknown: ErrorCode = "unknown_lease" if kind == "lease" else "unknown_reservation"
-        raise Refused(unknown, f"{kind} {an_id} was never given")
-    state.settlement.settle(an_id, state.now)
+        raise Refused(unknown, f"number {an_id} was never given")
+    state.settlement.settle(an_id)
     entry = ledger.all.get(an_id)
     if entry is not None and entry.instance != instance.id:
-        raise Refused("not_yours", f"{kind} {an_id} is another instance's")
+        raise Refused("not_yours", f"number {an_id} is another instance's")
     return entry
 
 

@@ -24,7 +24,7 @@ def clear(state: State, session: ClientSession, msg: Clear) -> Cleared | None:
     promote.cancel(state, chosen)
     for ns in chosen:
         epochs.clear(state, ns, clearing)
-    clearing.rows = state.store.clear([c for ns in chosen for c in ns.classes])
+    clearing.rows = state.store.clear(chosen)
     state.store.reclaim()
     if msg.tiers:
         epochs.empty(state, clearing)

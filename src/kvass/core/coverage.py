@@ -1,8 +1,7 @@
 """The longest hit: how far a prompt's rows reach in every layer group at once.
 
-Law of this file: pure arithmetic over what is there; ``GroupLayout.needs`` alone says what a hit
-needs. A hit ends at a chunk's end, and needs of each group the chunks that ``needs`` names from
-``first`` on (what lies before, the engine has itself).
+A hit ends at a chunk's end, and needs of each group the chunks that ``GroupLayout.needs`` names
+from ``first`` on (what lies before, the engine has itself).
 """
 
 from __future__ import annotations

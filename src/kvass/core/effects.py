@@ -1,8 +1,8 @@
 """What goes into ``CacheMachine.step`` and what comes out of it.
 
-Law of this file: plain values. An event says what happened; an effect says what the daemon must do.
-The result of an effect, where it has one, is a later event. What goes to a tier or comes from it is
-tagged, because it travels to and from the tier's process.
+Plain values. An event says what happened; an effect says what the daemon must do. The result of an
+effect, where it has one, is a later event. What goes to a tier or comes from it is tagged, because
+it travels to and from the tier's process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ SessionId = int
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A peer of user ``uid`` connected; it must say ``Hello`` first, within ``Timing.hello_s``.
-
-    ``own``: it is the daemon's user, or root. ``refusal``: why it may not connect; empty: it may.
-    """
+    """A peer of user ``uid`` connected. ``own``: it is the daemon's user, or root. ``refusal``: why
+    it may not connect; empty: it may."""
 
     session: SessionId
     uid: int = 0
@@ -81,21 +79,21 @@ class Stopping(msgspec.Struct, frozen=True):
     """The daemon was told to stop: what is queued for tiers is flushed, and nothing new."""
 
 
-# A tier's answers. Each ends the operation ``op``, once; they come in any order.
+# A tier's answers. Each ends the operation ``op``, once; they come in any order. ``held`` and
+# ``which``: bool, one per record.
 
 
 class Probed(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierProbe``; ``held``: bool, one per record, all of its batches in a row."""
+    """The end of a ``TierProbe``: which records it holds, all batches in a row."""
 
     op: int
     held: npt.NDArray[np.bool_]
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierLoad``: nobody writes to its slots any more.
+    """The end of a ``TierLoad``: nobody writes to its slots any more; ``which`` are right.
 
-    ``which``: bool, one per record: whole and right. ``seconds``: what the tier took for it; 0: it
-    was not asked, or it is down.
+    ``seconds``: what the tier took for it; 0: it was not asked, or it is down.
     """
 
     op: int
@@ -158,10 +156,8 @@ class Close(msgspec.Struct, frozen=True):
 
 
 class HalfClose(msgspec.Struct, frozen=True):
-    """Shut down our sending side, drop whatever still arrives, and wait for EOF (then ``Lost``).
-
-    For a session that must end but may still write to slots that it was granted (law 3).
-    """
+    """Shut down our sending side, drop whatever still arrives, and wait for EOF (then ``Lost``):
+    the session may still write to slots that it was granted (law 3)."""
 
     session: SessionId
 
@@ -197,10 +193,8 @@ class TierProbe(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierLoad(msgspec.Struct, frozen=True, tag=True):
-    """Have the tier fill ``slots``, one per record, each of shards of ``shard_bytes``; ``Loaded``.
-
-    The slots are nobody else's until then.
-    """
+    """Have the tier fill ``slots``, one per record, each of shards of ``shard_bytes``. They are
+    nobody else's until ``Loaded``."""
 
     tier: int
     op: int
@@ -222,9 +216,9 @@ class TierStore(msgspec.Struct, frozen=True, tag=True):
 class TierEpoch(msgspec.Struct, frozen=True, tag=True):
     """Ask for the namespace's epoch in a tier; ``EpochIs`` is its end.
 
-    ``core.epochs.to_note`` says what is to be noted there: the higher one of the note and of
-    ``known``, or, if there is neither, and always with ``renew``, a fresh one. ``known``: the
-    highest epoch that was seen there before, 0 if none was; ``fresh``: random bits for a fresh one.
+    ``core.epochs.to_note`` says what is to be noted there. ``known``: the highest epoch that was
+    seen there before, 0 if none was. ``fresh``: random bits for a fresh one, which ``renew`` asks
+    for.
     """
 
     tier: int

@@ -1,20 +1,17 @@
 """Epochs in tiers: records from before a clear never match again.
 
-A record's key contains an epoch, and each tier keeps a note of each namespace's epoch beside the
-records.
+A record's key contains an epoch, and each tier keeps a note of each namespace's epoch. A tier is
+used for a namespace only under an epoch that the tier itself has noted. A tier without a note gets
+a fresh epoch, which no record has, so a lost note costs records and revives none. A clear is done
+when every tier has noted a fresh epoch. A tier that could not is not used until it has.
 
-Law of this file: a tier is used for a namespace only under an epoch that the tier itself has noted.
-A tier without a note gets a fresh epoch, which no record has, so a lost note costs records and
-never makes old ones match. A clear is done when every tier has noted a fresh epoch. A tier that
-could not is asked again, and is not used for the namespace until it has.
+Of two epochs the higher one is newer. An epoch is a counter (high 32 bits) and random bits. The
+counter of a fresh epoch is above every counter seen in that tier, and at least the time in seconds
+since 1970, so that it is higher also where the earlier note was lost.
 
-Epochs have an order: of two, the higher one is newer. An epoch is a counter (high 32 bits) and
-random bits (low 32). The counter of a fresh epoch is above every counter seen in that tier, and at
-least the time in seconds since 1970. So it is higher also where the earlier note was lost.
-
-A store that goes back to a snapshot has the note and the records of that time. When a daemon reads
-a note that is lower than the highest epoch it has seen, it notes the highest again. It reads notes
-when it first sees a namespace, when a tier that was down is back, and every ``LOOK_AGAIN_S``.
+A store that goes back to a snapshot has the note and the records of that time. A daemon that reads
+a note below the highest epoch it has seen notes the highest again. It reads notes when it first
+sees a namespace, when a tier that was down is back, and every ``LOOK_AGAIN_S``.
 """
 
 from __future__ import annotations
@@ -103,7 +100,6 @@ def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
 
 
 def empty(state: State, clearing: Clearing) -> None:
-    """Have every tier forget all its records."""
     for tier in range(len(state.config.tiers)):
         clearing.awaits += 1
         op = state.tiers.begin(Emptying(tier, clearing))
@@ -136,7 +132,7 @@ def epoch_told(state: State, event: EpochIs) -> int:
     op = state.tiers.end(event.op, Asking)
     tiers, tier, ns, named = state.tiers, op.tier, op.namespace, (op.namespace.digest, op.tier)
     if event.epoch is None:
-        tiers.counters[tier]["epochs_unknown"] += 1
+        tiers.all[tier].counters["epochs_unknown"] += 1
     else:
         tiers.known[named] = max(event.epoch, tiers.known.get(named, 0))
     if op.epoch == ns.epoch:
@@ -150,7 +146,6 @@ def epoch_told(state: State, event: EpochIs) -> int:
 
 
 def emptied(state: State, event: Emptied) -> None:
-    """A tier was emptied, or could not be."""
     op = state.tiers.end(event.op, Emptying)
     _cleared(state, op.clearing, op.tier, event.done)
 

@@ -1,10 +1,7 @@
 """Which rows are evicted when room is needed: the least recently used ones.
 
-Law of this file: it reads the row table and changes nothing in it.
-
 Of a prefix the deeper chunk is evicted first: whoever uses a prefix touches all of it, deepest
-chunk first, so a chunk is never older than those that follow it. (An optimal policy evicts in that
-order too: the next use of a chunk is never later than that of one that follows it.)
+chunk first, so a chunk is never older than those that follow it.
 """
 
 from __future__ import annotations
@@ -28,10 +25,9 @@ Segment = tuple[I64Array, I64Array]
 class Lru:
     """Exact LRU as a log of touches: appending and scanning are vectorised, nothing is sorted.
 
-    An entry is stale once its row has another stamp; a row that is freed gets ``NEVER``. The log is
-    a list of segments. Whenever a segment is full, the next ``_TIDIED`` old ones, in turn, lose
-    their stale entries and are joined to their neighbours. So no touch takes long, and the log has
-    about twice its live entries.
+    An entry is stale once its row has another stamp. Whenever a segment is full, the next
+    ``_TIDIED`` old ones, in turn, lose their stale entries and are joined to their neighbours. So
+    no touch takes long, and the log has about twice its live entries.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -43,7 +39,6 @@ class Lru:
         self._begin()
 
     def _begin(self) -> None:
-        """A new last segment."""
         self._rows: I64Array = np.empty(_SEGMENT, np.int64)
         self._stamps: I64Array = np.empty(_SEGMENT, np.int64)
         self._used = 0

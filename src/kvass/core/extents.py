@@ -1,20 +1,18 @@
 """Where extent sets lie in the arena, and which of them would have to go to make room.
 
-Law of this file: extents never overlap, and lie in ``[0, size)``. It knows bytes and row ids, not
-keys or owners: whether a set may go, and what it is worth, it is told.
-
 An extent set holds ``slots`` slots of one (namespace, group): one extent per distinct shard, each
-``slots * shard_bytes[shard]`` long. Different layouts want extents of different lengths, so room
-is a matter of contiguous runs: a set goes with its neighbours if need be.
+``slots * shard_bytes[shard]`` long. Extents never overlap. Layouts want extents of different
+lengths, so room is a matter of contiguous runs: a set goes with its neighbours if need be.
 
-At 1 TiB there are 16,384 sets, so nothing here loops over them in Python: the extents and the free
-spans are arrays, in the order of the arena.
+At 1 TiB there are 16,384 sets, so nothing loops over them in Python: the extents and the free spans
+are arrays, in the order of the arena.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from bisect import bisect_left
+from copy import copy
 from typing import Final
 
 import msgspec
@@ -27,7 +25,8 @@ STAYS: Final = 1 << 62
 _HOLE: Final = -STAYS
 """What free space is worth."""
 _NEW: Final = 256
-"""So many extents are put in their places at a time, since one by one takes longer."""
+"""So many extents are sorted in at a time, since one by one takes longer."""
+_NONE: Final[I64Array] = np.empty(0, np.int64)
 
 
 class FreeSpace:
@@ -38,15 +37,6 @@ class FreeSpace:
         self.lengths: I64Array = np.array([size] if size else [], np.int64)
         self.total = size
         """Free units in all."""
-
-    def copy(self) -> FreeSpace:
-        other = FreeSpace(0)
-        other.starts, other.lengths, other.total = self.starts, self.lengths.copy(), self.total
-        return other
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """(start, length) of every free span, in order."""
-        return iter(zip(self.starts.tolist(), self.lengths.tolist(), strict=True))
 
     def take(self, n: int) -> int | None:
         """The start of ``n`` contiguous units, now taken; ``None`` if no span is long enough."""
@@ -59,7 +49,8 @@ class FreeSpace:
         if self.lengths[i] == n:
             self.starts, self.lengths = np.delete(self.starts, i), np.delete(self.lengths, i)
         else:
-            self.starts = self.starts.copy()  # a copy of these spans may have the same array
+            # A copy of this object has the same arrays.
+            self.starts, self.lengths = self.starts.copy(), self.lengths.copy()
             self.starts[i] += n
             self.lengths[i] -= n
         return start
@@ -118,8 +109,7 @@ class ExtentMap:
         self._bytes = FreeSpace(size)
         self._row_ids = FreeSpace(1 << 48)
         self._unused_ids: list[int] = []
-        none = np.empty(0, np.int64)
-        self._base, self._length, self._set = none, none, none
+        self._base, self._length, self._set = _NONE, _NONE, _NONE
         """Extents, in the order of the arena; new ones are put in when somebody looks."""
         self._new: list[tuple[int, int, int]] = []
 
@@ -132,24 +122,21 @@ class ExtentMap:
         slots = min(slots, self._bytes.total // sum(shard_bytes))
         while slots:
             needs = [slots * n for n in shard_bytes]
-            trial = self._bytes.copy()
-            bases = [trial.take(n) for n in needs]
-            if None not in bases:
-                return self._place(slots, trial, bases, needs)
+            trial = copy(self._bytes)
+            bases = [base for n in needs if (base := trial.take(n)) is not None]
+            if len(bases) == len(needs):
+                break
             slots //= 2
-        return None
-
-    def _place(
-        self, slots: int, taken: FreeSpace, bases: list[int | None], needs: list[int]
-    ) -> ExtentSet:
-        self._bytes = taken
+        else:
+            return None
+        self._bytes = trial
         first_row = self._row_ids.take(slots)
         assert first_row is not None, "row ids ran out"
         made = ExtentSet(  # ids are dense: they index arrays
             id=heapq.heappop(self._unused_ids) if self._unused_ids else len(self.sets),
             slots=slots,
             first_row=first_row,
-            bases=tuple(b for b in bases if b is not None),
+            bases=tuple(bases),
             extent_bytes=tuple(needs),
         )
         self.sets[made.id] = made
@@ -191,28 +178,19 @@ class ExtentMap:
         """The ids of the sets of least value whose removal lets ``add(shard_bytes, slots)`` succeed
         in full ``count`` times, or as often as can be. Empty: not even once.
 
-        ``value[i]``: what set number ``i`` is worth, ``STAYS`` if it may not go. A choice is as
-        dear as its dearest set: the least value is found for which what is worth no more, and the
-        free spans between, have room enough in contiguous runs.
+        ``value[i]``: what set number ``i`` is worth, ``STAYS`` if it may not go. The value of a
+        choice is that of its dearest set.
         """
         needs = [slots * n for n in shard_bytes]
         line = self._line(value)
-        dear = np.sort(line.cost[(line.cost > _HOLE) & (line.cost < STAYS)])
-        if not len(dear):
-            return np.empty(0, np.int64)
-        _, room = _fill(line.runs(int(dear[-1]))[2], needs, count)
-        if not room and count > 1:
-            return self.cheapest(shard_bytes, slots, 1, value)
-        low, high = 0, len(dear) - 1
-        while room and low < high:
-            middle = (low + high) // 2
-            if _fill(line.runs(int(dear[middle]))[2], needs, room)[1] >= room:
-                high = middle
-            else:
-                low = middle + 1
+        limits = np.sort(line.cost[(line.cost > _HOLE) & (line.cost < STAYS)])
+        room = _fill(line.runs(int(limits[-1]))[2], needs, count)[1] if len(limits) else 0
         if not room:
-            return np.empty(0, np.int64)
-        first, end, size = line.runs(int(dear[high]))
+            return self.cheapest(shard_bytes, slots, 1, value) if count > 1 else _NONE
+        at = bisect_left(
+            limits, room, key=lambda limit: _fill(line.runs(int(limit))[2], needs, room)[1]
+        )
+        first, end, size = line.runs(int(limits[at]))
         used, _ = _fill(size, needs, room)
         chosen = np.zeros(len(value), np.bool_)
         for i in np.flatnonzero(used).tolist():

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvass.core.promote import LOADING_SHARE
 from kvass.core.rows import (
+    FAILED,
     FREE,
     LOADING,
     NEVER,
@@ -19,7 +20,6 @@ from kvass.core.rows import (
     QUARANTINED,
     READY,
     STATE_NAMES,
-    WITHDRAWN,
     WRITING,
 )
 from kvass.core.sets import CLEARED
@@ -27,7 +27,9 @@ from kvass.core.tier_state import Flushing, Loading, Probing
 
 if TYPE_CHECKING:
     from kvass.core.ledger import ClassRows
+    from kvass.core.settlement import Settlement
     from kvass.core.state import State
+    from kvass.core.tier_state import Promotions
 
 
 def validate(state: State) -> None:
@@ -47,8 +49,13 @@ def validate(state: State) -> None:
     _instances(state)
 
 
+def _behind(part: Settlement | Promotions, now: float) -> bool:
+    """Whether more should have ended, or gone on, than one step did."""
+    return part.next_due is not None and part.next_due <= now
+
+
 def _leases(state: State) -> None:
-    behind = state.settlement.behind(state.now)
+    behind = _behind(state.settlement, state.now)
     for lease in state.leases.all.values():
         assert lease.owing, "a lease that nobody owes is still held"
         assert lease.deadline > state.now or behind, "a lease outlived its deadline"
@@ -56,7 +63,7 @@ def _leases(state: State) -> None:
 
 def _reservations(state: State) -> None:
     """Rows in transit belong to one reservation, which is open as long as they may be written."""
-    table, now, behind = state.store.table, state.now, state.settlement.behind(state.now)
+    table, now, behind = state.store.table, state.now, _behind(state.settlement, state.now)
     writers = dict[int, int]()
     owed = Counter[str]()
     for reservation in state.reservations.all.values():
@@ -90,12 +97,10 @@ def _loading(state: State) -> None:
     table, tiers = state.store.table, state.tiers
     loading = {n: op for n, op in tiers.ops.items() if isinstance(op, Loading)}
     rows = {row: n for n, op in loading.items() for row in op.part.rows.tolist()}
-    assert rows == state.promotions.loading, "a LOADING row is filled by another operation, or none"
-    waking = state.promotions.waking
-    failed = [row for each in waking if each.failed for row in each.failed.rows.tolist()]
-    held = np.flatnonzero(table.state == LOADING).tolist()
-    assert sorted([*rows, *failed]) == held, "a stray LOADING row"
-    size = sum(op.size_bytes for op in loading.values()) + sum(w.failed_bytes for w in waking)
+    held = np.flatnonzero(table.state == LOADING)
+    fillers = dict(zip(held.tolist(), table.loader[held].tolist(), strict=True))
+    assert rows == fillers, "a LOADING row is filled by another operation, or none"
+    size = sum(op.size_bytes for op in loading.values())
     assert size == state.loading_bytes, "LOADING bytes were miscounted"
     assert size <= state.config.arena_bytes * LOADING_SHARE, "more is LOADING than may be"
 
@@ -106,27 +111,28 @@ def _promotions(state: State) -> None:
     waiting = sum(p.size_bytes for p in promotions.all.values())
     assert waiting == sum(promotions.bytes_of.values()), "miscounted bytes"
     assert waiting <= state.config.limits.waiting_bytes, "more waits than may"
-    woken = {waiter for each in promotions.waking for waiter in each.waiters}
     for p in promotions.all.values():
-        late = p.deadline <= state.now and not promotions.behind(state.now)
+        late = p.deadline <= state.now and not (promotions.going or _behind(promotions, state.now))
         assert not late, "a promotion outlived its deadline"
-        used = [row for part in p.pinned for row in part.rows.tolist()]
-        awaited = {promotions.loading[row] for row in used if row in promotions.loading}
+        used = np.array([row for part in p.pinned for row in part.rows.tolist()], np.int64)
+        table = state.store.table
+        awaited = {*table.loader[used[table.state[used] == LOADING]].tolist()}
         assert awaited == p.awaits, "a promotion waits for what it does not use"
         for op in map(ops.__getitem__, awaited):
             assert isinstance(op, Loading), "a promotion waits for something else than a load"
             assert p.id in op.waiters, "nobody would wake a promotion"
         probing = any(isinstance(op, Probing) and op.promotion == p.id for op in ops.values())
-        going = probing or p.early or p.id in woken
+        going = probing or p.early or p.id in promotions.going
         assert awaited or going, "a promotion waits for nothing"
 
 
 def _flushes(state: State) -> None:
-    for tier, out in enumerate(state.flushes.bytes_out):
-        ops = [o for o in state.tiers.ops.values() if isinstance(o, Flushing) and o.tier == tier]
-        assert out == sum(op.size_bytes for op in ops), "flushed bytes were miscounted"
-        queued = sum(len(queued.rows) for queued in state.flushes.queues[tier])
-        assert state.flushes.rows[tier] == queued, "a queue miscounts"
+    for number, tier in enumerate(state.tiers.all):
+        ops = [o for o in state.tiers.ops.values() if isinstance(o, Flushing) and o.tier == number]
+        storing = sum(op.size_bytes for op in ops)
+        assert tier.storing_bytes == storing, "flushed bytes were miscounted"
+        queued = sum(len(queued.rows) for queued in tier.queue)
+        assert tier.queued_rows == queued, "a queue miscounts"
 
 
 def _extents(state: State) -> None:
@@ -147,7 +153,7 @@ def _extents(state: State) -> None:
 def _rows(state: State) -> None:
     """A slot is listed as free once, or used; a row that may be read matches."""
     table, classes = state.store.table, state.store.classes.values()
-    free, readable, withdrawn = table.state == FREE, table.state >= READY, table.state == WITHDRAWN
+    free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.key[free].any(), "a FREE row keeps a key"
     home = np.full(len(table), NOBODY)
@@ -173,14 +179,10 @@ def _rows(state: State) -> None:
             assert (owner[rows] == row_class.id).all(), "the index names another class's row"
             matches[rows] = True
     assert (listed == (free & (owner >= 0))).all(), "a slot is free and used, twice free, or lost"
-    assert not (matches & (free | withdrawn)).any(), "a FREE or WITHDRAWN row still matches"
+    assert not (matches & (free | failed)).any(), "a FREE or FAILED row still matches"
     assert (matches | cleared)[readable].all(), "a READY row is lost"
-    failed = np.zeros(len(table), np.bool_)
-    for waking in state.promotions.waking:
-        if waking.failed is not None:
-            failed[waking.failed.rows] = True
-    assert matches[(table.state == LOADING) & ~cleared & ~failed].all(), "a LOADING row is lost"
-    assert (table.pins[withdrawn] > 0).all(), "a WITHDRAWN row that nobody reads"
+    assert matches[(table.state == LOADING) & ~cleared].all(), "a LOADING row is lost"
+    assert (table.pins[failed] > 0).all(), "a FAILED row that nobody waits for"
     assert (table.stamp[readable] != NEVER).all(), "a READY row that eviction cannot see"
 
 

@@ -1,7 +1,7 @@
 """What is open: leases (reading), reservations (writing), and lookups that wait for tiers.
 
-Law of this file: nothing is anonymous. Every entry belongs to an (instance, request), and names the
-ranks that still owe a release or a commit (law 2). What follows from a change is decided elsewhere.
+Every entry belongs to an (instance, request). Leases and reservations name the ranks that still owe
+a release or a commit (law 2).
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ class ClassRows(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """``deadline``: CLOCK_MONOTONIC, seconds."""
+    """``deadline``: CLOCK_MONOTONIC, seconds. ``size_bytes`` counts against a limit (law 12)."""
 
     id: int
     instance: str
     request: str
     deadline: float
+    size_bytes: int = 0
 
 
 class Lease(Entry, kw_only=True):
-    """Pins on rows, until every rank in ``owing`` released or ``deadline`` passed.
+    """Pins on rows, until every rank in ``owing`` released or ``deadline`` passed."""
 
-    ``chunks`` long; the rows of a part are of the last of them, and not all parts need be whole.
-    """
-
-    chunks: int
     parts: tuple[ClassRows, ...]
     owing: set[int]
     handed_over: bool = False
@@ -47,15 +44,13 @@ class Lease(Entry, kw_only=True):
 class Reservation(Entry, kw_only=True):
     """Rows being written by the ranks in ``owing``.
 
-    ``discarded``: will publish nothing, whatever its writers still say; its rows are QUARANTINED.
-    ``writing_until``: of writers that were lost, by session: until when their device may still
-    write. Infinity: until their process has ended.
+    ``discarded``: it will publish nothing; its rows are QUARANTINED. ``writing_until``: of writers
+    that were lost, by session: until when their device may still write; infinity: until their
+    process has ended.
     """
 
     parts: tuple[ClassRows, ...]
     owing: set[int]
-    epoch: int
-    size_bytes: int
     handed_over: bool = False
     discarded: bool = False
     writing_until: dict[int, float] = {}
@@ -74,25 +69,24 @@ class Ledger(Generic[E]):
     def __init__(self) -> None:
         self.all: dict[int, E] = {}
         self.bytes_of: dict[str, int] = {}
-        """What the entries of an instance take, as ``add`` was told (law 12)."""
+        """What the entries of an instance take (law 12)."""
         self._of: dict[str, dict[int, E]] = {}
         self._due: list[tuple[float, int]] = []
 
     def of(self, instance: str) -> dict[int, E]:
-        """The entries of an instance, by number."""
         return self._of.get(instance, {})
 
-    def add(self, entry: E, size_bytes: int = 0) -> None:
+    def add(self, entry: E) -> None:
         self.all[entry.id] = entry
         self._of.setdefault(entry.instance, {})[entry.id] = entry
-        self.bytes_of[entry.instance] = self.bytes_of.get(entry.instance, 0) + size_bytes
+        self.bytes_of[entry.instance] = self.bytes_of.get(entry.instance, 0) + entry.size_bytes
         self.wake_at(entry.deadline, entry)
 
-    def drop(self, entry: E, size_bytes: int = 0) -> None:
+    def drop(self, entry: E) -> None:
         del self.all[entry.id]
         mine = self._of[entry.instance]
         del mine[entry.id]
-        self.bytes_of[entry.instance] -= size_bytes
+        self.bytes_of[entry.instance] -= entry.size_bytes
         if not mine:
             del self._of[entry.instance], self.bytes_of[entry.instance]
 
@@ -104,10 +98,7 @@ class Ledger(Generic[E]):
             heapq.heapify(self._due)
 
     def due(self, now: float, most: int) -> list[E]:
-        """At most ``most`` entries whose time has come; the next call gives more.
-
-        An entry may have been given another time since: the caller looks.
-        """
+        """At most ``most`` entries whose time has come, each perhaps not for the first time."""
         if not self._due or self._due[0][0] > now:
             return []
         found = dict[int, E]()

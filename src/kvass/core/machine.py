@@ -1,11 +1,11 @@
 """``CacheMachine``: everything the daemon knows, and the one way in which it changes.
 
-Law of this file: ``step(event, now) -> effects`` is pure; ``now`` never goes back; every request is
-answered exactly once, refusals included (law 11), and a refused message changed nothing.
+``step(event, now) -> effects`` is pure; ``now`` never goes back; every request is answered exactly
+once, refusals included (law 11), and a refused message changed nothing.
 
-The parts: ``sessions``, ``session_limits``, ``registry``, ``admission`` (who); ``row_store`` (rows,
-slots, room); ``settlement`` (leases, reservations, and how they end); ``reading``, ``promote``,
-``writing``, ``clearing`` (what messages do); ``flush`` and ``epochs`` (tiers); ``status``.
+Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
+``row_store``. Leases and reservations: ``settlement``. What messages do: ``reading``, ``promote``,
+``writing``, ``clearing``. Tiers: ``flush``, ``epochs``.
 """
 
 from __future__ import annotations
@@ -38,27 +38,18 @@ from kvass.messages import Error, FromDaemon, Hello, Pong, StatusReply
 __all__ = ["CacheMachine", "CoreConfig"]
 
 
-def _ping(state: State, session: ClientSession, msg: messages.Ping) -> Pong:
-    return Pong()
-
-
-def _status(state: State, session: ClientSession, msg: messages.Status) -> StatusReply:
-    return StatusReply(fields=fields.status(state))
-
-
 _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | None]]] = {
     messages.Register: admission.register,
     messages.Lookup: reading.lookup,
     messages.Prefetch: reading.prefetch,
     messages.Release: reading.release,
-    messages.Renew: reading.renew,
     messages.Reserve: writing.reserve,
     messages.Commit: writing.commit,
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
     messages.Clear: clearing.clear,
-    messages.Ping: _ping,
-    messages.Status: _status,
+    messages.Ping: lambda *_: Pong(),
+    messages.Status: lambda state, *_: StatusReply(fields=fields.status(state)),
 }
 
 
@@ -82,36 +73,27 @@ def _received(state: State, event: effects.Received) -> None:
         state.send(session.id, Error(seq=message.seq, code=no.code, text=no.text))
 
 
-def _process_ended(state: State, event: effects.ProcessEnded) -> None:
-    state.settlement.process_ended(event.session, state.now)
-
-
 def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
     epochs.read_again(state)
     state.store.reclaim()
     state.store.warm()
-    promote.resume_some(state)
+    promote.go_on(state)
 
 
 def _epoch_is(state: State, event: effects.EpochIs) -> None:
-    tier = epochs.epoch_told(state, event)
+    tier = state.tiers.all[epochs.epoch_told(state, event)]
     if event.epoch is not None:
-        flush.store_next(state, tier, len(state.flushes.queues[tier]))
+        flush.store_next(state, tier, len(tier.queue))
     promote.resume(state)
 
 
 def _tier_report(state: State, event: effects.TierReport) -> None:
-    back = event.fields.get("up") and not state.tiers.reports[event.tier].get("up", True)
-    state.tiers.reports[event.tier] = event.fields
+    tier = state.tiers.all[event.tier]
+    back = event.fields.get("up") and not tier.report.get("up", True)
+    tier.report = event.fields
     if back:
         epochs.read_again(state, event.tier)
-
-
-def _stopping(state: State, event: effects.Stopping) -> None:
-    state.stopping = True
-    flush.retry_now(state)
-    flush.queue_all_left(state)
 
 
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
@@ -119,7 +101,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Opened: sessions.opened,
     effects.Lost: sessions.lost,
     effects.Faulted: sessions.faulted,
-    effects.ProcessEnded: _process_ended,
+    effects.ProcessEnded: lambda state, event: state.settlement.process_ended(event.session),
     effects.PopulatedTo: sessions.populated,
     effects.Tick: _tick,
     effects.Probed: promote.probed,
@@ -128,7 +110,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.EpochIs: _epoch_is,
     effects.Emptied: epochs.emptied,
     effects.TierReport: _tier_report,
-    effects.Stopping: _stopping,
+    effects.Stopping: lambda state, _: flush.stop(state),
 }
 
 
@@ -149,19 +131,18 @@ class CacheMachine:
         _EVENTS[type(event)](state, event)
         if state.settlement.published:
             flush.queue_published(state)
-        if any(state.flushes.failures):
-            flush.retry_due(state)  # after the event: it may have found a row to be wrong
+        flush.retry_due(state)
         return state.out
 
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before. Asked after every message."""
         state = self.state
-        if state.settlement.unfinished or state.store.unfinished or state.promotions.unfinished:
+        if state.store.unfinished or state.promotions.going:
             return state.now  # a slice of work is left to do
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
         if not state.config.tiers:
             return due
-        return soonest(due, soonest(state.promotions.next_due, state.flushes.next_due))
+        return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""
@@ -172,19 +153,18 @@ class CacheMachine:
     @property
     def flushing(self) -> bool:
         """Whether tiers take what they were promised, or will once they have told an epoch."""
-        flushes, ops = self.state.flushes, self.state.tiers.ops.values()
-        return any(flushes.bytes_out) or any(
-            isinstance(op, Asking) and flushes.queues[op.tier] for op in ops
+        tiers, ops = self.state.tiers.all, self.state.tiers.ops.values()
+        return any(tier.storing_bytes for tier in tiers) or any(
+            isinstance(op, Asking) and tiers[op.tier].queue for op in ops
         )
 
     def unflushed(self) -> list[tuple[str, int]]:
         """Of a daemon that ends: tiers, and how many rows each was promised and has not taken."""
-        names = enumerate(self.state.config.tiers)
-        left = [(name, flush.rows_left(self.state, tier)) for tier, name in names]
+        tiers = zip(self.state.config.tiers, self.state.tiers.all, strict=True)
+        left = [(name, flush.rows_left(self.state, tier)) for name, tier in tiers]
         return [(name, rows) for name, rows in left if rows]
 
     def status(self) -> dict[str, Any]:
-        """The fields of ``kvass status --json``."""
         return fields.status(self.state)
 
     def validate(self) -> None:

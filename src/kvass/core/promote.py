@@ -1,20 +1,18 @@
 """Promotion: what L1 lacks of a prompt comes from the tiers, if that is worth it and fits.
 
-Law of this file: a row is LOADING from the step that asks a tier for it to the step in which that
-tier is done with its slot, whoever still waits for it. What a promotion waits for it has pinned. It
-is answered once: when nothing is awaited any more, or at its deadline, with the longest hit that is
-READY then. A row that a tier could not give makes the match shorter.
+``begin`` asks the tiers in order what they hold (``_probe_next``). ``_plan`` chooses the longest
+hit that these and L1 make together, cuts it to what fits, and has the rest loaded; rows that
+another promotion is already loading are shared. ``_hold`` pins it and waits. ``_answer`` replies
+once: when nothing is awaited any more, or at the deadline, with the longest hit that is READY then.
 
-The steps of a promotion: ``begin`` asks the tiers in order what they hold (``_probe_next``). Then
-``_plan`` chooses the longest hit that these and L1 make together, cuts it to what fits, and has the
-rest loaded. ``_hold`` pins it and waits. ``_answer`` replies. Rows that another promotion is
-already loading are shared.
+A row is LOADING from the step that asks a tier for it to the step in which that tier is done with
+its slot, whoever still waits for it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -25,18 +23,17 @@ from kvass.core.effects import Loaded, Probed, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
 from kvass.core.ledger import ClassRows
 from kvass.core.prefix import PrefixView
-from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace, RowClass
-from kvass.core.rows import LOADING, READY, WITHDRAWN
+from kvass.core.rows import FAILED, LOADING, READY
 from kvass.core.state import State
 from kvass.core.tier_state import (
     DUPLICATE,
     IN_NO_TIER,
+    INSTANCE_SHARE,
     NOT_ASKED,
     Loading,
     Probing,
     Promotion,
-    Waking,
 )
 from kvass.messages import Matched, Prefetched, Promoting
 from kvass.types import I64Array
@@ -54,10 +51,12 @@ def begin(state: State, promotion: Promotion) -> bool:
 
     False: so many wait that nothing was begun. The asker is given what L1 has.
     """
-    if not state.promotions.room(promotion, state.config.limits.waiting_bytes):
+    waiting, most = state.promotions.bytes_of, state.config.limits.waiting_bytes
+    mine = waiting.get(promotion.instance, 0) + promotion.size_bytes
+    if sum(waiting.values()) + promotion.size_bytes > most or mine > most * INSTANCE_SHARE:
         state.counters["lookups_not_waited"] += 1
         return False
-    state.promotions.add(promotion, promotion.size_bytes)
+    state.promotions.add(promotion)
     if "promoting" in state.sessions[promotion.session].features:
         state.send(promotion.session, Promoting(seq=promotion.seq))
     for home in promotion.homes:
@@ -133,19 +132,20 @@ def _gap(promotion: Promotion, coming: list[BoolArray]) -> bool:
 
 def resume(state: State) -> None:
     """A tier has told an epoch, or that it cannot: go on with those who came before that."""
-    promotions = state.promotions
-    promotions.early = deque(p.id for p in promotions.all.values() if p.early)
-    resume_some(state)
+    go_on(state, (p.id for p in state.promotions.all.values() if p.early))
 
 
-def resume_some(state: State) -> None:
-    """Go on with a slice of what earlier steps left to do."""
-    _wake(state)
-    early = state.promotions.early
-    for _ in range(min(len(early), state.config.slice_ends)):
-        promotion = state.promotions.all.get(early.popleft())
-        if promotion is not None and promotion.early:
+def go_on(state: State, more: Iterable[int] = ()) -> None:
+    """Something has happened for the promotions ``more``: go on with a slice of all such."""
+    going = state.promotions.going
+    going.update(dict.fromkeys(more))
+    for number in [*islice(going, state.config.slice_ends)]:
+        del going[number]
+        promotion = state.promotions.all.get(number)
+        if promotion is not None and promotion.early and not promotion.void:
             _probe_next(state, promotion)
+        elif promotion is not None:
+            _answer(state, promotion)
 
 
 def _probe(state: State, promotion: Promotion, tier: int, wanted: list[I64Array]) -> None:
@@ -159,7 +159,6 @@ def _probe(state: State, promotion: Promotion, tier: int, wanted: list[I64Array]
 
 
 def probed(state: State, event: Probed) -> None:
-    """A tier has said what it holds."""
     op = state.tiers.end(event.op, Probing)
     promotion = state.promotions.all.get(op.promotion)
     if promotion is None:
@@ -169,10 +168,10 @@ def probed(state: State, event: Probed) -> None:
         held = event.held[at : at + len(wanted)]
         home[wanted[held]], home[wanted[~held]] = op.tier, IN_NO_TIER
         at += len(wanted)
-    if promotion.epoch == promotion.namespace.epoch and not promotion.gone:
-        _probe_next(state, promotion)
-    else:
+    if promotion.void:
         _answer(state, promotion)
+    else:
+        _probe_next(state, promotion)
 
 
 # ---------------------------------------------------------------- loading
@@ -214,11 +213,11 @@ def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks
     """Whether loading takes less time than computing the tokens it saves, as far as is known."""
     if not state.config.weigh_loads or promotion.prefill_tokens_s <= 0:
         return True
-    ns, speeds = promotion.namespace, state.tiers.speeds
-    sizes = np.zeros(len(speeds), np.int64)
+    ns, tiers = promotion.namespace, state.tiers.all
+    sizes = np.zeros(len(tiers), np.int64)
     for c, home, w in zip(ns.classes, promotion.homes, wanted, strict=True):
         sizes += np.bincount(home[w], minlength=len(sizes)) * c.spec.row_bytes
-    asked = [(speeds[tier], int(sizes[tier])) for tier in np.flatnonzero(sizes).tolist()]
+    asked = [(tiers[tier].speed, int(sizes[tier])) for tier in np.flatnonzero(sizes).tolist()]
     seconds = sum(speed.seconds(size) for speed, size in asked)
     if seconds * promotion.prefill_tokens_s <= chunks * ns.chunk_tokens:
         return True
@@ -243,7 +242,7 @@ def _load(
     """Take slots for all of ``wanted`` and ask the tiers to fill them; ``upto``. If there is no
     room for all: nothing, and the first chunk for which there was none."""
     classes = promotion.namespace.classes
-    rows, cut = state.store.allocate_each(classes, promotion.keys[:upto], wanted, protect, LOADING)
+    rows, cut = state.store.allocate(classes, promotion.keys[:upto], wanted, protect, LOADING)
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
@@ -262,9 +261,8 @@ def _load(
 def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array) -> None:
     size = len(rows) * c.spec.row_bytes
     op = state.tiers.begin(Loading(tier, ClassRows(c.id, rows), size, set()))
-    for row in rows.tolist():
-        state.promotions.loading[row] = op
-    state.tiers.speeds[tier].begin(size, state.now)
+    state.store.table.loader[rows] = op
+    state.tiers.all[tier].speed.begin(size, state.now)
     records = epochs.records(ns, tier, c, state.store.table.keys_of(rows))
     state.out.append(TierLoad(tier, op, records, state.store.slots(rows), c.spec.shard_bytes))
 
@@ -272,23 +270,19 @@ def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Arr
 def loaded(state: State, event: Loaded) -> None:
     """A tier is done with some slots: they are READY, or free."""
     op = state.tiers.end(event.op, Loading)
-    rows = op.part.rows
-    for row in rows.tolist():
-        del state.promotions.loading[row]
-    good = event.which
-    size = op.size_bytes // len(rows)
-    state.tiers.speeds[op.tier].end(op.size_bytes, int(event.which.sum()) * size, state.now)
-    counters = state.tiers.counters[op.tier]
-    counters["loaded_rows"] += int(event.which.sum())
-    counters["load_misses"] += int((~event.which).sum())
-    state.store.promoted(rows[good], state.config.retain_promoted)
-    flush.queue_promoted(state, ClassRows(op.part.row_class, rows[good]), op.tier)
-    failed = ClassRows(op.part.row_class, rows[~good])
-    state.store.fail(failed.rows)
-    for waiter in op.waiters:
-        if (promotion := state.promotions.all.get(waiter)) is not None:
-            promotion.awaits.discard(event.op)
-    _wake(state, Waking(deque(sorted(op.waiters)), failed, len(failed.rows) * size))
+    good, failed = op.part.rows[event.which], op.part.rows[~event.which]
+    size = len(good) * (op.size_bytes // len(op.part.rows))
+    tier = state.tiers.all[op.tier]
+    tier.speed.end(op.size_bytes, size, state.now)
+    tier.counters["loaded_rows"] += len(good)
+    tier.counters["load_misses"] += len(failed)
+    state.store.promoted(good, state.config.retain_promoted)
+    flush.queue_written(state, ClassRows(op.part.row_class, good), op.tier)  # asked before it
+    state.store.fail(failed)
+    waiting = [p for p in map(state.promotions.all.get, sorted(op.waiters)) if p is not None]
+    for promotion in waiting:
+        promotion.awaits.discard(event.op)
+    go_on(state, (promotion.id for promotion in waiting if not promotion.awaits))
 
 
 # ---------------------------------------------------------------- waiting
@@ -296,22 +290,22 @@ def loaded(state: State, event: Loaded) -> None:
 
 def _hold(state: State, promotion: Promotion, least: int) -> None:
     """Pin the longest hit of rows in state ``least`` or above; answer, if none of it is LOADING."""
-    if promotion.epoch != promotion.namespace.epoch:
+    if promotion.void:
         _answer(state, promotion)
         return
-    before, view = promotion.pinned, _view(state, promotion)
+    before, view, table = promotion.pinned, _view(state, promotion), state.store.table
     promotion.chunks = view.longest(view.there(least))
     promotion.parts, promotion.spares = view.use(promotion.chunks)
     promotion.awaits = set()
     for part in promotion.pinned:
         state.store.pin(part.rows)
-        for row in part.rows[state.store.table.state[part.rows] == LOADING].tolist():
-            promotion.awaits.add(state.promotions.loading[row])
+        loading = part.rows[table.state[part.rows] == LOADING]
+        promotion.awaits.update(np.unique(table.loader[loading]).tolist())
     _unpin(state, promotion, before)  # only now: TRANSIENT rows stay for those who wait
     for op in promotion.awaits:
-        loading = state.tiers.ops[op]
-        assert isinstance(loading, Loading), "a LOADING row that nobody loads"
-        loading.waiters.add(promotion.id)
+        load = state.tiers.ops[op]
+        assert isinstance(load, Loading), "a LOADING row that nobody loads"
+        load.waiters.add(promotion.id)
     if not promotion.awaits:
         _answer(state, promotion)
 
@@ -322,40 +316,10 @@ def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> 
 
 
 def _let_go(state: State, promotion: Promotion) -> None:
-    """It holds nothing any more."""
     pinned = promotion.pinned
     promotion.parts = promotion.spares = ()
     promotion.chunks, promotion.awaits = promotion.first, set()
     _unpin(state, promotion, pinned)
-
-
-def _wake(state: State, more: Waking | None = None) -> None:
-    """Let promotions go on for which something has happened, in its order, a slice of them."""
-    waking, left = state.promotions.waking, state.config.slice_ends
-    if more is not None:
-        waking.append(more)
-    while waking:
-        head = waking[0]
-        while head.waiters:
-            if not left:
-                return
-            left -= 1
-            promotion = state.promotions.all.get(head.waiters.popleft())
-            if promotion is None:
-                continue
-            if promotion.gone or promotion.epoch != promotion.namespace.epoch:
-                _answer(state, promotion)
-            elif head.failed is not None and _uses(promotion, head.failed.rows):
-                _hold(state, promotion, LOADING)
-            elif not promotion.awaits:
-                _answer(state, promotion)
-        if head.failed is not None:
-            state.store.free(head.failed.rows)
-        waking.popleft()
-
-
-def _uses(promotion: Promotion, rows: I64Array) -> bool:
-    return any(np.isin(part.rows, rows).any() for part in promotion.pinned)
 
 
 def _answer(state: State, promotion: Promotion) -> None:
@@ -363,35 +327,33 @@ def _answer(state: State, promotion: Promotion) -> None:
     if promotion.gone:
         _end(state, promotion)
         return
-    instance, first = state.instances.get(promotion.instance), promotion.first
+    instance = state.instances.get(promotion.instance)
     there = instance is not None and state.namespace_of(instance) is promotion.namespace
     if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
         _let_go(state, promotion)
-    elif any((state.store.table.state[p.rows] == WITHDRAWN).any() for p in promotion.pinned):
-        _hold(state, promotion, LOADING)  # a reader has found one of them to be wrong
+    elif any((state.store.table.state[p.rows] == FAILED).any() for p in promotion.pinned):
+        _hold(state, promotion, LOADING)  # what could not be loaded makes the match shorter
         return
     if not promotion.readers:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.chunks)
-    elif promotion.chunks == first:
-        reply = miss(state, first)
     else:
-        lease = state.settlement.lend(
+        state.counters["promoted_chunks"] += promotion.chunks - promotion.first
+        reply = state.matched(
             promotion.instance,
             promotion.request,
-            promotion.chunks - first,
+            promotion.first,
+            promotion.chunks,
             promotion.parts,
             promotion.readers,
-            state.now,
+            promotion.spare,
         )
-        state.counters["promoted_chunks"] += lease.chunks
-        reply = matched(state, lease, first, promotion.spare)
     reply.seq = promotion.seq
     state.send(promotion.session, reply)
     _end(state, promotion)
 
 
 def _end(state: State, promotion: Promotion) -> None:
-    state.promotions.drop(promotion, promotion.size_bytes)
+    state.promotions.drop(promotion)
     _let_go(state, promotion)
 
 
@@ -410,13 +372,10 @@ def session_lost(state: State, session: int) -> None:
     gone = [p for p in state.promotions.all.values() if p.session == session]
     for promotion in gone:
         promotion.gone = True
-    if gone:
-        _wake(state, Waking(deque(p.id for p in gone)))
+    go_on(state, (promotion.id for promotion in gone))
 
 
 def cancel(state: State, cleared: Iterable[Namespace]) -> None:
     """Namespaces are cleared: what waits for rows of before misses."""
     ids = {ns.id for ns in cleared}
-    of_them = [p.id for p in state.promotions.all.values() if p.namespace.id in ids]
-    if of_them:
-        _wake(state, Waking(deque(of_them)))
+    go_on(state, (p.id for p in state.promotions.all.values() if p.namespace.id in ids))

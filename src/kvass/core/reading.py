@@ -1,7 +1,7 @@
-"""Lookup, prefetch, renew, release.
+"""Lookup, prefetch, release.
 
-Law of this file: one function per message. It returns the reply (``None``: there is none, or it
-comes later) or raises ``Refused`` before it changed anything.
+A function per message. It returns the reply (``None``: there is none, or it comes later) or raises
+``Refused`` before it changed anything.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from kvass.core.checks import (
     scheduler_of,
     split_keys,
 )
-from kvass.core.ledger import Lease
 from kvass.core.prefix import PrefixView
 from kvass.core.registry import ClientSession
-from kvass.core.replies import matched, miss
 from kvass.core.row_store import Namespace
-from kvass.core.rows import WITHDRAWN
 from kvass.core.state import State
-from kvass.core.tier_state import NOT_ASKED, Promotion
+from kvass.core.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.errors import Refused
-from kvass.messages import Lookup, Matched, Prefetch, Prefetched, Release, Renew, Renewed
+from kvass.messages import Lookup, Matched, Prefetch, Prefetched, Release
 from kvass.types import SCHEDULER, U64Array
 
 PREFETCH_S: Final = 60.0
@@ -55,7 +52,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     state.counters["lookup_chunks"] += len(keys) - msg.first
     ns = state.namespace_of(instance)
     if ns is None:
-        return miss(state, msg.first)
+        return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
     chunks = view.longest(view.there())
     parts, _ = view.use(chunks)
@@ -64,19 +61,14 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s)
         if promotion.deadline > state.now and promote.begin(state, promotion):
             return None
-    if chunks == msg.first:
-        return miss(state, msg.first)
-    lease = state.settlement.lend(
-        instance.id, msg.request, chunks - msg.first, parts, readers, state.now
-    )
-    return matched(state, lease, msg.first, msg.spare)
+    return state.matched(instance.id, msg.request, msg.first, chunks, parts, readers, msg.spare)
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:
-    """How long tiers may take for what L1 lacks of ``asked`` chunks; it has ``chunks``.
+    """How long tiers may take for what L1, which has ``chunks``, lacks of ``asked`` chunks.
 
-    As long as the asker says. If L1 has a part: as long as computing the rest takes, which is its
-    share of that time if the asker does not know its speed; but no less than ``lookup_budget_ms``.
+    As long as the asker says. If L1 has a part: as long as computing the rest takes (its share of
+    that time, if the asker does not know its speed), but no less than ``lookup_budget_ms``.
     """
     least_s = state.config.timing.lookup_budget_ms / 1000
     wait_s = min(msg.budget_ms / 1000 or least_s, MAX_WAIT_S)
@@ -139,8 +131,10 @@ def _promotion(
     readers: set[int],
     wait_s: float,
 ) -> Promotion:
+    homes = [np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes]
+    arrays_bytes = keys.nbytes + sum(home.nbytes for home in homes)
     return Promotion(
-        id=state.promotions.new_id(),
+        id=next(state.promotions.numbers),
         session=session.id,
         seq=msg.seq,
         instance=_asker(session),
@@ -151,18 +145,11 @@ def _promotion(
         keys=keys,
         first=msg.first if isinstance(msg, Lookup) else 0,
         deadline=state.now + wait_s,
+        size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
-        homes=[np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes],
+        homes=homes,
     )
-
-
-def renew(state: State, session: ClientSession, msg: Renew) -> Renewed:
-    """A full term more for a lease that did not lapse."""
-    lease = open_lease(state, session, msg.boot, msg.lease)
-    if lease is None:
-        raise Refused("unknown_lease", f"lease {msg.lease} has ended: look up again")
-    return Renewed(deadline_s=state.settlement.renew(lease, state.now))
 
 
 def release(state: State, session: ClientSession, msg: Release) -> None:
@@ -173,21 +160,7 @@ def release(state: State, session: ClientSession, msg: Release) -> None:
     rank = own_rank(session, msg.rank)
     if rank == SCHEDULER and lease.handed_over:
         raise Refused("bad_rank", f"lease {msg.lease} was handed over: only its ranks release")
-    if msg.bad and (rank == SCHEDULER or rank in lease.owing):
-        _drop_bad(state, lease, msg.bad)
     if rank == SCHEDULER:
         state.settlement.end_lease(lease)
     else:
         state.settlement.release(lease, rank)
-
-
-def _drop_bad(state: State, lease: Lease, bad: tuple[int, ...]) -> None:
-    """Rows whose bytes proved wrong never match again (law 8); a tier's record is checked anew."""
-    named = np.array(bad, np.int64)
-    for part in lease.parts:
-        begin = lease.chunks - len(part.rows)  # a window's rows are those of the last chunks
-        wrong = named[(begin <= named) & (named < lease.chunks)]
-        rows = np.unique(part.rows[wrong - begin])
-        rows = rows[state.store.table.state[rows] != WITHDRAWN]
-        state.counters["bad_rows"] += len(rows)
-        state.store.withdraw(rows)

@@ -1,11 +1,9 @@
 """The rows of L1: their index, their slots, and room for new ones.
 
-Law of this file: an index entry names a row that is WRITING, LOADING, READY or TRANSIENT; room is
-made here, at allocation time, and nowhere else (law 6). It knows no sessions and no time.
-
-Where there is no free slot, a new extent set is taken from the arena's free space. If there is
-none, rows are evicted: the class's own, or the extent sets of other classes, whichever were used
-less recently. So no layout can starve another.
+An index entry names a row that is WRITING, LOADING, READY or TRANSIENT. Room is made here, at
+allocation time, and nowhere else (law 6). Where there is no free slot, a new extent set is taken
+from the arena's free space. If there is none, rows are evicted: the class's own, or the extent sets
+of other classes, whichever were used less recently. So no layout can starve another.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from kvass.core.extents import STAYS, ExtentMap
 from kvass.core.index import ABSENT, KeyIndex
 from kvass.core.registry import RowClassSpec
 from kvass.core.rows import (
+    FAILED,
     FREE,
     LOADING,
     NEVER,
@@ -30,16 +29,14 @@ from kvass.core.rows import (
     READY,
     STATE_NAMES,
     TRANSIENT,
-    WITHDRAWN,
     WRITING,
     RowTable,
 )
-from kvass.core.sets import CLEARED, SetTable
-from kvass.core.slots import FreeSlots
+from kvass.core.sets import CLEARED, FreeSlots, SetTable
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
-_LEAVING: Final = (WITHDRAWN, TRANSIENT)
+_LEAVING: Final = (FAILED, TRANSIENT)
 """Rows in these states are freed at their last unpin."""
 
 TYPICAL_ROW: Final = 1 << 20
@@ -64,18 +61,17 @@ class RowClass(msgspec.Struct):
     slots_per_set: int
     index: KeyIndex
     free: FreeSlots
+    rows: list[int]
     slots: int = 0
-    rows: list[int] = []
 
 
 class Namespace(msgspec.Struct):
-    """``epoch`` counts clears: what was reserved under an older one is discarded at commit.
+    """``epoch`` counts clears. A clear gives it new, empty ``classes``.
 
     ``tier_epochs``: the epoch of its records in each tier; None: not known yet, so that tier is not
     used for it. ``asked_s``: when each was last asked for; infinity: the answer is awaited.
-
-    ``private``: of one engine's generation (``messages.Register``). No engine has it once that one
-    has left it. So its rows are in L1 only: no tier is asked for an epoch, both lists are empty.
+    ``private``: of one engine's generation (``messages.Register``). Its rows are in L1 only: no
+    tier is asked for an epoch, and both lists are empty.
     """
 
     id: int
@@ -90,7 +86,7 @@ class Namespace(msgspec.Struct):
 
 
 class RowStore:
-    """Rows of all classes in an arena of ``arena_bytes``."""
+    """Rows of all classes in an arena of ``arena_bytes``. ``slice_slots``: of one ``reclaim``."""
 
     def __init__(
         self,
@@ -103,26 +99,25 @@ class RowStore:
         self.table = RowTable()
         self.table.grow(min(arena_bytes // TYPICAL_ROW, ROOM))
         self.extents = ExtentMap(arena_bytes)
+        self.sets = SetTable()
         self.classes: dict[int, RowClass] = {}
+        self.pinned = 0
+        """Pins on all rows; one of a lease that names a row twice counts twice."""
         self._of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes
         self._slice_slots = slice_slots
+        self._seed = seed
         self._next_class = 0
         self._index_room = INDEX_ROOM
         self._cold: list[KeyIndex] = []
         """Indexes whose memory nobody has touched yet."""
         self._leaving = 0
         """Rows that are freed at their last unpin: most unpins need not look for any."""
-        self._seed = seed
-        self.sets = SetTable()
-        self.pinned = 0
-        """Pins on all rows; one of a lease that names a row twice counts twice."""
 
     # ------------------------------------------------------------ classes
 
     def add_class(self, spec: RowClassSpec, namespace: int) -> RowClass:
-        """A new, empty class of a namespace."""
         made = RowClass(
             id=self._next_class,
             namespace=namespace,
@@ -148,19 +143,56 @@ class RowStore:
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
         """So many that an extent is as large as configured. But a set, which has an extent for each
-        shard, is at most a sixteenth of the arena: a few sets in use must leave room for others
-        (law 6)."""
+        shard, is at most a sixteenth of the arena, or a few would leave no room for others (law 6).
+        """
         most = max(self._extent_bytes, self.extents.size // 16)
         return min(-(-self._extent_bytes // max(spec.shard_bytes)), -(-most // spec.row_bytes))
 
     def remove(self, gone: Collection[RowClass]) -> None:
-        """Forget classes; their slots are given back by ``reclaim``."""
-        self._disown(gone)
+        """Forget classes: nothing of them matches any more, from now on.
+
+        Their sets are ``CLEARED``. Who reads or writes there goes on. Sets in which nobody does are
+        given back by ``reclaim``, or when somebody needs room.
+        """
+        sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in gone]))
+        self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
+        self.sets.cleared += len(sets)
         for row_class in gone:
             self._index_room += row_class.index.room
             self._cold = [index for index in self._cold if index is not row_class.index]
             del self.classes[row_class.id]
             self._of_namespace[row_class.namespace].remove(row_class)
+
+    def clear(self, namespaces: Collection[Namespace]) -> int:
+        """Give ``namespaces`` empty classes; returns how many rows matched until now."""
+        matched = sum(sum(c.rows[READY:]) for ns in namespaces for c in ns.classes)
+        self.remove([c for ns in namespaces for c in ns.classes if c.slots])
+        for ns in namespaces:
+            ns.classes = [self.add_class(c.spec, ns.id) if c.slots else c for c in ns.classes]
+        return matched
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether ``reclaim`` or ``warm`` has something to do now."""
+        return bool(self._cold or (self.sets.cleared and len(self._idle_cleared())))
+
+    def reclaim(self) -> None:
+        """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
+        one set, so that it does not take long."""
+        if self.sets.cleared and len(sets := self._idle_cleared()):
+            upto = np.cumsum(self.sets.slots[sets])
+            count = int(np.searchsorted(upto, self._slice_slots, side="right"))
+            self._evict_sets(sets[: max(1, count)])
+
+    def _idle_cleared(self) -> I64Array:
+        return np.flatnonzero((self.sets.owner == CLEARED) & (self.sets.held == 0))
+
+    def warm(self) -> None:
+        """Touch some memory of a new index, so that the first stores do not wait for the kernel."""
+        if self._cold:
+            self._cold[0].warm()
+            if not self._cold[0].cold:
+                del self._cold[0]
 
     # ------------------------------------------------------------ finding
 
@@ -185,7 +217,6 @@ class RowStore:
             self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def slots(self, rows: I64Array) -> Slots:
-        """Where ``rows`` lie."""
         if not len(rows):
             return Slots()
         sets = self.table.set_of[rows]
@@ -198,8 +229,6 @@ class RowStore:
             set_=number.take(sets).tobytes(),
             slot=self.table.slot[rows].tobytes(),
         )
-
-    # ------------------------------------------------------------ reading
 
     def pin(self, rows: I64Array) -> None:
         """One lease more holds ``rows``; a row that they name twice is pinned once."""
@@ -219,28 +248,13 @@ class RowStore:
         if not self._leaving:
             return
         states = table.state[rows]
-        leaving = states == WITHDRAWN if ahead else np.isin(states, _LEAVING)
+        leaving = states == FAILED if ahead else np.isin(states, _LEAVING)
         leaving &= table.pins[rows] == 0
         self.free(np.unique(rows[leaving]))
 
-    # ------------------------------------------------------------ writing
+    # ------------------------------------------------------------ states
 
     def allocate(
-        self, row_class: RowClass, keys: U64Array, protect: int, state: int = WRITING
-    ) -> I64Array:
-        """WRITING (or LOADING) rows for the first of ``keys``, as many as room can be made for.
-
-        Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. ``keys`` are
-        distinct, and none is in the index.
-        """
-        self._make_room(row_class, len(keys), protect)
-        rows = row_class.free.take(len(keys))
-        self._move(rows, FREE, state)
-        self.table.key[rows] = keys[: len(rows)]
-        row_class.index.add(rows)
-        return rows
-
-    def allocate_each(
         self,
         classes: list[RowClass],
         keys: U64Array,
@@ -248,14 +262,56 @@ class RowStore:
         protect: int,
         state: int = WRITING,
     ) -> tuple[list[I64Array], int]:
-        """Rows for the chunks ``wanted`` of each class, and the first chunk that got none in some
-        class because there was no room; ``len(keys)`` if there is none. Rows behind it were taken.
+        """WRITING (or LOADING) rows for the first chunks of ``wanted`` in each class, as many as
+        room can be made for; and the first chunk that got none in some class, or ``len(keys)``.
+
+        Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. The keys that
+        are wanted are distinct, and none is in its class's index.
         """
-        rows = [
-            self.allocate(c, keys[w], protect, state) for c, w in zip(classes, wanted, strict=True)
-        ]
-        short = [int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)]
-        return rows, min(short, default=len(keys))
+        rows, end = list[I64Array](), len(keys)
+        for row_class, chunks in zip(classes, wanted, strict=True):
+            self._make_room(row_class, len(chunks), protect)
+            taken = row_class.free.take(len(chunks))
+            self._move(taken, FREE, state)
+            self.table.key[taken] = keys[chunks[: len(taken)]]
+            row_class.index.add(taken)
+            rows.append(taken)
+            end = min([end, *chunks[len(taken) : len(taken) + 1].tolist()])
+        return rows, end
+
+    def publish(self, rows: I64Array) -> None:
+        """Every shard of ``rows`` is written: they are readable from here on."""
+        self._move(rows, WRITING, READY)
+
+    def promoted(self, rows: I64Array, retain: bool) -> None:
+        """A tier has filled LOADING ``rows``: they are readable from here on."""
+        self._move(rows, LOADING, READY if retain else TRANSIENT)
+        self.table.offered[rows] = True
+
+    def fail(self, rows: I64Array) -> None:
+        """LOADING ``rows`` will not be filled: nobody finds them any more, and they are freed once
+        nobody waits for them."""
+        self._unindex(rows)
+        awaited = self.table.pins[rows] > 0
+        self._move(rows[awaited], LOADING, FAILED)
+        self.free(rows[~awaited])
+
+    def discard(self, rows: I64Array) -> None:
+        """``rows`` will never be readable, and may still be written."""
+        self._unindex(rows)
+        self._move(rows, WRITING, QUARANTINED)
+
+    def free(self, rows: I64Array) -> None:
+        """Nobody reads or writes ``rows`` (all of one class) any more."""
+        if not len(rows):
+            return
+        self._unindex(rows)
+        states = self.table.state[rows]
+        for before in np.flatnonzero(np.bincount(states)).tolist():
+            self._move(rows[states == before], before, FREE)
+        owner = self.class_of(rows)
+        if owner is not None:
+            owner.free.give_back(rows)
 
     def _move(self, rows: I64Array, before: int, after: int) -> None:
         """Move ``rows``, all of one class and in state ``before``, and count them."""
@@ -274,94 +330,6 @@ class RowStore:
         if owner is not None:
             owner.rows[before] -= len(rows)
             owner.rows[after] += len(rows)
-
-    def _move_all(self, rows: I64Array, after: int) -> None:
-        """The same for rows of one class in whatever states."""
-        states = self.table.state[rows]
-        for before in np.flatnonzero(np.bincount(states)).tolist():
-            self._move(rows[states == before], before, after)
-
-    def publish(self, rows: I64Array) -> None:
-        """Every shard of ``rows`` is written: they are readable from here on."""
-        self._move(rows, WRITING, READY)
-
-    def promoted(self, rows: I64Array, retain: bool) -> None:
-        """A tier has filled LOADING ``rows``: they are readable from here on."""
-        self._move(rows, LOADING, READY if retain else TRANSIENT)
-        self.table.offered[rows] = True
-
-    def fail(self, rows: I64Array) -> None:
-        """LOADING ``rows`` will not be filled: nobody finds them any more."""
-        self._unindex(rows)
-
-    def discard(self, rows: I64Array) -> None:
-        """``rows`` will never be readable, and may still be written."""
-        self._unindex(rows)
-        self._move(rows, WRITING, QUARANTINED)
-
-    def free(self, rows: I64Array) -> None:
-        """Nobody reads or writes ``rows`` (all of one class) any more."""
-        if not len(rows):
-            return
-        self._unindex(rows)
-        self._move_all(rows, FREE)
-        owner = self.class_of(rows)
-        if owner is not None:
-            owner.free.give_back(rows)
-
-    def withdraw(self, rows: I64Array) -> None:
-        """Readable ``rows`` match no more, and are freed once nobody reads them."""
-        self._unindex(rows)
-        read = self.table.pins[rows] > 0
-        self._move_all(rows[read], WITHDRAWN)
-        self.free(rows[~read])
-
-    def clear(self, classes: Collection[RowClass]) -> int:
-        """Nothing of ``classes`` matches any more, from now on; returns how many rows did.
-
-        Their sets are ``CLEARED``. Who reads or writes there goes on. Sets in which nobody does are
-        given back by ``reclaim``, or when somebody needs room.
-        """
-        matched = sum(sum(row_class.rows[READY:]) for row_class in classes)
-        self._disown(classes)
-        for row_class in classes:
-            row_class.index.clear()
-            if row_class.index.cold and row_class.index not in self._cold:
-                self._cold.append(row_class.index)
-            row_class.lru = Lru(self.table)
-            row_class.free, row_class.slots = FreeSlots(), 0
-            row_class.rows = [0] * len(STATE_NAMES)
-        return matched
-
-    def _disown(self, classes: Collection[RowClass]) -> None:
-        """The sets of ``classes`` are nobody's: looked for once, however many classes."""
-        sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in classes]))
-        self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
-        self.sets.cleared += len(sets)
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether ``reclaim`` or ``warm`` has something to do now."""
-        return bool(self._cold or (self.sets.cleared and len(self._idle_cleared())))
-
-    def reclaim(self) -> None:
-        """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
-        one set, so that it does not take long."""
-        if self.sets.cleared and len(sets := self._idle_cleared()):
-            upto = np.cumsum(self.sets.slots[sets])
-            self._evict_sets(
-                sets[: max(1, int(np.searchsorted(upto, self._slice_slots, side="right")))]
-            )
-
-    def warm(self) -> None:
-        """Touch some memory of a new index, so that the first stores do not wait for the kernel."""
-        if self._cold:
-            self._cold[0].warm()
-            if not self._cold[0].cold:
-                del self._cold[0]
-
-    def _idle_cleared(self) -> I64Array:
-        return np.flatnonzero((self.sets.owner == CLEARED) & (self.sets.held == 0))
 
     def class_of(self, rows: I64Array) -> RowClass | None:
         """The class whose slots ``rows`` are; ``None`` if they are none's, or it was cleared."""
@@ -394,10 +362,8 @@ class RowStore:
             self._evict(row_class, victims)
 
     def _evict(self, row_class: RowClass, rows: I64Array) -> None:
-        """Free ``rows`` of a class, and what is worth nothing without them.
-
-        No hit gets past a missing ``full`` row, so its chunk's windows and states go with it.
-        """
+        """Free ``rows`` of a class. No hit gets past a missing ``full`` row, so its chunk's windows
+        and states go with it."""
         keys = self.table.keys_of(rows)
         self.free(rows)
         if row_class.spec.layout.kind != "full":
@@ -441,21 +407,16 @@ class RowStore:
 
     def _evict_sets(self, sets: I64Array) -> None:
         """Free the rows of ``sets``, which nobody reads or writes, and give the sets back."""
-        owners = self.sets.owner[sets]
+        rows, owners = self.sets.rows_of(sets), self.sets.owner[sets]
         for owner in sorted(set(owners.tolist())):
-            rows = self.sets.rows_of(sets[owners == owner])
-            held = rows[self.table.state[rows] >= READY]
+            of_owner = self.sets.rows_of(sets[owners == owner])
+            held = of_owner[self.table.state[of_owner] >= READY]
             if owner == CLEARED:
                 self.free(held)
             else:
                 self._counters["evicted_handed_over"] += len(held)
                 self._evict(self.classes[owner], held)
-        self._remove_sets(sets)
-
-    def _remove_sets(self, sets: I64Array) -> None:
-        rows = self.sets.rows_of(sets)
         assert (self.table.state[rows] == FREE).all(), "an extent set in use was given away"
-        owners = self.sets.owner[sets]
         gone = np.zeros(len(self.table), np.bool_)
         gone[rows] = True
         for owner in sorted({*owners.tolist()} - {CLEARED}):

@@ -1,17 +1,15 @@
 """The row table: one row id per slot of the arena, numpy columns, no object per row.
 
-Law of this file: a row's state changes only through ``move``, along ``TRANSITIONS``. A FREE row has
-no key, no pin and no stamp.
+A row's state changes only through ``move``, along ``TRANSITIONS``. A FREE row has no key, no pin
+and no stamp. Ids ``[set.first_row, set.first_row + set.slots)`` are the slots of an extent set.
 
-A row id *is* a slot: ids ``[set.first_row, set.first_row + set.slots)`` are the slots of an extent
-set. States, in an order in which "at least" has a meaning (``LOADING`` and above: a lookup may have
-it now or soon; ``READY`` and above: a lookup may have it now):
+States, in order (a lookup may have ``READY`` and above now, and ``LOADING`` soon):
 
 - FREE: holds nothing; may be granted.
 - WRITING: granted to writers; nobody may read it.
 - QUARANTINED: its writers failed or were too late, and may still write: nobody may have it.
-- WITHDRAWN: was READY, proved wrong, and somebody reads it still. No lookup finds it. It is freed
-  at its last unpin.
+- FAILED: its tier could not fill it, and lookups that wait for it have not let it go yet. No lookup
+  finds it. It is freed at its last unpin.
 - LOADING: being filled from a tier.
 - READY: every shard is written; it may be read while it is pinned.
 - TRANSIENT: READY, and not to be retained: it was promoted, and is freed at its last unpin.
@@ -29,20 +27,12 @@ from kvass.types import I64Array, U64Array
 FREE: Final = 0
 WRITING: Final = 1
 QUARANTINED: Final = 2
-WITHDRAWN: Final = 3
+FAILED: Final = 3
 LOADING: Final = 4
 READY: Final = 5
 TRANSIENT: Final = 6
 
-STATE_NAMES: Final = (
-    "free",
-    "writing",
-    "quarantined",
-    "withdrawn",
-    "loading",
-    "ready",
-    "transient",
-)
+STATE_NAMES: Final = ("free", "writing", "quarantined", "failed", "loading", "ready", "transient")
 
 TRANSITIONS: Final = frozenset(
     {
@@ -53,12 +43,11 @@ TRANSITIONS: Final = frozenset(
         (FREE, LOADING),
         (LOADING, READY),
         (LOADING, TRANSIENT),
+        (LOADING, FAILED),
         (LOADING, FREE),
-        (READY, WITHDRAWN),
+        (FAILED, FREE),
         (READY, FREE),
-        (TRANSIENT, WITHDRAWN),
         (TRANSIENT, FREE),
-        (WITHDRAWN, FREE),
     }
 )
 
@@ -75,21 +64,19 @@ NOBODY: Final = -1
 CACHE_LINE: Final = 64
 
 _RECORD: Final = np.dtype(
-    {
-        "names": ["key", "stamp", "pins", "set_of", "slot", "state", "offered"],
-        "formats": [
-            (np.uint64, KEY_WORDS),
-            np.int64,
-            np.int32,
-            np.int32,
-            "<u4",
-            np.uint8,
-            np.bool_,
-        ],
-        "offsets": [0, 32, 40, 44, 48, 52, 53],
-        "itemsize": CACHE_LINE,
-    }
+    [
+        ("key", np.uint64, KEY_WORDS),
+        ("stamp", np.int64),
+        ("loader", np.int64),
+        ("pins", np.int32),
+        ("set_of", np.int32),
+        ("slot", "<u4"),
+        ("state", np.uint8),
+        ("offered", np.bool_),
+        ("", "V2"),
+    ]
 )
+assert _RECORD.itemsize == CACHE_LINE
 
 
 def cache_lines(count: int) -> npt.NDArray[np.uint8]:
@@ -113,7 +100,8 @@ class RowTable:
 
     def __init__(self) -> None:
         self._view(0)
-        self._clock = 0
+        self.clock = 0
+        """The next stamp to be given: everything touched earlier has a smaller one."""
 
     def _view(self, size: int) -> None:
         lines = cache_lines(size)
@@ -127,16 +115,13 @@ class RowTable:
         self.state: npt.NDArray[np.uint8] = self._records["state"]
         self.offered: npt.NDArray[np.bool_] = self._records["offered"]
         """A tier gave what is in it, or was asked to take it: ``--flush on_evict`` asks once."""
+        self.loader: I64Array = self._records["loader"]
+        """Of a LOADING row: the operation that fills it."""
         self.set_of[:] = NOBODY
         self.stamp[:] = NEVER
 
     def __len__(self) -> int:
         return len(self.state)
-
-    @property
-    def clock(self) -> int:
-        """The next stamp to be given: everything touched earlier has a smaller one."""
-        return self._clock
 
     def grow(self, to: int) -> None:
         """Make room for row ids below ``to`` (amortised: by a quarter at least)."""
@@ -151,8 +136,8 @@ class RowTable:
 
     def stamp_rows(self, rows: I64Array) -> I64Array:
         """Stamp ``rows`` as used now, the first one oldest; returns the stamps given."""
-        stamps = np.arange(self._clock, self._clock + len(rows), dtype=np.int64)
-        self._clock += len(rows)
+        stamps = np.arange(self.clock, self.clock + len(rows), dtype=np.int64)
+        self.clock += len(rows)
         self.stamp[rows] = stamps
         return stamps
 

@@ -1,9 +1,8 @@
 """How many sessions there may be, in all and of one user, and which must end for another.
 
-Law of this file: no user can take all places. A session that has not said Hello is ended if another
-needs its place. The daemon's own user can always connect to look (``kvass status``). This file says
-which session must end, and ``sessions`` ends it. It never names one that may owe a commit or a
-release (law 3): only sessions that have not registered.
+No user can take all places. A session that has not said Hello is ended if another needs its place.
+The daemon's own user can always connect to look (``kvass status``). Only sessions that have not
+registered are ended, because others may owe a commit or a release (law 3).
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from kvass.errors import Refused
 from kvass.types import Limits
 
 OBSERVERS: Final = 16
-"""SessionLimits beyond the limits, for the daemon's own user. Who has one of them can look (``kvass
-status``) and not register. If they are all taken, the one taken first is given to the next."""
+"""Places beyond the limits, for the daemon's own user. Who has one of them can look and not
+register. If they are all taken, the one taken first is given to the next."""
 
 
 class SessionLimits:
@@ -29,7 +28,7 @@ class SessionLimits:
         self._hello_s = hello_s
         self._slice_ends = slice_ends
         self._seated: dict[int, int] = {}
-        """ClientSession -> its user, without those of ``_observers``."""
+        """Session -> its user, without those of ``_observers``."""
         self._of_uid: Counter[int] = Counter()
         self._observers: dict[int, None] = {}
         """Sessions in the places of ``OBSERVERS``, the oldest first."""
@@ -53,7 +52,6 @@ class SessionLimits:
         return next(iter(self._observers)) if len(self._observers) > OBSERVERS else None
 
     def greeted(self, session: ClientSession) -> None:
-        """It said Hello."""
         self._silent.pop(session.id, None)
 
     def check(self, session: ClientSession) -> None:
@@ -67,7 +65,6 @@ class SessionLimits:
             self._seat(session)
 
     def leave(self, session: ClientSession) -> None:
-        """Its place is free."""
         self._silent.pop(session.id, None)
         self._observers.pop(session.id, None)
         if self._seated.pop(session.id, None) is not None:
@@ -82,7 +79,6 @@ class SessionLimits:
 
     @property
     def next_due(self) -> float | None:
-        """When ``overdue`` will name somebody."""
         return next(iter(self._silent.values()), None)
 
     def _seat(self, session: ClientSession) -> None:

@@ -1,7 +1,7 @@
 """Sessions as they come, say Hello, and go.
 
-Law of this file: a session that may still write to the arena is never closed: it is half-closed,
-and its EOF is waited for (law 3).
+A session that may still write to the arena is never closed: it is half-closed, and its EOF is
+waited for (law 3).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ CLOCK_SLACK_S: Final = 600.0
 
 
 def opened(state: State, event: Opened) -> None:
-    """A peer connected."""
     assert event.session not in state.sessions, "a session id was reused"
     session = ClientSession(id=event.session, uid=event.uid, own=event.own)
     state.sessions[session.id] = session
@@ -32,14 +31,12 @@ def opened(state: State, event: Opened) -> None:
 
 
 def end_silent(state: State) -> None:
-    """Who has not said Hello in time makes room."""
     for session in state.session_limits.overdue(state.now):
         text = f"say Hello within {state.config.timing.hello_s:g} s"
         end(state, state.sessions[session], "limit", text)
 
 
 def faulted(state: State, event: Faulted) -> None:
-    """A session sent bytes that are no message."""
     session = state.sessions.get(event.session)
     if session is not None and not session.ending:
         end(state, session, event.code, event.text)
@@ -78,12 +75,10 @@ def lost(state: State, event: Lost) -> None:
     instance = state.instances[who.instance]
     del instance.sessions[who.rank]
     if who.rank == SCHEDULER:
-        state.settlement.scheduler_lost(instance.id, session.id, state.now)
+        state.settlement.lost(instance.id, SCHEDULER)
     else:
         instance.workers.pop(who.rank, None)
-        until = state.settlement.rank_lost(
-            instance.id, who.rank, session.id, event.exiting, state.now
-        )
+        until = state.settlement.rank_lost(instance.id, who.rank, session.id, event.exiting)
         if until is not None:
             state.out.append(Watch(session.id, until))
     instance.namespace = None if instance.missing else instance.namespace
@@ -100,7 +95,6 @@ def populated(state: State, event: PopulatedTo) -> None:
 
 
 def hello(state: State, session: ClientSession, msg: Hello) -> None:
-    """The handshake."""
     if session.greeted:
         raise Refused("bad_message", "Hello was said already")
     protocol = min(msg.protocol_max, PROTOCOL_MAX)

@@ -1,31 +1,24 @@
 """Leases and reservations as they are opened and settled, and what that does to the rows.
 
-Law of this file: every way a lease or reservation can end is here, and each ends once. A lease ends
-when its last owing rank released or its deadline passed. A reservation is *settled* when no rank
-owes a commit any more and no device of a lost writer may still write. Only then are its slots freed
-or made readable (law 3).
+Every way a lease or reservation can end is here, and each ends once. A lease ends when its last
+owing rank released or its deadline passed. A reservation is *settled* when no rank owes a commit
+any more and no device of a lost writer may still write. Only then are its slots freed or made
+readable (law 3). A commit counts only while its reservation is not discarded (laws 4, 8).
 
-When does a lost writer's device stop writing? EOF on its socket alone proves nothing: a process
-that exits closes our socket before or after the GPU's files, and only releasing these stops the
-GPU. The end of the process proves it: the kernel releases a process's files before it reports the
-end. So
+When does a lost writer's device stop writing? EOF on its socket proves nothing: a process that
+exits closes our socket before or after the GPU's files, and only releasing these stops the GPU. The
+end of the process proves it, because the kernel releases a process's files first. So
 
-- if the process was seen to be exiting at EOF, its slots wait for its end, however long that takes
-  (with much pinned memory it takes longer than any grace time that is short enough to be useful);
+- if the process was seen to be exiting at EOF, its slots wait for its end, however long that takes;
 - if not, it either lives on (a client of kvass closes its socket only when its copies have ended)
   or cannot be seen. Its slots wait for ``dma_grace_s``, or for its end if that is seen sooner.
 
 After the end they wait ``DEVICE_S`` more. Not covered: a device that was started by another process
-than the one that connected (a forked child, or one that was passed the socket), and a device whose
-driver goes on after it was released.
+than the one that connected, and a device whose driver goes on after it was released.
 
-Where many end at once (thousands of leases lapse, or a rank that owed thousands is lost), they are
-ended ``slice_ends`` at a time, in this step and later ones. A message that names one of them
-meanwhile finds it ended: by its deadline, or because ``settle`` ends it first.
-
-A commit counts only while its reservation is not discarded. A reservation is discarded at its
-deadline, when a rank that owes aborts or is lost, when its namespace is cleared, or when its
-instance's weights were replaced (laws 4, 8).
+Where many end at once, they are ended ``slice_ends`` at a time, in this step and later ones. A
+message that names one of them meanwhile finds it ended: by its deadline, or because ``settle`` ends
+it first.
 """
 
 from __future__ import annotations
@@ -47,8 +40,8 @@ MOVED: Final = -2
 class Loss(msgspec.Struct):
     """A session that was lost, and the leases and reservations that it may still owe.
 
-    ``until``: when its device may still write (infinity: until its process ends). ``rank``: whose
-    session it was; ``MOVED``: nobody's, the instance has moved to another generation.
+    ``rank``: whose it was; ``MOVED``: nobody's, the instance has moved to another generation.
+    ``until``: when its device may still write; infinity: until its process ends.
     """
 
     rank: int
@@ -64,11 +57,13 @@ class Settlement:
         self, store: RowStore, timing: Timing, counters: dict[str, int], slice_ends: int
     ) -> None:
         self.store = store
+        self.now = -math.inf
+        """Of the step in progress (``lapse``)."""
         self.leases = Ledger[Lease]()
         self.reservations = Ledger[Reservation]()
-        self._counters = counters
         self.published: list[ClassRows] = []
         """Rows that became READY and were not queued for tiers yet (``flush``)."""
+        self._counters = counters
         self._timing = timing
         self._slice_ends = slice_ends
         self._losses: deque[Loss] = deque()
@@ -85,13 +80,7 @@ class Settlement:
     # ------------------------------------------------------------ leases
 
     def lend(
-        self,
-        instance: str,
-        request: str,
-        chunks: int,
-        parts: tuple[ClassRows, ...],
-        readers: set[int],
-        now: float,
+        self, instance: str, request: str, parts: tuple[ClassRows, ...], readers: set[int]
     ) -> Lease:
         """Pin ``parts`` for ``readers``, each of which owes one release."""
         for part in parts:
@@ -100,19 +89,12 @@ class Settlement:
             id=self._new_id(),
             instance=instance,
             request=request,
-            chunks=chunks,
+            deadline=self.now + self._timing.lease_s,
             parts=parts,
             owing=readers,
-            deadline=now + self._timing.lease_s,
         )
         self.leases.add(lease)
         return lease
-
-    def renew(self, lease: Lease, now: float) -> float:
-        """A full term from now on; returns the new deadline."""
-        lease.deadline = now + self._timing.lease_s
-        self.leases.wake_at(lease.deadline, lease)
-        return lease.deadline
 
     def release(self, lease: Lease, rank: int) -> None:
         """``rank`` is done reading; a second release changes nothing."""
@@ -134,47 +116,42 @@ class Settlement:
         request: str,
         parts: tuple[ClassRows, ...],
         writers: set[int],
-        epoch: int,
-        now: float,
     ) -> Reservation:
         """Record that ``writers`` each owe a commit on the WRITING rows of ``parts``."""
+        classes = self.store.classes
         reservation = Reservation(
             id=self._new_id(),
             instance=instance,
             request=request,
+            deadline=self.now + self._timing.reserve_s,
+            size_bytes=sum(len(p.rows) * classes[p.row_class].spec.row_bytes for p in parts),
             parts=parts,
             owing=writers,
-            deadline=now + self._timing.reserve_s,
-            epoch=epoch,
-            size_bytes=sum(
-                len(p.rows) * self.store.classes[p.row_class].spec.row_bytes for p in parts
-            ),
         )
-        self.reservations.add(reservation, reservation.size_bytes)
+        self.reservations.add(reservation)
         return reservation
 
-    def commit(self, reservation: Reservation, rank: int, epoch: int | None, now: float) -> None:
-        """``rank`` wrote its shard of every row; ``epoch`` is the namespace's now, if
-        there still is one."""
-        if reservation.deadline <= now:
+    def commit(self, reservation: Reservation, rank: int) -> None:
+        """``rank`` wrote its shard of every row."""
+        if reservation.deadline <= self.now:
             self.discard(reservation, "late")
-        if reservation.epoch != epoch:
+        if reservation.parts[0].row_class not in self.store.classes:
             self.discard(reservation, "cleared")
         reservation.owing.discard(rank)
-        self._settle(reservation, now)
+        self._settle(reservation)
 
-    def abort(self, reservation: Reservation, rank: int, now: float) -> None:
+    def abort(self, reservation: Reservation, rank: int) -> None:
         """``rank`` will not write any more, and has not written all."""
         if rank in reservation.owing:
             self.discard(reservation, "aborted")
             reservation.owing.discard(rank)
-            self._settle(reservation, now)
+            self._settle(reservation)
 
-    def cancel(self, reservation: Reservation, now: float) -> None:
+    def cancel(self, reservation: Reservation) -> None:
         """No rank was ever told of it: nobody writes."""
         self.discard(reservation, "cancelled")
         reservation.owing.clear()
-        self._settle(reservation, now)
+        self._settle(reservation)
 
     def discard(self, reservation: Reservation, reason: str) -> None:
         """Whatever its writers still say, nothing of it is published."""
@@ -184,14 +161,10 @@ class Settlement:
             for part in reservation.parts:
                 self.store.discard(part.rows)
 
-    def weights_replaced(self, instance: str, now: float) -> None:
-        """Discard what the instance has open: it may have written it with old and new weights."""
-        self._lost(Loss(MOVED, 0, now, set(self.reservations.of(instance))), now)
-
-    def _settle(self, reservation: Reservation, now: float) -> None:
-        if not reservation.settled(now):
+    def _settle(self, reservation: Reservation) -> None:
+        if not reservation.settled(self.now):
             return
-        self.reservations.drop(reservation, reservation.size_bytes)
+        self.reservations.drop(reservation)
         for part in reservation.parts:
             if reservation.discarded:
                 self.store.free(part.rows)
@@ -202,88 +175,76 @@ class Settlement:
     # ------------------------------------------------------------ time and death
 
     def lapse(self, now: float) -> None:
-        """End leases, discard reservations and free slots whose time has come."""
+        """A step begins: end leases, discard reservations and free slots whose time has come."""
+        self.now = now
         if self._losses:
-            self._carry_out_losses(now)
+            self._carry_out_losses()
         leases = self.leases.due(now, self._slice_ends)
         for lease in leases:
-            if lease.deadline <= now:
-                self._counters["lapsed_leases"] += 1
-                self.end_lease(lease)
+            self._counters["lapsed_leases"] += 1
+            self.end_lease(lease)
         for reservation in self.reservations.due(now, self._slice_ends - len(leases)):
             if reservation.deadline <= now:
                 self.discard(reservation, "late")
-            self._settle(reservation, now)
+            self._settle(reservation)
 
     @property
     def next_due(self) -> float | None:
-        """When ``lapse`` has something to do next."""
+        if self._losses:
+            return self.now
         return soonest(self.leases.next_due, self.reservations.next_due)
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether more was lost than one step carried out: ``lapse`` goes on with it."""
-        return bool(self._losses)
-
-    def behind(self, now: float) -> bool:
-        """Whether more should have ended than one step did."""
-        due = self.next_due
-        return self.unfinished or (due is not None and due <= now)
-
-    def rank_lost(
-        self, instance: str, rank: int, session: int, exiting: bool, now: float
-    ) -> float | None:
+    def rank_lost(self, instance: str, rank: int, session: int, exiting: bool) -> float | None:
         """A worker's EOF settles what that rank owes: only its device may still write.
 
         Returns until when it may; None: the rank was not writing.
         """
-        until = math.inf if exiting else now + self._timing.dma_grace_s
+        until = math.inf if exiting else self.now + self._timing.dma_grace_s
         writing = any(rank in r.owing for r in self.reservations.of(instance).values())
-        self._lost(Loss(rank, session, until, self._ids(instance)), now)
+        self.lost(instance, rank, session, until)
         return until if writing else None
 
-    def process_ended(self, session: int, now: float) -> None:
+    def process_ended(self, session: int) -> None:
         """The process behind a lost session ended: its device writes ``DEVICE_S`` more at most."""
-        until = now + min(DEVICE_S, self._timing.dma_grace_s)
+        until = self.now + min(DEVICE_S, self._timing.dma_grace_s)
         for loss in self._losses:
             if loss.session == session:
                 loss.until = min(loss.until, until)
         for reservation in [r for r in self.reservations.all.values() if r.writing_until]:
             if until < reservation.writing_until.get(session, 0.0):
-                self._wait_for_device(reservation, session, until, now)
+                self._wait_for_device(reservation, session, until)
 
-    def scheduler_lost(self, instance: str, session: int, now: float) -> None:
-        """A scheduler's EOF cancels only what it never handed over."""
-        self._lost(Loss(SCHEDULER, session, now, self._ids(instance)), now)
-
-    def settle(self, an_id: int, now: float) -> None:
+    def settle(self, an_id: int) -> None:
         """A message names ``an_id``: what it lost is carried out now."""
         for loss in self._losses:
             if an_id in loss.ids:
                 loss.ids.discard(an_id)
-                self._lose(loss, an_id, now)
+                self._lose(loss, an_id)
 
-    def _lost(self, loss: Loss, now: float) -> None:
-        self._losses.append(loss)
-        self._carry_out_losses(now)
+    def lost(self, instance: str, rank: int, session: int = 0, until: float = 0.0) -> None:
+        """A session of ``instance`` was lost, or the instance ``MOVED`` to other weights: what that
+        ends is ended, a slice of it now."""
+        ids = {*self.leases.of(instance), *self.reservations.of(instance)}
+        self._losses.append(Loss(rank, session, until, ids))
+        self._carry_out_losses()
 
-    def _carry_out_losses(self, now: float) -> None:
+    def _carry_out_losses(self) -> None:
         left = self._slice_ends
         while self._losses and left:
             loss = self._losses[0]
             while loss.ids and left:
-                self._lose(loss, loss.ids.pop(), now)
+                self._lose(loss, loss.ids.pop())
                 left -= 1
             if not loss.ids:
                 self._losses.popleft()
 
-    def _lose(self, loss: Loss, an_id: int, now: float) -> None:
+    def _lose(self, loss: Loss, an_id: int) -> None:
         lease, reservation = self.leases.all.get(an_id), self.reservations.all.get(an_id)
         if loss.rank == SCHEDULER:
             if lease is not None and not lease.handed_over:
                 self.end_lease(lease)
             if reservation is not None and not reservation.handed_over:
-                self.cancel(reservation, now)
+                self.cancel(reservation)
         elif loss.rank == MOVED:
             if reservation is not None:
                 self.discard(reservation, "moved")
@@ -293,16 +254,14 @@ class Settlement:
             if reservation is not None and loss.rank in reservation.owing:
                 self.discard(reservation, "writer_lost")
                 reservation.owing.discard(loss.rank)
-                self._wait_for_device(reservation, loss.session, loss.until, now)
+                self._wait_for_device(reservation, loss.session, loss.until)
 
-    def _wait_for_device(
-        self, reservation: Reservation, session: int, until: float, now: float
-    ) -> None:
+    def _wait_for_device(self, reservation: Reservation, session: int, until: float) -> None:
         """What ``session`` was writing may change until then; infinity: until its process ends."""
         reservation.writing_until[session] = until
         if until < math.inf:
             self.reservations.wake_at(until, reservation)
-        self._settle(reservation, now)
+        self._settle(reservation)
 
     def presume_handed_over(self, instance: str) -> None:
         """Messages of the scheduler were lost: its ranks may know of anything it was given."""
@@ -316,6 +275,3 @@ class Settlement:
     def _of(self, instance: str) -> Iterator[Lease | Reservation]:
         yield from self.leases.of(instance).values()
         yield from self.reservations.of(instance).values()
-
-    def _ids(self, instance: str) -> set[int]:
-        return {*self.leases.of(instance), *self.reservations.of(instance)}

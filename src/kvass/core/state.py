@@ -7,13 +7,14 @@ from collections import Counter
 import msgspec
 
 from kvass.core.effects import Effect, Send
+from kvass.core.ledger import ClassRows
 from kvass.core.metrics import COUNTERS
 from kvass.core.registry import ClientSession, Instance
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.session_limits import SessionLimits
 from kvass.core.settlement import Settlement
-from kvass.core.tier_state import Flushes, FlushMode, Promotions, Tiers
-from kvass.messages import FromClient, FromDaemon
+from kvass.core.tier_state import FlushMode, Promotions, Tiers
+from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Timing
 
 
@@ -67,18 +68,42 @@ class State:
         """What the step in progress has the daemon do."""
         self.tiers = Tiers(len(config.tiers), config.boot)
         self.promotions = Promotions()
-        self.flushes = Flushes(len(config.tiers))
         self.stopping = False
 
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
-        """Have ``message`` sent."""
         self.out.append(Send(session, message, with_arena))
+
+    def matched(
+        self,
+        instance: str,
+        request: str,
+        first: int,
+        chunks: int,
+        parts: tuple[ClassRows, ...],
+        readers: set[int],
+        spare: int,
+    ) -> Matched:
+        """The answer to a lookup: a match of ``chunks`` chunks, which is lent to ``readers``. If
+        there are but the ``first`` ones, it is a miss."""
+        if chunks == first:
+            return Matched(boot=self.config.boot, first=first, chunks=first)
+        lease = self.settlement.lend(instance, request, parts, readers)
+        self.counters["hit_chunks"] += chunks - first
+        return Matched(
+            boot=self.config.boot,
+            lease=lease.id,
+            first=first,
+            chunks=chunks,
+            given_s=self.now,
+            deadline_s=lease.deadline,
+            slots=tuple([self.store.slots(part.rows) for part in parts]),
+            spare=spare,
+        )
 
     @property
     def loading_bytes(self) -> int:
         """Bytes of all LOADING rows (law 12)."""
-        asked = sum(speed.loading_bytes for speed in self.tiers.speeds)
-        return asked + sum(each.failed_bytes for each in self.promotions.waking)
+        return sum(tier.speed.loading_bytes for tier in self.tiers.all)
 
     @property
     def quota(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WITHDRAWN, WRITING
+from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
+from kvass.core.tier_state import Loading, TierState
 
 if TYPE_CHECKING:
     from kvass.core.row_store import RowClass
@@ -26,6 +27,7 @@ def status(state: State) -> dict[str, Any]:
     ]
     groups = [g for ns in namespaces for g in ns["groups"]]  # type: ignore[attr-defined]
     reservations, cleared_bytes = state.reservations.all.values(), state.store.cleared_bytes
+    loads = state.tiers.ops.values()
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,
@@ -35,7 +37,7 @@ def status(state: State) -> dict[str, Any]:
         "reservations": len(state.reservations.all),
         "pins": state.store.pinned,
         "rows": sum(g["rows"] for g in groups),
-        "rows_loading": len(state.promotions.loading),
+        "rows_loading": sum(len(op.part.rows) for op in loads if isinstance(op, Loading)),
         "quarantined_bytes": sum(r.size_bytes for r in reservations if r.discarded),
         "l1_used_bytes": sum(g["used_bytes"] for g in groups) + cleared_bytes,
         "l1_cleared_bytes": cleared_bytes,
@@ -43,21 +45,21 @@ def status(state: State) -> dict[str, Any]:
         "l1_populated_bytes": state.populated_bytes,
         "promotions": len(state.promotions.all),
         "namespaces": namespaces,
-        "tiers": [_tier(state, number) for number in range(len(state.config.tiers))],
+        "tiers": [*map(_tier, state.config.tiers, state.tiers.all)],
         "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
         "counters": {name: count for name, count in state.counters.items() if count},
     }
 
 
-def _tier(state: State, number: int) -> dict[str, Any]:
+def _tier(name: str, tier: TierState) -> dict[str, Any]:
     return {
-        "tier": state.config.tiers[number],
-        "flush_queue_rows": state.flushes.rows[number],
-        "storing_bytes": state.flushes.bytes_out[number],
-        "loading_bytes": state.tiers.speeds[number].loading_bytes,
-        "load_bytes_s": int(state.tiers.speeds[number].bytes_s),
-        **state.tiers.counters[number],
-        **state.tiers.reports[number],
+        "tier": name,
+        "flush_queue_rows": tier.queued_rows,
+        "storing_bytes": tier.storing_bytes,
+        "loading_bytes": tier.speed.loading_bytes,
+        "load_bytes_s": int(tier.speed.bytes_s),
+        **tier.counters,
+        **tier.report,
     }
 
 
@@ -67,7 +69,7 @@ def _group(row_class: RowClass) -> dict[str, Any]:
         "group": row_class.spec.group,
         "kind": row_class.spec.layout.kind,
         "row_bytes": size,
-        "rows": rows[READY] + rows[TRANSIENT] + rows[WITHDRAWN],
+        "rows": rows[READY] + rows[TRANSIENT],
         "rows_writing": rows[WRITING],
         "rows_loading": rows[LOADING],
         "quarantined_bytes": rows[QUARANTINED] * size,

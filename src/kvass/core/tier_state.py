@@ -1,13 +1,13 @@
-"""The state of the tiers, of the operations they were asked for, and of promotions and flushes.
+"""The state of the tiers, of the operations they were asked for, and of promotions.
 
-Law of this file: an operation (``Tiers.ops``) is what a tier was asked and has not answered. It
-ends once. What a tier may still write or read is in an operation, and nowhere else.
+What a tier may still write or read is in an operation (``Tiers.ops``), and nowhere else. An
+operation ends once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
+import itertools
 from collections import deque
 from typing import Any, Final, Literal, TypeVar
 
@@ -20,16 +20,17 @@ from kvass.types import I64Array, U64Array
 
 FlushMode = Literal["write_through", "on_evict", "none"]
 
-REST_S: Final = 1.0
-"""How long a tier that was down is not asked to store; twice as long after each failure, """
-_MOST_FAILURES: Final = 7
-"""until so many in a row: then it is asked again only when there is more to store."""
 PROMOTION_BYTES: Final = 2048
-"""What one takes of the daemon's memory, but for its keys."""
+"""What one takes of the daemon's memory, but for its arrays and its request's name."""
+INSTANCE_SHARE: Final = 0.25
+"""Of ``Limits.waiting_bytes``: what one instance may take."""
 _SAMPLE_S: Final = 1.0
 """A tier that is never idle is measured as often as this."""
 _SAMPLE_WEIGHT: Final = 0.5
 _FASTEST: Final = 1e15
+
+
+# ---------------------------------------------------------------- operations
 
 
 class Probing(msgspec.Struct):
@@ -91,6 +92,9 @@ Op = Probing | Loading | Flushing | Asking | Emptying
 _Op = TypeVar("_Op", Probing, Loading, Flushing, Asking, Emptying)
 
 
+# ---------------------------------------------------------------- tiers
+
+
 class Speed(msgspec.Struct):
     """How fast a tier loads: bytes per second of the time in which it had anything to load."""
 
@@ -101,7 +105,6 @@ class Speed(msgspec.Struct):
     done_bytes: int = 0
 
     def begin(self, size: int, now: float) -> None:
-        """A load of ``size`` bytes was asked for."""
         if not self.loading_bytes:
             self.since, self.done_bytes = now, 0
         self.loading_bytes += size
@@ -113,9 +116,8 @@ class Speed(msgspec.Struct):
         spent = now - self.since
         if self.done_bytes and spent > 0 and (not self.loading_bytes or spent >= _SAMPLE_S):
             sample = self.done_bytes / spent
-            self.bytes_s = (
-                self.bytes_s + _SAMPLE_WEIGHT * (sample - self.bytes_s) if self.bytes_s else sample
-            )
+            before = self.bytes_s or sample
+            self.bytes_s = before + _SAMPLE_WEIGHT * (sample - before)
             self.since, self.done_bytes = now, 0
 
     def seconds(self, size: int) -> float:
@@ -128,28 +130,51 @@ class Speed(msgspec.Struct):
         self.bytes_s = min(self.bytes_s * 1.05, _FASTEST)
 
 
+class Queued(msgspec.Struct, frozen=True):
+    """Rows to be flushed, if they still hold what they held: ``keys`` says what."""
+
+    row_class: int
+    rows: I64Array
+    keys: U64Array
+
+
+class TierState(msgspec.Struct):
+    """One tier. ``report``: what its process told last (``effects.TierReport``).
+
+    ``queue``: what it is to store, first come first served; ``queued_rows`` in all. ``rests_until``
+    is set while it is not asked to store, because it was down.
+    """
+
+    number: int
+    counters: dict[str, int]
+    report: dict[str, Any] = {}
+    speed: Speed = msgspec.field(default_factory=Speed)
+    queue: deque[Queued] = msgspec.field(default_factory=deque)
+    queued_rows: int = 0
+    storing_bytes: int = 0
+    rests_until: float | None = None
+
+
 class Tiers:
     """All tiers, by number; the first is asked first."""
 
     def __init__(self, tiers: int, boot: bytes) -> None:
+        self.all = [TierState(i, dict.fromkeys(TIER_COUNTERS, 0)) for i in range(tiers)]
         self.ops: dict[int, Op] = {}
-        self.speeds = [Speed() for _ in range(tiers)]
-        self.reports: list[dict[str, Any]] = [{} for _ in range(tiers)]
-        self.counters = [dict.fromkeys(TIER_COUNTERS, 0) for _ in range(tiers)]
         self.owed: set[tuple[bytes, int]] = set()
         """(namespace digest, tier) that were cleared, and whose tier does not know yet."""
         self.known: dict[tuple[bytes, int], int] = {}
         """(namespace digest, tier) -> the highest epoch that was ever seen there. Some 100 bytes
         each, kept also of namespaces that are forgotten: they may come again."""
         self._boot = boot
-        self._next = 1
+        self._numbers = itertools.count(1)
         self._epochs = 0
 
     def begin(self, op: Op) -> int:
         """The number of a new operation."""
-        self._next += 1
-        self.ops[self._next - 1] = op
-        return self._next - 1
+        number = next(self._numbers)
+        self.ops[number] = op
+        return number
 
     def end(self, number: int, kind: type[_Op]) -> _Op:
         """The operation of that number, which is over."""
@@ -163,25 +188,31 @@ class Tiers:
         seed = b"".join([self._boot, digest, self._epochs.to_bytes(8, "big")])
         return int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
 
+    @property
+    def next_due(self) -> float | None:
+        """When a tier that was down is to be asked to store again."""
+        rests = (t.rests_until for t in self.all if t.rests_until is not None and t.queue)
+        return min(rests, default=None)
+
+
+# ---------------------------------------------------------------- promotions
+
 
 NOT_ASKED: Final = -1
 DUPLICATE: Final = -2
 IN_NO_TIER: Final = -3
 """Instead of a tier's number (``Promotion.homes``): no tier was asked for the row; the prompt has
 the key twice, and one row is enough; every tier that was asked does not have it."""
-INSTANCE_SHARE: Final = 0.25
-"""Of ``Limits.waiting_bytes``: what one instance may take."""
 
 
 class Promotion(Entry, kw_only=True):
     """A lookup (or, without readers, a prefetch) that waits for tiers.
 
     ``homes``: per class and chunk the tier that holds the row, or ``NOT_ASKED``, ``DUPLICATE`` or
-    ``IN_NO_TIER``. ``gone``: its session ended, so nobody waits for the answer. ``early``: no tier
-    has told its epoch yet, so none was asked. ``probing``: the tier that was asked last, and
-    ``reach``: for the chunks before this one. ``parts`` is the hit of ``chunks`` chunks that it has
-    pinned, READY or LOADING, and ``spares`` are the spare chunks after it. ``awaits``: the
-    operations that fill what of these is LOADING.
+    ``IN_NO_TIER``. ``gone``: its session ended. ``early``: no tier has told its epoch yet, so none
+    was asked. ``probing``: the tier that was asked last, for the chunks before ``reach``. ``parts``
+    is the hit of ``chunks`` chunks that it has pinned, READY or LOADING, and ``spares`` are the
+    spare chunks after it. ``awaits``: the operations that fill what of these is LOADING.
     """
 
     session: int
@@ -209,94 +240,16 @@ class Promotion(Entry, kw_only=True):
         return self.parts + self.spares
 
     @property
-    def size_bytes(self) -> int:
-        """What it takes of the daemon's memory while it waits, near enough."""
-        arrays = self.keys.nbytes + sum(home.nbytes for home in self.homes)
-        return PROMOTION_BYTES + len(self.request) + arrays
-
-
-class Waking(msgspec.Struct):
-    """Promotions that go on because something happened: a load or a session is over, or a clear.
-
-    ``failed``: the rows that a tier could not fill, of ``failed_bytes``. They are free when every
-    waiter has let them go.
-    """
-
-    waiters: deque[int]
-    failed: ClassRows | None = None
-    failed_bytes: int = 0
+    def void(self) -> bool:
+        """Whether nobody waits for it, or nothing of what it asked for may match any more."""
+        return self.gone or self.epoch != self.namespace.epoch
 
 
 class Promotions(Ledger[Promotion]):
-    """All of them, and the rows that they wait for."""
+    """All of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.loading: dict[int, int] = {}
-        """LOADING row -> the operation that fills it."""
-        self.early: deque[int] = deque()
-        """Those that go on now, because a tier has told its epoch."""
-        self.waking: deque[Waking] = deque()
-        self._next = 1
-
-    def new_id(self) -> int:
-        self._next += 1
-        return self._next - 1
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether some shall go on now."""
-        return bool(self.early or self.waking)
-
-    def behind(self, now: float) -> bool:
-        """Whether more should have gone on, or been answered, than one step did."""
-        return self.unfinished or (self.next_due is not None and self.next_due <= now)
-
-    def room(self, promotion: Promotion, limit_bytes: int) -> bool:
-        """Whether all that wait stay within ``limit_bytes`` with one more, and those of its
-        instance within ``INSTANCE_SHARE`` of it."""
-        size = promotion.size_bytes
-        all_bytes, mine = sum(self.bytes_of.values()), self.bytes_of.get(promotion.instance, 0)
-        return all_bytes + size <= limit_bytes and mine + size <= limit_bytes * INSTANCE_SHARE
-
-
-class Queued(msgspec.Struct, frozen=True):
-    """Rows to be flushed, if they still hold what they held: ``keys`` says what."""
-
-    row_class: int
-    rows: I64Array
-    keys: U64Array
-
-
-class Flushes:
-    """What each tier is to store, first come first served."""
-
-    def __init__(self, tiers: int) -> None:
-        self.queues: list[deque[Queued]] = [deque() for _ in range(tiers)]
-        self.rows: list[int] = [0] * tiers
-        """How many rows each queue names."""
-        self.bytes_out: list[int] = [0] * tiers
-        """What each tier is storing now."""
-        self.failures: list[int] = [0] * tiers
-        """How often in a row each tier was down when it was asked to store."""
-        self.rests_until: list[float] = [-math.inf] * tiers
-        """Until when each tier is not asked, because it was down."""
-
-    def failed(self, tier: int, now: float) -> None:
-        """A tier is down: it is not asked for a while, each time for longer."""
-        if now < self.rests_until[tier]:
-            return  # it was counted, with another operation of that time
-        self.failures[tier] = min(self.failures[tier] + 1, _MOST_FAILURES)
-        self.rests_until[tier] = now + REST_S * 2 ** (self.failures[tier] - 1)
-
-    @property
-    def next_due(self) -> float | None:
-        """When a tier that was down is to be asked again."""
-        waiting = [
-            until
-            for until, queue, failures, out in zip(
-                self.rests_until, self.queues, self.failures, self.bytes_out, strict=True
-            )
-            if queue and 0 < failures < _MOST_FAILURES and not out
-        ]
-        return min(waiting, default=None)
+        self.going: dict[int, None] = {}
+        """The numbers of those for which something has happened, in their order: they go on."""
+        self.numbers = itertools.count(1)

@@ -1,7 +1,7 @@
 """Reserve, commit, abort, and handing over.
 
-Law of this file: one function per message. It returns the reply (``None``: there is none) or raises
-``Refused`` before it changed anything.
+A function per message. It returns the reply (``None``: there is none) or raises ``Refused`` before
+it changed anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy.typing as npt
 from kvass.core import flush
 from kvass.core.checks import (
     check_request,
-    known_ranks,
     open_lease,
     open_reservation,
     own_rank,
@@ -47,7 +46,6 @@ class Item(NamedTuple):
     first: int
     keys: U64Array
     classes: list[RowClass]
-    writers: set[int]
 
 
 Used = tuple[int, I64Array]
@@ -64,7 +62,7 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     if sum(sizes) > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
     now = _items_now(msg.items, sizes)
-    items = [_checked(state, instance, ns, item, msg.width) for item in msg.items[:now]]
+    items = [_checked(state, ns, item, msg.width) for item in msg.items[:now]]
     protect = state.store.table.clock
     used = [_touch(state, ns, item) for item in items]  # before any makes room for itself
     grants = [
@@ -81,20 +79,14 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     )
 
 
-def _checked(
-    state: State, instance: Instance, ns: Namespace, item: ReserveItem, width: int
-) -> Item:
+def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item:
     check_request(item.request, state.config.limits)
     keys = split_keys(item.digests, width, item.first, state.config.limits)
-    named = instance.writers if item.writers is None else item.writers
-    writers = known_ranks("writers", named, instance)
-    if not instance.covers_all_shards(writers):
-        raise Refused("bad_value", "writers: every shard needs exactly one of them")
     groups = len(ns.classes)
     if not 0 < item.groups < 1 << groups:
         raise Refused("bad_value", f"groups: mask {item.groups} does not fit {groups} groups")
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
-    return Item(item.request, item.first, keys, classes, writers)
+    return Item(item.request, item.first, keys, classes)
 
 
 def _items_now(items: Sequence[ReserveItem], sizes: list[int]) -> int:
@@ -117,19 +109,19 @@ def _grant(
     if not any(map(len, wanted)):
         return Grant(later=later)
     state.counters["chunks_wanted"] += int(lacking.any(axis=0).sum())
-    rows, end = state.store.allocate_each(item.classes, item.keys[:until], wanted, protect)
+    rows, end = state.store.allocate(item.classes, item.keys[:until], wanted, protect)
     for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
         n = int(np.searchsorted(w, end))
-        _take_back(state, rows[i][n:])
+        state.store.discard(rows[i][n:])
+        state.store.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
     _touch_new(state, ns, used, new)
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
     if not parts:
         return Grant()
-    reservation = state.settlement.reserve(
-        instance.id, item.request, parts, item.writers, ns.epoch, state.now
-    )
+    writers = set(instance.writers)
+    reservation = state.settlement.reserve(instance.id, item.request, parts, writers)
     which = tuple(tuple(w.tolist()) for w in wanted)
     chunks = tuple(sorted({c for each in which for c in each}))
     state.counters["chunks_granted"] += len(chunks)
@@ -206,24 +198,12 @@ def _allowance(state: State, instance: Instance) -> int:
     return max(0, state.quota - state.reservations.bytes_of.get(instance.id, 0))
 
 
-def _take_back(state: State, rows: I64Array) -> None:
-    """Undo an allocation that nobody was told of."""
-    if len(rows):
-        state.store.discard(rows)
-        state.store.free(rows)
-
-
 def commit(state: State, session: ClientSession, msg: Commit) -> None:
     """A rank wrote its shard of every row of a reservation."""
     reservation = open_reservation(state, session, msg.boot, msg.reservation)
     rank = own_rank(session, msg.rank)
-    if reservation is None or rank not in reservation.owing:
-        return  # said twice, or settled meanwhile: nothing left to publish
-    row_class = state.store.classes.get(reservation.parts[0].row_class)
-    epoch = None  # its namespace was cleared, and then forgotten
-    if row_class is not None:
-        epoch = state.namespaces[row_class.namespace].epoch
-    state.settlement.commit(reservation, rank, epoch, state.now)
+    if reservation is not None and rank in reservation.owing:  # else it was said twice, or settled
+        state.settlement.commit(reservation, rank)
 
 
 def abort(state: State, session: ClientSession, msg: Abort) -> None:
@@ -233,12 +213,12 @@ def abort(state: State, session: ClientSession, msg: Abort) -> None:
     if reservation is None:
         return
     if rank != SCHEDULER:
-        state.settlement.abort(reservation, rank, state.now)
+        state.settlement.abort(reservation, rank)
     elif reservation.handed_over:
         what = f"reservation {msg.reservation}"
         raise Refused("bad_rank", f"{what} was handed over: only its ranks abort")
     else:
-        state.settlement.cancel(reservation, state.now)
+        state.settlement.cancel(reservation)
 
 
 def handed_over(state: State, session: ClientSession, msg: HandedOver) -> None:

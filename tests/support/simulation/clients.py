@@ -100,7 +100,6 @@ class Held:
     rows: list[Place]
     memory: ArenaContents
     expect: dict[int, Tag | None] = field(default_factory=dict)
-    chunks: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -209,10 +208,6 @@ class SimulatedEngine:
                 self._matched(asked, reply)
         elif isinstance(reply, m.Granted) and isinstance(asked, m.Reserve):
             self._granted(asked, reply)
-        elif isinstance(reply, m.Renewed) and isinstance(asked, m.Renew):
-            for held in self.held:
-                if held.id == asked.lease:
-                    held.deadline = reply.deadline_s
         elif isinstance(reply, m.Registered):
             peer.since = min(peer.since, self.world.now)  # of several replies the first
             if process is self.scheduler:
@@ -236,7 +231,6 @@ class SimulatedEngine:
                 rows=self._rows(reply.slots, range(self.model.groups)),
                 memory=self.world.memory,
                 expect=self.world.expected(reply.lease),
-                chunks=reply.chunks - reply.first,
             )
         )
 
@@ -250,7 +244,7 @@ class SimulatedEngine:
                         id=grant.reservation,
                         issued=reply.deadline_s - self.world.timing.reserve_s,
                         deadline=reply.deadline_s,
-                        ranks=self.model.world.writers if item.writers is None else item.writers,
+                        ranks=self.model.world.writers,
                         rows=self._rows(grant.slots, groups),
                         memory=self.world.memory,
                     )
@@ -288,8 +282,6 @@ class SimulatedEngine:
             self._reserve(peer)
         elif what < 0.96:
             peer.ask(m.Clear())
-        elif what < 0.97:
-            peer.ask(m.Renew(boot=self.world.memory.boot, lease=rng.randint(1, 9)))
         else:
             looks: list[m.Request] = [m.Ping(), m.Status()]
             peer.ask(rng.choice(looks))
@@ -335,20 +327,12 @@ class SimulatedEngine:
                     digests=b"".join(prompt),
                     first=rng.choice([0, 0, rng.randint(0, len(prompt))]),
                     groups=every if rng.random() < 0.8 else rng.randint(1, every),
-                    writers=self._writers(),
                 )
             )
         peer.ask(m.Reserve(items=items, width=WIDTH))
 
-    def _writers(self) -> tuple[int, ...] | None:
-        """None: the first rank of each shard. Else any rank of each shard."""
-        rng, world = self.world.rng, self.model.world
-        if rng.random() < 0.8:
-            return None
-        return tuple(rank + rng.randrange(world.replicas) for rank in world.writers)
-
     def _settle(self, peer: ClientConnection, held: Held) -> None:
-        """Hand it over with others, give it back, renew it, or do nothing."""
+        """Hand it over with others, give it back, or do nothing."""
         rng, boot, what = self.world.rng, self.world.memory.boot, self.world.rng.random()
         if what < 0.65:
             chosen = [h for h in self.held if h is held or rng.random() < 0.3]
@@ -365,8 +349,6 @@ class SimulatedEngine:
                     peer.sent.append(m.Abort(boot=boot, reservation=held.id))
                 else:
                     peer.sent.append(m.Release(boot=boot, lease=held.id))
-        elif not held.writes:
-            peer.ask(m.Renew(boot=boot, lease=held.id))
 
     def _dispatch(self, held: Held) -> None:
         """The step's metadata reaches every rank that takes part."""
@@ -437,12 +419,5 @@ class SimulatedEngine:
         self.reads += 1
         self.late_reads += now >= held.deadline
         process.jobs.remove(job)
-        bad = (
-            (rng.randrange(held.chunks),)
-            if held.chunks and rng.random() < 0.2 / max(2, len(held.ranks))
-            else ()
-        )
         for _ in range(rng.choice([1, 1, 1, 2])):
-            peer.sent.append(
-                m.Release(boot=held.memory.boot, lease=held.id, rank=process.rank, bad=bad)
-            )
+            peer.sent.append(m.Release(boot=held.memory.boot, lease=held.id, rank=process.rank))

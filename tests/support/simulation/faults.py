@@ -11,7 +11,6 @@ from kvass import messages as m
 from kvass.core.effects import PopulatedTo
 from tests.support.simulation.clients import ClientConnection, Process, SimulatedEngine
 from tests.support.simulation.random_messages import any_message
-from tests.support.simulation.random_models import WIDTH
 from tests.support.simulation.world import World
 from tests.support.witness.records import Lease, Reservation
 
@@ -48,15 +47,8 @@ def inject_fault(sim: World) -> None:
 def _settle_wrongly(
     sim: World, engine: SimulatedEngine, process: Process, peer: ClientConnection
 ) -> None:
-    """Settle a lease or reservation of another instance, rank or boot; or name as writers ranks
-    that do not hold the rows."""
+    """Settle a lease or reservation of another instance, rank or boot."""
     rng, boot, rank = sim.rng, sim.memory.boot, process.rank
-    if process is engine.scheduler and rng.random() < 0.5:
-        item = m.ReserveItem("r", b"".join(engine.model.prompts[0]))
-        item.writers = tuple(rng.choices(engine.model.world.readers, k=rng.choice([1, 2])))
-        peer.seq += 1
-        peer.sent.append(m.Reserve(seq=peer.seq, items=[item], width=WIDTH))
-        return
     held: list[Lease | Reservation] = [*sim.witness.state.leases.values()]
     held += sim.witness.state.reservations.values()
     held = [h for h in held if h.owing]
@@ -69,7 +61,7 @@ def _settle_wrongly(
         else:
             rank = rng.choice([r for r in range(-1, engine.model.ranks + 1) if r != rank])
     if isinstance(one, Lease):
-        peer.sent.append(m.Release(boot=boot, lease=one.id, rank=rank, bad=(0,)))
+        peer.sent.append(m.Release(boot=boot, lease=one.id, rank=rank))
     elif rng.random() < 0.5:
         peer.sent.append(m.Commit(boot=boot, reservation=one.id, rank=rank))
     else:

@@ -95,7 +95,6 @@ def _reserve(rng: Rng, boot: bytes, models: list[Model], seq: int) -> m.FromClie
             digests=_digests(rng, models),
             first=rng.choice([0, 0, 0, _number(rng)]),
             groups=rng.choice([1, 1, 1, 3, 0, -1, 1 << 62]),
-            writers=rng.choice([None, None, (), (0,), (0, 0), (_rank(rng),)]),
         )
         for _ in range(rng.choice([0, 1, 1, 1, 2, 3]))
     ]
@@ -155,19 +154,13 @@ _MAKERS: list[Callable[[Rng, bytes, list[Model], int], m.FromClient]] = [
     _lookup,
     _reserve,
     _reserve,
-    lambda r, b, _, seq: m.Renew(seq=seq, boot=_boot(r, b), lease=_number(r)),
     lambda r, b, _, seq: m.Ping(seq=seq),
     lambda r, b, _, seq: m.Status(seq=seq),
     _clear,
     _prefetch,
     lambda r, b, _, seq: m.Commit(boot=_boot(r, b), reservation=_number(r), rank=_rank(r)),
     lambda r, b, _, seq: m.Abort(boot=_boot(r, b), reservation=_number(r), rank=_rank(r)),
-    lambda r, b, _, seq: m.Release(
-        boot=_boot(r, b),
-        lease=_number(r),
-        rank=_rank(r),
-        bad=r.choice([(), (), (0,), (_number(r),)]),
-    ),
+    lambda r, b, _, seq: m.Release(boot=_boot(r, b), lease=_number(r), rank=_rank(r)),
     lambda r, b, _, seq: m.HandedOver(
         boot=_boot(r, b), leases=(_number(r), _number(r)), reservations=(_number(r),)
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from kvass import messages as m
 from kvass.types import SCHEDULER
 from tests.support.witness.records import (
@@ -161,33 +159,9 @@ class ReadWitness:
         if rank != msg.rank:
             return
         if rank == SCHEDULER and not lease.handed:
-            self._drop_bad(lease, msg.bad)
             lease.owing.clear()
-        elif rank in lease.owing:
-            self._drop_bad(lease, msg.bad)
+        else:
             lease.owing.discard(rank)
-
-    def _drop_bad(self, lease: Lease, bad: tuple[int, ...]) -> None:
-        """The rows of these chunks were found wrong."""
-        left = Counter(key[1] for key, _, _ in lease.rows)
-        for key, source, _ in lease.rows:
-            at = len(lease.keys) - left[key[1]]  # a group's rows are those of the last chunks
-            left[key[1]] -= 1
-            if at in bad and self.state.ready.get(key, (None,))[0] is source:
-                del self.state.ready[key]
-                self.state.spoil(key)
-
-    def renew(self, session: int, msg: m.Renew, reply: m.Renewed) -> None:
-        """A lease has a new deadline."""
-        state = self.state
-        lease = state.leases.get(msg.lease)
-        instance = state.roles[session][0]
-        if lease is None or lease.instance is not instance or not lease.live(state.now):
-            raise BrokenLawError(f"law 5: renewed lease {msg.lease}, which nobody there holds")
-        if reply.deadline_s < lease.deadline:
-            raise BrokenLawError(f"law 5: renewed to {reply.deadline_s}, from {lease.deadline}")
-        self._check_deadline(reply.deadline_s)
-        lease.deadline = reply.deadline_s
 
     def lost(self, instance: Instance, rank: int) -> None:
         """A session ended."""

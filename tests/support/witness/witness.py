@@ -73,7 +73,6 @@ class Witness:
             m.Reserve: self.writes.reserve,
             m.Lookup: self.reads.lookup,
             m.Prefetch: self.reads.prefetch,
-            m.Renew: self.reads.renew,
             m.Clear: self._clear,
         }
         self._said: dict[type[m.Message], Callable[[int, Any], None]] = {

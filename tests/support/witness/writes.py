@@ -59,11 +59,7 @@ class WriteWitness:
         if {c for each in which for c in each} != set(grant.chunks):
             raise BrokenLawError(f"chunks and rows that do not agree: {grant}")
         rows = rows_of(namespace, groups, [[keys[c] for c in each] for each in which], grant.slots)
-        writers = (
-            set(item.writers)
-            if item.writers is not None
-            else {r for r, w in instance.workers.items() if w.writer}
-        )
+        writers = {r for r, w in instance.workers.items() if w.writer}
         check_writers(writers, instance)
         granted = Reservation(
             boot=state.config.boot,
