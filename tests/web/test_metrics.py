@@ -11,13 +11,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.rows import Rows, flushed, wait_tier
-from kvass.cli.bench.sessions import WIDTH
+from kvass.cli.bench.sessions import CHUNK_TOKENS, WIDTH
 from kvass.core import metrics as declared
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.web.metrics import LABELLED, MODELS, exposition, tier_labels
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 ROW = 64 << 10
+TIERS = ("l1", "disk")
 
 
 def samples(fields: dict[str, Any] | None) -> Samples:
@@ -61,6 +62,9 @@ def test_figures_are_the_status(daemon: Daemon) -> None:
     assert seen["kvass_up", ()] == 1
     assert seen["kvass_lookup_chunks_total", ()] == 4
     assert seen["kvass_hit_chunks_total", ()] == 3
+    assert seen["kvass_model_lookup_tokens_total", (("model", "mine"),)] == 4 * CHUNK_TOKENS
+    hits = {t: ("kvass_model_hit_tokens_total", (("model", "mine"), ("tier", t))) for t in TIERS}
+    assert [seen[hits[tier]] for tier in TIERS] == [3 * CHUNK_TOKENS, 0]
     assert seen["kvass_tier_stored_rows_total", (("tier", "disk"),)] == 3
     assert seen["kvass_tier_up", (("tier", "disk"),)] == 1
     used = [v for (name, _), v in seen.items() if name == "kvass_group_used_bytes"]

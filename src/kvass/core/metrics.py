@@ -78,6 +78,12 @@ TIER_GAUGES: Final[dict[str, str]] = {
     "load_bytes_s": "How fast the tier loads; 0: not known yet.",
 }
 
+NAMESPACE_COUNTERS: Final[dict[str, str]] = {
+    "lookups": "Lookups in the namespace.",
+    "lookup_tokens": "Tokens that lookups asked for, beyond what the engine had itself.",
+    "hit_tokens": "Tokens that lookups were given.",
+}
+
 GROUP_GAUGES: Final[dict[str, str]] = {
     "row_bytes": "The size of a row, all shards.",
     "rows": "Rows that hold a chunk.",

@@ -59,6 +59,7 @@ class Status:
         yield messages
         for name, help_ in declared.GAUGES.items():
             yield GaugeMetricFamily(f"kvass_{name}", help_, fields[name])
+        yield from _traffic(fields["namespaces"], tier_labels([t["tier"] for t in fields["tiers"]]))
         yield from _groups(fields["namespaces"])
         yield from _tiers(fields["tiers"])
 
@@ -83,11 +84,40 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
     yield from labelled.values()
 
 
-def _groups(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
+def _models(namespaces: list[dict[str, Any]]) -> list[str]:
+    """The label of each."""
     shown = list(dict.fromkeys(ns["model"] for ns in namespaces))[:MODELS]
+    return [ns["model"] if ns["model"] in shown else "other" for ns in namespaces]
+
+
+def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Metric]:
+    """Lookups by model, and their hits by where the tokens were: in L1, or in which tier."""
+    asked: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    hits: Counter[tuple[str, str]] = Counter()
+    for model, ns in zip(_models(namespaces), namespaces, strict=True):
+        asked[model] += ns["lookups"]
+        tokens[model] += ns["lookup_tokens"]
+        hits[model, "l1"] += ns["hit_tokens"] - sum(ns["hit_tokens_tiers"])
+        for tier, count in zip(tiers, ns["hit_tokens_tiers"], strict=True):
+            hits[model, tier] += count
+    help_ = declared.NAMESPACE_COUNTERS
+    for name, counts in (("lookups", asked), ("lookup_tokens", tokens)):
+        family = CounterMetricFamily(f"kvass_model_{name}", help_[name], labels=["model"])
+        for model, count in counts.items():
+            family.add_metric([model], count)
+        yield family
+    family = CounterMetricFamily(
+        "kvass_model_hit_tokens", help_["hit_tokens"], labels=["model", "tier"]
+    )
+    for labels, count in hits.items():
+        family.add_metric(labels, count)
+    yield family
+
+
+def _groups(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
     sums: dict[str, Counter[tuple[str, str, str]]] = {n: Counter() for n in declared.GROUP_GAUGES}
-    for ns in namespaces:
-        model = ns["model"] if ns["model"] in shown else "other"
+    for model, ns in zip(_models(namespaces), namespaces, strict=True):
         for group in ns["groups"]:
             for name, counter in sums.items():
                 counter[model, str(group["group"]), group["kind"]] += group[name]
