@@ -82,6 +82,12 @@ NAMESPACE_COUNTERS: Final[dict[str, str]] = {
     "lookups": "Lookups in the namespace.",
     "lookup_tokens": "Tokens that lookups asked for, beyond what the engine had itself.",
     "hit_tokens": "Tokens that lookups were given.",
+    "hit_tokens_tiers": "Those of them that each tier loaded for the lookup.",
+}
+
+NAMESPACE_GAUGES: Final[dict[str, str]] = {
+    "minute_lookup_tokens": "Tokens that lookups of the last minute asked for.",
+    "minute_hit_tokens": "Tokens that lookups of the last minute were given.",
 }
 
 GROUP_GAUGES: Final[dict[str, str]] = {
