@@ -46,10 +46,7 @@ def run(argv: list[str]) -> int:
     if child is not None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     print(f"web {server.url}", flush=True)
-    try:
-        server.run()
-    except KeyboardInterrupt:
-        pass
+    server.run()
     return 0
 
 
