@@ -120,6 +120,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: Annotated[
         float, Meta(ge=0, le=86_400, description="seconds for what tiers still get at SIGTERM")
     ] = 10.0
+    http: Annotated[
+        str, Meta(description="ADDRESS:PORT of metrics, health checks and dashboard; default: none")
+    ] = ""
+    http_host: Annotated[
+        list[str], Meta(description="a name under which browsers reach --http (repeatable)")
+    ] = []
+    http_token_file: Annotated[
+        str, Meta(description="file of the token that allows everything over HTTP")
+    ] = ""
+    http_read_token_file: Annotated[
+        str, Meta(description="file of a token that allows reading over HTTP")
+    ] = ""
+    http_cert: Annotated[str, Meta(description="file of the TLS certificates of --http")] = ""
+    http_key: Annotated[str, Meta(description="file of the TLS key of --http")] = ""
+    http_plain: Annotated[
+        bool, Meta(description="allow tokens in plain text beyond this machine")
+    ] = False
 
 
 _BOOLS: Final = {"yes": True, "no": False}

@@ -6,7 +6,15 @@ import re
 from pathlib import Path
 
 import kvass.core
-from kvass.core.metrics import COUNTERS, GAUGES, GROUP_GAUGES, TIER_COUNTERS, TIER_GAUGES
+from kvass.core.metrics import (
+    COUNTERS,
+    GAUGES,
+    GROUP_GAUGES,
+    NAMESPACE_COUNTERS,
+    NAMESPACE_GAUGES,
+    TIER_COUNTERS,
+    TIER_GAUGES,
+)
 from tests.core.tier_rig import TierRig
 
 SOURCES = [path.read_text() for path in Path(kvass.core.__file__).parent.glob("*.py")]
@@ -26,10 +34,15 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     status = rig.status
     (tier,), (namespace,) = status["tiers"], status["namespaces"]
     (group,) = namespace["groups"]
-    other = {"boot", "version", "namespaces", "tiers", "messages", "counters"}
-    assert set(status) == set(GAUGES) | other
+    other = {"boot", "version", "pid", "up_s", "engines", "namespaces", "tiers", "messages"}
+    assert set(status) == set(GAUGES) | other | {"counters"}
+    named = {"namespace", "model", "epoch", "private", "chunk_tokens", "groups"}
+    assert set(namespace) == set(NAMESPACE_COUNTERS) | set(NAMESPACE_GAUGES) | named
     assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | {"tier"}
     assert set(group) == set(GROUP_GAUGES) | {"group", "kind"}
-    assert set(status["counters"]) <= set(COUNTERS)
-    for declared in (COUNTERS, TIER_COUNTERS, GAUGES, TIER_GAUGES, GROUP_GAUGES):
+    assert set(status["counters"]) == set(COUNTERS)
+    for declared in (
+        *(COUNTERS, TIER_COUNTERS, NAMESPACE_COUNTERS),
+        *(GAUGES, TIER_GAUGES, NAMESPACE_GAUGES, GROUP_GAUGES),
+    ):
         assert all(re.fullmatch(r"[A-Z].*\.", meaning) for meaning in declared.values())

@@ -9,7 +9,6 @@ import pytest
 
 from kvass._version import __version__
 from kvass.cli.main import COMMANDS, main
-from kvass.cli.status import table
 from kvass.config import load
 from kvass.messages import Commit, Ping, Pong
 from kvass.testing.daemon import Daemon
@@ -47,7 +46,7 @@ def test_status_and_clear(daemon: Daemon, capsys: Captured) -> None:
         assert (fields["rows"], fields["l1_used_bytes"]) == (2, 8192)
         assert main(["status", "--socket", daemon.socket]) == 0
         text = capsys.readouterr().out
-        assert "l1_used_bytes                 8,192      8.0 KiB" in text
+        assert "memory   8.0 KiB of " in text
         assert main(["clear", "--socket", daemon.socket]) == 0
         assert capsys.readouterr().out == "cleared 2 rows\n"
         assert daemon.status()["rows"] == 0
@@ -58,7 +57,7 @@ def test_socket_from_the_environment(
 ) -> None:
     monkeypatch.setenv("KVASS_SOCKET", daemon.socket)
     assert main(["status"]) == 0
-    assert "leases" in capsys.readouterr().out
+    assert "engines  none connected" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["status", "clear"])
@@ -125,16 +124,3 @@ def test_mistakes_show_no_secret(capsys: Captured, tmp_path: Path) -> None:
         said = capsys.readouterr()
         assert "hunter2" not in said.out + said.err
         assert "password=***" in said.err
-
-
-def test_table_of_nested_fields() -> None:
-    fields = {"rows": 12345, "groups": [{"kind": "full"}], "counters": {"x": 1}, "namespaces": []}
-    assert list(table(fields)) == [
-        "rows                 12,345",
-        "groups",
-        "  group 0",
-        "    kind  full",
-        "counters",
-        "  x                1",
-        "namespaces  []",
-    ]

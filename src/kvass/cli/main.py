@@ -22,7 +22,9 @@ from kvass.errors import KvassError, UsageError
 
 COMMANDS: Final = {
     "serve": "run the daemon",
-    "status": "show what a daemon holds",
+    "status": "say how a daemon is",
+    "top": "watch a daemon",
+    "web": "serve a daemon's metrics and dashboard over HTTP",
     "clear": "make a daemon forget all rows",
     "bench": "measure this machine, against memcpy",
     "doctor": "say what is found on this machine, and used",
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvassError as error:
         print(f"kvass: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

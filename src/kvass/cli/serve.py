@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
 
-from kvass.config import Parser, add_flags, load, to_yaml
+from kvass.cli.web import HTTP
+from kvass.config import Config, Parser, add_flags, load, to_yaml
+
+_POLL_S: Final = 1.0
+_PAUSE_S: Final = 2.0
+_log = logging.getLogger("kvass")
 
 
 def run(argv: list[str]) -> int:
@@ -23,5 +34,49 @@ def run(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     from kvass.daemon.main import serve
 
-    serve(config, lambda line: print(line, flush=True))
+    with _web_process(config):
+        serve(config, lambda line: print(line, flush=True))
     return 0
+
+
+@contextmanager
+def _web_process(config: Config) -> Iterator[None]:
+    """``kvass web`` as a child for as long as the daemon serves, if it is asked for.
+
+    Another one is started when it ends; the listening socket stays, so its port cannot be lost.
+    Raises ``ConfigError``.
+    """
+    if not config.http:
+        yield
+        return
+    from kvass.web.access import listen
+
+    over = threading.Event()
+    with listen(config) as listener:
+        keeper = threading.Thread(target=_keep_web, args=(config, listener.fileno(), over))
+        keeper.start()
+        try:
+            yield
+        finally:
+            over.set()
+            keeper.join()
+
+
+def _keep_web(config: Config, fd: int, over: threading.Event) -> None:
+    """A thread's whole work. The child ends when its stdin does, so it never outlives us."""
+    flags = [f"--child={fd}", f"--socket={config.socket}"]
+    for name in HTTP:
+        value = getattr(config, name)
+        for each in value if isinstance(value, list) else [value] if value else []:
+            text = "yes" if each is True else each
+            flags.append(f"--{name.replace('_', '-')}={text}")
+    while not over.is_set():
+        command = [sys.executable, "-m", "kvass", "web", *flags]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(fd,)
+        ) as child:
+            while child.poll() is None and not over.wait(_POLL_S):
+                pass
+        if not over.is_set():
+            _log.warning("the web process ended with status %s: starting another", child.returncode)
+            over.wait(_PAUSE_S)

@@ -21,6 +21,7 @@ from kvass.core.row_store import Namespace
 from kvass.core.rows import NEVER
 from kvass.core.settlement import MOVED
 from kvass.core.state import State
+from kvass.core.traffic import Traffic
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
 from kvass.types import SCHEDULER
@@ -99,6 +100,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         chunk_tokens=instance.terms.chunk_tokens,
         private=bool(instance.generation),
         model=instance.terms.model or instance.terms.identity.get("model", ""),
+        traffic=Traffic(from_tiers=[0] * len(state.config.tiers)),
     )
     state.by_digest[digest] = new
     epochs.namespace_added(state, state.namespaces[new])

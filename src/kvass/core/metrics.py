@@ -78,6 +78,18 @@ TIER_GAUGES: Final[dict[str, str]] = {
     "load_bytes_s": "How fast the tier loads; 0: not known yet.",
 }
 
+NAMESPACE_COUNTERS: Final[dict[str, str]] = {
+    "lookups": "Lookups in the namespace.",
+    "lookup_tokens": "Tokens that lookups asked for, beyond what the engine had itself.",
+    "hit_tokens": "Tokens that lookups were given.",
+    "hit_tokens_tiers": "Those of them that each tier loaded for the lookup.",
+}
+
+NAMESPACE_GAUGES: Final[dict[str, str]] = {
+    "minute_lookup_tokens": "Tokens that lookups of the last minute asked for.",
+    "minute_hit_tokens": "Tokens that lookups of the last minute were given.",
+}
+
 GROUP_GAUGES: Final[dict[str, str]] = {
     "row_bytes": "The size of a row, all shards.",
     "rows": "Rows that hold a chunk.",

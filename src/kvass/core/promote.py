@@ -338,8 +338,10 @@ def _answer(state: State, promotion: Promotion) -> None:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.chunks)
     else:
         state.counters["promoted_chunks"] += promotion.chunks - promotion.first
+        _count_tiers(promotion)
         reply = state.matched(
             promotion.instance,
+            promotion.namespace,
             promotion.request,
             promotion.first,
             promotion.chunks,
@@ -350,6 +352,15 @@ def _answer(state: State, promotion: Promotion) -> None:
     reply.seq = promotion.seq
     state.send(promotion.session, reply)
     _end(state, promotion)
+
+
+def _count_tiers(promotion: Promotion) -> None:
+    """Which tokens of the hit its tiers loaded: a chunk's, where its first group came from one."""
+    homes = promotion.homes[0][promotion.first : promotion.chunks]
+    traffic = promotion.namespace.traffic
+    chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))
+    for tier, count in enumerate(chunks.tolist()):
+        traffic.from_tiers[tier] += count * promotion.namespace.chunk_tokens
 
 
 def _end(state: State, promotion: Promotion) -> None:

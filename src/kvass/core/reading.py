@@ -53,6 +53,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     ns = state.namespace_of(instance)
     if ns is None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
+    ns.traffic.ask(state.now, (len(keys) - msg.first) * ns.chunk_tokens)
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
     chunks = view.longest(view.there())
     parts, _ = view.use(chunks)
@@ -61,7 +62,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s)
         if promotion.deadline > state.now and promote.begin(state, promotion):
             return None
-    return state.matched(instance.id, msg.request, msg.first, chunks, parts, readers, msg.spare)
+    return state.matched(instance.id, ns, msg.request, msg.first, chunks, parts, readers, msg.spare)
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:

@@ -33,6 +33,7 @@ from kvass.core.rows import (
     RowTable,
 )
 from kvass.core.sets import CLEARED, FreeSlots, SetTable
+from kvass.core.traffic import Traffic
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
@@ -83,6 +84,7 @@ class Namespace(msgspec.Struct):
     epoch: int = 0
     tier_epochs: list[int | None] = []
     asked_s: list[float] = []
+    traffic: Traffic = msgspec.field(default_factory=Traffic)
 
 
 class RowStore:

@@ -27,6 +27,10 @@ class CoreConfig(msgspec.Struct, frozen=True):
     timing: Timing = Timing()
     limits: Limits = Limits()
     version: str = ""
+    pid: int = 0
+    """The daemon's, for people."""
+    started_s: float = 0.0
+    """When it started, by the clock of its steps."""
     seed: bytes = b""
     """Secret: what spreads the index's keys. Told to nobody, unlike ``boot``."""
     tiers: tuple[str, ...] = ()
@@ -76,6 +80,7 @@ class State:
     def matched(
         self,
         instance: str,
+        ns: Namespace,
         request: str,
         first: int,
         chunks: int,
@@ -89,6 +94,7 @@ class State:
             return Matched(boot=self.config.boot, first=first, chunks=first)
         lease = self.settlement.lend(instance, request, parts, readers)
         self.counters["hit_chunks"] += chunks - first
+        ns.traffic.give(self.now, (chunks - first) * ns.chunk_tokens)
         return Matched(
             boot=self.config.boot,
             lease=lease.id,

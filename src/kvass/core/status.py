@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.core.tier_state import Loading, TierState
+from kvass.types import SCHEDULER
 
 if TYPE_CHECKING:
+    from kvass.core.registry import Instance
     from kvass.core.row_store import RowClass
     from kvass.core.state import State
+    from kvass.core.traffic import Traffic
 
 
 def status(state: State) -> dict[str, Any]:
-    """JSON-able. ``metrics`` says what each number means; counters that are 0 are left out."""
+    """JSON-able. ``metrics`` says what each number means."""
     namespaces = [
         {
             "namespace": ns.digest.hex(),
@@ -21,16 +24,19 @@ def status(state: State) -> dict[str, Any]:
             "epoch": ns.epoch,
             "private": ns.private,
             "chunk_tokens": ns.chunk_tokens,
+            **_traffic(ns.traffic, state.now),
             "groups": [_group(c) for c in ns.classes],
         }
         for ns in state.namespaces.values()
     ]
-    groups = [g for ns in namespaces for g in ns["groups"]]  # type: ignore[attr-defined]
+    groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.store.cleared_bytes
     loads = state.tiers.ops.values()
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,
+        "pid": state.config.pid,
+        "up_s": round(state.now - state.config.started_s, 3),
         "sessions": len(state.sessions),
         "instances": len(state.instances),
         "leases": len(state.leases.all),
@@ -44,10 +50,36 @@ def status(state: State) -> dict[str, Any]:
         "l1_capacity_bytes": state.config.arena_bytes,
         "l1_populated_bytes": state.populated_bytes,
         "promotions": len(state.promotions.all),
+        "engines": [_engine(state, instance) for instance in state.instances.values()],
         "namespaces": namespaces,
         "tiers": [*map(_tier, state.config.tiers, state.tiers.all)],
         "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
-        "counters": {name: count for name, count in state.counters.items() if count},
+        "counters": dict(state.counters),
+    }
+
+
+def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
+    asked, given = traffic.last_minute(now)
+    return {
+        "lookups": traffic.lookups,
+        "lookup_tokens": traffic.asked,
+        "hit_tokens": traffic.given,
+        "hit_tokens_tiers": list(traffic.from_tiers),
+        "minute_lookup_tokens": asked,
+        "minute_hit_tokens": given,
+    }
+
+
+def _engine(state: State, instance: Instance) -> dict[str, Any]:
+    ns = state.namespace_of(instance)
+    return {
+        "instance": instance.id,
+        "model": instance.terms.model or instance.terms.identity.get("model", ""),
+        "namespace": "" if ns is None else ns.digest.hex(),
+        "uids": sorted({state.sessions[s].uid for s in instance.sessions.values()}),
+        "ranks": instance.terms.ranks,
+        "missing_ranks": list(instance.missing),
+        "scheduler": SCHEDULER in instance.sessions,
     }
 
 

@@ -27,6 +27,7 @@ from kvass.core.effects import SessionId
 from kvass.core.epochs import LOOK_AGAIN_S
 from kvass.core.event_lines import line
 from kvass.core.machine import CacheMachine
+from kvass.daemon import notify
 from kvass.daemon.connection import Connection
 from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.tier_process.supervisor import TierProcess
@@ -110,6 +111,8 @@ class Server:
         if self._tiers:
             self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         on_ready()
+        notify.tell("READY=1")
+        notify.feed_watchdog(self._loop)
         gc.freeze()  # what exists now lives as long as we do
         gc.set_threshold(*GC_THRESHOLD)
         worker = threading.Thread(target=self._populate)
@@ -131,6 +134,7 @@ class Server:
             self._end()
             return
         self._draining = True
+        notify.tell("STOPPING=1")
         self._stop_listening()
         self._loop.call_later(self._stop_s, self._end)
         self._handle(effects.Stopping())

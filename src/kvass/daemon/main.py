@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -73,6 +74,8 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         arena_bytes=arena_bytes,
         timing=timing,
         version=__version__,
+        pid=os.getpid(),
+        started_s=time.monotonic(),
         tiers=tuple(tier_name(url) for url in config.tier),
         flush=config.flush,
         retain_promoted=config.retain_promoted,

@@ -1,0 +1,140 @@
+"""A daemon's status in words: is it on, does it help, what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+WIDTH: Final = 79
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+_SPANS: Final = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
+
+
+def report(fields: dict[str, Any]) -> Iterator[str]:
+    """Lines of at most ``WIDTH`` characters, from the fields of ``kvass status --json``."""
+    problems = troubles(fields)
+    state = "DEGRADED" if problems else "OK"
+    up = span(fields.get("up_s", 0))
+    yield f"kvass {fields['version']}  up {up}  pid {fields.get('pid', '?')}  {state}"
+    yield from (f"  ! {line}"[:WIDTH] for line in problems)
+    capacity, used = fields["l1_capacity_bytes"], fields["l1_used_bytes"]
+    evicted = sum(n for name, n in fields["counters"].items() if name.startswith("evicted_"))
+    there = fields["l1_populated_bytes"]
+    populating = f", {percent(there, capacity)} populated" if there < capacity else ""
+    yield (
+        f"memory   {size(used)} of {size(capacity)} used ({percent(used, capacity)}), "
+        f"{fields['rows']:,} rows, {evicted:,} evicted{populating}"
+    )
+    namespaces = fields["namespaces"]
+    asked, given, recent_asked, recent_given = (
+        sum(ns.get(name, 0) for ns in namespaces)
+        for name in ("lookup_tokens", "hit_tokens", "minute_lookup_tokens", "minute_hit_tokens")
+    )
+    yield (
+        f"hits     {percent(given, asked)} of {asked:,} tokens since start, "
+        f"{percent(recent_given, recent_asked)} of {recent_asked:,} in the last minute"
+    )
+    yield from _engines(fields.get("engines", []))
+    yield from _models(namespaces)
+    yield from _tiers(fields["tiers"])
+
+
+def troubles(fields: dict[str, Any]) -> list[str]:
+    """What is wrong, a line each; empty: nothing."""
+    found = []
+    for engine in fields.get("engines", []):
+        if missing := engine["missing_ranks"]:
+            ranks = ", ".join(map(str, missing[:8]))
+            found.append(f"engine {engine['instance']} waits for its ranks {ranks}")
+    lines = {tier["tier"]: tier_trouble(tier) for tier in fields["tiers"]}
+    return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
+
+
+def tier_trouble(tier: dict[str, Any]) -> str:
+    """What is wrong with a tier, or nothing."""
+    if not tier.get("up"):
+        return f"down: {tier.get('trouble') or 'it has not been opened yet'}"
+    failed, stored = tier["store_failures"], tier["stored_rows"]
+    if failed and failed >= stored:
+        full = ", the disk is full" if tier.get("full") else ""
+        return f"stores fail: {failed:,} failed, {stored:,} did not{full}"
+    return str(tier.get("trouble", ""))
+
+
+def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
+    if not engines:
+        yield "engines  none connected"
+        return
+    rows = [
+        (
+            engine["instance"],
+            engine["model"],
+            f"{engine['ranks'] - len(engine['missing_ranks'])}/{engine['ranks']}",
+            ", ".join(map(str, engine["uids"])),
+        )
+        for engine in engines
+    ]
+    yield from _table(("engine", "model", "ranks", "uid"), rows)
+
+
+def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
+    rows = [
+        (
+            ns["model"] or "?",
+            ns["namespace"][:8],
+            f"{sum(group['rows'] for group in ns['groups']):,}",
+            size(sum(group["used_bytes"] for group in ns["groups"])),
+            percent(ns.get("hit_tokens", 0), ns.get("lookup_tokens", 0)),
+            percent(ns.get("minute_hit_tokens", 0), ns.get("minute_lookup_tokens", 0)),
+        )
+        for ns in namespaces
+    ]
+    yield from _table(("model", "namespace", "rows", "used", "hits", "last minute"), rows)
+
+
+def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:
+    rows = []
+    for tier in tiers:
+        speed = tier["load_bytes_s"]
+        state = ("degraded" if tier_trouble(tier) else "up") if tier.get("up") else "down"
+        holds = size(tier["bytes"]) if "bytes" in tier else "?"
+        if tier.get("capacity_bytes"):
+            holds += f" of {size(tier['capacity_bytes'])}"
+        queue = f"{tier['flush_queue_rows']:,}"
+        rows.append((tier["tier"], state, holds, queue, f"{size(speed)}/s" if speed else "-"))
+    yield from _table(("tier", "state", "holds", "queue", "speed"), rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The first column gives way if the line would be too long, its end first."""
+    if not rows:
+        return
+    yield ""
+    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
+    widths[0] = min(widths[0], max(12, WIDTH - sum(widths[1:]) - 2 * (len(heads) - 1)))
+    for row in (heads, *rows):
+        cells = [text[:width].ljust(width) for text, width in zip(row, widths, strict=True)]
+        yield "  ".join(cells).rstrip()[:WIDTH]
+
+
+def size(count: float) -> str:
+    """Bytes, like ``1.5 GiB``."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.1f} {_UNITS[unit]}" if unit else f"{int(count)} B"
+
+
+def percent(part: float, whole: float) -> str:
+    """Like ``71.2 %``; a dash if there is nothing to have a part of."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def span(seconds: float) -> str:
+    """Its two largest units, like ``3h12m``."""
+    left, parts = int(seconds), list[str]()
+    for name, unit in _SPANS:
+        count, left = divmod(left, unit)
+        if count or parts or unit == 1:
+            parts.append(f"{count}{name}")
+    return "".join(parts[:2])

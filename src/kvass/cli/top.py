@@ -1,0 +1,69 @@
+"""``kvass top``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from kvass.cli.report import report, size
+from kvass.client.client import Client
+from kvass.config import Parser, add_flags, load
+from kvass.errors import Unavailable
+
+_CLEAR: Final = "\x1b[H\x1b[J"
+_ANSWER_S: Final = 2.0
+
+
+def run(argv: list[str]) -> int:
+    """Show ``kvass status`` again and again, with what happens per second, until Ctrl-C."""
+    parser = Parser(prog="kvass top", description="Watch a daemon; Ctrl-C ends it.")
+    add_flags(parser, "socket")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between")
+    parser.add_argument("--times", type=int, default=0, metavar="N", help="end after so many")
+    options = vars(parser.parse_args(argv))
+    every_s, times = max(0.1, options.pop("every")), options.pop("times")
+    before: tuple[float, dict[str, Any]] | None = None
+    shown = 0
+    clear = _CLEAR if sys.stdout.isatty() else ""
+    with Client(load(options, os.environ).socket) as client:
+        while True:
+            try:
+                now = time.monotonic(), client.status(_ANSWER_S)
+                lines = [*report(now[1]), "", *rates(before, now)]
+                before = now
+            except Unavailable as error:
+                lines, before = [str(error)], None
+            print(clear + "\n".join(lines), flush=True)
+            shown += 1
+            if shown == times:
+                return 0
+            time.sleep(every_s)
+
+
+def rates(
+    before: tuple[float, dict[str, Any]] | None, now: tuple[float, dict[str, Any]]
+) -> Iterator[str]:
+    """What happened per second between two statuses of one boot, each with its time."""
+    if before is None or before[1]["boot"] != now[1]["boot"]:
+        return
+    (began_s, old), (ended_s, new) = before, now
+    took_s = max(ended_s - began_s, 1e-9)
+
+    def rate(fields: str, table: str) -> float:
+        after, first = (float(sum(one.get(fields, 0) for one in x[table])) for x in (new, old))
+        return max(0.0, (after - first) / took_s)
+
+    asked, given = rate("lookup_tokens", "namespaces"), rate("hit_tokens", "namespaces")
+    loaded, stored = rate("loaded_rows", "tiers"), rate("stored_rows", "tiers")
+    used = (new["l1_used_bytes"] - old["l1_used_bytes"]) / took_s
+    yield (
+        f"now      {rate('lookups', 'namespaces'):,.1f} lookups/s, {given:,.0f} of {asked:,.0f} "
+        f"tokens/s hit"
+    )
+    yield (
+        f"         memory {'+' if used >= 0 else '-'}{size(abs(used))}/s; tiers: "
+        f"{stored:,.0f} rows/s stored, {loaded:,.0f} rows/s loaded"
+    )

@@ -1,0 +1,55 @@
+"""``kvass web``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from typing import Final
+
+from kvass.config import Parser, add_flags, load
+
+HTTP: Final = (
+    "http",
+    "http_host",
+    "http_token_file",
+    "http_read_token_file",
+    "http_cert",
+    "http_key",
+    "http_plain",
+)
+
+
+def run(argv: list[str]) -> int:
+    """Serve metrics, health checks and the dashboard of the daemon at ``--socket`` over HTTP.
+
+    Raises ``ConfigError``. ``kvass serve --http`` runs this as its child, which ends with it: when
+    its stdin ends.
+    """
+    parser = Parser(
+        prog="kvass web",
+        description="Serve a daemon's metrics, health checks and dashboard over HTTP.",
+    )
+    add_flags(parser, "socket", *HTTP)
+    parser.add_argument("--child", metavar="FD", type=int, help="the parent's listening socket")
+    options = vars(parser.parse_args(argv))
+    child = options.pop("child")
+    options["http"] = options["http"] or os.environ.get("KVASS_HTTP") or "127.0.0.1:9273"
+    config = load(options, os.environ)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    from kvass.web.access import listen
+    from kvass.web.server import WebServer
+
+    server = WebServer(config, listen(config) if child is None else socket.socket(fileno=child))
+    if child is not None:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    print(f"web {server.url}", flush=True)
+    server.run()
+    return 0
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)

@@ -1,0 +1,156 @@
+"""Who may ask what over HTTP.
+
+Laws of this file:
+
+- Beyond loopback nothing but the health checks is answered without a token, and no token travels
+  in plain text unless ``http_plain`` says so.
+- What changes the cache always needs a token.
+- A web page of another site gets nothing: ``Host`` is an address or a name that was configured,
+  and ``Origin``, where there is one, is this server's own.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Literal
+
+from kvass.config import Config
+from kvass.errors import ConfigError
+
+Need = Literal["nothing", "read", "write"]
+
+_SHORTEST_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Denied(Exception):
+    """``status`` and one line of what to do."""
+
+    status: HTTPStatus
+    line: str
+
+
+@dataclass(frozen=True)
+class Access:
+    """``write``: the token for everything, or empty; ``read``: one for reading only, or empty."""
+
+    host: str
+    port: int
+    names: frozenset[str]
+    write: bytes = b""
+    read: bytes = b""
+    tls: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> Access:
+        """Raises ``ConfigError`` for an address or a file that cannot be used."""
+        host, port = split_address(config.http)
+        access = cls(
+            host=host,
+            port=port,
+            names=frozenset(config.http_host),
+            write=_token(config.http_token_file),
+            read=_token(config.http_read_token_file),
+            tls=bool(config.http_cert),
+        )
+        if bool(config.http_cert) != bool(config.http_key):
+            raise ConfigError("http_cert and http_key: give both or none")
+        if not access.local and not (access.write or access.read):
+            raise ConfigError(
+                f"http {config.http}: others can reach it: give --http-token-file or "
+                "--http-read-token-file, or listen on 127.0.0.1"
+            )
+        if not access.local and not access.tls and not config.http_plain:
+            raise ConfigError(
+                f"http {config.http}: tokens would travel in plain text: give --http-cert and "
+                "--http-key, or say --http-plain yes"
+            )
+        return access
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+
+    def check(self, need: Need, headers: Mapping[str, str]) -> None:
+        """Raises ``Denied``."""
+        self._check_site(headers)
+        if need == "nothing" or (need == "read" and self.local and not self.read):
+            return
+        given = headers.get("Authorization", "").encode("utf-8", "replace")
+        good = self._is(given, self.write) or (need == "read" and self._is(given, self.read))
+        if good:
+            return
+        if need == "write" and not self.write:
+            line = "changes are off: start with --http-token-file"
+            raise Denied(HTTPStatus.FORBIDDEN, line)
+        line = "send the token: 'Authorization: Bearer TOKEN'"
+        raise Denied(HTTPStatus.UNAUTHORIZED, line)
+
+    @staticmethod
+    def _is(given: bytes, token: bytes) -> bool:
+        """In a time that does not depend on how much of it is right."""
+        return bool(token) and hmac.compare_digest(given, b"Bearer " + token)
+
+    def _check_site(self, headers: Mapping[str, str]) -> None:
+        host = headers.get("Host", "")
+        if not self._known(host):
+            line = f"unknown host {host[:80]!r}: use the address, or start with --http-host NAME"
+            raise Denied(HTTPStatus.FORBIDDEN, line)
+        origin = headers.get("Origin")
+        if origin is not None and origin != f"http{'s' if self.tls else ''}://{host}":
+            raise Denied(HTTPStatus.FORBIDDEN, "requests of other sites' pages are refused")
+
+    def _known(self, host: str) -> bool:
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        if name == "localhost" or name in self.names:
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """``127.0.0.1:9273``, ``[::1]:9273`` or ``localhost:9273``; raises ``ConfigError``."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        if host != "localhost":
+            ipaddress.ip_address(host)
+        if not colon or not 0 <= int(port) < 1 << 16:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"http {text!r}: write ADDRESS:PORT, like 127.0.0.1:9273 or 0.0.0.0:9273"
+        ) from None
+    return host, int(port)
+
+
+def listen(config: Config) -> socket.socket:
+    """A socket that listens where ``config.http`` says. Raises ``ConfigError``."""
+    access = Access.of(config)
+    family = socket.AF_INET6 if ":" in access.host else socket.AF_INET
+    try:
+        return socket.create_server((access.host, access.port), family=family, backlog=64)
+    except OSError as error:
+        raise ConfigError(f"http {config.http}: {error.strerror}") from error
+
+
+def _token(path: str) -> bytes:
+    if not path:
+        return b""
+    try:
+        token = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
+    if len(token) < _SHORTEST_TOKEN or not token.isascii():
+        raise ConfigError(f"token file {path}: write {_SHORTEST_TOKEN} or more ASCII characters")
+    return token

@@ -1,0 +1,317 @@
+"""The HTTP server: which path says what, and how much one client may ask of it.
+
+Laws of this file:
+
+- A connection has ``DEADLINE_S`` in all, however slowly it sends, and there are at most
+  ``CONNECTIONS`` of them.
+- Every answer that is no success is one JSON object, ``{"error": "one line"}``.
+
+Python's own server, since the only clients are probes, scrapers and a few browsers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any, Final, NamedTuple
+
+from kvass._version import __version__
+from kvass.config import Config
+from kvass.errors import ConfigError, KvassError
+from kvass.web.access import Access, Denied, Need
+from kvass.web.metrics import exposition
+from kvass.web.source import Source
+
+CONNECTIONS: Final = 64
+DEADLINE_S: Final = 10.0
+BODY_BYTES: Final = 4 << 20
+_CLEAR_S: Final = 300.0
+_log = logging.getLogger("kvass.web")
+
+_POLICY: Final = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'"
+)
+
+
+class Answer(NamedTuple):
+    """``body``: bytes as they are, or what becomes JSON."""
+
+    status: HTTPStatus
+    body: Any
+    kind: str = "application/json"
+
+
+def _page(_: Source) -> Answer:
+    page = files("kvass.web").joinpath("dashboard.html").read_bytes()
+    return Answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
+
+
+def _metrics(source: Source) -> Answer:
+    fields, _ = source.status()
+    kind = "text/plain; version=0.0.4; charset=utf-8"
+    return Answer(HTTPStatus.OK, exposition(fields), kind)
+
+
+def _status(source: Source) -> Answer:
+    fields, trouble = source.status()
+    if fields is None:
+        return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
+    return Answer(HTTPStatus.OK, fields)
+
+
+def _history(source: Source) -> Answer:
+    return Answer(HTTPStatus.OK, source.history())
+
+
+def _alive(source: Source) -> Answer:
+    """The daemon's loop answers."""
+    fields, trouble = source.status()
+    if fields is None:
+        return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
+    return Answer(HTTPStatus.OK, {"status": "ok"})
+
+
+def _ready(source: Source) -> Answer:
+    """Alive, the arena populated, and every tier up."""
+    fields, trouble = source.status()
+    if fields is not None:
+        if fields["l1_populated_bytes"] < fields["l1_capacity_bytes"]:
+            trouble = "the arena is not populated yet"
+        down = [tier["tier"] for tier in fields["tiers"] if not tier.get("up")]
+        trouble = f"tiers down: {', '.join(down)}" if down else trouble
+    if trouble:
+        return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
+    return Answer(HTTPStatus.OK, {"status": "ready"})
+
+
+def _clear(source: Source, asked: dict[str, Any]) -> Answer:
+    """``{}``: all rows; ``{"namespace": HEX}``: those of one; ``{"tiers": true}``: tiers too."""
+    namespace = _hex(asked, "namespace")
+    tiers = asked.pop("tiers", False)
+    _nothing_else(asked)
+    rows = source.client.clear(
+        namespace, everything=not namespace, tiers=bool(tiers), timeout_s=_CLEAR_S
+    )
+    return Answer(HTTPStatus.OK, {"rows": rows})
+
+
+def _prefetch(source: Source, asked: dict[str, Any]) -> Answer:
+    """``{"namespace": HEX, "digests": HEX, "width": 32}``: chunks of a prompt from tiers to L1."""
+    namespace, digests = _hex(asked, "namespace"), _hex(asked, "digests")
+    width = asked.pop("width", 32)
+    _nothing_else(asked)
+    if type(width) is not int:
+        raise ValueError("width: give a number of bytes")
+    chunks = source.client.prefetch(namespace, digests, width)
+    return Answer(HTTPStatus.OK, {"chunks": chunks})
+
+
+def _hex(asked: dict[str, Any], name: str) -> bytes:
+    try:
+        return bytes.fromhex(asked.pop(name, ""))
+    except (ValueError, TypeError):
+        raise ValueError(f"{name}: give hexadecimal digits") from None
+
+
+def _nothing_else(asked: dict[str, Any]) -> None:
+    if asked:
+        raise ValueError(f"unknown field {next(iter(asked))[:40]!r}")
+
+
+READS: Final[dict[str, tuple[Need, Callable[[Source], Answer]]]] = {
+    "/": ("nothing", _page),
+    "/healthz": ("nothing", _alive),
+    "/readyz": ("nothing", _ready),
+    "/metrics": ("read", _metrics),
+    "/status": ("read", _status),
+    "/api/v1/status": ("read", _status),
+    "/api/v1/history": ("read", _history),
+}
+WRITES: Final[dict[str, Callable[[Source, dict[str, Any]], Answer]]] = {
+    "/api/v1/clear": _clear,
+    "/api/v1/prefetch": _prefetch,
+}
+
+
+def _error(status: HTTPStatus, line: str) -> Answer:
+    return Answer(status, {"error": line})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request; the connection ends with it (HTTP/1.0)."""
+
+    server: WebServer
+    server_version = f"kvass/{__version__}"
+    sys_version = ""
+
+    timeout = DEADLINE_S
+
+    def setup(self) -> None:
+        self._deadline = threading.Timer(DEADLINE_S, self._hang_up)
+        self._deadline.daemon = True
+        self._deadline.start()
+        super().setup()
+
+    def finish(self) -> None:
+        self._deadline.cancel()
+        try:
+            super().finish()
+        except OSError:
+            pass  # the client is gone
+
+    def _hang_up(self) -> None:
+        try:
+            self.request.shutdown(socket.SHUT_RD)  # an answer may still go out
+        except OSError:
+            pass  # it is gone already
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except (OSError, ssl.SSLError):
+            pass  # the client is gone, or speaks no TLS
+
+    def do_GET(self) -> None:
+        """Reads."""
+        self._answer(self._read)
+
+    def do_POST(self) -> None:
+        """Changes."""
+        self._answer(self._write)
+
+    def _answer(self, answer: Callable[[], Answer]) -> None:
+        try:
+            result = answer()
+        except Denied as denied:
+            result = _error(denied.status, denied.line)
+        except ValueError as error:
+            result = _error(HTTPStatus.BAD_REQUEST, str(error))
+        except KvassError as error:
+            result = _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        body = result.body
+        self._reply(result._replace(body=body if isinstance(body, bytes) else _json(body)))
+
+    def _read(self) -> Answer:
+        path = self.path.split("?", 1)[0]
+        if path not in READS:
+            self._refuse_path(path, WRITES)
+        need, answer = READS[path]
+        self.server.access.check(need, self.headers)  # type: ignore[arg-type]
+        return answer(self.server.source)
+
+    def _write(self) -> Answer:
+        path = self.path.split("?", 1)[0]
+        if path not in WRITES:
+            self._refuse_path(path, READS)
+        self.server.access.check("write", self.headers)  # type: ignore[arg-type]
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()):
+            raise Denied(HTTPStatus.LENGTH_REQUIRED, "send a Content-Length")
+        if int(length) > BODY_BYTES:
+            line = f"the body has more than {BODY_BYTES} bytes"
+            raise Denied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, line)
+        try:
+            asked = json.loads(self.rfile.read(int(length)) or b"{}")
+        except (ValueError, RecursionError):
+            raise ValueError("the body is no JSON") from None
+        if not isinstance(asked, dict):
+            raise ValueError("send a JSON object")
+        return WRITES[path](self.server.source, asked)
+
+    def _refuse_path(self, path: str, others: dict[str, Any]) -> None:
+        if path in others:
+            method = "POST" if others is WRITES else "GET"
+            raise Denied(HTTPStatus.METHOD_NOT_ALLOWED, f"use {method}")
+        raise Denied(HTTPStatus.NOT_FOUND, f"there is no such path; there are {', '.join(READS)}")
+
+    def _reply(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.kind)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", _POLICY)
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What Python's server refuses by itself: a method, a header too long, bad syntax."""
+        status = HTTPStatus(code)
+        self._reply(Answer(status, _json({"error": message or status.phrase})))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: a scrape every few seconds says nothing."""
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+class WebServer(ThreadingHTTPServer):
+    """Serves on ``listener``. Raises ``ConfigError`` for files that cannot be used."""
+
+    daemon_threads = True
+
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self.access = Access.of(config)
+        self.source = Source(config.socket)
+        self._room = threading.BoundedSemaphore(CONNECTIONS)
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_port = listener.getsockname()[1]
+        self._tls = _tls(config) if self.access.tls else None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host = f"[{self.access.host}]" if ":" in self.access.host else self.access.host
+        return f"http{'s' if self.access.tls else ''}://{host}:{self.server_port}"
+
+    def run(self) -> None:
+        """Serve until the process ends."""
+        threading.Thread(target=self.source.sample_for_ever, daemon=True).start()
+        self.serve_forever(poll_interval=60.0)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, if there is room."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """TLS begins here, so that one who sends nothing keeps nobody else waiting."""
+        try:
+            if self._tls is not None:
+                request.settimeout(DEADLINE_S)
+                request = self._tls.wrap_socket(request, server_side=True)
+        except OSError:
+            self.shutdown_request(request)
+        else:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A bug: the thread ends, the server goes on."""
+        _log.exception("a request failed")
+
+
+def _tls(config: Config) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.http_cert, config.http_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"http_cert {config.http_cert}: {error}") from error
+    return context

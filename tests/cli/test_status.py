@@ -1,0 +1,134 @@
+"""``kvass status`` and ``kvass top``: what they say of real daemons, well and unwell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.rows import Rows, flushed, wait_tier
+from kvass.cli.bench.sessions import WIDTH
+from kvass.cli.main import main
+from kvass.cli.report import WIDTH as COLUMNS
+from kvass.cli.report import percent, report, size, span, tier_trouble, troubles
+from kvass.cli.top import rates
+from kvass.testing.daemon import Daemon, running_daemon
+
+Captured = pytest.CaptureFixture[str]
+
+
+def said(daemon: Daemon, capsys: Captured, *argv: str) -> tuple[int, list[str]]:
+    """The exit status and the lines of a command."""
+    status = main([*argv, "--socket", daemon.socket])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "disk").mkdir()
+    tier = f"disk:{tmp_path}/disk?capacity=16MiB"
+    with running_daemon(tmp_path, "16MiB", tier=[tier]) as daemon, ExitStack() as ending:
+        daemon.wait_until(l1_populated_bytes=16 << 20)
+        _, lines = said(daemon, capsys, "status")
+        assert f"pid {daemon.pid}  OK" in lines[0]
+        assert "engines  none connected" in lines
+        rows = Rows(daemon.socket, "mine", 64 << 10, ending)
+        keys = [os.urandom(WIDTH) for _ in range(3)]
+        rows.store(keys)
+        wait_tier(rows.scheduler, flushed(3), "the flush")
+        rows.find([*keys, os.urandom(WIDTH)])
+        status, lines = said(daemon, capsys, "status")
+        assert (status, lines[0].rsplit(" ", 1)[1]) == (0, "OK")
+        assert lines[1] == "memory   192.0 KiB of 16.0 MiB used (1.2 %), 3 rows, 0 evicted"
+        assert lines[2].startswith("hits     75.0 % of 1,024 tokens since start, 75.0 % of 1,024")
+        assert any(line.startswith("mine") for line in lines)
+        assert "up" in next(line for line in lines if line.startswith("disk:"))
+        assert max(map(len, lines)) <= COLUMNS
+        assert said(daemon, capsys, "status", "--check") == (0, ["ok"])
+        assert main(["status", "--json", "--socket", daemon.socket]) == 0
+        fields = json.loads(capsys.readouterr().out)
+        assert fields["counters"]["lapsed_leases"] == 0, "zeros are there"
+        _, lines = said(daemon, capsys, "top", "--times", "2", "--every", "0.1")
+        assert any(line.startswith("now      ") for line in lines)
+
+
+def test_an_engine_that_waits_for_a_rank_and_a_tier_without_room(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    with running_daemon(tmp_path, "16MiB") as daemon:
+        fields = daemon.wait_until(l1_populated_bytes=16 << 20)
+        engine = {"instance": "e", "model": "m", "uids": [7], "ranks": 2, "scheduler": True}
+        fields["engines"] = [{**engine, "namespace": "", "missing_ranks": [1]}]
+        fields["tiers"] = [broken(up=True, store_failures=33, stored_rows=0, full=1)]
+        assert troubles(fields) == [
+            "engine e waits for its ranks 1",
+            "tier disk:/d: stores fail: 33 failed, 0 did not, the disk is full",
+        ]
+        lines = list(report(fields))
+        assert lines[0].endswith("DEGRADED")
+        assert any("degraded" in line for line in lines)
+        assert main(["status", "--check", "--socket", daemon.socket]) == 0
+        daemon.kill()
+        assert main(["status", "--check", "--socket", daemon.socket]) == 1
+        assert "no daemon" in capsys.readouterr().err
+
+
+def broken(**fields: Any) -> dict[str, Any]:
+    """A tier's table."""
+    return {"tier": "disk:/d", "flush_queue_rows": 0, "load_bytes_s": 0, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"up": False, "trouble": "refused"}, "down: refused"),
+        ({"up": False}, "down: it has not been opened yet"),
+        ({"up": True, "store_failures": 1, "stored_rows": 1000}, ""),
+        ({"up": True, "store_failures": 5, "stored_rows": 5}, "stores fail: 5 failed, 5 did not"),
+        ({"up": True, "store_failures": 0, "stored_rows": 0, "trouble": "slow"}, "slow"),
+    ],
+)
+def test_what_is_wrong_with_a_tier(fields: dict[str, Any], line: str) -> None:
+    assert tier_trouble(broken(**fields)) == line
+
+
+def test_long_names_give_way(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "16MiB") as daemon:
+        fields = daemon.status()
+    name = "a" * 300
+    engine = {"instance": name, "model": name, "uids": [1], "ranks": 1, "missing_ranks": []}
+    fields["engines"] = [engine]
+    fields["namespaces"] = [{"model": name, "namespace": "0" * 64, "groups": []}]
+    assert max(map(len, report(fields))) <= COLUMNS
+
+
+def test_rates_are_of_one_boot() -> None:
+    old = {"boot": "a", "namespaces": [], "tiers": [], "l1_used_bytes": 0}
+    new = {**old, "namespaces": [{"lookups": 10, "lookup_tokens": 300, "hit_tokens": 200}]}
+    first, _ = rates((1.0, old), (3.0, new))
+    assert first == "now      5.0 lookups/s, 100 of 150 tokens/s hit"
+    assert list(rates((1.0, {**old, "boot": "b"}), (3.0, new))) == []
+
+
+def test_units() -> None:
+    assert [size(n) for n in (0, 1023, 1536, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 TiB"]
+    assert [percent(1, 3), percent(0, 5), percent(0, 0)] == ["33.3 %", "0.0 %", "-"]
+    assert [span(s) for s in (0, 59.9, 3600, 90_061)] == ["0s", "59s", "1h0m", "1d1h"]
+
+
+@pytest.mark.parametrize("command", [["top"], ["web", "--http", "127.0.0.1:0"]])
+def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path, command: list[str]) -> None:
+    with running_daemon(tmp_path, "16MiB") as daemon:
+        run = [sys.executable, "-m", "kvass", *command, "--socket", daemon.socket]
+        process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[1] == b""
+        assert process.returncode == 130

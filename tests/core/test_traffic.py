@@ -1,0 +1,51 @@
+"""What a namespace was asked for and gave, by where it was, in all and in the last minute."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from kvass.core.traffic import Traffic
+from tests.core.test_promote import stored
+from tests.core.tier_rig import TierRig
+
+
+def traffic(rig: TierRig) -> dict[str, Any]:
+    (ns,) = rig.status["namespaces"]
+    return {name: value for name, value in ns.items() if "tokens" in name or name == "lookups"}
+
+
+def test_tokens_are_counted_by_where_they_were() -> None:
+    """A hit of a tier, one of L1, and a miss. All of it again in the counters of chunks."""
+    rig = TierRig()
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    tokens = rig.status["namespaces"][0]["chunk_tokens"]
+    rig.look_up(e, "a", "b", "x")  # from the tier
+    rig.look_up(e, "a", "b")  # from L1
+    rig.look_up(e, "y")
+    seen = traffic(rig)
+    assert seen["lookups"] == 3
+    assert seen["lookup_tokens"] == 6 * tokens == rig.count("lookup_chunks") * tokens
+    assert seen["hit_tokens"] == 4 * tokens == rig.count("hit_chunks") * tokens
+    assert sum(seen["hit_tokens_tiers"]) == 2 * tokens == rig.count("promoted_chunks") * tokens
+    assert seen["minute_lookup_tokens"] == seen["lookup_tokens"]
+    rig.wait(61.0)
+    assert traffic(rig)["minute_lookup_tokens"] == traffic(rig)["minute_hit_tokens"] == 0
+    assert traffic(rig)["lookup_tokens"] == seen["lookup_tokens"]
+
+
+def test_the_last_minute_is_fifty_to_sixty_seconds_and_its_memory_bounded() -> None:
+    draw, counts, now = random.Random(1), list[tuple[float, int]](), 0.0
+    seen = Traffic()
+    for _ in range(2000):
+        now += draw.expovariate(0.5)
+        seen.ask(now, n := draw.randrange(100))
+        seen.give(now, n // 2)
+        counts.append((now, n))
+        least = sum(k for t, k in counts if t > now - 50)
+        most = sum(k for t, k in counts if t > now - 60)
+        assert least <= seen.last_minute(now)[0] <= most
+        assert len(seen.slots) <= 7
+    assert seen.asked == sum(k for _, k in counts)
+    assert seen.last_minute(now + 60) == (0, 0)

@@ -1,0 +1,46 @@
+"""Writes the list of metrics into ``docs/monitoring.md``: ``python -m tests.web.metrics_page``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client.core import Metric
+
+from kvass.web.metrics import Status
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "monitoring.md"
+HEAD: Final = "| metric | labels | meaning |\n|---|---|---|\n"
+
+FIELDS: Final[dict[str, Any]] = {"version": "", "counters": {}, "messages": {"": 0}}
+"""The least that a status has; each table once, its figures all 0."""
+
+
+class _Zeros(dict[str, Any]):
+    """Has every figure that it is asked for."""
+
+    def __missing__(self, name: str) -> Any:
+        if name == "hit_tokens_tiers":
+            return [0]
+        return [_Zeros(model="", kind="")] if name in ("namespaces", "tiers", "groups") else 0
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def row(family: Metric) -> str:
+    """One metric."""
+    name = family.name + ("_total" if family.type == "counter" else "")
+    labels = ", ".join(f"`{label}`" for label in family.samples[0].labels)
+    return f"| `{name}` | {labels} | {family.documentation} |\n"
+
+
+def page(text: str) -> str:
+    """``text`` with the list as it should be."""
+    fields = _Zeros(FIELDS, tiers=[_Zeros(tier="")])
+    table = HEAD + "".join(row(family) for family in Status(fields).collect())
+    return text[: text.index("METRICS" if "METRICS" in text else HEAD)] + table
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,93 @@
+"""The Prometheus text against the declared metrics and a real daemon's status."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.rows import Rows, flushed, wait_tier
+from kvass.cli.bench.sessions import CHUNK_TOKENS, WIDTH
+from kvass.core import metrics as declared
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.web.metrics import LABELLED, MODELS, exposition, tier_labels
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+ROW = 64 << 10
+TIERS = ("l1", "disk")
+
+
+def samples(fields: dict[str, Any] | None) -> Samples:
+    """By name and labels. The text is read by Prometheus' own parser."""
+    text = exposition(fields).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("metrics")
+    (folder / "disk").mkdir()
+    tier = [f"disk:{folder}/disk?capacity=16MiB"]
+    with running_daemon(folder, "16MiB", tier=tier) as daemon, ExitStack() as ending:
+        rows = Rows(daemon.socket, "mine", ROW, ending)
+        keys = [os.urandom(WIDTH) for _ in range(3)]
+        rows.store(keys)
+        wait_tier(rows.scheduler, flushed(3), "the flush")
+        rows.find([*keys, os.urandom(WIDTH)])
+        yield daemon
+
+
+def test_every_declared_metric_is_there(daemon: Daemon) -> None:
+    names = {name for name, _ in samples(daemon.status())}
+    for counter in declared.COUNTERS:
+        prefix = next((p for p in LABELLED if counter.startswith(p)), None)
+        assert (LABELLED[prefix][0] if prefix else f"kvass_{counter}") + "_total" in names
+    assert {f"kvass_{name}" for name in declared.GAUGES} <= names
+    assert {f"kvass_group_{name}" for name in declared.GROUP_GAUGES} <= names
+    assert {f"kvass_tier_{name}" for name in declared.TIER_GAUGES} <= names
+    assert {f"kvass_tier_{name}_total" for name in declared.TIER_COUNTERS} <= names
+
+
+def test_figures_are_the_status(daemon: Daemon) -> None:
+    fields = daemon.status()
+    seen = samples(fields)
+    assert seen["kvass_up", ()] == 1
+    assert seen["kvass_lookup_chunks_total", ()] == 4
+    assert seen["kvass_hit_chunks_total", ()] == 3
+    model = ("model", fields["namespaces"][0]["model"])
+    assert seen["kvass_model_lookup_tokens_total", (model,)] == 4 * CHUNK_TOKENS
+    hits = [seen["kvass_model_hit_tokens_total", (model, ("tier", tier))] for tier in TIERS]
+    assert hits == [3 * CHUNK_TOKENS, 0]
+    assert seen["kvass_tier_stored_rows_total", (("tier", "disk"),)] == 3
+    assert seen["kvass_tier_up", (("tier", "disk"),)] == 1
+    used = [v for (name, _), v in seen.items() if name == "kvass_group_used_bytes"]
+    assert sum(used) == seen["kvass_l1_used_bytes", ()] == fields["l1_used_bytes"] == 3 * ROW
+
+
+def test_a_daemon_that_is_down_is_one_zero() -> None:
+    assert samples(None) == {("kvass_up", ()): 0}
+
+
+def test_models_beyond_the_bound_are_one(daemon: Daemon) -> None:
+    fields = daemon.status()
+    (one,) = fields["namespaces"]
+    fields["namespaces"] = [{**one, "model": f"m{i}"} for i in range(MODELS + 10)]
+    rows = {
+        dict(labels)["model"]: value
+        for (name, labels), value in samples(fields).items()
+        if name == "kvass_group_rows"
+    }
+    assert len(rows) == MODELS + 1
+    assert rows["other"] == 10 * rows["m0"] == 30
+
+
+def test_tiers_of_one_kind_are_told_apart() -> None:
+    assert tier_labels(["disk:/a", "redis://h", "disk:/b"]) == ["disk", "redis", "disk-2"]

@@ -1,0 +1,241 @@
+"""The HTTP server against a real daemon: what it answers, refuses and outlives."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.rows import Rows
+from kvass.cli.bench.sessions import WIDTH
+from kvass.cli.main import main
+from kvass.config import Config
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.web import server as module
+from kvass.web.access import listen
+from kvass.web.server import BODY_BYTES, CONNECTIONS, WebServer
+from tests.support.waiting import eventually
+
+TOKEN = "0123456789abcdef"
+WRITE = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@contextmanager
+def serving(daemon_socket: str, folder: Path) -> Iterator[WebServer]:
+    (folder / "token").write_text(TOKEN)
+    config = Config(socket=daemon_socket, http="127.0.0.1:0", http_token_file=str(folder / "token"))
+    with WebServer(config, listen(config)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running_daemon(tmp_path_factory.mktemp("web"), "16MiB") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def web(daemon: Daemon, tmp_path: Path) -> Iterator[WebServer]:
+    with serving(daemon.socket, tmp_path) as server:
+        yield server
+
+
+def ask(
+    web: WebServer, method: str, path: str, body: bytes | None = None, **headers: str
+) -> tuple[int, Any]:
+    """Status and body, JSON decoded."""
+    connection = http.client.HTTPConnection("127.0.0.1", web.server_port, timeout=30)
+    connection.request(method, path, body, headers)
+    reply = connection.getresponse()
+    text = reply.read()
+    kind = reply.headers["Content-Type"]
+    connection.close()
+    return reply.status, json.loads(text) if kind == "application/json" else text
+
+
+def test_what_can_be_read(web: WebServer, daemon: Daemon) -> None:
+    assert ask(web, "GET", "/healthz") == (200, {"status": "ok"})
+    assert eventually(lambda: ask(web, "GET", "/readyz") == (200, {"status": "ready"}))
+    status, fields = ask(web, "GET", "/status")
+    assert (status, fields["boot"]) == (200, daemon.boot.hex())
+    assert ask(web, "GET", "/api/v1/status")[0] == 200
+    status, text = ask(web, "GET", "/metrics")
+    assert status == 200
+    assert b"kvass_up 1.0" in text
+    assert b"<title>kvass" in ask(web, "GET", "/")[1]
+
+
+def test_the_history_grows_by_a_sample(web: WebServer) -> None:
+    web.source.sample()
+    _, history = ask(web, "GET", "/api/v1/history")
+    (sample,) = history["samples"]
+    assert dict(zip(history["columns"], sample, strict=True))["l1_capacity_bytes"] == 16 << 20
+
+
+def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:
+    with ExitStack() as ending:
+        rows = Rows(daemon.socket, "mine", 64 << 10, ending)
+        keys = [os.urandom(WIDTH) for _ in range(2)]
+        rows.store(keys)
+        namespace = daemon.status()["namespaces"][0]["namespace"]
+        asked = {"namespace": namespace, "digests": b"".join(keys).hex()}
+        body = json.dumps(asked).encode()
+        assert ask(web, "POST", "/api/v1/prefetch", body, **WRITE) == (200, {"chunks": 2})
+        body = json.dumps({"namespace": namespace}).encode()
+        assert ask(web, "POST", "/api/v1/clear", body, **WRITE) == (200, {"rows": 2})
+        rows.store(keys)
+        assert ask(web, "POST", "/api/v1/clear", b"", **WRITE) == (200, {"rows": 2})
+        assert rows.find(keys).chunks == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("GET", "/nothing", None, {}, 404),
+        ("GET", "/../status", None, {}, 404),
+        ("POST", "/metrics", b"", {}, 405),
+        ("GET", "/api/v1/clear", None, {}, 405),
+        ("PUT", "/metrics", None, {}, 501),
+        ("POST", "/api/v1/clear", b"", {}, 401),
+        ("POST", "/api/v1/clear", b"", {"Authorization": "Bearer 0123456789abcdee"}, 401),
+        ("POST", "/api/v1/clear", b"{", WRITE, 400),
+        ("POST", "/api/v1/clear", b"[" * 100_000, WRITE, 400),
+        ("POST", "/api/v1/clear", b"[]", WRITE, 400),
+        ("POST", "/api/v1/clear", b'{"namespace": 1}', WRITE, 400),
+        ("POST", "/api/v1/clear", b'{"nonsense": 1}', WRITE, 400),
+        ("POST", "/api/v1/prefetch", b'{"width": "x"}', WRITE, 400),
+        ("POST", "/api/v1/clear", b'{"tiers": true}', WRITE, 503),
+        ("POST", "/api/v1/clear", b"", {**WRITE, "Content-Length": str(BODY_BYTES + 1)}, 413),
+        ("POST", "/api/v1/clear", b"", {**WRITE, "Content-Length": "-1"}, 411),
+        ("GET", "/metrics", None, {"Host": "evil.example"}, 403),
+        ("GET", "/metrics", None, {"Origin": "http://evil.example"}, 403),
+        ("GET", "/metrics", None, {"X": "y" * 70_000}, 431),
+    ],
+)
+def test_what_is_refused(
+    web: WebServer, method: str, path: str, body: bytes | None, headers: dict[str, str], status: int
+) -> None:
+    seen, said = ask(web, method, path, body, **headers)
+    assert seen == status
+    assert list(said) == ["error"]
+    assert "\n" not in said["error"]
+    assert TOKEN not in json.dumps(said)
+
+
+def test_slow_clients_end_and_keep_nobody_waiting(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have all the places until their time is up; each byte they send does not prolong it."""
+    monkeypatch.setattr(module, "DEADLINE_S", 0.5)
+    slow = [socket.create_connection(("127.0.0.1", web.server_port)) for _ in range(CONNECTIONS)]
+    for each in slow:
+        each.sendall(b"GET /metr")
+    ends = time.monotonic() + 20
+    while time.monotonic() < ends:
+        for each in slow:
+            try:
+                each.send(b"i")
+            except OSError:
+                pass
+        try:
+            if ask(web, "GET", "/healthz")[0] == 200:
+                break
+        except (OSError, http.client.HTTPException):
+            time.sleep(0.05)
+    else:
+        pytest.fail("nobody else was answered")
+    for each in slow:
+        each.close()
+
+
+def test_a_daemon_that_is_gone_and_one_that_hangs(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "16MiB") as daemon, serving(daemon.socket, tmp_path) as web:
+        assert ask(web, "GET", "/healthz")[0] == 200
+        daemon.suspend()
+        assert eventually(lambda: ask(web, "GET", "/healthz")[0] == 503)
+        daemon.resume()
+        assert eventually(lambda: ask(web, "GET", "/healthz")[0] == 200)
+        daemon.kill()
+        assert eventually(lambda: ask(web, "GET", "/healthz")[0] == 503)
+        assert ask(web, "GET", "/metrics")[1].endswith(b"kvass_up 0.0\n")
+        assert ask(web, "GET", "/status")[0] == ask(web, "GET", "/readyz")[0] == 503
+        daemon.start()
+        assert eventually(lambda: ask(web, "GET", "/healthz")[0] == 200)
+
+
+def test_many_scrapes_leave_nothing_behind(web: WebServer) -> None:
+    ask(web, "GET", "/metrics")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(300):
+        ask(web, "GET", "/metrics")
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert eventually(lambda: threading.active_count() < 10)
+
+
+# ---------------------------------------------------------------- kvass serve --http
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def healthy(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            return b" 200 " in connection.recv(100)
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_serve_starts_it_again_and_takes_it_along(tmp_path: Path, end: str) -> None:
+    port = free_port()
+    with running_daemon(tmp_path, "16MiB", http=f"127.0.0.1:{port}") as daemon:
+        assert eventually(lambda: healthy(port))
+        (first,) = children(daemon.pid)
+        os.kill(first, 9)
+        assert eventually(lambda: first not in children(daemon.pid) and healthy(port))
+        (second,) = children(daemon.pid)
+        assert getattr(daemon, end)() in (0, None)
+        assert eventually(lambda: not Path(f"/proc/{second}").exists())
+        assert not healthy(port)
+    assert "the web process ended" in daemon.log()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--http", "0.0.0.0:9273"], "--http-token-file"),
+        (["--http", "nowhere"], "ADDRESS:PORT"),
+        (["--http", "127.0.0.1:{taken}"], "in use"),
+    ],
+)
+def test_what_serve_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        flags = [flag.format(taken=listener.getsockname()[1]) for flag in flags]
+        assert main(["serve", "--socket", str(tmp_path / "s.sock"), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
