@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.rows import Rows, flushed, wait_tier
-from kvass.cli.bench.sessions import WIDTH
+from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.cli.report import WIDTH as COLUMNS
 from kvass.cli.report import percent, report, size, span, tier_trouble, troubles

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.rows import Rows, flushed, wait_tier
-from kvass.cli.bench.sessions import CHUNK_TOKENS, WIDTH
+from kvass.cli.bench.rig import CHUNK_TOKENS, WIDTH
 from kvass.core import metrics as declared
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.web.metrics import LABELLED, MODELS, exposition, tier_labels

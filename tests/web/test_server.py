@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench.rows import Rows
-from kvass.cli.bench.sessions import WIDTH
+from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.config import Config
 from kvass.testing.daemon import Daemon, running_daemon
