@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+import pwd
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
@@ -25,7 +27,12 @@ from kvass.wire.channel import check_path
 ENV_PREFIX: Final = "KVASS_"
 _FILE_ENV: Final = ENV_PREFIX + "CONFIG"
 _HIDDEN: Final = "# Secrets are hidden: put them where *** stands.\n"
-_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_CGROUP: Final = Path("/proc/self/cgroup")
+_SERVICE: Final = re.compile(
+    r"KVASS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
+)
+"""What Kubernetes sets in every pod for services whose names begin with kvass."""
 
 
 def default_socket() -> str:
@@ -55,12 +62,32 @@ def check_folder(path: str) -> None:
 
 
 def memory_bytes() -> int:
-    """What this process may use: physical memory, or its cgroup's limit if that is less."""
+    """What this process may use: physical memory, or less if a cgroup that it is in says so."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Of this process's cgroup and those around it, of version 2 and 1."""
     try:
-        return min(physical, int(_CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no cgroup v2 here, or "max"
-        return physical
+        lines = _CGROUP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        if controllers and "memory" not in names:
+            continue
+        root = _CGROUPS / "memory" if controllers else _CGROUPS
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        inner = root / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            try:
+                yield int((folder / file).read_text())
+            except (OSError, ValueError):  # not there, or "max"
+                pass
+            if folder == root:
+                break
 
 
 def _quarter_of_memory() -> Size:
@@ -81,7 +108,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Size, Meta(description="size of the arena; default: a quarter of memory")
     ] = field(default_factory=_quarter_of_memory)
     allow_uid: Annotated[
-        list[Uid], Meta(description="another user's id whose engines may connect (repeatable)")
+        list[Uid],
+        Meta(description="another user whose engines may connect, by name or id (repeatable)"),
     ] = []
     socket_group: Annotated[
         str, Meta(description="group whose members may connect; the socket becomes theirs")
@@ -178,7 +206,7 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
         name = _known(key, str(key), f"in {path}")
         values[name] = _convert(name, value, f"{path}: {key}", strict=True)
     for key, text in env.items():
-        if key.startswith(ENV_PREFIX) and key != _FILE_ENV:
+        if key.startswith(ENV_PREFIX) and key != _FILE_ENV and not _SERVICE.fullmatch(key):
             name = _known(key[len(ENV_PREFIX) :].lower(), key, "in the environment")
             parts = [part for part in text.split(",") if part]
             values[name] = _convert(name, parts if _is_list(name) else text, key)
@@ -221,7 +249,8 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text()) or {}
+        text = Path(path).read_text()
+        content = yaml.safe_load(text) or {}
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -229,6 +258,12 @@ def _read_yaml(path: str) -> dict[Any, Any]:
         raise ConfigError(f"{path} is no YAML: {said}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: write options as `name: value` lines")
+    if content:  # YAML forbids a key that stands twice; its loader silently takes the last
+        root = yaml.compose(text, yaml.SafeLoader)
+        assert isinstance(root, yaml.MappingNode)
+        keys = [key.value for key, _ in root.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise ConfigError(f"{path}: {min(twice)} stands there twice: keep one")
     return content
 
 
@@ -241,14 +276,28 @@ def _known(name: object, shown: str, where: str) -> str:
 
 def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
     """``strict``: not from text."""
-    if not strict and _unwrap(name)[0] is bool:
+    kind = _unwrap(name)[0]
+    if not strict and kind is bool:
         value = _BOOLS.get(value, value)
+    if name == "allow_uid" and isinstance(value, list):
+        value = [_uid(user) for user in value]
+    choices = get_args(kind) if get_origin(kind) is Literal else [*_BOOLS] if kind is bool else []
+    if choices and not isinstance(value, bool) and value not in choices:
+        raise ConfigError(f"{origin}: say one of {', '.join(choices)} (got {shown(repr(value))})")
     try:
         return msgspec.convert(
             value, _FIELDS[name].type, strict=strict, dec_hook=lambda _, raw: Size.parse(raw)
         )
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}: {error} (got {shown(repr(value))})") from error
+
+
+def _uid(user: Any) -> Any:
+    """A user's name as the id that belongs to it; anything else as it is."""
+    try:
+        return user if str(user).isdecimal() else pwd.getpwnam(str(user)).pw_uid
+    except KeyError:
+        return user
 
 
 def _unwrap(name: str) -> tuple[Any, Meta]:

@@ -60,26 +60,37 @@ def align_up(value: int, to: int = PAGE) -> int:
 
 _BINARY: Final = {f"{prefix}iB": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGT")}
 _DECIMAL: Final = {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")}
-_UNITS: Final = {"": 1, "B": 1, **_BINARY, **_DECIMAL}
+_UNITS: Final = {"": 1, "b": 1} | {
+    spelling: factor
+    for unit, factor in (_BINARY | _DECIMAL).items()
+    for spelling in (unit.lower(), unit.lower().removesuffix("b"))
+}
 
 
 class Size(int):
-    """Bytes; written ``8GiB``, ``512 MiB``, ``1.5GB`` or as a plain number."""
+    """Bytes; written ``8GiB``, ``8Gi``, ``512 mib``, ``1.5GB``, ``2G`` or as a plain number. As
+    everywhere, ``G`` is a power of 1000 and ``Gi`` one of 1024."""
 
     @classmethod
     def parse(cls, text: object) -> Size:
         """Raises ``ValueError`` for anything else."""
         match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", str(text).strip())
-        if isinstance(text, bool) or match is None or match[2] not in _UNITS:
+        if isinstance(text, bool) or match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"no size: {text!r}; write it like 8GiB or 512MiB")
         number = float(match[1]) if "." in match[1] else int(match[1])
-        return cls(number * _UNITS[match[2]])
+        return cls(number * _UNITS[match[2].lower()])
 
     def __str__(self) -> str:
         for unit, factor in reversed(_BINARY.items()):
             if self and self % factor == 0:
                 return f"{self // factor}{unit}"
         return str(int(self))
+
+    def rounded(self) -> str:
+        """For people, like ``1.86GiB``."""
+        fit = [unit for unit in _BINARY.items() if unit[1] <= self]
+        unit, factor = fit[-1] if fit else ("B", 1)
+        return f"{round(self / factor, 2):g}{unit}"
 
 
 class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):

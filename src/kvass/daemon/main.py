@@ -51,7 +51,7 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
             for i, url in enumerate(config.tier)
         ]
         ready = (
-            f"ready socket={config.socket} l1={Size(size)} l1_bytes={size}"
+            f"ready socket={config.socket} l1={Size(size).rounded()} l1_bytes={size}"
             f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
             f" boot={core.boot.hex()}"
         )

@@ -16,7 +16,7 @@ LAYOUT: Final = GroupLayout("full", 16, ("0",), (256,))
 """16 blocks of 256 bytes in a chunk: shards of 4 KiB."""
 RESIDENT: Final = 65_536
 KEYS: Final = 512
-BATCH: Final = 1024
+BATCH: Final = 512
 ASKS: Final = 2000
 WARM_UP: Final = 100
 
