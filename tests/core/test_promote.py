@@ -178,6 +178,20 @@ def test_who_leaves_waits_no_more_and_the_load_goes_on(rig: TierRig) -> None:
     assert rig.replies(other.scheduler)[0].chunks == 2
 
 
+def test_what_a_lost_scheduler_asked_for_is_not_loaded() -> None:
+    """Though its lookups end in slices, and the tier answers before their turn comes."""
+    rig = TierRig(core={"slice_ends": 1})
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    rig.begin(e, "a")
+    rig.begin(e, "b")
+    rig.lose(e.scheduler)
+    assert rig.status["promotions"] == 1
+    rig.settle(TierProbe)
+    assert not rig.open_ops(TierLoad)
+    assert quiet(rig)
+
+
 def test_a_rank_that_left_meanwhile_makes_it_a_miss(rig: TierRig) -> None:
     e = rig.ready()
     stored(rig, e, "a")

@@ -70,16 +70,6 @@ def test_slots_say_where_every_shard_lies(rig: Rig) -> None:
         assert len(set(granted)) == 3
 
 
-def test_another_namespace_with_the_same_digests_does_not_match(rig: Rig) -> None:
-    rig.engine("one").store("a")
-    assert rig.engine("two", identity={"model": "other"}).lookup("a").chunks == 0
-
-
-def test_an_engine_of_the_same_namespace_matches(rig: Rig) -> None:
-    rig.engine("one").store("a")
-    assert rig.engine("two").lookup("a").chunks == 1
-
-
 def test_every_named_reader_owes_one_release(rig: Rig) -> None:
     e = rig.engine(ranks=3)
     e.store("a")
@@ -205,10 +195,6 @@ def test_another_boot_is_refused(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("wrong", "code"),
     [
-        ({"readers": ()}, "bad_rank"),
-        ({"readers": (1,)}, "bad_rank"),
-        ({"readers": (-1,)}, "bad_rank"),
-        ({"readers": (0,) * 129}, "bad_rank"),
         ({"width": 0}, "bad_value"),
         ({"width": -8}, "bad_value"),
         ({"width": 7}, "bad_value"),

@@ -165,10 +165,6 @@ def test_a_fault_of_one_session_touches_no_other(rig: Rig) -> None:
 # ---------------------------------------------------------------- looking
 
 
-def test_ping_is_answered_with_its_seq(rig: Rig) -> None:
-    assert rig.ask(rig.open(), m.Ping(seq=41)).seq == 41
-
-
 def test_status_tells_the_public_fields(rig: Rig) -> None:
     e = rig.engine()
     e.store("a")

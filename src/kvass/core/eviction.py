@@ -25,10 +25,9 @@ Segment = tuple[I64Array, I64Array]
 class Lru:
     """Exact LRU as a log of touches: appending and scanning are vectorised, nothing is sorted.
 
-    An entry is stale once its row has another stamp; a row that is freed gets ``NEVER``. Whenever a
-    segment of the log is full, the next ``_TIDIED`` old ones, in turn, lose their stale entries and
-    are joined to their neighbours. So no touch takes long, and the log has about twice its live
-    entries.
+    An entry is stale once its row has another stamp. Whenever a segment is full, the next
+    ``_TIDIED`` old ones, in turn, lose their stale entries and are joined to their neighbours. So
+    no touch takes long, and the log has about twice its live entries.
     """
 
     def __init__(self, table: RowTable) -> None:

@@ -123,23 +123,20 @@ class ExtentMap:
         while slots:
             needs = [slots * n for n in shard_bytes]
             trial = copy(self._bytes)
-            bases = [trial.take(n) for n in needs]
-            if None not in bases:
-                return self._place(slots, trial, bases, needs)
+            bases = [base for n in needs if (base := trial.take(n)) is not None]
+            if len(bases) == len(needs):
+                break
             slots //= 2
-        return None
-
-    def _place(
-        self, slots: int, taken: FreeSpace, bases: list[int | None], needs: list[int]
-    ) -> ExtentSet:
-        self._bytes = taken
+        else:
+            return None
+        self._bytes = trial
         first_row = self._row_ids.take(slots)
         assert first_row is not None, "row ids ran out"
         made = ExtentSet(  # ids are dense: they index arrays
             id=heapq.heappop(self._unused_ids) if self._unused_ids else len(self.sets),
             slots=slots,
             first_row=first_row,
-            bases=tuple(b for b in bases if b is not None),
+            bases=tuple(bases),
             extent_bytes=tuple(needs),
         )
         self.sets[made.id] = made

@@ -61,16 +61,6 @@ def queue_next_victims(state: State) -> None:
                 _queue_new(state, row_class, row_class.lru.victims(_AHEAD, store.table.clock))
 
 
-def queue_all_left(state: State) -> None:
-    """The daemon stops: with ``on_evict`` everything that no tier was given is queued."""
-    if state.config.flush == "on_evict":
-        table = state.store.table
-        for row_class in state.store.classes.values():
-            rows = row_class.index.rows()
-            rows = rows[table.state[rows] >= READY]
-            _queue_new(state, row_class, rows[np.argsort(table.stamp[rows])])
-
-
 def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
     """Queue what no tier was given yet, for all of them."""
     rows = rows[~state.store.table.offered[rows]]
@@ -192,12 +182,20 @@ def retry_due(state: State) -> None:
                 tier.rests_until = state.now + REST_S
 
 
-def retry_now(state: State) -> None:
-    """The daemon stops: tiers that were down are asked once more."""
+def stop(state: State) -> None:
+    """The daemon stops: tiers that were down are asked once more. With ``on_evict`` everything that
+    no tier was given is queued."""
+    state.stopping = True
     epochs.retry_now(state)
     for tier in state.tiers.all:
         tier.rests_until = None
         store_next(state, tier)
+    if state.config.flush == "on_evict":
+        table = state.store.table
+        for row_class in state.store.classes.values():
+            rows = row_class.index.rows()
+            rows = rows[table.state[rows] >= READY]
+            _queue_new(state, row_class, rows[np.argsort(table.stamp[rows])])
 
 
 def rows_left(state: State, tier: TierState) -> int:

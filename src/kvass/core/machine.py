@@ -3,9 +3,9 @@
 ``step(event, now) -> effects`` is pure; ``now`` never goes back; every request is answered exactly
 once, refusals included (law 11), and a refused message changed nothing.
 
-The parts: ``sessions``, ``session_limits``, ``registry``, ``admission`` (who); ``row_store`` (rows,
-slots, room); ``settlement`` (leases, reservations, and how they end); ``reading``, ``promote``,
-``writing``, ``clearing`` (what messages do); ``flush`` and ``epochs`` (tiers); ``status``.
+Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
+``row_store``. Leases and reservations: ``settlement``. What messages do: ``reading``, ``promote``,
+``writing``, ``clearing``. Tiers: ``flush``, ``epochs``.
 """
 
 from __future__ import annotations
@@ -96,12 +96,6 @@ def _tier_report(state: State, event: effects.TierReport) -> None:
         epochs.read_again(state, event.tier)
 
 
-def _stopping(state: State, event: effects.Stopping) -> None:
-    state.stopping = True
-    flush.retry_now(state)
-    flush.queue_all_left(state)
-
-
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Received: _received,
     effects.Opened: sessions.opened,
@@ -116,7 +110,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.EpochIs: _epoch_is,
     effects.Emptied: epochs.emptied,
     effects.TierReport: _tier_report,
-    effects.Stopping: _stopping,
+    effects.Stopping: lambda state, _: flush.stop(state),
 }
 
 

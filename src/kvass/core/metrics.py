@@ -1,10 +1,9 @@
 """Every counter and gauge of the core: its name and its meaning.
 
-An exporter needs this file and ``status``, which has all of them under these names: those
-of the daemon at the top level (its counters in ``counters``), those of a tier and of a layer group
-in tables of their own. ``messages`` counts what clients sent, by the message's tag. The core has no
-clock and measures no durations, so there is no histogram. A tier's process adds fields to its
-tier's table (``effects.TierReport``), which are not declared here.
+``status`` shows all of them under these names: those of the daemon at the top level (its counters
+in ``counters``), those of a tier and of a layer group in tables of their own. ``messages`` counts
+what clients sent, by the message's tag. A tier's process adds fields to its tier's table
+(``effects.TierReport``), which are not declared here.
 
 A counter only grows, and begins at 0 in every boot. Counting under a name that is not declared is a
 ``KeyError``. A name that ends in ``_bytes`` is in bytes, one in ``_bytes_s`` in bytes per second.

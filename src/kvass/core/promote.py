@@ -242,7 +242,7 @@ def _load(
     """Take slots for all of ``wanted`` and ask the tiers to fill them; ``upto``. If there is no
     room for all: nothing, and the first chunk for which there was none."""
     classes = promotion.namespace.classes
-    rows, cut = state.store.allocate_each(classes, promotion.keys[:upto], wanted, protect, LOADING)
+    rows, cut = state.store.allocate(classes, promotion.keys[:upto], wanted, protect, LOADING)
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:

@@ -80,11 +80,8 @@ MAX_GENERATION: Final = 64
 
 
 def check_register(msg: Register, limits: Limits) -> None:
-    """Refuse a ``Register`` that is wrong in itself.
-
-    Raises:
-        Refused: ``bad_value``, ``bad_rank`` or ``limit``, naming the field.
-    """
+    """Raises ``Refused`` (``bad_value``, ``bad_rank`` or ``limit``), naming the field, for a
+    ``Register`` that is wrong in itself."""
     if not msg.instance or len(msg.instance) > limits.request_id_bytes:
         raise Refused("bad_value", "instance: give a non-empty id of at most 512 characters")
     fields = sum(len(k) + len(v) for k, v in msg.identity.items())
@@ -135,11 +132,8 @@ _TERMS = ("identity", "chunk_tokens", "ranks", "world_size")
 
 
 def check_agrees(msg: Register, instance: Instance) -> None:
-    """Refuse a ``Register`` that contradicts what its own instance said before.
-
-    Raises:
-        Refused: ``contradiction``, naming the field and both values.
-    """
+    """Raises ``Refused`` (``contradiction``), naming the field and both values, for a ``Register``
+    that contradicts what its own instance said before."""
     for name in _TERMS:
         ours, theirs = getattr(instance.terms, name), getattr(msg, name)
         if isinstance(ours, dict) and ours != theirs:

@@ -164,11 +164,11 @@ class RowStore:
             self._of_namespace[row_class.namespace].remove(row_class)
 
     def clear(self, namespaces: Collection[Namespace]) -> int:
-        """Give ``namespaces`` new, empty classes; returns how many rows matched until now."""
+        """Give ``namespaces`` empty classes; returns how many rows matched until now."""
         matched = sum(sum(c.rows[READY:]) for ns in namespaces for c in ns.classes)
-        self.remove([c for ns in namespaces for c in ns.classes])
+        self.remove([c for ns in namespaces for c in ns.classes if c.slots])
         for ns in namespaces:
-            ns.classes = [self.add_class(c.spec, ns.id) for c in ns.classes]
+            ns.classes = [self.add_class(c.spec, ns.id) if c.slots else c for c in ns.classes]
         return matched
 
     @property
@@ -255,21 +255,6 @@ class RowStore:
     # ------------------------------------------------------------ states
 
     def allocate(
-        self, row_class: RowClass, keys: U64Array, protect: int, state: int = WRITING
-    ) -> I64Array:
-        """WRITING (or LOADING) rows for the first of ``keys``, as many as room can be made for.
-
-        Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. ``keys`` are
-        distinct, and none is in the index.
-        """
-        self._make_room(row_class, len(keys), protect)
-        rows = row_class.free.take(len(keys))
-        self._move(rows, FREE, state)
-        self.table.key[rows] = keys[: len(rows)]
-        row_class.index.add(rows)
-        return rows
-
-    def allocate_each(
         self,
         classes: list[RowClass],
         keys: U64Array,
@@ -277,14 +262,22 @@ class RowStore:
         protect: int,
         state: int = WRITING,
     ) -> tuple[list[I64Array], int]:
-        """Rows for the chunks ``wanted`` of each class, and the first chunk that got none in some
-        class because there was no room; ``len(keys)`` if there is none. Rows behind it were taken.
+        """WRITING (or LOADING) rows for the first chunks of ``wanted`` in each class, as many as
+        room can be made for; and the first chunk that got none in some class, or ``len(keys)``.
+
+        Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. The keys that
+        are wanted are distinct, and none is in its class's index.
         """
-        rows = [
-            self.allocate(c, keys[w], protect, state) for c, w in zip(classes, wanted, strict=True)
-        ]
-        short = [int(w[len(r)]) for w, r in zip(wanted, rows, strict=True) if len(r) < len(w)]
-        return rows, min(short, default=len(keys))
+        rows, end = list[I64Array](), len(keys)
+        for row_class, chunks in zip(classes, wanted, strict=True):
+            self._make_room(row_class, len(chunks), protect)
+            taken = row_class.free.take(len(chunks))
+            self._move(taken, FREE, state)
+            self.table.key[taken] = keys[chunks[: len(taken)]]
+            row_class.index.add(taken)
+            rows.append(taken)
+            end = min([end, *chunks[len(taken) : len(taken) + 1].tolist()])
+        return rows, end
 
     def publish(self, rows: I64Array) -> None:
         """Every shard of ``rows`` is written: they are readable from here on."""

@@ -105,7 +105,7 @@ def _grant(
     if not any(map(len, wanted)):
         return Grant(later=later)
     state.counters["chunks_wanted"] += int(lacking.any(axis=0).sum())
-    rows, end = state.store.allocate_each(item.classes, item.keys[:until], wanted, protect)
+    rows, end = state.store.allocate(item.classes, item.keys[:until], wanted, protect)
     for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
         n = int(np.searchsorted(w, end))
         state.store.discard(rows[i][n:])
