@@ -36,8 +36,8 @@ def group(items: list[pytest.Item]) -> None:
     """Order the tests, and make a group of each file: its fixtures are made once."""
     items.sort(key=lambda item: rank(item.nodeid))
     for item in items:
-        shares = item.nodeid.startswith(SHARING)
-        item.add_marker(pytest.mark.xdist_group("engines" if shares else item.path.stem))
+        name = "engines" if item.nodeid.startswith(SHARING) else "/".join(item.path.parts[-2:])
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 class Room:

@@ -1,101 +1,29 @@
 """Breaks of the core, made by hand (``breaks.txt``), and which check notices each.
 
-A break that nothing notices is a hole in the checks. A break whose text is no longer in the core is
-an error.
-
 ``python -m tests.simulation.mutants`` writes ``docs/mutants.md``: what noticed each break first.
 With parts of names after it, it judges only those breaks again. What the page says noticed a break
 is asked first, because that is quick. A page that is out of date costs time and hides nothing.
-
-A break in ``breaks.txt`` is a line ``[file of kvass/core, law N] name``, then the text that is in
-that file exactly once, with ``-`` before each line, then what it becomes, with ``+``; without
-``+`` its lines are taken out. ``[file]`` alone begins another edit of the same break.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import io
 import os
 import re
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
 
 import pytest
 from hypothesis import Phase, settings
 
 from tests.support import processes
+from tests.support.mutants import UNBROKEN, Mutant, break_package, parse
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "src" / "kvass" / "core"
 TABLE = ROOT / "docs" / "mutants.md"
-TIMEOUT_S = 300.0
-
-
-class StaleMutantError(Exception):
-    """The core changed: this break does not apply any more, write it anew."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``edits``: (file under ``kvass/core``, text that is in it exactly once, what it becomes)."""
-
-    name: str
-    law: int
-    edits: list[tuple[str, str, str]] = field(default_factory=list)
-
-
-def parse(text: str) -> list[Mutant]:
-    """The breaks in a text like ``breaks.txt``."""
-    found: list[Mutant] = []
-    for file, law, name, lines in _BREAK.findall(text):
-        if name:
-            found.append(Mutant(name, int(law)))
-        old = "".join(x[1:] for x in lines.splitlines(True) if x.startswith("-"))
-        new = "".join(x[1:] for x in lines.splitlines(True) if x.startswith("+"))
-        found[-1].edits.append((file, old[:-1], new[:-1]) if new else (file, old, ""))
-    return found
-
-
-_BREAK = re.compile(r"^\[(\w+\.py)(?:, law (\d+)\] (.+)|\])\n((?:[-+].*\n)+)", re.M)
-
-UNBROKEN = Mutant("unbroken", 0)
-MUTANTS = parse((Path(__file__).parent / "breaks.txt").read_text())
-
-
-# ---------------------------------------------------------------- breaking
-
-
-def break_core(mutant: Mutant) -> None:
-    """Break what this process imports from now on. Nothing of the core may be imported yet.
-
-    Raises:
-        StaleMutantError: a text of the break is not in its file exactly once.
-    """
-    texts = dict[str, str]()
-    for file, old, new in mutant.edits:
-        text = texts.get(file) or (CORE / file).read_text()
-        if (found := text.count(old)) != 1:
-            raise StaleMutantError(f"{mutant.name}: found {found} times in core/{file}: {old!r}")
-        texts[file] = text.replace(old, new)
-    broken = {
-        f"kvass.core.{file.removesuffix('.py')}": compile(
-            text, CORE / file, "exec", dont_inherit=True
-        )
-        for file, text in texts.items()
-    }
-    assert "kvass.core" not in sys.modules, "this process has imported the core"
-    whole = SourceFileLoader.get_code
-
-    def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
-        return broken[fullname] if fullname in broken else whole(self, fullname)
-
-    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+MUTANTS = parse(Path(__file__).with_name("breaks.txt").read_text())
 
 
 # ---------------------------------------------------------------- checking
@@ -127,8 +55,7 @@ def unit_tests(*args: str) -> str:
 
 def notice(mutant: Mutant) -> str:
     """The first check that notices, quickest first; empty if none does. Breaks this process."""
-    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
-    break_core(mutant)
+    break_package(mutant, "kvass.core")
     seeds, tests = noted(mutant)
     return (
         (unit_tests(*tests) if tests else "")
@@ -141,7 +68,7 @@ def notice(mutant: Mutant) -> str:
 
 def unblamed() -> list[str]:
     """What two checks say of a core that is not broken."""
-    break_core(UNBROKEN)
+    break_package(UNBROKEN, "kvass.core")
     return [simulate(range(3)), unit_tests("tests/core/test_room.py")]
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.mutants import MUTANTS, TIMEOUT_S, Mutant, StaleMutantError, notice, unblamed
+from tests.simulation.mutants import MUTANTS, notice, unblamed
 from tests.support import processes
+from tests.support.mutants import TIMEOUT_S, Mutant, StaleMutantError
 
 
 @pytest.fixture(scope="module")
