@@ -12,6 +12,7 @@ import os
 from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -44,17 +45,19 @@ def pytest_collection_finish() -> None:
 # ---------------------------------------------------------------- several processes
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return side_by_side.scheduler(config, log)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("dist", "no") != "no":
-        config.option.dist, config.option.loadscopereorder = "loadgroup", False
     if hasattr(config, "workerinput"):  # its folder is in one that all processes of the run share
         config.stash[ROOM] = side_by_side.Room(Path(config.option.basetemp).parent)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist asks for the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        side_by_side.group(items)
+        items.sort(key=lambda item: side_by_side.rank(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,8 +1,8 @@
 """Tests in several processes at once (``make test`` runs two): which share a process, and when.
 
-pytest-xdist hands out the groups that this file forms (``--dist loadgroup``), in the order in which
-they come. What it cannot do is to keep all other tests from running beside one that sees a clock
-(marked ``alone``): ``Room`` does that.
+pytest-xdist hands out the groups that this file forms, in the order in which they come. Its own
+``--dist loadgroup`` marks tests by an attribute that pytest 9.2 no longer has. It also cannot keep
+other tests from running beside one that sees a clock (marked ``alone``): ``Room`` does that.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
-
-import pytest
+from typing import Any, Final
 
 SHARING: Final = tuple(
     f"tests/engine/test_{name}.py"
@@ -32,12 +30,21 @@ def rank(nodeid: str) -> int:
     return next(ranks, len(LONGEST_FIRST))
 
 
-def group(items: list[pytest.Item]) -> None:
-    """Order the tests, and make a group of each file: its fixtures are made once."""
-    items.sort(key=lambda item: rank(item.nodeid))
-    for item in items:
-        name = "engines" if item.nodeid.startswith(SHARING) else "/".join(item.path.parts[-2:])
-        item.add_marker(pytest.mark.xdist_group(name))
+def group(nodeid: str) -> str:
+    """Tests of a group run in one process: those of a file, whose fixtures are made once."""
+    return "engines" if nodeid.startswith(SHARING) else nodeid.split("::", 1)[0]
+
+
+def scheduler(config: Any, log: Any) -> Any:
+    """xdist's scheduler of these groups."""
+    from xdist.scheduler import LoadScopeScheduling  # not there where tests run without xdist
+
+    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    config.option.loadscopereorder = False  # it would order by the number of tests
+    return ByGroup(config, log)
 
 
 class Room:

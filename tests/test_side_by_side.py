@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,3 +69,23 @@ def test_what_is_said_to_be_long_is_there() -> None:
     assert [path for path in LONGEST_FIRST if not (ROOT / path).exists()] == []
     assert rank(f"{LONGEST_FIRST[0]}::test") == 0
     assert rank("tests/test_side_by_side.py") == len(LONGEST_FIRST)
+
+
+def test_a_file_stays_in_one_process() -> None:
+    """By what a run of two processes says of itself."""
+    run = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "tests/layout",
+    ]
+    said = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
+    ran = set(re.findall(r"^\[(gw\d)\].* (tests/\S+\.py)::", said, re.MULTILINE))
+    files = [file for _, file in ran]
+    assert len(files) == len(set(files)) > 2, said
+    assert len({worker for worker, _ in ran}) == 2
