@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -343,3 +345,23 @@ def test_a_suspended_daemon_clears_when_it_wakes(daemon: Daemon, engine: Engine)
     assert not engine.load("old")
     assert not engine.load("writing")
     assert daemon.status()["rows"] == 0
+
+
+def test_an_engine_logs_when_its_daemon_is_there_gone_and_back(
+    daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for each time, in the scheduler's process; a worker's lines are for debugging."""
+    caplog.set_level(logging.INFO, "kvass.client")
+    for _ in range(2):
+        daemon.kill()
+        assert eventually(lambda: not engine.scheduler.connected)
+        daemon.start()
+        assert eventually(lambda: engine.connected)
+    events = [r.getMessage() for r in caplog.records if "connect" in r.getMessage()]
+    assert [re.sub(r"\d+\.\d s", "N s", line) for line in events] == [
+        lost := events[0],
+        again := f"connected to the daemon at {daemon.socket} again after N s",
+        lost,
+        again,
+    ]
+    assert lost.endswith("; requests run uncached")

@@ -36,6 +36,7 @@ from kvass.errors import (
     UsageError,
 )
 from kvass.messages import Error, FromDaemon, OneWay, Register, Request, Welcome
+from kvass.types import SCHEDULER
 from kvass.wire.framing import one_line
 
 BACKOFF_MIN_S: Final = 0.01
@@ -81,6 +82,8 @@ class Endpoint:
         self._wants_arena = wants_arena
         self._incomplete = incomplete
         self._logged: dict[str, str] = {}
+        self._lost_s = 0.0
+        """When the connection was lost last; 0: never."""
         """By kind: what was logged last."""
         self._begin()
         _alive.add(self)
@@ -322,11 +325,18 @@ class Endpoint:
         self._wake()
         self.lock.notify_all()
         if error is not None:
-            self._note("lost", f"connection lost: {error}")
+            self.counters["lost"] += 1
+            self._lost_s = time.monotonic()
+            self._say(logging.WARNING, f"connection lost: {error}; requests run uncached")
 
     def _wake(self) -> None:
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
+
+    def _say(self, level: int, text: str) -> None:
+        """Log an event of the connection: an engine says it once, in its scheduler's process."""
+        known = self.registration is not None and self.registration.rank == SCHEDULER
+        _log.log(level if known else logging.DEBUG, "%s", text)
 
     def _note(self, kind: str, text: str, again: bool = False) -> None:
         """Count, and log the first of its kind; with ``again`` each that differs from the last."""
@@ -380,6 +390,8 @@ class Endpoint:
             self._attempts += 1
             self._failure = None
             self.counters["connects"] += 1
+            after = f" again after {time.monotonic() - self._lost_s:.1f} s" if self._lost_s else ""
+            self._say(logging.INFO, f"connected to the daemon at {self._path}{after}")
             self.lock.notify_all()
 
     def _watch(self, session: DaemonSession) -> bool:

@@ -14,6 +14,7 @@ block is in use. vLLM calls it on the pool object. While a step's metadata is bu
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -69,6 +70,14 @@ class StepReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: StepReport) -> StepReport:
         """Both reports in one."""
         return StepReport(dict(Counter(self.steps) + Counter(other.steps)))
+
+
+def log_as_vllm() -> None:
+    """kvass's lines go where vLLM's go and look like them, unless the process logs by itself."""
+    ours, theirs = logging.getLogger("kvass"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
 
 
 class VllmRequest:

@@ -26,6 +26,7 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import groups, namespace, weight_files
 from kvass.engine import identity, weights
+from kvass.engine.boundary import log
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES, ON_REQUEST
@@ -34,7 +35,7 @@ from kvass.types import MAX_RANKS
 
 class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     """The ``kvass.*`` keys of ``kv_connector_extra_config``. Keys of other prefixes are ignored.
-    Without a socket, it is the default one."""
+    Without a socket, it is that of ``KVASS_SOCKET``, else the default one."""
 
     socket: str = ""
     chunk_tokens: Annotated[int, Meta(ge=1)] = 0
@@ -53,6 +54,9 @@ def read_options(extra: Mapping[str, object]) -> Options:
     """Raises :class:`ConfigError` for an unknown ``kvass.*`` key or a wrong type or value."""
     ours = {key: value for key, value in extra.items() if key.startswith("kvass")}
     known = {f.encode_name for f in msgspec.structs.fields(Options)}
+    for key in extra:
+        if f"kvass.{key}" in known:
+            log.warning("option %r is not kvass's: write it 'kvass.%s'", key, key)
     if unknown := sorted(ours.keys() - known):
         raise ConfigError(f"unknown option {unknown[0]!r}: use one of {', '.join(sorted(known))}")
     try:
@@ -110,7 +114,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     source = str(model.model_weights or model.model)  # an address, a path, or a name on the Hub
     source = os.path.realpath(source) if os.path.exists(source) else source
     return VllmSetup(
-        socket=options.socket or default_socket(),
+        socket=options.socket or os.environ.get("KVASS_SOCKET") or default_socket(),
         instance=transfer.engine_id,
         identity={name: identity.short(text) for name, text in fields.items()},
         strategy=ParallelStrategy(tp=tp, pp=pp, replicas=kv_cache_config.kv_tp_replicas),

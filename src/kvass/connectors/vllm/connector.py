@@ -35,6 +35,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        adapt.log_as_vllm()
         self._boundary = Boundary()
         self._setup: VllmSetup | None = None
         self._planner: Planner | None = None
