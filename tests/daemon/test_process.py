@@ -138,7 +138,7 @@ def test_socket_path_of_something_else(tmp_path: Path) -> None:
         (("--l1-size", "much"), "no size: 'much'; write it like 8GiB"),
         (("--socket", "/tmp/" + "x" * 120), "107 bytes"),
         (("--no-such-flag",), "unrecognized arguments: --no-such-flag; see kvass serve --help"),
-        (("--allow-uid", "root"), "--allow-uid: Expected `int`"),
+        (("--allow-uid", "no-such-user"), "--allow-uid: Expected `int`"),
     ],
 )
 def test_bad_options_get_one_clear_line(

@@ -114,8 +114,8 @@ def test_other_calls_on_the_engines_thread_end_the_engine(
 def test_a_device_that_dies_amid_a_store_costs_the_cache_alone(
     daemon: Daemon, engine: Callable[[], StubModelEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine goes on; what was being written stays reserved until its process ends, and then
-    for the grace of DMA."""
+    """The engine goes on. Nobody gets the slots that were being written while its process lives,
+    not even when the engine is closed."""
     a, b = engine(), engine()
     a.daemon = None
     fake(a).stopped = True
@@ -128,10 +128,10 @@ def test_a_device_that_dies_amid_a_store_costs_the_cache_alone(
     assert a.rank.connector._boundary.counters["store_lost"] == 1
     assert "the GPU failed kvass" in caplog.text
     assert a.world.scheduler.reset_prefix_cache(), "no block is held"
-    assert daemon.status()["reservations"] == 1, "the daemon was told nothing"
+    assert (before := daemon.status())["reservations"] == 1, "the daemon was told nothing"
     assert b.load("b", PROMPT)[1] == len(PROMPT)
     a.close()
-    daemon.wait_until(reservations=0, quarantined_bytes=0)
+    assert daemon.status()["l1_used_bytes"] == before["l1_used_bytes"] > 0
 
 
 # ---------------------------------------------------------------- what a lost copy may still use

@@ -368,7 +368,7 @@ class Endpoint:
                 self.leave(session)
                 if time.monotonic() - began_s >= STEADY_S:
                     pause_s = BACKOFF_MIN_S
-            self._pause(pause_s, found)
+            self._pause(min(pause_s, longest_s), found)
             pause_s = min(pause_s * 2, longest_s)
         with self.lock:
             wake_fd, self._wake_fd = self._wake_fd, -1
