@@ -120,6 +120,18 @@ def test_a_row_that_failed_shrinks_every_match_that_waits_for_it(rig: TierRig) -
     assert rig.status["rows"] == 2  # the third is there, and of no use yet
 
 
+def test_a_spare_chunk_that_failed_shrinks_the_match_too(rig: TierRig) -> None:
+    e = rig.ready()
+    stored(rig, e, "a", "b", "c")
+    rig.begin(e, "a", "b", "c", spare=1)
+    rig.settle(TierProbe)
+    (load,) = rig.open_ops(TierLoad)
+    rig.answer(load, True, True, False)
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [1]
+    e.quit()
+    assert quiet(rig)
+
+
 @pytest.mark.parametrize("good", [True, False])
 def test_at_the_deadline_the_answer_is_what_is_there(rig: TierRig, good: bool) -> None:
     e = rig.ready()
