@@ -23,6 +23,7 @@ from kvass.client.client import Client
 from kvass.errors import Unavailable
 from kvass.messages import Error, Ping, Pong, Populated
 from kvass.testing.daemon import Daemon, running_daemon
+from kvass.wire.channel import Channel
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import RawSession
 
@@ -76,7 +77,7 @@ def test_ready_line_tells_socket_sizes_and_pages(shared: Daemon) -> None:
     assert stat.S_IMODE(os.stat(shared.socket).st_mode) == 0o600
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_stop_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     with running_daemon(tmp_path) as daemon, RawSession(daemon.socket).greet() as peer:
         os.kill(daemon.pid, number)
@@ -290,6 +291,19 @@ def test_another_user_is_kept_out(open_folder: Path, stranger: int) -> None:
 
         assert as_user(stranger, [], is_told_why) == 0
         assert daemon.status()["counters"]["ended_forbidden"] == 1
+
+
+def test_another_user_is_not_told_that_there_is_no_daemon(open_folder: Path, stranger: int) -> None:
+    def asks(path: str) -> Callable[[], None]:
+        def work() -> None:
+            with pytest.raises(Unavailable, match="not allowed to connect to"):
+                Channel.connect(path, 5.0)
+
+        return work
+
+    with running_daemon(open_folder, l1_size="1MiB") as daemon:
+        assert as_user(stranger, [], asks(daemon.socket)) == 0
+    assert as_user(stranger, [], asks(daemon.socket)) == 1, "now there is none"
 
 
 def test_allowed_user_may_connect(open_folder: Path, stranger: int) -> None:

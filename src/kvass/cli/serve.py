@@ -73,7 +73,11 @@ def _keep_web(config: Config, fd: int, over: threading.Event) -> None:
     while not over.is_set():
         command = [sys.executable, "-m", "kvass", "web", *flags]
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(fd,)
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(fd,),
+            start_new_session=True,
         ) as child:
             while child.poll() is None and not over.wait(_POLL_S):
                 pass

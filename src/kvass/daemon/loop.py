@@ -81,7 +81,7 @@ class Server:
         self._stopping = threading.Event()
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until SIGTERM or SIGINT; ``on_ready`` is called once clients can connect.
+        """Serve until SIGTERM, SIGINT or SIGHUP; ``on_ready`` is called once clients can connect.
 
         Raises ``ConfigError`` for a tier that cannot be opened, and whatever broke an invariant.
         """
@@ -104,7 +104,7 @@ class Server:
             _log.warning("tier %s: %d rows were not flushed", name, rows)
 
     async def _serve_until_stopped(self, on_ready: Callable[[], None]) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._loop.add_signal_handler(number, self._stop)
         self._listener.setblocking(False)
         self._listen()

@@ -61,7 +61,12 @@ class Channel:
             sock.setblocking(False)
         except OSError as error:
             sock.close()
-            raise Unavailable(f"no daemon at {path}: {error.strerror}") from error
+            what = (
+                "not allowed to connect to"
+                if isinstance(error, PermissionError)
+                else "no daemon at"
+            )
+            raise Unavailable(f"{what} {path}: {error.strerror}") from error
         return cls(sock)
 
     def fileno(self) -> int:

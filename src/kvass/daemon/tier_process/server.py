@@ -33,7 +33,7 @@ from kvass.tiers.base import Tier
 from kvass.tiers.codec import NAMESPACE_BYTES
 from kvass.tiers.url import open_tier
 
-IGNORED_SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
+IGNORED_SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _READ_BYTES: Final = 256 << 10
 _NOBODYS: Final = -1
 """An operation that no core begins."""
