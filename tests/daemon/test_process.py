@@ -303,6 +303,7 @@ def test_another_user_is_not_told_that_there_is_no_daemon(open_folder: Path, str
 
     with running_daemon(open_folder, l1_size="1MiB") as daemon:
         assert as_user(stranger, [], asks(daemon.socket)) == 0
+    os.unlink(daemon.socket)
     assert as_user(stranger, [], asks(daemon.socket)) == 1, "now there is none"
 
 
