@@ -25,6 +25,7 @@ from kvass.engine.boundary import Boundary, log
 from kvass.engine.memory import KVMemory, open_mover
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork, Store
+from kvass.engine.traffic import Traffic
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, Mover
@@ -67,6 +68,7 @@ class Copier:
         self._computed = False
         self._idle = False
         self._raised = -1
+        self.traffic = Traffic()
 
     def attach(self, memory: KVMemory) -> None:
         """The engine made its KV caches: register with the daemon. ``close`` first if it made
@@ -211,6 +213,7 @@ class Copier:
     def _ended(self, done: Done) -> None:
         """A copy is over: note it first, so that the engine hears of it whatever else fails."""
         copy = _copy_of(done)
+        self.traffic.copied(done)
         if done.outcome == "lost" and not any(kept is self._owners for kept in _lost):
             _lost.append(self._owners)
         if isinstance(copy, Store):

@@ -22,6 +22,7 @@ from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork
 from kvass.engine.stores import NEVER, RequestState, StorePlanner
+from kvass.engine.traffic import Traffic
 from kvass.layout.spans import Spans, Table
 
 CLEAR_TIMEOUT_S: Final = 0.2
@@ -51,6 +52,7 @@ class Planner:
         self._loads: list[Load] = []
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.adapters)
+        self.traffic = Traffic()
 
     def bind(self, pool: BlockPool) -> None:
         """The block pool, once the engine has made it."""
@@ -93,7 +95,9 @@ class Planner:
         if isinstance(found, Pending):
             return None
         state.local = local
-        return 0 if found is None else found.chunks * self._setup.chunk_tokens - local
+        hit = 0 if found is None else found.chunks * self._setup.chunk_tokens - local
+        self.traffic.looked_up(chunks * self._setup.chunk_tokens - local, hit)
+        return hit
 
     def _matchable(self, request: Request) -> int:
         if self._setup.spare or self._setup.hits_whole_prompts:

@@ -14,6 +14,7 @@ from kvass.connectors.vllm import adapt, configuration
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
+from kvass.connectors.vllm.stats import PromMetrics, Stats
 from kvass.engine.boundary import Boundary
 from kvass.engine.copier import Copier
 from kvass.engine.planner import Planner
@@ -83,6 +84,30 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """The layout of the KV cache that the options ask for; vLLM warns if it cannot have it."""
         return configuration.wanted_layout(vllm_config)
+
+    # ------------------------------------------------------------ statistics
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """What this half did since the last call; None: nothing. vLLM asks after each step."""
+        half = self._planner or self._copier
+        counts = {} if half is None else half.traffic.take()
+        return Stats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """The object around what another process counted."""
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """kvass's part of vLLM's ``/metrics``."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ------------------------------------------------------------ scheduler side
 

@@ -1,0 +1,50 @@
+"""What an engine did with kvass, counted for the engine's own metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from kvass.transfer.base import Done
+
+MEANINGS: Final[dict[str, str]] = {
+    "lookups": "Prompts looked up in kvass.",
+    "lookup_tokens": "Tokens looked up in kvass, beyond those in the engine's own cache.",
+    "hit_tokens": "Tokens of them that kvass has.",
+    "loads": "Loads of KV from kvass, by all ranks.",
+    "load_bytes": "Bytes of KV loaded from kvass.",
+    "load_seconds": "Time that loads took, from the step that began them.",
+    "loads_late": "Loads that ended after their lease; the engine computes instead.",
+    "loads_failed": "Loads that failed otherwise; the engine computes instead.",
+    "stores": "Stores of KV to kvass, by all ranks.",
+    "store_bytes": "Bytes of KV stored to kvass.",
+    "store_seconds": "Time that stores took, from the step that began them.",
+    "stores_late": "Stores that ended after their reservation; nothing was stored.",
+    "stores_failed": "Stores that failed otherwise; nothing was stored.",
+}
+
+
+class Traffic:
+    """Counts under the names of ``MEANINGS``. For one thread."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def looked_up(self, tokens: int, hit: int) -> None:
+        """A lookup was answered."""
+        self._counts.update(lookups=1, lookup_tokens=tokens, hit_tokens=hit)
+
+    def copied(self, done: Done) -> None:
+        """A copy is over."""
+        kind = done.job.kind
+        if done.ok:
+            self._counts[f"{kind}s"] += 1
+            self._counts[f"{kind}_bytes"] += done.job.bytes
+            self._counts[f"{kind}_seconds"] += done.seconds  # type: ignore[assignment]  # a float
+        else:
+            self._counts[f"{kind}s_{'late' if done.outcome == 'late' else 'failed'}"] += 1
+
+    def take(self) -> dict[str, int | float]:
+        """What was counted since the last call; what is 0 is left out."""
+        counts, self._counts = self._counts, Counter()
+        return {name: number for name, number in counts.items() if number}
