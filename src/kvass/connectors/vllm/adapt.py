@@ -3,7 +3,8 @@
 Eight files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
 (what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups),
 ``kv_caches.py`` (pages) and ``stats.py`` (its metrics). ``connector.py`` knows the hooks of the
-base class, and no other file knows vLLM. For another version change these, then add it to ``TESTED_VLLM``.
+base class, and no other file knows vLLM. For another version change these, then add it to
+``TESTED_VLLM``.
 
 Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
