@@ -1,28 +1,48 @@
-"""Every number, text and list that a client can send is bounded; ``test_fuzz`` sends them.
+"""Every number, text and list that a client can send is bounded, and no bound's edge hurts.
 
 The fields are found by looking at the message types, so a new field is covered at once.
 """
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from collections.abc import Iterator
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import inspect
 
 from kvass import messages as m
-from kvass.core.effects import Faulted, Received, Stored, TierReport
+from kvass.core.effects import Event, Faulted, Received, Send, Stored, TierReport
 from kvass.core.event_lines import line, parse
-from kvass.types import GroupLayout, RankLayout
+from kvass.errors import FrameError
+from kvass.types import PAGE, GroupLayout, RankLayout
 from kvass.wire import framing
-from tests.core.rig import BOOT, WIDTH, digests
+from tests.core.rig import BOOT, GRACE_S, WIDTH, Engine, Rig, digests
 from tests.support.simulation.random_messages import any_message
 from tests.support.simulation.random_models import random_model
 
+INTEGERS: Final = (
+    *(0, -1, 1, 2**31 - 1, 2**31, -(2**31), 2**32, 2**53),
+    *(2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
+)
+FLOATS: Final = (
+    *(0.0, -0.0, -1.0, 5e-324, 1e12, 1e308, -1e308),
+    *(math.inf, -math.inf, math.nan, 2**63, -(2**63), 2**64 - 1),
+)
 KINDS: Final[tuple[type[m.Message], ...]] = get_args(m.FromClient)
+HYBRID: Final = RankLayout(
+    (
+        GroupLayout("sliding_window", 16, ("a",), (PAGE,), 20),
+        GroupLayout("chunked_local", 16, ("b",), (PAGE,), 24),
+        GroupLayout("state", 16, ("c",), (PAGE,)),
+    )
+)
+FULL: Final = RankLayout((GroupLayout("full", 16, ("a",), (PAGE,)),))
 
 
 def unbounded(kind: inspect.Type, path: str) -> Iterator[str]:
@@ -61,6 +81,166 @@ def test_every_field_of_a_client_is_bounded(kind: type) -> None:
 def test_a_field_without_bounds_is_seen() -> None:
     found = [*unbounded(inspect.type_info(m.Welcome), "Welcome")]
     assert {"Welcome.boot", "Welcome.arena_bytes", "Welcome.limits.frame_bytes"} <= {*found}
+
+
+def odd_values(kind: inspect.Type, value: Any) -> Iterator[Any]:
+    """``value`` with one number in it, each in turn, at each edge."""
+    match kind:
+        case inspect.IntType():
+            yield from INTEGERS
+        case inspect.FloatType():
+            yield from FLOATS
+        case inspect.VarTupleType() | inspect.ListType() if value:
+            for i, one in enumerate(value):
+                for odd in odd_values(kind.item_type, one):
+                    yield [*value[:i], odd, *value[i + 1 :]]
+        case inspect.StructType():
+            for field in kind.fields:
+                for odd in odd_values(field.type, value[field.name]):
+                    yield {**value, field.name: odd}
+        case inspect.UnionType() if value is not None:
+            for one in kind.types:
+                yield from odd_values(one, value)
+
+
+def numbers(kind: inspect.Type) -> int:
+    """How many numeric fields there are."""
+    match kind:
+        case inspect.IntType() | inspect.FloatType():
+            return 1
+        case inspect.VarTupleType() | inspect.ListType():
+            return numbers(kind.item_type)
+        case inspect.StructType():
+            return sum(numbers(field.type) for field in kind.fields)
+        case inspect.UnionType():
+            return sum(map(numbers, kind.types))
+    return 0
+
+
+def plain(value: Any) -> Any:
+    """As maps and lists, every field named."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    return [plain(one) for one in value] if isinstance(value, tuple | list) else value
+
+
+def heard(session: int, frame: bytes) -> Event:
+    """What the daemon makes of a frame; one that is refused names the field."""
+    try:
+        (message,) = framing.from_clients().feed(frame)
+    except FrameError as fault:
+        code, text = fault.code, str(fault)
+    else:
+        return Received(session, message)
+    assert code == "bad_message"
+    assert re.search(r"Expected .* at `\$\.\w+", text), text
+    return Faulted(session, code, text)
+
+
+class World:
+    """An engine that stored and holds things, and a bystander who must always be served."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(pages=256, extent=4, sessions=1 << 20, namespaces=1 << 20)
+        self.bystander = self.rig.engine("bystander", identity={"model": "other"})
+        self.engine = self.rig.engine("e", layout=HYBRID)
+        self.engine.store("a", "b", groups=7)
+        self.lease = int(self.engine.lookup("a", "b").lease)
+        self.reservation = int(self.engine.reserve("a", "b", "c", "d", groups=7).reservation)
+        assert self.lease
+        assert self.reservation
+        self.registered = 0
+
+    def examples(self) -> list[m.FromClient]:
+        """One good value of every message, with every field set."""
+        blob = digests("a", "b", "c")
+        boot: dict[str, Any] = {"boot": BOOT}
+        item = m.ReserveItem(request="r", digests=blob, first=1, groups=7)
+        terms: dict[str, Any] = {"identity": {"model": "n"}, "chunk_tokens": 48, "seq": 3}
+        return [
+            m.Hello(seq=1, clock_s=self.rig.now),
+            *(m.Register(instance="new", rank=0, layout=one, **terms) for one in (FULL, HYBRID)),
+            m.Lookup(seq=3, request="r", digests=blob, width=WIDTH, readers=(0,)),
+            m.Prefetch(seq=3, request="r", digests=blob, width=WIDTH),
+            m.Reserve(seq=3, items=[item, item], width=WIDTH),
+            m.HandedOver(leases=(self.lease,), reservations=(self.reservation,), **boot),
+            m.Release(lease=self.lease, **boot),
+            m.Release(lease=self.lease, rank=0, **boot),
+            m.Abort(reservation=self.reservation, rank=0, **boot),
+            m.Commit(reservation=self.reservation, rank=0, **boot),
+            m.Ping(seq=3),
+            m.Status(seq=3),
+            m.Clear(seq=3),
+        ]
+
+    def say(self, session: int, kind: type, fields: dict[str, Any]) -> list[Any]:
+        """What comes back to ``session``."""
+        payload = {"t": kind.__struct_config__.tag, **fields}  # type: ignore[attr-defined]
+        frame = framing.frame(msgspec.msgpack.encode(payload))
+        effects = self.rig.step(heard(session, frame))
+        return [e.message for e in effects if isinstance(e, Send) and e.session == session]
+
+    def register(self, fields: dict[str, Any]) -> None:
+        """As a new engine; if it is admitted, it looks up and stores."""
+        rig = self.rig
+        self.registered += 1
+        name = {"instance": f"new{self.registered}"}
+        worker, scheduler = rig.open(), rig.open()
+        (reply, *_) = self.say(worker, m.Register, {**fields, **name})
+        if isinstance(reply, m.Registered) and not reply.missing:
+            self.say(scheduler, m.Register, {**fields, **name, "rank": -1, "layout": None})
+            one = Engine(rig, scheduler, [worker], reply.namespace)
+            one.lookup("a", "b", "c")
+            one.reserve("a", "b", "c", groups=(1 << len(fields["layout"]["groups"])) - 1)
+            one.lookup("a", "b", "c", first=1)
+        rig.lose(*(s for s in (worker, scheduler) if s in rig.machine.state.sessions))
+        rig.wait(GRACE_S)
+
+
+def session_of(world: World, state: str, message: m.FromClient) -> int:
+    """Who says it: a session that is new, that only greeted, or the engine's own."""
+    if state != "registered":
+        return world.rig.open(hello=state == "greeted")
+    rank = getattr(message, "rank", -1)
+    return world.engine.scheduler if rank < 0 else world.engine.workers[rank]
+
+
+@pytest.mark.parametrize("state", ["fresh", "greeted", "registered"])
+def test_no_boundary_value_hurts_anybody(state: str) -> None:
+    world = World()
+    said: set[type] = set()
+    for number, message in enumerate(world.examples()):
+        kind = type(message)
+        said.add(kind)
+        for fields in odd_values(inspect.type_info(kind), plain(message)):
+            session = session_of(world, state, message)
+            if session not in world.rig.machine.state.sessions:
+                world = World()
+                session = session_of(world, state, message)
+            if kind is m.Register and state == "greeted":
+                world.register(fields)
+            else:
+                world.say(session, kind, fields)
+            if state != "registered":
+                world.rig.lose(session)
+        world.bystander.store(number)
+        assert world.bystander.holds(number) == 1, "another instance is not served any more"
+    assert said == {*KINDS}
+
+
+def test_the_examples_reach_every_number() -> None:
+    """``odd_values`` sees as many fields as the message types have."""
+    reached = dict[type, int]()
+    for message in World().examples():
+        kind = inspect.type_info(type(message))
+        values = [*odd_values(kind, plain(message))]
+        floats = sum(isinstance(f.type, inspect.FloatType) for f in kind.fields)  # type: ignore[attr-defined]
+        found = (len(values) - floats * len(FLOATS)) // len(INTEGERS) + floats
+        reached[type(message)] = max(found, reached.get(type(message), 0))
+    counted = {kind: numbers(inspect.type_info(kind)) for kind in KINDS}
+    short = {k.__name__ for k in KINDS if reached[k] < counted[k] and k is not m.Register}
+    assert not short
+    assert reached[m.Register] >= counted[m.Register] + 2 * 3, "each of three groups"
 
 
 def test_everything_a_stranger_of_the_simulator_says_decodes() -> None:

@@ -21,7 +21,6 @@ import os
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -66,6 +65,7 @@ class PathState:
     asked: int = -1
     asked_s: float = 0.0
     never: bool = False
+    slow: bool = False
     logged: bool = False
 
 
@@ -90,7 +90,8 @@ class Adapters:
             args = state.look, path, state.files
             threading.Thread(target=_look, args=args, name="kvass-adapter", daemon=True).start()
         if state.look is not None and state.step < since and state.asked == self.step:
-            self._wait(state.look)
+            if not state.slow:
+                self._wait(state)
             self._collect(path, state)
         if state.never:
             return NoSalt.NEVER
@@ -126,11 +127,15 @@ class Adapters:
             log.warning("LoRA adapter %s runs uncached: %s", path, why)
         state.logged = True
 
-    def _wait(self, look: Future[AdapterFiles]) -> None:
-        """Wait for the time that is left of this step's."""
+    def _wait(self, state: PathState) -> None:
+        """Wait for the time that is left of this step's. A path that takes longer is not waited for
+        again: its requests are asked again in later steps."""
+        assert state.look is not None
         began_s = time.monotonic()
-        with suppress(TimeoutError):
-            look.exception(self._left_s)
+        try:
+            state.look.exception(self._left_s)
+        except TimeoutError:
+            state.slow = True
         self._left_s = max(0.0, self._left_s - (time.monotonic() - began_s))
 
     def _collect(self, path: str, state: PathState) -> None:
@@ -140,7 +145,7 @@ class Adapters:
         look, state.look = state.look, None
         error = look.exception()
         state.step, state.files = state.asked, None if error else look.result()
-        state.never = isinstance(error, identity.Indescribable)
+        state.never |= isinstance(error, identity.Indescribable)  # never again, whatever comes
         if error is not None:
             self._log(path, state, error)
 

@@ -36,8 +36,8 @@ NEVER: Final = sys.maxsize
 KEYS_PER_STEP: Final = 16_384
 ITEMS_PER_STEP: Final = 1024
 """Chunks and items in one reserve, within the limits of a message; the rest waits a step."""
-PAUSE_STEPS: Final = 8
-"""How many steps pass before a daemon that refused a whole reserve is asked again."""
+MAX_PAUSE: Final = 8
+"""At most this many steps pass before a daemon that refused a whole reserve is asked again."""
 HUNG_S: Final = 5.0
 """How long after its deadline a copy's report is awaited. A working copy ends at its deadline."""
 POOL_SHARE: Final = 4
@@ -129,7 +129,8 @@ class StorePlanner:
         self._adapters = adapters
         self._requests = requests
         self._pool = pool
-        self._number = self._step = self._pause_left = 0
+        self._number = self._step = 0
+        self._pause = self._pause_left = 0
         self._boot = b""
         self._pending: deque[PendingReserve] = deque()
         self._held: dict[int, HeldBlocks] = {}
@@ -198,6 +199,7 @@ class StorePlanner:
             self._offer_again(reserve.offers)
             self._refused()
             return
+        self._pause = 0
         if self._boot not in (b"", granted.boot):
             self._offer_everything_again()
         self._boot = granted.boot
@@ -232,7 +234,7 @@ class StorePlanner:
         """Await no answer any more: give the blocks back, and offer the chunks again some steps
         later, if their requests live."""
         if self._pending:
-            self._pause_left = PAUSE_STEPS
+            self._back_off()
         while self._pending:
             reserve = self._pending.popleft()
             self._client.give_up(reserve.reserving)
@@ -251,7 +253,11 @@ class StorePlanner:
     def _refused(self) -> None:
         """Nothing of a reserve was granted. If the daemon is there, a rank is not, yet."""
         if self._client.answering:
-            self._pause_left = PAUSE_STEPS
+            self._back_off()
+
+    def _back_off(self) -> None:
+        """Ask nothing for some steps, more each time. A rank is often there a step later."""
+        self._pause_left, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
 
     def _offers(self, step: Step) -> tuple[list[Offer], int]:
         """What this step completes, and the width of a hash."""

@@ -24,7 +24,7 @@ SKIPPED: Final = {
         "VllmConfig": """
             additional_config ec_manager_config instance_id kv_events_config kv_transfer_config
             logging_config lora_config observability_config optimization_level performance_mode
-            profiler_config quant_config reasoning_config scheduler_config shutdown_timeout
+            profiler_config quant_config reasoning_config shutdown_timeout
             structured_outputs_config watermark_config weight_transfer_config
         """,
         "ModelConfig": """
@@ -72,6 +72,15 @@ SKIPPED: Final = {
             max_parallel_loading_workers nnodes node_rank numa_bind numa_bind_cpus numa_bind_nodes
             pipeline_parallel_size placement_group prefill_context_parallel_size rank
             ray_runtime_env ray_workers_use_nsight tensor_parallel_size ubatch_size world_size
+        """,
+        "SchedulerConfig": """
+            async_scheduling disable_chunked_mm_input disable_hybrid_kv_cache_manager
+            enable_chunked_prefill encoder_cache_size is_multimodal_model
+            long_prefill_token_threshold long_prefill_token_threshold_adaptive max_num_active_seqs
+            max_num_batched_tokens max_num_encoder_input_tokens max_num_queued_reqs
+            max_num_queued_tokens max_num_scheduled_tokens max_num_seqs policy
+            prefill_schedule_interval runner_type scheduler_cls scheduler_reserve_full_isl
+            stream_interval watermark
         """,
         "LoadConfig": """
             download_dir pt_load_map_location safetensors_load_strategy
