@@ -516,9 +516,9 @@ def test_an_engine_whose_weights_cannot_be_read_says_so_once(
     until_nobody_reads()
     one.generate("a", PROMPT)
     assert daemon.status()["rows"] == 0
-    assert [text.partition(":")[0] for text in said(caplog)[1:]] == [
-        "kvass is off, the engine runs uncached",
+    assert sorted(text.partition(":")[0] for text in said(caplog)[1:]) == [
         "kvass is off in this worker",
+        "kvass is off, the engine runs uncached",
     ]
 
 
