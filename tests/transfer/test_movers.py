@@ -315,7 +315,8 @@ def test_close_settles_every_job_once(rig: Rig) -> None:
     rig.mover.close()
     rig.mover.close()
     assert [(done.job.name, done.outcome) for done in rig.mover.poll()] == ends
-    assert [name for name, _ in ends] == [(1, 2), (3, 4), (5, 6)]
+    # A GPU's copy that is under way ends after the jobs that close() cancels.
+    assert sorted(str(name) for name, _ in ends) == ["(1, 2)", "(3, 4)", "(5, 6)"]
     if isinstance(rig, HostRig):
         assert ends[-1] == ((5, 6), "cancelled")
         assert rig.rows == [1]
