@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
@@ -30,6 +29,7 @@ from tests.client.test_tiers import (
     tiered,
 )
 from tests.support.servers.redis import RedisServer
+from tests.support.tiers.faulty import url
 
 stored, cold = test_tiers.stored, test_tiers.cold
 BOUND_S = 20.0
@@ -44,20 +44,20 @@ class Faulty:
         self._orders = orders
 
     def tell(self, *words: str) -> None:
-        new = self._orders.with_suffix(".new")
-        new.write_text(" ".join(words))
-        new.replace(self._orders)
+        for one in self._orders.iterdir():
+            one.unlink()
+        for word in words:
+            (self._orders / word).touch()
 
 
 @contextmanager
 def faulty(folder: Path, *more: str, **options: Any) -> Iterator[Faulty]:
     """``more``: tiers behind it."""
-    disk, orders = folder / "disk", folder / "orders"
-    disk.mkdir(exist_ok=True)
-    inner = quote(f"disk:{disk}?capacity=256MiB", safe="")
-    url = f"tests.support.tiers.faulty:FaultyTier?inner={inner}&orders={quote(str(orders))}"
-    with running_daemon(folder, "16MiB", tier=[url, *more], dma_grace_s=0.2, **options) as daemon:
-        yield Faulty(daemon, orders)
+    for name in ("disk", "orders"):
+        (folder / name).mkdir(exist_ok=True)
+    tier = url(folder / "orders", f"disk:{folder / 'disk'}?capacity=256MiB")
+    with running_daemon(folder, "16MiB", tier=[tier, *more], dma_grace_s=0.2, **options) as daemon:
+        yield Faulty(daemon, folder / "orders")
 
 
 def in_bounds(one: FakeEngine, prompt: range) -> int:
@@ -69,12 +69,15 @@ def in_bounds(one: FakeEngine, prompt: range) -> int:
     return chunks
 
 
-@pytest.mark.parametrize("trouble", ["dead", "raise", "spoil", "hang", "slow"])
-def test_trouble_is_a_miss_and_goes_by(cold: Path, trouble: str) -> None:
+HANG = ("hold-load", "hold-store")
+
+
+@pytest.mark.parametrize("trouble", [("dead",), ("raise",), ("spoil",), HANG, ("slow",)])
+def test_trouble_is_a_miss_and_goes_by(cold: Path, trouble: tuple[str, ...]) -> None:
     with faulty(cold) as tier:
         with engine(tier.daemon) as one:
             eventually(lambda: bool(tier_of(tier.daemon)))
-            tier.tell(trouble)
+            tier.tell(*trouble)
             assert in_bounds(one, PROMPT) == 0
             assert one.store(range(1000, 1064)) == 4  # the engine's work goes on
             assert in_bounds(one, range(1000, 1064)) == 4
@@ -110,7 +113,7 @@ def test_a_tier_that_hangs_delays_no_other_and_no_end(cold: Path) -> None:
             return bool(tier_of(tier.daemon).get("loading_bytes", 0) > 0)
 
         with engine(tier.daemon) as one:
-            tier.tell("hang")
+            tier.tell(*HANG)
             eventually(lambda: in_bounds(one, PROMPT) == 0 and hanging())
             eventually(lambda: in_bounds(one, only_second) == 8)
             assert hanging()
@@ -149,8 +152,8 @@ def test_many_lookups_of_one_cold_prompt_are_one_load(cold: Path) -> None:
 
 def test_a_redis_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     with closing(RedisServer()) as server:
-        url = f"redis:{server.address}?timeout_s=1"
-        with running_daemon(tmp_path, "16MiB", tier=[url]) as daemon, engine(daemon) as one:
+        tier = [f"redis:{server.address}?timeout_s=1"]
+        with running_daemon(tmp_path, "16MiB", tier=tier) as daemon, engine(daemon) as one:
             assert one.store(PROMPT) == 8
             flushed(daemon)
             assert tier_of(daemon)["stored_rows"] == 16

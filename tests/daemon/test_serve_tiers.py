@@ -14,10 +14,10 @@ import pytest
 
 from kvass.messages import Ping, Pong
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.daemon.harmful_tier import url
 from tests.daemon.test_process import refused, serve
 from tests.daemon.tier_rig import commit_two, disk, tier_of
 from tests.support.servers.redis import RedisServer
+from tests.support.tiers.faulty import url
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import engine
 

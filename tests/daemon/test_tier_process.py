@@ -34,8 +34,8 @@ from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
 from kvass.testing.daemon import running_daemon
-from tests.daemon.harmful_tier import url
 from tests.daemon.tier_rig import PAGE, commit_two, disk, load, probe, store, tier_of
+from tests.support.tiers.faulty import url
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import engine
 
