@@ -340,14 +340,6 @@ def test_control_the_form_of_cuda_13_is_not_called_as_that_of_12(
     stub.free(region)
 
 
-@pytest.mark.parametrize(("version", "works"), [(12070, False), (12080, True), (13000, True)])
-def test_which_drivers_have_batch_copies(version: int, works: bool, stub: Stub) -> None:
-    stub.set("stub_version", version)
-    assert stub.runtime(single=True)._batch_copy is None
-    assert cuda_driver.survey(stub.library).batches is works
-    assert (cuda_driver.find_batch_copy(stub.library) is not None) is works
-
-
 @pytest.mark.parametrize(
     ("field", "value"), [("order", 0), ("order", 4), ("source", (5, 0)), ("flags", 2)]
 )
