@@ -20,13 +20,7 @@ PIECE = 4000
 SHAPE = (5000, 0, 17, 9000)
 """Four pieces, the second one of bytes of three shards."""
 KEYS = keys_of(6)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    made = RedisServer()
-    yield made
-    made.close()
+SERVER = RedisServer
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,6 @@ CGROUP: Final = "sys/fs/cgroup"
 
 
 def shown(size: float | None) -> str:
-    """A size for people."""
     if size is None:
         return "unknown"
     if size == math.inf:

@@ -46,17 +46,14 @@ FromProcess = Opened | Heartbeat | FromTier | TierReport
 
 
 def encode(message: ToProcess | FromProcess) -> bytes:
-    """The frame of ``message``."""
     return frame(_encoder.encode(message))
 
 
 def from_daemon() -> Decoder[ToProcess]:
-    """What a tier's process reads."""
     return Decoder(_to_process, LIMIT)
 
 
 def from_process() -> Decoder[FromProcess]:
-    """What the daemon reads."""
     return Decoder(_from_process, LIMIT)
 
 

@@ -112,7 +112,6 @@ def _forked(sock: socket.socket) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End when the process ``parent`` ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)
