@@ -139,18 +139,6 @@ def test_a_clear_reaches_the_tier(tmp_path: Path) -> None:
         eventually(lambda: loaded(one, PROMPT) == 8)
 
 
-def test_clearing_tiers_gives_the_space_back(tmp_path: Path) -> None:
-    with tiered(tmp_path) as daemon, engine(daemon, model=LARGE) as one:
-        assert one.store(PROMPT) == 8
-        flushed(daemon)
-        eventually(lambda: tier_of(daemon)["bytes"] > 1 << 20)
-        with Client(daemon.socket) as client:
-            client.clear(everything=True, tiers=True)
-        eventually(lambda: tier_of(daemon)["records"] == 0)
-        assert loaded(one, PROMPT) == 0
-        assert not list((tmp_path / "disk").glob("*.seg"))
-
-
 def test_prefetch_promotes_ahead_of_use(cold: Path) -> None:
     keys = b"".join(chunk_keys(PROMPT, 16))
     with tiered(cold) as daemon, engine(daemon) as one, Client(daemon.socket) as client:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from kvass.errors import Unavailable
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.fake_engine import WIDTH, FakeEngine, chunk_keys
+from kvass.testing.fake_engine import FakeEngine
 from kvass.types import PAGE
 from tests.client import test_tiers
 from tests.client.test_tiers import (
@@ -28,7 +28,6 @@ from tests.client.test_tiers import (
     tier_of,
     tiered,
 )
-from tests.support.servers.redis import RedisServer
 from tests.support.tiers.faulty import url
 
 stored, cold = test_tiers.stored, test_tiers.cold
@@ -124,62 +123,6 @@ def test_a_tier_that_hangs_delays_no_other_and_no_end(cold: Path) -> None:
         began = time.monotonic()
         tier.daemon.stop()
         assert time.monotonic() - began < BOUND_S
-
-
-def test_many_lookups_of_one_cold_prompt_are_one_load(cold: Path) -> None:
-    """64 requests that arrive together, each with lookups of its own, while the tier is slow."""
-    with faulty(cold) as tier:
-        with engine(tier.daemon) as one:
-            keys = b"".join(chunk_keys(PROMPT, 16))
-            eventually(lambda: bool(tier_of(tier.daemon)))
-            tier.tell("slow")
-            found: dict[int, Any] = {}
-            deadline = time.monotonic() + BOUND_S
-            while len(found) < 64 and time.monotonic() < deadline:
-                one.scheduler.new_step()
-                one.scheduler._step_wait_s = 0.002
-                for request in set(range(64)) - found.keys():
-                    answer = one.scheduler.match(f"r{request}", keys, WIDTH, 0)
-                    if not hasattr(answer, "lease") and answer is not None:
-                        continue
-                    found[request] = answer
-            assert [match.chunks for match in found.values() if match] == [8] * 64
-            assert tier_of(tier.daemon)["loaded_rows"] == 16
-            for request in found:
-                one.scheduler.settle(f"r{request}")
-        tier.daemon.wait_until(leases=0, pins=0)
-
-
-def test_a_redis_that_goes_away_and_comes_back(tmp_path: Path) -> None:
-    with closing(RedisServer()) as server:
-        tier = [f"redis:{server.address}?timeout_s=1"]
-        with running_daemon(tmp_path, "16MiB", tier=tier) as daemon, engine(daemon) as one:
-            assert one.store(PROMPT) == 8
-            flushed(daemon)
-            assert tier_of(daemon)["stored_rows"] == 16
-            server.kill()
-            assert one.store(range(1000, 1064)) == 4
-            assert in_bounds(one, range(2000, 2064)) == 0
-            eventually(lambda: tier_of(daemon)["up"] is False)
-            server.start()
-
-            numbers = itertools.count(3000, 64)
-
-            def stored_again() -> bool:
-                start = next(numbers)
-                assert one.store(range(start, start + 64)) == 4
-                in_bounds(one, range(10**6 + start, 10**6 + start + 64))  # each lane of its own
-                return bool(tier_of(daemon)["up"])
-
-            eventually(stored_again)
-            put_off = chunk_keys(range(1000, 1064), 16)  # while there was no server
-
-            def there() -> bool:
-                held = server.client().keys("kvass:r:*")
-                assert isinstance(held, list)
-                return all(any(key in name for name in held) for key in put_off)
-
-            eventually(there)
 
 
 def test_damage_on_disk_is_a_miss(tmp_path: Path) -> None:

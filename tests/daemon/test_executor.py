@@ -25,7 +25,6 @@ from tests.daemon.tier_rig import (
     SPACE,
     Rig,
     key,
-    probe,
     records,
     rig,
     slots,
@@ -88,14 +87,6 @@ def test_what_is_held_is_not_stored_again() -> None:
         assert end.which.tolist() == [True, True, True]
         assert tier.records[key(2)] == [b"another daemon's"]
         assert tier.records.keys() == {key(1), key(2), key(3)}
-
-
-def test_a_record_of_another_epoch_is_another() -> None:
-    tier = MemoryTier()
-    tier.records = {key(1, epoch=6): []}
-    with rig(tier) as made:
-        made.submit(probe(1, 1))
-        assert made.end(1).held.tolist() == [False]
 
 
 def test_clear() -> None:
