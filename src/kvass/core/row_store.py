@@ -184,7 +184,8 @@ class RowStore:
     @property
     def unfinished(self) -> bool:
         """Whether ``reclaim`` or ``warm`` has something to do now."""
-        return bool(self._cold or self._gone or (self.sets.cleared and len(self._idle_cleared())))
+        idle = self.sets.cleared and len(self._idle_cleared())
+        return bool(self._cold or self._gone or idle)
 
     def reclaim(self) -> None:
         """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
