@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvass.cli.doctor import driver
-from kvass.cli.doctor.driver import Answer, ask_driver
+from kvass.cli.doctor.driver import DriverReport, ask_driver
 from kvass.transfer.base import U8Array
 from kvass.transfer.cuda_driver import Device, Survey
 from kvass.transfer.descriptors import KERNEL_BELOW
@@ -81,8 +81,8 @@ def test_doctor_asks_the_driver_that_the_loader_finds(
     """In a process of its own, by the name ``libcuda.so.1``."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(compiled.parent))
     device = Device("NVIDIA Stub", (139 << 30) + 4096, direct=True, locks=True)
-    assert ask_driver(devices=True) == Answer(Survey(13000, (device,), batches=True))
-    assert ask_driver(devices=False) == Answer(Survey(13000))
+    assert ask_driver(devices=True) == DriverReport(Survey(13000, (device,), batches=True))
+    assert ask_driver(devices=False) == DriverReport(Survey(13000))
 
 
 def all_attributes(value: int) -> Callable[..., int]:
@@ -117,9 +117,9 @@ def test_doctor_asks_a_driver_without_a_context(
         stub.set("stub_version", version)
         found = Failing(stub, **instead)
         monkeypatch.setattr(driver, "load_driver", lambda found=found: found)
-        assert driver.ask(devices=True) == Answer(expected)
+        assert driver.ask(devices=True) == DriverReport(expected)
         begin = stub.count
-        assert driver.ask(devices=False) == Answer(Survey(version))
+        assert driver.ask(devices=False) == DriverReport(Survey(version))
         assert [call.name for call in stub.calls(begin)] == ["cuDriverGetVersion"]
     safe = ("cuInit", "cuDriverGetVersion", "cuDevice", "cuGet")
     assert all(call.name.startswith(safe) for call in stub.calls())
