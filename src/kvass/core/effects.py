@@ -91,14 +91,10 @@ class Probed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierLoad``: nobody writes to its slots any more; ``which`` are right.
-
-    ``seconds``: what the tier took for it; 0: it was not asked, or it is down.
-    """
+    """The end of a ``TierLoad``: nobody writes to its slots any more; ``which`` are right."""
 
     op: int
     which: npt.NDArray[np.bool_]
-    seconds: float
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):

@@ -139,7 +139,7 @@ class Executor:
             return
         error: BaseException | None = None
         try:
-            end = perform(effect, self._tier, self._arena, self._clock)
+            end = perform(effect, self._tier, self._arena)
         except BaseException as raised:  # noqa: BLE001 - anybody's code, and nobody above us
             error, end = raised, failure(effect)
             self._log_once(error)
