@@ -18,6 +18,7 @@ from typing import Final, Literal
 from kvass._version import TESTED_VLLM, __version__
 from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
+from kvass.cli.report import size as in_units
 from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
@@ -61,12 +62,7 @@ CGROUP: Final = "sys/fs/cgroup"
 def shown(size: float | None) -> str:
     if size is None:
         return "unknown"
-    if size == math.inf:
-        return "unlimited"
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.1f}".removesuffix(".0") + " " + unit
-    return f"{size:.0f} B"
+    return "unlimited" if size == math.inf else in_units(size).replace(".0 ", " ")
 
 
 # ---------------------------------------------------------------- can a daemon serve
