@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from kvass.arena import memory
 from kvass.cli.main import main
 from kvass.client.client import Client
 from kvass.errors import Unavailable
@@ -190,23 +189,6 @@ def test_default_socket_is_in_a_folder_of_this_user_alone(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------- memory
-
-
-def test_another_process_maps_the_same_arena(daemon: Daemon) -> None:
-    child = (
-        "import sys; from kvass.arena import memory\n"
-        "from tests.support.wire.raw_session import RawSession\n"
-        "peer = RawSession(sys.argv[1]).greet(wants_arena=True)\n"
-        "arena = memory.attach(peer.take_arena(), peer.welcome.arena_bytes)\n"
-        "arena.buffer[-3:] = (1, 2, 3)"
-    )
-    subprocess.run([sys.executable, "-c", child, daemon.socket], check=True, timeout=60)
-    with RawSession(daemon.socket).greet(wants_arena=True) as peer:
-        arena = memory.attach(peer.take_arena(), peer.welcome.arena_bytes)
-        assert arena.buffer[-4:].tolist() == [0, 1, 2, 3]
-        daemon.kill()
-        assert arena.buffer[-1] == 3  # outlives the daemon for those who map it
-        arena.close()
 
 
 def test_no_descriptor_for_who_did_not_ask(shared: Daemon) -> None:
