@@ -56,7 +56,9 @@ def faulty(folder: Path, *more: str, **options: Any) -> Iterator[Faulty]:
     disk.mkdir(exist_ok=True)
     inner = quote(f"disk:{disk}?capacity=256MiB", safe="")
     url = f"tests.support.tiers.faulty:FaultyTier?inner={inner}&orders={quote(str(orders))}"
-    with running_daemon(folder, "16MiB", tier=[url, *more], dma_grace_s=0.2, **options) as daemon:
+    with running_daemon(
+        folder, "16MiB", tier=[url, *more], lost_engine_grace_s=0.2, **options
+    ) as daemon:
         yield Faulty(daemon, orders)
 
 
