@@ -37,6 +37,7 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     other = {"boot", "version", "pid", "up_s", "engines", "namespaces", "tiers", "messages"}
     assert set(status) == set(GAUGES) | other | {"counters"}
     named = {"namespace", "model", "epoch", "private", "chunk_tokens", "groups"}
+    named |= {"like", "differs_in"}
     assert set(namespace) == set(NAMESPACE_COUNTERS) | set(NAMESPACE_GAUGES) | named
     assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | {"tier"}
     assert set(group) == set(GROUP_GAUGES) | {"group", "kind"}

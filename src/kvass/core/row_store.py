@@ -34,6 +34,7 @@ from kvass.core.rows import (
 )
 from kvass.core.sets import CLEARED, FreeSlots, SetTable
 from kvass.core.traffic import Traffic
+from kvass.messages import Register
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
@@ -76,14 +77,19 @@ class Namespace(msgspec.Struct):
     ``tier_epochs``: the epoch of its records in each tier; None: not known yet, so that tier is not
     used for it. ``asked_s``: when each was last asked for; infinity: the answer is awaited.
     ``private``: of one engine's generation (``messages.Register``). Its rows are in L1 only: no
-    tier is asked for an epoch, and both lists are empty.
+    tier is asked for an epoch, and both lists are empty. ``differs_in``: from ``like``, the most
+    similar namespace before it of the same model, in words.
     """
 
     id: int
     digest: bytes
     classes: list[RowClass]
     chunk_tokens: int
+    terms: Register
+    """As its first engine has registered."""
     model: str = ""
+    like: bytes = b""
+    differs_in: tuple[str, ...] = ()
     private: bool = False
     epoch: int = 0
     tier_epochs: list[int | None] = []
