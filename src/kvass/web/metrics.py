@@ -158,10 +158,11 @@ def _used(fields: Mapping[str, Any]) -> Metric:
     return _family(GaugeMetricFamily, "kvass_l1_used_bytes", help_, ["state"], samples)
 
 
-def _models(namespaces: list[dict[str, Any]]) -> list[str]:
+def model_labels(namespaces: list[dict[str, Any]]) -> list[str]:
     """The label of each."""
-    shown = list(dict.fromkeys(ns["model"] for ns in namespaces))[:MODELS]
-    return [ns["model"] if ns["model"] in shown else "other" for ns in namespaces]
+    names = [ns["model"] or "unnamed" for ns in namespaces]
+    shown = list(dict.fromkeys(names))[:MODELS]
+    return [name if name in shown else "other" for name in names]
 
 
 BY_MODEL: Final = {
@@ -178,7 +179,7 @@ def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Met
     sums: dict[str, Counter[str]] = {name: Counter() for name in BY_MODEL}
     hits: Counter[tuple[str, str]] = Counter()
     misses: Counter[tuple[str, str]] = Counter()
-    for model, ns in zip(_models(namespaces), namespaces, strict=True):
+    for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
         for name, counter in sums.items():
             counter[model] += ns[name]
         hits[model, "l1"] += ns["hit_tokens"] - sum(ns["hit_tokens_tiers"])
@@ -240,7 +241,7 @@ def _buckets(histogram: Mapping[str, Any]) -> tuple[list[tuple[str, float]], flo
 
 def _groups(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
     sums: dict[str, Counter[tuple[str, str, str]]] = {n: Counter() for n in declared.GROUP_GAUGES}
-    for model, ns in zip(_models(namespaces), namespaces, strict=True):
+    for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
         for group in ns["groups"]:
             for name, counter in sums.items():
                 counter[model, str(group["group"]), group["kind"]] += group[name]
