@@ -39,6 +39,7 @@ def serving(daemon_socket: str, folder: Path, **options: Any) -> Iterator[WebSer
         thread.start()
         yield server
         server.shutdown()
+        server.source.client.close()
 
 
 @pytest.fixture(scope="module")
