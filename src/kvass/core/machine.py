@@ -125,6 +125,7 @@ class CacheMachine:
         assert now >= self.state.now, "time went back"
         state = self.state
         state.now, state.out = now, []
+        state.store.uses.mark(state.store.table.clock, now)
         state.settlement.lapse(now)
         if state.promotions.all:
             promote.lapse(state)
