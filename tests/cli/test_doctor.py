@@ -19,7 +19,7 @@ import pytest
 from kvass._version import TESTED_VLLM
 from kvass.cli.doctor import checks, driver, machine, table
 from kvass.cli.doctor.checks import CHECKS
-from kvass.cli.doctor.driver import Answer
+from kvass.cli.doctor.driver import DriverReport
 from kvass.cli.doctor.machine import Machine, examine
 from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
@@ -58,10 +58,10 @@ GROUP = {
     f"{CGROUP}/pod/engine/memory.max": "max\n",
     f"{CGROUP}/memory.max": f"{32 * GIB}\n",
 }
-GPU = {"driver": Answer(Survey(13000, (H200,), batches=True))}
-OLD = {"driver": Answer(Survey(12040, (H200,)))}
+GPU = {"driver": DriverReport(Survey(13000, (H200,), batches=True))}
+OLD = {"driver": DriverReport(Survey(12040, (H200,)))}
 NONE = "no driver: CUDA error 100: no CUDA-capable device is detected"
-HIDDEN = {"driver": Answer(Survey(13000, trouble=NONE))}
+HIDDEN = {"driver": DriverReport(Survey(13000, trouble=NONE))}
 
 
 def without(*packages: str) -> dict[str, Any]:
@@ -89,8 +89,13 @@ def limits(locked: str = "unlimited", files: str = "1048576") -> dict[str, str]:
 KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     # GPUs.
     ({}, "GPU", "ok", "no NVIDIA driver; CPU"),
-    ({"driver": Answer(Survey(12080))}, "GPU", "note", "CUDA 12.8; no device here; --gpus"),
-    ({"driver": Answer(error="no NVIDIA driver: x")}, "GPU", "warning", "DRIVER_CAPABILITIES"),
+    ({"driver": DriverReport(Survey(12080))}, "GPU", "note", "CUDA 12.8; no device here; --gpus"),
+    (
+        {"driver": DriverReport(error="no NVIDIA driver: x")},
+        "GPU",
+        "warning",
+        "DRIVER_CAPABILITIES",
+    ),
     (HIDDEN, "GPU", "warning", "CUDA 13.0; error 100: no CUDA-capable device; nvidia-smi"),
     (HIDDEN | env(CUDA_VISIBLE_DEVICES="-1"), "GPU", "note", 'CUDA_VISIBLE_DEVICES="-1"'),
     (HIDDEN | env(NVIDIA_VISIBLE_DEVICES="void"), "GPU", "note", 'NVIDIA_VISIBLE_DEVICES="void"'),
@@ -100,10 +105,20 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         *("GPU", "note", "NVIDIA H200 (139 GiB); driver 580.159.04: CUDA 13.0"),
     ),
     (OLD, "GPU", "warning", "CUDA 12.4; no GPU; 12.8 or later; uncached; R570; gpu_copies set to"),
-    ({"driver": Answer(Survey(13000, (OVER_DXG,), True))}, "GPU", "warning", "WSL2; uncached"),
-    ({"driver": Answer(Survey(13000, (H200,)))}, "GPU", "warning", "has no cuMemcpyBatchAsync"),
     (
-        {"driver": Answer(Survey(13000, (H200, OVER_DXG), True))},
+        {"driver": DriverReport(Survey(13000, (OVER_DXG,), True))},
+        "GPU",
+        "warning",
+        "WSL2; uncached",
+    ),
+    (
+        {"driver": DriverReport(Survey(13000, (H200,)))},
+        "GPU",
+        "warning",
+        "has no cuMemcpyBatchAsync",
+    ),
+    (
+        {"driver": DriverReport(Survey(13000, (H200, OVER_DXG), True))},
         *("GPU", "warning", "not on all; 0.1 s per GiB"),
     ),
     # Pinning.
@@ -313,9 +328,9 @@ def test_a_driver_is_asked_without_a_context(monkeypatch: pytest.MonkeyPatch) ->
         (Driver(init=803), Survey(13000, trouble="no CUDA driver that works: CUDA error 803")),
     ):
         monkeypatch.setattr(driver, "load_driver", lambda libcuda=libcuda: libcuda)
-        assert driver.ask(devices=True) == Answer(expected)
+        assert driver.ask(devices=True) == DriverReport(expected)
         libcuda.calls.clear()
-        assert driver.ask(devices=False) == Answer(Survey(libcuda.version))
+        assert driver.ask(devices=False) == DriverReport(Survey(libcuda.version))
         assert libcuda.calls == ["cuDriverGetVersion"]
 
 
@@ -324,8 +339,8 @@ def test_a_driver_that_is_none_or_lacks_calls(monkeypatch: pytest.MonkeyPatch) -
         raise cuda_driver.MissingError("no NVIDIA driver: libcuda.so.1")
 
     monkeypatch.setattr(driver, "load_driver", missing)
-    assert driver.ask(devices=False) == Answer()
-    assert driver.ask(devices=True) == Answer(error="no NVIDIA driver: libcuda.so.1")
+    assert driver.ask(devices=False) == DriverReport()
+    assert driver.ask(devices=True) == DriverReport(error="no NVIDIA driver: libcuda.so.1")
     monkeypatch.setattr(driver, "load_driver", lambda: ctypes.CDLL(None))  # libc is no libcuda
     assert "no driver that kvass can use" in driver.ask(devices=True).error
 
@@ -367,8 +382,8 @@ def test_an_answer_comes_whole_from_the_process_that_asks(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(driver, "CODE", code)
     whole = Survey(13000, (Device("a", 1, True),), True)
-    assert driver.ask_driver(devices=True) == Answer(whole)
-    assert driver.ask_driver(devices=False) == Answer(Survey(12080))
+    assert driver.ask_driver(devices=True) == DriverReport(whole)
+    assert driver.ask_driver(devices=False) == DriverReport(Survey(12080))
 
 
 def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +453,7 @@ def test_the_command_beside_a_daemon(tmp_path: Path) -> None:
 
 ALONE = (
     "from kvass.cli.doctor import checks, driver, machine;"
-    "machine.ask_driver = lambda devices: driver.Answer();"
+    "machine.ask_driver = lambda devices: driver.DriverReport();"
     "checks.run_python = lambda code, limit_s: (b'', '')"
 )
 """Without the driver and Mooncake, each of which takes a process of its own."""

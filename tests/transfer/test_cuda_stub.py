@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvass.cli.doctor.driver import Answer, ask_driver
+from kvass.cli.doctor.driver import DriverReport, ask_driver
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Job, U8Array
@@ -102,5 +102,5 @@ def test_doctor_asks_the_driver_that_the_loader_finds(
     """In a process of its own, by the name ``libcuda.so.1``."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(compiled.parent))
     device = Device("NVIDIA Stub", (139 << 30) + 4096, direct=True, locks=True)
-    assert ask_driver(devices=True) == Answer(Survey(13000, (device,), batches=True))
-    assert ask_driver(devices=False) == Answer(Survey(13000))
+    assert ask_driver(devices=True) == DriverReport(Survey(13000, (device,), batches=True))
+    assert ask_driver(devices=False) == DriverReport(Survey(13000))

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from prometheus_client.core import Metric
 
-from kvass.web.metrics import Status
+from kvass.web.metrics import StatusCollector
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "monitoring.md"
 HEAD: Final = "| metric | labels | meaning |\n|---|---|---|\n"
@@ -38,7 +38,7 @@ def row(family: Metric) -> str:
 def page(text: str) -> str:
     """``text`` with the list as it should be."""
     fields = _Zeros(FIELDS, tiers=[_Zeros(tier="")])
-    table = HEAD + "".join(row(family) for family in Status(fields).collect())
+    table = HEAD + "".join(row(family) for family in StatusCollector(fields).collect())
     return text[: text.index("METRICS" if "METRICS" in text else HEAD)] + table
 
 

@@ -22,7 +22,7 @@ from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork
 from kvass.engine.stores import NEVER, RequestState, StorePlanner
-from kvass.engine.traffic import Traffic
+from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
 
 CLEAR_TIMEOUT_S: Final = 0.2
@@ -52,7 +52,7 @@ class Planner:
         self._loads: list[Load] = []
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.adapters)
-        self.traffic = Traffic()
+        self.traffic = EngineTraffic()
 
     def bind(self, pool: BlockPool) -> None:
         """The block pool, once the engine has made it."""

@@ -24,7 +24,7 @@ MEANINGS: Final[dict[str, str]] = {
 }
 
 
-class Traffic:
+class EngineTraffic:
     """Counts under the names of ``MEANINGS``. For one thread."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ TIER_REPORT: Final = {
 """Fields that a tier's process adds to its table (gauges)."""
 
 
-class Status:
+class StatusCollector:
     """A collector of one status. ``fields`` None: the daemon is down."""
 
     def __init__(self, fields: dict[str, Any] | None) -> None:
@@ -67,7 +67,7 @@ class Status:
 def exposition(fields: dict[str, Any] | None) -> bytes:
     """The text of ``/metrics``, in Prometheus' text format 0.0.4."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Status(fields))
+    registry.register(StatusCollector(fields))
     return generate_latest(registry)
 
 

@@ -34,7 +34,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sent by the daemon, and sent back by the process's main thread."""
 
 
-class Opened(msgspec.Struct, frozen=True, tag=True):
+class TierOpened(msgspec.Struct, frozen=True, tag=True):
     """The first frame from a tier's process: the tier is open, or why it cannot be opened as asked;
     then the process ends."""
 
@@ -42,7 +42,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
 
 ToProcess = Start | Heartbeat | ToTier
-FromProcess = Opened | Heartbeat | FromTier | TierReport
+FromProcess = TierOpened | Heartbeat | FromTier | TierReport
 
 
 def encode(message: ToProcess | FromProcess) -> bytes:

@@ -67,9 +67,9 @@ def main(arguments: list[str]) -> int:
     try:
         tier = _open(start)
     except ConfigError as error:
-        send(frames.Opened(str(error).encode("ascii", "replace").decode()))
+        send(frames.TierOpened(str(error).encode("ascii", "replace").decode()))
         return 0
-    send(frames.Opened())
+    send(frames.TierOpened())
     executor = Executor(start.number, tier, start.name, arena.buffer, send)
     executor.submit(_first_probe(start.number))
     for message in messages:
