@@ -3,8 +3,9 @@
 Laws of this file:
 
 - A row is announced once the daemon has said that it is there, and withdrawn once it has said, or
-  we must assume, that it is not. Nothing is announced twice without being withdrawn between.
-- An engine announces the rows that it stored or loaded itself.
+  we must assume, that it is not.
+- An engine announces the rows that it stored or loaded itself. A load announces them again, as vLLM
+  does with its own blocks, so that a router that missed messages learns of what is in use.
 - What the daemon says of a row holds at the position of that answer. An answer names what left
   before it, so a row that left and was stored again is announced again.
 - After a loss (another connection, an overrun, a clear) the daemon is asked for each announced row.
@@ -188,7 +189,7 @@ class RowEvents:
         if self._expected.get(row) is not expected:
             return  # it was stored once more since we asked
         del self._expected[row]
-        if is_there and row not in self._announced:
+        if is_there:
             event, kept = self._make.stored(expected.request, row[0], expected.chunk)
             self._announced[row] = kept
             self._events.append(event)
