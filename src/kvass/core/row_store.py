@@ -20,6 +20,7 @@ from kvass.core.extents import STAYS, ExtentMap
 from kvass.core.histogram import Histogram
 from kvass.core.index import ABSENT, KeyIndex, odd_numbers
 from kvass.core.registry import RowClassSpec
+from kvass.core.removed import RemovedRows
 from kvass.core.rows import (
     FAILED,
     FREE,
@@ -120,6 +121,7 @@ class RowStore:
         self.classes: dict[int, RowClass] = {}
         self.pinned = 0
         """Pins on all rows; one of a lease that names a row twice counts twice."""
+        self.removed = RemovedRows()
         self._of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes
@@ -179,6 +181,7 @@ class RowStore:
         for row_class in gone:
             held = sum(row_class.rows[READY:]) * row_class.spec.row_bytes
             self._counters["bytes_evicted_cleared"] += held
+            self.removed.note_all(row_class.namespace)
             self._index_room += row_class.index.room
             del self.classes[row_class.id]
             self._of_namespace[row_class.namespace].remove(row_class)
@@ -334,6 +337,8 @@ class RowStore:
         """Nobody reads or writes ``rows`` (all of one class) any more."""
         if not len(rows):
             return
+        if self.removed.noted:
+            self._note_removed(rows)
         self._unindex(rows)
         states = self.table.state[rows]
         for before in np.flatnonzero(np.bincount(states)).tolist():
@@ -341,6 +346,12 @@ class RowStore:
         owner = self.class_of(rows)
         if owner is not None:
             owner.free.give_back(rows)
+
+    def _note_removed(self, rows: I64Array) -> None:
+        owner = self.class_of(rows)
+        if owner is not None:
+            left = rows[self.table.state[rows] >= READY]
+            self.removed.note(owner.namespace, owner.spec.group, self.table.keys_of(left))
 
     def _move(self, rows: I64Array, before: int, after: int) -> None:
         """Move ``rows``, all of one class and in state ``before``, and count them."""
