@@ -149,7 +149,7 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     (GPU | {"dev/dxg": ""}, "system", "warning", "WSL2; uncached"),
     # Memory.
     ({}, "memory", "ok", "64 GiB in the machine; limit none; 48 GiB available; 8 GiB, taken"),
-    (GROUP, "memory", "warning", "limit 16 GiB, 5 GiB available; less than l1_size; 2GiB"),
+    (GROUP, "memory", "warning", "limit 16 GiB, 5 GiB available; more than 80%; 2GiB"),
     (
         GROUP | {"l1_bytes": 17 * GIB},
         *("memory", "error", "limit 16 GiB; than the container may use; killed; --l1-size 8GiB"),

@@ -33,7 +33,9 @@ def tiered(folder: Path, l1_size: str = "16MiB", **options: Any) -> Iterator[Dae
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
     tier = f"disk:{disk}?capacity=256MiB"
-    with running_daemon(folder, l1_size, **{"tier": [tier], "dma_grace_s": 0.2, **options}) as real:
+    with running_daemon(
+        folder, l1_size, **{"tier": [tier], "lost_engine_grace_s": 0.2, **options}
+    ) as real:
         yield real
 
 

@@ -55,7 +55,9 @@ def faulty(folder: Path, *more: str, **options: Any) -> Iterator[Faulty]:
     for name in ("disk", "orders"):
         (folder / name).mkdir(exist_ok=True)
     tier = url(folder / "orders", f"disk:{folder / 'disk'}?capacity=256MiB")
-    with running_daemon(folder, "16MiB", tier=[tier, *more], dma_grace_s=0.2, **options) as daemon:
+    with running_daemon(
+        folder, "16MiB", tier=[tier, *more], lost_engine_grace_s=0.2, **options
+    ) as daemon:
         yield Faulty(daemon, folder / "orders")
 
 

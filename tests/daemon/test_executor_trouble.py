@@ -84,7 +84,7 @@ def test_answers_of_the_wrong_number_are_trouble() -> None:
 def test_a_tier_that_is_down_is_tried_by_one_call_and_another_tier_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "kvass")
     trouble = Trouble(TierDown("the cable is out"))
     bad, good = MemoryTier(trouble), MemoryTier()
     good.records[key(1)] = []
@@ -159,7 +159,7 @@ def test_bulk_loads_and_stores_delay_no_probe() -> None:
 
 
 def test_a_hanging_call_shuts_its_tier_until_it_returns(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "kvass")
     gate = Gate("load")
     with rig(MemoryTier(gate), MemoryTier(), slow_s=10.0) as made:
         for op in range(6):

@@ -122,7 +122,7 @@ def shell(url: str, **periods: Any) -> Iterator[Shell]:
     "said",
     [
         frames.Start(3, "disk:/x?capacity=1GiB", "disk:/x", 1 << 40, 2.0),
-        frames.Heartbeat(),
+        frames.Heartbeat("info"),
         probe(5, 1, 2, 3),
         load(6, 1, 1),
         store(2**60, 1, 1),

@@ -21,6 +21,7 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Reserve: m.Granted,
     m.Ping: m.Pong,
     m.Clear: m.Cleared,
+    m.Removals: m.Removed,
     m.Status: m.StatusReply,
 }
 

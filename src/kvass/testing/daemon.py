@@ -27,7 +27,7 @@ READY_S = 30.0
 """How long a daemon may take to start or to end; a loaded machine starts Python slowly."""
 KVASS = ("-m", "kvass")
 GRACE_S = 1.0
-"""``dma_grace_s`` by default; kvass's own is longer, for processes with much pinned memory."""
+"""``lost_engine_grace_s`` by default; kvass's own is longer, for much pinned memory."""
 
 
 class Daemon:
@@ -143,7 +143,9 @@ def running_daemon(
 ) -> Iterator[Daemon]:
     """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``. Python
     runs ``program``."""
-    daemon = Daemon(folder, {"l1_size": l1_size, "dma_grace_s": GRACE_S, **options}, program)
+    daemon = Daemon(
+        folder, {"l1_size": l1_size, "lost_engine_grace_s": GRACE_S, **options}, program
+    )
     daemon.start()
     try:
         yield daemon
