@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Any, Final
 
@@ -17,7 +17,8 @@ def report(fields: dict[str, Any]) -> Iterator[str]:
     state = "DEGRADED" if problems else "OK"
     up = span(fields.get("up_s", 0))
     yield f"kvass {fields['version']}  up {up}  pid {fields.get('pid', '?')}  {state}"
-    yield from (f"  ! {line}"[:WIDTH] for line in problems)
+    for line in problems:
+        yield from wrap(f"! {line}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     capacity, used = fields["l1_capacity_bytes"], fields["l1_used_bytes"]
     evicted = sum(n for name, n in fields["counters"].items() if name.startswith("evicted_"))
     there = fields["l1_populated_bytes"]
@@ -40,14 +41,14 @@ def report(fields: dict[str, Any]) -> Iterator[str]:
     yield from _tiers(fields["tiers"])
 
 
-def troubles(fields: dict[str, Any]) -> list[str]:
+def troubles(fields: Mapping[str, Any]) -> list[str]:
     """What is wrong, a line each; empty: nothing."""
     found = []
     for engine in fields.get("engines", []):
         if missing := engine["missing_ranks"]:
             ranks = ", ".join(map(str, missing[:8]))
             found.append(f"engine {engine['instance']} waits for its ranks {ranks}")
-    lines = {tier["tier"]: tier_trouble(tier) for tier in fields["tiers"]}
+    lines = {tier["tier"]: tier_trouble(tier) for tier in fields.get("tiers", [])}
     return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
 
 
