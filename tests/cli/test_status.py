@@ -17,8 +17,9 @@ from bench.rows import Rows, flushed, wait_tier
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.cli.report import WIDTH as COLUMNS
-from kvass.cli.report import percent, report, size, span, tier_trouble, troubles
+from kvass.cli.report import percent, report, size, span
 from kvass.cli.top import rates
+from kvass.client.health import tier_trouble, troubles
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.types import RankLayout
 from tests.support.wire.raw_session import LAYOUT, RawSession

@@ -48,6 +48,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
     messages.Clear: clearing.clear,
+    messages.Removals: reading.removals,
     messages.Ping: lambda *_: Pong(),
     messages.Status: lambda state, *_: StatusReply(fields=fields.status(state)),
 }
@@ -125,6 +126,7 @@ class CacheMachine:
         assert now >= self.state.now, "time went back"
         state = self.state
         state.now, state.out = now, []
+        state.store.uses.mark(state.store.table.clock, now)
         state.settlement.lapse(now)
         if state.promotions.all:
             promote.lapse(state)

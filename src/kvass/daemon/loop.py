@@ -26,7 +26,9 @@ from kvass.core import effects
 from kvass.core.effects import SessionId
 from kvass.core.epochs import LOOK_AGAIN_S
 from kvass.core.event_lines import line
+from kvass.core.histogram import Histogram
 from kvass.core.machine import CacheMachine
+from kvass.core.metrics import LOOP_HISTOGRAMS
 from kvass.daemon import notify
 from kvass.daemon.connection import Connection
 from kvass.daemon.journal import LOGGED, Journal
@@ -34,6 +36,7 @@ from kvass.daemon.live import LiveConfig
 from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.tier_process.supervisor import TierProcess, task
 from kvass.errors import FrameError
+from kvass.messages import Lookup, StatusReply
 from kvass.wire import framing
 from kvass.wire.channel import peer_of
 
@@ -43,6 +46,8 @@ GC_THRESHOLD: Final = (50_000, 20, 100)
 """For ``gc.set_threshold``: a full collection of a daemon takes milliseconds, so it is rare."""
 _ACCEPT_PAUSE_S: Final = 0.1
 _TICK_S: Final = 0.001
+_LAG_S: Final = 1.0
+"""How often the loop's lag is looked at."""
 _POPULATE_NICE: Final = 5
 _log = logging.getLogger("kvass")
 
@@ -79,6 +84,7 @@ class Server:
         self._draining = False
         """Told to stop; only flushing is left to do."""
         self._stopping = threading.Event()
+        self._times = {name: Histogram() for name in LOOP_HISTOGRAMS}
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Serve until SIGTERM or SIGINT; ``on_ready`` is called once clients can connect.
@@ -113,6 +119,7 @@ class Server:
         self._listen()
         if self._tiers:
             self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
+        self._look_at_lag(self._loop.time())
         on_ready()
         notify.tell("READY=1")
         notify.feed_watchdog(self._loop)
@@ -264,11 +271,16 @@ class Server:
         except Exception:  # a defect of ours: say what led to it, and end
             _log.critical("the core failed at this event, so the daemon ends: %s", line(now, event))
             raise
+        if type(event) is effects.Received and type(event.message) is Lookup:
+            self._times["lookup_core_seconds"].observe(time.monotonic() - now)
         for effect in todo:
             self._carry_out(effect)
 
     def _carry_out(self, effect: effects.Effect) -> None:
         if type(effect) is effects.Send:
+            if type(effect.message) is StatusReply:
+                times = {name: histogram.fields() for name, histogram in self._times.items()}
+                effect.message.fields["histograms"].update(times)
             if (connection := self._connections.get(effect.session)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)
@@ -309,6 +321,11 @@ class Server:
     def _ticked(self) -> None:
         self._tick = None
         self._handle(effects.Tick())
+
+    def _look_at_lag(self, due: float) -> None:
+        now = self._loop.time()
+        self._times["event_loop_lag_seconds"].observe(max(0.0, now - due))
+        self._loop.call_at(now + _LAG_S, self._look_at_lag, now + _LAG_S)
 
     def _renew_notes(self) -> None:
         """The core reads the tiers' notes again in a tick, also where nothing else is due."""

@@ -71,18 +71,15 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """The pid of the process started last."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def boot(self) -> bytes:
-        """The boot id of the process started last."""
         return bytes.fromhex(self.ready.rpartition("boot=")[2])
 
     @property
     def running(self) -> bool:
-        """Whether the process lives, suspended or not."""
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
@@ -90,11 +87,9 @@ class Daemon:
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:
-        """SIGTERM, and wait for the end; its exit status."""
         return self._end(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Wait for the end; its exit status."""
         assert self._process is not None
         return self._process.wait(timeout=READY_S)
 
@@ -111,7 +106,6 @@ class Daemon:
             time.sleep(0.001)
 
     def resume(self) -> None:
-        """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> dict[str, Any]:
@@ -130,7 +124,6 @@ class Daemon:
             time.sleep(0.02)
 
     def log(self) -> str:
-        """Its stderr."""
         return self._log.read_text()
 
     def _end(self, number: signal.Signals) -> int:

@@ -18,7 +18,7 @@ from kvass._version import TESTED_VLLM, __version__
 from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
-from kvass.cli.report import troubles
+from kvass.client.health import troubles
 from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
@@ -60,7 +60,6 @@ CGROUP: Final = "sys/fs/cgroup"
 
 
 def shown(size: float | None) -> str:
-    """A size for people."""
     if size is None:
         return "unknown"
     if size == math.inf:

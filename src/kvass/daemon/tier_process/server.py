@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> int:
     try:
         tier = _open(start)
     except ConfigError as error:
-        send(frames.Opened(str(error).encode("ascii", "replace").decode()))
+        send(frames.TierOpened(str(error).encode("ascii", "replace").decode()))
         return 0
-    send(frames.Opened())
+    send(frames.TierOpened())
     executor = Executor(start.number, tier, start.name, arena.buffer, send)
     executor.submit(_first_probe(start.number))
     for message in messages:
@@ -114,7 +114,6 @@ def _forked(sock: socket.socket) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End when the process ``parent`` ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)

@@ -164,7 +164,7 @@ class TierProcess:
         if said is None:
             ended = await reaped(self._process, self._periods.end_s)
             raise ConfigError(self._text(f"{ended}; see above"))
-        if isinstance(said, frames.Opened) and said.refusal:
+        if isinstance(said, frames.TierOpened) and said.refusal:
             raise ConfigError(said.refusal)
         self._health.succeeded(self._loop.time())
         return task(self._hear(messages))
