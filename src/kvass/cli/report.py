@@ -66,12 +66,13 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
             ns["namespace"][:8],
             f"{sum(group['rows'] for group in ns['groups']):,}",
             size(sum(group["used_bytes"] for group in ns["groups"])),
+            size(sum(group["row_bytes"] for group in ns["groups"]) / ns.get("chunk_tokens", 1)),
             percent(ns.get("hit_tokens", 0), ns.get("lookup_tokens", 0)),
             percent(ns.get("minute_hit_tokens", 0), ns.get("minute_lookup_tokens", 0)),
         )
         for ns in namespaces
     ]
-    yield from _table(("model", "namespace", "rows", "used", "hits", "last minute"), rows)
+    yield from _table(("model", "namespace", "rows", "used", "per token", "hits", "minute"), rows)
     for ns in namespaces:
         if fields := ns.get("differs_in"):
             text = f"{ns['namespace'][:8]} shares nothing with {ns['like'][:8]} of the same model; "
