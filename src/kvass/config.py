@@ -271,7 +271,7 @@ def _check(config: Config, where: Mapping[str, str]) -> None:
     if config.l1_size < PAGE:
         raise ConfigError(f"{size}: smaller than one row; use {PAGE} or more")
     if config.l1_size > (have := memory_bytes()):
-        raise ConfigError(f"{size}: more than the {have / 2**30:.1f}GiB there are")
+        raise ConfigError(f"{size}: more than the {Size(have).rounded()} there are")
     for url in config.tier:
         try:
             parse_tier_url(url)
@@ -330,7 +330,7 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
     if not strict and kind is bool:
         value = _BOOLS.get(value, value)
     if name == "allow_uid" and isinstance(value, list):
-        value = [_uid(user) for user in value]
+        value = [_uid(user, origin) for user in value]
     choices = get_args(kind) if get_origin(kind) is Literal else [*_BOOLS] if kind is bool else []
     if choices and not isinstance(value, bool) and value not in choices:
         raise ConfigError(f"{origin}: say one of {', '.join(choices)} (got {shown(repr(value))})")
@@ -342,12 +342,14 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
         raise ConfigError(f"{origin}: {error} (got {shown(repr(value))})") from error
 
 
-def _uid(user: Any) -> Any:
-    """A user's name as the id that belongs to it; anything else as it is."""
-    try:
-        return user if str(user).isdecimal() else pwd.getpwnam(str(user)).pw_uid
-    except KeyError:
+def _uid(user: Any, origin: str) -> Any:
+    """A user's name as the id that belongs to it; a number as it is."""
+    if not isinstance(user, str) or user.lstrip("-").isdecimal():
         return user
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        raise ConfigError(f"{origin}: there is no user {user!r} here: give the id") from None
 
 
 def _unwrap(name: str) -> tuple[Any, Meta]:

@@ -82,10 +82,9 @@ class Size(int):
         return cls(number * _UNITS[match[2].lower()])
 
     def __str__(self) -> str:
-        for unit, factor in reversed(_BINARY.items()):
-            if self and self % factor == 0:
-                return f"{self // factor}{unit}"
-        return str(int(self))
+        units = [unit for unit in (_BINARY | _DECIMAL).items() if self and self % unit[1] == 0]
+        texts = [f"{self // factor}{unit}" for unit, factor in units]
+        return min([str(int(self)), *texts], key=len)
 
     def rounded(self) -> str:
         """For people, like ``1.86GiB``."""

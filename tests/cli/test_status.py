@@ -50,7 +50,8 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         assert (status, lines[0].rsplit(" ", 1)[1]) == (0, "OK")
         assert lines[1] == "memory   192.0 KiB of 16.0 MiB used (1.2 %), 3 rows, 0 evicted"
         assert lines[2].startswith("hits     75.0 % of 1,024 tokens since start, 75.0 % of 1,024")
-        assert any(line.startswith("mine") for line in lines)
+        model = lines[lines.index(next(line for line in lines if line.startswith("model"))) + 1]
+        assert "256 B" in model, "a token of a row of 64 KiB in chunks of 256"
         assert "up" in next(line for line in lines if line.startswith("disk:"))
         assert max(map(len, lines)) <= COLUMNS
         assert said(daemon, capsys, "status", "--check") == (0, ["ok"])

@@ -64,7 +64,7 @@ def test_users_level_and_patience_change_and_the_rest_is_named(
     [
         ("log_level: info\nlease: 3\n", "unknown option 'lease' in "),
         ("\n\nlog_level: loud\n", ":3: log_level: say one of debug, info, warning, error"),
-        ("allow_uid: [no-such-user]\n", ":1: allow_uid: Expected `int`"),
+        ("allow_uid: [no-such-user]\n", ":1: allow_uid: there is no user 'no-such-user'"),
         ("socket_group: no-such-group\nlog_level: debug\n", "no such group"),
         ("a: [\n", "is no YAML: "),
         ("tier: ['floppy:/x']\n", ":1: tier: tier 'floppy:/x': unknown scheme"),

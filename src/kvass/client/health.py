@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
-def troubles(fields: dict[str, Any]) -> list[str]:
+def troubles(fields: Mapping[str, Any]) -> list[str]:
     """What is wrong, a line each; empty: nothing."""
     found = []
     for engine in fields.get("engines", []):
         if missing := engine["missing_ranks"]:
             ranks = ", ".join(map(str, missing[:8]))
             found.append(f"engine {engine['instance']} waits for its ranks {ranks}")
-    lines = {tier["tier"]: tier_trouble(tier) for tier in fields["tiers"]}
+    lines = {tier["tier"]: tier_trouble(tier) for tier in fields.get("tiers", [])}
     return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
 
 

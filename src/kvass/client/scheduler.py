@@ -224,7 +224,10 @@ class SchedulerClient(Endpoint):
     ) -> float:
         """Send the lookup, if there is a daemon that answers; how long to wait for it."""
         session = self.session
-        if session is None or first * width >= len(digests):
+        if first * width >= len(digests):
+            return 0.0
+        if session is None:
+            self.counters["unasked"] += 1
             return 0.0
         if self.silent_s:
             self.poll()  # what was late may have come since the last step

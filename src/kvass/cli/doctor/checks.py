@@ -19,6 +19,7 @@ from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
 from kvass.cli.report import size as in_units
+from kvass.client.health import troubles
 from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
@@ -168,6 +169,8 @@ def daemon(m: Machine) -> Finding:
             f"kvass {theirs} answers at {m.socket}: {shown(get('l1_used_bytes', 0))} of "
             f"{shown(get('l1_capacity_bytes', 0))} used, {get('sessions', 1) - 1} other sessions"
         )
+        if unwell := troubles(m.daemon):
+            return warning(f"{found}; {'; '.join(unwell)}", "what is well of it", do="kvass status")
         if theirs == __version__:
             return ok(found, "by every engine that names this socket, or none")
         return note(

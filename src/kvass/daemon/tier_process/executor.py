@@ -148,6 +148,8 @@ class Executor:
             if error is not None:
                 self._errors += 1
                 self._trouble = _one_line(error)
+                for name in (self._name, self._name.partition(":")[2]):  # said beside it anyhow
+                    self._trouble = self._trouble.removeprefix(f"{name}: ")
             if work.health.end(begun, error is None, self._clock()):
                 self._changed.set()
         self._post(end)
