@@ -55,7 +55,7 @@ demo: $(READY)
 # Without what takes long, and without the tests of a clock's, a server's or a machine's limits.
 QUICK := tests/core tests/client tests/wire tests/layout \
   $(addprefix tests/tiers/test_,azure.py buffers.py codec.py disk_crash.py disk_damage.py disk_folder.py disk_suite.py \
-    pacing.py pack.py record_tier.py redis.py redis_pieces.py url.py worker_pool.py) \
+    pacing.py record_tier.py redis.py redis_pieces.py url.py worker_pool.py) \
   $(addprefix --ignore=tests/,client/test_capacity.py client/test_grids.py \
     client/test_tiers.py client/test_tiers_trouble.py)
 

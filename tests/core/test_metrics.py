@@ -45,6 +45,7 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     assert set(status) == set(GAUGES) | other | {"counters", "histograms", "forgotten"}
     assert set(status["histograms"]) == set(HISTOGRAMS)
     named = {"namespace", "model", "epoch", "private", "chunk_tokens", "groups"}
+    named |= {"like", "differs_in"}
     assert set(namespace) == set(NAMESPACE_COUNTERS) | set(NAMESPACE_GAUGES) | named
     assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | set(TIER_HISTOGRAMS) | {"tier"}
     assert set(group) == set(GROUP_GAUGES) | {"group", "kind"}

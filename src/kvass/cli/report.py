@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Any, Final
 
 from kvass.client.health import tier_trouble, troubles
@@ -70,6 +71,12 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
         for ns in namespaces
     ]
     yield from _table(("model", "namespace", "rows", "used", "hits", "last minute"), rows)
+    for ns in namespaces:
+        if fields := ns.get("differs_in"):
+            text = f"{ns['namespace'][:8]} shares nothing with {ns['like'][:8]} of the same model; "
+            yield from wrap(
+                text + f"they differ in {'; '.join(fields)}", WIDTH, initial_indent="  "
+            )
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:

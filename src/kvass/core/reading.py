@@ -1,4 +1,4 @@
-"""Lookup, prefetch, release.
+"""Lookup, prefetch, release; which rows left L1.
 
 A function per message. It returns the reply (``None``: there is none, or it comes later) or raises
 ``Refused`` before it changed anything.
@@ -21,13 +21,22 @@ from kvass.core.checks import (
     scheduler_of,
     split_keys,
 )
+from kvass.core.index import digests_of
 from kvass.core.prefix import PrefixView
 from kvass.core.registry import ClientSession
 from kvass.core.row_store import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.errors import Refused
-from kvass.messages import Lookup, Matched, Prefetch, Prefetched, Release
+from kvass.messages import (
+    Lookup,
+    Matched,
+    Prefetch,
+    Prefetched,
+    Release,
+    Removals,
+    Removed,
+)
 from kvass.types import SCHEDULER, U64Array
 
 PREFETCH_S: Final = 60.0
@@ -172,3 +181,29 @@ def release(state: State, session: ClientSession, msg: Release) -> None:
         state.settlement.end_lease(lease)
     else:
         state.settlement.release(lease, rank)
+
+
+def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
+    """Which rows of the session's namespace left L1, and which of those it names are READY. While
+    it has no namespace nothing is known."""
+    instance, limits = scheduler_of(state, session), state.config.limits
+    keys = [split_keys(each, msg.width, 0, limits) for each in (*msg.present, b"")][:-1]
+    if sum(map(len, keys)) > limits.keys_per_message:
+        raise Refused("limit", f"at most {limits.keys_per_message} keys a message")
+    ns = state.namespace_of(instance)
+    if ns is None:
+        return Removed(lost=True)
+    if len(keys) > len(ns.classes):
+        raise Refused("bad_value", f"present: the namespace has {len(ns.classes)} groups")
+    store = state.store
+    part = store.removed.read(session.id, ns.id, msg.since)
+    gone = [part.keys.get(group, store.table.key[:0]) for group in range(len(ns.classes))]
+    pairs = zip(ns.classes, keys, strict=False)
+    return Removed(
+        upto=part.upto,
+        lost=part.lost,
+        removed=tuple([digests_of(each, msg.width) for each in gone]) if part.keys else (),
+        present=tuple([store.there(c.index.find(k)).tobytes() for c, k in pairs])
+        if part.upto == store.removed.end
+        else (),
+    )

@@ -20,6 +20,7 @@ from kvass.core.extents import STAYS, ExtentMap
 from kvass.core.histogram import Histogram
 from kvass.core.index import ABSENT, KeyIndex, odd_numbers
 from kvass.core.registry import RowClassSpec
+from kvass.core.removed import RemovedRows
 from kvass.core.rows import (
     FAILED,
     FREE,
@@ -36,6 +37,7 @@ from kvass.core.rows import (
 from kvass.core.sets import CLEARED, FreeSlots, SetTable
 from kvass.core.traffic import Traffic
 from kvass.core.use_times import UseTimes
+from kvass.messages import Register
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
@@ -78,14 +80,19 @@ class Namespace(msgspec.Struct):
     ``tier_epochs``: the epoch of its records in each tier; None: not known yet, so that tier is not
     used for it. ``asked_s``: when each was last asked for; infinity: the answer is awaited.
     ``private``: of one engine's generation (``messages.Register``). Its rows are in L1 only: no
-    tier is asked for an epoch, and both lists are empty.
+    tier is asked for an epoch, and both lists are empty. ``differs_in``: from ``like``, the most
+    similar namespace before it of the same model, in words.
     """
 
     id: int
     digest: bytes
     classes: list[RowClass]
     chunk_tokens: int
+    terms: Register
+    """As its first engine has registered."""
     model: str = ""
+    like: bytes = b""
+    differs_in: tuple[str, ...] = ()
     private: bool = False
     epoch: int = 0
     tier_epochs: list[int | None] = []
@@ -114,6 +121,7 @@ class RowStore:
         self.classes: dict[int, RowClass] = {}
         self.pinned = 0
         """Pins on all rows; one of a lease that names a row twice counts twice."""
+        self.removed = RemovedRows()
         self._of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes
@@ -173,6 +181,7 @@ class RowStore:
         for row_class in gone:
             held = sum(row_class.rows[READY:]) * row_class.spec.row_bytes
             self._counters["bytes_evicted_cleared"] += held
+            self.removed.note_all(row_class.namespace)
             self._index_room += row_class.index.room
             del self.classes[row_class.id]
             self._of_namespace[row_class.namespace].remove(row_class)
@@ -328,6 +337,8 @@ class RowStore:
         """Nobody reads or writes ``rows`` (all of one class) any more."""
         if not len(rows):
             return
+        if self.removed.noted:
+            self._note_removed(rows)
         self._unindex(rows)
         states = self.table.state[rows]
         for before in np.flatnonzero(np.bincount(states)).tolist():
@@ -335,6 +346,12 @@ class RowStore:
         owner = self.class_of(rows)
         if owner is not None:
             owner.free.give_back(rows)
+
+    def _note_removed(self, rows: I64Array) -> None:
+        owner = self.class_of(rows)
+        if owner is not None:
+            left = rows[self.table.state[rows] >= READY]
+            self.removed.note(owner.namespace, owner.spec.group, self.table.keys_of(left))
 
     def _move(self, rows: I64Array, before: int, after: int) -> None:
         """Move ``rows``, all of one class and in state ``before``, and count them."""

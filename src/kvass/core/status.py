@@ -22,6 +22,8 @@ def status(state: State) -> dict[str, Any]:
         {
             "namespace": ns.digest.hex(),
             "model": ns.model,
+            "like": ns.like.hex(),
+            "differs_in": list(ns.differs_in),
             "epoch": ns.epoch,
             "private": ns.private,
             "chunk_tokens": ns.chunk_tokens,

@@ -31,12 +31,14 @@ from kvass.core.machine import CacheMachine
 from kvass.core.metrics import LOOP_HISTOGRAMS
 from kvass.daemon import notify
 from kvass.daemon.connection import Connection
+from kvass.daemon.journal import LOGGED, Journal
+from kvass.daemon.live import LiveConfig
 from kvass.daemon.peer_process import PeerProcess, process_behind
-from kvass.daemon.tier_process.supervisor import TierProcess
+from kvass.daemon.tier_process.supervisor import TierProcess, task
 from kvass.errors import FrameError
 from kvass.messages import Lookup, StatusReply
 from kvass.wire import framing
-from kvass.wire.channel import PeerCredentials, peer_of
+from kvass.wire.channel import peer_of
 
 READ_BYTES: Final = 64 << 10
 """Read from one session before the next has its turn."""
@@ -53,9 +55,8 @@ _log = logging.getLogger("kvass")
 class Server:
     """Serves one machine on one listening socket until it is stopped.
 
-    ``refusal(peer)`` is None for a peer that may connect, else one line of what to do. ``tiers``:
-    in the core's order, opened first and closed at the end; ``stop_s``: for flushing once told to
-    stop.
+    ``tiers``: in the core's order, opened first and closed at the end. ``live``: the options that
+    change while it serves; SIGHUP reloads them.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Server:
         machine: CacheMachine,
         arena: Arena,
         listener: socket.socket,
-        refusal: Callable[[PeerCredentials], str | None],
+        live: LiveConfig,
         tiers: Sequence[TierProcess] = (),
-        stop_s: float = 0.0,
     ) -> None:
         self._machine = machine
         self._arena = arena
         self._listener = listener
-        self._refusal = refusal
+        self._live = live
+        self._journal = Journal()
         self._connections: dict[SessionId, Connection] = {}
         self._watched: dict[SessionId, PeerProcess] = {}
         """Processes behind lost sessions: slots wait for their end."""
@@ -80,14 +81,13 @@ class Server:
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._tick: asyncio.TimerHandle | None = None
         self._tiers = tiers
-        self._stop_s = stop_s
         self._draining = False
         """Told to stop; only flushing is left to do."""
         self._stopping = threading.Event()
         self._times = {name: Histogram() for name in LOOP_HISTOGRAMS}
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until SIGTERM, SIGINT or SIGHUP; ``on_ready`` is called once clients can connect.
+        """Serve until SIGTERM or SIGINT; ``on_ready`` is called once clients can connect.
 
         Raises ``ConfigError`` for a tier that cannot be opened, and whatever broke an invariant.
         """
@@ -110,8 +110,11 @@ class Server:
             _log.warning("tier %s: %d rows were not flushed", name, rows)
 
     async def _serve_until_stopped(self, on_ready: Callable[[], None]) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop)
+        hangups = asyncio.Event()
+        self._loop.add_signal_handler(signal.SIGHUP, hangups.set)
+        reloads = task(self._reload(hangups))
         self._listener.setblocking(False)
         self._listen()
         if self._tiers:
@@ -127,6 +130,7 @@ class Server:
         try:
             await self._stopped
         finally:
+            reloads.cancel()
             self._stopping.set()
             worker.join()
             self._stop_listening()
@@ -135,6 +139,12 @@ class Server:
             for session in list(self._watched):
                 self._unwatch(session)
 
+    async def _reload(self, hangups: asyncio.Event) -> None:
+        """Signals that come while it reloads are one."""
+        while await hangups.wait():
+            hangups.clear()
+            await self._live.reload()
+
     def _stop(self) -> None:
         """A signal: flush what was promised, within ``stop_s``; a second one: leave now."""
         if self._draining:
@@ -142,8 +152,10 @@ class Server:
             return
         self._draining = True
         notify.tell("STOPPING=1")
+        rows = sum(rows for _, rows in self._machine.unflushed())
+        _log.info("stopping; %d rows are left to flush", rows)
         self._stop_listening()
-        self._loop.call_later(self._stop_s, self._end)
+        self._loop.call_later(self._live.now.stop_s, self._end)
         self._handle(effects.Stopping())
 
     def _end(self) -> None:
@@ -199,10 +211,11 @@ class Server:
         self._sessions += 1
         session = self._sessions
         peer = peer_of(sock)
+        self._journal.opened(session, peer)
         process = process_behind(sock, peer.pid)
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         own = peer.uid in (0, os.geteuid())
-        self._step(effects.Opened(session, peer.uid, own, self._refusal(peer) or ""))
+        self._step(effects.Opened(session, peer.uid, own, self._live.access.refusal(peer) or ""))
         self._finish_turn()
 
     def _readable(self, connection: Connection) -> None:
@@ -225,6 +238,7 @@ class Server:
         process = connection.process
         exiting = process is not None and self._machine.owes(session) and process.exiting
         self._step(effects.Lost(session, exiting))
+        self._journal.lost(session)
         if (left := self._connections.pop(session, None)) is not None:
             left.close_now()
 
@@ -271,9 +285,13 @@ class Server:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)
                 self._to_flush[effect.session] = connection
+            if type(effect.message) in LOGGED:
+                asked = self._machine.registered(effect.session)
+                self._journal.replied(effect.session, effect.message, asked)
         elif type(effect) is effects.Close:
             if (connection := self._connections.pop(effect.session, None)) is not None:
                 connection.close()
+            self._journal.lost(effect.session)
         elif type(effect) is effects.HalfClose:
             if (connection := self._connections.get(effect.session)) is not None:
                 connection.half_close()
