@@ -107,9 +107,10 @@ class State:
             return Matched(boot=self.config.boot, first=first, chunks=first)
         lease = self.settlement.lend(instance, request, parts, readers)
         self.counters["hit_chunks"] += chunks - first
-        self.counters["l1_lent_bytes"] += sum(
-            len(part.rows) * self.store.classes[part.row_class].spec.row_bytes for part in parts
-        )
+        classes = self.store.classes
+        for part in parts:
+            size = classes[part.row_class].spec.row_bytes
+            self.counters["l1_lent_bytes"] += len(part.rows) * size
         return Matched(
             boot=self.config.boot,
             lease=lease.id,
