@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+REFUSED_S: Final = 60.0
+"""So long a refused engine is a trouble: it asks again after pauses of up to half a minute."""
 
 
 def troubles(fields: dict[str, Any]) -> list[str]:
@@ -12,6 +15,11 @@ def troubles(fields: dict[str, Any]) -> list[str]:
         if missing := engine["missing_ranks"]:
             ranks = ", ".join(map(str, missing[:8]))
             found.append(f"engine {engine['instance']} waits for its ranks {ranks}")
+    found += [
+        f"engine {refusal['instance']} was refused: {refusal['text']}"
+        for refusal in fields.get("refusals", [])
+        if refusal["age_s"] < REFUSED_S
+    ]
     lines = {tier["tier"]: tier_trouble(tier) for tier in fields["tiers"]}
     return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
 

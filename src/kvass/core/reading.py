@@ -78,7 +78,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
             why = "not_waited"
     tokens = ns.chunk_tokens
     asked, given = (len(keys) - msg.first) * tokens, (chunks - msg.first) * tokens
-    ns.traffic.answered(state.now, asked, given, why, _speed(msg))
+    state.answered(instance, ns, asked, given, why, _speed(msg))
     return state.matched(instance.id, ns, msg.request, msg.first, chunks, parts, readers, msg.spare)
 
 
