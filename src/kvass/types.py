@@ -6,12 +6,14 @@ Units are in the names: ``*_bytes``, ``*_tokens``, ``*_s`` (seconds).
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 PAGE: Final = 4096
 """Slots and shards are padded to this many bytes, so that O_DIRECT and DMA need no bounce."""
@@ -27,11 +29,26 @@ SCHEDULER: Final = -1
 
 GroupKind = Literal["full", "sliding_window", "chunked_local", "state"]
 
-U64Array = npt.NDArray[np.uint64]
-U32Array = npt.NDArray[np.uint32]
-I64Array = npt.NDArray[np.int64]
-Tokens = TypeVar("Tokens", int, I64Array)
-"""A number of tokens, or many of them."""
+if TYPE_CHECKING:
+    U64Array = npt.NDArray[np.uint64]
+    U32Array = npt.NDArray[np.uint32]
+    I64Array = npt.NDArray[np.int64]
+    Tokens = TypeVar("Tokens", int, I64Array)
+    """A number of tokens, or many of them."""
+
+
+def __getattr__(name: str) -> Any:
+    """The types of arrays. numpy takes 7 MiB and 50 ms: who needs no array does not import it."""
+    if name not in ("U64Array", "U32Array", "I64Array", "Tokens"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import numpy as np
+    import numpy.typing as npt
+
+    if name == "Tokens":
+        return TypeVar("Tokens", int, npt.NDArray[np.int64])
+    kinds: Any = {"U64Array": np.uint64, "U32Array": np.uint32, "I64Array": np.int64}
+    return npt.NDArray[kinds[name]]
+
 
 # What a field of a message may hold. Decoding refuses all else (``wire/framing.py``), so the
 # arithmetic behind it cannot overflow: tokens of the longest prompt (65,536 keys of 2**31 tokens)
@@ -167,6 +184,8 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def offsets(self, shard: int, shard_bytes: int) -> I64Array:
         """Byte offset in the arena of ``shard`` of each row: int64, shape ``(len(self),)``."""
+        import numpy as np
+
         if not self.slot:
             return np.empty(0, np.int64)
         bases = np.array([e[shard] for e in self.extents], np.int64)

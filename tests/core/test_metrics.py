@@ -42,7 +42,7 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     (tier,), (namespace,) = status["tiers"], status["namespaces"]
     (group,) = namespace["groups"]
     other = {"boot", "version", "pid", "up_s", "engines", "namespaces", "tiers", "messages"}
-    assert set(status) == set(GAUGES) | other | {"counters", "histograms", "forgotten"}
+    assert set(status) == set(GAUGES) | other | {"counters", "histograms", "forgotten", "refusals"}
     assert set(status["histograms"]) == set(HISTOGRAMS)
     named = {"namespace", "model", "epoch", "private", "chunk_tokens", "groups"}
     named |= {"like", "differs_in"}

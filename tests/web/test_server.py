@@ -212,12 +212,19 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def pss_bytes(pid: int) -> int:
+    """A process's share of memory."""
+    return 1024 * int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0])
+
+
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_serve_starts_it_again_and_takes_it_along(tmp_path: Path, end: str) -> None:
     port = free_port()
     with running_daemon(tmp_path, "16MiB", http=f"127.0.0.1:{port}") as daemon:
         assert eventually(lambda: healthy(port))
         (first,) = children(daemon.pid)
+        assert pss_bytes(first) <= 20 << 20
+        assert "numpy" not in Path(f"/proc/{first}/maps").read_text()
         os.kill(first, 9)
         assert eventually(lambda: first not in children(daemon.pid) and healthy(port))
         (second,) = children(daemon.pid)

@@ -38,6 +38,8 @@ def report(fields: dict[str, Any]) -> Iterator[str]:
         f"hits     {percent(given, asked)} of {asked:,} tokens since start, "
         f"{percent(recent_given, recent_asked)} of {recent_asked:,} in the last minute"
     )
+    saved_s = sum(ns.get("saved_prefill_s", 0) for ns in namespaces)
+    yield f"saved    {given:,} tokens, {span(saved_s)} of prefill since start"
     yield from _engines(fields.get("engines", []))
     yield from _models(namespaces)
     yield from _tiers(fields["tiers"])
@@ -53,10 +55,13 @@ def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
             engine["model"],
             f"{engine['ranks'] - len(engine['missing_ranks'])}/{engine['ranks']}",
             ", ".join(map(str, engine["uids"])),
+            ", ".join(map(str, engine.get("pids", [])[:2])),
+            percent(engine.get("hit_tokens", 0), engine.get("lookup_tokens", 0)),
+            f"{span(engine['seen_s'])} ago" if "seen_s" in engine else "?",
         )
         for engine in engines
     ]
-    yield from _table(("engine", "model", "ranks", "uid"), rows)
+    yield from _table(("engine", "model", "ranks", "uid", "pid", "hits", "seen"), rows)
 
 
 def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:

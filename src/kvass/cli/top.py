@@ -69,13 +69,16 @@ def rates(
         return max(0.0, (after - first) / took_s)
 
     asked, given = rate("lookup_tokens", "namespaces"), rate("hit_tokens", "namespaces")
-    loaded, stored = rate("loaded_rows", "tiers"), rate("stored_rows", "tiers")
-    used = (new["l1_used_bytes"] - old["l1_used_bytes"]) / took_s
+    loaded, stored = rate("loaded_bytes", "tiers"), rate("stored_bytes", "tiers")
+    came, lent = (
+        (new["counters"][name] - old["counters"][name]) / took_s
+        for name in ("l1_in_bytes", "l1_lent_bytes")
+    )
     yield (
         f"now      {rate('lookups', 'namespaces'):,.1f} lookups/s, {given:,.0f} of {asked:,.0f} "
         f"tokens/s hit"
     )
     yield (
-        f"         memory {'+' if used >= 0 else '-'}{size(abs(used))}/s; tiers: "
-        f"{stored:,.0f} rows/s stored, {loaded:,.0f} rows/s loaded"
+        f"         memory {size(came)}/s in, {size(lent)}/s out; tiers {size(stored)}/s in, "
+        f"{size(loaded)}/s out"
     )

@@ -71,6 +71,8 @@ def _admit(state: State, session: ClientSession, terms: Register) -> None:
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace
     instance.sessions[terms.rank] = session.id
     session.registered = terms
+    state.refusals.pop(instance.id, None)
+    instance.seen_s = state.now
     state.instances[instance.id] = instance
 
 

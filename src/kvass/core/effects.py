@@ -32,6 +32,7 @@ class Opened(msgspec.Struct, frozen=True):
     uid: int = 0
     own: bool = False
     refusal: str = ""
+    pid: int = 0
 
 
 class Received(msgspec.Struct, frozen=True):

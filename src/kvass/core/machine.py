@@ -71,6 +71,8 @@ def _received(state: State, event: effects.Received) -> None:
                 state.send(session.id, reply)
     except Refused as no:
         state.counters[f"refused_{no.code}"] += 1
+        if type(message) is messages.Register:
+            state.refused(message.instance, no.text)
         state.send(session.id, Error(seq=message.seq, code=no.code, text=no.text))
 
 

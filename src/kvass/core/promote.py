@@ -368,7 +368,9 @@ def _count(state: State, promotion: Promotion) -> None:
         why = "tier_down"
     asked = (len(promotion.keys) - first) * ns.chunk_tokens
     given = (promotion.chunks - first) * ns.chunk_tokens
-    ns.traffic.answered(state.now, asked, given, why, promotion.prefill_tokens_s)
+    who = state.instances.get(promotion.instance)
+    if who is not None:
+        state.answered(who, ns, asked, given, why, promotion.prefill_tokens_s)
     homes = promotion.homes[0][promotion.first : promotion.chunks]
     traffic = promotion.namespace.traffic
     chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))

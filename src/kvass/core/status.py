@@ -57,6 +57,10 @@ def status(state: State) -> dict[str, Any]:
         "reservation_oldest_s": _age(state, state.reservations.oldest, timing.reserve_s),
         "engines": [_engine(state, instance) for instance in state.instances.values()],
         "namespaces": namespaces,
+        "refusals": [
+            {"instance": name[:80], "text": no.text[:300], "age_s": round(state.now - no.when, 1)}
+            for name, no in state.refusals.items()
+        ],
         "forgotten": [
             {"model": model, **_traffic(traffic, state.now)}
             for model, traffic in state.forgotten.items()
@@ -87,11 +91,16 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
 
 def _engine(state: State, instance: Instance) -> dict[str, Any]:
     ns = state.namespace_of(instance)
+    sessions = [state.sessions[session] for session in instance.sessions.values()]
     return {
         "instance": instance.id,
         "model": instance.terms.model or instance.terms.identity.get("model", ""),
         "namespace": "" if ns is None else ns.digest.hex(),
-        "uids": sorted({state.sessions[s].uid for s in instance.sessions.values()}),
+        "uids": sorted({session.uid for session in sessions}),
+        "pids": sorted({session.pid for session in sessions}),
+        "lookup_tokens": instance.asked,
+        "hit_tokens": instance.given,
+        "seen_s": round(state.now - instance.seen_s, 1),
         "ranks": instance.terms.ranks,
         "missing_ranks": list(instance.missing),
         "scheduler": SCHEDULER in instance.sessions,

@@ -215,7 +215,8 @@ class Server:
         process = process_behind(sock, peer.pid)
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         own = peer.uid in (0, os.geteuid())
-        self._step(effects.Opened(session, peer.uid, own, self._live.access.refusal(peer) or ""))
+        refusal = self._live.access.refusal(peer) or ""
+        self._step(effects.Opened(session, peer.uid, own, refusal, peer.pid))
         self._finish_turn()
 
     def _readable(self, connection: Connection) -> None:
