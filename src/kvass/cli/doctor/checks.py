@@ -289,7 +289,7 @@ def expandable_segments(m: Machine) -> Finding:
     return warning(
         f"on: {on[0]}={settings[on[0]]}",
         "nothing",
-        "vLLM 0.32 does not start with a KV connector under PYTORCH_CUDA_ALLOC_CONF="
+        "vLLM does not start with a KV connector under PYTORCH_CUDA_ALLOC_CONF="
         "expandable_segments:True, on a CPU neither; other spellings were never tried",
         "leave it out of the engine's environment, or give vLLM --enable-cumem-allocator",
     )
