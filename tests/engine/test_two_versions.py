@@ -18,7 +18,7 @@ from tests.support.vllm.fake_vllm import installed, version_of
 from tests.support.vllm.models import TINY
 
 FOLDER: Final = Path(os.environ.get("KVASS_OVERLAYS", "nowhere")).absolute()
-OTHERS: Final = sorted(file.parents[1] for file in FOLDER.glob("*/vllm/_C*.so"))
+OTHERS: Final = sorted(file.parents[1] for file in FOLDER.glob("*/vllm/_C.abi3.so"))
 
 
 @pytest.mark.engine
