@@ -51,6 +51,7 @@ ROW_BYTES: Final = 1 << 20
 FILL_KEYS: Final = 512
 HELD: Final = 10_000
 TOUCHED: Final = 1 << 30
+NAMESPACES: Final = 1000
 _CHUNK_TOKENS: Final = 256
 _BLOCKS: Final = 16
 
@@ -72,9 +73,9 @@ class Core:
     """A ``CacheMachine`` whose steps are timed. ``slowest``: seconds of the slowest step since it
     was reset."""
 
-    def __init__(self, arena_bytes: int) -> None:
+    def __init__(self, arena_bytes: int, namespaces: int = 3) -> None:
         self.arena_bytes = arena_bytes
-        limits = Limits(namespaces=3)
+        limits = Limits(namespaces=namespaces)
         self.machine = CacheMachine(
             CoreConfig(boot=bytes(16), arena_bytes=arena_bytes, limits=limits, timing=Timing())
         )
@@ -253,6 +254,14 @@ def _run(arena_bytes: int) -> dict[str, float]:
     with timed("a namespace makes way for another"):
         Model(core, "c")
         Model(core, "d")
+    core = Core(arena_bytes, NAMESPACES)
+    for i in range(NAMESPACES):
+        model = Model(core, f"e{i}")
+        model.store(4)
+        model.quit()
+    with timed(f"clear of {NAMESPACES:,} namespaces"):
+        core.ask(core.connect(), Clear(seq=5, everything=True))
+        core.go_on()
     return figures
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvass.core.index import ABSENT, KeyIndex, key_array
+from kvass.core.index import ABSENT, KeyIndex, key_array, odd_numbers
 from kvass.core.rows import KEY_WORDS, RowTable
 from kvass.types import I64Array, U64Array
 
@@ -32,7 +32,11 @@ def as_array(keys: list[tuple[int, ...]]) -> U64Array:
 def test_agrees_with_a_dictionary(steps: list[tuple[bool, list[tuple[int, ...]]]]) -> None:
     table = RowTable()
     table.grow(512)
-    index, model, fresh = Crowded(table), dict[tuple[int, ...], int](), iter(range(512))
+    index, model, fresh = (
+        Crowded(table, odd_numbers(b"")),
+        dict[tuple[int, ...], int](),
+        iter(range(512)),
+    )
     for adding, keys in steps:
         chosen = [k for k in keys if (k in model) != adding]
         rows = np.array([next(fresh) if adding else model.pop(k) for k in chosen], np.int64)
@@ -54,7 +58,7 @@ def test_grows_and_empties() -> None:
     table = RowTable()
     table.grow(20_000)
     table.key[:] = rng.integers(0, 1 << 64, (len(table), KEY_WORDS), np.uint64)
-    index, rows = KeyIndex(table), np.arange(20_000)
+    index, rows = KeyIndex(table, odd_numbers(b"")), np.arange(20_000)
     for part in np.split(rows, 40):
         index.add(part)
     assert (index.find(table.key[rows]) == rows).all()

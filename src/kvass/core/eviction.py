@@ -36,15 +36,17 @@ class Lru:
         """Full ones, the oldest first."""
         self._tidied = 0
         """The next to be tidied."""
-        self._begin()
+        self._begin(0)
 
-    def _begin(self) -> None:
-        self._rows: I64Array = np.empty(_SEGMENT, np.int64)
-        self._stamps: I64Array = np.empty(_SEGMENT, np.int64)
+    def _begin(self, size: int = _SEGMENT) -> None:
+        self._rows: I64Array = np.empty(size, np.int64)
+        self._stamps: I64Array = np.empty(size, np.int64)
         self._used = 0
 
     def touched(self, rows: I64Array, stamps: I64Array) -> None:
         """``rows`` were used; ``stamps`` (ascending) are what the table now says of them."""
+        if not len(self._rows):  # the first one: most classes of a clear are never used again
+            self._begin()
         while len(rows):
             n = min(len(rows), _SEGMENT - self._used)
             self._rows[self._used : self._used + n] = rows[:n]

@@ -37,31 +37,32 @@ _LOW: Final = np.uint64(0xFFFF_FFFF)
 _ONE: Final = np.uint64(1)
 _SMALLEST: Final = 64
 _FILL: Final = 0.4
+_NOTHING: Final[U32Array] = np.zeros((0, SLOTS), np.uint32)
+"""Of an index that was never used: it has no memory."""
 
 
 class KeyIndex:
     """An index over rows of ``table``. Arrays of keys: uint64, shape ``(n, KEY_WORDS)``.
 
-    ``rows``: for so many it has room from the beginning. To make room later takes long for many:
-    0.3 s for a million. So does memory that nobody has touched before: ``warm`` touches it.
+    ``odd``: ``odd_numbers`` of the seed. ``rows``: for so many there is room at the first use. To
+    make room later takes long for many: 0.3 s for a million. So does memory that nobody has touched
+    before: ``warm`` touches it.
     """
 
-    def __init__(self, table: RowTable, seed: bytes = b"", rows: int = 0) -> None:
-        self._table = table
+    def __init__(self, table: RowTable, odd: U64Array, rows: int = 0) -> None:
+        self._table, self._odd = table, odd
         self._least = max(_SMALLEST, _buckets(rows))
-        self._cold = 0
-        """The first bucket that is not warm."""
-        drawn = np.frombuffer(hashlib.sha256(seed).digest(), "<u8")
-        self._odd: U64Array = drawn[:KEY_WORDS] | _ONE
         self._count = 0
-        self._make(self._least)
+        self._mask, self._mark, self._row = 0, _NOTHING, _NOTHING
+        self._cold = 0 if self._least > WARMED else self._least
+        """The first bucket that is not warm."""
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def room(self) -> int:
-        """For how many rows it had room from the beginning."""
+        """For how many rows there is room at the first use."""
         return int(self._least * SLOTS * _FILL)
 
     def rows(self) -> I64Array:
@@ -70,10 +71,12 @@ class KeyIndex:
 
     @property
     def cold(self) -> bool:
-        return self._cold < len(self._entry)
+        return self._cold < max(self._least, len(self._mark))
 
     def warm(self) -> None:
         """Touch the next ``WARMED`` buckets, so that no step has the kernel find memory for all."""
+        if not len(self._mark):
+            self._make(self._least)
         begin, self._cold = self._cold, self._cold + WARMED
         self._entry[begin : self._cold : _PAGE_BUCKETS, 0] |= np.uint64(0)
         if not self.cold:
@@ -122,8 +125,8 @@ class KeyIndex:
         lines = cache_lines(size) if self._cold else self._pages(size)
         entries = lines.view(np.uint32).reshape(size, SLOTS, 2)
         self._entry: U64Array = entries.view(np.uint64).reshape(size, SLOTS)
-        self._mark: U32Array = entries[:, :, 1]
-        self._row: U32Array = entries[:, :, 0]
+        self._mark = entries[:, :, 1]
+        self._row = entries[:, :, 0]
         self._spilled: npt.NDArray[np.int32] = np.zeros(size, np.int32)
         self._count = 0
 
@@ -196,6 +199,11 @@ def _buckets(rows: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
+def odd_numbers(seed: bytes) -> U64Array:
+    """The secret numbers by which an index places keys: ``KEY_WORDS``, odd."""
+    return np.frombuffer(hashlib.sha256(seed).digest(), "<u8")[:KEY_WORDS] | _ONE
+
+
 def repeated(keys: U64Array) -> I64Array:
     """The places of keys that were said before."""
     raw = np.ascontiguousarray(keys).view(f"V{keys.itemsize * keys.shape[1]}")
@@ -212,3 +220,8 @@ def key_array(digests: bytes, width: int) -> U64Array:
     padded = np.zeros((count, 8 * KEY_WORDS), np.uint8)
     padded[:, :width] = np.frombuffer(digests, np.uint8).reshape(count, width)
     return padded.view("<u8")
+
+
+def digests_of(keys: U64Array, width: int) -> bytes:
+    """The opposite of ``key_array``."""
+    return np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 8 * KEY_WORDS)[:, :width].tobytes()

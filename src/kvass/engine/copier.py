@@ -25,7 +25,7 @@ from kvass.engine.boundary import Boundary, log
 from kvass.engine.memory import KVMemory, open_mover
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork, Store
-from kvass.engine.traffic import Traffic
+from kvass.engine.traffic import EngineTraffic
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, Mover
@@ -68,7 +68,7 @@ class Copier:
         self._computed = False
         self._idle = False
         self._raised = -1
-        self.traffic = Traffic()
+        self.traffic = EngineTraffic()
 
     def attach(self, memory: KVMemory) -> None:
         """The engine made its KV caches: register with the daemon. ``close`` first if it made

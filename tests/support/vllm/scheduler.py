@@ -50,6 +50,7 @@ def make_configs(
     strategy: ParallelStrategy = ALONE,
     dcp: int = 1,
     model: Path | None = None,
+    kv_events: Mapping[str, Any] | None = None,
     **transfer: Any,
 ) -> tuple[Any, Any]:
     """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens.
@@ -57,11 +58,15 @@ def make_configs(
     ``strategy`` names the rank whose configuration it is (a scheduler gets that of rank 0, as in
     vLLM). ``dcp`` is the decode context parallel size. ``drafts``: how many tokens ``drafter``, a
     speculative method, proposes; an "eagle" has no layers of its own here. ``model``: a folder with
-    weights; without it they are dummies.
+    weights; without it they are dummies. ``kv_events``: fields of ``KVEventsConfig``.
     """
     drafting = _drafter(drafter, drafts)
     config = _engine_config(options, batched, drafting, strategy, dcp, model, transfer)
     config.cache_config.num_gpu_blocks = blocks
+    if kv_events is not None:
+        from vllm.config import KVEventsConfig
+
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, **kv_events)
     return config, _cache_config(blocks, strategy, dcp)
 
 

@@ -1,10 +1,11 @@
 """vLLM's base classes, and its requests, steps and block pool as ``kvass.engine`` sees them.
 
-Eight files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
+Nine files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
 (what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups),
-``kv_caches.py`` (pages) and ``stats.py`` (its metrics). ``connector.py`` knows the hooks of the
-base class, ``kvass/vllm_contract.py`` lists what all of them use, and no other file knows vLLM. For
-another version change these, then add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).
+``kv_caches.py`` (pages), ``stats.py`` (its metrics) and ``events.py`` (KV events). ``connector.py``
+knows the hooks of the base class, ``kvass/vllm_contract.py`` lists what all of them use, and no
+other file knows vLLM. For another version change these, then add it to ``TESTED_VLLM``
+(CONTRIBUTING.md has the recipe).
 
 Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
@@ -139,6 +140,11 @@ class VllmRequest:
             texts.note(request)
 
     @property
+    def vllm(self) -> Any:
+        """The request itself."""
+        return self._request
+
+    @property
     def name(self) -> str:
         return str(self._request.request_id)
 
@@ -227,11 +233,14 @@ def block_table(blocks: Any) -> Table:
 
 class VllmBlockPool:
     """vLLM's block pool as ``kvass.engine.protocols.BlockPool``. ``before_reset`` is called before
-    vLLM resets its prefix cache, which fails while blocks are held. It must not raise."""
+    vLLM resets its prefix cache, which fails while blocks are held, and ``after_reset`` after it
+    succeeded. They must not raise."""
 
-    def __init__(self, block_pool: Any, before_reset: Callable[[], None]) -> None:
+    def __init__(
+        self, block_pool: Any, before_reset: Callable[[], None], after_reset: Callable[[], None]
+    ) -> None:
         self._pool = block_pool
-        self._before_reset = before_reset
+        self._before_reset, self._after_reset = before_reset, after_reset
         self._reset = block_pool.reset_prefix_cache
         block_pool.reset_prefix_cache = self._attempt
         self._attempted = False
@@ -242,7 +251,10 @@ class VllmBlockPool:
         """In the place of the pool's ``reset_prefix_cache``, which may refuse."""
         self._attempted = True
         self._before_reset()
-        return bool(self._reset())
+        done = bool(self._reset())
+        if done:
+            self._after_reset()
+        return done
 
     def was_reset(self) -> bool:
         before, self._map = self._map, self._pool.cached_block_hash_to_block
