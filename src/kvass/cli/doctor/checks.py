@@ -24,6 +24,7 @@ from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.types import Limits, Size
+from kvass.vllm_contract import differences
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -266,7 +267,7 @@ def expandable_segments(m: Machine) -> Finding:
     return warning(
         f"on: {on[0]}={settings[on[0]]}",
         "nothing",
-        "vLLM 0.32 does not start with a KV connector under PYTORCH_CUDA_ALLOC_CONF="
+        "vLLM does not start with a KV connector under PYTORCH_CUDA_ALLOC_CONF="
         "expandable_segments:True, on a CPU neither; other spellings were never tried",
         "leave it out of the engine's environment, or give vLLM --enable-cumem-allocator",
     )
@@ -293,14 +294,19 @@ def vllm(m: Machine) -> Finding:
         return note("not installed in this environment", "other environments' engines", do=do)
     theirs = m.packages[package]
     found = f"{package} {theirs}, torch {m.packages.get('torch', 'unknown')}"
-    if theirs.partition("+")[0] in TESTED_VLLM:
+    tested = theirs.partition("+")[0] in TESTED_VLLM
+    differs = [] if m.vllm is None else differences(m.vllm, theirs)
+    found += "" if tested else ": never tested"
+    if m.vllm is not None:
+        found += f"; {'; '.join(differs) or 'all that the connector relies on is there'}"
+    if tested and not differs:
         return ok(found, "KvassConnector (docs/vllm.md)")
-    return warning(
-        f"{found}: never tested",
-        "no cache: the connector says so in one line",
-        "its engines run uncached",
-        f"vLLM {', '.join(sorted(TESTED_VLLM))}",
-    )
+    do = f"vLLM {', '.join(sorted(TESTED_VLLM))}"
+    if tested:
+        return warning(found, "KvassConnector", "errors or misses: somebody changed this vLLM", do)
+    used, cost = "no cache: the connector says so in one line", "its engines run uncached"
+    do += "" if differs else "; or try it: set kvass.untested_vllm (docs/vllm.md)"
+    return warning(found, used, cost, do)
 
 
 def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Finding:

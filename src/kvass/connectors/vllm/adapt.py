@@ -7,8 +7,7 @@ knows the hooks of the base class, ``kvass/vllm_contract.py`` lists what all of 
 other file knows vLLM. For another version change these, then add it to ``TESTED_VLLM``
 (CONTRIBUTING.md has the recipe).
 
-Facts relied on (0.30 to 0.33): block i of a group ends at
-``block_hashes[(i+1)*block/hash_block - 1]``;
+Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
 ``reset_prefix_cache`` replaces the map of cached blocks, and nothing else does; it refuses while a
 block is in use. vLLM calls it on the pool object. While a step's metadata is built, a request's
