@@ -45,7 +45,6 @@ class OpenRequests:
         return len(self._expected) - len(self.promoting) < MAX_UNANSWERED
 
     def add(self, seq: int, reply: type[m.FromDaemon]) -> None:
-        """A request was sent."""
         self._expected[seq] = reply
 
     def answered(self, seq: int) -> bool:

@@ -46,6 +46,7 @@ def validate(state: State) -> None:
     _extents(state)
     _rows(state)
     _counts(state, pinned)
+    _sums(state)
     _instances(state)
 
 
@@ -209,6 +210,17 @@ def _counts(state: State, pinned: list[ClassRows]) -> None:
         assert len(rows) == row_class.slots, "a class miscounts its slots"
         counted = np.bincount(table.state[rows], minlength=len(STATE_NAMES)).tolist()
         assert counted[FREE + 1 :] == row_class.rows[FREE + 1 :], "a class miscounts its rows"
+
+
+def _sums(state: State) -> None:
+    """What came into L1 and did not leave is there; what lookups were not given, they missed."""
+    counters = state.counters
+    left = sum(n for name, n in counters.items() if name.startswith("bytes_evicted_"))
+    held = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.store.classes.values())
+    assert counters["l1_in_bytes"] - left == held, "bytes in, out and there disagree"
+    for ns in state.namespaces.values():
+        seen = ns.traffic
+        assert seen.asked == seen.given + sum(seen.missed.values()), "hits and misses disagree"
 
 
 def _instances(state: State) -> None:

@@ -63,15 +63,21 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     ns = state.namespace_of(instance)
     if ns is None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
-    ns.traffic.ask(state.now, (len(keys) - msg.first) * ns.chunk_tokens)
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
-    chunks = view.longest(view.there())
+    chunks, why = view.longest(view.there()), "absent"
+    if chunks > msg.first:
+        state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
     parts, _ = view.use(chunks)
     if ns.tier_epochs and chunks < len(keys) - msg.spare:
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s)
-        if promotion.deadline > state.now and promote.begin(state, promotion):
-            return None
+        if promotion.deadline > state.now:
+            if promote.begin(state, promotion):
+                return None
+            why = "not_waited"
+    tokens = ns.chunk_tokens
+    asked, given = (len(keys) - msg.first) * tokens, (chunks - msg.first) * tokens
+    ns.traffic.answered(state.now, asked, given, why, _speed(msg))
     return state.matched(instance.id, ns, msg.request, msg.first, chunks, parts, readers, msg.spare)
 
 
@@ -155,6 +161,7 @@ def _promotion(
         epoch=ns.epoch,
         keys=keys,
         first=msg.first if isinstance(msg, Lookup) else 0,
+        begun=state.now,
         deadline=state.now + wait_s,
         size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,

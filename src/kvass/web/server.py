@@ -49,29 +49,34 @@ class HttpReply(NamedTuple):
     kind: str = "application/json"
 
 
-def _page(_: Source) -> HttpReply:
+def _page(_: Source, _query: str) -> HttpReply:
     page = files("kvass.web").joinpath("dashboard.html").read_bytes()
     return HttpReply(HTTPStatus.OK, page, "text/html; charset=utf-8")
 
 
-def _metrics(source: Source) -> HttpReply:
+def _metrics(source: Source, _query: str) -> HttpReply:
     fields, _ = source.status()
     kind = "text/plain; version=0.0.4; charset=utf-8"
     return HttpReply(HTTPStatus.OK, exposition(fields), kind)
 
 
-def _status(source: Source) -> HttpReply:
+def _status(source: Source, _query: str) -> HttpReply:
     fields, trouble = source.status()
     if fields is None:
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
     return HttpReply(HTTPStatus.OK, fields)
 
 
-def _history(source: Source) -> HttpReply:
-    return HttpReply(HTTPStatus.OK, source.history())
+def _history(source: Source, query: str) -> HttpReply:
+    """``since=SECONDS``: only what is newer than that sample."""
+    try:
+        since = float(query.removeprefix("since=") or 0.0)
+    except ValueError:
+        raise ValueError("since: give the time of a sample, in seconds") from None
+    return HttpReply(HTTPStatus.OK, source.history(since))
 
 
-def _alive(source: Source) -> HttpReply:
+def _alive(source: Source, _query: str) -> HttpReply:
     """The daemon's loop answers."""
     fields, trouble = source.status()
     if fields is None:
@@ -79,7 +84,7 @@ def _alive(source: Source) -> HttpReply:
     return HttpReply(HTTPStatus.OK, {"status": "ok"})
 
 
-def _ready(source: Source) -> HttpReply:
+def _ready(source: Source, _query: str) -> HttpReply:
     """Alive, the arena populated, and every tier up."""
     fields, trouble = source.status()
     if fields is not None:
@@ -126,7 +131,7 @@ def _nothing_else(asked: dict[str, Any]) -> None:
         raise ValueError(f"unknown field {next(iter(asked))[:40]!r}")
 
 
-READS: Final[dict[str, tuple[Need, Callable[[Source], HttpReply]]]] = {
+READS: Final[dict[str, tuple[Need, Callable[[Source, str], HttpReply]]]] = {
     "/": ("nothing", _page),
     "/healthz": ("nothing", _alive),
     "/readyz": ("nothing", _ready),
@@ -200,12 +205,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(result._replace(body=body if isinstance(body, bytes) else _json(body)))
 
     def _read(self) -> HttpReply:
-        path = self.path.split("?", 1)[0]
+        path, _, query = self.path.partition("?")
         if path not in READS:
             self._refuse_path(path, WRITES)
         need, answer = READS[path]
         self.server.access.check(need, self.headers)  # type: ignore[arg-type]
-        return answer(self.server.source)
+        return answer(self.server.source, query)
 
     def _write(self) -> HttpReply:
         path = self.path.split("?", 1)[0]

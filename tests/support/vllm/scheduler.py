@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from kvass.client.parallel import ParallelStrategy
+from kvass.vllm_contract import release
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.models import Shape, build
 
@@ -143,7 +146,7 @@ def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     page, stage = spec.page_size_bytes, max(strategy.rank, 0) // strategy.tp
     layers = [f"layer.{2 * stage}", f"layer.{2 * stage + 1}"]
-    return KVCacheConfig(
+    caches = KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=[
             KVCacheTensor(
@@ -151,9 +154,25 @@ def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:
             )
         ],
         kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
-        hash_block_size=BLOCK * dcp,
-        kv_tp_replicas=strategy.replicas,
     )
+    tell(caches, hash_block_size=BLOCK * dcp, kv_tp_replicas=strategy.replicas)
+    return caches
+
+
+def tell(caches: Any, **fields: object) -> None:
+    """Set what this version of vLLM tells in its ``KVCacheConfig``."""
+    for name, value in fields.items():
+        if hasattr(caches, name):
+            setattr(caches, name, value)
+        elif name == "kv_tp_replicas" and value != 1:
+            pytest.skip("this vLLM does not tell which ranks hold equal KV")
+
+
+def before(version: str) -> bool:
+    """Whether the vLLM that is tested is older."""
+    from vllm import __version__
+
+    return release(__version__) < release(version)
 
 
 def read_setup(config: Any, caches: Any) -> Any:
@@ -202,6 +221,7 @@ class SchedulerHarness:
         config, caches = configs or make_configs(**options)
         init_none_hash(sha256)
         block, width = resolve_kv_cache_block_sizes(caches, config)
+        self.hash_tokens = width
         self._hasher: Callable[[Any], list[Any]] = get_request_block_hasher(width, sha256)
         kind = AsyncScheduler if asynchronous else Scheduler
         with mock.patch(CLIENT, return_value=client) if client is not None else nullcontext():

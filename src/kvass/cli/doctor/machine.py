@@ -75,7 +75,6 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def examine(l1_bytes: int, socket: str, environment: Mapping[str, str]) -> Machine:
-    """Look at this machine."""
     daemon, trouble = ask_daemon(socket)
     return Machine(
         l1_bytes,

@@ -49,6 +49,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
                 log_off(setup.reason, plans)
             return
         self._setup = setup
+        self._texts = adapt.hashed_texts(vllm_config)
         if plans:
             configuration.recompute_failed_loads(vllm_config)
             self._planner = Planner(setup, events.maker(vllm_config, kv_cache_config, setup))
@@ -133,7 +134,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         """A request was added."""
         if self._setup is not None:
-            self._run(self._planner, None, Planner.track, adapt.VllmRequest(request, self._setup))
+            theirs = adapt.VllmRequest(request, self._setup, self._texts)
+            self._run(self._planner, None, Planner.track, theirs)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
