@@ -12,6 +12,8 @@ from kvass.core.metrics import (
     GROUP_GAUGES,
     NAMESPACE_COUNTERS,
     NAMESPACE_GAUGES,
+    TENANT_COUNTERS,
+    TENANT_GAUGES,
     TIER_COUNTERS,
     TIER_GAUGES,
 )
@@ -34,15 +36,27 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     status = rig.status
     (tier,), (namespace,) = status["tiers"], status["namespaces"]
     (group,) = namespace["groups"]
-    other = {"boot", "version", "pid", "up_s", "engines", "namespaces", "tiers", "messages"}
+    tenant, _ = status["tenants"]
+    other = {
+        "tenants",
+        "boot",
+        "version",
+        "pid",
+        "up_s",
+        "engines",
+        "namespaces",
+        "tiers",
+        "messages",
+    }
     assert set(status) == set(GAUGES) | other | {"counters"}
     named = {"namespace", "model", "epoch", "private", "chunk_tokens", "groups"}
     assert set(namespace) == set(NAMESPACE_COUNTERS) | set(NAMESPACE_GAUGES) | named
     assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | {"tier"}
+    assert set(tenant) == set(TENANT_GAUGES) | set(TENANT_COUNTERS) | {"tenant", "quota"}
     assert set(group) == set(GROUP_GAUGES) | {"group", "kind"}
     assert set(status["counters"]) == set(COUNTERS)
     for declared in (
-        *(COUNTERS, TIER_COUNTERS, NAMESPACE_COUNTERS),
-        *(GAUGES, TIER_GAUGES, NAMESPACE_GAUGES, GROUP_GAUGES),
+        *(COUNTERS, TIER_COUNTERS, NAMESPACE_COUNTERS, TENANT_COUNTERS),
+        *(TENANT_GAUGES, GAUGES, TIER_GAUGES, NAMESPACE_GAUGES, GROUP_GAUGES),
     ):
         assert all(re.fullmatch(r"[A-Z].*\.", meaning) for meaning in declared.values())

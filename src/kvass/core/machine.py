@@ -48,6 +48,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
     messages.Clear: clearing.clear,
+    messages.SetQuota: clearing.set_quota,
     messages.Ping: lambda *_: Pong(),
     messages.Status: lambda state, *_: StatusReply(fields=fields.status(state)),
 }

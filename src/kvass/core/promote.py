@@ -242,7 +242,10 @@ def _load(
     """Take slots for all of ``wanted`` and ask the tiers to fill them; ``upto``. If there is no
     room for all: nothing, and the first chunk for which there was none."""
     classes = promotion.namespace.classes
-    rows, cut = state.store.allocate(classes, promotion.keys[:upto], wanted, protect, LOADING)
+    payer = state.tenants.payer(promotion.tenant)
+    rows, cut = state.store.allocate(
+        classes, promotion.keys[:upto], wanted, protect, payer, LOADING
+    )
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
@@ -348,6 +351,7 @@ def _answer(state: State, promotion: Promotion) -> None:
             promotion.parts,
             promotion.readers,
             promotion.spare,
+            promotion.tenant,
         )
     reply.seq = promotion.seq
     state.send(promotion.session, reply)

@@ -54,6 +54,8 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if ns is None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
     ns.traffic.ask(state.now, (len(keys) - msg.first) * ns.chunk_tokens)
+    tenant = state.tenants.of(msg.tenant)
+    tenant.traffic.ask(state.now, (len(keys) - msg.first) * ns.chunk_tokens)
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
     chunks = view.longest(view.there())
     parts, _ = view.use(chunks)
@@ -62,7 +64,9 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s)
         if promotion.deadline > state.now and promote.begin(state, promotion):
             return None
-    return state.matched(instance.id, ns, msg.request, msg.first, chunks, parts, readers, msg.spare)
+    return state.matched(
+        instance.id, ns, msg.request, msg.first, chunks, parts, readers, msg.spare, tenant.name
+    )
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:
@@ -150,6 +154,7 @@ def _promotion(
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=homes,
+        tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
     )
 
 

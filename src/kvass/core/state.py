@@ -15,7 +15,7 @@ from kvass.core.session_limits import SessionLimits
 from kvass.core.settlement import Settlement
 from kvass.core.tier_state import FlushMode, Promotions, Tiers
 from kvass.messages import FromClient, FromDaemon, Matched
-from kvass.types import Limits, Timing
+from kvass.types import Limits, Quota, Timing
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
@@ -40,6 +40,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Whether promoted rows stay in L1 when nobody reads them any more."""
     weigh_loads: bool = True
     """Whether what is cheaper to compute again is not promoted."""
+    quotas: tuple[Quota, ...] = ()
     slice_slots: int = 2048
     """Slots of cleared rows that one step gives back: 2 ms of work."""
     slice_ends: int = 32
@@ -57,6 +58,9 @@ class State:
         self.store = RowStore(
             config.arena_bytes, extent, self.counters, config.seed, slice_slots=config.slice_slots
         )
+        self.tenants = self.store.tenants
+        for quota in config.quotas:
+            self.tenants.set(quota)
         self.settlement = Settlement(self.store, config.timing, self.counters, config.slice_ends)
         self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
         self.sessions: dict[int, ClientSession] = {}
@@ -87,6 +91,7 @@ class State:
         parts: tuple[ClassRows, ...],
         readers: set[int],
         spare: int,
+        tenant: str,
     ) -> Matched:
         """The answer to a lookup: a match of ``chunks`` chunks, which is lent to ``readers``. If
         there are but the ``first`` ones, it is a miss."""
@@ -95,6 +100,7 @@ class State:
         lease = self.settlement.lend(instance, request, parts, readers)
         self.counters["hit_chunks"] += chunks - first
         ns.traffic.give(self.now, (chunks - first) * ns.chunk_tokens)
+        self.tenants.of(tenant).traffic.give(self.now, (chunks - first) * ns.chunk_tokens)
         return Matched(
             boot=self.config.boot,
             lease=lease.id,

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.core.tier_state import Loading, TierState
-from kvass.types import SCHEDULER
+from kvass.types import NO_CAP, SCHEDULER
 
 if TYPE_CHECKING:
     from kvass.core.registry import Instance
     from kvass.core.row_store import RowClass
     from kvass.core.state import State
+    from kvass.core.tenants import Tenant
     from kvass.core.traffic import Traffic
 
 
@@ -25,6 +26,7 @@ def status(state: State) -> dict[str, Any]:
             "private": ns.private,
             "chunk_tokens": ns.chunk_tokens,
             **_traffic(ns.traffic, state.now),
+            "hit_tokens_tiers": list(ns.traffic.from_tiers),
             "groups": [_group(c) for c in ns.classes],
         }
         for ns in state.namespaces.values()
@@ -52,6 +54,7 @@ def status(state: State) -> dict[str, Any]:
         "promotions": len(state.promotions.all),
         "engines": [_engine(state, instance) for instance in state.instances.values()],
         "namespaces": namespaces,
+        "tenants": [_tenant(t, state.now) for t in state.tenants.all.values()],
         "tiers": [*map(_tier, state.config.tiers, state.tiers.all)],
         "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
         "counters": dict(state.counters),
@@ -64,9 +67,20 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
         "lookups": traffic.lookups,
         "lookup_tokens": traffic.asked,
         "hit_tokens": traffic.given,
-        "hit_tokens_tiers": list(traffic.from_tiers),
         "minute_lookup_tokens": asked,
         "minute_hit_tokens": given,
+    }
+
+
+def _tenant(tenant: Tenant, now: float) -> dict[str, Any]:
+    return {
+        "tenant": tenant.name,
+        "quota": tenant.listed,
+        **_traffic(tenant.traffic, now),
+        "evicted_bytes": tenant.evicted_bytes,
+        "l1_bytes": tenant.taken_bytes,
+        "cap_bytes": None if tenant.cap_bytes == NO_CAP else tenant.cap_bytes,
+        "reserved_bytes": tenant.reserved_bytes,
     }
 
 
@@ -96,7 +110,8 @@ def _tier(name: str, tier: TierState) -> dict[str, Any]:
 
 
 def _group(row_class: RowClass) -> dict[str, Any]:
-    rows, size = row_class.rows, row_class.spec.row_bytes
+    counts = [each.rows for each in row_class.of_tenants.values()]
+    rows, size = [*map(sum, zip(*counts, strict=True))], row_class.spec.row_bytes
     return {
         "group": row_class.spec.group,
         "kind": row_class.spec.layout.kind,

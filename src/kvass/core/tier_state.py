@@ -225,6 +225,7 @@ class Promotion(Entry, kw_only=True):
     prefill_tokens_s: float
     spare: int
     homes: list[I64Array]
+    tenant: str
     gone: bool = False
     early: bool = False
     probing: int = -1
