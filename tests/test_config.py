@@ -111,6 +111,7 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "retain_promoted": "no",
         "weigh_loads": "no",
         "stop_s": "5",
+        "quota": "a=1GiB:1KiB",
         "http": "127.0.0.1:1",
         "http_host": "h",
         "http_token_file": "/a",

@@ -20,7 +20,7 @@ from msgspec import Meta, field
 
 from kvass.errors import ConfigError, Unavailable
 from kvass.tiers.url import parse_tier_url, shown
-from kvass.types import PAGE, Timing
+from kvass.types import MOST_QUOTAS, PAGE, Quota, Timing
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
 
@@ -145,6 +145,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     weigh_loads: Annotated[
         bool, Meta(description="do not load from a tier what is computed sooner")
     ] = True
+    quota: Annotated[
+        list[str],
+        Meta(description="what a tenant may have of L1, as NAME=CAP:RESERVED (repeatable)"),
+    ] = []
     stop_s: Annotated[
         float, Meta(ge=0, le=86_400, description="seconds for what tiers still get at SIGTERM")
     ] = 10.0
@@ -228,7 +232,28 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
         )
     for url in config.tier:
         parse_tier_url(url)
+    _check_quotas(config)
     return config
+
+
+def quotas(config: Config) -> tuple[Quota, ...]:
+    """Raises ``ConfigError`` for a quota that nobody can have."""
+    try:
+        return tuple(map(Quota.parse, config.quota))
+    except ValueError as error:
+        raise ConfigError(f"quota: {error}") from error
+
+
+def _check_quotas(config: Config) -> None:
+    every = quotas(config)
+    names = [quota.tenant for quota in every]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"quota: {min(twice)} has two: give one")
+    reserved = Size(sum(quota.reserved_bytes for quota in every))
+    if reserved > config.l1_size:
+        raise ConfigError(f"quota: {reserved} are reserved of an l1_size of {config.l1_size}")
+    if len(every) > MOST_QUOTAS:
+        raise ConfigError(f"quota: {len(every)} tenants, there may be {MOST_QUOTAS}")
 
 
 def to_yaml(config: Config) -> str:

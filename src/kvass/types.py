@@ -178,6 +178,8 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
 
 NO_CAP: Final = 1 << 62
 """The cap of a tenant that may have all of L1."""
+MOST_QUOTAS: Final = 64
+"""So many tenants may have one."""
 _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -203,12 +205,16 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ValueError(f"no quota: {text!r}; write NAME=CAP:RESERVED, like team-a=8GiB:2GiB")
         quota = cls(
             name.strip(),
-            Size.parse(cap) if cap.strip() else NO_CAP,
-            Size.parse(reserved) if reserved.strip() else 0,
+            int(Size.parse(cap)) if cap.strip() else NO_CAP,
+            int(Size.parse(reserved)) if reserved.strip() else 0,
         )
         if wrong := quota.wrong():
             raise ValueError(wrong)
         return quota
+
+    def __str__(self) -> str:
+        cap = "" if self.cap_bytes == NO_CAP else Size(self.cap_bytes)
+        return f"{self.tenant}={cap}:{Size(self.reserved_bytes)}"
 
     def wrong(self) -> str:
         """One line that says why nobody can have such a quota; empty if somebody can."""

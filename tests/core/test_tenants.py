@@ -9,7 +9,7 @@ import pytest
 from kvass import messages as m
 from kvass.core.tenants import MOST, SHOWN
 from kvass.errors import Refused
-from kvass.types import NO_CAP, PAGE, GroupLayout, Quota, RankLayout
+from kvass.types import MOST_QUOTAS, NO_CAP, PAGE, GroupLayout, Quota, RankLayout
 from tests.core.rig import Engine, Rig, layout
 from tests.core.tier_rig import TierRig
 
@@ -88,6 +88,16 @@ def test_another_layout_of_a_noisy_tenant_takes_nothing_of_it_either() -> None:
     assert held(e, *names("calm", 8)) == 8
 
 
+def test_who_has_pinned_all_of_its_own_takes_nothing_of_it_either() -> None:
+    rig = divided(quota("calm", reserved=8))
+    e = rig.engine()
+    store(e, "calm", *names("calm", 8))
+    store(e, "noisy", *names("noisy", 24))
+    assert all(e.lookup(key).chunks for key in names("noisy", 24))
+    assert e.reserve("more", tenant="noisy").chunks == ()
+    assert held(e, *names("calm", 8)) == 8
+
+
 def test_who_is_over_its_share_pays_first() -> None:
     rig = divided(quota("a"), quota("b"), pages=48)
     e = rig.engine()
@@ -111,6 +121,16 @@ def test_control_without_quotas_the_least_recently_used_pay() -> None:
         e.holds(key)
     store(e, "b", *names("b", 12, 4))
     assert held(e, *names("b", 4)) == 0
+
+
+def test_what_is_reserved_is_part_of_a_share() -> None:
+    rig = divided(quota("a", reserved=16))
+    e = rig.engine()
+    store(e, "a", *names("a", 24))
+    store(e, "", *names("d", 40))
+    assert held(e, *names("a", 24)) == 24, "16 reserved and half of the other 16"
+    store(e, "a", *names("more", 8))
+    assert pages_of(rig, "a") == 24
 
 
 def test_a_tenant_at_its_share_replaces_its_own() -> None:
@@ -307,9 +327,12 @@ def test_invented_tenants_cost_bounded_memory_and_gain_nothing() -> None:
 def test_there_are_so_many_quotas_and_no_more() -> None:
     rig = divided()
     rig.engine().lookup("no", tenant="passing")
-    for i in range(MOST - 2):
+    for i in range(MOST_QUOTAS):
         assert isinstance(change(rig, quota(f"t{i}")), m.QuotaSet)
     assert "limit" in refused(rig, quota("one-more"))
     assert isinstance(change(rig, quota("t0"), remove=True), m.QuotaSet)
     assert isinstance(change(rig, quota("one-more")), m.QuotaSet)
-    assert len(rig.status["tenants"]) == MOST
+    for i in range(2 * MOST):
+        change(rig, quota(f"new{i}"))
+        change(rig, quota(f"new{i}"), remove=True)
+    assert len(rig.status["tenants"]) <= MOST

@@ -36,6 +36,7 @@ def report(fields: dict[str, Any]) -> Iterator[str]:
     )
     yield from _engines(fields.get("engines", []))
     yield from _models(namespaces)
+    yield from _tenants(fields.get("tenants", []))
     yield from _tiers(fields["tiers"])
 
 
@@ -90,6 +91,24 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
         for ns in namespaces
     ]
     yield from _table(("model", "namespace", "rows", "used", "hits", "last minute"), rows)
+
+
+def _tenants(tenants: list[dict[str, Any]]) -> Iterator[str]:
+    """Of those that have asked, or have a quota, once there is more than the default one."""
+    rows = [
+        (
+            t["tenant"],
+            size(t["l1_bytes"]),
+            "-" if t["cap_bytes"] is None else size(t["cap_bytes"]),
+            size(t["reserved_bytes"]),
+            percent(t["hit_tokens"], t["lookup_tokens"]),
+            percent(t["minute_hit_tokens"], t["minute_lookup_tokens"]),
+        )
+        for t in tenants
+        if t["quota"] or t["lookups"] or t["l1_bytes"]
+    ]
+    if len(rows) > 1 or any(t["quota"] for t in tenants):
+        yield from _table(("tenant", "memory", "cap", "reserved", "hits", "last minute"), rows)
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvass.core.traffic import Traffic
 from kvass.errors import Refused
-from kvass.types import NO_CAP, I64Array, Quota, is_tenant_name
+from kvass.types import MOST_QUOTAS, NO_CAP, I64Array, Quota, is_tenant_name
 
 DEFAULT: Final = "default"
 OTHER: Final = "other"
@@ -82,6 +82,9 @@ class Tenants:
         if others + quota.reserved_bytes > self._arena_bytes:
             what = f"{quota.tenant}: {quota.reserved_bytes} bytes reserved, {others} for others"
             raise Refused("bad_value", f"quota {what}: L1 has {self._arena_bytes}")
+        listed = sum(t.listed for t in self.all.values() if t.name != quota.tenant)
+        if listed >= MOST_QUOTAS:
+            raise Refused("limit", f"{listed} tenants have quotas: take one away first")
         if quota.tenant not in self.all and len(self.all) >= MOST:
             self._forget_idle()
         tenant = self.all.get(quota.tenant) or self._add(quota.tenant)

@@ -17,7 +17,7 @@ import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a re
 
 from kvass._version import __version__
 from kvass.arena import memory
-from kvass.config import Config, Size
+from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.listen import Access, listening
 from kvass.daemon.loop import Server
@@ -80,6 +80,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         flush=config.flush,
         retain_promoted=config.retain_promoted,
         weigh_loads=config.weigh_loads,
+        quotas=quotas(config),
     )
 
 

@@ -24,7 +24,8 @@ from typing import Any, Final, NamedTuple
 
 from kvass._version import __version__
 from kvass.config import Config
-from kvass.errors import ConfigError, KvassError
+from kvass.errors import ConfigError, KvassError, Refused
+from kvass.types import NO_CAP, Quota, Size
 from kvass.web.access import Access, Denied, Need
 from kvass.web.metrics import exposition
 from kvass.web.source import Source
@@ -114,6 +115,31 @@ def _prefetch(source: Source, asked: dict[str, Any]) -> Answer:
     return Answer(HTTPStatus.OK, {"chunks": chunks})
 
 
+def _quotas(source: Source) -> Answer:
+    fields, trouble = source.status()
+    if fields is None:
+        return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
+    return Answer(HTTPStatus.OK, {"tenants": fields.get("tenants", [])})
+
+
+def _set_quota(source: Source, asked: dict[str, Any]) -> Answer:
+    """``{"tenant": NAME, "cap": "8GiB", "reserved": "2GiB"}``, or with ``"remove": true`` none."""
+    tenant, remove = asked.pop("tenant", ""), asked.pop("remove", False)
+    cap, reserved = asked.pop("cap", None), asked.pop("reserved", 0)
+    _nothing_else(asked)
+    if not isinstance(tenant, str) or not isinstance(remove, bool):
+        raise ValueError("tenant: give a name; remove: true or false")
+    cap_bytes = NO_CAP if cap is None else int(Size.parse(cap))
+    quota = Quota(tenant, cap_bytes, int(Size.parse(reserved)))
+    if wrong := quota.wrong():
+        raise ValueError(wrong)
+    try:
+        source.client.set_quota(quota, remove=remove)
+    except Refused as no:
+        raise ValueError(no.text) from no
+    return Answer(HTTPStatus.OK, {"tenant": tenant})
+
+
 def _hex(asked: dict[str, Any], name: str) -> bytes:
     try:
         return bytes.fromhex(asked.pop(name, ""))
@@ -134,10 +160,12 @@ READS: Final[dict[str, tuple[Need, Callable[[Source], Answer]]]] = {
     "/status": ("read", _status),
     "/api/v1/status": ("read", _status),
     "/api/v1/history": ("read", _history),
+    "/api/v1/quotas": ("read", _quotas),
 }
 WRITES: Final[dict[str, Callable[[Source, dict[str, Any]], Answer]]] = {
     "/api/v1/clear": _clear,
     "/api/v1/prefetch": _prefetch,
+    "/api/v1/quotas": _set_quota,
 }
 
 

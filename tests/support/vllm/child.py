@@ -161,6 +161,7 @@ class ChildEngine:
             detokenize=False,
             logprobs=0,
             skip_reading_prefix_cache=prompt.skip_prefix_cache or None,
+            extra_args=prompt.params and {"kv_transfer_params": prompt.params},
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt.tokens}
         if prompt.salt is not None:

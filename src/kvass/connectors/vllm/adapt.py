@@ -15,6 +15,7 @@ block is in use. vLLM calls it on the pool object. While a step's metadata is bu
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections import Counter
@@ -31,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
+from kvass.types import is_tenant_name
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -53,6 +55,8 @@ __all__ = [
     "SupportsHMA",
 ]
 
+TENANT: Final = "kvass.tenant"
+"""The name under which a request's ``kv_transfer_params`` say its tenant."""
 CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 """vLLM's hash of an item's content: BLAKE3 or SHA-256, or SHA-512, in hex."""
 
@@ -96,6 +100,14 @@ class VllmRequest:
     def adapter(self) -> str | None:
         lora = self._request.lora_request
         return None if lora is None else str(lora.lora_path)
+
+    @property
+    def tenant(self) -> str:
+        named = (self._request.kv_transfer_params or {}).get(TENANT)
+        if isinstance(named, str) and named:
+            return named if is_tenant_name(named) else "other"
+        salt = self._request.cache_salt
+        return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:16]}" if salt else ""
 
     @property
     def reads_cache(self) -> bool:
