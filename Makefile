@@ -28,7 +28,7 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt requirements/triton.txt requirements/mooncake.sh
+$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt requirements/triton.txt requirements/mooncake.sh requirements/debian.sh
 	@[[ -n "$(PYTHON)" ]] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvass needs Python >= 3.11 with venv: install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "== 1/5 $$("$(PYTHON)" --version) into $(VENV)"
@@ -41,6 +41,7 @@ $(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requiremen
 	@echo "== 4/5 tests, linters, types"
 	@$(PIP) --no-deps -r requirements/dev.txt $(QUIET)
 	@bash requirements/mooncake.sh $(VENV)
+	@bash requirements/debian.sh $(VENV)
 	@cmp -s requirements/triton.txt $(VENV)/triton/.made-from || { rm -rf $(VENV)/triton \
 	  && $(PIP) --no-deps --target $(VENV)/triton -r requirements/triton.txt && cp requirements/triton.txt $(VENV)/triton/.made-from; }
 	@echo "== 5/5 kvass itself"
@@ -54,7 +55,7 @@ demo: $(READY)
 # Without what takes long, and without the tests of a clock's, a server's or a machine's limits.
 QUICK := tests/core tests/client tests/wire tests/layout \
   $(addprefix tests/tiers/test_,azure.py buffers.py codec.py disk_crash.py disk_damage.py disk_folder.py disk_suite.py \
-    pacing.py pack.py record_tier.py redis.py redis_pieces.py url.py worker_pool.py) \
+    pacing.py record_tier.py redis.py redis_pieces.py url.py worker_pool.py) \
   $(addprefix --ignore=tests/,client/test_capacity.py client/test_grids.py \
     client/test_tiers.py client/test_tiers_trouble.py)
 

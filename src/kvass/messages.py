@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from kvass.types import (
     Digests,
+    GroupDigests,
     Int32,
     Int64,
     Limits,
@@ -45,11 +46,11 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ("tiers", "generations", "promoting", "quotas")
+FEATURES: Final[tuple[str, ...]] = ("tiers", "generations", "promoting", "removals", "quotas")
 """Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
 ``generations``: ``Register.generation``. ``promoting``: ``Promoting``. Every daemon of protocol 1
-names these three, so clients do not ask for them. ``quotas``: ``SetQuota``; a daemon without it
-takes no notice of ``Lookup.tenant`` and ``ReserveItem.tenant``."""
+names these three, so clients do not ask for them. ``removals``: ``Removals``. ``quotas``:
+``SetQuota``; without it a daemon takes no notice of ``Lookup.tenant``, ``ReserveItem.tenant``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -331,6 +332,32 @@ class QuotaSet(Message, tag="quota_set"):
     """The answer to ``SetQuota``."""
 
 
+class Removals(Message, tag="removals"):
+    """Of a scheduler: which rows of its namespace left L1 since ``since``, the ``upto`` of the last
+    answer (0: there is none)? And which of ``present``, digests by group, are in L1?
+
+    The daemon notes what leaves from the first such message of a session on.
+    """
+
+    since: Int64 = 0
+    width: Int32 = 32
+    present: GroupDigests = ()
+
+
+class Removed(Message, tag="removed"):
+    """``removed``: digests by group, of the asked width; at most so many that ``upto`` may not be
+    the end. ``present`` is as of ``upto``: a byte, 0 or 1, for each digest asked for; empty if
+    ``upto`` is not the end.
+
+    ``lost``: not all that left is known. So the asker asks for each row that it believes in.
+    """
+
+    upto: int = 0
+    lost: bool = False
+    removed: tuple[bytes, ...] = ()
+    present: tuple[bytes, ...] = ()
+
+
 class Status(Message, tag="status"):
     """Ask for the counters and gauges of ``kvass status``."""
 
@@ -356,7 +383,9 @@ class Error(Message, tag="error"):
     fatal: bool = False
 
 
-Request = Hello | Register | Lookup | Prefetch | Reserve | Ping | Clear | SetQuota | Status
+Request = (
+    Hello | Register | Lookup | Prefetch | Reserve | Ping | Clear | SetQuota | Removals | Status
+)
 OneWay = Release | Commit | Abort | HandedOver
 FromClient = Request | OneWay
 FromDaemon = (
@@ -369,6 +398,7 @@ FromDaemon = (
     | Pong
     | Cleared
     | QuotaSet
+    | Removed
     | StatusReply
     | Populated
     | Error

@@ -8,8 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import pytest
 from kvass._version import TESTED_VLLM
 from kvass.cli.doctor import checks, driver, machine, table
 from kvass.cli.doctor.checks import CHECKS
-from kvass.cli.doctor.driver import Answer
+from kvass.cli.doctor.driver import DriverReport
 from kvass.cli.doctor.machine import Machine, examine
 from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
@@ -58,10 +56,10 @@ GROUP = {
     f"{CGROUP}/pod/engine/memory.max": "max\n",
     f"{CGROUP}/memory.max": f"{32 * GIB}\n",
 }
-GPU = {"driver": Answer(Survey(13000, (H200,), batches=True))}
-OLD = {"driver": Answer(Survey(12040, (H200,)))}
+GPU = {"driver": DriverReport(Survey(13000, (H200,), batches=True))}
+OLD = {"driver": DriverReport(Survey(12040, (H200,)))}
 NONE = "no driver: CUDA error 100: no CUDA-capable device is detected"
-HIDDEN = {"driver": Answer(Survey(13000, trouble=NONE))}
+HIDDEN = {"driver": DriverReport(Survey(13000, trouble=NONE))}
 
 
 def without(*packages: str) -> dict[str, Any]:
@@ -89,8 +87,13 @@ def limits(locked: str = "unlimited", files: str = "1048576") -> dict[str, str]:
 KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     # GPUs.
     ({}, "GPU", "ok", "no NVIDIA driver; CPU"),
-    ({"driver": Answer(Survey(12080))}, "GPU", "note", "CUDA 12.8; no device here; --gpus"),
-    ({"driver": Answer(error="no NVIDIA driver: x")}, "GPU", "warning", "DRIVER_CAPABILITIES"),
+    ({"driver": DriverReport(Survey(12080))}, "GPU", "note", "CUDA 12.8; no device here; --gpus"),
+    (
+        {"driver": DriverReport(error="no NVIDIA driver: x")},
+        "GPU",
+        "warning",
+        "DRIVER_CAPABILITIES",
+    ),
     (HIDDEN, "GPU", "warning", "CUDA 13.0; error 100: no CUDA-capable device; nvidia-smi"),
     (HIDDEN | env(CUDA_VISIBLE_DEVICES="-1"), "GPU", "note", 'CUDA_VISIBLE_DEVICES="-1"'),
     (HIDDEN | env(NVIDIA_VISIBLE_DEVICES="void"), "GPU", "note", 'NVIDIA_VISIBLE_DEVICES="void"'),
@@ -100,10 +103,20 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         *("GPU", "note", "NVIDIA H200 (139 GiB); driver 580.159.04: CUDA 13.0"),
     ),
     (OLD, "GPU", "warning", "CUDA 12.4; no GPU; 12.8 or later; uncached; R570; gpu_copies set to"),
-    ({"driver": Answer(Survey(13000, (OVER_DXG,), True))}, "GPU", "warning", "WSL2; uncached"),
-    ({"driver": Answer(Survey(13000, (H200,)))}, "GPU", "warning", "has no cuMemcpyBatchAsync"),
     (
-        {"driver": Answer(Survey(13000, (H200, OVER_DXG), True))},
+        {"driver": DriverReport(Survey(13000, (OVER_DXG,), True))},
+        "GPU",
+        "warning",
+        "WSL2; uncached",
+    ),
+    (
+        {"driver": DriverReport(Survey(13000, (H200,)))},
+        "GPU",
+        "warning",
+        "has no cuMemcpyBatchAsync",
+    ),
+    (
+        {"driver": DriverReport(Survey(13000, (H200, OVER_DXG), True))},
         *("GPU", "warning", "not on all; 0.1 s per GiB"),
     ),
     # Pinning.
@@ -136,7 +149,7 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     (GPU | {"dev/dxg": ""}, "system", "warning", "WSL2; uncached"),
     # Memory.
     ({}, "memory", "ok", "64 GiB in the machine; limit none; 48 GiB available; 8 GiB, taken"),
-    (GROUP, "memory", "warning", "limit 16 GiB, 5 GiB available; less than l1_size; 2GiB"),
+    (GROUP, "memory", "warning", "limit 16 GiB, 5 GiB available; more than 80%; 2GiB"),
     (
         GROUP | {"l1_bytes": 17 * GIB},
         *("memory", "error", "limit 16 GiB; than the container may use; killed; --l1-size 8GiB"),
@@ -264,68 +277,13 @@ def test_a_daemon_that_hangs_is_waited_for_with_a_bound(
 # ---------------------------------------------------------------- the driver
 
 
-class Driver:
-    """libcuda in Python; a call that is not one of ``SAFE`` makes a context, or worse."""
-
-    SAFE = frozenset(
-        {
-            *("cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName"),
-            *("cuDeviceTotalMem_v2", "cuDeviceGetAttribute", "cuGetProcAddress_v2"),
-            "cuGetErrorString",
-        }
-    )
-
-    def __init__(self, version: int = 13000, init: int = 0, **attributes: int) -> None:
-        self.version, self.init, self.calls = version, init, list[str]()
-        self.attributes = {91: attributes.get("direct", 1), 100: attributes.get("host_tables", 0)}
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        def call(*args: Any) -> int:
-            assert name in self.SAFE
-            self.calls.append(name)
-            match name:
-                case "cuInit":
-                    return self.init
-                case "cuDriverGetVersion":
-                    args[0]._obj.value = self.version
-                case "cuDeviceGetCount":
-                    args[0]._obj.value = 1
-                case "cuDeviceGetAttribute":
-                    args[0]._obj.value = self.attributes[args[1]]
-                case "cuDeviceGetName":
-                    args[0].value = b"NVIDIA H200"
-                case "cuDeviceTotalMem_v2":
-                    args[0]._obj.value = 139 * GIB
-                case "cuGetProcAddress_v2":
-                    assert self.version >= 12080
-                    args[1]._obj.value = 4096
-            return 0
-
-        return call
-
-
-def test_a_driver_is_asked_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    for libcuda, expected in (
-        (Driver(), Survey(13000, (H200,), batches=True)),
-        (Driver(12040), Survey(12040, (H200,))),
-        (Driver(direct=0), Survey(13000, (replace(H200, direct=False),), batches=True)),
-        (Driver(host_tables=1), Survey(13000, (replace(H200, locks=False),), batches=True)),
-        (Driver(init=803), Survey(13000, trouble="no CUDA driver that works: CUDA error 803")),
-    ):
-        monkeypatch.setattr(driver, "load_driver", lambda libcuda=libcuda: libcuda)
-        assert driver.ask(devices=True) == Answer(expected)
-        libcuda.calls.clear()
-        assert driver.ask(devices=False) == Answer(Survey(libcuda.version))
-        assert libcuda.calls == ["cuDriverGetVersion"]
-
-
 def test_a_driver_that_is_none_or_lacks_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise cuda_driver.MissingError("no NVIDIA driver: libcuda.so.1")
 
     monkeypatch.setattr(driver, "load_driver", missing)
-    assert driver.ask(devices=False) == Answer()
-    assert driver.ask(devices=True) == Answer(error="no NVIDIA driver: libcuda.so.1")
+    assert driver.ask(devices=False) == DriverReport()
+    assert driver.ask(devices=True) == DriverReport(error="no NVIDIA driver: libcuda.so.1")
     monkeypatch.setattr(driver, "load_driver", lambda: ctypes.CDLL(None))  # libc is no libcuda
     assert "no driver that kvass can use" in driver.ask(devices=True).error
 
@@ -367,8 +325,8 @@ def test_an_answer_comes_whole_from_the_process_that_asks(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(driver, "CODE", code)
     whole = Survey(13000, (Device("a", 1, True),), True)
-    assert driver.ask_driver(devices=True) == Answer(whole)
-    assert driver.ask_driver(devices=False) == Answer(Survey(12080))
+    assert driver.ask_driver(devices=True) == DriverReport(whole)
+    assert driver.ask_driver(devices=False) == DriverReport(Survey(12080))
 
 
 def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +396,7 @@ def test_the_command_beside_a_daemon(tmp_path: Path) -> None:
 
 ALONE = (
     "from kvass.cli.doctor import checks, driver, machine;"
-    "machine.ask_driver = lambda devices: driver.Answer();"
+    "machine.ask_driver = lambda devices: driver.DriverReport();"
     "checks.run_python = lambda code, limit_s: (b'', '')"
 )
 """Without the driver and Mooncake, each of which takes a process of its own."""

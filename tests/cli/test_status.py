@@ -17,9 +17,12 @@ from bench.rows import Rows, flushed, wait_tier
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.cli.report import WIDTH as COLUMNS
-from kvass.cli.report import percent, report, size, span, tier_trouble, troubles
+from kvass.cli.report import percent, report, size, span
 from kvass.cli.top import rates
+from kvass.client.health import tier_trouble, troubles
 from kvass.testing.daemon import Daemon, running_daemon
+from kvass.types import RankLayout
+from tests.support.wire.raw_session import LAYOUT, RawSession
 
 Captured = pytest.CaptureFixture[str]
 
@@ -106,6 +109,27 @@ def test_long_names_give_way(tmp_path: Path) -> None:
     fields["engines"] = [engine]
     fields["namespaces"] = [{"model": name, "namespace": "0" * 64, "groups": []}]
     assert max(map(len, report(fields))) <= COLUMNS
+
+
+def test_what_two_namespaces_of_a_model_differ_in(tmp_path: Path, capsys: Captured) -> None:
+    same = {"model": "llama", "seed": "x" * 50}
+    with running_daemon(tmp_path, "16MiB") as daemon, ExitStack() as ending:
+
+        def engine(name: str, **fields: Any) -> str:
+            peer = ending.enter_context(RawSession(daemon.socket).greet())
+            return peer.register(name, **fields).namespace.hex()[:8]
+
+        first = engine("a", identity={**same, "dtype": "float16"})
+        engine("alone", identity={"model": "other"})
+        second = engine("b", identity={**same, "dtype": "bfloat16", "seed": "y" * 50})
+        third = engine(
+            "c", identity={**same, "dtype": "float16"}, layout=RankLayout(LAYOUT.groups * 2)
+        )
+        text = " ".join(" ".join(said(daemon, capsys, "status")[1]).split())
+    of = "of the same model; they differ in"
+    assert f"{second} shares nothing with {first} {of} dtype: bfloat16, not float16; seed" in text
+    assert f"{third} shares nothing with {first} {of} the layout of the KV cache" in text
+    assert text.count("shares nothing") == 2
 
 
 def test_rates_are_of_one_boot() -> None:

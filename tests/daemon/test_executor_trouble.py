@@ -25,7 +25,6 @@ from tests.daemon.tier_rig import (
     SPACE,
     WAIT_S,
     Gate,
-    Memory,
     Rig,
     Trouble,
     key,
@@ -34,6 +33,7 @@ from tests.daemon.tier_rig import (
     rig,
     store,
 )
+from tests.support.tiers.memory import MemoryTier
 from tests.support.waiting import eventually
 
 # ---------------------------------------------------------------- trouble
@@ -48,7 +48,7 @@ def test_whatever_it_raises_every_operation_ends_as_failed(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     trouble = Trouble(error)
-    with rig(Memory(trouble)) as made:
+    with rig(MemoryTier(trouble)) as made:
         for op in range(0, 50, 5):
             made.submit(probe(op, 1, 2))
             made.submit(load(op + 1, 1, 1))
@@ -74,7 +74,7 @@ def test_whatever_it_raises_every_operation_ends_as_failed(
 
 
 def test_answers_of_the_wrong_number_are_trouble() -> None:
-    tier = Memory()
+    tier = MemoryTier()
     tier.probe = lambda keys: [True]  # type: ignore[method-assign]
     with rig(tier) as made:
         made.submit(probe(1, 1, 2))
@@ -87,7 +87,7 @@ def test_a_tier_that_is_down_is_tried_by_one_call_and_another_tier_goes_on(
 ) -> None:
     caplog.set_level(logging.INFO)
     trouble = Trouble(TierDown("the cable is out"))
-    bad, good = Memory(trouble), Memory()
+    bad, good = MemoryTier(trouble), MemoryTier()
     good.records[key(1)] = []
     with rig(bad, good) as made:
         made.submit(probe(0, 1))
@@ -120,7 +120,7 @@ def test_a_tier_that_is_down_is_tried_by_one_call_and_another_tier_goes_on(
 
 
 def test_what_cannot_be_written_is_still_read() -> None:
-    tier = Memory(Trouble(TierDown("read-only"), "store"))
+    tier = MemoryTier(Trouble(TierDown("read-only"), "store"))
     tier.records[key(1)] = [b"\1" * PAGE, b"\2" * PAGE]
     with rig(tier) as made:
         made.submit(store(1, 2, 2))
@@ -138,7 +138,7 @@ def test_what_is_logged_of_a_tiers_bug_has_no_secrets(caplog: pytest.LogCaptureF
     except ValueError as cause:
         error = RuntimeError("http://me:hunter2@host/ said no")
         error.__cause__ = cause
-    with rig(Memory(Trouble(error))) as made:
+    with rig(MemoryTier(Trouble(error))) as made:
         made.submit(probe(0, 1))
         made.end(0)
         assert made.reported(up=False, errors=1)
@@ -155,7 +155,7 @@ def test_what_is_logged_of_a_tiers_bug_has_no_secrets(caplog: pytest.LogCaptureF
 
 def test_bulk_loads_and_stores_delay_no_probe() -> None:
     gate = Gate("load", "store")
-    with rig(Memory(gate)) as made:
+    with rig(MemoryTier(gate)) as made:
         for op in range(20):
             made.submit(load(op, op, 1))
             made.submit(store(100 + op, op, 2))
@@ -172,7 +172,7 @@ def test_bulk_loads_and_stores_delay_no_probe() -> None:
 def test_a_hanging_call_shuts_its_tier_until_it_returns(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     gate = Gate("load")
-    with rig(Memory(gate), Memory(), slow_s=10.0) as made:
+    with rig(MemoryTier(gate), MemoryTier(), slow_s=10.0) as made:
         for op in range(6):
             made.submit(load(op, 1, op))
         for _ in range(4):
@@ -202,7 +202,7 @@ def test_a_hanging_call_shuts_its_tier_until_it_returns(caplog: pytest.LogCaptur
 def test_a_clear_may_take_as_long_as_it_takes() -> None:
     """A million objects; meanwhile the tier answers, loads and stores."""
     gate = Gate("clear")
-    with rig(Memory(gate), slow_s=10.0) as made:
+    with rig(MemoryTier(gate), slow_s=10.0) as made:
         made.submit(TierClear(0, 1))
         assert gate.entered.acquire(timeout=WAIT_S)
         made.clock.now += 3600
@@ -221,7 +221,7 @@ def test_a_clear_may_take_as_long_as_it_takes() -> None:
 
 
 def test_memory_is_registered_before_anything_is_asked() -> None:
-    class Registering(Memory):
+    class Registering(MemoryTier):
         def register_memory(self, arena: Any) -> None:
             self.hook("register")
             self.arena = arena
@@ -229,7 +229,7 @@ def test_memory_is_registered_before_anything_is_asked() -> None:
     gate = Gate("register")
     asked: list[str] = []
     tier = Registering(gate)
-    with rig(tier, Memory()) as made:
+    with rig(tier, MemoryTier()) as made:
         made.submit(probe(0, 1))
         made.submit(probe(1, 1, tier=1))
         made.end(1)
@@ -246,7 +246,7 @@ def test_memory_is_registered_before_anything_is_asked() -> None:
 def test_a_registration_that_hangs_is_a_slow_call() -> None:
     """Its end is seen, also if nothing else happens then."""
 
-    class Registering(Memory):
+    class Registering(MemoryTier):
         looks = 0
 
         def register_memory(self, arena: Any) -> None:
@@ -272,7 +272,7 @@ def test_a_registration_that_hangs_is_a_slow_call() -> None:
 
 
 def test_a_tier_that_cannot_register_serves_all_the_same() -> None:
-    class Unable(Memory):
+    class Unable(MemoryTier):
         def register_memory(self, arena: Any) -> None:
             raise RuntimeError("no such device")
 
@@ -283,7 +283,7 @@ def test_a_tier_that_cannot_register_serves_all_the_same() -> None:
 
 
 def test_reports_carry_what_the_tier_tells_and_a_status_can_say() -> None:
-    class Telling(Memory):
+    class Telling(MemoryTier):
         def report(self) -> dict[Any, Any]:
             odd = {"bad": object(), "huge": 1 << 70, "nan": float("nan"), 3: 4, "up": False}
             return {"records": 3, "indexing": False, "text": "fine", "odd": "\ud800", **odd}
@@ -295,7 +295,7 @@ def test_reports_carry_what_the_tier_tells_and_a_status_can_say() -> None:
 
 def test_close_refuses_waits_and_closes() -> None:
     gate = Gate("load")
-    tier = Memory(gate)
+    tier = MemoryTier(gate)
     made = Rig(tier)
     for op in range(6):
         made.submit(load(op, 1, op))
@@ -315,7 +315,7 @@ def test_close_refuses_waits_and_closes() -> None:
 
 def test_close_leaves_behind_what_hangs() -> None:
     gate = Gate("load")
-    hung, well = Memory(gate), Memory()
+    hung, well = MemoryTier(gate), MemoryTier()
     made = Rig(hung, well)
     made.submit(load(0, 1, 1))
     assert gate.entered.acquire(timeout=WAIT_S)

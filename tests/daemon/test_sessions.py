@@ -211,8 +211,8 @@ def test_debts_of_a_killed_process_are_settled_at_its_end(tmp_path: Path) -> Non
     has nothing else to go by."""
     (tmp_path / "blind").mkdir()
     with (
-        running_daemon(tmp_path / "blind", "4MiB", BLIND, dma_grace_s=3600) as blind,
-        running_daemon(tmp_path, "4MiB", dma_grace_s=3600) as daemon,
+        running_daemon(tmp_path / "blind", "4MiB", BLIND, lost_engine_grace_s=3600) as blind,
+        running_daemon(tmp_path, "4MiB", lost_engine_grace_s=3600) as daemon,
     ):
         for pid in [start_holding(blind), start_holding(daemon)]:
             os.kill(pid, signal.SIGKILL)
@@ -269,7 +269,7 @@ def test_the_process_behind_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_nobody_waits_for_a_dead_engines_slots(tmp_path: Path) -> None:
     """Neither who stores the same, under the same name too, nor a clear, nor the daemon's end."""
-    with running_daemon(tmp_path, dma_grace_s=3600) as daemon:
+    with running_daemon(tmp_path, lost_engine_grace_s=3600) as daemon:
         with engine(daemon.socket) as (scheduler, worker):
             granted = scheduler.reserve("ab")
             ids = (granted.grants[0].reservation,)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm.fake_client import FakeClient
-from tests.support.vllm.scheduler import CHUNK, SchedulerHarness, rig
+from tests.support.vllm.scheduler import CHUNK, SchedulerHarness, before, rig
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 PROMPT = range(100)
@@ -338,7 +338,8 @@ def test_vllm_is_told_to_recompute_and_to_deliver_nothing() -> None:
     _, world = stored()
     assert world.scheduler.recompute_kv_load_failures
     assert world.connector.requires_kv_delivery is False
-    assert world.connector._cache_hit_source.name == "HOST"
+    if not before("0.32.0"):
+        assert world.connector._cache_hit_source.name == "HOST"
 
 
 def test_waits_are_counted_per_step() -> None:

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvass.connectors.vllm import KvassConnector
-from kvass.engine.traffic import MEANINGS, Traffic
+from kvass.engine.traffic import MEANINGS, EngineTraffic
 from kvass.testing.daemon import running_daemon
 from kvass.transfer.base import Done, Job
 from tests.support.vllm.ranks import StubModelEngine
@@ -64,7 +64,7 @@ def test_lookups_hits_and_copies(engines: tuple[StubModelEngine, StubModelEngine
 
 
 def test_copies_that_came_to_nothing() -> None:
-    traffic = Traffic()
+    traffic = EngineTraffic()
     for kind, outcome in (("load", "late"), ("load", "lost"), ("store", "failed")):
         traffic.copied(Done(Job(kind, (), None), outcome))  # type: ignore[arg-type]
     assert traffic.take() == {"loads_late": 1, "loads_failed": 1, "stores_failed": 1}

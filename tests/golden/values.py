@@ -165,6 +165,10 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "set_quota": m.SetQuota(seq=10, quota=Quota("team-a", 1 << 33, 1 << 30), remove=True),
     "quota_set": m.QuotaSet(seq=10),
     "cleared": m.Cleared(seq=7, rows=65536),
+    "removals": m.Removals(seq=10, since=1 << 40, width=16, present=(_DIGESTS, b"")),
+    "removed": m.Removed(
+        seq=10, upto=1 << 41, lost=True, removed=(b"", _DIGESTS), present=(b"\0\1", b"")
+    ),
     "status": m.Status(seq=8),
     "status_reply": m.StatusReply(seq=8, fields={"rows": 1, "share": 0.5, "groups": [{"a": "b"}]}),
     "populated": m.Populated(bytes=1 << 30),

@@ -10,7 +10,7 @@ import pytest
 
 from kvass.config import Config
 from kvass.errors import ConfigError
-from kvass.web.access import Access, Denied, Need, split_address
+from kvass.web.access import Denied, HttpAccess, Need, split_address
 
 TOKEN = "0123456789abcdef"
 READ = "fedcba9876543210"
@@ -27,7 +27,7 @@ def config(folder: Path, http: str = "127.0.0.1:9273", **more: Any) -> Config:
     return Config(http=http, **files)
 
 
-def status(access: Access, need: Need, token: str = "", **headers: str) -> int:
+def status(access: HttpAccess, need: Need, token: str = "", **headers: str) -> int:
     """200, or what refused it."""
     sent = HERE | headers | ({"Authorization": f"Bearer {token}"} if token else {})
     try:
@@ -38,14 +38,14 @@ def status(access: Access, need: Need, token: str = "", **headers: str) -> int:
 
 
 def test_on_loopback_reading_is_open_and_changes_are_off(tmp_path: Path) -> None:
-    access = Access.of(config(tmp_path))
+    access = HttpAccess.of(config(tmp_path))
     assert status(access, "nothing") == status(access, "read") == 200
     assert status(access, "write") == status(access, "write", TOKEN) == 403
 
 
 def test_each_token_opens_what_it_is_for(tmp_path: Path) -> None:
     options = {"http_token_file": "token", "http_read_token_file": "read"}
-    access = Access.of(config(tmp_path, **options))
+    access = HttpAccess.of(config(tmp_path, **options))
     for token, expected in (("", (401, 401)), (READ, (200, 401)), (TOKEN, (200, 200))):
         assert (status(access, "read", token), status(access, "write", token)) == expected
     for wrong in (TOKEN[:-1], TOKEN + "0", "é" * 16):
@@ -67,19 +67,19 @@ def test_beyond_loopback_a_token_and_tls_are_needed(
     tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        Access.of(config(tmp_path, "0.0.0.0:9273", **options))
+        HttpAccess.of(config(tmp_path, "0.0.0.0:9273", **options))
 
 
 def test_beyond_loopback_reading_needs_a_token(tmp_path: Path) -> None:
     options = {"http_token_file": "token", "http_plain": True}
-    access = Access.of(config(tmp_path, "0.0.0.0:9273", **options))
+    access = HttpAccess.of(config(tmp_path, "0.0.0.0:9273", **options))
     assert [status(access, "read", token) for token in ("", TOKEN)] == [401, 200]
     assert status(access, "nothing") == 200
 
 
 @pytest.mark.parametrize("host", ["localhost:9273", "127.0.0.1", "[::1]:9273", "cache.example:80"])
 def test_known_hosts(tmp_path: Path, host: str) -> None:
-    access = Access.of(config(tmp_path, http_host=["cache.example"]))
+    access = HttpAccess.of(config(tmp_path, http_host=["cache.example"]))
     assert status(access, "read", Host=host) == 200
     assert status(access, "read", Host=host, Origin=f"http://{host}") == 200
     assert status(access, "read", Host=host, Origin="http://evil.example") == 403
@@ -88,7 +88,7 @@ def test_known_hosts(tmp_path: Path, host: str) -> None:
 @pytest.mark.parametrize("host", ["evil.example:9273", "", "localhost.evil.example", "1.2.3.4.x"])
 def test_other_names_are_refused(tmp_path: Path, host: str) -> None:
     """A page whose name resolves to this machine (DNS rebinding) sends its own name."""
-    access = Access.of(config(tmp_path))
+    access = HttpAccess.of(config(tmp_path))
     assert {status(access, need, Host=host) for need in ("nothing", "read", "write")} == {403}
 
 

@@ -30,9 +30,10 @@ WRITE = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @contextmanager
-def serving(daemon_socket: str, folder: Path) -> Iterator[WebServer]:
+def serving(daemon_socket: str, folder: Path, **options: Any) -> Iterator[WebServer]:
     (folder / "token").write_text(TOKEN)
-    config = Config(socket=daemon_socket, http="127.0.0.1:0", http_token_file=str(folder / "token"))
+    options = {"http_token_file": str(folder / "token"), **options}
+    config = Config(socket=daemon_socket, http="127.0.0.1:0", **options)
     with WebServer(config, listen(config)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -82,7 +83,9 @@ def test_the_history_grows_by_a_sample(web: WebServer) -> None:
     web.source.sample()
     _, history = ask(web, "GET", "/api/v1/history")
     (sample,) = history["samples"]
-    assert dict(zip(history["columns"], sample, strict=True))["l1_capacity_bytes"] == 16 << 20
+    assert sample[1 + history["columns"].index("l1_used_bytes")] == 0
+    assert history["events"][0][1].startswith("a daemon is up")
+    assert ask(web, "GET", f"/api/v1/history?since={sample[0]}")[1]["samples"] == []
 
 
 def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Any, Final
+
+from kvass.client.health import tier_trouble, troubles
 
 WIDTH: Final = 79
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -40,28 +43,6 @@ def report(fields: dict[str, Any]) -> Iterator[str]:
     yield from _tiers(fields["tiers"])
 
 
-def troubles(fields: dict[str, Any]) -> list[str]:
-    """What is wrong, a line each; empty: nothing."""
-    found = []
-    for engine in fields.get("engines", []):
-        if missing := engine["missing_ranks"]:
-            ranks = ", ".join(map(str, missing[:8]))
-            found.append(f"engine {engine['instance']} waits for its ranks {ranks}")
-    lines = {tier["tier"]: tier_trouble(tier) for tier in fields["tiers"]}
-    return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
-
-
-def tier_trouble(tier: dict[str, Any]) -> str:
-    """What is wrong with a tier, or nothing."""
-    if not tier.get("up"):
-        return f"down: {tier.get('trouble') or 'it has not been opened yet'}"
-    failed, stored = tier["store_failures"], tier["stored_rows"]
-    if failed and failed >= stored:
-        full = ", the disk is full" if tier.get("full") else ""
-        return f"stores fail: {failed:,} failed, {stored:,} did not{full}"
-    return str(tier.get("trouble", ""))
-
-
 def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
     if not engines:
         yield "engines  none connected"
@@ -91,6 +72,12 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
         for ns in namespaces
     ]
     yield from _table(("model", "namespace", "rows", "used", "hits", "last minute"), rows)
+    for ns in namespaces:
+        if fields := ns.get("differs_in"):
+            text = f"{ns['namespace'][:8]} shares nothing with {ns['like'][:8]} of the same model; "
+            yield from wrap(
+                text + f"they differ in {'; '.join(fields)}", WIDTH, initial_indent="  "
+            )
 
 
 def _tenants(tenants: list[dict[str, Any]]) -> Iterator[str]:

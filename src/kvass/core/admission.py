@@ -7,7 +7,8 @@ it was writing is published.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
+from typing import Final
 
 import msgspec
 
@@ -17,6 +18,7 @@ from kvass.core.registry import (
     Instance,
     check_agrees,
     check_register,
+    differences,
     namespace_digest,
     row_class_specs,
 )
@@ -28,6 +30,9 @@ from kvass.core.traffic import Traffic
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
 from kvass.types import SCHEDULER
+
+_LIKE: Final = 16
+"""A new namespace is compared with so many others of its model."""
 
 
 def register(state: State, session: ClientSession, msg: Register) -> Registered:
@@ -96,13 +101,21 @@ def _namespace_for(state: State, instance: Instance) -> int:
         return state.by_digest[digest]
     _make_place(state)
     new = max(state.namespaces, default=-1) + 1
+    terms = msgspec.structs.replace(instance.terms, generation=instance.generation, layout=None)
+    model = instance.terms.model or instance.terms.identity.get("model", "")
+    same = islice((ns for ns in reversed(state.namespaces.values()) if ns.model == model), _LIKE)
+    compared = [(differences(ns.terms, terms), ns.digest) for ns in same]
+    differs_in, like = min(compared, key=lambda one: len(one[0]), default=((), b""))
     state.namespaces[new] = Namespace(
         id=new,
         digest=digest,
         classes=[state.store.add_class(spec, new) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
         private=bool(instance.generation),
-        model=instance.terms.model or instance.terms.identity.get("model", ""),
+        terms=terms,
+        model=model,
+        like=like,
+        differs_in=differs_in,
         traffic=Traffic(from_tiers=[0] * len(state.config.tiers)),
     )
     state.by_digest[digest] = new
@@ -136,6 +149,7 @@ def _drop(state: State, gone: list[Namespace]) -> None:
         ns.epoch += 1
     promote.cancel(state, gone)  # a tier may not have said yet what it holds
     for ns in gone:
+        state.forget(ns)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
     state.store.remove([c for ns in gone for c in ns.classes])
     state.store.reclaim()

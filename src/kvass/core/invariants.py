@@ -48,6 +48,7 @@ def validate(state: State) -> None:
     _rows(state)
     _counts(state, pinned)
     _tenants(state)
+    _sums(state)
     _instances(state)
 
 
@@ -231,6 +232,17 @@ def _tenants(state: State) -> None:
     assert len({t.id for t in tenants}) == len(tenants), "two tenants have one id"
     reserved = sum(t.reserved_bytes for t in tenants)
     assert reserved <= state.config.arena_bytes, "more is reserved than there is"
+
+
+def _sums(state: State) -> None:
+    """What came into L1 and did not leave is there; what lookups were not given, they missed."""
+    counters = state.counters
+    left = sum(n for name, n in counters.items() if name.startswith("bytes_evicted_"))
+    held = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.store.classes.values())
+    assert counters["l1_in_bytes"] - left == held, "bytes in, out and there disagree"
+    for ns in state.namespaces.values():
+        seen = ns.traffic
+        assert seen.asked == seen.given + sum(seen.missed.values()), "hits and misses disagree"
 
 
 def _instances(state: State) -> None:

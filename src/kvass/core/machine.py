@@ -33,7 +33,7 @@ from kvass.core.registry import ClientSession
 from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
 from kvass.errors import Refused
-from kvass.messages import Error, FromDaemon, Hello, Pong, StatusReply
+from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
 
 __all__ = ["CacheMachine", "CoreConfig"]
 
@@ -49,6 +49,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.HandedOver: writing.handed_over,
     messages.Clear: clearing.clear,
     messages.SetQuota: clearing.set_quota,
+    messages.Removals: reading.removals,
     messages.Ping: lambda *_: Pong(),
     messages.Status: lambda state, *_: StatusReply(fields=fields.status(state)),
 }
@@ -126,6 +127,7 @@ class CacheMachine:
         assert now >= self.state.now, "time went back"
         state = self.state
         state.now, state.out = now, []
+        state.store.uses.mark(state.store.table.clock, now)
         state.settlement.lapse(now)
         if state.promotions.all:
             promote.lapse(state)
@@ -145,10 +147,14 @@ class CacheMachine:
             return due
         return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
+    def registered(self, session: SessionId) -> Register | None:
+        """As what a session has registered."""
+        known = self.state.sessions.get(session)
+        return None if known is None else known.registered
+
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""
-        known = self.state.sessions.get(session)
-        who = None if known is None else known.registered
+        who = self.registered(session)
         return who is not None and self.state.settlement.owes(who.instance, who.rank)
 
     @property

@@ -157,6 +157,27 @@ def _first_difference(ours: dict[str, str], theirs: dict[str, str]) -> tuple[str
     return f"identity[{key}]", ours.get(key, "(absent)"), theirs.get(key, "(absent)")
 
 
+_CLIP: Final = 40
+_NAMED: Final = 8
+
+
+def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
+    """What ``theirs`` differs in, for people: a field with both values, if they are short."""
+    old, new = (
+        terms.identity | {name: str(getattr(terms, name)) for name in _TERMS[1:]}
+        for terms in (ours, theirs)
+    )
+    if theirs.generation:
+        new["generation"] = "weights replaced while it ran"
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name, "(absent)"), new.get(name, "(absent)")
+        if a != b:
+            values = f": {b}, not {a}" if len(a) <= _CLIP and len(b) <= _CLIP else ""
+            found.append(f"{name[:_CLIP]}{values}")
+    return tuple(found[:_NAMED]) or ("the layout of the KV cache",)
+
+
 def _shape(layout: RankLayout) -> list[tuple[str, int, int]]:
     return [(g.kind, g.window_tokens, g.block_tokens) for g in layout.groups]
 

@@ -19,8 +19,10 @@ import numpy.typing as npt
 
 from kvass.core.eviction import Lru
 from kvass.core.extents import STAYS, ExtentMap
+from kvass.core.histogram import Histogram
 from kvass.core.index import ABSENT, KeyIndex, odd_numbers
 from kvass.core.registry import RowClassSpec
+from kvass.core.removed import RemovedRows
 from kvass.core.rows import (
     FAILED,
     FREE,
@@ -37,6 +39,8 @@ from kvass.core.rows import (
 from kvass.core.sets import CLEARED, FreeSlots, SetTable
 from kvass.core.tenants import Tenant, Tenants
 from kvass.core.traffic import Traffic
+from kvass.core.use_times import UseTimes
+from kvass.messages import Register
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
@@ -90,14 +94,19 @@ class Namespace(msgspec.Struct):
     ``tier_epochs``: the epoch of its records in each tier; None: not known yet, so that tier is not
     used for it. ``asked_s``: when each was last asked for; infinity: the answer is awaited.
     ``private``: of one engine's generation (``messages.Register``). Its rows are in L1 only: no
-    tier is asked for an epoch, and both lists are empty.
+    tier is asked for an epoch, and both lists are empty. ``differs_in``: from ``like``, the most
+    similar namespace before it of the same model, in words.
     """
 
     id: int
     digest: bytes
     classes: list[RowClass]
     chunk_tokens: int
+    terms: Register
+    """As its first engine has registered."""
     model: str = ""
+    like: bytes = b""
+    differs_in: tuple[str, ...] = ()
     private: bool = False
     epoch: int = 0
     tier_epochs: list[int | None] = []
@@ -115,8 +124,11 @@ class RowStore:
         counters: dict[str, int],
         seed: bytes = b"",
         slice_slots: int = 2048,
+        age_at_eviction: Histogram | None = None,
     ) -> None:
         self.tenants = Tenants(arena_bytes)
+        self.uses = UseTimes()
+        self._age_at_eviction = age_at_eviction or Histogram()
         self.table = RowTable()
         self.table.grow(min(arena_bytes // TYPICAL_ROW, ROOM))
         self.extents = ExtentMap(arena_bytes)
@@ -124,6 +136,7 @@ class RowStore:
         self.classes: dict[int, RowClass] = {}
         self.pinned = 0
         """Pins on all rows; one of a lease that names a row twice counts twice."""
+        self.removed = RemovedRows()
         self._of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes
@@ -204,8 +217,11 @@ class RowStore:
         self.sets.cleared += len(sets)
         for row_class in every:
             row_class.tenant.taken_bytes -= row_class.slots * row_class.spec.row_bytes
+            held = sum(row_class.rows[READY:]) * row_class.spec.row_bytes
+            self._counters["bytes_evicted_cleared"] += held
             del self.classes[row_class.id]
         for row_class in gone:
+            self.removed.note_all(row_class.namespace)
             self._index_room += row_class.index.room
             self._of_namespace[row_class.namespace].remove(row_class)
             row_class.of_tenants.clear()  # a cycle: it would keep their memory until a collection
@@ -311,7 +327,11 @@ class RowStore:
         states = table.state[rows]
         leaving = states == FAILED if ahead else np.isin(states, _LEAVING)
         leaving &= table.pins[rows] == 0
-        self.free(np.unique(rows[leaving]))
+        leavers = np.unique(rows[leaving])
+        if (owner := self.class_of(leavers)) is not None:
+            left = int((table.state[leavers] == TRANSIENT).sum()) * owner.spec.row_bytes
+            self._counters["bytes_evicted_not_retained"] += left
+        self.free(leavers)
 
     # ------------------------------------------------------------ states
 
@@ -378,6 +398,8 @@ class RowStore:
                 for owner in np.unique(owners):
                     self.free(rows[owners == owner])
                 return
+        if self.removed.noted:
+            self._note_removed(rows)
         self._unindex(rows)
         states = self.table.state[rows]
         for before in np.flatnonzero(np.bincount(states)).tolist():
@@ -385,6 +407,12 @@ class RowStore:
         owner = self.class_of(rows)
         if owner is not None:
             owner.free.give_back(rows)
+
+    def _note_removed(self, rows: I64Array) -> None:
+        owner = self.class_of(rows)
+        if owner is not None:
+            left = rows[self.table.state[rows] >= READY]
+            self.removed.note(owner.namespace, owner.spec.group, self.table.keys_of(left))
 
     def _move(self, rows: I64Array, before: int, after: int) -> None:
         """Move ``rows``, all of one class and in state ``before``, and count them."""
@@ -403,6 +431,8 @@ class RowStore:
         if owner is not None:
             owner.rows[before] -= len(rows)
             owner.rows[after] += len(rows)
+            if after >= READY:
+                self._counters["l1_in_bytes"] += len(rows) * owner.spec.row_bytes
 
     def class_of(self, rows: I64Array) -> RowClass | None:
         """The class whose slots ``rows`` are; ``None`` if they are none's, or it was cleared."""
@@ -431,12 +461,12 @@ class RowStore:
                 continue
             if not len(victims):
                 return
-            self._counters["evicted_capacity"] += len(victims)
-            self._evict(row_class, victims)
+            self._evict(row_class, victims, "capacity")
 
-    def _evict(self, row_class: RowClass, rows: I64Array) -> None:
-        """Free ``rows`` of a class. No hit gets past a missing ``full`` row, so its chunk's windows
-        and states go with it."""
+    def _evict(self, row_class: RowClass, rows: I64Array, reason: str) -> None:
+        """Free ``rows`` of a class, the oldest first. No hit gets past a missing ``full`` row, so
+        its chunk's windows and states go with it."""
+        self._count_evicted(row_class, rows, reason)
         keys = self.table.keys_of(rows)
         row_class.tenant.evicted_bytes += len(rows) * row_class.spec.row_bytes
         self.free(rows)
@@ -447,8 +477,18 @@ class RowStore:
                 found = other.index.find(keys)
                 found = found[found != ABSENT]
                 orphans = found[self.table.evictable(found)]
-                self._counters["evicted_orphaned"] += len(orphans)
+                self._count_evicted(other, orphans, "orphaned")
                 self.free(orphans)
+
+    def _count_evicted(self, row_class: RowClass, rows: I64Array, reason: str) -> None:
+        """They are about as old as the first of them."""
+        if not len(rows):
+            return
+        size = row_class.spec.row_bytes
+        self._counters[f"evicted_{reason}"] += len(rows)
+        self._counters[f"bytes_evicted_{reason}"] += len(rows) * size
+        self._counters["unread_bytes_evicted"] += int((~self.table.read[rows]).sum()) * size
+        self._age_at_eviction.observe(self.uses.age(int(self.table.stamp[rows[0]])), len(rows))
 
     def _add_set(self, row_class: RowClass) -> bool:
         most = min(row_class.slots_per_set, self._within_cap(row_class))
@@ -546,8 +586,7 @@ class RowStore:
             if owner == CLEARED:
                 self.free(held)
             else:
-                self._counters["evicted_handed_over"] += len(held)
-                self._evict(self.classes[owner], held)
+                self._evict(self.classes[owner], held, "handed_over")
         assert (self.table.state[rows] == FREE).all(), "an extent set in use was given away"
         gone = np.zeros(len(self.table), np.bool_)
         gone[rows] = True

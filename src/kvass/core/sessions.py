@@ -69,6 +69,8 @@ def lost(state: State, event: Lost) -> None:
     if session is None:
         return
     state.session_limits.leave(session)
+    state.counters["ended_closed"] += not session.ending
+    state.store.removed.leave(session.id)
     if session.registered is None:
         return
     who = session.registered

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 import msgspec
 
 from kvass.core.effects import Effect, Send
+from kvass.core.histogram import Histogram
 from kvass.core.ledger import ClassRows
-from kvass.core.metrics import COUNTERS
+from kvass.core.metrics import COUNTERS, HISTOGRAMS
 from kvass.core.registry import ClientSession, Instance
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.session_limits import SessionLimits
 from kvass.core.settlement import Settlement
 from kvass.core.tier_state import FlushMode, Promotions, Tiers
+from kvass.core.traffic import Traffic
 from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
+
+_MODELS: Final = 64
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
@@ -54,9 +59,15 @@ class State:
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self.counters = dict.fromkeys(COUNTERS, 0)
+        self.histograms = {name: Histogram() for name in HISTOGRAMS}
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
         self.store = RowStore(
-            config.arena_bytes, extent, self.counters, config.seed, slice_slots=config.slice_slots
+            config.arena_bytes,
+            extent,
+            self.counters,
+            config.seed,
+            slice_slots=config.slice_slots,
+            age_at_eviction=self.histograms["age_at_eviction_seconds"],
         )
         self.tenants = self.store.tenants
         for quota in config.quotas:
@@ -68,6 +79,8 @@ class State:
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
+        self.forgotten: dict[str, Traffic] = {}
+        """By model, what namespaces counted that are no more: no sum ever falls."""
         self.messages: Counter[type[FromClient]] = Counter()
         """Messages that were received, by kind, refused ones included."""
         self.populated_bytes = 0
@@ -91,7 +104,6 @@ class State:
         parts: tuple[ClassRows, ...],
         readers: set[int],
         spare: int,
-        tenant: str,
     ) -> Matched:
         """The answer to a lookup: a match of ``chunks`` chunks, which is lent to ``readers``. If
         there are but the ``first`` ones, it is a miss."""
@@ -99,8 +111,9 @@ class State:
             return Matched(boot=self.config.boot, first=first, chunks=first)
         lease = self.settlement.lend(instance, request, parts, readers)
         self.counters["hit_chunks"] += chunks - first
-        ns.traffic.give(self.now, (chunks - first) * ns.chunk_tokens)
-        self.tenants.of(tenant).traffic.give(self.now, (chunks - first) * ns.chunk_tokens)
+        self.counters["l1_lent_bytes"] += sum(
+            len(part.rows) * self.store.classes[part.row_class].spec.row_bytes for part in parts
+        )
         return Matched(
             boot=self.config.boot,
             lease=lease.id,
@@ -111,6 +124,12 @@ class State:
             slots=tuple([self.store.slots(part.rows) for part in parts]),
             spare=spare,
         )
+
+    def forget(self, ns: Namespace) -> None:
+        """A namespace is dropped: what it counted stays, for so many models at most."""
+        model = ns.model if len(self.forgotten) < _MODELS or ns.model in self.forgotten else "other"
+        fresh = Traffic(from_tiers=[0] * len(self.config.tiers))
+        self.forgotten.setdefault(model, fresh).add(ns.traffic)
 
     @property
     def loading_bytes(self) -> int:

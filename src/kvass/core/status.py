@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.core.tier_state import Loading, TierState
 from kvass.types import NO_CAP, SCHEDULER
 
 if TYPE_CHECKING:
+    from kvass.core.ledger import Entry
     from kvass.core.registry import Instance
     from kvass.core.row_store import RowClass
     from kvass.core.state import State
     from kvass.core.tenants import Tenant
     from kvass.core.traffic import Traffic
+
+
+_TENANTS_TRAFFIC: Final = (
+    *("lookups", "lookup_tokens", "hit_tokens", "minute_lookup_tokens", "minute_hit_tokens"),
+)
 
 
 def status(state: State) -> dict[str, Any]:
@@ -22,18 +28,19 @@ def status(state: State) -> dict[str, Any]:
         {
             "namespace": ns.digest.hex(),
             "model": ns.model,
+            "like": ns.like.hex(),
+            "differs_in": list(ns.differs_in),
             "epoch": ns.epoch,
             "private": ns.private,
             "chunk_tokens": ns.chunk_tokens,
             **_traffic(ns.traffic, state.now),
-            "hit_tokens_tiers": list(ns.traffic.from_tiers),
             "groups": [_group(c) for c in ns.classes],
         }
         for ns in state.namespaces.values()
     ]
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.store.cleared_bytes
-    loads = state.tiers.ops.values()
+    loads, timing = state.tiers.ops.values(), state.config.timing
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,
@@ -52,10 +59,19 @@ def status(state: State) -> dict[str, Any]:
         "l1_capacity_bytes": state.config.arena_bytes,
         "l1_populated_bytes": state.populated_bytes,
         "promotions": len(state.promotions.all),
+        "lease_oldest_s": _age(state, state.leases.oldest, timing.lease_s),
+        "reservation_oldest_s": _age(state, state.reservations.oldest, timing.reserve_s),
         "engines": [_engine(state, instance) for instance in state.instances.values()],
         "namespaces": namespaces,
         "tenants": [_tenant(t, state.now) for t in state.tenants.all.values()],
-        "tiers": [*map(_tier, state.config.tiers, state.tiers.all)],
+        "forgotten": [
+            {"model": model, **_traffic(traffic, state.now)}
+            for model, traffic in state.forgotten.items()
+        ],
+        "tiers": [
+            _tier(*one, state.now) for one in zip(state.config.tiers, state.tiers.all, strict=True)
+        ],
+        "histograms": {name: h.fields() for name, h in state.histograms.items()},
         "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
         "counters": dict(state.counters),
     }
@@ -67,16 +83,21 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
         "lookups": traffic.lookups,
         "lookup_tokens": traffic.asked,
         "hit_tokens": traffic.given,
+        "hit_tokens_tiers": list(traffic.from_tiers),
+        "miss_tokens": dict(traffic.missed),
+        "stored_tokens": traffic.stored,
+        "saved_prefill_s": round(traffic.saved_s, 3),
         "minute_lookup_tokens": asked,
         "minute_hit_tokens": given,
     }
 
 
 def _tenant(tenant: Tenant, now: float) -> dict[str, Any]:
+    traffic = _traffic(tenant.traffic, now)
     return {
         "tenant": tenant.name,
         "quota": tenant.listed,
-        **_traffic(tenant.traffic, now),
+        **{name: traffic[name] for name in _TENANTS_TRAFFIC},
         "evicted_bytes": tenant.evicted_bytes,
         "l1_bytes": tenant.taken_bytes,
         "cap_bytes": None if tenant.cap_bytes == NO_CAP else tenant.cap_bytes,
@@ -97,14 +118,21 @@ def _engine(state: State, instance: Instance) -> dict[str, Any]:
     }
 
 
-def _tier(name: str, tier: TierState) -> dict[str, Any]:
+def _age(state: State, entry: Entry | None, lasts_s: float) -> float:
+    """How long an entry that ends ``lasts_s`` after it began has been open; 0: there is none."""
+    return 0.0 if entry is None else round(state.now - entry.deadline + lasts_s, 3)
+
+
+def _tier(name: str, tier: TierState, now: float) -> dict[str, Any]:
     return {
         "tier": name,
         "flush_queue_rows": tier.queued_rows,
+        "flush_queue_oldest_s": round(now - tier.queue[0].since, 3) if tier.queue else 0.0,
         "storing_bytes": tier.storing_bytes,
         "loading_bytes": tier.speed.loading_bytes,
         "load_bytes_s": int(tier.speed.bytes_s),
         **tier.counters,
+        **{name: histogram.fields() for name, histogram in tier.histograms.items()},
         **tier.report,
     }
 

@@ -25,7 +25,7 @@ from kvass.engine.boundary import Boundary, log
 from kvass.engine.memory import KVMemory, open_mover
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork, Store
-from kvass.engine.traffic import Traffic
+from kvass.engine.traffic import EngineTraffic
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, Mover
@@ -68,7 +68,7 @@ class Copier:
         self._computed = False
         self._idle = False
         self._raised = -1
-        self.traffic = Traffic()
+        self.traffic = EngineTraffic()
 
     def attach(self, memory: KVMemory) -> None:
         """The engine made its KV caches: register with the daemon. ``close`` first if it made
@@ -116,10 +116,12 @@ class Copier:
         """Another step begins: begin the stores of the last one, if ``store`` was never called.
 
         vLLM's V1 runner with speculative decoding calls it after the drafter ran, which earlier
-        pipeline stages do not have. On the last stage it is missing only if something raised.
+        pipeline stages do not have; vLLM 0.30 does not call it in a step that computes nothing.
+        Elsewhere it is missing only if something raised.
         """
-        if self._unstored is not None:
-            self.store(self._unstored, self._computed and not self._strategy.last_stage)
+        if (work := self._unstored) is not None:
+            skipped = not (self._strategy.last_stage and work.computes)
+            self.store(work, self._computed and skipped)
 
     def results(self, computed: bool = True) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those of them that failed.

@@ -72,7 +72,6 @@ class RedisTier(RecordTier):
         self._client: Any = None
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
-        """One round trip."""
         return self._outcomes([("EXISTS", self._record_name(key)) for key in keys])
 
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
@@ -141,7 +140,6 @@ class RedisTier(RecordTier):
     # ------------------------------------------------------------ a record
 
     def _load(self, key: bytes, value: object, into: Shards) -> Outcome:
-        """Fill ``into`` from the value under the record's name."""
         if not isinstance(value, bytes):
             return self._outcome(value)
         header = decode_header(value)

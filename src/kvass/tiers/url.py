@@ -46,8 +46,6 @@ _EXTRAS: Final = {"redis": "redis", "obstore": "s3", "mooncake": "mooncake"}
 
 
 class TierUrl(msgspec.Struct, frozen=True):
-    """A tier URL in parts."""
-
     scheme: str
     """One of ``OURS``, or the module of a plug-in."""
     where: str

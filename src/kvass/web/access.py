@@ -37,7 +37,7 @@ class Denied(Exception):
 
 
 @dataclass(frozen=True)
-class Access:
+class HttpAccess:
     """``write``: the token for everything, or empty; ``read``: one for reading only, or empty."""
 
     host: str
@@ -48,7 +48,7 @@ class Access:
     tls: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> Access:
+    def of(cls, config: Config) -> HttpAccess:
         """Raises ``ConfigError`` for an address or a file that cannot be used."""
         host, port = split_address(config.http)
         access = cls(
@@ -136,7 +136,7 @@ def split_address(text: str) -> tuple[str, int]:
 
 def listen(config: Config) -> socket.socket:
     """A socket that listens where ``config.http`` says. Raises ``ConfigError``."""
-    access = Access.of(config)
+    access = HttpAccess.of(config)
     family = socket.AF_INET6 if ":" in access.host else socket.AF_INET
     try:
         return socket.create_server((access.host, access.port), family=family, backlog=64)

@@ -26,7 +26,7 @@ from kvass._version import __version__
 from kvass.config import Config
 from kvass.errors import ConfigError, KvassError, Refused
 from kvass.types import NO_CAP, Quota, Size
-from kvass.web.access import Access, Denied, Need
+from kvass.web.access import Denied, HttpAccess, Need
 from kvass.web.metrics import exposition
 from kvass.web.source import Source
 
@@ -42,7 +42,7 @@ _POLICY: Final = (
 )
 
 
-class Answer(NamedTuple):
+class HttpReply(NamedTuple):
     """``body``: bytes as they are, or what becomes JSON."""
 
     status: HTTPStatus
@@ -50,37 +50,42 @@ class Answer(NamedTuple):
     kind: str = "application/json"
 
 
-def _page(_: Source) -> Answer:
+def _page(_: Source, _query: str) -> HttpReply:
     page = files("kvass.web").joinpath("dashboard.html").read_bytes()
-    return Answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
+    return HttpReply(HTTPStatus.OK, page, "text/html; charset=utf-8")
 
 
-def _metrics(source: Source) -> Answer:
+def _metrics(source: Source, _query: str) -> HttpReply:
     fields, _ = source.status()
     kind = "text/plain; version=0.0.4; charset=utf-8"
-    return Answer(HTTPStatus.OK, exposition(fields), kind)
+    return HttpReply(HTTPStatus.OK, exposition(fields), kind)
 
 
-def _status(source: Source) -> Answer:
+def _status(source: Source, _query: str) -> HttpReply:
     fields, trouble = source.status()
     if fields is None:
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
-    return Answer(HTTPStatus.OK, fields)
+    return HttpReply(HTTPStatus.OK, fields)
 
 
-def _history(source: Source) -> Answer:
-    return Answer(HTTPStatus.OK, source.history())
+def _history(source: Source, query: str) -> HttpReply:
+    """``since=SECONDS``: only what is newer than that sample."""
+    try:
+        since = float(query.removeprefix("since=") or 0.0)
+    except ValueError:
+        raise ValueError("since: give the time of a sample, in seconds") from None
+    return HttpReply(HTTPStatus.OK, source.history(since))
 
 
-def _alive(source: Source) -> Answer:
+def _alive(source: Source, _query: str) -> HttpReply:
     """The daemon's loop answers."""
     fields, trouble = source.status()
     if fields is None:
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
-    return Answer(HTTPStatus.OK, {"status": "ok"})
+    return HttpReply(HTTPStatus.OK, {"status": "ok"})
 
 
-def _ready(source: Source) -> Answer:
+def _ready(source: Source, _query: str) -> HttpReply:
     """Alive, the arena populated, and every tier up."""
     fields, trouble = source.status()
     if fields is not None:
@@ -90,10 +95,10 @@ def _ready(source: Source) -> Answer:
         trouble = f"tiers down: {', '.join(down)}" if down else trouble
     if trouble:
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
-    return Answer(HTTPStatus.OK, {"status": "ready"})
+    return HttpReply(HTTPStatus.OK, {"status": "ready"})
 
 
-def _clear(source: Source, asked: dict[str, Any]) -> Answer:
+def _clear(source: Source, asked: dict[str, Any]) -> HttpReply:
     """``{}``: all rows; ``{"namespace": HEX}``: those of one; ``{"tiers": true}``: tiers too."""
     namespace = _hex(asked, "namespace")
     tiers = asked.pop("tiers", False)
@@ -101,10 +106,10 @@ def _clear(source: Source, asked: dict[str, Any]) -> Answer:
     rows = source.client.clear(
         namespace, everything=not namespace, tiers=bool(tiers), timeout_s=_CLEAR_S
     )
-    return Answer(HTTPStatus.OK, {"rows": rows})
+    return HttpReply(HTTPStatus.OK, {"rows": rows})
 
 
-def _prefetch(source: Source, asked: dict[str, Any]) -> Answer:
+def _prefetch(source: Source, asked: dict[str, Any]) -> HttpReply:
     """``{"namespace": HEX, "digests": HEX, "width": 32}``: chunks of a prompt from tiers to L1."""
     namespace, digests = _hex(asked, "namespace"), _hex(asked, "digests")
     width = asked.pop("width", 32)
@@ -112,17 +117,17 @@ def _prefetch(source: Source, asked: dict[str, Any]) -> Answer:
     if type(width) is not int:
         raise ValueError("width: give a number of bytes")
     chunks = source.client.prefetch(namespace, digests, width)
-    return Answer(HTTPStatus.OK, {"chunks": chunks})
+    return HttpReply(HTTPStatus.OK, {"chunks": chunks})
 
 
-def _quotas(source: Source) -> Answer:
+def _quotas(source: Source) -> HttpReply:
     fields, trouble = source.status()
     if fields is None:
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
-    return Answer(HTTPStatus.OK, {"tenants": fields.get("tenants", [])})
+    return HttpReply(HTTPStatus.OK, {"tenants": fields.get("tenants", [])})
 
 
-def _set_quota(source: Source, asked: dict[str, Any]) -> Answer:
+def _set_quota(source: Source, asked: dict[str, Any]) -> HttpReply:
     """``{"tenant": NAME, "cap": "8GiB", "reserved": "2GiB"}``, or with ``"remove": true`` none."""
     tenant, remove = asked.pop("tenant", ""), asked.pop("remove", False)
     cap, reserved = asked.pop("cap", None), asked.pop("reserved", 0)
@@ -137,7 +142,7 @@ def _set_quota(source: Source, asked: dict[str, Any]) -> Answer:
         source.client.set_quota(quota, remove=remove)
     except Refused as no:
         raise ValueError(no.text) from no
-    return Answer(HTTPStatus.OK, {"tenant": tenant})
+    return HttpReply(HTTPStatus.OK, {"tenant": tenant})
 
 
 def _hex(asked: dict[str, Any], name: str) -> bytes:
@@ -152,7 +157,7 @@ def _nothing_else(asked: dict[str, Any]) -> None:
         raise ValueError(f"unknown field {next(iter(asked))[:40]!r}")
 
 
-READS: Final[dict[str, tuple[Need, Callable[[Source], Answer]]]] = {
+READS: Final[dict[str, tuple[Need, Callable[[Source, str], HttpReply]]]] = {
     "/": ("nothing", _page),
     "/healthz": ("nothing", _alive),
     "/readyz": ("nothing", _ready),
@@ -162,15 +167,15 @@ READS: Final[dict[str, tuple[Need, Callable[[Source], Answer]]]] = {
     "/api/v1/history": ("read", _history),
     "/api/v1/quotas": ("read", _quotas),
 }
-WRITES: Final[dict[str, Callable[[Source, dict[str, Any]], Answer]]] = {
+WRITES: Final[dict[str, Callable[[Source, dict[str, Any]], HttpReply]]] = {
     "/api/v1/clear": _clear,
     "/api/v1/prefetch": _prefetch,
     "/api/v1/quotas": _set_quota,
 }
 
 
-def _error(status: HTTPStatus, line: str) -> Answer:
-    return Answer(status, {"error": line})
+def _error(status: HTTPStatus, line: str) -> HttpReply:
+    return HttpReply(status, {"error": line})
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -215,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Changes."""
         self._answer(self._write)
 
-    def _answer(self, answer: Callable[[], Answer]) -> None:
+    def _answer(self, answer: Callable[[], HttpReply]) -> None:
         try:
             result = answer()
         except Denied as denied:
@@ -227,15 +232,15 @@ class _Handler(BaseHTTPRequestHandler):
         body = result.body
         self._reply(result._replace(body=body if isinstance(body, bytes) else _json(body)))
 
-    def _read(self) -> Answer:
-        path = self.path.split("?", 1)[0]
+    def _read(self) -> HttpReply:
+        path, _, query = self.path.partition("?")
         if path not in READS:
             self._refuse_path(path, WRITES)
         need, answer = READS[path]
         self.server.access.check(need, self.headers)  # type: ignore[arg-type]
-        return answer(self.server.source)
+        return answer(self.server.source, query)
 
-    def _write(self) -> Answer:
+    def _write(self) -> HttpReply:
         path = self.path.split("?", 1)[0]
         if path not in WRITES:
             self._refuse_path(path, READS)
@@ -260,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise Denied(HTTPStatus.METHOD_NOT_ALLOWED, f"use {method}")
         raise Denied(HTTPStatus.NOT_FOUND, f"there is no such path; there are {', '.join(READS)}")
 
-    def _reply(self, answer: Answer) -> None:
+    def _reply(self, answer: HttpReply) -> None:
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.kind)
         self.send_header("Content-Length", str(len(answer.body)))
@@ -275,7 +280,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What Python's server refuses by itself: a method, a header too long, bad syntax."""
         status = HTTPStatus(code)
-        self._reply(Answer(status, _json({"error": message or status.phrase})))
+        self._reply(HttpReply(status, _json({"error": message or status.phrase})))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged: a scrape every few seconds says nothing."""
@@ -291,7 +296,7 @@ class WebServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
-        self.access = Access.of(config)
+        self.access = HttpAccess.of(config)
         self.source = Source(config.socket)
         self._room = threading.BoundedSemaphore(CONNECTIONS)
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)

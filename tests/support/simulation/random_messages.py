@@ -72,7 +72,9 @@ class _Maker:
                 blob = b"".join(rng.choice(rng.choice(self.models).prompts))
                 cut = blob[: rng.randint(0, len(blob))]
                 return cut if odd < 0.1 else blob * 2 if odd < 0.3 else blob
-            case "first":
+            case "present":
+                return tuple(self.value("digests") for _ in range(rng.choice([0, 1, 2])))
+            case "first" | "since":
                 return self.number() if odd < 0.25 else 0
             case "lease" | "reservation":
                 return self.number()

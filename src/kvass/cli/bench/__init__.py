@@ -41,7 +41,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def flags(prog: str) -> Parser:
-    """The command's flags."""
     parser = Parser(prog=prog, description="measure this machine, against memcpy")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -54,7 +53,6 @@ def flags(prog: str) -> Parser:
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """The flags' values. Raises ``ConfigError`` for too few rounds."""
     args = parser.parse_args(argv)
     if args.rounds < MIN_ROUNDS:
         raise ConfigError(f"--rounds {args.rounds}: use {MIN_ROUNDS} or more, or medians are noise")

@@ -9,13 +9,13 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Final, Literal
 
 from kvass._version import TESTED_VLLM, __version__
+from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
 from kvass.transfer import ON_REQUEST
@@ -59,7 +59,6 @@ CGROUP: Final = "sys/fs/cgroup"
 
 
 def shown(size: float | None) -> str:
-    """A size for people."""
     if size is None:
         return "unknown"
     if size == math.inf:
@@ -92,14 +91,11 @@ def system(m: Machine) -> Finding:
 
 
 def memory(m: Machine) -> Finding:
-    size, total, available = shown(m.l1_bytes), _meminfo(m, "MemTotal"), _meminfo(m, "MemAvailable")
-    groups = list(_cgroups(m))
-    limit = min((limit for limit, _ in groups), default=None)
-    room = min((r for r in (available, *(r for _, r in groups)) if r is not None), default=None)
+    size, (total, limit, available) = shown(m.l1_bytes), room(m.root)
     known = bool(m.text(f"{CGROUP}/cgroup.controllers"))
     found = (
         f"{shown(total)} in the machine, container's limit "
-        f"{shown(limit) if limit or not known else 'none'}, {shown(room)} available"
+        f"{shown(limit) if limit or not known else 'none'}, {shown(available)} available"
     )
     if limit is not None and m.l1_bytes > limit:
         return error(
@@ -112,33 +108,16 @@ def memory(m: Machine) -> Finding:
         used = f"{shown(m.daemon.get('l1_capacity_bytes', 0))} by the daemon that answers"
         return ok(found, used, "what it took already is not available above")
     used, cost = f"an arena of {size}", f"{size}, taken in the background after start; 50 MiB more"
-    if room is None:
+    if available is None:
         return note(found, used, cost, "see that it is there")
-    if m.l1_bytes > room:
+    if m.l1_bytes > SAFE_SHARE * available:
         return warning(
-            f"{found}: less than l1_size {size}",
+            f"{found}: l1_size {size} is more than {SAFE_SHARE:.0%} of that",
             used,
             f"{cost}: others' memory is swapped out, or the kernel kills somebody",
-            f"free memory, or kvass serve --l1-size {_half(room)}",
+            f"free memory, or kvass serve --l1-size {_half(available)}",
         )
     return ok(found, used, cost)
-
-
-def _meminfo(m: Machine, name: str) -> int | None:
-    kib = m.number("proc/meminfo", rf"{name}: +(\d+) kB")
-    return None if kib is None else kib << 10
-
-
-def _cgroups(m: Machine) -> Iterator[tuple[int, int]]:
-    """Limit, and room left, of this process's memory groups (version 2) that have a limit."""
-    path = re.search(r"^0::(/.*)$", m.text("proc/self/cgroup"), re.MULTILINE)
-    inner = PurePosixPath(CGROUP + (path[1] if path and ".." not in path[1] else "/"))
-    for folder in (inner, *inner.parents):
-        limit = m.number(f"{folder}/memory.max")
-        if limit is not None and folder.is_relative_to(CGROUP):
-            idle = m.number(f"{folder}/memory.stat", r"inactive_file (\d+)") or 0
-            used = m.number(f"{folder}/memory.current") or 0
-            yield limit, max(0, limit - used + idle)
 
 
 def _half(size: int) -> Size:

@@ -22,21 +22,21 @@ KILL_S: Final = 1.0
 CODE: Final = "from kvass.cli.doctor.driver import main; main()"
 
 
-class Answer(msgspec.Struct, frozen=True):
+class DriverReport(msgspec.Struct, frozen=True):
     """A survey, or why there is none; neither: there is no driver."""
 
     survey: Survey | None = None
     error: str = ""
 
 
-def ask_driver(devices: bool) -> Answer:
+def ask_driver(devices: bool) -> DriverReport:
     """The NVIDIA driver and its devices, or why they cannot be asked. Without ``devices`` the
     driver is not started: it would load its kernel module."""
     said, trouble = run_python(CODE, DRIVER_S, *(["devices"] if devices else []))
     try:
-        return msgspec.json.decode(said, type=Answer)
+        return msgspec.json.decode(said, type=DriverReport)
     except msgspec.DecodeError:
-        return Answer(error=f"the driver did not answer: {trouble}")
+        return DriverReport(error=f"the driver did not answer: {trouble}")
 
 
 def run_python(code: str, limit_s: float, *arguments: str) -> tuple[bytes, str]:
@@ -71,12 +71,12 @@ def main() -> None:
     os.write(wire, msgspec.json.encode(ask("devices" in sys.argv)))
 
 
-def ask(devices: bool) -> Answer:
+def ask(devices: bool) -> DriverReport:
     """Ask for the driver's version alone, or for everything."""
     try:
         driver = load_driver()
-        return Answer(survey(driver) if devices else Survey(cuda_version(driver)))
+        return DriverReport(survey(driver) if devices else Survey(cuda_version(driver)))
     except MissingError as error:
-        return Answer(error=str(error) if devices else "")
+        return DriverReport(error=str(error) if devices else "")
     except AttributeError as error:  # a libcuda so old, or so strange, that it lacks a call
-        return Answer(error=f"this is no driver that kvass can use: {error}")
+        return DriverReport(error=f"this is no driver that kvass can use: {error}")

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from kvass.arena import memory
-from kvass.cli.doctor.driver import Answer, ask_driver
+from kvass.cli.doctor.driver import DriverReport, ask_driver
 from kvass.client.client import Client
 from kvass.errors import KvassError, UsageError
 from kvass.types import PAGE
@@ -44,7 +44,7 @@ class Machine(msgspec.Struct, frozen=True):
     """Its status, if it answers."""
     daemon_trouble: str = ""
     """Why it does not; empty if simply none is there."""
-    driver: Answer = Answer()
+    driver: DriverReport = DriverReport()
     packages: Mapping[str, str] = {}
     """Name -> version, of ``PACKAGES``."""
 
@@ -75,7 +75,6 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def examine(l1_bytes: int, socket: str, environment: Mapping[str, str]) -> Machine:
-    """Look at this machine."""
     daemon, trouble = ask_daemon(socket)
     return Machine(
         l1_bytes,

@@ -153,7 +153,6 @@ class Executor:
         self._post(end)
 
     def _register(self, register: Callable[[Buffer], object]) -> None:
-        """Tell the tier of the arena."""
         try:
             register(self._arena)
         except BaseException as error:  # noqa: BLE001 - as above; it can serve without

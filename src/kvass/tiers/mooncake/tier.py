@@ -80,7 +80,6 @@ class MooncakeTier(RecordTier):
             self._mooncake.announce(buffer)
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
-        """Which the master knows of; one round trip."""
         codes = self._mooncake.client().batch_is_exist([self._record(key) for key in keys])
         return [self._down(meaning(code)) if code < 0 else code == 1 for code in codes]
 
