@@ -75,7 +75,7 @@ class StatusCollector:
         names = tier_labels([tier["tier"] for tier in fields["tiers"]])
         yield from _traffic([*fields["forgotten"], *fields["namespaces"]], names)
         yield from _groups(fields["namespaces"])
-        yield from _tenants(fields.get("tenants", []))
+        yield from _tenants(fields["tenants"])
         yield from _tiers(fields["tiers"], names)
         yield from _moved(fields, names)
         yield from _histograms(fields, names)
