@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
+from kvass.core.effects import QuotasAre
 from kvass.core.tenants import MOST, SHOWN
 from kvass.errors import Refused
 from kvass.types import MOST_QUOTAS, NO_CAP, PAGE, GroupLayout, Quota, RankLayout
@@ -257,6 +258,14 @@ def test_a_quota_is_changed_and_taken_away_while_all_goes_on() -> None:
     store(e, "", *names("noisy", 60, 100))
     assert held(e, *names("a", 8)) == 0
     assert pages_of(rig, "a") == 0
+
+
+def test_all_quotas_are_replaced_at_once_or_none() -> None:
+    rig = divided(quota("a", reserved=20), quota("b", reserved=12))
+    rig.step(QuotasAre((quota("b", reserved=20), quota("c", reserved=12))))
+    assert rig.machine.quotas == {quota("b", reserved=20), quota("c", reserved=12)}
+    rig.step(QuotasAre((quota("a"), quota("c", reserved=33))))
+    assert rig.machine.quotas == {quota("b", reserved=20), quota("c", reserved=12)}
 
 
 def refused(rig: Rig, given: Quota, remove: bool = False) -> str:

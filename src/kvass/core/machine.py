@@ -112,6 +112,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.EpochIs: _epoch_is,
     effects.Emptied: epochs.emptied,
     effects.TierReport: _tier_report,
+    effects.QuotasAre: lambda state, event: state.tenants.replace(event.quotas),
     effects.Stopping: lambda state, _: flush.stop(state),
 }
 
@@ -170,6 +171,11 @@ class CacheMachine:
         tiers = zip(self.state.config.tiers, self.state.tiers.all, strict=True)
         left = [(name, flush.rows_left(self.state, tier)) for name, tier in tiers]
         return [(name, rows) for name, rows in left if rows]
+
+    @property
+    def quotas(self) -> frozenset[Quota]:
+        """All that are in force."""
+        return frozenset(t.quota for t in self.state.tenants.all.values() if t.listed)
 
     def status(self) -> dict[str, Any]:
         return fields.status(self.state)

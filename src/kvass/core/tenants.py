@@ -40,6 +40,10 @@ class Tenant(msgspec.Struct, eq=False):
     evicted_bytes: int = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)
 
+    @property
+    def quota(self) -> Quota:
+        return Quota(self.name, self.cap_bytes, self.reserved_bytes)
+
 
 class Tenants:
     """All tenants of an arena of ``arena_bytes``. Ids are small: they index arrays."""
@@ -107,6 +111,18 @@ class Tenants:
         if tenant is None or not tenant.listed:
             raise Refused("bad_value", f"quota {name[:64]!r}: there is none")
         tenant.listed, tenant.cap_bytes, tenant.reserved_bytes = False, NO_CAP, 0
+
+    def replace(self, quotas: tuple[Quota, ...]) -> None:
+        """These are all quotas from now on. Nothing changes if tenants that had quotas before have
+        so much left that there is no place for them."""
+        before = [t.quota for t in self.all.values() if t.listed]
+        for quota in before:
+            self.remove(quota.tenant)
+        try:
+            for quota in quotas:
+                self.set(quota)
+        except Refused:
+            self.replace(tuple(before))
 
     # ------------------------------------------------------------ who makes room
 

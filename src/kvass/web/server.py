@@ -120,11 +120,9 @@ def _prefetch(source: Source, asked: dict[str, Any]) -> HttpReply:
     return HttpReply(HTTPStatus.OK, {"chunks": chunks})
 
 
-def _quotas(source: Source) -> HttpReply:
-    fields, trouble = source.status()
-    if fields is None:
-        return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
-    return HttpReply(HTTPStatus.OK, {"tenants": fields.get("tenants", [])})
+def _quotas(source: Source, query: str) -> HttpReply:
+    reply = _status(source, query)
+    return reply._replace(body={"tenants": reply.body["tenants"]}) if reply.status == 200 else reply
 
 
 def _set_quota(source: Source, asked: dict[str, Any]) -> HttpReply:
