@@ -34,6 +34,7 @@ from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
 from kvass.errors import Refused
 from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
+from kvass.types import Quota
 
 __all__ = ["CacheMachine", "CoreConfig"]
 
