@@ -113,6 +113,7 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "keep_loaded": "no",
         "skip_slow_loads": "no",
         "stop_s": "5",
+        "quota": "a=1GiB:1KiB",
         "log_level": "debug",
         "log_format": "json",
         "http": "127.0.0.1:1",

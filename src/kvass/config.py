@@ -22,7 +22,7 @@ from msgspec import Meta, field
 from kvass.arena.room import room
 from kvass.errors import ConfigError, Unavailable
 from kvass.tiers.url import parse_tier_url, shown
-from kvass.types import PAGE, Timing
+from kvass.types import MOST_QUOTAS, PAGE, Quota, Timing
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
 
@@ -152,6 +152,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             extra={"was": "weigh_loads"},
         ),
     ] = True
+    quota: Annotated[
+        list[str],
+        Meta(description="what a tenant may have of L1, as NAME=CAP:RESERVED (repeatable)"),
+    ] = []
     stop_s: Annotated[
         float,
         Meta(ge=0, le=86_400, description="seconds for what tiers still get after SIGTERM"),
@@ -277,6 +281,27 @@ def _check(config: Config, where: Mapping[str, str]) -> None:
             parse_tier_url(url)
         except ConfigError as error:
             raise ConfigError(f"{where['tier']}: {error}") from None
+    _check_quotas(config, where.get("quota", "quota"))
+
+
+def quotas(config: Config) -> tuple[Quota, ...]:
+    """Raises ``ValueError`` for one that nobody can have."""
+    return tuple(map(Quota.parse, config.quota))
+
+
+def _check_quotas(config: Config, where: str) -> None:
+    try:
+        every = quotas(config)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    names = [quota.tenant for quota in every]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{where}: {min(twice)} has two: give one")
+    reserved = Size(sum(quota.reserved_bytes for quota in every))
+    if reserved > config.l1_size:
+        raise ConfigError(f"{where}: {reserved} are reserved of an l1_size of {config.l1_size}")
+    if len(every) > MOST_QUOTAS:
+        raise ConfigError(f"{where}: {len(every)} tenants, there may be {MOST_QUOTAS}")
 
 
 def to_yaml(config: Config) -> str:

@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "status": "say how a daemon is",
     "top": "watch a daemon",
     "web": "serve a daemon's metrics and dashboard over HTTP",
+    "quota": "change what a tenant may have of L1",
     "clear": "make a daemon forget all rows",
     "bench": "measure this machine, against memcpy",
     "doctor": "say what is found on this machine, and used",

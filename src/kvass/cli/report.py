@@ -42,6 +42,7 @@ def report(fields: dict[str, Any]) -> Iterator[str]:
     yield f"saved    {given:,} tokens, {span(saved_s)} of prefill since start"
     yield from _engines(fields.get("engines", []))
     yield from _models(namespaces)
+    yield from _tenants(fields.get("tenants", []))
     yield from _tiers(fields["tiers"])
 
 
@@ -84,6 +85,24 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
             yield from wrap(
                 text + f"they differ in {'; '.join(fields)}", WIDTH, initial_indent="  "
             )
+
+
+def _tenants(tenants: list[dict[str, Any]]) -> Iterator[str]:
+    """Of those that have asked, or have a quota, once there is more than the default one."""
+    rows = [
+        (
+            t["tenant"],
+            size(t["l1_bytes"]),
+            "-" if t["cap_bytes"] is None else size(t["cap_bytes"]),
+            size(t["reserved_bytes"]),
+            percent(t["hit_tokens"], t["lookup_tokens"]),
+            percent(t["minute_hit_tokens"], t["minute_lookup_tokens"]),
+        )
+        for t in tenants
+        if t["quota"] or t["lookups"] or t["l1_bytes"]
+    ]
+    if len(rows) > 1 or any(t["quota"] for t in tenants):
+        yield from _table(("tenant", "memory", "cap", "reserved", "hits", "last minute"), rows)
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:

@@ -80,6 +80,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     tokens = ns.chunk_tokens
     asked, given = (len(keys) - msg.first) * tokens, (chunks - msg.first) * tokens
     state.answered(instance, ns, asked, given, why, _speed(msg))
+    state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why)
     return state.matched(instance.id, ns, msg.request, msg.first, chunks, parts, readers, msg.spare)
 
 
@@ -169,6 +170,7 @@ def _promotion(
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=homes,
+        tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
     )
 
 
