@@ -50,6 +50,8 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         assert (status, lines[0].rsplit(" ", 1)[1]) == (0, "OK")
         assert lines[1] == "memory   192.0 KiB of 16.0 MiB used (1.2 %), 3 rows, 0 evicted"
         assert lines[2].startswith("hits     75.0 % of 1,024 tokens since start, 75.0 % of 1,024")
+        model = lines[lines.index(next(line for line in lines if line.startswith("model"))) + 1]
+        assert "256 B" in model, "a token of a row of 64 KiB in chunks of 256"
         assert lines[3] == "saved    768 tokens, 0s of prefill since start"
         (engine,) = (line for line in lines if line.startswith("mine"))
         assert f"{os.getpid()}  75.0 %  0s ago" in engine

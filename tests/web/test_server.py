@@ -104,6 +104,27 @@ def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:
         assert rows.find(keys).chunks == 0
 
 
+def test_quotas(web: WebServer, daemon: Daemon) -> None:
+    body = json.dumps({"tenant": "team-a", "cap": "8MiB", "reserved": 1 << 20}).encode()
+    assert ask(web, "POST", "/api/v1/quotas", body)[0] == 401
+    assert ask(web, "POST", "/api/v1/quotas", body, **WRITE) == (200, {"tenant": "team-a"})
+    (team,) = [t for t in daemon.status()["tenants"] if t["quota"]]
+    assert (team["cap_bytes"], team["reserved_bytes"]) == (8 << 20, 1 << 20)
+    assert ask(web, "GET", "/api/v1/quotas")[0] == 200
+    for wrong, why in (
+        ({"tenant": "b", "cap": "1MiB", "reserved": "2MiB"}, "below what is reserved"),
+        ({"tenant": "b", "reserved": "16MiB"}, "L1 has"),
+        ({"tenant": "b", "cap": "lots"}, "no size"),
+        ({"tenant": 1}, "give a name"),
+        ({"tenant": "b", "limit": 1}, "unknown field"),
+        ({"tenant": "b", "remove": True}, "there is none"),
+    ):
+        status, said = ask(web, "POST", "/api/v1/quotas", json.dumps(wrong).encode(), **WRITE)
+        assert (status, why in said["error"]) == (400, True), said
+    body = json.dumps({"tenant": "team-a", "remove": True}).encode()
+    assert ask(web, "POST", "/api/v1/quotas", body, **WRITE)[0] == 200
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "headers", "status"),
     [

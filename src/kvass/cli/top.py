@@ -21,8 +21,20 @@ def run(argv: list[str]) -> int:
     """Show ``kvass status`` again and again, with what happens per second, until Ctrl-C."""
     parser = Parser(prog="kvass top", description="Watch a daemon; Ctrl-C ends it.")
     add_flags(parser, "socket")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between")
-    parser.add_argument("--times", type=int, default=0, metavar="N", help="end after so many")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds between two looks (default: 2)",
+    )
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=0,
+        metavar="N",
+        help="end after so many looks (default: 0, never)",
+    )
     options = vars(parser.parse_args(argv))
     every_s, times = max(0.1, options.pop("every")), options.pop("times")
     before: tuple[float, dict[str, Any]] | None = None

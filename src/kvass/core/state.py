@@ -18,7 +18,7 @@ from kvass.core.settlement import Settlement
 from kvass.core.tier_state import FlushMode, Promotions, Tiers
 from kvass.core.traffic import Traffic
 from kvass.messages import FromClient, FromDaemon, Matched
-from kvass.types import Limits, Timing
+from kvass.types import Limits, Quota, Timing
 
 _MODELS: Final = 64
 _REFUSALS: Final = 8
@@ -46,6 +46,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Whether promoted rows stay in L1 when nobody reads them any more."""
     weigh_loads: bool = True
     """Whether what is cheaper to compute again is not promoted."""
+    quotas: tuple[Quota, ...] = ()
     slice_slots: int = 2048
     """Slots of cleared rows that one step gives back: 2 ms of work."""
     slice_ends: int = 32
@@ -69,6 +70,9 @@ class State:
             slice_slots=config.slice_slots,
             age_at_eviction=self.histograms["age_at_eviction_seconds"],
         )
+        self.tenants = self.store.tenants
+        for quota in config.quotas:
+            self.tenants.set(quota)
         self.settlement = Settlement(self.store, config.timing, self.counters, config.slice_ends)
         self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
         self.sessions: dict[int, ClientSession] = {}

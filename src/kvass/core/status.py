@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.core.tier_state import Loading, TierState
-from kvass.types import SCHEDULER
+from kvass.types import NO_CAP, SCHEDULER
 
 if TYPE_CHECKING:
     from kvass.core.ledger import Entry
     from kvass.core.registry import Instance
     from kvass.core.row_store import RowClass
     from kvass.core.state import State
+    from kvass.core.tenants import Tenant
     from kvass.core.traffic import Traffic
+
+
+_TENANTS_TRAFFIC: Final = (
+    *("lookups", "lookup_tokens", "hit_tokens", "minute_lookup_tokens", "minute_hit_tokens"),
+)
 
 
 def status(state: State) -> dict[str, Any]:
@@ -61,6 +67,7 @@ def status(state: State) -> dict[str, Any]:
             {"instance": name[:80], "text": no.text[:300], "age_s": round(state.now - no.when, 1)}
             for name, no in state.refusals.items()
         ],
+        "tenants": [_tenant(t, state.now) for t in state.tenants.all.values()],
         "forgotten": [
             {"model": model, **_traffic(traffic, state.now)}
             for model, traffic in state.forgotten.items()
@@ -86,6 +93,19 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
         "saved_prefill_s": round(traffic.saved_s, 3),
         "minute_lookup_tokens": asked,
         "minute_hit_tokens": given,
+    }
+
+
+def _tenant(tenant: Tenant, now: float) -> dict[str, Any]:
+    traffic = _traffic(tenant.traffic, now)
+    return {
+        "tenant": tenant.name,
+        "quota": tenant.listed,
+        **{name: traffic[name] for name in _TENANTS_TRAFFIC},
+        "evicted_bytes": tenant.evicted_bytes,
+        "l1_bytes": tenant.taken_bytes,
+        "cap_bytes": None if tenant.cap_bytes == NO_CAP else tenant.cap_bytes,
+        "reserved_bytes": tenant.reserved_bytes,
     }
 
 
@@ -127,7 +147,8 @@ def _tier(name: str, tier: TierState, now: float) -> dict[str, Any]:
 
 
 def _group(row_class: RowClass) -> dict[str, Any]:
-    rows, size = row_class.rows, row_class.spec.row_bytes
+    counts = [each.rows for each in row_class.of_tenants.values()]
+    rows, size = [*map(sum, zip(*counts, strict=True))], row_class.spec.row_bytes
     return {
         "group": row_class.spec.group,
         "kind": row_class.spec.layout.kind,

@@ -3,7 +3,7 @@
 The events are those that vLLM publishes of its own blocks: a row is told as the blocks in it, with
 vLLM's hashes and block size, so that a router needs one index for all media.
 
-Facts relied on (0.32): an event is a ``msgspec.Struct``, whose later versions add fields with
+Facts relied on: an event is a ``msgspec.Struct``, whose later versions add fields with
 defaults; hashes are published as ``maybe_convert_block_hash`` says; ``AllBlocksCleared`` names no
 medium, so it would take the engine's own blocks out of a router's index, too.
 """
@@ -78,7 +78,8 @@ class VllmEvents:
                 request, start, start + size, seen
             )
             keys.append(own)
-        return self._utils.to_event_extra_keys(keys)
+        untag = getattr(self._utils, "to_event_extra_keys", list)  # before 0.31 they have no tags
+        return untag(keys)
 
     def removed(self, group: int, rows: list[bytes]) -> Any:
         """The blocks of rows."""
