@@ -77,7 +77,7 @@ def test_it_shows_what_the_daemon_did(browser: Browser, web: WebServer) -> None:
     assert "1/1" in page.text("#engines")
     assert "read1" in page.text("#leases")
     assert "absent256" in page.text("#misses")
-    assert "default192.0 KiBnone" in page.text("#tenants")
+    assert "default256.0 KiBnone" in page.text("#tenants")
     assert "a daemon is up" in page.text("#events")
     assert "engine" in page.text("#events")
     assert page.errors == []
