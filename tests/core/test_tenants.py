@@ -11,7 +11,7 @@ from kvass.core.effects import QuotasAre
 from kvass.core.tenants import MOST, SHOWN
 from kvass.errors import Refused
 from kvass.types import MOST_QUOTAS, NO_CAP, PAGE, GroupLayout, Quota, RankLayout
-from tests.core.rig import Engine, Rig, layout
+from tests.core.rig import Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig
 
 
@@ -242,6 +242,22 @@ def test_what_a_tier_gives_is_paid_for_by_who_asked() -> None:
     assert figures(rig, "a")["hit_tokens"] == 4 * 16
 
 
+def test_one_step_makes_room_for_one_tenant() -> None:
+    """The others of a message are put off, and are granted when they are asked for again."""
+    e = divided(quota("a"), quota("b")).engine()
+    items = [
+        m.ReserveItem(request=name, digests=digests(name), tenant=tenant)
+        for name, tenant in (("x", "a"), ("y", "a"), ("z", "b"), ("w", "a"))
+    ]
+    assert [(g.chunks, g.later) for g in e.reserve_items(*items)] == [
+        *(((0,), -1), ((0,), -1)),
+        *(((), 0), ((), 0)),
+    ]
+    assert [g.chunks for g in e.reserve_items(items[2])] == [(0,)]
+    undivided = divided().engine()
+    assert [g.later for g in undivided.reserve_items(*items)] == [-1] * 4
+
+
 # ---------------------------------------------------------------- change
 
 
@@ -278,7 +294,7 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
     rig = divided(quota("a", cap=16, reserved=16))
     rig.engine()
     before = rig.status["tenants"]
-    assert "the cap 8KiB is below what is reserved, 12KiB" in refused(rig, quota("b", 2, 3))
+    assert "the cap 8192 is below what is reserved, 12288" in refused(rig, quota("b", 2, 3))
     assert "b: 69632 bytes reserved, 65536 for others" in refused(rig, quota("b", reserved=17))
     assert "not 'other'" in refused(rig, quota("other"))
     assert "letters" in refused(rig, quota("no spaces"))
