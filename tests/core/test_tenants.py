@@ -294,7 +294,7 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
     rig = divided(quota("a", cap=16, reserved=16))
     rig.engine()
     before = rig.status["tenants"]
-    assert "the cap 8192 is below what is reserved, 12288" in refused(rig, quota("b", 2, 3))
+    assert "the cap 8KiB is below what is reserved, 12KiB" in refused(rig, quota("b", 2, 3))
     assert "b: 69632 bytes reserved, 65536 for others" in refused(rig, quota("b", reserved=17))
     assert "not 'other'" in refused(rig, quota("other"))
     assert "letters" in refused(rig, quota("no spaces"))
