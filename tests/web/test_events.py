@@ -18,7 +18,7 @@ TIER = {"tier": "disk:/d", "up": True, "trouble": "", "store_failures": 0, "stor
 
 
 def fields(**more: Any) -> dict[str, Any]:
-    least: dict[str, Any] = {"engines": [], "namespaces": [], "tiers": [], "counters": {}, "tenants": []}
+    least: dict[str, Any] = {"engines": [], "namespaces": [], "tiers": [], "counters": {}}
     return {"boot": "b", "version": "1", "pid": 7, **least, **more}
 
 
