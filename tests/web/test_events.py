@@ -63,6 +63,13 @@ def test_what_changed_is_said(before: Any, after: Any, lines: list[str]) -> None
     assert list(changes(after, after)) == []
 
 
+def test_a_daemon_that_is_older_is_named(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(daemon.socket)
+    monkeypatch.setattr(source.client, "status", lambda _: {"version": "0.0.9"})
+    assert source.status() == (None, "the daemon is older than this (0.0.9): restart it")
+    source.client.close()
+
+
 def test_history_and_events_are_bounded(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models come and go, and the daemon is another one at each look."""
     monkeypatch.setattr(module, "FRESH_S", 0.0)
