@@ -75,8 +75,9 @@ class Endpoint:
         self.registration = registration
         """Said from the next connection on. One being made with another is given up."""
         self.counters: Counter[str] = Counter()
-        """``lookups``, ``unasked`` (there was no connection), ``hits``, ``misses``, ``timeouts``, ``late_replies``, ``dropped``, ``lost``,
-        ``connects``, ``too_large``, ``refused_<code>``, ``failed_<error>``."""
+        """``lookups``, ``unasked`` (there was no connection), ``hits``, ``misses``, ``timeouts``,
+        ``late_replies``, ``dropped``, ``lost``, ``connects``, ``too_large``, ``refused_<code>``,
+        ``failed_<error>``."""
         self.closed = False
         self._path = socket
         self._wants_arena = wants_arena
