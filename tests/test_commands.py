@@ -68,9 +68,10 @@ def test_negative_control_a_wrong_option_or_value_is_seen() -> None:
 
 
 def here(line: str, folder: Path) -> str:
-    """``line`` with paths in ``folder`` and sizes in MiB."""
+    """``line`` with paths in ``folder`` and all sizes divided by 1024."""
     line = re.sub(r"/tmp/kvass-tier|/var/cache/kvass", f"{folder}/tier", line)
     line = re.sub(r"(?<![\w/])/(tmp|run/kvass|etc)/(?=kvass\b)", f"{folder}/", line)
+    line = re.sub(r"(\d+)MiB", r"\1KiB", line)
     return re.sub(r"(\d+)GiB", r"\1MiB", line).replace("127.0.0.1:9273", "127.0.0.1:0")
 
 

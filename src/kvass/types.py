@@ -101,7 +101,7 @@ class Size(int):
     def __str__(self) -> str:
         units = [unit for unit in (_BINARY | _DECIMAL).items() if self and self % unit[1] == 0]
         texts = [f"{self // factor}{unit}" for unit, factor in units]
-        return min([str(int(self)), *texts], key=len)
+        return min([*texts, str(int(self))], key=len)
 
     def rounded(self) -> str:
         """For people, like ``1.86GiB``."""
