@@ -41,6 +41,7 @@ per_engine_labelvalues)
     KVConnectorBase_V1.request_finished(self, request, block_ids)
     KVConnectorBase_V1.has_pending_block_frees(self)
     KVConnectorBase_V1.has_pending_push_work(self)
+    KVConnectorBase_V1.take_events(self)
     KVConnectorBase_V1.reset_cache(self)
     KVConnectorBase_V1.register_kv_caches(self, kv_caches)
     KVConnectorBase_V1.handle_preemptions(self, kv_connector_metadata)
@@ -71,7 +72,10 @@ per_engine_labelvalues)
 v1/metrics/cache_hit_source.py
     CacheHitSource.HOST [0.32]
 v1/core/kv_cache_utils.py
+    generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
     make_block_hash_with_group_id(block_hash, group_id)
+    maybe_convert_block_hash(hash_bytes)
+    to_event_extra_keys(extra_keys) [0.31]
     resolve_none_hash_seed(hash_fn)
     resolve_dcp_kv_block_size(spec, dcp_world_size)
     resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -97,17 +101,20 @@ v1/outputs.py
     KVConnectorOutput.kv_connector_worker_meta = None
 v1/request.py
     Request.request_id
+    Request.all_token_ids
     Request.block_hashes
     Request.cache_salt
     Request.lora_request
     Request.mm_features
     Request.num_computed_tokens
     Request.num_tokens
+    Request.session_id
     Request.skip_reading_prefix_cache
 multimodal/inputs.py
     MultiModalFeatureSpec.identifier
     MultiModalFeatureSpec.mm_hash = None
 lora/request.py
+    LoRARequest.adapter_id
     LoRARequest.lora_name
     LoRARequest.lora_path = ''
 v1/kv_cache_interface.py
@@ -136,6 +143,27 @@ v1/kv_cache_interface.py
     ChunkedLocalAttentionSpec.attention_chunk_size
     MambaSpec.mamba_cache_mode = 'none'
     UniformTypeKVCacheSpecs.kv_cache_specs
+    get_kv_cache_spec_kind(kv_cache_spec)
+    get_kv_cache_spec_sliding_window(kv_cache_spec)
+distributed/kv_events.py
+    BlockStored.block_hashes
+    BlockStored.parent_block_hash
+    BlockStored.token_ids
+    BlockStored.block_size
+    BlockStored.lora_id
+    BlockStored.medium
+    BlockStored.lora_name
+    BlockStored.extra_keys = None
+    BlockStored.group_idx = None
+    BlockStored.kv_cache_spec_kind = None
+    BlockStored.kv_cache_spec_sliding_window = None
+    BlockStored.session_id = None
+    BlockStored.lookahead_token_ids = None [0.33]
+    BlockRemoved.block_hashes
+    BlockRemoved.medium
+    BlockRemoved.group_idx = None
+config/kv_events.py
+    KVEventsConfig.enable_kv_cache_events = False
 config/kv_transfer.py
     KVTransferConfig.engine_id = None
     KVTransferConfig.is_kv_consumer
@@ -184,10 +212,12 @@ config/speculative.py
     SpeculativeConfig.use_eagle_block_drop(self)
 config/vllm.py
     VllmConfig.cache_config = Field(default_factory=CacheConfig)
+    VllmConfig.kv_events_config = None
     VllmConfig.kv_transfer_config = None
     VllmConfig.load_config = Field(default_factory=LoadConfig)
     VllmConfig.lora_config = None
     VllmConfig.model_config = None
+    VllmConfig.num_hash_lookahead_tokens [0.33]
     VllmConfig.num_prefill_lookahead_tokens [0.31]
     VllmConfig.parallel_config = Field(default_factory=ParallelConfig)
     VllmConfig.speculative_config = None

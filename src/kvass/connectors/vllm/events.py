@@ -23,22 +23,37 @@ def maker(vllm_config: Any, kv_cache_config: Any, setup: VllmSetup) -> VllmEvent
     wanted = vllm_config.kv_events_config
     if wanted is None or not wanted.enable_kv_cache_events:
         return None
-    return VllmEvents([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups], setup)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return VllmEvents(specs, setup, getattr(vllm_config, "num_hash_lookahead_tokens", 0))
 
 
 class VllmEvents:
-    """As ``kvass.engine.row_events.EventMaker``. ``specs``: of vLLM's groups."""
+    """As ``kvass.engine.row_events.EventMaker``. ``specs``: of vLLM's groups. ``lookahead``: how
+    many tokens after a block are in its hash, too."""
 
-    def __init__(self, specs: list[Any], setup: VllmSetup) -> None:
-        from vllm.distributed import kv_events
-        from vllm.v1 import kv_cache_interface as interface
-        from vllm.v1.core import kv_cache_utils
+    def __init__(self, specs: list[Any], setup: VllmSetup, lookahead: int) -> None:
+        from vllm.distributed.kv_events import BlockRemoved, BlockStored
+        from vllm.v1.core.kv_cache_utils import (
+            generate_block_hash_extra_keys,
+            maybe_convert_block_hash,
+        )
+        from vllm.v1.kv_cache_interface import (
+            get_kv_cache_spec_kind,
+            get_kv_cache_spec_sliding_window,
+        )
 
-        self._events, self._utils, self._setup = kv_events, kv_cache_utils, setup
+        try:
+            from vllm.v1.core.kv_cache_utils import to_event_extra_keys
+        except ImportError:  # vLLM 0.30 publishes them as they are
+            to_event_extra_keys = list
+        self._setup, self._lookahead = setup, lookahead
+        self._block_stored, self._block_removed = BlockStored, BlockRemoved
+        self._convert, self._published = maybe_convert_block_hash, to_event_extra_keys
+        self._extra_keys_of = generate_block_hash_extra_keys
         self._kinds = [
             {
-                "kv_cache_spec_kind": interface.get_kv_cache_spec_kind(spec).value,
-                "kv_cache_spec_sliding_window": interface.get_kv_cache_spec_sliding_window(spec),
+                "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+                "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
             }
             for spec in specs
         ]
@@ -53,10 +68,10 @@ class VllmEvents:
         first, last = begin // size, end // size
         hashes = theirs.block_hashes[(first + 1) * step - 1 : last * step : step]
         parent = theirs.block_hashes[first * step - 1] if first else None
-        convert, lora = self._utils.maybe_convert_block_hash, theirs.lora_request
-        event = self._events.BlockStored(
-            block_hashes=[convert(each) for each in hashes],
-            parent_block_hash=None if parent is None else convert(parent),
+        lora = theirs.lora_request
+        event = self._block_stored(
+            block_hashes=[self._convert(each) for each in hashes],
+            parent_block_hash=None if parent is None else self._convert(parent),
             token_ids=list(theirs.all_token_ids[begin:end]),
             block_size=size,
             lora_id=lora.adapter_id if lora else None,
@@ -67,6 +82,10 @@ class VllmEvents:
             session_id=theirs.session_id,
             **self._kinds[group],
         )
+        if self._lookahead:
+            ends = range(begin + size, end + size, size)
+            after = [list(theirs.all_token_ids[i : i + self._lookahead]) for i in ends]
+            event.lookahead_token_ids = after
         self._width = len(hashes[0]) if hashes else self._width
         return event, b"".join(hashes)
 
@@ -74,18 +93,16 @@ class VllmEvents:
         """What else is in each block's hash."""
         keys, seen = [], 0
         for start in range(begin, end, size):
-            own, seen = self._utils.generate_block_hash_extra_keys(
-                request, start, start + size, seen
-            )
+            own, seen = self._extra_keys_of(request, start, start + size, seen)
             keys.append(own)
-        return self._utils.to_event_extra_keys(keys)
+        return self._published(keys)
 
     def removed(self, group: int, rows: list[bytes]) -> Any:
         """The blocks of rows."""
         blob, width = b"".join(rows), self._width
         hashes = [blob[i : i + width] for i in range(0, len(blob), width)]
-        return self._events.BlockRemoved(
-            block_hashes=[self._utils.maybe_convert_block_hash(each) for each in hashes],
+        return self._block_removed(
+            block_hashes=[self._convert(each) for each in hashes],
             medium=MEDIUM,
             group_idx=group,
         )
