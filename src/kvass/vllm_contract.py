@@ -41,8 +41,8 @@ per_engine_labelvalues)
     KVConnectorBase_V1.request_finished(self, request, block_ids)
     KVConnectorBase_V1.has_pending_block_frees(self)
     KVConnectorBase_V1.has_pending_push_work(self)
-    KVConnectorBase_V1.take_events(self)
     KVConnectorBase_V1.reset_cache(self)
+    KVConnectorBase_V1.take_events(self)
     KVConnectorBase_V1.register_kv_caches(self, kv_caches)
     KVConnectorBase_V1.handle_preemptions(self, kv_connector_metadata)
     KVConnectorBase_V1.start_load_kv(self, forward_context, **kwargs)
@@ -69,14 +69,31 @@ distributed/kv_transfer/kv_connector/v1/metrics.py
     KVConnectorPromMetrics.__init__(self, vllm_config, metric_types, labelnames, \
 per_engine_labelvalues)
     KVConnectorPromMetrics.observe(self, transfer_stats_data, engine_idx=0)
+distributed/kv_events.py
+    BlockStored.block_hashes
+    BlockStored.parent_block_hash
+    BlockStored.token_ids
+    BlockStored.block_size
+    BlockStored.lora_id
+    BlockStored.medium
+    BlockStored.lora_name
+    BlockStored.extra_keys = None
+    BlockStored.group_idx = None
+    BlockStored.session_id = None
+    BlockStored.lookahead_token_ids = None [0.33]
+    BlockStored.kv_cache_spec_kind = None
+    BlockStored.kv_cache_spec_sliding_window = None
+    BlockRemoved.block_hashes
+    BlockRemoved.medium
+    BlockRemoved.group_idx = None
 v1/metrics/cache_hit_source.py
     CacheHitSource.HOST [0.32]
 v1/core/kv_cache_utils.py
-    generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
     make_block_hash_with_group_id(block_hash, group_id)
-    maybe_convert_block_hash(hash_bytes)
-    to_event_extra_keys(extra_keys) [0.31]
     resolve_none_hash_seed(hash_fn)
+    maybe_convert_block_hash(hash_bytes)
+    generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
+    to_event_extra_keys(extra_keys) [0.31]
     resolve_dcp_kv_block_size(spec, dcp_world_size)
     resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     KVCacheBlock.block_hash
@@ -115,6 +132,7 @@ multimodal/inputs.py
     MultiModalFeatureSpec.mm_hash = None
 lora/request.py
     LoRARequest.adapter_id
+    LoRARequest.name
     LoRARequest.lora_name
     LoRARequest.lora_path = ''
 v1/kv_cache_interface.py
@@ -145,25 +163,6 @@ v1/kv_cache_interface.py
     UniformTypeKVCacheSpecs.kv_cache_specs
     get_kv_cache_spec_kind(kv_cache_spec)
     get_kv_cache_spec_sliding_window(kv_cache_spec)
-distributed/kv_events.py
-    BlockStored.block_hashes
-    BlockStored.parent_block_hash
-    BlockStored.token_ids
-    BlockStored.block_size
-    BlockStored.lora_id
-    BlockStored.medium
-    BlockStored.lora_name
-    BlockStored.extra_keys = None
-    BlockStored.group_idx = None
-    BlockStored.kv_cache_spec_kind = None
-    BlockStored.kv_cache_spec_sliding_window = None
-    BlockStored.session_id = None
-    BlockStored.lookahead_token_ids = None [0.33]
-    BlockRemoved.block_hashes
-    BlockRemoved.medium
-    BlockRemoved.group_idx = None
-config/kv_events.py
-    KVEventsConfig.enable_kv_cache_events = False
 config/kv_transfer.py
     KVTransferConfig.engine_id = None
     KVTransferConfig.is_kv_consumer
@@ -175,6 +174,8 @@ config/cache.py
     CacheConfig.cache_dtype = 'auto'
     CacheConfig.kv_cache_dtype_skip_layers = field(default_factory=list)
     CacheConfig.prefix_caching_hash_algo = 'sha256'
+config/kv_events.py
+    KVEventsConfig.enable_kv_cache_events = False
 config/load.py
     LoadConfig.download_dir = None
     LoadConfig.load_format = 'auto'
@@ -212,7 +213,7 @@ config/speculative.py
     SpeculativeConfig.use_eagle_block_drop(self)
 config/vllm.py
     VllmConfig.cache_config = Field(default_factory=CacheConfig)
-    VllmConfig.kv_events_config = None
+    VllmConfig.kv_events_config
     VllmConfig.kv_transfer_config = None
     VllmConfig.load_config = Field(default_factory=LoadConfig)
     VllmConfig.lora_config = None

@@ -23,9 +23,15 @@ from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
 from kvass.transfer import cuda_driver
 from kvass.transfer.cuda_driver import Device, Survey
+from tests.support.vllm.fake_vllm import UNTESTED, fake_vllm, installed, version_of
 from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 GIB = 1 << 30
+TOUCH = (
+    "v1/core/block_pool.py",
+    "def touch(self, blocks: Sequence[KVCacheBlock])",
+    "def touch(self, group)",
+)
 H200 = Device("NVIDIA H200", 139 * GIB, direct=True)
 OVER_DXG = Device("NVIDIA GeForce RTX 4090", 24 * GIB, direct=False)
 ALL = {
@@ -342,6 +348,27 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
     assert child.poll() is None
     child.kill()
     child.wait(10)
+
+
+# ---------------------------------------------------------------- vLLM
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "level", "says"),
+    [
+        (version_of(installed()), (), "ok", "all that the connector relies on is there"),
+        (UNTESTED, (), "warning", "never tested; all that the connector relies on is there"),
+        (UNTESTED, TOUCH, "warning", "touch(self, group) in v1/core/block_pool.py was BlockPool"),
+        (version_of(installed()), TOUCH, "warning", "touch(self, group) in v1/core/block_pool.py"),
+    ],
+)
+def test_the_vllm_that_is_there_is_checked(
+    tmp_path: Path, version: str, change: tuple[str, ...], level: str, says: str
+) -> None:
+    package = fake_vllm(tmp_path, *([change] if change else []), version=version)
+    found = checks.vllm(made(tmp_path, {"vllm": package, "packages": ALL | {"vllm": version}}))
+    assert (found.level, says in found.found) == (level, True), found
+    assert ("kvass.untested_vllm" in found.do) == (version == UNTESTED and not change)
 
 
 # ---------------------------------------------------------------- the command

@@ -286,3 +286,23 @@ def test_a_format_without_a_name_makes_the_engine_run_uncached() -> None:
         caches.kv_cache_groups[0].kv_cache_spec, attention_chunk_size=Opaque()
     )
     assert "KV cache spec.attention_chunk_size" in inert_reason(config, caches)
+
+
+def test_quantizations_of_one_number_are_told_apart_by_their_name() -> None:
+    """vLLM 0.33 numbers ``CUSTOM`` and ``OCTAVE_K3V4`` alike, so a cache spec cannot tell them."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    found = {}
+    for name, dtype in (("CUSTOM", "a plug-in's"), ("OCTAVE_K3V4", "octave_k3v4")):
+        if not hasattr(KVQuantMode, name):
+            pytest.skip("this vLLM has no such modes")
+        config, caches = make_configs()
+        config.cache_config.cache_dtype = dtype
+        spec = replace(caches.kv_cache_groups[0].kv_cache_spec, kv_quant_mode=KVQuantMode[name])
+        caches.kv_cache_groups[0].kv_cache_spec = spec
+        found[name] = read_setup(config, caches).identity
+    assert found["CUSTOM"] != found["OCTAVE_K3V4"]
+    differ = {
+        name for name in found["CUSTOM"] if found["CUSTOM"][name] != found["OCTAVE_K3V4"][name]
+    }
+    assert differ == {"kv_dtype"}

@@ -364,3 +364,29 @@ def test_a_load_that_cannot_be_handed_over_fails() -> None:
     world.finish(output)
     world.run(client)
     settled(client, world)
+
+
+@pytest.mark.parametrize("end", ["load", "abort"])
+def test_a_load_that_vllm_defers_begins_when_it_says_so(end: str) -> None:
+    """For HiSparse vLLM 0.33 tells of the blocks only when earlier steps are over."""
+    client, world = stored(asynchronous=True)
+    if not hasattr(world.scheduler, "deferred_loads"):
+        pytest.skip("this vLLM defers no loads")
+    world.scheduler.defer_block_free = world.scheduler.defer_async_loads = True
+    world.add("a", range(200, 240))
+    earlier, _ = world.schedule()
+    world.add("b", PROMPT)
+    output, work = world.schedule()
+    assert list(world.scheduler.deferred_loads) == ["b"]
+    assert work.loads == []
+    if end == "abort":
+        world.abort("b")
+    world.finish(earlier)
+    world.finish(output)
+    assert not world.scheduler.deferred_loads
+    output, work = world.schedule()
+    assert [load.request for load in work.loads] == ["b"] * (end == "load")
+    assert all(load.lease in client.handed for load in work.loads)
+    world.finish(output, received=[load.request for load in work.loads])
+    world.run(client)
+    settled(client, world)

@@ -42,6 +42,8 @@ from kvass.types import SCHEDULER, U64Array
 
 PREFETCH_S: Final = 60.0
 """How long a prefetch may take that does not say."""
+GAPS_OF: Final = 8
+"""One lookup in so many tells how long what it hits was not used."""
 MAX_WAIT_S: Final = 300.0
 """No lookup waits longer, whatever it asks."""
 
@@ -65,7 +67,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
     chunks, why = view.longest(view.there()), "absent"
-    if chunks > msg.first:
+    if chunks > msg.first and state.counters["lookups"] % GAPS_OF == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
     parts, _ = view.use(chunks)
     if ns.tier_epochs and chunks < len(keys) - msg.spare:
@@ -77,7 +79,8 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
             why = "not_waited"
     tokens = ns.chunk_tokens
     asked, given = (len(keys) - msg.first) * tokens, (chunks - msg.first) * tokens
-    ns.traffic.answered(state.now, asked, given, why, _speed(msg))
+    state.answered(instance, ns, asked, given, why, _speed(msg))
+    state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why)
     return state.matched(instance.id, ns, msg.request, msg.first, chunks, parts, readers, msg.spare)
 
 
@@ -167,6 +170,7 @@ def _promotion(
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=homes,
+        tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
     )
 
 

@@ -18,10 +18,13 @@ from kvass._version import TESTED_VLLM, __version__
 from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
+from kvass.cli.report import size as in_units
+from kvass.client.health import troubles
 from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.types import Limits, Size
+from kvass.vllm_contract import differences
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -61,12 +64,7 @@ CGROUP: Final = "sys/fs/cgroup"
 def shown(size: float | None) -> str:
     if size is None:
         return "unknown"
-    if size == math.inf:
-        return "unlimited"
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.1f}".removesuffix(".0") + " " + unit
-    return f"{size:.0f} B"
+    return "unlimited" if size == math.inf else in_units(size).replace(".0 ", " ")
 
 
 # ---------------------------------------------------------------- can a daemon serve
@@ -172,6 +170,8 @@ def daemon(m: Machine) -> Finding:
             f"kvass {theirs} answers at {m.socket}: {shown(get('l1_used_bytes', 0))} of "
             f"{shown(get('l1_capacity_bytes', 0))} used, {get('sessions', 1) - 1} other sessions"
         )
+        if unwell := troubles(m.daemon):
+            return warning(f"{found}; {'; '.join(unwell)}", "what is well of it", do="kvass status")
         if theirs == __version__:
             return ok(found, "by every engine that names this socket, or none")
         return note(
@@ -267,7 +267,7 @@ def expandable_segments(m: Machine) -> Finding:
     return warning(
         f"on: {on[0]}={settings[on[0]]}",
         "nothing",
-        "vLLM 0.32 does not start with a KV connector under PYTORCH_CUDA_ALLOC_CONF="
+        "vLLM does not start with a KV connector under PYTORCH_CUDA_ALLOC_CONF="
         "expandable_segments:True, on a CPU neither; other spellings were never tried",
         "leave it out of the engine's environment, or give vLLM --enable-cumem-allocator",
     )
@@ -294,14 +294,19 @@ def vllm(m: Machine) -> Finding:
         return note("not installed in this environment", "other environments' engines", do=do)
     theirs = m.packages[package]
     found = f"{package} {theirs}, torch {m.packages.get('torch', 'unknown')}"
-    if theirs.partition("+")[0] in TESTED_VLLM:
+    tested = theirs.partition("+")[0] in TESTED_VLLM
+    differs = [] if m.vllm is None else differences(m.vllm, theirs)
+    found += "" if tested else ": never tested"
+    if m.vllm is not None:
+        found += f"; {'; '.join(differs) or 'all that the connector relies on is there'}"
+    if tested and not differs:
         return ok(found, "KvassConnector (docs/vllm.md)")
-    return warning(
-        f"{found}: never tested",
-        "no cache: the connector says so in one line",
-        "its engines run uncached",
-        f"vLLM {', '.join(sorted(TESTED_VLLM))}",
-    )
+    do = f"vLLM {', '.join(sorted(TESTED_VLLM))}"
+    if tested:
+        return warning(found, "KvassConnector", "errors or misses: somebody changed this vLLM", do)
+    used, cost = "no cache: the connector says so in one line", "its engines run uncached"
+    do += "" if differs else "; or try it: set kvass.untested_vllm (docs/vllm.md)"
+    return warning(found, used, cost, do)
 
 
 def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Finding:

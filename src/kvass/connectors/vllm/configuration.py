@@ -2,7 +2,7 @@
 
 A file of vLLM's version (see ``adapt.py``).
 
-Facts relied on (0.30 to 0.33): ``parallel_config.rank`` is a worker's place in its engine, tensor-parallel
+Facts relied on: ``parallel_config.rank`` is a worker's place in its engine, tensor-parallel
 ranks consecutive; ``kv_tp_replicas`` consecutive ones of them hold equal KV. Under decode context
 parallelism a block id stands for ``block_size * dcp`` tokens, of which each rank's page holds its
 share. A data-parallel rank is an engine of its own, with an ``engine_id`` of its own.

@@ -3,7 +3,7 @@
 The events are those that vLLM publishes of its own blocks: a row is told as the blocks in it, with
 vLLM's hashes and block size, so that a router needs one index for all media.
 
-Facts relied on (0.32): an event is a ``msgspec.Struct``, whose later versions add fields with
+Facts relied on: an event is a ``msgspec.Struct``, whose later versions add fields with
 defaults; hashes are published as ``maybe_convert_block_hash`` says; ``AllBlocksCleared`` names no
 medium, so it would take the engine's own blocks out of a router's index, too.
 """
@@ -32,28 +32,16 @@ class VllmEvents:
     many tokens after a block are in its hash, too."""
 
     def __init__(self, specs: list[Any], setup: VllmSetup, lookahead: int) -> None:
-        from vllm.distributed.kv_events import BlockRemoved, BlockStored
-        from vllm.v1.core.kv_cache_utils import (
-            generate_block_hash_extra_keys,
-            maybe_convert_block_hash,
-        )
-        from vllm.v1.kv_cache_interface import (
-            get_kv_cache_spec_kind,
-            get_kv_cache_spec_sliding_window,
-        )
+        from vllm.distributed import kv_events
+        from vllm.v1 import kv_cache_interface as interface
+        from vllm.v1.core import kv_cache_utils
 
-        try:
-            from vllm.v1.core.kv_cache_utils import to_event_extra_keys
-        except ImportError:  # vLLM 0.30 publishes them as they are
-            to_event_extra_keys = list
-        self._setup, self._lookahead = setup, lookahead
-        self._block_stored, self._block_removed = BlockStored, BlockRemoved
-        self._convert, self._published = maybe_convert_block_hash, to_event_extra_keys
-        self._extra_keys_of = generate_block_hash_extra_keys
+        self._events, self._utils, self._setup = kv_events, kv_cache_utils, setup
+        self._lookahead = lookahead
         self._kinds = [
             {
-                "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
-                "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+                "kv_cache_spec_kind": interface.get_kv_cache_spec_kind(spec).value,
+                "kv_cache_spec_sliding_window": interface.get_kv_cache_spec_sliding_window(spec),
             }
             for spec in specs
         ]
@@ -68,10 +56,10 @@ class VllmEvents:
         first, last = begin // size, end // size
         hashes = theirs.block_hashes[(first + 1) * step - 1 : last * step : step]
         parent = theirs.block_hashes[first * step - 1] if first else None
-        lora = theirs.lora_request
-        event = self._block_stored(
-            block_hashes=[self._convert(each) for each in hashes],
-            parent_block_hash=None if parent is None else self._convert(parent),
+        convert, lora = self._utils.maybe_convert_block_hash, theirs.lora_request
+        event = self._events.BlockStored(
+            block_hashes=[convert(each) for each in hashes],
+            parent_block_hash=None if parent is None else convert(parent),
             token_ids=list(theirs.all_token_ids[begin:end]),
             block_size=size,
             lora_id=lora.adapter_id if lora else None,
@@ -93,16 +81,19 @@ class VllmEvents:
         """What else is in each block's hash."""
         keys, seen = [], 0
         for start in range(begin, end, size):
-            own, seen = self._extra_keys_of(request, start, start + size, seen)
+            own, seen = self._utils.generate_block_hash_extra_keys(
+                request, start, start + size, seen
+            )
             keys.append(own)
-        return self._published(keys)
+        untag = getattr(self._utils, "to_event_extra_keys", list)  # before 0.31 they have no tags
+        return untag(keys)
 
     def removed(self, group: int, rows: list[bytes]) -> Any:
         """The blocks of rows."""
         blob, width = b"".join(rows), self._width
         hashes = [blob[i : i + width] for i in range(0, len(blob), width)]
-        return self._block_removed(
-            block_hashes=[self._convert(each) for each in hashes],
+        return self._events.BlockRemoved(
+            block_hashes=[self._utils.maybe_convert_block_hash(each) for each in hashes],
             medium=MEDIUM,
             group_idx=group,
         )
