@@ -15,7 +15,7 @@ SEEDS  ?= 10000
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo quick test test-versions check sim bench clean
+.PHONY: help setup demo quick test test-versions check docs sim bench clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
 	@echo "make test-versions   the connector with every vLLM it is for (downloads 600 MB, 20 minutes)"
 	@echo "make check   ruff, mypy --strict, import contracts"
+	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
 	@echo "make bench   all figures of a daemon; bench/__init__.py has those of tiers and GPUs"
 
@@ -92,6 +93,12 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY)
+	@cmp -s requirements/docs.txt $(VENV)/docs/.made-from || { rm -rf $(VENV)/docs \
+	  && $(PIP) --no-deps --target $(VENV)/docs -r requirements/docs.txt && cp requirements/docs.txt $(VENV)/docs/.made-from; }
+	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -W --keep-going -n -q -d .cache/docs-trees . .cache/docs
+	@echo "== .cache/docs/docs/index.html"
 
 sim: $(READY)
 	$(BIN)/python -m tests.support.simulation.simulator --seeds $(SEEDS) --jobs $$(nproc)

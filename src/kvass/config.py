@@ -22,7 +22,7 @@ from msgspec import Meta, field
 from kvass.arena.room import room
 from kvass.errors import ConfigError, Unavailable
 from kvass.tiers.url import parse_tier_url, shown
-from kvass.types import PAGE, Timing
+from kvass.types import MOST_QUOTAS, PAGE, Quota, Timing
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
 
@@ -152,6 +152,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             extra={"was": "weigh_loads"},
         ),
     ] = True
+    quota: Annotated[
+        list[str],
+        Meta(description="what a tenant may have of L1, as NAME=CAP:RESERVED (repeatable)"),
+    ] = []
     stop_s: Annotated[
         float,
         Meta(ge=0, le=86_400, description="seconds for what tiers still get after SIGTERM"),
@@ -271,12 +275,33 @@ def _check(config: Config, where: Mapping[str, str]) -> None:
     if config.l1_size < PAGE:
         raise ConfigError(f"{size}: smaller than one row; use {PAGE} or more")
     if config.l1_size > (have := memory_bytes()):
-        raise ConfigError(f"{size}: more than the {have / 2**30:.1f}GiB there are")
+        raise ConfigError(f"{size}: more than the {Size(have).rounded()} there are")
     for url in config.tier:
         try:
             parse_tier_url(url)
         except ConfigError as error:
             raise ConfigError(f"{where['tier']}: {error}") from None
+    _check_quotas(config, where.get("quota", "quota"))
+
+
+def quotas(config: Config) -> tuple[Quota, ...]:
+    """Raises ``ValueError`` for one that nobody can have."""
+    return tuple(map(Quota.parse, config.quota))
+
+
+def _check_quotas(config: Config, where: str) -> None:
+    try:
+        every = quotas(config)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    names = [quota.tenant for quota in every]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{where}: {min(twice)} has two: give one")
+    reserved = Size(sum(quota.reserved_bytes for quota in every))
+    if reserved > config.l1_size:
+        raise ConfigError(f"{where}: {reserved} are reserved of an l1_size of {config.l1_size}")
+    if len(every) > MOST_QUOTAS:
+        raise ConfigError(f"{where}: {len(every)} tenants, there may be {MOST_QUOTAS}")
 
 
 def to_yaml(config: Config) -> str:
@@ -330,7 +355,7 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
     if not strict and kind is bool:
         value = _BOOLS.get(value, value)
     if name == "allow_uid" and isinstance(value, list):
-        value = [_uid(user) for user in value]
+        value = [_uid(user, origin) for user in value]
     choices = get_args(kind) if get_origin(kind) is Literal else [*_BOOLS] if kind is bool else []
     if choices and not isinstance(value, bool) and value not in choices:
         raise ConfigError(f"{origin}: say one of {', '.join(choices)} (got {shown(repr(value))})")
@@ -342,12 +367,14 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
         raise ConfigError(f"{origin}: {error} (got {shown(repr(value))})") from error
 
 
-def _uid(user: Any) -> Any:
-    """A user's name as the id that belongs to it; anything else as it is."""
-    try:
-        return user if str(user).isdecimal() else pwd.getpwnam(str(user)).pw_uid
-    except KeyError:
+def _uid(user: Any, origin: str) -> Any:
+    """A user's name as the id that belongs to it; a number as it is."""
+    if not isinstance(user, str) or user.lstrip("-").isdecimal():
         return user
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        raise ConfigError(f"{origin}: there is no user {user!r} here: give the id") from None
 
 
 def _unwrap(name: str) -> tuple[Any, Meta]:

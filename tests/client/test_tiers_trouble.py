@@ -25,9 +25,9 @@ from tests.client.test_tiers import (
     eventually,
     flushed,
     loaded,
-    tier_of,
     tiered,
 )
+from tests.daemon.tier_rig import tier_of
 from tests.support.tiers.faulty import url
 
 stored, cold = test_tiers.stored, test_tiers.cold

@@ -20,7 +20,7 @@ from kvass import messages as m
 from kvass.core.effects import Event, Faulted, Received, Send, Stored, TierReport
 from kvass.core.event_lines import line, parse
 from kvass.errors import FrameError
-from kvass.types import PAGE, GroupLayout, RankLayout
+from kvass.types import PAGE, GroupLayout, Quota, RankLayout
 from kvass.wire import framing
 from tests.core.rig import BOOT, GRACE_S, WIDTH, Engine, Rig, digests
 from tests.support.simulation.random_messages import any_message
@@ -172,6 +172,7 @@ class World:
             m.Ping(seq=3),
             m.Status(seq=3),
             m.Clear(seq=3),
+            m.SetQuota(seq=3, quota=Quota("t", 5, 1)),
         ]
 
     def say(self, session: int, kind: type, fields: dict[str, Any]) -> list[Any]:

@@ -15,6 +15,8 @@ from kvass.core.metrics import (
     MISSES,
     NAMESPACE_COUNTERS,
     NAMESPACE_GAUGES,
+    TENANT_COUNTERS,
+    TENANT_GAUGES,
     TIER_COUNTERS,
     TIER_GAUGES,
     TIER_HISTOGRAMS,
@@ -41,18 +43,21 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     status = rig.status
     (tier,), (namespace,) = status["tiers"], status["namespaces"]
     (group,) = namespace["groups"]
+    tenant, _ = status["tenants"]
     other = {"boot", "version", "pid", "up_s", "engines", "namespaces", "tiers", "messages"}
-    assert set(status) == set(GAUGES) | other | {"counters", "histograms", "forgotten"}
+    other |= {"tenants", "counters", "histograms", "forgotten", "refusals"}
+    assert set(status) == set(GAUGES) | other
     assert set(status["histograms"]) == set(HISTOGRAMS)
     named = {"namespace", "model", "epoch", "private", "chunk_tokens", "groups"}
     named |= {"like", "differs_in"}
     assert set(namespace) == set(NAMESPACE_COUNTERS) | set(NAMESPACE_GAUGES) | named
     assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | set(TIER_HISTOGRAMS) | {"tier"}
+    assert set(tenant) == set(TENANT_GAUGES) | set(TENANT_COUNTERS) | {"tenant", "quota"}
     assert set(group) == set(GROUP_GAUGES) | {"group", "kind"}
     assert set(status["counters"]) == set(COUNTERS)
     for declared in (
-        *(COUNTERS, TIER_COUNTERS, NAMESPACE_COUNTERS),
-        *(GAUGES, TIER_GAUGES, NAMESPACE_GAUGES, GROUP_GAUGES),
+        *(COUNTERS, TIER_COUNTERS, NAMESPACE_COUNTERS, TENANT_COUNTERS),
+        *(TENANT_GAUGES, GAUGES, TIER_GAUGES, NAMESPACE_GAUGES, GROUP_GAUGES),
         *(HISTOGRAMS, LOOP_HISTOGRAMS, TIER_HISTOGRAMS, MISSES),
     ):
         assert all(re.fullmatch(r"[A-Z].*\.", meaning) for meaning in declared.values())

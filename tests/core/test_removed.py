@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvass import messages as m
-from kvass.core import removed
+from kvass.core import reading, removed
 from tests.core.rig import WIDTH, Engine, Rig, digests
 from tests.core.test_groups import engine as engine_of
 from tests.core.test_groups import group
@@ -175,13 +175,14 @@ def test_groups_are_told_apart() -> None:
     )
 
 
-def test_what_cannot_be_is_refused() -> None:
-    rig = Rig(keys_per_message=3)
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "AT_ONCE", 3)
+    rig = Rig()
     engine = rig.engine()
     reader = Reader(engine)
     assert reader.ask(width=7).code == "bad_value"
     assert reader.ask(present=(b"", b"")).code == "bad_value"
-    assert reader.ask("a", "b", present=(digests(*"abcd"),)).code == "limit"
+    assert reader.ask(*"abcd").code == "limit"
     assert rig.code(engine.workers[0], m.Removals(seq=5)) == "bad_rank"
     assert rig.code(rig.open(), m.Removals(seq=5)) == "not_registered"
     assert not rig.machine.state.store.removed.noted

@@ -59,12 +59,26 @@ def test_users_level_and_patience_change_and_the_rest_is_named(
         assert not daemon.log().endswith("left to flush\n"), "that is said at info"
 
 
+def test_quotas_change(tmp_path: Path) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text(CONFIG + "quota: ['a=1MiB:4KiB', b=8KiB]\n")
+    with running_daemon(tmp_path, l1_size="1MiB", config=str(file)) as daemon:
+        file.write_text(CONFIG + "quota: ['a=1MiB:8KiB', c=8KiB]\n")
+        assert hup(daemon).startswith("INFO SIGHUP: quota is ['a=1MiB:8KiB', 'c=8KiB'] (was ")
+        quotas = {t["tenant"]: t for t in daemon.status()["tenants"] if t["quota"]}
+        assert quotas.keys() == {"a", "c"}
+        assert quotas["a"]["reserved_bytes"] == 8192
+        file.write_text(CONFIG + "quota: ['a=1MiB:2MiB']\n")
+        assert ":3: quota: quota of a: the cap 1MiB is below what is reserved, 2MiB" in hup(daemon)
+        assert {t["tenant"] for t in daemon.status()["tenants"] if t["quota"]} == {"a", "c"}
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("log_level: info\nlease: 3\n", "unknown option 'lease' in "),
         ("\n\nlog_level: loud\n", ":3: log_level: say one of debug, info, warning, error"),
-        ("allow_uid: [no-such-user]\n", ":1: allow_uid: Expected `int`"),
+        ("allow_uid: [no-such-user]\n", ":1: allow_uid: there is no user 'no-such-user'"),
         ("socket_group: no-such-group\nlog_level: debug\n", "no such group"),
         ("a: [\n", "is no YAML: "),
         ("tier: ['floppy:/x']\n", ":1: tier: tier 'floppy:/x': unknown scheme"),

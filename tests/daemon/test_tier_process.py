@@ -131,7 +131,7 @@ def shell(url: str, **periods: Any) -> Iterator[Shell]:
         frames.TierOpened(),
         frames.TierOpened("no such folder"),
         Probed(1, np.array([True, False])),
-        Loaded(2, np.array([True]), 0.5),
+        Loaded(2, np.array([True])),
         Stored(3, np.zeros(0, np.bool_), down=True),
         EpochIs(4, None),
         EpochIs(4, 2**64 - 1),

@@ -70,6 +70,11 @@ class Rig:
         assert event.op == op, event
         return event
 
+    def ask(self, effect: ToTier) -> Any:
+        """Submit it; its event, which must be the next."""
+        self.submit(effect)
+        return self.end(effect.op)
+
     def ends(self, count: int) -> dict[int, FromTier]:
         """The next so many events by operation: no operation has two of them."""
         found = [self.events.get(timeout=WAIT_S) for _ in range(count)]

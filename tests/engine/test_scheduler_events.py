@@ -19,6 +19,9 @@ from kvass.client.scheduler import Match
 from kvass.connectors.vllm.events import VllmEvents
 from kvass.engine import row_events
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.engine.test_scheduler_groups import MODELS
+from tests.engine.test_scheduler_lora import train
+from tests.support.vllm.hybrid import HybridEngine
 from tests.support.vllm.ranks import StubModelEngine, until
 from tests.support.vllm.scheduler import BLOCK, CHUNK
 
@@ -254,6 +257,59 @@ def test_without_kv_events_nothing_is_asked(daemon: Daemon) -> None:
     assert one.world.connector._planner.events is None
     assert one.world.connector.take_events() == []
     assert not daemon.status()["messages"].get("removals")
+    one.close()
+
+
+def test_lora_adapters(
+    daemon: Daemon, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests in the daemon have a salt of the adapter's files, vLLM's hashes have not."""
+    monkeypatch.setattr(row_events, "AWAY_S", 0.3)
+    adapter, a = train(tmp_path / "adapter", b"1234"), engine()
+    for name in ("stores", "loads"):
+        a.world.add(name, prompt(0), max_tokens=20, lora=adapter)
+        a.settle(lambda name=name: name not in a.world.scheduler.requests, "its end")
+        a.settle(lambda: a.rows() == 3, "three rows are announced")
+        assert a.router.index.cached(prompt(0)) == 0, "a prompt without it has none"
+        assert a.world.scheduler.reset_prefix_cache()
+    daemon.kill()
+    a.settle(lambda: a.rows() == 0, "they are withdrawn")
+
+
+@pytest.mark.parametrize("model", ["mixed", "deepseek-v4"])
+def test_models_of_several_groups(daemon: Daemon, tmp_path: Path, model: str) -> None:
+    """What is announced of each group is what vLLM announces of its own blocks."""
+    endpoint = f"ipc://{tmp_path}/events"
+    events = {"endpoint": endpoint, "replay_endpoint": f"{endpoint}-again"}
+    one = HybridEngine(
+        daemon.socket, MODELS[model], daemon, blocks=400, batched=128, kv_events=events
+    )
+    one.wait_connected()
+    router, seen = Subscriber(*events.values()), list[dict[str, Any]]()
+    router.index.apply = seen.append  # type: ignore[method-assign]
+    one.generate("a", prompt(0, 300))
+    rows = daemon.status()["rows"]
+
+    def stored(medium: str) -> list[dict[str, Any]]:
+        router.poll()
+        return [e for e in seen if e["type"] == "BlockStored" and e["medium"] == medium]
+
+    until(lambda: one.step() and len(stored("CPU")) == rows, "every row is announced")
+    blocks: dict[tuple[int, bytes], Any] = {}
+    for e in stored("GPU"):
+        hashes, size = e["block_hashes"], e["block_size"]
+        for i, each in enumerate(hashes):
+            blocks[e["group_idx"], each] = size, hashes[i - 1] if i else e["parent_block_hash"]
+    assert {group for group, _ in blocks} == set(range(len(MODELS[model])))
+    for e in stored("CPU"):
+        parent, size = e["parent_block_hash"], e["block_size"]
+        assert len(e["token_ids"]) == size * len(e["block_hashes"])
+        for each in e["block_hashes"]:
+            assert blocks[e["group_idx"], each][0] == size
+            if e["kv_cache_spec_kind"] == "full_attention":
+                assert blocks[e["group_idx"], each][1] == parent
+            parent = each
+    router.close()
     one.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -34,9 +33,13 @@ class Outcomes(RecordTier):
     def _get(self, keys: Sequence[bytes], into: object) -> list[Outcome]:
         return self._exists(keys)
 
-    def _nothing(self, *_: object) -> Any: ...
+    def _clear(self) -> None: ...
 
-    _clear = _get_note = _put_note = _close = _nothing
+    def _get_note(self, name: str) -> None: ...
+
+    def _put_note(self, name: str, value: bytes) -> None: ...
+
+    def _close(self) -> None: ...
 
 
 def test_trouble_with_some_is_a_miss_and_with_all_is_the_tiers() -> None:

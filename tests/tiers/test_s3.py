@@ -14,6 +14,7 @@ from kvass.errors import ConfigError, TierDown
 from kvass.testing.tier_suite import data_of, eventually, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers.codec import record_key
+from kvass.tiers.object_store import ObjectTier
 from tests.support.servers.s3 import BUCKET, S3Server, credentials
 from tests.tiers.conftest import Start
 from tests.tiers.records import KEYS, OpenAt, Raw, SharedSuite, down, fill, hits, keys_of, works
@@ -124,8 +125,7 @@ def test_an_unknown_bucket_is_said_until_it_is_there(server: S3Server) -> None:
     server.ask("PUT", "later")
     assert tier.probe(KEYS) == [False] * 10
     assert tier.note("epoch") is None
-    assert all(fill(tier, KEYS))
-    assert all(hits(tier, KEYS))
+    assert works(tier)
     tier.close()
 
 
@@ -176,8 +176,7 @@ def test_wrong_credentials_are_said_and_right_ones_work(start: Start) -> None:
         tier.close()
     with credentials(key, secret):
         tier = open_tier(url)
-    assert all(fill(tier, KEYS))
-    assert all(hits(tier, KEYS))
+    assert works(tier)
     tier.close()
 
 
@@ -236,6 +235,14 @@ def test_the_urls_endpoint_goes_before_the_environments(
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     tier = open_tier(server.url("mine"))
     assert all(fill(tier, KEYS[:1]))
+    tier.close()
+
+
+def test_requests_and_bytes_in_flight_are_bounded() -> None:
+    """By the pool, as ``test_worker_pool.py`` shows."""
+    tier = open_tier("s3:bucket?connections=5")
+    assert isinstance(tier, ObjectTier)
+    assert (tier._pool._size, tier._pool._room) == (5, 64 << 20)
     tier.close()
 
 

@@ -117,7 +117,10 @@ def test_doctor_asks_a_driver_without_a_context(
         stub.set("stub_version", version)
         found = Failing(stub, **instead)
         monkeypatch.setattr(driver, "load_driver", lambda found=found: found)
+        begin = stub.count
         assert driver.ask(devices=True) == DriverReport(expected)
+        asked = {call.name for call in stub.calls(begin)}
+        assert ("cuGetProcAddress_v2" in asked) is expected.batches, "what CUDA 11 does not have"
         begin = stub.count
         assert driver.ask(devices=False) == DriverReport(Survey(version))
         assert [call.name for call in stub.calls(begin)] == ["cuDriverGetVersion"]

@@ -32,7 +32,8 @@ class _Zeros(dict[str, Any]):
             return _Zeros()
         if name == "miss_tokens":
             return dict.fromkeys(MISSES, 0)
-        return [_Zeros(model="", kind="")] if name in ("namespaces", "tiers", "groups") else 0
+        lists = "namespaces", "tiers", "groups", "tenants"
+        return [_Zeros(model="", kind="")] if name in lists else 0
 
     def __contains__(self, name: object) -> bool:
         return True

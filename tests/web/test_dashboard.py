@@ -77,6 +77,7 @@ def test_it_shows_what_the_daemon_did(browser: Browser, web: WebServer) -> None:
     assert "1/1" in page.text("#engines")
     assert "read1" in page.text("#leases")
     assert "absent256" in page.text("#misses")
+    assert "default256.0 KiBnone" in page.text("#tenants")
     assert "a daemon is up" in page.text("#events")
     assert "engine" in page.text("#events")
     assert page.errors == []
@@ -122,6 +123,7 @@ def test_all_that_scrolls_or_acts_is_reached_by_the_keyboard(
     assert [name for name in dict.fromkeys(seen) if name not in ("BODY", "")] == [
         "model",
         "models",
+        "tenants",
         "tiers",
         "engines",
         "events",

@@ -139,5 +139,23 @@ def test_models_beyond_the_bound_are_one(daemon: Daemon) -> None:
     assert rows["other"] == 10 * rows["m0"] == 30
 
 
+def test_tenants_that_clients_invent_are_one(daemon: Daemon) -> None:
+    fields = daemon.status()
+    default, other = fields["tenants"]
+    assert default["l1_bytes"] >= 3 * ROW
+    listed = {**other, "tenant": "team-a", "quota": True, "cap_bytes": 5}
+    invented = [{**other, "tenant": f"<{i}>", "lookups": 2} for i in range(30)]
+    fields["tenants"] += [listed, *invented]
+    seen = samples(fields)
+    lookups = {
+        dict(labels)["tenant"]: value
+        for (name, labels), value in seen.items()
+        if name == "kvass_tenant_lookups_total"
+    }
+    assert lookups == {"default": 1, "team-a": 0, "other": 60}
+    assert seen["kvass_tenant_cap_bytes", (("tenant", "team-a"),)] == 5
+    assert ("kvass_tenant_cap_bytes", (("tenant", "other"),)) not in seen, "there is no cap"
+
+
 def test_tiers_of_one_kind_are_told_apart() -> None:
     assert tier_labels(["disk:/a", "redis://h", "disk:/b"]) == ["disk", "redis", "disk-2"]

@@ -104,6 +104,27 @@ def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:
         assert rows.find(keys).chunks == 0
 
 
+def test_quotas(web: WebServer, daemon: Daemon) -> None:
+    body = json.dumps({"tenant": "team-a", "cap": "8MiB", "reserved": 1 << 20}).encode()
+    assert ask(web, "POST", "/api/v1/quotas", body)[0] == 401
+    assert ask(web, "POST", "/api/v1/quotas", body, **WRITE) == (200, {"tenant": "team-a"})
+    (team,) = [t for t in daemon.status()["tenants"] if t["quota"]]
+    assert (team["cap_bytes"], team["reserved_bytes"]) == (8 << 20, 1 << 20)
+    assert ask(web, "GET", "/api/v1/quotas")[0] == 200
+    for wrong, why in (
+        ({"tenant": "b", "cap": "1MiB", "reserved": "2MiB"}, "below what is reserved"),
+        ({"tenant": "b", "reserved": "16MiB"}, "L1 has"),
+        ({"tenant": "b", "cap": "lots"}, "no size"),
+        ({"tenant": 1}, "give a name"),
+        ({"tenant": "b", "limit": 1}, "unknown field"),
+        ({"tenant": "b", "remove": True}, "there is none"),
+    ):
+        status, said = ask(web, "POST", "/api/v1/quotas", json.dumps(wrong).encode(), **WRITE)
+        assert (status, why in said["error"]) == (400, True), said
+    body = json.dumps({"tenant": "team-a", "remove": True}).encode()
+    assert ask(web, "POST", "/api/v1/quotas", body, **WRITE)[0] == 200
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "headers", "status"),
     [
@@ -212,12 +233,19 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def pss_bytes(pid: int) -> int:
+    """A process's share of memory."""
+    return 1024 * int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0])
+
+
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_serve_starts_it_again_and_takes_it_along(tmp_path: Path, end: str) -> None:
     port = free_port()
     with running_daemon(tmp_path, "16MiB", http=f"127.0.0.1:{port}") as daemon:
         assert eventually(lambda: healthy(port))
         (first,) = children(daemon.pid)
+        assert pss_bytes(first) <= 20 << 20
+        assert "numpy" not in Path(f"/proc/{first}/maps").read_text()
         os.kill(first, 9)
         assert eventually(lambda: first not in children(daemon.pid) and healthy(port))
         (second,) = children(daemon.pid)

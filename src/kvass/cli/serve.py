@@ -26,7 +26,9 @@ def run(argv: list[str]) -> int:
     parser = Parser(prog="kvass serve", description="Run the daemon until SIGTERM or SIGINT.")
     add_flags(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
-    parser.add_argument("--print-config", action="store_true", help="print as YAML, and leave")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the options that hold, as YAML, and end"
+    )
     options = vars(parser.parse_args(argv))
     file, only_print = options.pop("config"), options.pop("print_config")
     config = load(options, os.environ, file)

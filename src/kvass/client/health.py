@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
+
+REFUSED_S: Final = 60.0
+"""So long a refused engine is a trouble: it asks again after pauses of up to half a minute."""
 
 
-def troubles(fields: dict[str, Any]) -> list[str]:
+def troubles(fields: Mapping[str, Any]) -> list[str]:
     """What is wrong, a line each; empty: nothing."""
     found = []
     for engine in fields.get("engines", []):
         if missing := engine["missing_ranks"]:
             ranks = ", ".join(map(str, missing[:8]))
             found.append(f"engine {engine['instance']} waits for its ranks {ranks}")
-    lines = {tier["tier"]: tier_trouble(tier) for tier in fields["tiers"]}
+    found += [
+        f"engine {refusal['instance']} was refused: {refusal['text']}"
+        for refusal in fields.get("refusals", [])
+        if refusal["age_s"] < REFUSED_S
+    ]
+    lines = {tier["tier"]: tier_trouble(tier) for tier in fields.get("tiers", [])}
     return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
 
 

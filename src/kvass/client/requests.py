@@ -18,6 +18,7 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Register: m.Registered,
     m.Lookup: m.Matched,
     m.Prefetch: m.Prefetched,
+    m.SetQuota: m.QuotaSet,
     m.Reserve: m.Granted,
     m.Ping: m.Pong,
     m.Clear: m.Cleared,

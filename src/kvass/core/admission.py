@@ -6,7 +6,8 @@ it was writing is published.
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Final
 
 import msgspec
@@ -21,7 +22,7 @@ from kvass.core.registry import (
     namespace_digest,
     row_class_specs,
 )
-from kvass.core.row_store import Namespace
+from kvass.core.row_store import Namespace, RowClass
 from kvass.core.rows import NEVER
 from kvass.core.settlement import MOVED
 from kvass.core.state import State
@@ -71,6 +72,8 @@ def _admit(state: State, session: ClientSession, terms: Register) -> None:
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace
     instance.sessions[terms.rank] = session.id
     session.registered = terms
+    state.refusals.pop(instance.id, None)
+    instance.seen_s = state.now
     state.instances[instance.id] = instance
 
 
@@ -131,11 +134,16 @@ def _make_place(state: State) -> None:
     if len(state.namespaces) < state.config.limits.namespaces:
         return
     uses = state.store.last_uses()
-    last = {ns.id: max(uses.get(c.id, NEVER) for c in ns.classes) for ns in idle}
+    last = {ns.id: max(uses.get(c.id, NEVER) for c in _every_class(ns)) for ns in idle}
     oldest = min(idle, key=lambda ns: last[ns.id], default=None)
     if oldest is None or last[oldest.id] >= state.store.table.clock:
         raise Refused("limit", f"at most {state.config.limits.namespaces} namespaces")
     _drop(state, [oldest])
+
+
+def _every_class(ns: Namespace) -> Iterator[RowClass]:
+    """Those of all tenants."""
+    return chain.from_iterable(c.of_tenants.values() for c in ns.classes)
 
 
 def _drop(state: State, gone: list[Namespace]) -> None:

@@ -34,6 +34,7 @@ from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
 from kvass.errors import Refused
 from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
+from kvass.types import Quota
 
 __all__ = ["CacheMachine", "CoreConfig"]
 
@@ -48,6 +49,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
     messages.Clear: clearing.clear,
+    messages.SetQuota: clearing.set_quota,
     messages.Removals: reading.removals,
     messages.Ping: lambda *_: Pong(),
     messages.Status: lambda state, *_: StatusReply(fields=fields.status(state)),
@@ -71,6 +73,8 @@ def _received(state: State, event: effects.Received) -> None:
                 state.send(session.id, reply)
     except Refused as no:
         state.counters[f"refused_{no.code}"] += 1
+        if type(message) is messages.Register:
+            state.refused(message.instance, no.text)
         state.send(session.id, Error(seq=message.seq, code=no.code, text=no.text))
 
 
@@ -111,6 +115,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.EpochIs: _epoch_is,
     effects.Emptied: epochs.emptied,
     effects.TierReport: _tier_report,
+    effects.QuotasAre: lambda state, event: state.tenants.replace(event.quotas),
     effects.Stopping: lambda state, _: flush.stop(state),
 }
 
@@ -169,6 +174,11 @@ class CacheMachine:
         tiers = zip(self.state.config.tiers, self.state.tiers.all, strict=True)
         left = [(name, flush.rows_left(self.state, tier)) for name, tier in tiers]
         return [(name, rows) for name, rows in left if rows]
+
+    @property
+    def quotas(self) -> frozenset[Quota]:
+        """All that are in force."""
+        return frozenset(t.quota for t in self.state.tenants.all.values() if t.listed)
 
     def status(self) -> dict[str, Any]:
         return fields.status(self.state)

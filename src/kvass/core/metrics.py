@@ -34,7 +34,7 @@ COUNTERS: Final[dict[str, str]] = {
     "lapsed_leases": "Leases that ended at their deadline, not by a release.",
     "flushes_lost": "Rows that left L1 before a tier they were queued for took them.",
     "evicted_capacity": "Rows evicted to make room for others of their layer group.",
-    "evicted_handed_over": "Rows evicted because their memory went to another layer group.",
+    "evicted_handed_over": "Rows evicted as their memory went to another layer group or tenant.",
     "evicted_orphaned": "Rows of windows and states evicted with the full row they need.",
     "bytes_evicted_capacity": "Bytes of the rows of `evicted_capacity`.",
     "bytes_evicted_handed_over": "Bytes of the rows of `evicted_handed_over`.",
@@ -119,7 +119,7 @@ MISSES: Final[dict[str, str]] = {
 HISTOGRAMS: Final[dict[str, str]] = {
     "lookup_tiers_seconds": "Time of lookups and prefetches that waited for tiers.",
     "age_at_eviction_seconds": "How long evicted rows had not been used.",
-    "reuse_gap_seconds": "How long the last chunk of a hit had not been used before.",
+    "reuse_gap_seconds": "How long the last chunk of a hit had not been used; of one lookup in 8.",
 }
 
 LOOP_HISTOGRAMS: Final[dict[str, str]] = {
@@ -136,6 +136,21 @@ TIER_HISTOGRAMS: Final[dict[str, str]] = {
 NAMESPACE_GAUGES: Final[dict[str, str]] = {
     "minute_lookup_tokens": "Tokens that lookups of the last minute asked for.",
     "minute_hit_tokens": "Tokens that lookups of the last minute were given.",
+}
+
+TENANT_COUNTERS: Final[dict[str, str]] = {
+    "lookups": "Lookups of the tenant.",
+    "lookup_tokens": "Tokens that its lookups asked for, beyond what the engine had itself.",
+    "hit_tokens": "Tokens that its lookups were given.",
+    "evicted_bytes": "Rows that it paid for and that were evicted to make room.",
+}
+
+TENANT_GAUGES: Final[dict[str, str]] = {
+    "minute_lookup_tokens": "Tokens that its lookups of the last minute asked for.",
+    "minute_hit_tokens": "Tokens that its lookups of the last minute were given.",
+    "l1_bytes": "Memory of L1 that it pays for, in whole extents: free slots count.",
+    "cap_bytes": "Memory of L1 that it may have; none: it has no cap.",
+    "reserved_bytes": "Memory of L1 that is reserved for it.",
 }
 
 GROUP_GAUGES: Final[dict[str, str]] = {

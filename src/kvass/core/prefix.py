@@ -49,8 +49,8 @@ class PrefixView:
 
         A window of one token needs no row, so not every group has one.
         """
-        row = max(int(rows[end - 1]) for rows in self.found)
-        return 0.0 if row == ABSENT else self._store.uses.age(int(self._store.table.stamp[row]))
+        row = max([rows.item(end - 1) for rows in self.found])
+        return 0.0 if row == ABSENT else self._store.uses.age(self._store.table.stamp.item(row))
 
     def use(self, end: int) -> tuple[tuple[ClassRows, ...], tuple[ClassRows, ...]]:
         """The rows that a hit of ``end`` chunks returns, and its spare ones. All of them are in use

@@ -244,7 +244,10 @@ def _load(
     """Take slots for all of ``wanted`` and ask the tiers to fill them; ``upto``. If there is no
     room for all: nothing, and the first chunk for which there was none."""
     classes = promotion.namespace.classes
-    rows, cut = state.store.allocate(classes, promotion.keys[:upto], wanted, protect, LOADING)
+    payer = state.tenants.payer(promotion.tenant)
+    rows, cut = state.store.allocate(
+        classes, promotion.keys[:upto], wanted, protect, payer, LOADING
+    )
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
@@ -368,7 +371,10 @@ def _count(state: State, promotion: Promotion) -> None:
         why = "tier_down"
     asked = (len(promotion.keys) - first) * ns.chunk_tokens
     given = (promotion.chunks - first) * ns.chunk_tokens
-    ns.traffic.answered(state.now, asked, given, why, promotion.prefill_tokens_s)
+    who = state.instances.get(promotion.instance)
+    if who is not None:
+        state.answered(who, ns, asked, given, why, promotion.prefill_tokens_s)
+    state.tenants.of(promotion.tenant).traffic.answered(state.now, asked, given, why)
     homes = promotion.homes[0][promotion.first : promotion.chunks]
     traffic = promotion.namespace.traffic
     chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))

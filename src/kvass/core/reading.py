@@ -24,6 +24,7 @@ from kvass.core.checks import (
 from kvass.core.index import digests_of
 from kvass.core.prefix import PrefixView
 from kvass.core.registry import ClientSession
+from kvass.core.removed import AT_ONCE
 from kvass.core.row_store import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
@@ -41,6 +42,8 @@ from kvass.types import SCHEDULER, U64Array
 
 PREFETCH_S: Final = 60.0
 """How long a prefetch may take that does not say."""
+GAPS_OF: Final = 8
+"""One lookup in so many tells how long what it hits was not used."""
 MAX_WAIT_S: Final = 300.0
 """No lookup waits longer, whatever it asks."""
 
@@ -64,7 +67,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
     chunks, why = view.longest(view.there()), "absent"
-    if chunks > msg.first:
+    if chunks > msg.first and state.counters["lookups"] % GAPS_OF == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
     parts, _ = view.use(chunks)
     if ns.tier_epochs and chunks < len(keys) - msg.spare:
@@ -76,7 +79,8 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
             why = "not_waited"
     tokens = ns.chunk_tokens
     asked, given = (len(keys) - msg.first) * tokens, (chunks - msg.first) * tokens
-    ns.traffic.answered(state.now, asked, given, why, _speed(msg))
+    state.answered(instance, ns, asked, given, why, _speed(msg))
+    state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why)
     return state.matched(instance.id, ns, msg.request, msg.first, chunks, parts, readers, msg.spare)
 
 
@@ -166,6 +170,7 @@ def _promotion(
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=homes,
+        tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
     )
 
 
@@ -188,8 +193,8 @@ def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
     it has no namespace nothing is known."""
     instance, limits = scheduler_of(state, session), state.config.limits
     keys = [split_keys(each, msg.width, 0, limits) for each in (*msg.present, b"")][:-1]
-    if sum(map(len, keys)) > limits.keys_per_message:
-        raise Refused("limit", f"at most {limits.keys_per_message} keys a message")
+    if sum(map(len, keys)) > AT_ONCE:
+        raise Refused("limit", f"present: at most {AT_ONCE} keys a message")
     ns = state.namespace_of(instance)
     if ns is None:
         return Removed(lost=True)

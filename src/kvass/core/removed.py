@@ -16,7 +16,7 @@ from kvass.types import I64Array, U64Array
 ROOM: Final = 1 << 16
 """Rows that are remembered: 3 MiB."""
 AT_ONCE: Final = 1 << 13
-"""Of so many notes one answer tells at most."""
+"""So many notes one answer tells at most, and of so many rows it says whether they are there."""
 _ALL: Final = -1
 """In place of a group: all rows of the namespace are gone."""
 

@@ -11,16 +11,17 @@ from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
 from kvass.core.ledger import ClassRows
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
-from kvass.core.registry import ClientSession, Instance
+from kvass.core.registry import ClientSession, Instance, Refusal
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.session_limits import SessionLimits
 from kvass.core.settlement import Settlement
 from kvass.core.tier_state import FlushMode, Promotions, Tiers
 from kvass.core.traffic import Traffic
 from kvass.messages import FromClient, FromDaemon, Matched
-from kvass.types import Limits, Timing
+from kvass.types import Limits, Quota, Timing
 
 _MODELS: Final = 64
+_REFUSALS: Final = 8
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
@@ -45,6 +46,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Whether promoted rows stay in L1 when nobody reads them any more."""
     weigh_loads: bool = True
     """Whether what is cheaper to compute again is not promoted."""
+    quotas: tuple[Quota, ...] = ()
     slice_slots: int = 2048
     """Slots of cleared rows that one step gives back: 2 ms of work."""
     slice_ends: int = 32
@@ -68,6 +70,9 @@ class State:
             slice_slots=config.slice_slots,
             age_at_eviction=self.histograms["age_at_eviction_seconds"],
         )
+        self.tenants = self.store.tenants
+        for quota in config.quotas:
+            self.tenants.set(quota)
         self.settlement = Settlement(self.store, config.timing, self.counters, config.slice_ends)
         self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
         self.sessions: dict[int, ClientSession] = {}
@@ -77,6 +82,8 @@ class State:
         self.by_digest: dict[bytes, int] = {}
         self.forgotten: dict[str, Traffic] = {}
         """By model, what namespaces counted that are no more: no sum ever falls."""
+        self.refusals: dict[str, Refusal] = {}
+        """The last engines that were refused, by name, until they register."""
         self.messages: Counter[type[FromClient]] = Counter()
         """Messages that were received, by kind, refused ones included."""
         self.populated_bytes = 0
@@ -107,9 +114,10 @@ class State:
             return Matched(boot=self.config.boot, first=first, chunks=first)
         lease = self.settlement.lend(instance, request, parts, readers)
         self.counters["hit_chunks"] += chunks - first
-        self.counters["l1_lent_bytes"] += sum(
-            len(part.rows) * self.store.classes[part.row_class].spec.row_bytes for part in parts
-        )
+        classes = self.store.classes
+        for part in parts:
+            size = classes[part.row_class].spec.row_bytes
+            self.counters["l1_lent_bytes"] += len(part.rows) * size
         return Matched(
             boot=self.config.boot,
             lease=lease.id,
@@ -120,6 +128,23 @@ class State:
             slots=tuple([self.store.slots(part.rows) for part in parts]),
             spare=spare,
         )
+
+    def answered(
+        self, who: Instance, ns: Namespace, asked: int, given: int, why: str, tokens_s: float
+    ) -> None:
+        """A lookup of so many tokens was given so many; ``why`` not all (``metrics.MISSES``).
+        ``tokens_s``: how fast its engine computes; 0: not known."""
+        ns.traffic.answered(self.now, asked, given, why, tokens_s)
+        who.asked += asked
+        who.given += given
+        who.seen_s = self.now
+
+    def refused(self, instance: str, text: str) -> None:
+        """An engine may not register."""
+        self.refusals.pop(instance, None)
+        self.refusals[instance] = Refusal(self.now, text)
+        if len(self.refusals) > _REFUSALS:
+            del self.refusals[next(iter(self.refusals))]
 
     def forget(self, ns: Namespace) -> None:
         """A namespace is dropped: what it counted stays, for so many models at most."""

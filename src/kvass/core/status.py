@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.core.tier_state import Loading, TierState
-from kvass.types import SCHEDULER
+from kvass.types import NO_CAP, SCHEDULER
 
 if TYPE_CHECKING:
     from kvass.core.ledger import Entry
     from kvass.core.registry import Instance
     from kvass.core.row_store import RowClass
     from kvass.core.state import State
+    from kvass.core.tenants import Tenant
     from kvass.core.traffic import Traffic
+
+
+_TENANTS_TRAFFIC: Final = (
+    *("lookups", "lookup_tokens", "hit_tokens", "minute_lookup_tokens", "minute_hit_tokens"),
+)
 
 
 def status(state: State) -> dict[str, Any]:
@@ -57,6 +63,11 @@ def status(state: State) -> dict[str, Any]:
         "reservation_oldest_s": _age(state, state.reservations.oldest, timing.reserve_s),
         "engines": [_engine(state, instance) for instance in state.instances.values()],
         "namespaces": namespaces,
+        "refusals": [
+            {"instance": name[:80], "text": no.text[:300], "age_s": round(state.now - no.when, 1)}
+            for name, no in state.refusals.items()
+        ],
+        "tenants": [_tenant(t, state.now) for t in state.tenants.all.values()],
         "forgotten": [
             {"model": model, **_traffic(traffic, state.now)}
             for model, traffic in state.forgotten.items()
@@ -85,13 +96,31 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
     }
 
 
+def _tenant(tenant: Tenant, now: float) -> dict[str, Any]:
+    traffic = _traffic(tenant.traffic, now)
+    return {
+        "tenant": tenant.name,
+        "quota": tenant.listed,
+        **{name: traffic[name] for name in _TENANTS_TRAFFIC},
+        "evicted_bytes": tenant.evicted_bytes,
+        "l1_bytes": tenant.taken_bytes,
+        "cap_bytes": None if tenant.cap_bytes == NO_CAP else tenant.cap_bytes,
+        "reserved_bytes": tenant.reserved_bytes,
+    }
+
+
 def _engine(state: State, instance: Instance) -> dict[str, Any]:
     ns = state.namespace_of(instance)
+    sessions = [state.sessions[session] for session in instance.sessions.values()]
     return {
         "instance": instance.id,
         "model": instance.terms.model or instance.terms.identity.get("model", ""),
         "namespace": "" if ns is None else ns.digest.hex(),
-        "uids": sorted({state.sessions[s].uid for s in instance.sessions.values()}),
+        "uids": sorted({session.uid for session in sessions}),
+        "pids": sorted({session.pid for session in sessions}),
+        "lookup_tokens": instance.asked,
+        "hit_tokens": instance.given,
+        "seen_s": round(state.now - instance.seen_s, 1),
         "ranks": instance.terms.ranks,
         "missing_ranks": list(instance.missing),
         "scheduler": SCHEDULER in instance.sessions,
@@ -118,7 +147,8 @@ def _tier(name: str, tier: TierState, now: float) -> dict[str, Any]:
 
 
 def _group(row_class: RowClass) -> dict[str, Any]:
-    rows, size = row_class.rows, row_class.spec.row_bytes
+    counts = [each.rows for each in row_class.of_tenants.values()]
+    rows, size = [*map(sum, zip(*counts, strict=True))], row_class.spec.row_bytes
     return {
         "group": row_class.spec.group,
         "kind": row_class.spec.layout.kind,

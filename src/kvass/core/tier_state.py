@@ -235,6 +235,7 @@ class Promotion(Entry, kw_only=True):
     prefill_tokens_s: float
     spare: int
     homes: list[I64Array]
+    tenant: str
     why: str = "absent"
     gone: bool = False
     early: bool = False

@@ -56,6 +56,8 @@ class Traffic(msgspec.Struct):
 
     def last_minute(self, now: float) -> tuple[int, int]:
         """Tokens asked for and given."""
+        if not self.slots:
+            return 0, 0
         oldest = int(now // SLOT_S) - SLOTS
         recent = [pair for slot, pair in self.slots.items() if slot > oldest]
         return sum(asked for asked, _ in recent), sum(given for _, given in recent)

@@ -46,6 +46,7 @@ class Item(NamedTuple):
     first: int
     keys: U64Array
     classes: list[RowClass]
+    tenant: str
 
 
 Used = tuple[int, I64Array]
@@ -86,7 +87,7 @@ def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item
     if not 0 < item.groups < 1 << groups:
         raise Refused("bad_value", f"groups: mask {item.groups} does not fit {groups} groups")
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
-    return Item(item.request, item.first, keys, classes)
+    return Item(item.request, item.first, keys, classes, item.tenant)
 
 
 def _items_now(items: Sequence[ReserveItem], sizes: list[int]) -> int:
@@ -112,7 +113,9 @@ def _grant(
     if not any(map(len, wanted)):
         return Grant(later=later)
     state.counters["chunks_wanted"] += within
-    rows, end = state.store.allocate(item.classes, item.keys[:until], wanted, protect)
+    rows, end = state.store.allocate(
+        item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
+    )
     for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
         n = int(np.searchsorted(w, end))
         state.store.discard(rows[i][n:])

@@ -46,7 +46,8 @@ class Journal:
             who |= known
             waits = f"waits for ranks {', '.join(map(str, reply.missing[:8]))}"
             state = waits if reply.missing else f"namespace {known['namespace']}"
-            self._say(logging.INFO, session, f"registered, model {model}, {state}")
+            named = f"model {model}, " if model else ""
+            self._say(logging.INFO, session, f"registered, {named}{state}")
 
     def lost(self, session: SessionId) -> None:
         """It has ended."""

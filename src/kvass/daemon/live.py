@@ -19,7 +19,7 @@ from kvass.daemon import logs, notify
 from kvass.daemon.listen import Access
 from kvass.errors import ConfigError
 
-LIVE: Final = ("allow_uid", "socket_group", "stop_s", "log_level")
+LIVE: Final = ("allow_uid", "socket_group", "stop_s", "log_level", "quota")
 """Options that change while the daemon runs; all others need a restart."""
 _log: Final = logging.getLogger("kvass")
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from kvass.arena.memory import SLICE_BYTES, Arena
+from kvass.config import quotas
 from kvass.core import effects
 from kvass.core.effects import SessionId
 from kvass.core.epochs import LOOK_AGAIN_S
@@ -143,7 +144,13 @@ class Server:
         """Signals that come while it reloads are one."""
         while await hangups.wait():
             hangups.clear()
+            before = self._live.now.quota
             await self._live.reload()
+            if self._live.now.quota != before:
+                wanted = quotas(self._live.now)
+                self._handle(effects.QuotasAre(wanted))
+                if self._machine.quotas != {*wanted}:
+                    _log.error("SIGHUP: the quotas stay as they were: too many other tenants")
 
     def _stop(self) -> None:
         """A signal: flush what was promised, within ``stop_s``; a second one: leave now."""
@@ -215,7 +222,8 @@ class Server:
         process = process_behind(sock, peer.pid)
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         own = peer.uid in (0, os.geteuid())
-        self._step(effects.Opened(session, peer.uid, own, self._live.access.refusal(peer) or ""))
+        refusal = self._live.access.refusal(peer) or ""
+        self._step(effects.Opened(session, peer.uid, own, refusal, peer.pid))
         self._finish_turn()
 
     def _readable(self, connection: Connection) -> None:

@@ -20,7 +20,7 @@ import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a re
 from kvass._version import __version__
 from kvass.arena import memory
 from kvass.arena.room import SAFE_SHARE, room
-from kvass.config import Config, Size
+from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.listen import Access, listening
 from kvass.daemon.live import LiveConfig
@@ -92,6 +92,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         flush=config.flush,
         retain_promoted=config.keep_loaded,
         weigh_loads=config.skip_slow_loads,
+        quotas=quotas(config),
     )
 
 

@@ -102,7 +102,8 @@ class Planner:
             self._client.settle(name)
             return 0
         hashes, width = state.digests(chunks, salt)
-        found = self._client.match(name, hashes, width, first, self._speed.tokens_s)
+        tenant = state.request.tenant
+        found = self._client.match(name, hashes, width, first, self._speed.tokens_s, tenant)
         if isinstance(found, Pending):
             return None
         state.local = local

@@ -311,7 +311,7 @@ class StorePlanner:
         hashes, width = state.digests(ready, salt)
         offers = []
         for begin, end, mask in self._spans.runs(table, states, since, ready):
-            item = ReserveItem(name, hashes[: end * width], begin, mask)
+            item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
             offers.append(Offer(state, item, end, since, max(since, ready), table, states))
         return offers, width
 

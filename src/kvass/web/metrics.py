@@ -1,7 +1,8 @@
 """Prometheus metrics from the daemon's status; names and meanings from ``kvass.core.metrics``.
 
 Law of this file: a label's values are bounded in number: ``MODELS`` models, the configured tiers,
-fixed codes and reasons. None is a request, a key or a tenant's text.
+fixed codes and reasons, and tenants that have a quota. None is a request, a key or what a client
+calls its tenant.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class StatusCollector:
         names = tier_labels([tier["tier"] for tier in fields["tiers"]])
         yield from _traffic([*fields["forgotten"], *fields["namespaces"]], names)
         yield from _groups(fields["namespaces"])
+        yield from _tenants(fields["tenants"])
         yield from _tiers(fields["tiers"], names)
         yield from _moved(fields, names)
         yield from _histograms(fields, names)
@@ -252,6 +254,25 @@ def _groups(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
         for labels, value in counter.items():
             family.add_metric(labels, value)
         yield family
+
+
+def _tenants(tenants: list[dict[str, Any]]) -> Iterator[Metric]:
+    """Names that an operator gave a quota, and ``default``; of all others, which clients choose,
+    only the sum. A gauge is absent where there is no cap."""
+    for kind, meanings in (
+        (CounterMetricFamily, declared.TENANT_COUNTERS),
+        (GaugeMetricFamily, declared.TENANT_GAUGES),
+    ):
+        for field, help_ in meanings.items():
+            counts: Counter[str] = Counter()
+            for tenant in tenants:
+                if tenant[field] is not None:
+                    known = tenant["quota"] or tenant["tenant"] == "default"
+                    counts[tenant["tenant"] if known else "other"] += tenant[field]
+            family = kind(f"kvass_tenant_{field}", help_, labels=["tenant"])
+            for name, count in counts.items():
+                family.add_metric([name], count)
+            yield family
 
 
 def _tiers(tiers: list[dict[str, Any]], names: list[str]) -> Iterator[Metric]:

@@ -24,7 +24,8 @@ from typing import Any, Final, NamedTuple
 
 from kvass._version import __version__
 from kvass.config import Config
-from kvass.errors import ConfigError, KvassError
+from kvass.errors import ConfigError, KvassError, Refused
+from kvass.types import NO_CAP, Quota, Size
 from kvass.web.access import Denied, HttpAccess, Need
 from kvass.web.metrics import exposition
 from kvass.web.source import Source
@@ -119,6 +120,29 @@ def _prefetch(source: Source, asked: dict[str, Any]) -> HttpReply:
     return HttpReply(HTTPStatus.OK, {"chunks": chunks})
 
 
+def _quotas(source: Source, query: str) -> HttpReply:
+    reply = _status(source, query)
+    return reply._replace(body={"tenants": reply.body["tenants"]}) if reply.status == 200 else reply
+
+
+def _set_quota(source: Source, asked: dict[str, Any]) -> HttpReply:
+    """``{"tenant": NAME, "cap": "8GiB", "reserved": "2GiB"}``, or with ``"remove": true`` none."""
+    tenant, remove = asked.pop("tenant", ""), asked.pop("remove", False)
+    cap, reserved = asked.pop("cap", None), asked.pop("reserved", 0)
+    _nothing_else(asked)
+    if not isinstance(tenant, str) or not isinstance(remove, bool):
+        raise ValueError("tenant: give a name; remove: true or false")
+    cap_bytes = NO_CAP if cap is None else int(Size.parse(cap))
+    quota = Quota(tenant, cap_bytes, int(Size.parse(reserved)))
+    if wrong := quota.wrong():
+        raise ValueError(wrong)
+    try:
+        source.client.set_quota(quota, remove=remove)
+    except Refused as no:
+        raise ValueError(no.text) from no
+    return HttpReply(HTTPStatus.OK, {"tenant": tenant})
+
+
 def _hex(asked: dict[str, Any], name: str) -> bytes:
     try:
         return bytes.fromhex(asked.pop(name, ""))
@@ -139,10 +163,12 @@ READS: Final[dict[str, tuple[Need, Callable[[Source, str], HttpReply]]]] = {
     "/status": ("read", _status),
     "/api/v1/status": ("read", _status),
     "/api/v1/history": ("read", _history),
+    "/api/v1/quotas": ("read", _quotas),
 }
 WRITES: Final[dict[str, Callable[[Source, dict[str, Any]], HttpReply]]] = {
     "/api/v1/clear": _clear,
     "/api/v1/prefetch": _prefetch,
+    "/api/v1/quotas": _set_quota,
 }
 
 

@@ -259,8 +259,10 @@ class SchedulerHarness:
         salt: str | None = None,
         reads: bool = True,
         lora: Path | None = None,
+        params: dict[str, Any] | None = None,
     ) -> Any:
-        """Add a greedy request; ``lora`` is the folder of its adapter."""
+        """Add a greedy request; ``lora`` is the folder of its adapter, ``params`` are vLLM's
+        ``kv_transfer_params``."""
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
@@ -273,6 +275,7 @@ class SchedulerHarness:
                 temperature=0,
                 ignore_eos=True,
                 skip_reading_prefix_cache=not reads,
+                extra_args=params and {"kv_transfer_params": params},
             ),
             pooling_params=None,
             lora_request=LoRARequest(lora.name, 1, str(lora)) if lora is not None else None,

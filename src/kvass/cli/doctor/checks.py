@@ -18,6 +18,8 @@ from kvass._version import TESTED_VLLM, __version__
 from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
+from kvass.cli.report import size as in_units
+from kvass.client.health import troubles
 from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
@@ -62,12 +64,7 @@ CGROUP: Final = "sys/fs/cgroup"
 def shown(size: float | None) -> str:
     if size is None:
         return "unknown"
-    if size == math.inf:
-        return "unlimited"
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.1f}".removesuffix(".0") + " " + unit
-    return f"{size:.0f} B"
+    return "unlimited" if size == math.inf else in_units(size).replace(".0 ", " ")
 
 
 # ---------------------------------------------------------------- can a daemon serve
@@ -173,6 +170,8 @@ def daemon(m: Machine) -> Finding:
             f"kvass {theirs} answers at {m.socket}: {shown(get('l1_used_bytes', 0))} of "
             f"{shown(get('l1_capacity_bytes', 0))} used, {get('sessions', 1) - 1} other sessions"
         )
+        if unwell := troubles(m.daemon):
+            return warning(f"{found}; {'; '.join(unwell)}", "what is well of it", do="kvass status")
         if theirs == __version__:
             return ok(found, "by every engine that names this socket, or none")
         return note(

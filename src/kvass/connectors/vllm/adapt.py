@@ -16,6 +16,7 @@ block is in use. vLLM calls it on the pool object. While a step's metadata is bu
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections import Counter
@@ -34,6 +35,7 @@ from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.boundary import log
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
+from kvass.types import is_tenant_name
 from kvass.vllm_contract import release
 
 try:
@@ -60,6 +62,8 @@ __all__ = [
     "SupportsHMA",
 ]
 
+TENANT: Final = "kvass.tenant"
+"""The name under which a request's ``kv_transfer_params`` say its tenant."""
 TAGGED_HASHES: Final = release(vllm_version) >= (0, 31)
 """Whether a block's hash tells an adapter's name, its path and a salt apart."""
 MAX_TEXTS: Final = 10_000
@@ -152,6 +156,14 @@ class VllmRequest:
     def adapter(self) -> str | None:
         lora = self._request.lora_request
         return None if lora is None else str(lora.lora_path)
+
+    @property
+    def tenant(self) -> str:
+        named = (self._request.kv_transfer_params or {}).get(TENANT)
+        if isinstance(named, str) and named:
+            return named if is_tenant_name(named) else "other"
+        salt = self._request.cache_salt
+        return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:16]}" if salt else ""
 
     @property
     def reads_cache(self) -> bool:
