@@ -147,6 +147,7 @@ class SchedulerClient(Endpoint):
         width: int,
         first: int,
         prefill_tokens_s: float = 0.0,
+        tenant: str = "",
     ) -> Match | Pending | None:
         """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
 
@@ -163,7 +164,9 @@ class SchedulerClient(Endpoint):
         if lookup.match is None:
             wait_s = 0.0
             if not lookup.seq:
-                wait_s = self._look_up(lookup, request, digests, width, first, prefill_tokens_s)
+                wait_s = self._look_up(
+                    lookup, request, digests, width, first, prefill_tokens_s, tenant
+                )
             if lookup.seq:
                 return self._answer(lookup, wait_s, len(digests) // width)
         return lookup.match
@@ -221,10 +224,14 @@ class SchedulerClient(Endpoint):
         width: int,
         first: int,
         prefill_tokens_s: float,
+        tenant: str,
     ) -> float:
         """Send the lookup, if there is a daemon that answers; how long to wait for it."""
         session = self.session
-        if session is None or first * width >= len(digests):
+        if first * width >= len(digests):
+            return 0.0
+        if session is None:
+            self.counters["unasked"] += 1
             return 0.0
         if self.silent_s:
             self.poll()  # what was late may have come since the last step
@@ -252,6 +259,7 @@ class SchedulerClient(Endpoint):
             spare=self._spare,
             budget_ms=bounded(1000 * max(lookup.give_up_s - now_s - ANSWER_S, 0.001)),
             prefill_tokens_s=prefill_tokens_s,
+            tenant=tenant,
         )
         lookup.seq, lookup.first, lookup.session = self.submit(message), first, session
         self.counters["lookups"] += 1

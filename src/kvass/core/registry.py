@@ -19,12 +19,13 @@ from kvass.types import MAX_GROUPS, MAX_RANKS, SCHEDULER, GroupLayout, Limits, R
 
 
 class ClientSession(msgspec.Struct):
-    """One connection. ``own``: of the daemon's user. ``ending``: it was told to go; what it still
-    says is ignored."""
+    """One connection. ``own``: of the daemon's user. ``pid``: 0 if unknown. ``ending``: it was told
+    to go; what it still says is ignored."""
 
     id: int
     uid: int = 0
     own: bool = False
+    pid: int = 0
     greeted: bool = False
     ending: bool = False
     wants_arena: bool = False
@@ -45,6 +46,11 @@ class Instance(msgspec.Struct):
     """What its scheduler said last (``Register``)."""
     namespace: int | None = None
     """Set exactly while all its ranks are registered."""
+    asked: int = 0
+    given: int = 0
+    """Tokens that its lookups asked for and were given."""
+    seen_s: float = 0.0
+    """When it looked something up last, or registered."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -58,6 +64,13 @@ class Instance(msgspec.Struct):
         """Whether every shard has exactly one writer among ``ranks``."""
         shards = sorted(self.workers[r].shard for r in ranks)
         return shards == list(range(self.terms.world_size))
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An engine that may not register, and why."""
+
+    when: float
+    text: str
 
 
 class RowClassSpec(msgspec.Struct, frozen=True):
@@ -155,6 +168,27 @@ def check_agrees(msg: Register, instance: Instance) -> None:
 def _first_difference(ours: dict[str, str], theirs: dict[str, str]) -> tuple[str, str, str]:
     key = min(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
     return f"identity[{key}]", ours.get(key, "(absent)"), theirs.get(key, "(absent)")
+
+
+_CLIP: Final = 40
+_NAMED: Final = 8
+
+
+def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
+    """What ``theirs`` differs in, for people: a field with both values, if they are short."""
+    old, new = (
+        terms.identity | {name: str(getattr(terms, name)) for name in _TERMS[1:]}
+        for terms in (ours, theirs)
+    )
+    if theirs.generation:
+        new["generation"] = "weights replaced while it ran"
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name, "(absent)"), new.get(name, "(absent)")
+        if a != b:
+            values = f": {b}, not {a}" if len(a) <= _CLIP and len(b) <= _CLIP else ""
+            found.append(f"{name[:_CLIP]}{values}")
+    return tuple(found[:_NAMED]) or ("the layout of the KV cache",)
 
 
 def _shape(layout: RankLayout) -> list[tuple[str, int, int]]:

@@ -73,7 +73,8 @@ _RECORD: Final = np.dtype(
         ("slot", "<u4"),
         ("state", np.uint8),
         ("offered", np.bool_),
-        ("", "V2"),
+        ("read", np.bool_),
+        ("", "V1"),
     ]
 )
 assert _RECORD.itemsize == CACHE_LINE
@@ -115,6 +116,8 @@ class RowTable:
         self.state: npt.NDArray[np.uint8] = self._records["state"]
         self.offered: npt.NDArray[np.bool_] = self._records["offered"]
         """A tier gave what is in it, or was asked to take it: ``--flush on_evict`` asks once."""
+        self.read: npt.NDArray[np.bool_] = self._records["read"]
+        """A lookup was given it."""
         self.loader: I64Array = self._records["loader"]
         """Of a LOADING row: the operation that fills it."""
         self.set_of[:] = NOBODY
@@ -149,6 +152,7 @@ class RowTable:
             assert not self.pins[rows].any(), "a pinned row was freed"
             self.stamp[rows] = NEVER
             self.offered[rows] = False
+            self.read[rows] = False
             self.key[rows] = 0
         self.state[rows] = after
 

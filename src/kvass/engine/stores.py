@@ -26,6 +26,7 @@ import numpy as np
 from kvass.client.scheduler import Pending, Reserving, SchedulerClient
 from kvass.engine.adapters import Adapters, NoSalt
 from kvass.engine.protocols import BlockPool, Request, Step
+from kvass.engine.row_events import RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork, Store
 from kvass.layout.spans import Spans, States, Table
@@ -122,6 +123,7 @@ class StorePlanner:
         adapters: Adapters,
         requests: Mapping[str, RequestState],
         pool: BlockPool,
+        events: RowEvents | None = None,
     ) -> None:
         self._setup = setup
         self._client = client
@@ -129,6 +131,7 @@ class StorePlanner:
         self._adapters = adapters
         self._requests = requests
         self._pool = pool
+        self._events = events
         self._number = self._step = 0
         self._pause = self._pause_left = 0
         self._boot = b""
@@ -308,7 +311,7 @@ class StorePlanner:
         hashes, width = state.digests(ready, salt)
         offers = []
         for begin, end, mask in self._spans.runs(table, states, since, ready):
-            item = ReserveItem(name, hashes[: end * width], begin, mask)
+            item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
             offers.append(Offer(state, item, end, since, max(since, ready), table, states))
         return offers, width
 
@@ -352,6 +355,11 @@ class StorePlanner:
         hold.blocks += held
         hold.until_s = max(hold.until_s, granted.deadline_s + HUNG_S)
         work.stores.append(store)
+        if self._events is not None:
+            asked = [g for g in range(count) if mask >> g & 1]
+            rows = [(g, c) for g, cs in zip(asked, grant.rows(), strict=True) for c in cs]
+            digests, width = offer.item.digests, len(offer.item.digests) // offer.end
+            self._events.expect(offer.state.request, digests, width, rows, granted.deadline_s)
 
     def revoke(self, work: StepWork) -> None:
         """Take the stores back out of a step's work."""

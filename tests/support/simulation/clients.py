@@ -289,6 +289,7 @@ class SimulatedEngine:
                 spare=int(self.requests % 4 == 0),
                 budget_ms=rng.choice([0.0, 0.0, 0.1, 20.0, 2000.0, 20000.0]),
                 prefill_tokens_s=rng.choice([0.0, 0.0, 10.0, 1e6]),
+                tenant=self.world.quotas.tenant(),
             )
         )
 
@@ -310,6 +311,7 @@ class SimulatedEngine:
                     digests=b"".join(prompt),
                     first=rng.choice([0, 0, rng.randint(0, len(prompt))]),
                     groups=every if rng.random() < 0.8 else rng.randint(1, every),
+                    tenant=self.world.quotas.tenant(),
                 )
             )
         peer.ask(m.Reserve(items=items, width=WIDTH))

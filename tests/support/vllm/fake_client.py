@@ -38,6 +38,8 @@ class FakeClient:
         self.silent = self.missing = self.refuse = self.deaf = self._overdue = False
         self.reserves: list[list[ReserveItem]] = []
         self.lookups: list[tuple[str, int]] = []
+        self.tenants: list[str] = []
+        """Of the lookups."""
         self.writing: dict[int, list[bytes]] = {}
         self.held: dict[str, Match] = {}
         self.taken: dict[int, str] = {}
@@ -67,7 +69,13 @@ class FakeClient:
         return self.connected and not self._overdue
 
     def match(
-        self, request: str, digests: bytes, width: int, first: int, prefill_tokens_s: float = 0.0
+        self,
+        request: str,
+        digests: bytes,
+        width: int,
+        first: int,
+        prefill_tokens_s: float = 0.0,
+        tenant: str = "",
     ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
         held = self.held.get(request)
@@ -75,6 +83,7 @@ class FakeClient:
             return held
         self.settle(request)
         self.lookups.append((request, first))
+        self.tenants.append(tenant)
         if self.pending:
             self.pending -= 1
             return PENDING
