@@ -10,7 +10,7 @@ from kvass.transfer.base import Done
 MEANINGS: Final[dict[str, str]] = {
     "lookups": "Prompts looked up in kvass.",
     "lookup_tokens": "Tokens looked up in kvass, beyond those in the engine's own cache.",
-    "hit_tokens": "Tokens of them that kvass has.",
+    "hit_tokens": "Looked-up tokens that kvass has.",
     "loads": "Loads of KV from kvass, by all ranks.",
     "load_bytes": "Bytes of KV loaded from kvass.",
     "load_seconds": "Time that loads took, from the step that began them.",
@@ -21,9 +21,9 @@ MEANINGS: Final[dict[str, str]] = {
     "store_seconds": "Time that stores took, from the step that began them.",
     "stores_late": "Stores that ended after their reservation; nothing was stored.",
     "stores_failed": "Stores that failed otherwise; nothing was stored.",
-    "announced_rows": "Rows that KV events said are in kvass.",
-    "withdrawn_rows": "Rows that KV events said are in kvass no more.",
-    "event_resyncs": "Times that each announced row was checked, as removals may have been missed.",
+    "announced_rows": "Rows announced in KV events.",
+    "withdrawn_rows": "Rows withdrawn in KV events.",
+    "event_resyncs": "Times that all announced rows were checked: removals may have been missed.",
 }
 
 
