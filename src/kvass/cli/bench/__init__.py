@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def flags(prog: str) -> Parser:
-    parser = Parser(prog=prog, description="measure this machine, against memcpy")
+    parser = Parser(prog=prog, description="Measure copies and lookups on this machine.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--l1-size",
