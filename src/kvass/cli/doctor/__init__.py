@@ -21,8 +21,8 @@ def run(argv: list[str]) -> int:
     """Look, and print what was seen. Raises ``ConfigError`` for what ``kvass serve`` refuses."""
     parser = Parser(
         prog="kvass doctor",
-        description="Show what kvass finds on this machine, as whoever asks: ask as the user, in "
-        "the container and with the environment of the daemon, or of an engine.",
+        description="Check what this machine can serve. Run it as the user, in the container and "
+        "with the environment of the daemon, or of an engine.",
     )
     add_flags(parser, "l1_size", "socket")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
