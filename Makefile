@@ -97,7 +97,7 @@ check: $(READY)
 docs: $(READY)
 	@cmp -s requirements/docs.txt $(VENV)/docs/.made-from || { rm -rf $(VENV)/docs \
 	  && $(PIP) --no-deps --target $(VENV)/docs -r requirements/docs.txt && cp requirements/docs.txt $(VENV)/docs/.made-from; }
-	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -W --keep-going -n -q -d .cache/docs-trees . .cache/docs
+	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -E -a -W --keep-going -n -q . .cache/docs
 	@echo "== .cache/docs/docs/index.html"
 
 sim: $(READY)
