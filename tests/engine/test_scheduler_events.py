@@ -317,7 +317,12 @@ def test_an_event_is_as_vllms_own(daemon: Daemon, engine: Any) -> None:
     """Parents, tokens, hashes and all else are those of the events of vLLM's own blocks."""
     a, seen = engine(), list[Any]()
     take = a.router.index.apply
-    a.router.index.apply = lambda event: (seen.append(event), take(event))[1]
+
+    def note(event: Any) -> None:
+        seen.append(event)
+        take(event)
+
+    a.router.index.apply = note
     a.world.add("a", prompt(0), salt="tenant", max_tokens=1)
     a.settle(lambda: a.rows() == 3, "three rows are announced")
     stored = [event for event in seen if event["type"] == "BlockStored"]
