@@ -24,7 +24,7 @@ from kvass.core.state import State
 from kvass.core.traffic import Traffic
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
-from kvass.types import SCHEDULER
+from kvass.types import SCHEDULER, chunk_blocks
 
 
 def register(state: State, session: ClientSession, msg: Register) -> Registered:
@@ -98,6 +98,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         digest=digest,
         classes=[state.store.add_class(spec, new) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
+        chunk_blocks=chunk_blocks([s.layout for s in specs], instance.terms.chunk_tokens),
         private=bool(instance.generation),
         model=instance.terms.model or instance.terms.identity.get("model", ""),
         traffic=Traffic(from_tiers=[0] * len(state.config.tiers)),

@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvass.core.blocks import BlockIndex, BlockPrints
 from kvass.core.eviction import Lru
 from kvass.core.extents import STAYS, ExtentMap
-from kvass.core.index import ABSENT, KeyIndex, odd_numbers
+from kvass.core.index import ABSENT, Keyed, KeyIndex, odd_numbers
 from kvass.core.registry import RowClassSpec
 from kvass.core.rows import (
     FAILED,
@@ -56,7 +57,8 @@ GONE_A_STEP: Final = 64
 class RowClass(msgspec.Struct):
     """The rows of one (namespace, group): all of one size, with an index and a record of their use.
 
-    ``slots``: how many its sets have. ``rows``: how many rows are in each state, except FREE.
+    ``blocks``: of the rows whose blocks are known, if there ever were any. ``slots``: how many its
+    sets have. ``rows``: how many rows are in each state, except FREE.
     """
 
     id: int
@@ -68,6 +70,7 @@ class RowClass(msgspec.Struct):
     free: FreeSlots
     rows: list[int]
     slots: int = 0
+    blocks: BlockIndex | None = None
 
 
 class Namespace(msgspec.Struct):
@@ -75,6 +78,7 @@ class Namespace(msgspec.Struct):
 
     ``tier_epochs``: the epoch of its records in each tier; None: not known yet, so that tier is not
     used for it. ``asked_s``: when each was last asked for; infinity: the answer is awaited.
+    ``chunk_blocks``: blocks of a chunk, if hits may end at each of them; 0: they end with a chunk.
     ``private``: of one engine's generation (``messages.Register``). Its rows are in L1 only: no
     tier is asked for an epoch, and both lists are empty.
     """
@@ -83,12 +87,17 @@ class Namespace(msgspec.Struct):
     digest: bytes
     classes: list[RowClass]
     chunk_tokens: int
+    chunk_blocks: int = 0
     model: str = ""
     private: bool = False
     epoch: int = 0
     tier_epochs: list[int | None] = []
     asked_s: list[float] = []
     traffic: Traffic = msgspec.field(default_factory=Traffic)
+
+    def block_tokens(self, blocks: int) -> int:
+        """The tokens of so many blocks of a chunk."""
+        return blocks * self.chunk_tokens // max(1, self.chunk_blocks)
 
 
 class RowStore:
@@ -114,6 +123,9 @@ class RowStore:
         self._extent_bytes = extent_bytes
         self._slice_slots = slice_slots
         self._odd = odd_numbers(seed)
+        self._odd_of_blocks = odd_numbers(seed + b"blocks")
+        self._prints: dict[int, BlockPrints] = {}
+        """By ``BlockPrints.width``."""
         self._next_class = 0
         self._index_room = INDEX_ROOM
         self._cold: list[KeyIndex] = []
@@ -132,7 +144,7 @@ class RowStore:
             spec=spec,
             lru=Lru(self.table),
             slots_per_set=self._slots_per_set(spec),
-            index=self._new_index(spec),
+            index=self._new_index(spec, self.table, self._odd),
             free=FreeSlots(),
             rows=[0] * len(STATE_NAMES),
         )
@@ -141,10 +153,10 @@ class RowStore:
         self._of_namespace.setdefault(namespace, []).append(made)
         return made
 
-    def _new_index(self, spec: RowClassSpec) -> KeyIndex:
+    def _new_index(self, spec: RowClassSpec, table: Keyed, odd: U64Array) -> KeyIndex:
         """With room for all rows of the class that the arena holds, if that much is left."""
         most = min(self.extents.size // spec.row_bytes, ROOM)
-        index = KeyIndex(self.table, self._odd, most if most <= self._index_room else 0)
+        index = KeyIndex(table, odd, most if most <= self._index_room else 0)
         self._index_room -= index.room
         self._cold += [index] if index.cold else []
         return index
@@ -165,12 +177,13 @@ class RowStore:
         sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in gone]))
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
+        indexes = [c.index for c in gone] + [c.blocks.index for c in gone if c.blocks is not None]
+        self._index_room += sum(index.room for index in indexes)
         for row_class in gone:
-            self._index_room += row_class.index.room
             del self.classes[row_class.id]
             self._of_namespace[row_class.namespace].remove(row_class)
-        indexes = {id(row_class.index) for row_class in gone}
-        self._cold = [index for index in self._cold if id(index) not in indexes]
+        ids = {*map(id, indexes)}
+        self._cold = [index for index in self._cold if id(index) not in ids]
         self._gone += gone
 
     def clear(self, namespaces: Collection[Namespace]) -> int:
@@ -291,9 +304,39 @@ class RowStore:
             end = min([end, *chunks[len(taken) : len(taken) + 1].tolist()])
         return rows, end
 
-    def publish(self, rows: I64Array) -> None:
-        """Every shard of ``rows`` is written: they are readable from here on."""
+    def prints(self, keys: U64Array) -> U64Array:
+        """The prints of blocks (``core/blocks.py``)."""
+        found: U64Array = keys.dot(self._odd_of_blocks) | np.uint64(1)
+        return found
+
+    def note_blocks(self, row_class: RowClass, rows: I64Array, prints: U64Array, tail: int) -> None:
+        """``prints`` are those of the blocks of WRITING ``rows``, all but a chunk's last: uint64,
+        ``(len(rows), chunk_blocks - 1)``. Of the last row only ``tail`` blocks are written, unless
+        that is 0."""
+        if row_class.blocks is None:
+            width = prints.shape[1]
+            if width not in self._prints:
+                self._prints[width] = BlockPrints(self.table, width)
+            of = self._prints[width]
+            index = self._new_index(row_class.spec, of, self._odd_of_blocks[:1])
+            row_class.blocks = BlockIndex(of, index)
+        row_class.blocks.prints.note(rows, prints)
+        if tail:
+            self.table.tail[rows[-1]], self.table.offered[rows[-1]] = tail, True
+
+    def publish(self, rows: I64Array) -> I64Array:
+        """Every shard of ``rows`` is written: they are readable from here on. Returns those that
+        tiers may have: a tail is worth no record of a row's size."""
         self._move(rows, WRITING, READY)
+        whole: I64Array = rows[self.table.tail[rows] == 0]
+        owner = self.class_of(rows)
+        if owner is not None and owner.blocks is not None:
+            needless = owner.blocks.add(rows)
+            self._counters["tails_replaced"] += len(needless)
+            held = self.table.pins[needless] > 0
+            self._move(needless[held], READY, TRANSIENT)
+            self.free(needless[~held])
+        return whole
 
     def promoted(self, rows: I64Array, retain: bool) -> None:
         """A tier has filled LOADING ``rows``: they are readable from here on."""
@@ -357,6 +400,8 @@ class RowStore:
         owner = self.class_of(rows)
         if owner is not None:
             owner.index.remove(rows[owner.index.find(self.table.key[rows]) == rows])
+            if owner.blocks is not None:
+                owner.blocks.remove(rows)
 
     # ------------------------------------------------------------ room
 

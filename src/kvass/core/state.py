@@ -7,8 +7,8 @@ from collections import Counter
 import msgspec
 
 from kvass.core.effects import Effect, Send
-from kvass.core.ledger import ClassRows
 from kvass.core.metrics import COUNTERS
+from kvass.core.prefix import Hit
 from kvass.core.registry import ClientSession, Instance
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.session_limits import SessionLimits
@@ -83,27 +83,30 @@ class State:
         ns: Namespace,
         request: str,
         first: int,
-        chunks: int,
-        parts: tuple[ClassRows, ...],
+        hit: Hit,
         readers: set[int],
         spare: int,
+        again: bool = False,
     ) -> Matched:
-        """The answer to a lookup: a match of ``chunks`` chunks, which is lent to ``readers``. If
-        there are but the ``first`` ones, it is a miss."""
-        if chunks == first:
+        """The answer to a lookup: ``hit`` is lent to ``readers``. If it has but the ``first``
+        chunks, it is a miss. ``again``: the hit's chunks are counted already."""
+        if hit.chunks == first and not hit.blocks:
             return Matched(boot=self.config.boot, first=first, chunks=first)
-        lease = self.settlement.lend(instance, request, parts, readers)
-        self.counters["hit_chunks"] += chunks - first
-        ns.traffic.give(self.now, (chunks - first) * ns.chunk_tokens)
+        lease = self.settlement.lend(instance, request, hit.parts, readers)
+        chunks = 0 if again else hit.chunks - first
+        self.counters["hit_chunks"] += chunks
+        self.counters["hit_blocks"] += hit.blocks
+        ns.traffic.give(self.now, chunks * ns.chunk_tokens + ns.block_tokens(hit.blocks))
         return Matched(
             boot=self.config.boot,
             lease=lease.id,
             first=first,
-            chunks=chunks,
+            chunks=hit.chunks,
             given_s=self.now,
             deadline_s=lease.deadline,
-            slots=tuple([self.store.slots(part.rows) for part in parts]),
+            slots=tuple([self.store.slots(part.rows) for part in hit.parts]),
             spare=spare,
+            blocks=hit.blocks,
         )
 
     @property

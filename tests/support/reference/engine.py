@@ -202,9 +202,7 @@ class ReferenceEngine:
         tokens = found.chunks * chunk
         fresh = Request(request.prefixes, [[] for _ in world.groups])
         self._adopt(request, fresh, tokens)
-        loads = world.spans.to_load(
-            fresh.tables, local, first, found.chunks, list(map(len, found.slots))
-        )
+        loads = world.spans.to_load(fresh.tables, local, first, tokens, list(map(len, found.slots)))
         assert loads is not None, f"{found} is not what a hit of {tokens} tokens needs"
         self._copy("load", world.strategy.readers, *loads[:1], found.slots, loads[1])
         for rank in world.strategy.readers:

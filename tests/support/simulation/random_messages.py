@@ -25,6 +25,7 @@ _LAYOUT: Final = random_layout(random.Random(1), [("full", 8, 0)])
 _TIMES: Final = (0.0, 0.0, 10.0, 1e-12, 1e12, 1e9, 1e-12)
 _RANKS: Final = (-1, 0, 0, 1, 2, 3, -2, 127, 128, 1 << 30)
 _VALUES: Final[dict[str, tuple[Any, ...]]] = {
+    "again": (False, False, True),
     "budget_ms": _TIMES,
     "chunk_tokens": (0, -16, 17, 32),
     "client": ("", "stranger"),
@@ -68,6 +69,8 @@ class _Maker:
                 blob = b"".join(rng.choice(rng.choice(self.models).prompts))
                 cut = blob[: rng.randint(0, len(blob))]
                 return cut if odd < 0.1 else blob * 2 if odd < 0.3 else blob
+            case "blocks":
+                return rng.choice([b"", b"", b"x", bytes(WIDTH), rng.randbytes(40 * WIDTH)])
             case "first":
                 return self.number() if odd < 0.25 else 0
             case "lease" | "reservation":

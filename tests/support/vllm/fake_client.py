@@ -26,7 +26,7 @@ class FakeClient:
 
     def __init__(self, socket: str = "", registration: Register | None = None) -> None:
         self.registration = registration
-        self.connected = True
+        self.connected, self.knows_blocks = True, False
         self.rows: set[bytes] = set()
         self.boot = b"boot"
         self.deadline_s = 1e12
@@ -67,7 +67,13 @@ class FakeClient:
         return self.connected and not self._overdue
 
     def match(
-        self, request: str, digests: bytes, width: int, first: int, prefill_tokens_s: float = 0.0
+        self,
+        request: str,
+        digests: bytes,
+        width: int,
+        first: int,
+        prefill_tokens_s: float = 0.0,
+        blocks: object = None,
     ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
         held = self.held.get(request)
