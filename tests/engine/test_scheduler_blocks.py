@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvass.engine.stores import StorePlanner
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.engine.test_scheduler_lora import train
 from tests.support.vllm.ranks import StubModelEngine, until
 from tests.support.vllm.scheduler import BLOCK
 
@@ -36,8 +39,13 @@ def engine(daemon: Daemon, **options: Any) -> StubModelEngine:
 
 
 @pytest.fixture(scope="module")
-def pair(daemon: Daemon) -> Iterator[tuple[StubModelEngine, StubModelEngine]]:
-    """``a`` stores, ``b`` only loads."""
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("adapters") / "one", b"weights")
+
+
+@pytest.fixture(scope="module")
+def pair(daemon: Daemon, adapter: Path) -> Iterator[tuple[StubModelEngine, StubModelEngine]]:
+    """``a`` stores, ``b`` only loads. The adapter is older than both."""
     both = [engine(daemon, chunk=CHUNK), engine(daemon, chunk=CHUNK, kv_role="kv_consumer")]
     yield both[0], both[1]
     for one in both:
@@ -81,30 +89,52 @@ def lengths(rng: random.Random, most: int) -> int:
     return min(max(around, 0), most)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
-    pair: tuple[StubModelEngine, StubModelEngine], tmp_path: Path, part: int
-) -> None:
-    """200 pairs of prompts, 20 to 3,000 tokens long, in four parts."""
-    a, b = pair
-    rng = random.Random(part)
-    adapter = tmp_path / f"adapter {part}"
-    longer = 0
-    for number in range(50):
+def compare(a: StubModelEngine, b: StubModelEngine, adapter: Path, seed: int, pairs: int) -> Any:
+    """Tokens that ``b`` loaded, and those that ``a`` had itself, for pairs of prompts."""
+    rng = random.Random(seed)
+    for _ in range(pairs):
         forget(a)
         first = [rng.randrange(1000) for _ in range(max(20, lengths(rng, 1500)))]
-        kind = rng.choice(["plain", "plain", "salt", "other salt", "turns"])
+        kind = rng.choice(["plain", "plain", "lora", "salt", "other salt", "turns"])
         one: dict[str, Any] = {"salt": "x"} if "salt" in kind else {}
-        two = {"salt": "y"} if kind == "other salt" else one
-        generates = rng.choice([1, 2, BLOCK, 40]) if kind == "turns" else 1
+        one |= {"lora": adapter} if kind == "lora" else {}
+        two = one | {"salt": "y"} if kind == "other salt" else one
+        generates = rng.choice([1, 2, BLOCK, 40]) if kind in ("turns", "lora") else 1
         _, said = run(a, first, max_tokens=generates, **one)
-        shared = said if kind == "turns" else first[: lengths(rng, len(first))]
+        shared = said if generates > 1 else first[: lengths(rng, len(first))]
         rest = [rng.randrange(1000) for _ in range(max(20, lengths(rng, 1500)))]
         second = (shared + rest)[: max(20, lengths(rng, 3000))]
         forget(b)
         loaded, _ = run(b, second, **two)
         local, _ = run(a, second, **two)
-        assert loaded == local, f"pair {number} of part {part}: {kind}, {len(second)} tokens"
-        longer += loaded % CHUNK > 0
-    assert longer > 10
-    assert adapter
+        yield kind, len(second), loaded, local
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
+    pair: tuple[StubModelEngine, StubModelEngine], adapter: Path, part: int
+) -> None:
+    """200 pairs of prompts, 20 to 3,000 tokens long, in four parts."""
+    inside = Counter[str]()
+    for kind, tokens, loaded, local in compare(*pair, adapter, part, 50):
+        assert loaded == local, f"part {part}: {kind}, {tokens} tokens"
+        inside[kind] += loaded % CHUNK > 0
+    assert all(inside[kind] for kind in ("plain", "lora", "salt", "turns")), inside
+    assert not inside["other salt"]
+
+
+@pytest.mark.parametrize("without", ["blocks", "tails"])
+def test_the_comparison_sees_what_is_missing(
+    pair: tuple[StubModelEngine, StubModelEngine],
+    adapter: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    without: str,
+) -> None:
+    """The negative control."""
+    if without == "blocks":
+        monkeypatch.setattr(pair[1].client.session.welcome, "features", ())
+    else:
+        monkeypatch.setattr(StorePlanner, "_tail", lambda *_: 0)
+    answers = [*compare(*pair, adapter, 9, 12)]
+    assert any(loaded < local for _, _, loaded, local in answers)
+    assert not any(loaded > local for _, _, loaded, local in answers)

@@ -103,7 +103,9 @@ class Planner:
             return None
         state.local = state.end = local
         if found is not None:
-            state.end = min(end, self._tokens(found.chunks, found.blocks))
+            state.end = max(local, min(end, self._tokens(found.chunks, found.blocks)))
+            if state.end == local:  # of the chunk in which the engine's own hit ends
+                self._client.settle(name)
         hit = state.end - local
         self.traffic.looked_up(end - local, hit)
         return hit
