@@ -194,16 +194,16 @@ def test_a_row_that_is_used_in_part_decides_the_tokens(
 ) -> None:
     """All that the second engine loads are the first blocks of one row. They are zeroed."""
     first = prompt(stored)
-    second = first[:100] + prompt(100)
+    second, third = (first[:100] + prompt(100) for _ in range(2))
     store(a, first)
     warm = b.one(second)
     assert warm.external == 96
     judge.check(second, warm)
     zero_arena(daemon)
     assert b.reset()
-    wrong = b.one(second)
+    wrong = b.one(third)
     assert wrong.external == 96
-    assert wrong.tokens != warm.tokens
+    assert wrong.tokens != judge.cold(third).tokens
     with Client(daemon.socket) as client:
         client.clear(everything=True)
     assert b.reset()
