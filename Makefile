@@ -15,20 +15,22 @@ SEEDS  ?= 10000
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo quick test check sim bench clean
+.PHONY: help setup demo quick test test-versions check docs sim bench clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
 	@echo "make demo    two vLLM processes share one KV cache: what the second one saves"
 	@echo "make quick   tests of core, client, wire and tiers, no engine, and what they cover (90 s)"
 	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
+	@echo "make test-versions   the connector with every vLLM it is for (downloads 600 MB, 20 minutes)"
 	@echo "make check   ruff, mypy --strict, import contracts"
+	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
 	@echo "make bench   all figures of a daemon; bench/__init__.py has those of tiers and GPUs"
 
 setup: $(READY)
 
-$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt requirements/triton.txt requirements/mooncake.sh
+$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt requirements/triton.txt requirements/mooncake.sh requirements/debian.sh
 	@[[ -n "$(PYTHON)" ]] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvass needs Python >= 3.11 with venv: install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "== 1/5 $$("$(PYTHON)" --version) into $(VENV)"
@@ -41,6 +43,7 @@ $(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requiremen
 	@echo "== 4/5 tests, linters, types"
 	@$(PIP) --no-deps -r requirements/dev.txt $(QUIET)
 	@bash requirements/mooncake.sh $(VENV)
+	@bash requirements/debian.sh $(VENV)
 	@cmp -s requirements/triton.txt $(VENV)/triton/.made-from || { rm -rf $(VENV)/triton \
 	  && $(PIP) --no-deps --target $(VENV)/triton -r requirements/triton.txt && cp requirements/triton.txt $(VENV)/triton/.made-from; }
 	@echo "== 5/5 kvass itself"
@@ -54,7 +57,7 @@ demo: $(READY)
 # Without what takes long, and without the tests of a clock's, a server's or a machine's limits.
 QUICK := tests/core tests/client tests/wire tests/layout \
   $(addprefix tests/tiers/test_,azure.py buffers.py codec.py disk_crash.py disk_damage.py disk_folder.py disk_suite.py \
-    pacing.py pack.py record_tier.py redis.py redis_pieces.py url.py worker_pool.py) \
+    pacing.py record_tier.py redis.py redis_pieces.py url.py worker_pool.py) \
   $(addprefix --ignore=tests/,client/test_capacity.py client/test_grids.py \
     client/test_tiers.py client/test_tiers_trouble.py)
 
@@ -68,11 +71,34 @@ quick: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
+# What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
+SCHEDULERS := tests/test_vllm_contract.py $(wildcard tests/engine/test_scheduler_*.py) \
+  $(addprefix tests/engine/test_,ranks_scheduler.py fields.py)
+ENGINES := $(addprefix tests/engine/test_,right.py eagle.py hybrid.py) -k "not gemma3 and not qwen3"
+VERSIONS = $(shell $(BIN)/python -c 'from kvass._version import *; import vllm._version as v; \
+  print(*sorted(TESTED_VLLM - {v.version}))')
+
+test-versions: $(READY)
+	@bash requirements/overlays.sh $(VENV) $(VERSIONS)
+	@for version in $(VERSIONS); do echo "== vLLM $$version"; \
+	  export VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(VENV)/overlays/$$version; \
+	  $(BIN)/python -m pytest -n $(WORKERS) -q $(SCHEDULERS) || exit; \
+	  [[ -e $$PYTHONPATH/vllm/_C.abi3.so ]] || { echo "no build for a CPU: no engines"; continue; }; \
+	  $(BIN)/python -m pytest -n $(WORKERS) -q $(ENGINES) || exit; \
+	done
+	KVASS_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -q tests/engine/test_two_versions.py
+
 check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY)
+	@cmp -s requirements/docs.txt $(VENV)/docs/.made-from || { rm -rf $(VENV)/docs \
+	  && $(PIP) --no-deps --target $(VENV)/docs -r requirements/docs.txt && cp requirements/docs.txt $(VENV)/docs/.made-from; }
+	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -W --keep-going -n -q -d .cache/docs-trees . .cache/docs
+	@echo "== .cache/docs/docs/index.html"
 
 sim: $(READY)
 	$(BIN)/python -m tests.support.simulation.simulator --seeds $(SEEDS) --jobs $$(nproc)

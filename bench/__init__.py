@@ -8,12 +8,15 @@ From the root of the repository, with what ``make setup`` installs:
                                             gcs:, azure:, mooncake:, each on a server that runs
     python -m bench --gpu                   copies between a GPU and the arena; needs an idle
                                             NVIDIA GPU with 6 GiB, 8 GiB of memory, torch, Triton
+    python -m bench --engine                real vLLM engines: time to the first token, with kvass
+                                            and without
 
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed
 from what was stored. Nothing is left behind on a disk or a server.
 
 What the names mean: those of ``kvass bench`` stand in ``kvass.cli.bench``, those of ``--tier`` in
-``bench.tiers``, those of ``--gpu`` in ``bench.gpu``. ``python -m bench`` alone has, besides:
+``bench.tiers``, those of ``--gpu`` in ``bench.gpu``, those of ``--engine`` in ``bench.engine``.
+``python -m bench`` alone has, besides:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.
 - ``mla_...``: store and load as DeepSeek-V3 does: 61 layers of one plane, scattered runs of 18 KiB,

@@ -128,7 +128,7 @@ def _measure_daemon(
     """The tier behind a daemon, which has rows of an earlier one there."""
     name = fresh_name()
     keys = [os.urandom(WIDTH) for _ in range(count)]
-    flags = ("--tier", _text(url), "--retain-promoted", "no")
+    flags = ("--tier", _text(url), "--keep-loaded", "no")
     with start_daemon(l1_bytes, *flags) as daemon, ExitStack() as ending:
         rows = Rows(daemon.socket, name, size, ending)
         rows.store(keys)

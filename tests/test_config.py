@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvass import config
+from kvass.arena import room
 from kvass.config import Config, Parser, Size, add_flags, load, to_yaml
+from kvass.daemon import main as daemon_main
 from kvass.errors import ConfigError
 from kvass.types import Timing
 
@@ -50,16 +52,16 @@ def test_defaults() -> None:
     got = load({}, {})
     assert got.l1_size <= config.memory_bytes() / 4
     assert got.l1_size % (1 << 20) == 0
-    assert (got.lease_s, got.dma_grace_s) == (Timing().lease_s, Timing().dma_grace_s)
+    assert (got.lease_s, got.lost_engine_grace_s) == (Timing().lease_s, Timing().dma_grace_s)
     assert (got.allow_uid, got.socket_group) == ([], "")
     assert (got.tier, got.flush, got.stop_s) == ([], "write_through", 10)
-    assert (got.retain_promoted, got.weigh_loads) == (True, True)
+    assert (got.keep_loaded, got.skip_slow_loads) == (True, True)
 
 
 def test_the_default_grace_outlasts_a_gpus_teardown() -> None:
     """The socket of a process that was killed may be at its end before its GPU is stopped: the
     release of a GPU's descriptors was seen to take 26 s, with 243 GB pinned (law 3)."""
-    assert load({}, {}).dma_grace_s == 30
+    assert load({}, {}).lost_engine_grace_s == 30
 
 
 def test_default_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,11 +75,11 @@ def test_default_socket(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     file = tmp_path / "kvass.yaml"
-    numbers = "lease_s: 1\nreserve_s: 1\ndma_grace_s: 0.5\nl1_size: 4MiB\n"
+    numbers = "lease_s: 1\nreserve_s: 1\nlost_engine_grace_s: 0.5\nl1_size: 4MiB\n"
     file.write_text(numbers + "allow_uid: [3]\nsocket: /s\n")
     env = {"KVASS_LEASE_S": "2", "KVASS_RESERVE_S": "2", "KVASS_ALLOW_UID": "4,5", "HOME": "x"}
     got = load({"lease_s": "3", "socket": None}, env, str(file))
-    assert (got.lease_s, got.reserve_s, got.dma_grace_s) == (3, 2, 0.5)
+    assert (got.lease_s, got.reserve_s, got.lost_engine_grace_s) == (3, 2, 0.5)
     assert (got.lookup_budget_ms, got.l1_size, got.allow_uid) == (100, 4 << 20, [4, 5])
     assert load({}, {"KVASS_CONFIG": str(file)}).lease_s == 1
 
@@ -104,13 +106,16 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "socket_group": "g",
         "lease_s": "1",
         "reserve_s": "2",
-        "dma_grace_s": "3",
+        "lost_engine_grace_s": "3",
         "lookup_budget_ms": "4",
         "tier": "disk:/t?capacity=1GiB",
         "flush": "on_evict",
-        "retain_promoted": "no",
-        "weigh_loads": "no",
+        "keep_loaded": "no",
+        "skip_slow_loads": "no",
         "stop_s": "5",
+        "quota": "a=1GiB:1KiB",
+        "log_level": "debug",
+        "log_format": "json",
         "http": "127.0.0.1:1",
         "http_host": "h",
         "http_token_file": "/a",
@@ -130,25 +135,25 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
     assert by_env == by_flag == load({}, {}, str(file))
     assert "l1_size: 1MiB" in file.read_text()
     assert (by_env.tier, by_env.flush, by_env.stop_s) == ([values["tier"]], "on_evict", 5)
-    assert (by_env.retain_promoted, by_env.weigh_loads) == (False, False)
+    assert (by_env.keep_loaded, by_env.skip_slow_loads) == (False, False)
 
 
 def test_tiers_in_order(tmp_path: Path) -> None:
     one, two = "disk:/a?capacity=1GiB", "redis:host?prefix=a%2Cb"
     file = tmp_path / "kvass.yaml"
-    file.write_text(f"tier:\n  - {one}\n  - {two}\nretain_promoted: no\nweigh_loads: yes\n")
+    file.write_text(f"tier:\n  - {one}\n  - {two}\nkeep_loaded: no\nskip_slow_loads: yes\n")
     parser = Parser()
     add_flags(parser)
-    flags = vars(parser.parse_args(["--tier", one, "--tier", two, "--retain-promoted", "yes"]))
+    flags = vars(parser.parse_args(["--tier", one, "--tier", two, "--keep-loaded", "yes"]))
     for got in (
         load({}, {}, str(file)),
         load({}, {"KVASS_TIER": f"{one},{two}"}),
         load(flags, {}, str(file)),
     ):
         assert got.tier == [one, two]
-    assert load({}, {}, str(file)).retain_promoted is False
-    assert load(flags, {}, str(file)).retain_promoted is True
-    assert load(flags, {}, str(file)).weigh_loads is True
+    assert load({}, {}, str(file)).keep_loaded is False
+    assert load(flags, {}, str(file)).keep_loaded is True
+    assert load(flags, {}, str(file)).skip_slow_loads is True
 
 
 @pytest.mark.parametrize(
@@ -169,7 +174,7 @@ def test_tiers_in_order(tmp_path: Path) -> None:
         ({"KVASS_TIER": "disk"}, "tier 'disk': write SCHEME:WHERE?option=value, like disk:/"),
         ({"KVASS_TIER": "disk:/a?capacity=1GiB,floppy:/b"}, "unknown scheme 'floppy'; known: disk"),
         ({"KVASS_FLUSH": "later"}, "KVASS_FLUSH: say one of write_through, on_evict, none"),
-        ({"KVASS_WEIGH_LOADS": "perhaps"}, "KVASS_WEIGH_LOADS: say one of yes, no"),
+        ({"KVASS_SKIP_SLOW_LOADS": "perhaps"}, "KVASS_SKIP_SLOW_LOADS: say one of yes, no"),
         ({"KVASS_STOP_S": "-1"}, "KVASS_STOP_S: Expected `float` >= 0.0"),
         ({"KVASS_CONFIG": "/no/such/file"}, "cannot read config /no/such/file"),
     ],
@@ -193,7 +198,7 @@ def test_bad_environment(env: dict[str, str], line: str) -> None:
         ("socket: 3", "socket: Expected `str`, got `int`"),
         ("allow_uid: 3", "allow_uid: Expected `array`, got `int`"),
         ("tier: disk:/a?capacity=1GiB", "tier: Expected `array`, got `str`"),
-        ("retain_promoted: 'yes'", "retain_promoted: Expected `bool`, got `str`"),
+        ("keep_loaded: 'yes'", "keep_loaded: Expected `bool`, got `str`"),
         ("- lease_s", "write options as `name: value` lines"),
         ("a: [", "is no YAML"),
         ("lease_s: !!python/object:os.system x", "is no YAML"),
@@ -245,17 +250,17 @@ def test_cgroup_limits_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, file: str
 ) -> None:
     """Of the process's own cgroup, and of those around it."""
-    (tmp_path / "self").write_text(cgroup + "\n")
-    monkeypatch.setattr(config, "_CGROUP", tmp_path / "self")
-    monkeypatch.setattr(config, "_CGROUPS", tmp_path)
-    limit = tmp_path / file
-    limit.parent.mkdir(parents=True, exist_ok=True)
+    own, limit = tmp_path / "proc/self/cgroup", tmp_path / "sys/fs/cgroup" / file
+    for path in (own, limit):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    own.write_text(cgroup + "\n")
+    monkeypatch.setattr(config, "room", lambda: room.room(tmp_path))
     whole = config.memory_bytes()
     limit.write_text("max\n")
     assert config.memory_bytes() == whole
     limit.write_text("1073741824\n")
     assert config.memory_bytes() == 1 << 30
-    with pytest.raises(ConfigError, match=r"more than the 1\.0GiB"):
+    with pytest.raises(ConfigError, match=r"more than the 1GiB"):
         load({"l1_size": "2GiB"}, {})
 
 
@@ -280,4 +285,46 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
 
 
 def test_sizes_for_people() -> None:
+    assert [str(Size.parse(text)) for text in ("2G", "2Gi", "1.5GB")] == ["2GB", "2GiB", "1500MB"]
     assert [Size(n).rounded() for n in (7, 64 << 20, 1_999_998_976)] == ["7B", "64MiB", "1.86GiB"]
+
+
+def test_old_names_of_options_are_taken_for_a_while(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text("lease_s: 1\nweigh_loads: no\n")
+    parser = Parser()
+    add_flags(parser)
+    flags = vars(parser.parse_args(["--retain-promoted=no"]))
+    got = load(flags, {"KVASS_DMA_GRACE_S": "7"}, str(file))
+    assert (got.skip_slow_loads, got.keep_loaded, got.lost_engine_grace_s) == (False, False, 7)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        f"{file}:2: weigh_loads: the option is called skip_slow_loads now",
+        "KVASS_DMA_GRACE_S: the option is called lost_engine_grace_s now",
+        "--retain-promoted: the option is called keep_loaded now",
+    ]
+    assert "--retain-promoted" not in parser.format_help()
+
+
+def test_help_says_every_default() -> None:
+    parser = Parser(prog="kvass serve")
+    add_flags(parser)
+    text = " ".join(parser.format_help().split())
+    assert text.count("(default: ") == len(Config.__struct_fields__)
+    assert (
+        "--lease-s S seconds that an engine may take to read what it was given (default: 60)"
+        in text
+    )
+    assert "--keep-loaded yes|no keep rows that were" in text
+    assert "(default: a quarter of the memory that this process may use)" in text
+
+
+@pytest.mark.parametrize(("size", "warned"), [("800MiB", False), ("820MiB", True)])
+def test_an_arena_that_takes_nearly_all_memory_is_warned_of(
+    size: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(daemon_main, "room", lambda: room.Room(8 << 30, None, 1 << 30))
+    daemon_main._warn_of_memory(Size.parse(size))
+    said = [f"l1_size {size} is more than 80 % of the 1GiB of memory available"] if warned else []
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == said

@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from kvass.cli.main import COMMANDS, main
+from tests import reference_page
 
 ROOT: Final = Path(__file__).parent.parent
 PACKAGE: Final = ROOT / "src" / "kvass"
@@ -131,6 +132,19 @@ def test_every_law_names_a_test_and_every_mutant_is_one() -> None:
     named = {mutant for line in lines for mutant in line.split('"')[1::2]}
     assert named
     assert sorted(named - listed) == []
+
+
+def test_the_reference_is_what_the_code_has() -> None:
+    """If not: ``python -m tests.reference_page``."""
+    assert reference_page.PAGE.read_text() == reference_page.page()
+    for name in ("`--l1-size SIZE`", "`KVASS_LOG_LEVEL`", "`--every S`", "`lapsed_leases`"):
+        assert name in reference_page.page()
+
+
+def test_every_page_of_the_docs_is_in_the_site() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert sorted(page for page in pages if not re.search(rf"^{page}$", index, re.M)) == []
 
 
 def test_no_file_points_to_a_document_outside_the_repository() -> None:

@@ -8,31 +8,32 @@ none of them is an error wherever it stands. Flag beats environment beats file b
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import pwd
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, field
 
+from kvass.arena.room import room
 from kvass.errors import ConfigError, Unavailable
 from kvass.tiers.url import parse_tier_url, shown
-from kvass.types import PAGE, Timing
+from kvass.types import MOST_QUOTAS, PAGE, Quota, Timing
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
 
 ENV_PREFIX: Final = "KVASS_"
-_FILE_ENV: Final = ENV_PREFIX + "CONFIG"
+FILE_ENV: Final = ENV_PREFIX + "CONFIG"
 _HIDDEN: Final = "# Secrets are hidden: put them where *** stands.\n"
-_CGROUPS: Final = Path("/sys/fs/cgroup")
-_CGROUP: Final = Path("/proc/self/cgroup")
 _SERVICE: Final = re.compile(
     r"KVASS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
 """What Kubernetes sets in every pod for services whose names begin with kvass."""
+_log = logging.getLogger("kvass")
 
 
 def default_socket() -> str:
@@ -64,30 +65,7 @@ def check_folder(path: str) -> None:
 def memory_bytes() -> int:
     """What this process may use: physical memory, or less if a cgroup that it is in says so."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([physical, *_cgroup_limits()])
-
-
-def _cgroup_limits() -> Iterator[int]:
-    """Of this process's cgroup and those around it, of version 2 and 1."""
-    try:
-        lines = _CGROUP.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
-        if controllers and "memory" not in names:
-            continue
-        root = _CGROUPS / "memory" if controllers else _CGROUPS
-        file = "memory.limit_in_bytes" if controllers else "memory.max"
-        inner = root / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            try:
-                yield int((folder / file).read_text())
-            except (OSError, ValueError):  # not there, or "max"
-                pass
-            if folder == root:
-                break
+    return min(physical, room().limit or physical)
 
 
 def _quarter_of_memory() -> Size:
@@ -99,13 +77,25 @@ Uid = Annotated[int, Meta(ge=0, lt=2**32 - 1)]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``kvass serve`` can be told; a description is what ``--help`` says."""
+    """What ``kvass serve`` can be told; a description is what ``--help`` says. Of ``extra``,
+    ``default`` says in words what the default is, and ``was`` is the option's old name."""
 
-    socket: Annotated[str, Meta(description="path of the unix socket")] = field(
-        default_factory=default_socket
-    )
+    socket: Annotated[
+        str,
+        Meta(
+            description="path of the unix socket",
+            extra={
+                "default": "$XDG_RUNTIME_DIR/kvass.sock; without that variable "
+                "kvass-UID/kvass.sock in the temporary folder"
+            },
+        ),
+    ] = field(default_factory=default_socket)
     l1_size: Annotated[
-        Size, Meta(description="size of the arena; default: a quarter of memory")
+        Size,
+        Meta(
+            description="memory for the cache (L1), resident from the start, like 64GiB",
+            extra={"default": "a quarter of the memory that this process may use"},
+        ),
     ] = field(default_factory=_quarter_of_memory)
     allow_uid: Annotated[
         list[Uid],
@@ -114,22 +104,31 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     socket_group: Annotated[
         str, Meta(description="group whose members may connect; the socket becomes theirs")
     ] = ""
-    lease_s: Annotated[Seconds, Meta(description="seconds a reader may take")] = Timing().lease_s
-    reserve_s: Annotated[Seconds, Meta(description="seconds a writer may take")] = (
-        Timing().reserve_s
-    )
-    dma_grace_s: Annotated[
+    lease_s: Annotated[
+        Seconds, Meta(description="seconds that an engine may take to read what it was given")
+    ] = Timing().lease_s
+    reserve_s: Annotated[
+        Seconds, Meta(description="seconds that an engine may take to write what it reserved")
+    ] = Timing().reserve_s
+    lost_engine_grace_s: Annotated[
         float,
         Meta(
             ge=0,
             le=3600,
-            description="seconds that slots rest which a lost engine was writing, if the end of "
+            description="seconds that memory rests which a lost engine was writing, if the end of "
             "its process cannot be seen; then with GPUs a second more for each 8GiB of --l1-size "
             "above 250GiB",
+            extra={"was": "dma_grace_s"},
         ),
     ] = Timing().dma_grace_s
     lookup_budget_ms: Annotated[
-        float, Meta(ge=0, le=60_000, description="milliseconds an engine may wait for a lookup")
+        float,
+        Meta(
+            ge=0,
+            le=60_000,
+            description="milliseconds that a request may wait for lookups; with tiers at most as "
+            "long as computing takes, but no less than this",
+        ),
     ] = Timing().lookup_budget_ms
     tier: Annotated[
         list[str],
@@ -139,17 +138,36 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Literal["write_through", "on_evict", "none"],
         Meta(description="when tiers get a row: once it is stored, once it is evicted, or never"),
     ] = "write_through"
-    retain_promoted: Annotated[
-        bool, Meta(description="keep rows that came from a tier once their readers are done")
+    keep_loaded: Annotated[
+        bool,
+        Meta(
+            description="keep rows that were loaded from a tier in L1 after their last reader",
+            extra={"was": "retain_promoted"},
+        ),
     ] = True
-    weigh_loads: Annotated[
-        bool, Meta(description="do not load from a tier what is computed sooner")
+    skip_slow_loads: Annotated[
+        bool,
+        Meta(
+            description="do not load from a tier what the engine computes sooner",
+            extra={"was": "weigh_loads"},
+        ),
     ] = True
+    quota: Annotated[
+        list[str],
+        Meta(description="what a tenant may have of L1, as NAME=CAP:RESERVED (repeatable)"),
+    ] = []
     stop_s: Annotated[
-        float, Meta(ge=0, le=86_400, description="seconds for what tiers still get at SIGTERM")
+        float,
+        Meta(ge=0, le=86_400, description="seconds for what tiers still get after SIGTERM"),
     ] = 10.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="the least that is logged")
+    ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="lines of text, or a JSON object per line")
+    ] = "text"
     http: Annotated[
-        str, Meta(description="ADDRESS:PORT of metrics, health checks and dashboard; default: none")
+        str, Meta(description="ADDRESS:PORT of metrics, health checks and dashboard")
     ] = ""
     http_host: Annotated[
         list[str], Meta(description="a name under which browsers reach --http (repeatable)")
@@ -184,14 +202,30 @@ class Parser(argparse.ArgumentParser):
 def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
     """Give ``parser`` the flags of these options (all of them if none is named)."""
     for name in names or _FIELDS:
-        _, meta = _unwrap(name)
-        parser.add_argument(
-            _flag(name),
-            action="append" if _is_list(name) else "store",
-            default=None,
-            metavar=_metavar(name),
-            help=meta.description,
-        )
+        description = str(_unwrap(name)[1].description)
+        for flag, text in (
+            (_flag(name), f"{description} (default: {default_of(name)})"),
+            *((_flag(old), argparse.SUPPRESS) for old, new in RENAMED.items() if new == name),
+        ):
+            parser.add_argument(
+                flag,
+                action="append" if _is_list(name) else "store",
+                default=None,
+                metavar=_metavar(name),
+                help=text.replace("%", "%%"),
+            )
+
+
+def default_of(name: str) -> str:
+    """An option's default, in words that hold on every machine."""
+    if words := (_unwrap(name)[1].extra or {}).get("default"):
+        return str(words)
+    value = _FIELDS[name].default
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is msgspec.NODEFAULT:  # an empty list
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value or "none")
 
 
 def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = None) -> Config:
@@ -200,35 +234,74 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
     ``file``: a YAML file, also named by ``KVASS_CONFIG``. Raises ``ConfigError``, one line that
     names the source, for an unknown name, a value of a wrong type or out of its domain.
     """
-    values: dict[str, Any] = {}
-    path = file or env.get(_FILE_ENV)
-    for key, value in _read_yaml(path).items() if path else ():
-        name = _known(key, str(key), f"in {path}")
-        values[name] = _convert(name, value, f"{path}: {key}", strict=True)
+    given: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    """Of each option the source that counts."""
+
+    def take(name: str, value: Any, origin: str, strict: bool = False) -> None:
+        if new := RENAMED.get(name):
+            _log.warning("%s: the option is called %s now; its old name ends with 0.2", origin, new)
+            name = new
+        given[name] = _convert(name, value, origin, strict)
+        where[name] = origin
+
+    path = file or env.get(FILE_ENV)
+    for key, (value, line) in _read_yaml(path).items() if path else ():
+        take(
+            _known(key, str(key), f"in {path}:{line}"), value, f"{path}:{line}: {key}", strict=True
+        )
     for key, text in env.items():
-        if key.startswith(ENV_PREFIX) and key != _FILE_ENV and not _SERVICE.fullmatch(key):
+        if key.startswith(ENV_PREFIX) and key != FILE_ENV and not _SERVICE.fullmatch(key):
             name = _known(key[len(ENV_PREFIX) :].lower(), key, "in the environment")
             parts = [part for part in text.split(",") if part]
-            values[name] = _convert(name, parts if _is_list(name) else text, key)
+            take(name, parts if _is_list(name) else text, key)
     for name, value in flags.items():
         if value is not None:
-            values[name] = _convert(name, value, _flag(name))
-    config = Config(**values)
+            take(name, value, _flag(name))
+    config = Config(**given)
+    _check(config, where)
+    return config
+
+
+def _check(config: Config, where: Mapping[str, str]) -> None:
+    """What options say together. Raises ``ConfigError``."""
     check_path(config.socket)
-    if (config.allow_uid or config.socket_group) and "socket" not in values:
+    if (config.allow_uid or config.socket_group) and "socket" not in where:
         raise ConfigError(
             f"allow_uid and socket_group need a socket that others can reach; {config.socket} is "
             "in a folder of this user alone: choose another --socket"
         )
+    size = f"{where.get('l1_size', 'l1_size')} {config.l1_size}"
     if config.l1_size < PAGE:
-        raise ConfigError(f"l1_size {config.l1_size}: smaller than one row; use {PAGE} or more")
+        raise ConfigError(f"{size}: smaller than one row; use {PAGE} or more")
     if config.l1_size > (have := memory_bytes()):
-        raise ConfigError(
-            f"l1_size {config.l1_size}: more than the {have / 2**30:.1f}GiB there are"
-        )
+        raise ConfigError(f"{size}: more than the {Size(have).rounded()} there are")
     for url in config.tier:
-        parse_tier_url(url)
-    return config
+        try:
+            parse_tier_url(url)
+        except ConfigError as error:
+            raise ConfigError(f"{where['tier']}: {error}") from None
+    _check_quotas(config, where.get("quota", "quota"))
+
+
+def quotas(config: Config) -> tuple[Quota, ...]:
+    """Raises ``ValueError`` for one that nobody can have."""
+    return tuple(map(Quota.parse, config.quota))
+
+
+def _check_quotas(config: Config, where: str) -> None:
+    try:
+        every = quotas(config)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    names = [quota.tenant for quota in every]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{where}: {min(twice)} has two: give one")
+    reserved = Size(sum(quota.reserved_bytes for quota in every))
+    if reserved > config.l1_size:
+        raise ConfigError(f"{where}: {reserved} are reserved of an l1_size of {config.l1_size}")
+    if len(every) > MOST_QUOTAS:
+        raise ConfigError(f"{where}: {len(every)} tenants, there may be {MOST_QUOTAS}")
 
 
 def to_yaml(config: Config) -> str:
@@ -245,12 +318,14 @@ def to_yaml(config: Config) -> str:
     return hidden + str(yaml.safe_dump(values, sort_keys=False))
 
 
-def _read_yaml(path: str) -> dict[Any, Any]:
+def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
+    """Key -> value, and the line where it stands."""
     import yaml
 
     try:
         text = Path(path).read_text()
         content = yaml.safe_load(text) or {}
+        root = yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -258,17 +333,17 @@ def _read_yaml(path: str) -> dict[Any, Any]:
         raise ConfigError(f"{path} is no YAML: {said}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: write options as `name: value` lines")
-    if content:  # YAML forbids a key that stands twice; its loader silently takes the last
-        root = yaml.compose(text, yaml.SafeLoader)
-        assert isinstance(root, yaml.MappingNode)
-        keys = [key.value for key, _ in root.value]
-        if twice := {key for key in keys if keys.count(key) > 1}:
-            raise ConfigError(f"{path}: {min(twice)} stands there twice: keep one")
-    return content
+    lines: dict[str, int] = {}
+    for key, _ in root.value if isinstance(root, yaml.MappingNode) else ():
+        line = key.start_mark.line + 1
+        if key.value in lines:  # YAML forbids it; its loader silently takes the last
+            raise ConfigError(f"{path}:{line}: {key.value} stands there twice: keep one")
+        lines[key.value] = line
+    return {key: (value, lines.get(str(key), 1)) for key, value in content.items()}
 
 
 def _known(name: object, shown: str, where: str) -> str:
-    if name not in _FIELDS:
+    if name not in _FIELDS and name not in RENAMED:
         names = ", ".join(_FIELDS)
         raise ConfigError(f"unknown option {shown!r} {where}; there are {names}")
     return str(name)
@@ -280,7 +355,7 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
     if not strict and kind is bool:
         value = _BOOLS.get(value, value)
     if name == "allow_uid" and isinstance(value, list):
-        value = [_uid(user) for user in value]
+        value = [_uid(user, origin) for user in value]
     choices = get_args(kind) if get_origin(kind) is Literal else [*_BOOLS] if kind is bool else []
     if choices and not isinstance(value, bool) and value not in choices:
         raise ConfigError(f"{origin}: say one of {', '.join(choices)} (got {shown(repr(value))})")
@@ -292,12 +367,14 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
         raise ConfigError(f"{origin}: {error} (got {shown(repr(value))})") from error
 
 
-def _uid(user: Any) -> Any:
-    """A user's name as the id that belongs to it; anything else as it is."""
-    try:
-        return user if str(user).isdecimal() else pwd.getpwnam(str(user)).pw_uid
-    except KeyError:
+def _uid(user: Any, origin: str) -> Any:
+    """A user's name as the id that belongs to it; a number as it is."""
+    if not isinstance(user, str) or user.lstrip("-").isdecimal():
         return user
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        raise ConfigError(f"{origin}: there is no user {user!r} here: give the id") from None
 
 
 def _unwrap(name: str) -> tuple[Any, Meta]:
@@ -306,7 +383,7 @@ def _unwrap(name: str) -> tuple[Any, Meta]:
 
 
 def _is_list(name: str) -> bool:
-    return get_origin(_unwrap(name)[0]) is list
+    return get_origin(_unwrap(RENAMED.get(name, name))[0]) is list
 
 
 def _metavar(name: str) -> str:
@@ -320,3 +397,9 @@ def _metavar(name: str) -> str:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+RENAMED: Final = {
+    str(meta["was"]): name for name in _FIELDS if "was" in (meta := _unwrap(name)[1].extra or {})
+}
+"""Old names of options, which are still taken, with a warning."""

@@ -27,12 +27,14 @@ from msgspec import Meta
 
 from kvass.types import (
     Digests,
+    GroupDigests,
     Int32,
     Int64,
     Limits,
     Many64,
     Name,
     Names,
+    Quota,
     RankLayout,
     Ranks,
     Seconds,
@@ -44,11 +46,19 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ("tiers", "generations", "promoting", "blocks")
+FEATURES: Final[tuple[str, ...]] = (
+    "tiers",
+    "generations",
+    "promoting",
+    "removals",
+    "quotas",
+    "blocks",
+)
 """Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
 ``generations``: ``Register.generation``. ``promoting``: ``Promoting``. Every daemon of protocol 1
-names these three, so clients do not ask for them. ``blocks``: hits that end inside of a chunk
-(``Lookup.blocks``, ``ReserveItem.blocks``)."""
+names these three, so clients do not ask for them. ``removals``: ``Removals``. ``quotas``:
+``SetQuota``; without it a daemon takes no notice of ``Lookup.tenant``, ``ReserveItem.tenant``.
+``blocks``: hits that end inside of a chunk (``Lookup.blocks``, ``ReserveItem.blocks``)."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -139,6 +149,7 @@ class Lookup(Message, tag="lookup"):
     ``lookup_budget_ms``. What would take longer than computing it at ``prefill_tokens_s`` (0: not
     known) is not promoted.
 
+    ``tenant``: who pays for what is promoted, and whose figures count it; empty: the default one.
     ``blocks``: hashes of the first blocks of the chunk after ``digests``, fewer than a chunk has.
     If all chunks of ``digests`` match, so do those of these that some row of L1 has. Only where all
     groups are ``full`` with one block size. ``again``: the lookup of a prompt that was looked up
@@ -153,6 +164,7 @@ class Lookup(Message, tag="lookup"):
     spare: Int32 = 0
     budget_ms: Seconds = 0.0
     prefill_tokens_s: Seconds = 0.0
+    tenant: Name = ""
     blocks: Digests = b""
     again: bool = False
 
@@ -222,7 +234,7 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     """Chunks ``[first, n)`` of one request to be stored; ``[0, first)`` are touched.
 
     ``groups`` is a bit mask of the groups whose rows are wanted. Every rank that registered as a
-    writer will send one ``Commit``.
+    writer will send one ``Commit``. ``tenant``: who pays for them; empty: the default one.
 
     ``blocks``: the block hashes of chunks ``[first, n)``, and those of the first blocks of chunk
     ``n``, if these are to be stored as a *tail*: it is chunk ``n`` of the grant, unless some row
@@ -233,6 +245,7 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     digests: Digests
     first: Int32 = 0
     groups: Int64 = 1
+    tenant: Name = ""
     blocks: Digests = b""
 
 
@@ -331,6 +344,44 @@ class Cleared(Message, tag="cleared"):
     rows: int = 0
 
 
+class SetQuota(Message, tag="set_quota"):
+    """Give a tenant this quota from now on, or with ``remove`` none: only of the daemon's own user,
+    in a session that only looks."""
+
+    quota: Quota
+    remove: bool = False
+
+
+class QuotaSet(Message, tag="quota_set"):
+    """The answer to ``SetQuota``."""
+
+
+class Removals(Message, tag="removals"):
+    """Of a scheduler: which rows of its namespace left L1 since ``since``, the ``upto`` of the last
+    answer (0: there is none)? And which of ``present``, digests by group, are in L1?
+
+    The daemon notes what leaves from the first such message of a session on.
+    """
+
+    since: Int64 = 0
+    width: Int32 = 32
+    present: GroupDigests = ()
+
+
+class Removed(Message, tag="removed"):
+    """``removed``: digests by group, of the asked width; at most so many that ``upto`` may not be
+    the end. ``present`` is as of ``upto``: a byte, 0 or 1, for each digest asked for; empty if
+    ``upto`` is not the end.
+
+    ``lost``: not all that left is known. So the asker asks for each row that it believes in.
+    """
+
+    upto: int = 0
+    lost: bool = False
+    removed: tuple[bytes, ...] = ()
+    present: tuple[bytes, ...] = ()
+
+
 class Status(Message, tag="status"):
     """Ask for the counters and gauges of ``kvass status``."""
 
@@ -356,7 +407,9 @@ class Error(Message, tag="error"):
     fatal: bool = False
 
 
-Request = Hello | Register | Lookup | Prefetch | Reserve | Ping | Clear | Status
+Request = (
+    Hello | Register | Lookup | Prefetch | Reserve | Ping | Clear | SetQuota | Removals | Status
+)
 OneWay = Release | Commit | Abort | HandedOver
 FromClient = Request | OneWay
 FromDaemon = (
@@ -368,6 +421,8 @@ FromDaemon = (
     | Granted
     | Pong
     | Cleared
+    | QuotaSet
+    | Removed
     | StatusReply
     | Populated
     | Error

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 PAGE: Final = 4096
 """Slots and shards are padded to this many bytes, so that O_DIRECT and DMA need no bounce."""
@@ -28,11 +30,26 @@ SCHEDULER: Final = -1
 
 GroupKind = Literal["full", "sliding_window", "chunked_local", "state"]
 
-U64Array = npt.NDArray[np.uint64]
-U32Array = npt.NDArray[np.uint32]
-I64Array = npt.NDArray[np.int64]
-Tokens = TypeVar("Tokens", int, I64Array)
-"""A number of tokens, or many of them."""
+if TYPE_CHECKING:
+    U64Array = npt.NDArray[np.uint64]
+    U32Array = npt.NDArray[np.uint32]
+    I64Array = npt.NDArray[np.int64]
+    Tokens = TypeVar("Tokens", int, I64Array)
+    """A number of tokens, or many of them."""
+
+
+def __getattr__(name: str) -> Any:
+    """The types of arrays. numpy takes 7 MiB and 50 ms: who needs no array does not import it."""
+    if name not in ("U64Array", "U32Array", "I64Array", "Tokens"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import numpy as np
+    import numpy.typing as npt
+
+    if name == "Tokens":
+        return TypeVar("Tokens", int, npt.NDArray[np.int64])
+    kinds: Any = {"U64Array": np.uint64, "U32Array": np.uint32, "I64Array": np.int64}
+    return npt.NDArray[kinds[name]]
+
 
 # What a field of a message may hold. Decoding refuses all else (``wire/framing.py``), so the
 # arithmetic behind it cannot overflow: tokens of the longest prompt (65,536 keys of 2**31 tokens)
@@ -49,6 +66,7 @@ Name = Annotated[str, Meta(max_length=4096)]
 Text = Annotated[str, Meta(max_length=65_536)]
 ShortBytes = Annotated[bytes, Meta(max_length=256)]
 Digests = Annotated[bytes, Meta(max_length=4 << 20)]
+GroupDigests = Annotated[tuple[Digests, ...], Meta(max_length=MAX_GROUPS)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=4096)]
 Ranks = Annotated[tuple[Int32, ...], Meta(max_length=4096)]
 Many64 = Annotated[tuple[Int64, ...], Meta(max_length=4096)]
@@ -82,10 +100,9 @@ class Size(int):
         return cls(number * _UNITS[match[2].lower()])
 
     def __str__(self) -> str:
-        for unit, factor in reversed(_BINARY.items()):
-            if self and self % factor == 0:
-                return f"{self // factor}{unit}"
-        return str(int(self))
+        units = [unit for unit in (_BINARY | _DECIMAL).items() if self and self % unit[1] == 0]
+        texts = [f"{self // factor}{unit}" for unit, factor in units]
+        return min([*texts, str(int(self))], key=len)
 
     def rounded(self) -> str:
         """For people, like ``1.86GiB``."""
@@ -179,6 +196,8 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def offsets(self, shard: int, shard_bytes: int) -> I64Array:
         """Byte offset in the arena of ``shard`` of each row: int64, shape ``(len(self),)``."""
+        import numpy as np
+
         if not self.slot:
             return np.empty(0, np.int64)
         bases = np.array([e[shard] for e in self.extents], np.int64)
@@ -186,6 +205,59 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
         slots = np.frombuffer(self.slot, "<u4").astype(np.int64)
         found: I64Array = bases[sets] + slots * shard_bytes
         return found
+
+
+NO_CAP: Final = 1 << 62
+"""The cap of a tenant that may have all of L1."""
+MOST_QUOTAS: Final = 64
+"""So many tenants may have one."""
+_TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def is_tenant_name(name: str) -> bool:
+    """Whether a tenant may be called so."""
+    return _TENANT.fullmatch(name) is not None
+
+
+class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a tenant may have of L1, and what is reserved for it. ``cap_bytes`` ``NO_CAP``: all."""
+
+    tenant: Name
+    cap_bytes: Int64 = NO_CAP
+    reserved_bytes: Int64 = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Quota:
+        """``NAME=CAP``, ``NAME=CAP:RESERVED`` or ``NAME=:RESERVED``, in sizes as of ``Size``.
+        Raises ``ValueError``."""
+        name, equals, sizes = text.partition("=")
+        cap, _, reserved = sizes.partition(":")
+        if not equals or not sizes.strip():
+            raise ValueError(f"no quota: {text!r}; write NAME=CAP:RESERVED, like team-a=8GiB:2GiB")
+        quota = cls(
+            name.strip(),
+            int(Size.parse(cap)) if cap.strip() else NO_CAP,
+            int(Size.parse(reserved)) if reserved.strip() else 0,
+        )
+        if wrong := quota.wrong():
+            raise ValueError(wrong)
+        return quota
+
+    def __str__(self) -> str:
+        cap = "" if self.cap_bytes == NO_CAP else Size(self.cap_bytes)
+        return f"{self.tenant}={cap}:{Size(self.reserved_bytes)}"
+
+    def wrong(self) -> str:
+        """One line that says why nobody can have such a quota; empty if somebody can."""
+        cap, reserved = Size(self.cap_bytes), Size(self.reserved_bytes)
+        if not is_tenant_name(self.tenant) or self.tenant == "other":
+            name = repr(self.tenant[:64])
+            return f"tenant {name}: use 1 to 64 letters, digits, '.', '_', '-'; not 'other'"
+        if cap < 1 or reserved < 0:
+            return f"quota of {self.tenant}: the cap is positive, what is reserved not negative"
+        if cap < reserved:
+            return f"quota of {self.tenant}: the cap {cap} is below what is reserved, {reserved}"
+        return ""
 
 
 DEVICE_S: Final = 1.0

@@ -19,22 +19,20 @@ COMPUTE_S = 0.02
 
 
 class Spoiling(FakeCuda):
-    """Flips a bit of the ``wrong``-th piece of ``kind`` that it copies; -1: of none. ``idle``:
-    instead it does not copy so many pieces, from that one on."""
+    """Flips a bit of the ``wrong``-th piece of ``kind`` that it copies; -1: of none."""
 
-    def __init__(self, kind: Kind = "load", wrong: int = -1, idle: int = 0) -> None:
+    def __init__(self, kind: Kind = "load", wrong: int = -1) -> None:
         super().__init__(0, eager=400, watched=False)
-        self._kind, self._wrong, self._idle = kind, wrong, idle
+        self._kind, self._wrong = kind, wrong
 
     def order(self) -> Event | Fault:
         with self.engine_thread():
             return super().order()
 
     def _move(self, piece: Piece) -> None:
+        super()._move(piece)
         chosen = piece.load == (self._kind == "load")
-        if not (chosen and -self._idle < self._wrong <= 0):
-            super()._move(piece)
-        if chosen and not self._idle and self._wrong == 0:
+        if chosen and self._wrong == 0:
             ctypes.c_uint8.from_address(piece.target).value ^= 1
         self._wrong -= chosen
 

@@ -12,21 +12,11 @@ import pytest
 import bench.__main__ as command
 from bench import core_time, footprint, pings
 from bench.__main__ import MLA, main
-from bench.core_time import measure_coverage, measure_longest
+from bench.core_time import measure_longest
 from bench.figures import add
-from bench.pings import measure_pings
 from kvass.cli.bench import lookups
 from kvass.cli.bench.copies import measure_copies
 from kvass.cli.bench.rig import CHUNK_TOKENS
-from kvass.testing.daemon import running_daemon
-
-
-def test_store_and_load_under_mla_bring_the_bytes_back(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "256MiB") as daemon:
-        figures = measure_copies(daemon.socket, rounds=2, chunks=1, layout=MLA)
-    assert figures["bytes_equal"] is True
-    assert figures["store_vs_memcpy"] > 0
-    assert figures["load_vs_memcpy"] > 0
 
 
 def test_the_layout_is_what_it_is_called() -> None:
@@ -39,12 +29,6 @@ def test_one_difference_is_a_difference() -> None:
     for same in (True, False, True):
         add(figures, {"bytes_equal": same, "store_gbps": 1.5}, "mla_")
     assert figures == {"bytes_equal": False, "mla_store_gbps": 1.5}
-
-
-def test_pings(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "64MiB") as daemon:
-        assert measure_pings(daemon.socket, 3) > 0
-        assert measure_coverage()["p50"] > 0
 
 
 def test_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,8 @@ all runs here but torch's own calls to a device. No figure means anything."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,13 +15,11 @@ import torch
 from bench import gpu
 from bench.__main__ import main
 from bench.geometries import GEOMETRIES, Geometry, geometry
-from bench.gpu import Sizes, costs, measure_gpu, torch_device
+from bench.gpu import Sizes, measure_gpu, torch_device
 from bench.gpu.costs import (
     measure_gemm,
     measure_pinning,
     measure_worker,
-    memory_of,
-    nvidia_smi,
 )
 from bench.gpu.rig import Rig
 from bench.gpu.sweep import DIRECTIONS, WAYS, _below, measure_sweep
@@ -151,16 +146,6 @@ def test_negative_control_a_changed_byte_is_seen(
     assert fake._wrong < 0
 
 
-@pytest.mark.parametrize("kind", ["store", "load"])
-@pytest.mark.parametrize("measured", [_worker, _rounds, _sweep])
-def test_negative_control_what_an_earlier_copy_left_does_not_count(
-    measured: Callable[[FakeDevice], bool], kind: Kind
-) -> None:
-    fake = Spoiling(kind, 900, idle=100)
-    assert not measured(FakeDevice(fake))
-    assert fake._wrong < 0
-
-
 def test_a_difference_anywhere_is_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,25 +167,6 @@ def test_a_difference_anywhere_is_the_exit_status(
 
 
 # ---------------------------------------------------------------- what goes wrong otherwise
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--tier", "disk:/tmp/x"], "leave out --tier"),
-        (["--rounds", "2"], "use 7 or more"),
-        ([], "torch finds no CUDA device"),
-    ],
-)
-def test_bad_input_is_one_line(
-    flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch_device, "load_driver", lambda: object())
-    monkeypatch.setattr(torch_device, "find_spec", lambda name: object())
-    assert main(["--gpu", *flags]) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("missing", ["torch", "triton", "driver", "runtime"])
@@ -241,42 +207,6 @@ def test_a_copy_that_fails_is_no_figure() -> None:
         device.check()
 
 
-def test_memory_that_a_dead_device_may_use_stays() -> None:
-    device = FakeDevice()
-    device.fake.plans.fail["done"] = set(range(3, 1000))
-    with pytest.raises(Unavailable, match="done failed, as planned"):
-        measure_sweep(device, 1, SWEEP, 1 << 20)
-    assert device.fake.registered
-    assert device.freed == []
-    assert device.fake.violations == []
-
-
-# ---------------------------------------------------------------- what is asked of the machine
-
-
-def _tool(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    monkeypatch.setattr(costs, "NVIDIA_SMI", str(path))
-
-
-def test_memory_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    me, other = os.getpid(), os.getppid()
-    _tool(tmp_path, monkeypatch, f"echo '{me}, 500'; echo '77, 8'; echo '77, 2'")
-    assert nvidia_smi() == {me: 500.0, 77: 10.0}
-    assert memory_of(77, nvidia_smi()) == 10
-    assert memory_of(other, nvidia_smi()) == 0
-    _tool(tmp_path, monkeypatch, "echo '77, 8'")
-    assert memory_of(other, nvidia_smi()) is None, "another namespace's processes"
-    _tool(tmp_path, monkeypatch, f"echo '{me}, [N/A]'")
-    assert nvidia_smi() is None
-    _tool(tmp_path, monkeypatch, "exit 9")
-    assert nvidia_smi() is None
-    monkeypatch.setattr(costs, "NVIDIA_SMI", str(tmp_path / "none"))
-    assert memory_of(me, nvidia_smi()) is None
-
-
 # ---------------------------------------------------------------- arithmetic
 
 
@@ -311,23 +241,6 @@ def test_figures_are_medians_of_ratios() -> None:
 
 
 # ---------------------------------------------------------------- geometries
-
-
-@pytest.mark.parametrize("one", GEOMETRIES, ids=lambda one: one.name)
-def test_pages_of_a_geometry_lie_apart(one: Geometry) -> None:
-    """Within a group; groups share memory, since a block belongs to one at a time."""
-    blocks = 5
-    for planes, group in zip(one.planes(blocks), one.groups, strict=True):
-        planes.check([one.region_bytes(blocks)])
-        assert len(planes.planes) == (1 if one.outermost == "blocks" else len(group.layers))
-        assert planes.row_bytes == planes.chunk_blocks * sum(group.page_bytes)
-        pages = sorted(
-            (p.base + block * p.block_stride, p.run)
-            for p in planes.planes
-            for block in range(blocks)
-        )
-        assert all(at + run <= after for (at, run), (after, _) in pairwise(pages))
-        assert sum(run for _, run in pages) <= one.region_bytes(blocks)
 
 
 def test_the_geometries_are_what_they_are_called() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench import tiers
 from bench.__main__ import main
-from bench.flood import Flood
-from bench.flood import main as flood
 from bench.promotion import promote
 from bench.records import RawFile, measure_records
 from bench.rows import Rows, flushed, wait_tier
@@ -141,17 +137,6 @@ def test_a_tier_that_cheats_gets_no_figures(
         assert measure_records(mine, raw, memory, 8192, 1)["bytes_equal"] is (not fault)
 
 
-def test_the_raw_file_gives_back_what_was_put(parts: tuple[DiskTier, RawFile, Buffer]) -> None:
-    _, raw, memory = parts
-    rows = [*memory.reshape(8, 8192)]
-    for number in range(3):
-        for i, row in enumerate(rows[:4]):
-            row[:] = 10 * number + i
-        raw.put(rows[:4])
-        raw.get(rows[4:])
-        assert all(np.array_equal(a, b) for a, b in zip(rows[:4], rows[4:], strict=True))
-
-
 def test_a_promotion_that_is_none_is_told(tmp_path: Path) -> None:
     """Rows that L1 still has would be promoted in no time."""
     (tmp_path / "disk").mkdir()
@@ -170,19 +155,6 @@ def test_a_promotion_that_is_none_is_told(tmp_path: Path) -> None:
         rows.release(matched)
 
 
-def test_a_load_that_cannot_be_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    todo = {
-        "socket": f"{tmp_path}/none",
-        "cold": "",
-        "keys": [],
-        "row_bytes": 4096,
-        "store_bytes": 1,
-    }
-    assert flood([json.dumps(todo)]) == 1
-    assert "no daemon" in capsys.readouterr().err
-    assert set(todo) < set(Flood.__struct_fields__)
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -190,10 +162,7 @@ def test_a_load_that_cannot_be_says_why(tmp_path: Path, capsys: pytest.CaptureFi
     ("flags", "says", "status"),
     [
         (["--tier", "floppy:/a"], "unknown scheme 'floppy'", 2),
-        (["--tier", "disk"], "write SCHEME:WHERE", 2),
         (["--tier", "disk:/nowhere/at/all"], "/nowhere/at/all: No such file", 2),
-        (["--tier", "disk:/proc"], "/proc: ", 2),
-        (["--tier", "disk:{tmp}?threads=many"], "threads: ", 2),
         (["--tier", "my.module:Tier"], "bench knows disk, redis", 2),
         (["--tier", "redis:127.0.0.1:1"], "redis:127.0.0.1:1: ", 1),
         (["--tier", "disk:{tmp}", "--rounds", "1"], "use 7 or more", 2),
@@ -207,13 +176,4 @@ def test_bad_flags_get_one_line(
     (error,) = [line for line in lines if not line.startswith("measuring")]
     assert error.startswith("bench: ")
     assert says in error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tiers, "DISK", Plan(SIZES, 1 << 60, 0))
-    assert main(["--tier", f"disk:{tmp_path}"]) == 2
-    assert "bench needs" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

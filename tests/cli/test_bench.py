@@ -72,7 +72,7 @@ def test_its_own_daemon_goes_or_says_why_it_did_not_come() -> None:
     with start_daemon(16 << 20) as daemon:
         assert os.path.exists(daemon.socket)
     assert not os.path.exists(daemon.socket)
-    with pytest.raises(ConfigError, match="did not start: l1_size 1: "), start_daemon(1):
+    with pytest.raises(ConfigError, match="did not start: --l1-size 1: "), start_daemon(1):
         pass
 
 

@@ -12,7 +12,6 @@ from bench.rows import Rows, flushed, tier_status, wait_tier
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
-from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 Captured = pytest.CaptureFixture[str]
 
@@ -44,11 +43,20 @@ def test_a_daemon_without_tiers_refuses(tmp_path: Path, capsys: Captured) -> Non
     assert line.startswith("kvass: bad_value: tiers:")
 
 
-def test_a_daemon_that_knows_none_is_not_asked(tmp_path: Path, capsys: Captured) -> None:
-    """It would read a plain clear, and forget its rows."""
-    with ScriptedDaemon(tmp_path / "kvass.sock") as daemon:
-        assert main(["clear", "--tier", "--socket", daemon.path]) == 1
-        assert [type(one).__name__ for one in daemon.received] == ["Hello"]
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "install a newer kvass" in line
-        assert main(["clear", "--socket", daemon.path]) == 0
+def test_a_tier_that_is_down_leaves_l1_cleared_and_that_is_said(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "disk").mkdir()
+    keys = [os.urandom(WIDTH) for _ in range(3)]
+    tier = [f"disk:{tmp_path}/disk?capacity=16MiB"]
+    with running_daemon(tmp_path, "16MiB", tier=tier) as daemon, ExitStack() as ending:
+        rows = Rows(daemon.socket, "mine", 64 << 10, ending)
+        rows.store(keys)
+        wait_tier(rows.scheduler, flushed(3), "the flush")
+        (tmp_path / "disk").rename(tmp_path / "moved")
+        assert main(["clear", "--socket", daemon.socket]) == 1
+        line = capsys.readouterr().err
+        assert line.startswith(
+            f"kvass: tier_down: L1 is cleared (3 rows), but not disk:{tmp_path}/disk"
+        )
+        assert daemon.status()["rows"] == 0

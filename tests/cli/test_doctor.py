@@ -8,8 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,15 @@ from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
 from kvass.transfer import cuda_driver
 from kvass.transfer.cuda_driver import Device, Survey
+from tests.support.vllm.fake_vllm import UNTESTED, fake_vllm, installed, version_of
 from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 GIB = 1 << 30
+TOUCH = (
+    "v1/core/block_pool.py",
+    "def touch(self, blocks: Sequence[KVCacheBlock])",
+    "def touch(self, group)",
+)
 H200 = Device("NVIDIA H200", 139 * GIB, direct=True)
 OVER_DXG = Device("NVIDIA GeForce RTX 4090", 24 * GIB, direct=False)
 ALL = {
@@ -151,7 +155,7 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     (GPU | {"dev/dxg": ""}, "system", "warning", "WSL2; uncached"),
     # Memory.
     ({}, "memory", "ok", "64 GiB in the machine; limit none; 48 GiB available; 8 GiB, taken"),
-    (GROUP, "memory", "warning", "limit 16 GiB, 5 GiB available; less than l1_size; 2GiB"),
+    (GROUP, "memory", "warning", "limit 16 GiB, 5 GiB available; more than 80%; 2GiB"),
     (
         GROUP | {"l1_bytes": 17 * GIB},
         *("memory", "error", "limit 16 GiB; than the container may use; killed; --l1-size 8GiB"),
@@ -279,61 +283,6 @@ def test_a_daemon_that_hangs_is_waited_for_with_a_bound(
 # ---------------------------------------------------------------- the driver
 
 
-class Driver:
-    """libcuda in Python; a call that is not one of ``SAFE`` makes a context, or worse."""
-
-    SAFE = frozenset(
-        {
-            *("cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName"),
-            *("cuDeviceTotalMem_v2", "cuDeviceGetAttribute", "cuGetProcAddress_v2"),
-            "cuGetErrorString",
-        }
-    )
-
-    def __init__(self, version: int = 13000, init: int = 0, **attributes: int) -> None:
-        self.version, self.init, self.calls = version, init, list[str]()
-        self.attributes = {91: attributes.get("direct", 1), 100: attributes.get("host_tables", 0)}
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        def call(*args: Any) -> int:
-            assert name in self.SAFE
-            self.calls.append(name)
-            match name:
-                case "cuInit":
-                    return self.init
-                case "cuDriverGetVersion":
-                    args[0]._obj.value = self.version
-                case "cuDeviceGetCount":
-                    args[0]._obj.value = 1
-                case "cuDeviceGetAttribute":
-                    args[0]._obj.value = self.attributes[args[1]]
-                case "cuDeviceGetName":
-                    args[0].value = b"NVIDIA H200"
-                case "cuDeviceTotalMem_v2":
-                    args[0]._obj.value = 139 * GIB
-                case "cuGetProcAddress_v2":
-                    assert self.version >= 12080
-                    args[1]._obj.value = 4096
-            return 0
-
-        return call
-
-
-def test_a_driver_is_asked_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    for libcuda, expected in (
-        (Driver(), Survey(13000, (H200,), batches=True)),
-        (Driver(12040), Survey(12040, (H200,))),
-        (Driver(direct=0), Survey(13000, (replace(H200, direct=False),), batches=True)),
-        (Driver(host_tables=1), Survey(13000, (replace(H200, locks=False),), batches=True)),
-        (Driver(init=803), Survey(13000, trouble="no CUDA driver that works: CUDA error 803")),
-    ):
-        monkeypatch.setattr(driver, "load_driver", lambda libcuda=libcuda: libcuda)
-        assert driver.ask(devices=True) == DriverReport(expected)
-        libcuda.calls.clear()
-        assert driver.ask(devices=False) == DriverReport(Survey(libcuda.version))
-        assert libcuda.calls == ["cuDriverGetVersion"]
-
-
 def test_a_driver_that_is_none_or_lacks_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise cuda_driver.MissingError("no NVIDIA driver: libcuda.so.1")
@@ -399,6 +348,27 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
     assert child.poll() is None
     child.kill()
     child.wait(10)
+
+
+# ---------------------------------------------------------------- vLLM
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "level", "says"),
+    [
+        (version_of(installed()), (), "ok", "all that the connector relies on is there"),
+        (UNTESTED, (), "warning", "never tested; all that the connector relies on is there"),
+        (UNTESTED, TOUCH, "warning", "touch(self, group) in v1/core/block_pool.py was BlockPool"),
+        (version_of(installed()), TOUCH, "warning", "touch(self, group) in v1/core/block_pool.py"),
+    ],
+)
+def test_the_vllm_that_is_there_is_checked(
+    tmp_path: Path, version: str, change: tuple[str, ...], level: str, says: str
+) -> None:
+    package = fake_vllm(tmp_path, *([change] if change else []), version=version)
+    found = checks.vllm(made(tmp_path, {"vllm": package, "packages": ALL | {"vllm": version}}))
+    assert (found.level, says in found.found) == (level, True), found
+    assert ("kvass.untested_vllm" in found.do) == (version == UNTESTED and not change)
 
 
 # ---------------------------------------------------------------- the command

@@ -17,9 +17,12 @@ from bench.rows import Rows, flushed, wait_tier
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.cli.report import WIDTH as COLUMNS
-from kvass.cli.report import percent, report, size, span, tier_trouble, troubles
+from kvass.cli.report import percent, report, size, span
 from kvass.cli.top import rates
+from kvass.client.health import tier_trouble, troubles
 from kvass.testing.daemon import Daemon, running_daemon
+from kvass.types import RankLayout
+from tests.support.wire.raw_session import LAYOUT, RawSession
 
 Captured = pytest.CaptureFixture[str]
 
@@ -47,6 +50,11 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         assert (status, lines[0].rsplit(" ", 1)[1]) == (0, "OK")
         assert lines[1] == "memory   192.0 KiB of 16.0 MiB used (1.2 %), 3 rows, 0 evicted"
         assert lines[2].startswith("hits     75.0 % of 1,024 tokens since start, 75.0 % of 1,024")
+        model = lines[lines.index(next(line for line in lines if line.startswith("model"))) + 1]
+        assert "256 B" in model, "a token of a row of 64 KiB in chunks of 256"
+        assert lines[3] == "saved    768 tokens, 0s of prefill since start"
+        (engine,) = (line for line in lines if line.startswith("mine"))
+        assert f"{os.getpid()}  75.0 %  0s ago" in engine
         assert any(line.startswith("mine") for line in lines)
         assert "up" in next(line for line in lines if line.startswith("disk:"))
         assert max(map(len, lines)) <= COLUMNS
@@ -64,10 +72,15 @@ def test_an_engine_that_waits_for_a_rank_and_a_tier_without_room(
     with running_daemon(tmp_path, "16MiB") as daemon:
         fields = daemon.wait_until(l1_populated_bytes=16 << 20)
         engine = {"instance": "e", "model": "m", "uids": [7], "ranks": 2, "scheduler": True}
+        fields["refusals"] = [
+            {"instance": "x", "text": "too old", "age_s": 10},
+            {"instance": "y", "text": "too old", "age_s": 100},
+        ]
         fields["engines"] = [{**engine, "namespace": "", "missing_ranks": [1]}]
         fields["tiers"] = [broken(up=True, store_failures=33, stored_rows=0, full=1)]
         assert troubles(fields) == [
             "engine e waits for its ranks 1",
+            "engine x was refused: too old",
             "tier disk:/d: stores fail: 33 failed, 0 did not, the disk is full",
         ]
         lines = list(report(fields))
@@ -108,11 +121,38 @@ def test_long_names_give_way(tmp_path: Path) -> None:
     assert max(map(len, report(fields))) <= COLUMNS
 
 
+def test_what_two_namespaces_of_a_model_differ_in(tmp_path: Path, capsys: Captured) -> None:
+    same = {"model": "llama", "seed": "x" * 50}
+    with running_daemon(tmp_path, "16MiB") as daemon, ExitStack() as ending:
+
+        def engine(name: str, **fields: Any) -> str:
+            peer = ending.enter_context(RawSession(daemon.socket).greet())
+            return peer.register(name, **fields).namespace.hex()[:8]
+
+        first = engine("a", identity={**same, "dtype": "float16"})
+        engine("alone", identity={"model": "other"})
+        second = engine("b", identity={**same, "dtype": "bfloat16", "seed": "y" * 50})
+        third = engine(
+            "c", identity={**same, "dtype": "float16"}, layout=RankLayout(LAYOUT.groups * 2)
+        )
+        text = " ".join(" ".join(said(daemon, capsys, "status")[1]).split())
+    of = "of the same model; they differ in"
+    assert f"{second} shares nothing with {first} {of} dtype: bfloat16, not float16; seed" in text
+    assert f"{third} shares nothing with {first} {of} the layout of the KV cache" in text
+    assert text.count("shares nothing") == 2
+
+
 def test_rates_are_of_one_boot() -> None:
-    old = {"boot": "a", "namespaces": [], "tiers": [], "l1_used_bytes": 0}
-    new = {**old, "namespaces": [{"lookups": 10, "lookup_tokens": 300, "hit_tokens": 200}]}
-    first, _ = rates((1.0, old), (3.0, new))
+    moved = {"l1_in_bytes": 0, "l1_lent_bytes": 0}
+    old = {"boot": "a", "namespaces": [], "tiers": [], "counters": moved}
+    new = {
+        **old,
+        "namespaces": [{"lookups": 10, "lookup_tokens": 300, "hit_tokens": 200}],
+        "counters": {"l1_in_bytes": 4 << 20, "l1_lent_bytes": 2 << 30},
+    }
+    first, second = rates((1.0, old), (3.0, new))
     assert first == "now      5.0 lookups/s, 100 of 150 tokens/s hit"
+    assert second == "         memory 2.0 MiB/s in, 1.0 GiB/s out; tiers 0 B/s in, 0 B/s out"
     assert list(rates((1.0, {**old, "boot": "b"}), (3.0, new))) == []
 
 

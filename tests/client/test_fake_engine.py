@@ -33,7 +33,7 @@ Make = Callable[..., FakeEngine]
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with running_daemon(tmp_path_factory.mktemp("d"), "16MiB", dma_grace_s=0.2) as real:
+    with running_daemon(tmp_path_factory.mktemp("d"), "16MiB", lost_engine_grace_s=0.2) as real:
         yield real
 
 

@@ -106,18 +106,6 @@ def test_a8_an_unheard_of_code_is_a_refusal_like_any(
         assert client.counters["connects"] == 1
 
 
-def test_a8_an_unheard_of_message_costs_its_connection_and_not_more(
-    daemon: ScriptedDaemon, registration: Register
-) -> None:
-    """A daemon that keeps the promise sends none: we named no feature that has it."""
-    with Client(daemon.path, registration, wants_arena=True) as client:
-        client.call(Ping())
-        daemon.push(*frame(Ping(), "unheard_of", later=1))
-        assert eventually(lambda: client.counters["connects"] == 2)
-        client.call(Ping())
-        assert client.counters["lost"] == 1
-
-
 # ---------------------------------------------------------------- ranges that do not meet
 
 

@@ -188,8 +188,11 @@ def test_an_incomplete_registration_is_kept_back_until_it_is_complete(
 
 @pytest.mark.parametrize(
     "harm",
-    [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", Pong(seq=77)],
-    ids=["no frame", "no message", "unasked"],
+    [
+        *(b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc"),
+        *(b"\x0e\0\0\0\x81\xa1t\xaaunheard_of", Pong(seq=77)),
+    ],
+    ids=["no frame", "no message", "unheard of", "unasked"],
 )
 def test_a_daemon_that_breaks_the_protocol_loses_that_connection_alone(
     daemon: ScriptedDaemon, registration: Register, harm: FromDaemon | bytes

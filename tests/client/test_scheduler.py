@@ -55,6 +55,12 @@ def match(client: SchedulerClient, request: str = "r", first: int = 0) -> object
     return client.match(request, DIGESTS, WIDTH, first)
 
 
+def held(client: SchedulerClient, request: str = "r", first: int = 0) -> Match:
+    found = match(client, request, first)
+    assert isinstance(found, Match)
+    return found
+
+
 def sync(client: SchedulerClient, daemon: ScriptedDaemon) -> None:
     """Everything sent so far has reached the daemon."""
     client.call(Ping())
@@ -62,8 +68,7 @@ def sync(client: SchedulerClient, daemon: ScriptedDaemon) -> None:
 
 def test_hit_take_and_hand_over(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
     daemon.answers[Lookup] = daemon.hit
-    found = match(scheduler, first=3)
-    assert isinstance(found, Match)
+    found = held(scheduler, first=3)
     assert (found.first, found.chunks, found.boot) == (3, CHUNKS, daemon.boot)
     assert match(scheduler, first=3) is found  # held, not asked again
     assert scheduler.take("r") is found
@@ -89,8 +94,7 @@ def test_miss_is_looked_up_again(daemon: ScriptedDaemon, scheduler: SchedulerCli
 
 def test_settle_gives_back_once(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
     daemon.answers[Lookup] = daemon.hit
-    found = match(scheduler)
-    assert isinstance(found, Match)
+    found = held(scheduler)
     for _ in range(3):
         scheduler.settle("r")
     scheduler.settle("never asked")
@@ -103,9 +107,7 @@ def test_another_first_is_another_lookup(
     daemon: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
     daemon.answers[Lookup] = daemon.hit
-    one, two = match(scheduler, first=4), match(scheduler, first=2)
-    assert isinstance(one, Match)
-    assert isinstance(two, Match)
+    one, two = held(scheduler, first=4), held(scheduler, first=2)
     assert two.first == 2
     sync(scheduler, daemon)
     assert [m.lease for m in daemon.got(Release)] == [one.lease]
@@ -117,9 +119,7 @@ def test_half_a_lease_is_too_old(
     daemon: ScriptedDaemon, scheduler: SchedulerClient, left_s: float, again: bool
 ) -> None:
     daemon.answers[Lookup] = lambda m: daemon.hit(m, left_s)  # the lease's time is 60 s
-    one, two = match(scheduler), match(scheduler)
-    assert isinstance(one, Match)
-    assert isinstance(two, Match)
+    one, two = held(scheduler), held(scheduler)
     sync(scheduler, daemon)
     assert len(daemon.got(Release, 0)) == again
     assert (one.lease != two.lease) == again
@@ -252,8 +252,7 @@ def test_a_held_match_dies_with_its_connection(
     daemon.restart()
     assert eventually(lambda: scheduler.connected and scheduler.counters["connects"] == 2)
     assert scheduler.take("kept") is None
-    found = match(scheduler, "asked again")
-    assert isinstance(found, Match)
+    found = held(scheduler, "asked again")
     assert found.boot == daemon.boot != old
     sync(scheduler, daemon)
     assert daemon.got(Release, 0) == []  # nothing of another life is named to it
@@ -436,8 +435,7 @@ def test_lookups_are_cut_to_the_daemons_limits(
     daemon.answers[Lookup] = daemon.hit
     scheduler = SchedulerClient(daemon.path, registration, step_wait_s=5)
     scheduler.connect(5)
-    found = match(scheduler)
-    assert isinstance(found, Match)
+    found = held(scheduler)
     assert found.chunks == 8
     assert scheduler.reserve(ITEMS, WIDTH) is None  # more than one frame may hold
     assert scheduler.counters["too_large"] == 1

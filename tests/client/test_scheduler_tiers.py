@@ -12,9 +12,6 @@ from kvass.client.client import Client
 from kvass.client.requests import MAX_UNANSWERED
 from kvass.client.scheduler import MAX_PATIENCE_S, PENDING, SchedulerClient
 from kvass.messages import (
-    Clear,
-    Cleared,
-    Error,
     Lookup,
     Matched,
     Pong,
@@ -127,25 +124,6 @@ def test_any_number_of_waiting_lookups_keeps_no_other_request_back(
         scheduler.new_step()
     assert scheduler.reserve(ITEMS, WIDTH) is not None
     assert len(tiers.got(Lookup, 2 * MAX_UNANSWERED)) == 2 * MAX_UNANSWERED
-
-
-def test_a_clear_that_a_tier_could_not_note_is_not_said_in_every_step(
-    tiers: ScriptedDaemon, scheduler: SchedulerClient
-) -> None:
-    tiers.answers[Clear] = lambda m: [Error(seq=m.seq, code="tier_down", text="disk: no")]
-    assert not scheduler.clear(5.0)
-    for _ in range(20):
-        scheduler.new_step()
-        assert match(scheduler) is None
-    assert len(tiers.got(Clear)) == 1
-    tiers.answers[Clear] = lambda m: [Cleared(seq=m.seq)]
-
-    def confirmed() -> bool:
-        scheduler.new_step()
-        return match(scheduler) is PENDING
-
-    assert eventually(confirmed)
-    assert len(tiers.got(Clear)) == 2
 
 
 def test_promoting_for_what_was_not_asked_ends_the_connection(

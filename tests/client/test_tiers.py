@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +18,14 @@ from kvass.testing.fake_rank import MakeMover
 from kvass.transfer.host import HostMover
 from kvass.types import GroupLayout, RankLayout
 from tests.client.test_fake_engine import MODEL
+from tests.daemon.tier_rig import tier_of
+from tests.support import waiting
 from tests.support.gpu.engine_mover import EngineGpus
 
 LARGE = RankLayout((GroupLayout("full", 16, ("a", "b"), (128 << 10, 128 << 10)),))
 """A quarter of a mebibyte a chunk."""
 ONE, GRID = ParallelStrategy(tp=1, pp=1), ParallelStrategy(tp=2, pp=2)
 PROMPT = range(8 * 16)
-WAIT_S = 30.0
 
 
 @contextmanager
@@ -33,7 +33,9 @@ def tiered(folder: Path, l1_size: str = "16MiB", **options: Any) -> Iterator[Dae
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
     tier = f"disk:{disk}?capacity=256MiB"
-    with running_daemon(folder, l1_size, **{"tier": [tier], "dma_grace_s": 0.2, **options}) as real:
+    with running_daemon(
+        folder, l1_size, **{"tier": [tier], "lost_engine_grace_s": 0.2, **options}
+    ) as real:
         yield real
 
 
@@ -51,15 +53,7 @@ def engine(
 
 
 def eventually(ask: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not ask():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
-
-
-def tier_of(daemon: Daemon, number: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = daemon.status()["tiers"][number]
-    return found
+    assert waiting.eventually(ask), "it never came"
 
 
 def flushed(daemon: Daemon, number: int = 0) -> None:
@@ -145,18 +139,6 @@ def test_a_clear_reaches_the_tier(tmp_path: Path) -> None:
         daemon.restart()
         one.wait_connected()
         eventually(lambda: loaded(one, PROMPT) == 8)
-
-
-def test_clearing_tiers_gives_the_space_back(tmp_path: Path) -> None:
-    with tiered(tmp_path) as daemon, engine(daemon, model=LARGE) as one:
-        assert one.store(PROMPT) == 8
-        flushed(daemon)
-        eventually(lambda: tier_of(daemon)["bytes"] > 1 << 20)
-        with Client(daemon.socket) as client:
-            client.clear(everything=True, tiers=True)
-        eventually(lambda: tier_of(daemon)["records"] == 0)
-        assert loaded(one, PROMPT) == 0
-        assert not list((tmp_path / "disk").glob("*.seg"))
 
 
 def test_prefetch_promotes_ahead_of_use(cold: Path) -> None:

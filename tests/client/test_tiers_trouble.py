@@ -7,16 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
 from kvass.errors import Unavailable
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.testing.fake_engine import WIDTH, FakeEngine, chunk_keys
+from kvass.testing.fake_engine import FakeEngine
 from kvass.types import PAGE
 from tests.client import test_tiers
 from tests.client.test_tiers import (
@@ -26,10 +25,10 @@ from tests.client.test_tiers import (
     eventually,
     flushed,
     loaded,
-    tier_of,
     tiered,
 )
-from tests.support.servers.redis import RedisServer
+from tests.daemon.tier_rig import tier_of
+from tests.support.tiers.faulty import url
 
 stored, cold = test_tiers.stored, test_tiers.cold
 BOUND_S = 20.0
@@ -44,20 +43,22 @@ class Faulty:
         self._orders = orders
 
     def tell(self, *words: str) -> None:
-        new = self._orders.with_suffix(".new")
-        new.write_text(" ".join(words))
-        new.replace(self._orders)
+        for one in self._orders.iterdir():
+            one.unlink()
+        for word in words:
+            (self._orders / word).touch()
 
 
 @contextmanager
 def faulty(folder: Path, *more: str, **options: Any) -> Iterator[Faulty]:
     """``more``: tiers behind it."""
-    disk, orders = folder / "disk", folder / "orders"
-    disk.mkdir(exist_ok=True)
-    inner = quote(f"disk:{disk}?capacity=256MiB", safe="")
-    url = f"tests.support.tiers.faulty:FaultyTier?inner={inner}&orders={quote(str(orders))}"
-    with running_daemon(folder, "16MiB", tier=[url, *more], dma_grace_s=0.2, **options) as daemon:
-        yield Faulty(daemon, orders)
+    for name in ("disk", "orders"):
+        (folder / name).mkdir(exist_ok=True)
+    tier = url(folder / "orders", f"disk:{folder / 'disk'}?capacity=256MiB")
+    with running_daemon(
+        folder, "16MiB", tier=[tier, *more], lost_engine_grace_s=0.2, **options
+    ) as daemon:
+        yield Faulty(daemon, folder / "orders")
 
 
 def in_bounds(one: FakeEngine, prompt: range) -> int:
@@ -69,12 +70,15 @@ def in_bounds(one: FakeEngine, prompt: range) -> int:
     return chunks
 
 
-@pytest.mark.parametrize("trouble", ["dead", "raise", "spoil", "hang", "slow"])
-def test_trouble_is_a_miss_and_goes_by(cold: Path, trouble: str) -> None:
+HANG = ("hold-load", "hold-store")
+
+
+@pytest.mark.parametrize("trouble", [("dead",), ("raise",), ("spoil",), HANG, ("slow",)])
+def test_trouble_is_a_miss_and_goes_by(cold: Path, trouble: tuple[str, ...]) -> None:
     with faulty(cold) as tier:
         with engine(tier.daemon) as one:
             eventually(lambda: bool(tier_of(tier.daemon)))
-            tier.tell(trouble)
+            tier.tell(*trouble)
             assert in_bounds(one, PROMPT) == 0
             assert one.store(range(1000, 1064)) == 4  # the engine's work goes on
             assert in_bounds(one, range(1000, 1064)) == 4
@@ -110,7 +114,7 @@ def test_a_tier_that_hangs_delays_no_other_and_no_end(cold: Path) -> None:
             return bool(tier_of(tier.daemon).get("loading_bytes", 0) > 0)
 
         with engine(tier.daemon) as one:
-            tier.tell("hang")
+            tier.tell(*HANG)
             eventually(lambda: in_bounds(one, PROMPT) == 0 and hanging())
             eventually(lambda: in_bounds(one, only_second) == 8)
             assert hanging()
@@ -121,62 +125,6 @@ def test_a_tier_that_hangs_delays_no_other_and_no_end(cold: Path) -> None:
         began = time.monotonic()
         tier.daemon.stop()
         assert time.monotonic() - began < BOUND_S
-
-
-def test_many_lookups_of_one_cold_prompt_are_one_load(cold: Path) -> None:
-    """64 requests that arrive together, each with lookups of its own, while the tier is slow."""
-    with faulty(cold) as tier:
-        with engine(tier.daemon) as one:
-            keys = b"".join(chunk_keys(PROMPT, 16))
-            eventually(lambda: bool(tier_of(tier.daemon)))
-            tier.tell("slow")
-            found: dict[int, Any] = {}
-            deadline = time.monotonic() + BOUND_S
-            while len(found) < 64 and time.monotonic() < deadline:
-                one.scheduler.new_step()
-                one.scheduler._step_wait_s = 0.002
-                for request in set(range(64)) - found.keys():
-                    answer = one.scheduler.match(f"r{request}", keys, WIDTH, 0)
-                    if not hasattr(answer, "lease") and answer is not None:
-                        continue
-                    found[request] = answer
-            assert [match.chunks for match in found.values() if match] == [8] * 64
-            assert tier_of(tier.daemon)["loaded_rows"] == 16
-            for request in found:
-                one.scheduler.settle(f"r{request}")
-        tier.daemon.wait_until(leases=0, pins=0)
-
-
-def test_a_redis_that_goes_away_and_comes_back(tmp_path: Path) -> None:
-    with closing(RedisServer()) as server:
-        url = f"redis:{server.address}?timeout_s=1"
-        with running_daemon(tmp_path, "16MiB", tier=[url]) as daemon, engine(daemon) as one:
-            assert one.store(PROMPT) == 8
-            flushed(daemon)
-            assert tier_of(daemon)["stored_rows"] == 16
-            server.kill()
-            assert one.store(range(1000, 1064)) == 4
-            assert in_bounds(one, range(2000, 2064)) == 0
-            eventually(lambda: tier_of(daemon)["up"] is False)
-            server.start()
-
-            numbers = itertools.count(3000, 64)
-
-            def stored_again() -> bool:
-                start = next(numbers)
-                assert one.store(range(start, start + 64)) == 4
-                in_bounds(one, range(10**6 + start, 10**6 + start + 64))  # each lane of its own
-                return bool(tier_of(daemon)["up"])
-
-            eventually(stored_again)
-            put_off = chunk_keys(range(1000, 1064), 16)  # while there was no server
-
-            def there() -> bool:
-                held = server.client().keys("kvass:r:*")
-                assert isinstance(held, list)
-                return all(any(key in name for name in held) for key in put_off)
-
-            eventually(there)
 
 
 def test_damage_on_disk_is_a_miss(tmp_path: Path) -> None:

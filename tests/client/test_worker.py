@@ -54,8 +54,7 @@ def arena_of(worker: WorkerClient, boot: bytes) -> ArenaLease:
 
 def test_the_arena_of_this_boot_alone(daemon: ScriptedDaemon, worker: WorkerClient) -> None:
     assert worker.arena(b"another boot 16b") is None
-    lease = worker.arena(daemon.boot)
-    assert lease is not None
+    lease = arena_of(worker, daemon.boot)
     with lease as buffer:
         assert buffer.shape == (ARENA_BYTES,)
         buffer[4096:4100] = 7
@@ -95,8 +94,7 @@ def test_a_lease_says_how_much_the_daemon_has_populated(
     daemon: ScriptedDaemon, worker: WorkerClient
 ) -> None:
     def now() -> int:
-        lease = worker.arena(daemon.boot)
-        assert lease is not None
+        lease = arena_of(worker, daemon.boot)
         lease.close()
         return lease.populated
 
@@ -141,9 +139,7 @@ def test_running_copies_finish_on_the_old_arena(
 ) -> None:
     before = mapped()
     old = daemon.boot
-    first, second = worker.arena(old), worker.arena(old)
-    assert first is not None
-    assert second is not None
+    first, second = arena_of(worker, old), arena_of(worker, old)
     daemon.restart()
     fresh = arena_of(worker, daemon.boot)
     assert worker.arena(old) is None
@@ -165,8 +161,7 @@ def test_running_copies_finish_on_the_old_arena(
 def test_eof_waits_for_the_last_copy(
     daemon: ScriptedDaemon, worker: WorkerClient, who: str
 ) -> None:
-    lease = worker.arena(daemon.boot)
-    assert lease is not None
+    lease = arena_of(worker, daemon.boot)
     if who == "daemon":
         daemon.half_close()  # "we are done with you, once you stop writing"
         assert eventually(lambda: not worker.connected or len(daemon.got(Hello)) > 1)
@@ -201,8 +196,7 @@ def test_who_leaves_last_does_not_wait_for_the_unmapping(
         goes_on.wait(60)
         close(arena)
 
-    lease = worker.arena(daemon.boot)
-    assert lease is not None
+    lease = arena_of(worker, daemon.boot)
     before = mapped()
     monkeypatch.setattr(Arena, "close", slow)
     daemon.restart()

@@ -20,7 +20,7 @@ from kvass import messages as m
 from kvass.core.effects import Event, Faulted, Received, Send, Stored, TierReport
 from kvass.core.event_lines import line, parse
 from kvass.errors import FrameError
-from kvass.types import PAGE, GroupLayout, RankLayout
+from kvass.types import PAGE, GroupLayout, Quota, RankLayout
 from kvass.wire import framing
 from tests.core.rig import BOOT, GRACE_S, WIDTH, Engine, Rig, digests
 from tests.support.simulation.random_messages import any_message
@@ -168,9 +168,11 @@ class World:
             m.Release(lease=self.lease, rank=0, **boot),
             m.Abort(reservation=self.reservation, rank=0, **boot),
             m.Commit(reservation=self.reservation, rank=0, **boot),
+            m.Removals(seq=3, since=1, width=WIDTH, present=(blob, blob, blob)),
             m.Ping(seq=3),
             m.Status(seq=3),
             m.Clear(seq=3),
+            m.SetQuota(seq=3, quota=Quota("t", 5, 1)),
         ]
 
     def say(self, session: int, kind: type, fields: dict[str, Any]) -> list[Any]:

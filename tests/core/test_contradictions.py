@@ -22,7 +22,7 @@ def rig() -> Rig:
 def state(rig: Rig) -> dict[str, Any]:
     """All that can be seen, but for what was said."""
     seen = dict(rig.status)
-    return {k: v for k, v in seen.items() if k not in ("messages", "counters")}
+    return {k: v for k, v in seen.items() if k not in ("messages", "counters", "refusals")}
 
 
 def refused(rig: Rig, session: int, message: m.FromClient) -> m.Error:

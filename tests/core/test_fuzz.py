@@ -125,6 +125,13 @@ anything: Any = st.one_of(
         reservations=st.lists(numbers, max_size=2).map(tuple),
     ),
     st.builds(m.Clear, seq=numbers, namespace=st.binary(max_size=4), everything=st.booleans()),
+    st.builds(
+        m.Removals,
+        seq=numbers,
+        since=numbers,
+        width=widths,
+        present=st.lists(blobs, max_size=3).map(tuple),
+    ),
     st.builds(m.Ping, seq=numbers),
     st.builds(m.Status, seq=numbers),
 )

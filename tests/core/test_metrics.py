@@ -10,10 +10,16 @@ from kvass.core.metrics import (
     COUNTERS,
     GAUGES,
     GROUP_GAUGES,
+    HISTOGRAMS,
+    LOOP_HISTOGRAMS,
+    MISSES,
     NAMESPACE_COUNTERS,
     NAMESPACE_GAUGES,
+    TENANT_COUNTERS,
+    TENANT_GAUGES,
     TIER_COUNTERS,
     TIER_GAUGES,
+    TIER_HISTOGRAMS,
 )
 from tests.core.tier_rig import TierRig
 
@@ -23,9 +29,12 @@ SOURCES = [path.read_text() for path in Path(kvass.core.__file__).parent.glob("*
 def test_what_is_counted_is_declared_and_what_is_declared_is_counted() -> None:
     text = "\n".join(SOURCES)
     counted = set(re.findall(r'counters(?:\[tier\])?\["(\w+)"\] \+=', text))
+    for reason in re.findall(r'_evict(?:ed)?\([^"]*, "(\w+)"\)', text):
+        counted |= {f"evicted_{reason}", f"bytes_evicted_{reason}"}
     counted |= {f"discarded_{reason}" for reason in re.findall(r'discard\(\w+, "(\w+)"\)', text)}
-    fixed = {name for name in COUNTERS if not name.startswith(("refused_", "ended_"))}
-    assert counted == fixed | set(TIER_COUNTERS)
+    codes = {name for name in COUNTERS if name.startswith(("refused_", "ended_"))}
+    assert counted - codes == (set(COUNTERS) | set(TIER_COUNTERS)) - codes
+    assert set(re.findall(r'why(?:: str)? = (?:.*, )?"(\w+)"', text)) == set(MISSES)
 
 
 def test_status_shows_what_is_declared_under_the_declared_names() -> None:
@@ -34,15 +43,21 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     status = rig.status
     (tier,), (namespace,) = status["tiers"], status["namespaces"]
     (group,) = namespace["groups"]
+    tenant, _ = status["tenants"]
     other = {"boot", "version", "pid", "up_s", "engines", "namespaces", "tiers", "messages"}
-    assert set(status) == set(GAUGES) | other | {"counters"}
+    other |= {"tenants", "counters", "histograms", "forgotten", "refusals"}
+    assert set(status) == set(GAUGES) | other
+    assert set(status["histograms"]) == set(HISTOGRAMS)
     named = {"namespace", "model", "epoch", "private", "chunk_tokens", "groups"}
+    named |= {"like", "differs_in"}
     assert set(namespace) == set(NAMESPACE_COUNTERS) | set(NAMESPACE_GAUGES) | named
-    assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | {"tier"}
+    assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | set(TIER_HISTOGRAMS) | {"tier"}
+    assert set(tenant) == set(TENANT_GAUGES) | set(TENANT_COUNTERS) | {"tenant", "quota"}
     assert set(group) == set(GROUP_GAUGES) | {"group", "kind"}
     assert set(status["counters"]) == set(COUNTERS)
     for declared in (
-        *(COUNTERS, TIER_COUNTERS, NAMESPACE_COUNTERS),
-        *(GAUGES, TIER_GAUGES, NAMESPACE_GAUGES, GROUP_GAUGES),
+        *(COUNTERS, TIER_COUNTERS, NAMESPACE_COUNTERS, TENANT_COUNTERS),
+        *(TENANT_GAUGES, GAUGES, TIER_GAUGES, NAMESPACE_GAUGES, GROUP_GAUGES),
+        *(HISTOGRAMS, LOOP_HISTOGRAMS, TIER_HISTOGRAMS, MISSES),
     ):
         assert all(re.fullmatch(r"[A-Z].*\.", meaning) for meaning in declared.values())

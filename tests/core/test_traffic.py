@@ -25,6 +25,8 @@ def test_tokens_are_counted_by_where_they_were() -> None:
     rig.look_up(e, "a", "b")  # from L1
     rig.look_up(e, "y")
     seen = traffic(rig)
+    assert seen["miss_tokens"]["absent"] == sum(seen["miss_tokens"].values()) == 2 * tokens
+    assert seen["stored_tokens"] == 2 * tokens
     assert seen["lookups"] == 3
     assert seen["lookup_tokens"] == 6 * tokens == rig.count("lookup_chunks") * tokens
     assert seen["hit_tokens"] == 4 * tokens == rig.count("hit_chunks") * tokens
@@ -40,12 +42,13 @@ def test_the_last_minute_is_fifty_to_sixty_seconds_and_its_memory_bounded() -> N
     seen = Traffic()
     for _ in range(2000):
         now += draw.expovariate(0.5)
-        seen.ask(now, n := draw.randrange(100))
-        seen.give(now, n // 2)
+        n = draw.randrange(100)
+        seen.answered(now, n, n // 2, "absent", 10.0)
         counts.append((now, n))
         least = sum(k for t, k in counts if t > now - 50)
         most = sum(k for t, k in counts if t > now - 60)
         assert least <= seen.last_minute(now)[0] <= most
         assert len(seen.slots) <= 7
-    assert seen.asked == sum(k for _, k in counts)
+    assert seen.asked == sum(k for _, k in counts) == seen.given + seen.missed["absent"]
+    assert abs(seen.saved_s - seen.given / 10.0) < 1e-6
     assert seen.last_minute(now + 60) == (0, 0)

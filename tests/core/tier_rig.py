@@ -84,7 +84,7 @@ class TierRig(Rig):
             self.step(Stored(op.op, good, down=self.down))
         elif isinstance(op, TierLoad):
             good = self._bools(which, names(op.records), shelf.__contains__)
-            self.step(Loaded(op.op, good, 0.01))
+            self.step(Loaded(op.op, good))
         else:
             every = [one for batch in op.batches for one in names(batch)]
             self.step(Probed(op.op, self._bools(which, every, shelf.__contains__)))

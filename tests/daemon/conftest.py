@@ -13,13 +13,13 @@ from kvass.testing.daemon import Daemon, running_daemon
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with running_daemon(tmp_path_factory.mktemp("shared"), dma_grace_s=0.2) as daemon:
+    with running_daemon(tmp_path_factory.mktemp("shared"), lost_engine_grace_s=0.2) as daemon:
         yield daemon
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path, dma_grace_s=0.2) as daemon:
+    with running_daemon(tmp_path, lost_engine_grace_s=0.2) as daemon:
         yield daemon
 
 

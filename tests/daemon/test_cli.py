@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ import pytest
 from kvass._version import __version__
 from kvass.cli.main import COMMANDS, main
 from kvass.config import load
-from kvass.messages import Commit, Ping, Pong
 from kvass.testing.daemon import Daemon
-from tests.support.wire.raw_session import engine
 
 Captured = pytest.CaptureFixture[str]
 
@@ -24,32 +21,6 @@ def _no_kvass_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("KVASS_"):
             monkeypatch.delenv(name)
-
-
-def test_status_and_clear(daemon: Daemon, capsys: Captured) -> None:
-    with engine(daemon.socket) as (scheduler, worker):
-        granted = scheduler.reserve("ab")
-        worker.channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
-        worker.ask(Ping(), Pong)
-        assert main(["status", "--json", "--socket", daemon.socket]) == 0
-        fields = json.loads(capsys.readouterr().out)
-        assert {
-            "leases",
-            "reservations",
-            "pins",
-            "rows",
-            "rows_loading",
-            "quarantined_bytes",
-            "l1_used_bytes",
-            "l1_capacity_bytes",
-        } <= set(fields)
-        assert (fields["rows"], fields["l1_used_bytes"]) == (2, 8192)
-        assert main(["status", "--socket", daemon.socket]) == 0
-        text = capsys.readouterr().out
-        assert "memory   8.0 KiB of " in text
-        assert main(["clear", "--socket", daemon.socket]) == 0
-        assert capsys.readouterr().out == "cleared 2 rows\n"
-        assert daemon.status()["rows"] == 0
 
 
 def test_socket_from_the_environment(

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
-
-import pytest
+from unittest import mock
 
 from kvass.core.effects import Opened
 from kvass.core.event_lines import parse
@@ -21,8 +20,8 @@ from kvass.daemon.connection import OUT_BYTES, Connection
 Scene = Callable[[Connection, socket.socket], Coroutine[Any, Any, None]]
 
 
-def play(scene: Scene) -> None:
-    """Run ``scene`` with a connection and its peer's socket."""
+def played(scene: Scene) -> Callable[[], None]:
+    """A test that runs ``scene`` with a connection and its peer's socket."""
 
     async def main() -> None:
         near, far = socket.socketpair()
@@ -36,7 +35,7 @@ def play(scene: Scene) -> None:
             connection.close_now()
             far.close()
 
-    asyncio.run(main())
+    return lambda: asyncio.run(main())
 
 
 async def read(far: socket.socket, size: int | None = None) -> bytes:
@@ -49,114 +48,109 @@ async def read(far: socket.socket, size: int | None = None) -> bytes:
     return got
 
 
-def test_frames_keep_their_order_behind_a_descriptor(tmp_path: Path) -> None:
-    async def scene(connection: Connection, far: socket.socket) -> None:
-        parts = [os.urandom(1 << 20) for _ in range(4)]
-        fd = os.open(tmp_path, os.O_RDONLY)
-        connection.queue(parts[0], fd)
-        for part in parts[1:]:
-            connection.queue(part)
-        assert connection.flush()
-        assert connection.unsent > 3 << 20
-        got = b""
-        fds: list[int] = []
-        while len(got) < 4 << 20:
-            piece, more, _, _ = await asyncio.to_thread(socket.recv_fds, far, 1 << 20, 4)
-            got += piece
-            fds += more
-        assert got == b"".join(parts)
-        assert [os.path.samestat(os.fstat(f), os.fstat(fd)) for f in fds] == [True]
-        for one in [fd, *fds]:
-            os.close(one)
-
-    play(scene)
-
-
-def test_flush_says_when_too_much_is_unread_and_mute_forgets_it() -> None:
-    async def scene(connection: Connection, far: socket.socket) -> None:
-        connection.queue(bytes(OUT_BYTES))
-        assert connection.flush()
-        connection.queue(bytes(OUT_BYTES))
-        assert not connection.flush()
-        connection.mute()
-        assert connection.unsent == 0
-        connection.queue(b"more")
-        assert connection.flush()
-        assert connection.unsent == 0
-
-    play(scene)
+@played
+async def test_frames_keep_their_order_behind_a_descriptor(
+    connection: Connection, far: socket.socket
+) -> None:
+    parts = [os.urandom(1 << 20) for _ in range(4)]
+    fd = os.open("/", os.O_RDONLY)
+    connection.queue(parts[0], fd)
+    for part in parts[1:]:
+        connection.queue(part)
+    assert connection.flush()
+    assert connection.unsent > 3 << 20
+    got = b""
+    fds: list[int] = []
+    while len(got) < 4 << 20:
+        piece, more, _, _ = await asyncio.to_thread(socket.recv_fds, far, 1 << 20, 4)
+        got += piece
+        fds += more
+    assert got == b"".join(parts)
+    assert [os.path.samestat(os.fstat(f), os.fstat(fd)) for f in fds] == [True]
+    for one in [fd, *fds]:
+        os.close(one)
 
 
-def test_close_sends_what_is_queued_first() -> None:
-    async def scene(connection: Connection, far: socket.socket) -> None:
-        connection.queue(bytes(1 << 20))
+@played
+async def test_flush_says_when_too_much_is_unread_and_mute_forgets_it(
+    connection: Connection, far: socket.socket
+) -> None:
+    connection.queue(bytes(OUT_BYTES))
+    assert connection.flush()
+    connection.queue(bytes(OUT_BYTES))
+    assert not connection.flush()
+    connection.mute()
+    assert connection.unsent == 0
+    connection.queue(b"more")
+    assert connection.flush()
+    assert connection.unsent == 0
+
+
+@played
+async def test_close_sends_what_is_queued_first(connection: Connection, far: socket.socket) -> None:
+    connection.queue(bytes(1 << 20))
+    connection.close()
+    connection.queue(b"too late")
+    assert len(await read(far)) == 1 << 20
+
+
+@played
+async def test_close_waits_for_no_reader_for_ever(
+    connection: Connection, far: socket.socket
+) -> None:
+    connection.queue(bytes(8 << 20))
+    with mock.patch.object(module, "LINGER_S", 0.05):
         connection.close()
-        connection.queue(b"too late")
-        assert len(await read(far)) == 1 << 20
-
-    play(scene)
+    await asyncio.sleep(0.3)
+    assert len(await read(far)) < 8 << 20  # and then EOF
 
 
-def test_close_waits_for_no_reader_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LINGER_S", 0.05)
-
-    async def scene(connection: Connection, far: socket.socket) -> None:
-        connection.queue(bytes(8 << 20))
-        connection.close()
-        await asyncio.sleep(0.3)
-        assert len(await read(far)) < 8 << 20  # and then EOF
-
-    play(scene)
-
-
-def test_half_close_speaks_no_more_but_hears_the_end() -> None:
-    async def scene(connection: Connection, far: socket.socket) -> None:
-        connection.queue(bytes(1 << 20))
-        connection.half_close()
-        connection.queue(b"too late")
-        connection.flush()
-        assert len(await read(far)) == 1 << 20
-        scratch = memoryview(bytearray(10))
-        assert connection.read_into(scratch) is None
-        far.send(b"abc")
-        assert connection.read_into(scratch) == 3
-        far.close()
-        assert connection.read_into(scratch) == 0
-
-    play(scene)
+@played
+async def test_half_close_speaks_no_more_but_hears_the_end(
+    connection: Connection, far: socket.socket
+) -> None:
+    connection.queue(bytes(1 << 20))
+    connection.half_close()
+    connection.queue(b"too late")
+    connection.flush()
+    assert len(await read(far)) == 1 << 20
+    scratch = memoryview(bytearray(10))
+    assert connection.read_into(scratch) is None
+    far.send(b"abc")
+    assert connection.read_into(scratch) == 3
+    far.close()
+    assert connection.read_into(scratch) == 0
 
 
-def test_half_close_of_a_muted_session_ends_its_stream_at_once() -> None:
-    async def scene(connection: Connection, far: socket.socket) -> None:
-        connection.queue(bytes(8 << 20))
-        connection.flush()
-        connection.mute()
-        connection.half_close()
-        assert len(await read(far)) < 8 << 20
-
-    play(scene)
-
-
-def test_failing_write_is_no_end_of_stream() -> None:
-    async def scene(connection: Connection, far: socket.socket) -> None:
-        far.shutdown(socket.SHUT_RD)
-        connection.queue(b"anyone?")
-        assert connection.flush()
-        assert connection.read_into(memoryview(bytearray(9))) is None
-        far.send(b"still here")
-        assert connection.read_into(memoryview(bytearray(10))) == 10
-
-    play(scene)
+@played
+async def test_half_close_of_a_muted_session_ends_its_stream_at_once(
+    connection: Connection, far: socket.socket
+) -> None:
+    connection.queue(bytes(8 << 20))
+    connection.flush()
+    connection.mute()
+    connection.half_close()
+    assert len(await read(far)) < 8 << 20
 
 
-def test_hang_up_with_words_unread_is_eof() -> None:
-    async def scene(connection: Connection, far: socket.socket) -> None:
-        connection.queue(b"unread")
-        connection.flush()
-        far.close()
-        assert connection.read_into(memoryview(bytearray(9))) == 0
+@played
+async def test_failing_write_is_no_end_of_stream(
+    connection: Connection, far: socket.socket
+) -> None:
+    far.shutdown(socket.SHUT_RD)
+    connection.queue(b"anyone?")
+    assert connection.flush()
+    assert connection.read_into(memoryview(bytearray(9))) is None
+    far.send(b"still here")
+    assert connection.read_into(memoryview(bytearray(10))) == 10
 
-    play(scene)
+
+@played
+async def test_hang_up_with_words_unread_is_eof(connection: Connection, far: socket.socket) -> None:
+    connection.queue(b"unread")
+    connection.flush()
+    far.close()
+    assert connection.read_into(memoryview(bytearray(9))) == 0
 
 
 def test_broken_invariant_ends_the_daemon_and_its_event_is_logged(tmp_path: Path) -> None:

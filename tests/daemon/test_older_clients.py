@@ -39,7 +39,6 @@ class Foreigner:
         self._sock.connect(path)
         self._more = more
         self._seqs = itertools.count(1)
-        self._rest = b""
         self._fds: list[int] = []
         self.boot = b""
 
@@ -73,19 +72,13 @@ class Foreigner:
         return reply
 
     def read(self) -> dict[str, Any]:
-        while len(self._rest) < 4 or len(self._rest) < 4 + self._length:
-            data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 1)
-            assert data, "the daemon hung up"
-            self._rest += data
-            self._fds += fds
-        end = 4 + self._length
-        payload, self._rest = self._rest[4:end], self._rest[end:]
+        head, fds, _, _ = socket.recv_fds(self._sock, 4, 1, socket.MSG_WAITALL)
+        assert head, "the daemon hung up"
+        self._fds += fds
+        length = int.from_bytes(head, "little")
+        payload = self._sock.recv(length, socket.MSG_WAITALL)
         message: dict[str, Any] = msgspec.msgpack.decode(payload)
         return message
-
-    @property
-    def _length(self) -> int:
-        return int.from_bytes(self._rest[:4], "little")
 
     def arena(self, size: int) -> mmap.mmap:
         (fd,) = self._fds
@@ -222,20 +215,6 @@ def test_a8_old_and_new_clients_share_rows(shared: Daemon) -> None:
     less.close()
     later.close()
     shared.wait_until(instances=0, rows=0)
-
-
-def test_a8_the_welcome_says_all_limits_and_clocks(shared: Daemon) -> None:
-    """They are policy: a client of another minor may have other defaults."""
-    with Foreigner(shared.socket, {}) as visitor:
-        welcome = visitor.greet()
-    assert welcome["limits"].keys() >= {"frame_bytes", "keys_per_message", "instance_write_share"}
-    assert welcome["timing"].keys() >= {"lease_s", "reserve_s", "lookup_budget_ms"}
-
-
-def test_a8_a_range_that_reaches_ours_is_met(shared: Daemon) -> None:
-    with Foreigner(shared.socket, {}) as visitor:
-        welcome = visitor.greet(protocol_min=1, protocol_max=9, features=["unheard-of"])
-    assert (welcome.get("protocol", 1), welcome.get("features", [])) == (1, [])
 
 
 def test_a8_what_this_daemon_cannot_know_ends_that_session_alone(

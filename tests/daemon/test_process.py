@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from kvass.arena import memory
 from kvass.cli.main import main
 from kvass.client.client import Client
 from kvass.errors import Unavailable
@@ -77,7 +76,7 @@ def test_ready_line_tells_socket_sizes_and_pages(shared: Daemon) -> None:
     assert stat.S_IMODE(os.stat(shared.socket).st_mode) == 0o600
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     with running_daemon(tmp_path) as daemon, RawSession(daemon.socket).greet() as peer:
         os.kill(daemon.pid, number)
@@ -85,7 +84,8 @@ def test_signals_stop_it_cleanly(tmp_path: Path, number: signal.Signals) -> None
         with pytest.raises(Unavailable):
             peer.next()
         assert os.listdir(tmp_path) == ["daemon.log"]
-        assert daemon.log() == ""
+        (line,) = daemon.log().splitlines()
+        assert line.endswith("INFO stopping; 0 rows are left to flush")
 
 
 def test_live_daemon_is_refused_and_a_killed_one_taken_over(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_socket_path_of_something_else(tmp_path: Path) -> None:
         (("--l1-size", "much"), "no size: 'much'; write it like 8GiB"),
         (("--socket", "/tmp/" + "x" * 120), "107 bytes"),
         (("--no-such-flag",), "unrecognized arguments: --no-such-flag; see kvass serve --help"),
-        (("--allow-uid", "no-such-user"), "--allow-uid: Expected `int`"),
+        (("--allow-uid", "no-such-user"), "--allow-uid: there is no user 'no-such-user' here"),
     ],
 )
 def test_bad_options_get_one_clear_line(
@@ -190,23 +190,6 @@ def test_default_socket_is_in_a_folder_of_this_user_alone(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------- memory
-
-
-def test_another_process_maps_the_same_arena(daemon: Daemon) -> None:
-    child = (
-        "import sys; from kvass.arena import memory\n"
-        "from tests.support.wire.raw_session import RawSession\n"
-        "peer = RawSession(sys.argv[1]).greet(wants_arena=True)\n"
-        "arena = memory.attach(peer.take_arena(), peer.welcome.arena_bytes)\n"
-        "arena.buffer[-3:] = (1, 2, 3)"
-    )
-    subprocess.run([sys.executable, "-c", child, daemon.socket], check=True, timeout=60)
-    with RawSession(daemon.socket).greet(wants_arena=True) as peer:
-        arena = memory.attach(peer.take_arena(), peer.welcome.arena_bytes)
-        assert arena.buffer[-4:].tolist() == [0, 1, 2, 3]
-        daemon.kill()
-        assert arena.buffer[-1] == 3  # outlives the daemon for those who map it
-        arena.close()
 
 
 def test_no_descriptor_for_who_did_not_ask(shared: Daemon) -> None:
@@ -296,7 +279,9 @@ def test_another_user_is_kept_out(open_folder: Path, stranger: int) -> None:
 def test_another_user_is_not_told_that_there_is_no_daemon(open_folder: Path, stranger: int) -> None:
     def asks(path: str) -> Callable[[], None]:
         def work() -> None:
-            with pytest.raises(Unavailable, match="not allowed to connect to"):
+            with pytest.raises(
+                Unavailable, match=f"not allowed to connect to .*--allow-uid {stranger}"
+            ):
                 Channel.connect(path, 5.0)
 
         return work

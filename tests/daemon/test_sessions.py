@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from kvass.daemon import peer_process
 from kvass.daemon.peer_process import PeerProcess, process_behind
-from kvass.errors import Unavailable
 from kvass.messages import (
     Clear,
     Cleared,
@@ -26,7 +25,6 @@ from kvass.messages import (
     HandedOver,
     Ping,
     Pong,
-    Release,
     Status,
     Welcome,
 )
@@ -43,22 +41,6 @@ def bystander(shared: Daemon) -> Iterator[RawSession]:
         yield peer
         peer.ask(Ping(), Pong)
     shared.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0, sessions=1)
-
-
-def test_store_and_load_across_sessions(daemon: Daemon) -> None:
-    with engine(daemon.socket) as (scheduler, worker):
-        granted = scheduler.reserve("ab")
-        assert granted.grants[0].chunks == (0, 1)
-        worker.channel.send(Commit(boot=granted.boot, reservation=granted.grants[0].reservation))
-        worker.ask(Ping(), Pong)
-    with engine(daemon.socket, "another") as (scheduler, worker):
-        matched = scheduler.lookup("abc")
-        assert (matched.chunks, len(matched.slots[0])) == (2, 2)
-        assert daemon.status()["pins"] == 2
-        worker.channel.send(Release(boot=matched.boot, lease=matched.lease, rank=0))
-        worker.ask(Ping(), Pong)
-        assert daemon.status()["pins"] == 0
-    assert daemon.wait_until(leases=0, reservations=0)["rows"] == 2
 
 
 @pytest.mark.parametrize(
@@ -211,8 +193,8 @@ def test_debts_of_a_killed_process_are_settled_at_its_end(tmp_path: Path) -> Non
     has nothing else to go by."""
     (tmp_path / "blind").mkdir()
     with (
-        running_daemon(tmp_path / "blind", "4MiB", BLIND, dma_grace_s=3600) as blind,
-        running_daemon(tmp_path, "4MiB", dma_grace_s=3600) as daemon,
+        running_daemon(tmp_path / "blind", "4MiB", BLIND, lost_engine_grace_s=3600) as blind,
+        running_daemon(tmp_path, "4MiB", lost_engine_grace_s=3600) as daemon,
     ):
         for pid in [start_holding(blind), start_holding(daemon)]:
             os.kill(pid, signal.SIGKILL)
@@ -269,7 +251,7 @@ def test_the_process_behind_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_nobody_waits_for_a_dead_engines_slots(tmp_path: Path) -> None:
     """Neither who stores the same, under the same name too, nor a clear, nor the daemon's end."""
-    with running_daemon(tmp_path, dma_grace_s=3600) as daemon:
+    with running_daemon(tmp_path, lost_engine_grace_s=3600) as daemon:
         with engine(daemon.socket) as (scheduler, worker):
             granted = scheduler.reserve("ab")
             ids = (granted.grants[0].reservation,)
@@ -323,10 +305,3 @@ def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
                 assert daemon.status()["sessions"] == 3
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_eof_of_the_daemon_is_seen(daemon: Daemon) -> None:
-    with RawSession(daemon.socket).greet() as peer:
-        daemon.kill()
-        with pytest.raises(Unavailable):
-            peer.next()

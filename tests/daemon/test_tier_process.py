@@ -34,8 +34,8 @@ from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
 from kvass.testing.daemon import running_daemon
-from tests.daemon.harmful_tier import url
 from tests.daemon.tier_rig import PAGE, commit_two, disk, load, probe, store, tier_of
+from tests.support.tiers.faulty import url
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import engine
 
@@ -122,7 +122,7 @@ def shell(url: str, **periods: Any) -> Iterator[Shell]:
     "said",
     [
         frames.Start(3, "disk:/x?capacity=1GiB", "disk:/x", 1 << 40, 2.0),
-        frames.Heartbeat(),
+        frames.Heartbeat("info"),
         probe(5, 1, 2, 3),
         load(6, 1, 1),
         store(2**60, 1, 1),
@@ -131,7 +131,7 @@ def shell(url: str, **periods: Any) -> Iterator[Shell]:
         frames.TierOpened(),
         frames.TierOpened("no such folder"),
         Probed(1, np.array([True, False])),
-        Loaded(2, np.array([True]), 0.5),
+        Loaded(2, np.array([True])),
         Stored(3, np.zeros(0, np.bool_), down=True),
         EpochIs(4, None),
         EpochIs(4, 2**64 - 1),

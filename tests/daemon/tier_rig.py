@@ -1,10 +1,10 @@
-"""Tiers that misbehave on purpose, and an executor over them whose events can be asked for."""
+"""An executor whose events can be asked for, and what makes its tiers misbehave."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from kvass.core.effects import (
 from kvass.daemon.tier_process.executor import Executor
 from kvass.messages import Commit, Ping, Pong
 from kvass.testing.daemon import Daemon
-from kvass.tiers.base import Shards
 from kvass.tiers.codec import record_key
 from kvass.types import Slots
 from tests.support.waiting import eventually
@@ -32,53 +31,6 @@ from tests.support.wire.raw_session import RawSession
 SPACE = bytes(range(32))
 WAIT_S = 30.0
 PAGE = 4096
-
-
-class Memory:
-    """A tier that is right; ``hook(method)`` runs at the beginning of every call."""
-
-    def __init__(self, hook: Callable[[str], None] = lambda _: None) -> None:
-        self.hook = hook
-        self.records: dict[bytes, list[bytes]] = {}
-        self.notes: dict[str, bytes] = {}
-        self.stored: list[bytes] = []
-        self.closed = False
-
-    def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        self.hook("probe")
-        return [key in self.records for key in keys]
-
-    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
-        self.hook("load")
-        for key, shards in zip(keys, into, strict=True):
-            for shard, data in zip(shards, self.records.get(key, ()), strict=False):
-                shard[:] = np.frombuffer(data, np.uint8)
-        return [key in self.records for key in keys]
-
-    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        self.hook("store")
-        self.stored += keys
-        for key, shards in zip(keys, data, strict=True):
-            self.records[key] = [shard.tobytes() for shard in shards]
-        return [True] * len(keys)
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        raise AssertionError("nobody asks for this")
-
-    def clear(self) -> None:
-        self.hook("clear")
-        self.records.clear()
-
-    def note(self, name: str) -> bytes | None:
-        self.hook("note")
-        return self.notes.get(name)
-
-    def set_note(self, name: str, value: bytes) -> None:
-        self.hook("set_note")
-        self.notes[name] = value
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Clock:
@@ -117,6 +69,11 @@ class Rig:
         event = self.events.get(timeout=WAIT_S)
         assert event.op == op, event
         return event
+
+    def ask(self, effect: ToTier) -> Any:
+        """Submit it; its event, which must be the next."""
+        self.submit(effect)
+        return self.end(effect.op)
 
     def ends(self, count: int) -> dict[int, FromTier]:
         """The next so many events by operation: no operation has two of them."""

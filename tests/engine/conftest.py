@@ -142,10 +142,20 @@ def daemon(folder: Path) -> Iterator[Daemon]:
         yield one
 
 
+def event_endpoints(daemon: Daemon) -> dict[str, str]:
+    """Where engine ``a`` publishes its KV events."""
+    names = ("endpoint", "replay_endpoint")
+    return {name: f"ipc://{Path(daemon.socket).parent}/{name}" for name in names}
+
+
 @pytest.fixture(scope="session")
 def pair(daemon: Daemon, start: Starter) -> tuple[EngineProcess, EngineProcess]:
-    """Two engines of one daemon, started side by side."""
-    a, b = (start(name, socket=Path(daemon.socket), gpu=name == "b") for name in "ab")
+    """Two engines of one daemon, started side by side; the first publishes KV events."""
+    socket = Path(daemon.socket)
+    endpoints = event_endpoints(daemon)
+    events = {"enable_kv_cache_events": True, **endpoints}
+    a = start("a", socket=socket, args={"kv_events_config": events})
+    b = start("b", socket=socket, gpu=True)
     return a.wait_ready(), b.wait_ready()
 
 

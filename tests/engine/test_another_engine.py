@@ -40,6 +40,7 @@ class Prompt:
     tokens: Sequence[int]
     computed_tokens: int = 0
     reads_cache: bool = True
+    tenant: str = ""
     adapter: str | None = None
 
     @property

@@ -36,7 +36,7 @@ BREAKS: Final[tuple[Break, ...]] = ("unordered", "hasty")
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path, dma_grace_s=0.5) as one:
+    with running_daemon(tmp_path, lost_engine_grace_s=0.5) as one:
         yield one
 
 

@@ -222,5 +222,5 @@ def test_a_wrong_option_stops_the_start_before_any_memory_is_taken() -> None:
 
 
 def test_an_untested_vllm_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
     assert resolved("BLNHC") == "LBHNC"

@@ -236,6 +236,17 @@ def test_a_stage_that_is_never_asked_to_store_does_so_in_the_next_step(
     assert empty(daemon)["rows"] > CHUNKS
 
 
+def test_a_store_in_a_step_that_computes_nothing_is_begun_in_the_next(
+    daemon: Daemon, engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.30 does not call ``wait_for_save`` in such a step."""
+    monkeypatch.setattr(StubModelRank, "saves_empty_steps", False)
+    a = engine(ParallelStrategy())
+    a.client._reserve_wait_s = 0.0  # the grant comes when nothing is left to compute
+    a.generate("a", PROMPT, max_tokens=1)
+    assert empty(daemon)["rows"] == CHUNKS
+
+
 @contextmanager
 def as_the_runner_ends_a_pass(connector: Any) -> Iterator[None]:
     try:

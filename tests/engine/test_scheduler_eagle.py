@@ -18,7 +18,7 @@ from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.conftest import GPU
 from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
 from tests.support.vllm.ranks import until
-from tests.support.vllm.scheduler import read_setup
+from tests.support.vllm.scheduler import before, read_setup
 
 FULL: list[GroupShape] = [("full", 16, 0, 2)]
 GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
@@ -104,13 +104,16 @@ def cases(chunk: int) -> list[list[int]]:
 def test_a_hit_is_what_vllms_own_would_be(
     daemon: Daemon, engine: Any, shapes: list[GroupShape], chunk: int
 ) -> None:
+    """Before 0.32 vLLM drops of a match with windows a block more than the drafter needs."""
     a, b = pair(engine, shapes, chunk)
+    windows = any(kind == "sliding_window" for kind, *_ in shapes)
     hits = []
     for tokens in cases(chunk):
         local, found = local_hit(a, tokens), external_hit(b, tokens)
         # With a single group vLLM takes a prompt's last token not even for a proof.
         whole = len(tokens) == 400 and len(shapes) == 1
-        assert found == local + chunk * whole, (len(tokens), local)
+        longer = {0, chunk} if windows and before("0.32.0") else {chunk * whole}
+        assert found - local in longer, (len(tokens), local)
         hits.append(found)
     assert len(set(hits)) > 1
     daemon.wait_until(leases=0, reservations=0, pins=0)

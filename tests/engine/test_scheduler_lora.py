@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvass.connectors.vllm import adapt
 from kvass.engine import adapters, identity
 from kvass.engine.adapters import NoSalt
 from kvass.engine.stores import RequestState
@@ -447,3 +448,70 @@ def test_an_adapter_by_its_name_on_the_hub_is_uncached(client: FakeClient) -> No
         adapters.read("some/adapter")
     assert loaded(client, Path("some/adapter")) == 0
     assert not client.rows
+
+
+# ---------------------------------------------------------------- vLLM 0.30
+
+
+def with_lora(client: FakeClient) -> SchedulerHarness:
+    from vllm.config.lora import LoRAConfig
+
+    configs = make_configs()
+    configs[0].lora_config = LoRAConfig()
+    return SchedulerHarness(client, configs=configs)
+
+
+def salted(client: FakeClient, world: SchedulerHarness, salt: str) -> int:
+    """The rows that a request with a ``salt`` and no adapter leaves behind."""
+    before = len(client.rows)
+    world.add(f"salted {next(NUMBERS)}", TOKENS, salt=salt)
+    world.run(client)
+    return len(client.rows) - before
+
+
+@pytest.fixture(params=["guarded", "control"])
+def guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the connector believes that block hashes hold plain texts, as vLLM 0.30's do."""
+    monkeypatch.setattr(adapt, "TAGGED_HASHES", request.param == "control")
+    return str(request.param) == "guarded"
+
+
+def test_a_name_that_is_seen_with_a_second_path_is_uncached(
+    client: FakeClient, tmp_path: Path, guarded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM 0.30 gives the second adapter the first one's blocks out of its own cache."""
+    (tmp_path / "elsewhere").mkdir()
+    one = train(tmp_path / "one", b"1234")
+    other = train(tmp_path / "elsewhere" / "one", b"5678")
+    world = with_lora(client)
+    assert loaded(client, one, world) == 0
+    assert len(client.rows) == 3
+    for lora in (other, one, other):
+        loaded(client, lora, world)
+    assert (len(client.rows) == 3) is guarded
+    said = [r.getMessage() for r in caplog.records if "for one" in r.getMessage()]
+    assert len(said) == guarded
+    assert loaded(client, one, with_lora(client)) == 1, "what was stored before is right"
+
+
+def test_a_salt_that_reads_as_an_adapters_name_is_uncached_and_the_adapter_too(
+    client: FakeClient, tmp_path: Path, guarded: bool
+) -> None:
+    one = train(tmp_path / "one", b"1234")
+    world = with_lora(client)
+    assert salted(client, world, "one") == 3
+    loaded(client, one, world)
+    assert (len(client.rows) == 3) is guarded
+    assert world.scheduler.reset_prefix_cache()
+    assert salted(client, world, "another") == 3
+
+
+def test_of_too_many_texts_the_new_ones_are_uncached(
+    client: FakeClient, tmp_path: Path, guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapt, "MAX_TEXTS", 1)
+    world = with_lora(client)
+    assert salted(client, world, "first") == 3
+    assert salted(client, world, "second") == (0 if guarded else 3)
+    assert loaded(client, None, with_lora(client)) == 0
+    assert len(client.rows) == (6 if guarded else 9), "requests with no text have no such limit"

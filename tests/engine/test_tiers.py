@@ -81,7 +81,7 @@ class Place:
         return running_daemon(folder, tier=list(tiers), **PATIENT)
 
 
-PATIENT: Final[dict[str, Any]] = {"lookup_budget_ms": 10_000, "weigh_loads": "no"}
+PATIENT: Final[dict[str, Any]] = {"lookup_budget_ms": 10_000, "skip_slow_loads": "no"}
 
 
 @pytest.fixture

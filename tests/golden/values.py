@@ -18,7 +18,7 @@ import msgspec
 
 from kvass import messages as m
 from kvass.errors import ErrorCode
-from kvass.types import GroupKind, GroupLayout, Limits, RankLayout, Slots, Timing
+from kvass.types import GroupKind, GroupLayout, Limits, Quota, RankLayout, Slots, Timing
 from kvass.wire import framing
 
 FROZEN: Final = Path(__file__).parent / "protocol-1.json"
@@ -169,7 +169,17 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "pong": m.Pong(seq=6),
     "clear": m.Clear(seq=7, namespace=bytes(32), everything=True),
     "clear.tiers": m.Clear(seq=7, everything=True, tiers=True),
+    "lookup.tenant": m.Lookup(seq=3, request="r-1", digests=b"", tenant="team-a"),
+    "reserve.tenant": m.Reserve(
+        seq=5, items=[m.ReserveItem(request="r-1", digests=b"", tenant="team-a")]
+    ),
+    "set_quota": m.SetQuota(seq=10, quota=Quota("team-a", 1 << 33, 1 << 30), remove=True),
+    "quota_set": m.QuotaSet(seq=10),
     "cleared": m.Cleared(seq=7, rows=65536),
+    "removals": m.Removals(seq=10, since=1 << 40, width=16, present=(_DIGESTS, b"")),
+    "removed": m.Removed(
+        seq=10, upto=1 << 41, lost=True, removed=(b"", _DIGESTS), present=(b"\0\1", b"")
+    ),
     "status": m.Status(seq=8),
     "status_reply": m.StatusReply(seq=8, fields={"rows": 1, "share": 0.5, "groups": [{"a": "b"}]}),
     "populated": m.Populated(bytes=1 << 30),
@@ -178,7 +188,10 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
 
 STRUCTS: Final[dict[str, type[msgspec.Struct]]] = {
     **{str(type(v).__struct_config__.tag): type(v) for v in VALUES.values()},
-    **{kind.__name__: kind for kind in (m.ReserveItem, m.Grant, GroupLayout, RankLayout, Slots)},
+    **{
+        kind.__name__: kind
+        for kind in (m.ReserveItem, m.Grant, GroupLayout, Quota, RankLayout, Slots)
+    },
 }
 """Whose missing fields mean their defaults. ``Limits`` and ``Timing`` are always sent whole."""
 

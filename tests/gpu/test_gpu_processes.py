@@ -57,7 +57,7 @@ DONE, AMID, CHUNKS = 1, 2, 4
 @pytest.fixture
 def daemon(tmp_path: Path, device: Device) -> Iterator[Daemon]:
     size = "6GiB" if device.real else "64MiB"
-    with running_daemon(tmp_path, size, dma_grace_s=GRACE_S) as one:
+    with running_daemon(tmp_path, size, lost_engine_grace_s=GRACE_S) as one:
         yield one
 
 

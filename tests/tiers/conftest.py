@@ -1,8 +1,9 @@
-"""Folders and disk tiers of a test's own."""
+"""Folders, disk tiers and servers of a test's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,21 @@ import pytest
 from kvass.tiers.disk import DiskTier
 
 OpenDisk = Callable[..., DiskTier]
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One of the module's ``SERVER``, which no test breaks."""
+    with closing(request.module.SERVER()) as made:
+        yield made
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts servers that a test may break: their class, and its arguments."""
+    with ExitStack() as ending:
+        yield lambda kind, *options, **more: ending.enter_context(closing(kind(*options, **more)))
 
 
 @pytest.fixture

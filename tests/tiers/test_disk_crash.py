@@ -137,7 +137,6 @@ class Faults:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.error: dict[str, int] = {}
-        self.short = False
         for name in ("pwritev", "preadv", "pwrite", "posix_fallocate"):
             patch.setattr(os, name, self._wrap(name, getattr(os, name)))
 
@@ -145,8 +144,6 @@ class Faults:
         def call(fd: int, *args: Any) -> Any:
             if number := self.error.get(name):
                 raise OSError(number, os.strerror(number))
-            if self.short and name == "pwritev":
-                return real(fd, [memoryview(args[0][0])], *args[1:])
             return real(fd, *args)
 
         return call
@@ -215,22 +212,3 @@ def test_reads_that_fail_are_misses_and_the_records_are_given_up(
     assert hits(tier, keys) == [False] * 4 + [True] * 6
     assert all(fill(tier, keys))
     assert all(hits(tier, keys))
-
-
-def test_a_record_that_fails_does_not_take_its_batch_along(
-    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = open_disk(4 << 20, threads=1)
-    keys = keys_of(6)
-    real, calls = os.pwritev, [0]
-
-    def third_fails(*args: Any) -> int:
-        calls[0] += 1
-        if calls[0] == 3:
-            raise OSError(errno.EIO, "once")
-        return real(*args)
-
-    assert all(fill(tier, keys[:1]))
-    monkeypatch.setattr(os, "pwritev", third_fails)
-    assert fill(tier, keys).count(False) == 1
-    assert sum(hits(tier, keys)) >= 5

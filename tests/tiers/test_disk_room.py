@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import tracemalloc
 from pathlib import Path
 
@@ -152,78 +151,6 @@ def test_a_new_size_gets_room_from_an_old_one(open_disk: OpenDisk) -> None:
         assert all(fill(tier, [key], (70_000,)))
     assert all(hits(tier, new, (70_000,)))
     assert 0 < sum(tier.probe(old)) < 300
-
-
-@pytest.mark.parametrize("cleared", [True, False])
-def test_what_is_being_read_does_not_leave(
-    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, cleared: bool
-) -> None:
-    """A reader in the middle of its record: stores of twice the capacity, a delete and a clear go
-    round it, and it gets the bytes that it came for."""
-    tier = open_disk(MIB, threads=1)
-    assert all(fill(tier, [b"read"]))
-    reading, go_on = threading.Event(), threading.Event()
-    real = segment.SegmentFile.read
-
-    def slow(self: segment.SegmentFile, slot: int, parts: list[np.ndarray]) -> bool:
-        reading.set()
-        assert go_on.wait(60)
-        return real(self, slot, parts)
-
-    found: list[list[bool]] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(segment.SegmentFile, "read", slow)
-        reader = threading.Thread(target=lambda: found.append(hits(tier, [b"read"])))
-        reader.start()
-        assert reading.wait(60)
-        patch.setattr(segment.SegmentFile, "read", real)
-        assert hits(tier, [b"read"]) == [True]
-        for i in range(14):
-            assert all(fill(tier, keys_of(10, f"more {i}")))
-        tier.delete([b"read"])
-        assert tier.probe([b"read"]) == [False]
-        if cleared:
-            tier.clear()
-        assert all(fill(tier, keys_of(10, "after")))
-        go_on.set()
-        reader.join()
-    assert found == [[True]]
-    assert all(hits(tier, keys_of(10, "after")))
-    segments = tier.report()["segments"]
-    assert len(list(folder.glob("*.seg"))) == segments == len(list(folder.glob("*.idx")))
-
-
-def test_a_deleted_record_stays_until_its_last_reader_left(
-    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = open_disk(MIB, threads=1)
-    assert all(fill(tier, [b"read", b"other"]))
-    here = [threading.Event() for _ in range(2)]
-    go_on = [threading.Event() for _ in range(2)]
-    turns = iter(range(2))
-    real = segment.SegmentFile.read
-
-    def slow(self: segment.SegmentFile, slot: int, parts: list[np.ndarray]) -> bool:
-        me = next(turns)
-        here[me].set()
-        assert go_on[me].wait(60)
-        return real(self, slot, parts)
-
-    monkeypatch.setattr(segment.SegmentFile, "read", slow)
-    found: list[list[bool]] = []
-    readers = [
-        threading.Thread(target=lambda: found.append(hits(tier, [b"read"]))) for _ in range(2)
-    ]
-    for i, reader in enumerate(readers):
-        reader.start()
-        assert here[i].wait(60)
-    tier.delete([b"read"])
-    go_on[0].set()
-    readers[0].join()
-    assert all(fill(tier, keys_of(30)))  # whoever gets the slot too early overwrites it
-    go_on[1].set()
-    readers[1].join()
-    assert found == [[True], [True]]
 
 
 # ---------------------------------------------------------------- what it costs

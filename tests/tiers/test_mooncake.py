@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -12,79 +10,30 @@ import numpy as np
 import pytest
 
 from kvass.errors import TierDown
-from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
+from kvass.testing.tier_suite import data_of, eventually, room_for, same
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.mooncake import MooncakeTier
 from kvass.tiers.mooncake.transfer import DIRECT_BYTES
 from tests.support.servers.mooncake import MooncakeServer, Owner
-from tests.tiers.records import KEYS, SHAPE, SharedSuite, down, fill, hits, keys_of, works
+from tests.tiers.conftest import Start
+from tests.tiers.records import KEYS, OpenAt, Raw, SharedSuite, down, fill, hits, keys_of, works
 
-numbers = count()
+SERVER = MooncakeServer
 LARGE = (1 << 20,)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[MooncakeServer]:
-    made = MooncakeServer()
-    yield made
-    made.close()
 
 
 class TestMooncake(SharedSuite):
     @pytest.fixture
-    def make_tier(self, server: MooncakeServer) -> MakeTier:
-        url = f"mooncake:{server.address}?prefix=test{next(numbers)}:"
-        return lambda: open_tier(url)
+    def open_at(self, server: MooncakeServer) -> OpenAt:
+        return lambda prefix: open_tier(f"mooncake:{server.address}?prefix={prefix}:")
 
-
-@pytest.fixture
-def own_server() -> Iterator[Callable[..., MooncakeServer]]:
-    """Servers that a test may break."""
-    made: list[MooncakeServer] = []
-
-    def start(*options: str, owners: int = 1) -> MooncakeServer:
-        made.append(MooncakeServer(*options, owners=owners))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
-
-
-def test_a_clear_leaves_others_alone(server: MooncakeServer) -> None:
-    tiers = [open_tier(f"mooncake:{server.address}?prefix={p}") for p in ("a.b:", "axb:", "za.b:")]
-    for tier in tiers:
-        assert all(fill(tier, KEYS))
-    tiers[0].clear()
-    assert [any(tier.probe(KEYS)) for tier in tiers] == [False, True, True]
-    for tier in tiers:
-        tier.close()
-
-
-def test_a_damaged_object_is_a_miss_and_forgotten(server: MooncakeServer) -> None:
-    tier = open_tier(f"mooncake:{server.address}?prefix=damage:")
-    [owner] = server.owners
-    name, other = (f"damage:r:{key.hex()}" for key in KEYS[3:5])
-    assert all(fill(tier, KEYS))
-    right = owner.get(name)
-    assert len(right) > sum(SHAPE)
-    for at in (0, 9, 33, 60, 100, 5000, len(right) - 1):
-        value = bytearray(right)
-        value[at] ^= 1
-        owner.put(name, bytes(value))
-        assert hits(tier, KEYS).count(False) == 1
-        assert tier.probe(KEYS).count(False) == 1
-        assert all(fill(tier, KEYS))
-        assert all(hits(tier, KEYS))
-    owner.put(name, owner.get(other))  # whole, but another's
-    assert hits(tier, KEYS).count(False) == 1
-    for cut in (1, 70, 5000, len(right) - 1, len(right) + 1):
-        owner.put(name, right[:cut].ljust(cut, b"\0"))
-        assert hits(tier, KEYS).count(False) == 1
-        assert all(fill(tier, KEYS))
-        assert owner.get(name) == right
-    tier.clear()
-    tier.close()
+    @pytest.fixture
+    def raw(self, server: MooncakeServer) -> Raw:
+        [owner] = server.owners
+        return Raw(
+            lambda prefix, key: owner.get(f"{prefix}:r:{key.hex()}"),
+            lambda prefix, key, value: owner.put(f"{prefix}:r:{key.hex()}", value),
+        )
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "rdma"])
@@ -116,9 +65,9 @@ def test_large_shards_go_straight_and_small_ones_beside_the_header(
     tier.close()
 
 
-def test_a_master_that_dies_and_comes_back(own_server: Callable[..., MooncakeServer]) -> None:
+def test_a_master_that_dies_and_comes_back(start: Start) -> None:
     """The only memory is our own."""
-    server = own_server(owners=0)
+    server = start(MooncakeServer, owners=0)
     tier = open_tier(f"mooncake:{server.address}?timeout_s=2&segment=64MiB")
     assert works(tier)
     server.kill()
@@ -129,8 +78,8 @@ def test_a_master_that_dies_and_comes_back(own_server: Callable[..., MooncakeSer
     tier.close()
 
 
-def test_a_master_that_stands_still(own_server: Callable[..., MooncakeServer]) -> None:
-    server = own_server()
+def test_a_master_that_stands_still(start: Start) -> None:
+    server = start(MooncakeServer)
     tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
     late = open_tier(f"mooncake:{server.address}?timeout_s=1")  # meets it first when it stands
     assert works(tier)
@@ -144,8 +93,8 @@ def test_a_master_that_stands_still(own_server: Callable[..., MooncakeServer]) -
     late.close()
 
 
-def test_an_owner_that_stands_still_or_dies(own_server: Callable[..., MooncakeServer]) -> None:
-    server = own_server()
+def test_an_owner_that_stands_still_or_dies(start: Start) -> None:
+    server = start(MooncakeServer)
     tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
     many = keys_of(80, "several groups")
     assert works(tier)
@@ -161,8 +110,8 @@ def test_an_owner_that_stands_still_or_dies(own_server: Callable[..., MooncakeSe
     tier.close()
 
 
-def test_a_note_outlives_one_of_its_owners(own_server: Callable[..., MooncakeServer]) -> None:
-    server = own_server(owners=2)
+def test_a_note_outlives_one_of_its_owners(start: Start) -> None:
+    server = start(MooncakeServer, owners=2)
     tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
     for i in range(3):
         tier.set_note("epoch", b"%d" % i)
@@ -178,15 +127,8 @@ def test_a_note_outlives_one_of_its_owners(own_server: Callable[..., MooncakeSer
     tier.close()
 
 
-def test_nobody_there_at_the_start() -> None:
-    for url in ("mooncake:127.0.0.1:1", "mooncake:no.such.host.invalid:50051?timeout_s=1"):
-        tier = open_tier(url)
-        assert all("master" in text for text in down(tier))
-        tier.close()
-
-
-def test_without_any_memory_nothing_is_held(own_server: Callable[..., MooncakeServer]) -> None:
-    server = own_server(owners=0)
+def test_without_any_memory_nothing_is_held(start: Start) -> None:
+    server = start(MooncakeServer, owners=0)
     tier = open_tier(f"mooncake:{server.address}")
     assert not any(fill(tier, KEYS))
     assert not any(hits(tier, KEYS))
@@ -200,9 +142,9 @@ def full(tier: Tier, keys: list[bytes]) -> bool:
 
 
 def test_a_full_store_makes_room_and_keeps_notes(
-    own_server: Callable[..., MooncakeServer],
+    start: Start,
 ) -> None:
-    server = own_server("--default_kv_lease_ttl=10", owners=0)
+    server = start(MooncakeServer, "--default_kv_lease_ttl=10", owners=0)
     server.owners.append(Owner(server.address, segment=32 << 20))
     tier = open_tier(f"mooncake:{server.address}")
     tier.set_note("epoch", b"1")

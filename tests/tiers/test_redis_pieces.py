@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvass.errors import TierDown
-from kvass.testing.tier_suite import SHAPES, data_of, fetch, room_for, same
+from kvass.testing import TierSuite
+from kvass.testing.tier_suite import MakeTier, data_of, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers import redis as redis_tier
 from kvass.tiers.redis import RedisTier
@@ -20,13 +21,8 @@ PIECE = 4000
 SHAPE = (5000, 0, 17, 9000)
 """Four pieces, the second one of bytes of three shards."""
 KEYS = keys_of(6)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    made = RedisServer()
-    yield made
-    made.close()
+SERVER = RedisServer
+numbers = count()
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +35,13 @@ def cluster() -> Iterator[RedisCluster]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_tier, "PIECE_BYTES", PIECE)
+
+
+class TestPieces(TierSuite):
+    @pytest.fixture
+    def make_tier(self, server: RedisServer, small_pieces: None) -> MakeTier:
+        prefix = f"suite{next(numbers)}:"
+        return lambda: open_tier(f"redis:{server.address}?prefix={prefix}")
 
 
 @pytest.fixture
@@ -74,19 +77,6 @@ def test_pieces_as_they_come(server: RedisServer) -> None:
     tier.clear()
     assert client.keys(b"huge:*") == []
     tier.close()
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_cut_records_come_back(
-    server: RedisServer, tier: RedisTier, shape: tuple[int, ...]
-) -> None:
-    assert all(fill(tier, KEYS, shape))
-    assert all(hits(tier, KEYS, shape))
-    assert fetch(tier, KEYS[0], (*shape[1:], 7)) is None
-    tier.delete(KEYS[1:])
-    assert hits(tier, KEYS, shape) == [True] + [False] * 5
-    tier.clear()
-    assert names(server, b"[rp]") == []
 
 
 def test_nothing_is_left_of_what_was_replaced(server: RedisServer, tier: RedisTier) -> None:
@@ -158,50 +148,6 @@ def test_pieces_that_changed_places_are_a_miss(server: RedisServer, tier: RedisT
 
 
 # ---------------------------------------------------------------- two at once
-
-
-def test_a_record_that_is_replaced_while_it_is_read(
-    server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its reader has the header and half of the pieces: a miss, and the new one stays."""
-    assert all(fill(tier, KEYS, SHAPE))
-    other = opened(server)
-    real = tier._ask_one
-    asked = count()
-
-    def slow(*command: Any) -> Any:
-        if command[0] == "GET" and next(asked) == 2:
-            assert all(fill(other, KEYS[:1], SHAPE, 1))
-        return real(*command)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tier, "_ask_one", slow)
-        assert hits(tier, KEYS[:1], SHAPE, 2) == [False]
-    assert all(hits(tier, KEYS, SHAPE, 2))
-    assert len(names(server)) == 24
-    other.close()
-
-
-@pytest.mark.parametrize("version", [0, 1])
-def test_two_that_store_one_key_at_once(
-    server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch, version: int
-) -> None:
-    """The same bytes have the same names; of other bytes those stay whose header came last."""
-    other = opened(server)
-    real = tier._ask_one
-
-    def slow(*command: Any) -> Any:
-        if command[1].startswith(b"kvass:r:"):
-            assert fill(other, KEYS[:1], SHAPE, version) == [True]
-        return real(*command)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tier, "_ask_one", slow)
-        assert fill(tier, KEYS[:1], SHAPE) == [True]
-    for one in (tier, other):
-        assert hits(one, KEYS[:1], SHAPE) == [True]
-    assert names(server, b"r") == [b"kvass:r:" + KEYS[0]]
-    other.close()
 
 
 @pytest.mark.parametrize("version", [0, 1])

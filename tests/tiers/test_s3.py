@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvass.errors import ConfigError, TierDown
-from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
+from kvass.testing.tier_suite import data_of, eventually, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers.codec import record_key
+from kvass.tiers.object_store import ObjectTier
 from tests.support.servers.s3 import BUCKET, S3Server, credentials
-from tests.tiers.records import KEYS, SharedSuite, down, fill, hits, keys_of, works
+from tests.tiers.conftest import Start
+from tests.tiers.records import KEYS, OpenAt, Raw, SharedSuite, down, fill, hits, keys_of, works
 
-numbers = count()
+SERVER = S3Server
 
 
 @pytest.fixture(autouse=True)
@@ -31,26 +28,18 @@ def signed() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    made = S3Server()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def own_server() -> Iterator[S3Server]:
-    """One that a test may break."""
-    made = S3Server()
-    yield made
-    made.close()
-
-
 class TestS3(SharedSuite):
     @pytest.fixture
-    def make_tier(self, server: S3Server) -> MakeTier:
-        url = server.url(f"suite/{next(numbers)}")
-        return lambda: open_tier(url)
+    def open_at(self, server: S3Server) -> OpenAt:
+        return lambda prefix: open_tier(server.url(f"suite/{prefix}"))
+
+    @pytest.fixture
+    def raw(self, server: S3Server) -> Raw:
+        name = "suite/{}/records/{}".format
+        return Raw(
+            lambda prefix, key: server.get(name(prefix, key.hex())),
+            lambda prefix, key, value: server.put(name(prefix, key.hex()), value),
+        )
 
 
 def test_gcs(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,26 +56,6 @@ def test_gcs(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     tier.close()
 
 
-# ---------------------------------------------------------------- sharing
-
-
-def test_a_clear_leaves_others_alone(server: S3Server) -> None:
-    prefixes = ("iso", "iso2", "is", "iso/sub")
-    tiers = [open_tier(server.url(prefix)) for prefix in prefixes]
-    for tier, prefix in zip(tiers, prefixes, strict=True):
-        assert all(fill(tier, KEYS, version=len(prefix)))
-        tier.set_note("of", prefix.encode())
-    server.put("iso/recordsnot", b"ours")
-    tiers[0].clear()
-    assert not any(tiers[0].probe(KEYS))
-    for tier, prefix in zip(tiers, prefixes, strict=True):
-        assert tier.note("of") == prefix.encode()
-        if prefix != "iso":
-            assert all(hits(tier, KEYS, versions=9))
-        tier.close()
-    assert server.get("iso/recordsnot") == b"ours"
-
-
 def test_a_clear_of_more_than_one_listing(server: S3Server) -> None:
     tier = open_tier(server.url("many"))
     many = keys_of(1100)
@@ -98,46 +67,16 @@ def test_a_clear_of_more_than_one_listing(server: S3Server) -> None:
     tier.close()
 
 
-# ---------------------------------------------------------------- damage
-
-
-def _name(prefix: str, key: bytes) -> str:
-    return f"{prefix}/records/{key.hex()}"
-
-
-def test_a_damaged_object_is_a_miss_and_removed(server: S3Server) -> None:
-    tier = open_tier(server.url("damage"))
-    name = _name("damage", KEYS[3])
-    assert all(fill(tier, KEYS))
-    good = server.get(name)
-
-    def missed(value: bytes) -> None:
-        server.put(name, value)
-        assert hits(tier, KEYS).count(False) == 1
-        assert name not in server.names("damage/")
-        assert all(fill(tier, KEYS[3:4]))
-        assert all(hits(tier, KEYS))
-
-    for at in (0, 9, 33, 60, 70, 100, 5000, len(good) - 1):
-        value = bytearray(good)
-        value[at] ^= 1
-        missed(bytes(value))
-    for cut in (0, 1, 5, 70, 5000, len(good) - 1):
-        missed(good[:cut])
-    missed(good + b"\0")
-    missed(server.get(_name("damage", KEYS[4])))
-    tier.close()
-
-
 # ---------------------------------------------------------------- trouble
 
 
-def test_a_server_that_stands_still(own_server: S3Server) -> None:
+def test_a_server_that_stands_still(start: Start) -> None:
     """The whole batch, which is many times what is asked at once, takes one silence."""
-    tier = open_tier(own_server.url("still", "&timeout_s=2&connections=4"))
+    server = start(S3Server)
+    tier = open_tier(server.url("still", "&timeout_s=2&connections=4"))
     many = keys_of(400)
     assert all(fill(tier, many[:50]))
-    own_server.pause(True)
+    server.pause(True)
     asks: list[Callable[[], object]] = [
         lambda: tier.probe(many),
         lambda: hits(tier, many),
@@ -146,13 +85,14 @@ def test_a_server_that_stands_still(own_server: S3Server) -> None:
     for ask in asks:
         with pytest.raises(TierDown, match="Timeout"):
             ask()
-    own_server.pause(False)
+    server.pause(False)
     assert hits(tier, many[:51]) == [True] * 50 + [False]
     tier.close()
 
 
-def test_a_server_killed_in_the_middle_of_a_load(own_server: S3Server) -> None:
-    tier = open_tier(own_server.url("middle", "&timeout_s=4&connections=2"))
+def test_a_server_killed_in_the_middle_of_a_load(start: Start) -> None:
+    server = start(S3Server)
+    tier = open_tier(server.url("middle", "&timeout_s=4&connections=2"))
     shape = (8 << 20,)
     keys = keys_of(12)
     assert all(fill(tier, keys, shape))
@@ -160,7 +100,7 @@ def test_a_server_killed_in_the_middle_of_a_load(own_server: S3Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(tier.load, keys, into)
         eventually(lambda: bool((into[0][0][:64] != 0xA5).any()), 60)
-        own_server.kill()
+        server.kill()
         try:
             which = loading.result(timeout=60)
         except TierDown:
@@ -169,7 +109,7 @@ def test_a_server_killed_in_the_middle_of_a_load(own_server: S3Server) -> None:
     before = [shards[0].copy() for shards in into]
     for key, shards, held in zip(keys, into, which, strict=True):
         assert not held or same(shards, data_of(key, shape))
-    own_server.start()
+    server.start()
     assert hits(tier, keys, shape) == [False] * len(keys)
     assert all(fill(tier, keys, shape))
     assert all(hits(tier, keys, shape))
@@ -185,8 +125,7 @@ def test_an_unknown_bucket_is_said_until_it_is_there(server: S3Server) -> None:
     server.ask("PUT", "later")
     assert tier.probe(KEYS) == [False] * 10
     assert tier.note("epoch") is None
-    assert all(fill(tier, KEYS))
-    assert all(hits(tier, KEYS))
+    assert works(tier)
     tier.close()
 
 
@@ -224,9 +163,10 @@ def test_what_is_not_there_is_no_trouble_until_something_is_stored(
         other.shutdown()
 
 
-def test_wrong_credentials_are_said_and_right_ones_work(own_server: S3Server) -> None:
-    key, secret = own_server.guard()
-    url = own_server.url("guarded", "&timeout_s=5")
+def test_wrong_credentials_are_said_and_right_ones_work(start: Start) -> None:
+    server = start(S3Server)
+    key, secret = server.guard()
+    url = server.url("guarded", "&timeout_s=5")
     for wrong in (("AKIAWRONG", secret), (key, "wr0ngs3cret")):
         with credentials(*wrong):
             tier = open_tier(url)
@@ -236,24 +176,7 @@ def test_wrong_credentials_are_said_and_right_ones_work(own_server: S3Server) ->
         tier.close()
     with credentials(key, secret):
         tier = open_tier(url)
-    assert all(fill(tier, KEYS))
-    assert all(hits(tier, KEYS))
-    tier.close()
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3:bucket?endpoint=http://127.0.0.1:1&allow_http=yes",
-        "gcs:bucket/a?endpoint=http://127.0.0.1:1&allow_http=yes",
-        "azure:bucket/a?account=me&endpoint=http://127.0.0.1:1&allow_http=yes",
-    ],
-)
-def test_nobody_there_at_the_start(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "none")
-    monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
-    tier = open_tier(url + "&timeout_s=2")
-    assert all("Connection refused" in text for text in down(tier))
+    assert works(tier)
     tier.close()
 
 
@@ -270,61 +193,6 @@ def test_a_status_has_room_for_the_reason(host: str, why: str) -> None:
             ask()
         assert why in str(caught.value)[:200]
         assert host in str(caught.value)
-    tier.close()
-
-
-# ---------------------------------------------------------------- bounds
-
-
-def connections_to(port: int) -> int:
-    """Of this machine's, open or being opened."""
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    ours = [line.split() for line in lines]
-    return sum(one[2].endswith(f":{port:04X}") and one[3] in ("01", "02") for one in ours)
-
-
-def test_connections_are_bounded(own_server: S3Server) -> None:
-    tier = open_tier(own_server.url("few", "&timeout_s=60&connections=5"))
-    many = keys_of(60)
-    assert all(fill(tier, many))
-    eventually(lambda: connections_to(own_server.port) == 0, 60)
-    own_server.pause(True)
-    with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(tier.probe, many) for _ in range(3)]
-        eventually(lambda: connections_to(own_server.port) == 5, 60)
-        for _ in range(20):
-            assert connections_to(own_server.port) <= 5
-            threading.Event().wait(0.01)
-        own_server.pause(False)
-        assert all(all(one.result(timeout=60)) for one in asked)
-    tier.close()
-
-
-def peak_growth(work: Callable[[], object]) -> int:
-    """By how many bytes this process was larger at most than when ``work`` began."""
-
-    def of(field: str) -> int:
-        text = Path("/proc/self/status").read_text()
-        found = re.search(rf"{field}:\s+(\d+) kB", text)
-        assert found
-        return int(found[1]) << 10
-
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = of("VmRSS")
-    work()
-    return of("VmHWM") - before
-
-
-def test_memory_in_flight_is_bounded(server: S3Server) -> None:
-    """256 MiB at once, of which it may hold 64, and what the client and the allocator add."""
-    tier = open_tier(server.url("memory", "&timeout_s=60"))
-    keys = keys_of(16)
-    shard = np.arange(16 << 20, dtype=np.uint64).astype(np.uint8)
-    into = room_for((len(shard),))
-    assert peak_growth(lambda: tier.store(keys, [[shard]] * 16)) < 128 << 20
-    assert peak_growth(lambda: tier.load(keys, [into] * 16)) < 128 << 20
-    assert same(into, [shard])
-    tier.clear()
     tier.close()
 
 
@@ -370,21 +238,12 @@ def test_the_urls_endpoint_goes_before_the_environments(
     tier.close()
 
 
-def test_without_the_package_the_extra_is_named() -> None:
-    """Asked of a process whose packages are not those of this one."""
-    code = """
-import sys
-class Without:
-    def find_spec(self, name, *_):
-        if name == "obstore":
-            raise ModuleNotFoundError(name, name=name)
-sys.meta_path.insert(0, Without())
-from kvass.tiers import open_tier
-from kvass.tiers.codec import record_key
-open_tier("s3:bucket")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "install the extra: kvass[s3]" in done.stderr
+def test_requests_and_bytes_in_flight_are_bounded() -> None:
+    """By the pool, as ``test_worker_pool.py`` shows."""
+    tier = open_tier("s3:bucket?connections=5")
+    assert isinstance(tier, ObjectTier)
+    assert (tier._pool._size, tier._pool._room) == (5, 64 << 20)
+    tier.close()
 
 
 def test_the_usual_spelling_is_understood(server: S3Server) -> None:

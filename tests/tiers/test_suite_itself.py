@@ -3,101 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvass.errors import UsageError
 from kvass.testing.tier_suite import SHAPES, MakeTier, TierSuite
-from kvass.tiers.base import MAX_KEY_BYTES, Buffer, Shards, Tier, check_batch, check_note
-
-Kept = dict[bytes, list[Buffer]]
-_NOTE = b"note" + bytes(MAX_KEY_BYTES)
-"""Before a note's name: no record has such a key."""
-
-
-class MemoryTier:
-    """A dict and a lock; ``kept`` outlives it."""
-
-    def __init__(self, kept: Kept) -> None:
-        self.kept = kept
-        self.lock = threading.Lock()
-        self.closed = False
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        with self.lock:
-            if self.closed:
-                raise UsageError("closed")
-            yield
-
-    def check(self, keys: Sequence[bytes], data: Sequence[Shards] | None = None) -> None:
-        check_batch(keys, data)
-
-    def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        self.check(keys)
-        with self.call():
-            return [key in self.kept for key in keys]
-
-    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
-        self.check(keys, into)
-        with self.call():
-            return [self.load_one(key, shards) for key, shards in zip(keys, into, strict=True)]
-
-    def load_one(self, key: bytes, into: Shards) -> bool:
-        held = self.kept.get(key)
-        if held is None or [len(h) for h in held] != [len(s) for s in into]:
-            return False
-        for shard, raw in zip(into, held, strict=True):
-            shard[:] = raw
-        return True
-
-    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        self.check(keys, data)
-        with self.call():
-            for key, shards in zip(keys, data, strict=True):
-                self.store_one(key, shards)
-            return [True] * len(keys)
-
-    def store_one(self, key: bytes, shards: Shards) -> None:
-        self.kept[key] = [shard.copy() for shard in shards]
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        self.check(keys)
-        with self.call():
-            for key in keys:
-                self.kept.pop(key, None)
-
-    def clear(self) -> None:
-        with self.call():
-            for key in [key for key in self.kept if not key.startswith(_NOTE)]:
-                del self.kept[key]
-
-    def note(self, name: str) -> bytes | None:
-        check_note(name)
-        with self.call():
-            note = self.kept.get(_NOTE + name.encode())
-            return note[0].tobytes() if note else None
-
-    def set_note(self, name: str, value: bytes) -> None:
-        check_note(name, value)
-        with self.call():
-            self.kept[_NOTE + name.encode()] = [np.frombuffer(value, np.uint8)]
-
-    def close(self) -> None:
-        with self.lock:
-            self.closed = True
+from kvass.tiers.base import Shards, Tier, check_note
+from tests.support.tiers.memory import Kept, MemoryTier
 
 
 class TestMemory(TierSuite):
     @pytest.fixture
     def make_tier(self) -> MakeTier:
-        kept: Kept = {}
-        return lambda: MemoryTier(kept)
+        kept = Kept()
+        return lambda: MemoryTier(kept=kept)
 
 
 class TestForgetful(TierSuite):
@@ -105,7 +28,7 @@ class TestForgetful(TierSuite):
 
     @pytest.fixture
     def make_tier(self) -> MakeTier:
-        return lambda: MemoryTier({})
+        return MemoryTier
 
 
 class Hasty(TierSuite):
@@ -118,22 +41,22 @@ class Hasty(TierSuite):
 
 class ServesWhatIsAbsent(MemoryTier):
     def load_one(self, key: bytes, into: Shards) -> bool:
-        return super().load_one(key, into) or key not in self.kept
+        return super().load_one(key, into) or key not in self.records
 
 
 class ServesAPart(MemoryTier):
     def load_one(self, key: bytes, into: Shards) -> bool:
-        for shard, raw in zip(into, self.kept.get(key, []), strict=False):
-            shard[: len(raw)] = raw[: len(shard)]
-        return key in self.kept
+        for shard, raw in zip(into, self.records.get(key, []), strict=False):
+            shard[: len(raw)] = np.frombuffer(raw[: len(shard)], np.uint8)
+        return key in self.records
 
 
 class ServesTheRightBytesAnywhere(MemoryTier):
     """Lengths that fit in sum are enough for it."""
 
     def load_one(self, key: bytes, into: Shards) -> bool:
-        all_ = np.concatenate([*self.kept.get(key, []), np.empty(0, np.uint8)])
-        if key not in self.kept or len(all_) != sum(map(len, into)):
+        all_ = np.frombuffer(b"".join(self.records.get(key, [])), np.uint8)
+        if key not in self.records or len(all_) != sum(map(len, into)):
             return False
         at = 0
         for shard in into:
@@ -144,7 +67,7 @@ class ServesTheRightBytesAnywhere(MemoryTier):
 
 class KeepsTheFirst(MemoryTier):
     def store_one(self, key: bytes, shards: Shards) -> None:
-        if key not in self.kept:
+        if key not in self.records:
             super().store_one(key, shards)
 
 
@@ -155,7 +78,7 @@ class KeepsTheFirstOfABatch(MemoryTier):
 
 class KeepsTheCallersMemory(MemoryTier):
     def store_one(self, key: bytes, shards: Shards) -> None:
-        self.kept[key] = list(shards)
+        self.records[key] = list(shards)
 
 
 class AnswersInItsOwnOrder(MemoryTier):
@@ -188,7 +111,7 @@ class NeverDeletes(MemoryTier):
 class DeletesAll(MemoryTier):
     def delete(self, keys: Sequence[bytes]) -> None:
         self.check(keys)
-        self.kept.clear()
+        self.records.clear()
 
 
 class NeverClears(MemoryTier):
@@ -215,15 +138,15 @@ class ClosesOverOthers(MemoryTier):
 class RemembersWhatItServed(MemoryTier):
     """A cache of its own that a store does not void."""
 
-    def __init__(self, kept: Kept) -> None:
-        super().__init__(kept)
-        self.served: Kept = {}
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.served: dict[bytes, list[Any]] = {}
 
     def load_one(self, key: bytes, into: Shards) -> bool:
-        held = self.served.setdefault(key, self.kept.get(key, []))
-        if key in self.kept and [len(h) for h in held] == [len(s) for s in into]:
+        held = self.served.setdefault(key, self.records.get(key, []))
+        if key in self.records and [len(h) for h in held] == [len(s) for s in into]:
             for shard, raw in zip(into, held, strict=True):
-                shard[:] = raw
+                shard[:] = np.frombuffer(raw, np.uint8)
             return True
         return super().load_one(key, into)
 
@@ -232,9 +155,9 @@ class Tears(MemoryTier):
     """Writes in place and reads without a lock."""
 
     def store_one(self, key: bytes, shards: Shards) -> None:
-        held = self.kept.get(key)
+        held = self.records.get(key)
         if held is None or [len(h) for h in held] != [len(s) for s in shards]:
-            super().store_one(key, shards)
+            self.records[key] = [shard.copy() for shard in shards]
             return
         for mine, shard in zip(held, shards, strict=True):
             half = len(shard) // 2
@@ -244,7 +167,7 @@ class Tears(MemoryTier):
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
         self.check(keys, into)
-        with self.call():
+        with self.call("load"):
             pass
         return [self.load_one(key, shards) for key, shards in zip(keys, into, strict=True)]
 
@@ -252,8 +175,8 @@ class Tears(MemoryTier):
 class KeepsTheDeleted(MemoryTier):
     """Until somebody opens it again."""
 
-    def __init__(self, kept: Kept) -> None:
-        super().__init__(kept)
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
         self.hidden: set[bytes] = set()
 
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
@@ -269,21 +192,21 @@ class KeepsTheDeleted(MemoryTier):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self.check(keys)
-        with self.call():
+        with self.call("delete"):
             self.hidden |= set(keys)
 
 
 class ForgetsNotes(MemoryTier):
     def clear(self) -> None:
-        with self.call():
-            self.kept.clear()
+        super().clear()
+        self.notes.clear()
 
 
 class KeepsNotesAsRecords(MemoryTier):
     def note(self, name: str) -> bytes | None:
         check_note(name)
-        held = self.kept.get(name.encode())
-        return held[0].tobytes() if held else None
+        held = self.records.get(name.encode())
+        return held[0] if held else None
 
     def set_note(self, name: str, value: bytes) -> None:
         check_note(name, value)
@@ -299,16 +222,16 @@ class KeepsTheFirstNote(MemoryTier):
 WRONG = MemoryTier.__subclasses__()
 
 
-def failures(make: Callable[[Kept], Tier]) -> list[str]:
+def failures(make: Callable[..., Tier]) -> list[str]:
     """The names of the suite's tests that do not pass, until the first."""
     suite = Hasty()
     for name, test in inspect.getmembers(suite, inspect.ismethod):
         wants = inspect.signature(test).parameters
         shapes = SHAPES.values() if "shape" in wants else [None]
         for shape in shapes if name.startswith("test_") else ():
-            kept: Kept = {}
-            given: dict[str, object] = {"tier": make(kept), "make_tier": lambda k=kept: make(k)}
-            given |= {"shape": shape, "aligned": False, "later_s": 0.02}
+            again = partial(make, kept=Kept())
+            given = {"tier": again(), "make_tier": again, "shape": shape}
+            given |= {"aligned": False, "later_s": 0.02}
             try:
                 test(**{n: given[n] for n in wants})
             except (Exception, pytest.fail.Exception):  # noqa: BLE001  a test may fail in any way
@@ -321,5 +244,5 @@ def test_a_right_tier_fails_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_a_wrong_tier_is_caught(wrong: Callable[[Kept], Tier]) -> None:
+def test_a_wrong_tier_is_caught(wrong: Callable[..., Tier]) -> None:
     assert failures(wrong) != []

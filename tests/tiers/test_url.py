@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvass.errors import ConfigError
 from kvass.tiers import Tier, open_tier
-from kvass.tiers.base import Shards
 from kvass.tiers.disk import DiskTier
 from kvass.tiers.url import TierUrl, parse_tier_url, shown, tier_name
+from tests.support.tiers.memory import MemoryTier
+from tests.tiers.records import down
 
 
-class Null:
-    """Holds nothing: the smallest plug-in there is."""
+class Sized(MemoryTier):
+    """A plug-in with an option."""
 
     def __init__(self, size: str = "0") -> None:
+        super().__init__()
         self.size = size
-
-    def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        return [False] * len(keys)
-
-    def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
-        return [False] * len(keys)
-
-    def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        return [False] * len(keys)
-
-    def delete(self, keys: Sequence[bytes]) -> None: ...
-
-    def clear(self) -> None: ...
-
-    def note(self, name: str) -> bytes | None:
-        return None
-
-    def set_note(self, name: str, value: bytes) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Silent(Exception):
@@ -77,8 +59,8 @@ def test_parts() -> None:
 
 
 def test_a_plug_in_opens() -> None:
-    tier = open_tier(f"{__name__}:Null?size=3")
-    assert type(tier).__name__ == "Null"
+    tier = open_tier(f"{__name__}:Sized?size=3")
+    assert type(tier).__name__ == "Sized"
     assert getattr(tier, "size", None) == "3"
 
 
@@ -108,7 +90,7 @@ def test_a_plug_in_opens() -> None:
         ("kvass.tiers.base:Nothing", "Nothing"),
         ("kvass.tiers.base:MAX_SHARDS", "cannot be called"),
         (f"{__name__}:no_tier", "no Tier"),
-        (f"{__name__}:Null?colour=red", "unexpected keyword argument 'colour'"),
+        (f"{__name__}:Sized?colour=red", "unexpected keyword argument 'colour'"),
         (f"{__name__}:broken?how=silent", "cannot be opened: Silent"),
         (f"{__name__}:broken?how=empty", "cannot be opened: ValueError"),
         (
@@ -213,3 +195,39 @@ def test_a_folder_that_cannot_be_written_is_refused() -> None:
 def test_people_see_no_secrets(url: str, without: str) -> None:
     assert shown(url) == without
     assert tier_name(url) == without.partition("?")[0]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis:/no/such/socket", "No such file"),
+        ("redis:127.0.0.1:1?cluster=yes&timeout_s=1", "127.0.0.1:1"),
+        ("mooncake:127.0.0.1:1", "master"),
+        ("mooncake:no.such.host.invalid:50051?timeout_s=1", "master"),
+        *(
+            (f"{bucket}endpoint=http://127.0.0.1:1&allow_http=yes&timeout_s=2", "refused")
+            for bucket in ("s3:bucket?", "gcs:bucket/a?", "azure:bucket/a?account=me&")
+        ),
+    ],
+)
+def test_a_server_that_is_not_there_is_said_by_every_call(
+    url: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "GOOGLE_BEARER_TOKEN": "none",
+        "AZURE_SKIP_SIGNATURE": "true",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "NO_PROXY": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    tier = open_tier(url)
+    assert all(says in text for text in down(tier))
+    tier.close()
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvass.tiers.object_store", raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"install the extra: kvass\[s3\]"):
+        open_tier("s3:bucket")

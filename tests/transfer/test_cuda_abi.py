@@ -11,6 +11,7 @@ import ast
 import ctypes
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from ctypes import byref, c_int, c_uint8
 from pathlib import Path
 from typing import Any
@@ -228,10 +229,15 @@ def calls_in_source() -> set[str]:
     return names
 
 
-def test_every_call_gives_the_driver_what_cuda_h_declares(stub: Stub) -> None:
-    """Its values, each argument's size, and the size of what each pointer points to."""
-    proof = Proof(stub)
-    proof.run()
+@pytest.mark.parametrize("deep", [False, True])
+def test_every_call_gives_the_driver_what_cuda_h_declares(stub: Stub, deep: bool) -> None:
+    """Its values, each argument's size, and the size of what each pointer points to. A thread that
+    has a context and a capture mode (``deep``) gets them back."""
+    with stub.context() if deep else nullcontext():
+        before = stub.thread
+        proof = Proof(stub)
+        proof.run()
+        assert stub.thread == before
     assert proof.watched.seen.keys() == calls_in_source()
     assert len(calls_in_source()) == 28
 
@@ -313,71 +319,3 @@ def test_control_a_batch_copy_of_another_type_is_noticed(
     proof = Proof(Stub(compiled, tmp_path))
     with pytest.raises(WrongSizeError, match="cuMemcpyBatchAsync"):
         proof.run()
-
-
-def test_control_the_form_of_cuda_13_is_not_called_as_that_of_12(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A driver of CUDA 13 has both forms. Which one it gives depends on the version asked for."""
-    region, _ = stub.allocate(PAGE)
-    arena = arena_of(PAGE)
-    there, here = column(arena.ctypes.data), column(region.address)
-    error = "batch copy: CUDA error"
-    for asked, took, fault in (
-        (12080, "cuMemcpyBatchAsync", None),
-        (13000, "cuMemcpyBatchAsync_v2", Fault(f"{error} 400: invalid resource handle")),
-    ):
-        monkeypatch.setattr(cuda_driver, "LEAST_CUDA", asked)
-        one = stub.runtime()
-        stream = one.open_stream("store")
-        assert not isinstance(stream, Fault)
-        assert one.register(arena.ctypes.data, PAGE) is None
-        begin = stub.count
-        assert one.copy(stream, Batch("store", "dma", there, here, column(PAGE), PAGE)) == fault
-        assert took in [call.name for call in stub.calls(begin)]
-        assert one.unregister(arena.ctypes.data) is None
-        one.close_stream(stream)
-    stub.free(region)
-
-
-@pytest.mark.parametrize(("version", "works"), [(12070, False), (12080, True), (13000, True)])
-def test_which_drivers_have_batch_copies(version: int, works: bool, stub: Stub) -> None:
-    stub.set("stub_version", version)
-    assert stub.runtime(single=True)._batch_copy is None
-    assert cuda_driver.survey(stub.library).batches is works
-    assert (cuda_driver.find_batch_copy(stub.library) is not None) is works
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("order", 0), ("order", 4), ("source", (5, 0)), ("flags", 2)]
-)
-def test_a_batch_with_other_attributes_is_refused(
-    field: str, value: Any, stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And each field arrives where ``cuda.h`` has it."""
-    region, _ = stub.allocate(PAGE)
-    arena, one, error = (
-        arena_of(PAGE),
-        stub.runtime(),
-        Fault("batch copy: CUDA error 1: invalid argument"),
-    )
-    there, here, size = column(arena.ctypes.data), column(region.address), column(PAGE)
-    stream = one.open_stream("store")
-    assert not isinstance(stream, Fault)
-    batch = Batch("store", "dma", there, here, size, PAGE)
-    assert one.copy(stream, batch) == error, "memory that is not pinned"
-    assert one.register(arena.ctypes.data, PAGE) is None
-    assert one.copy(stream, batch) is None
-    attributes = cuda_copies.Attributes(1, (2, 0x1234567), (3, -2), 1)
-    monkeypatch.setattr(cuda_copies, "Attributes", lambda: attributes)
-    assert one.copy(stream, batch) is None
-    arrived = (c_int * 6).in_dll(stub.library, "stub_attributes")
-    assert list(arrived) == [1, 2, 0x1234567, 3, -2, 1]
-    if field == "order":
-        monkeypatch.setattr(cuda_copies, "_STREAM_ORDER", value)
-    else:
-        setattr(attributes, field, value)
-    assert one.copy(stream, batch) == error
-    assert one.unregister(arena.ctypes.data) is None
-    one.close_stream(stream)
-    stub.free(region)

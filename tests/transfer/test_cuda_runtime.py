@@ -24,11 +24,11 @@ from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import cuda_driver, cuda_runtime
 from kvass.transfer.base import Job
 from kvass.transfer.cuda_copies import SINGLE_RUNS
-from kvass.transfer.cuda_runtime import DriverRuntime, MissingError
-from kvass.transfer.runtime import Batch, Fault, Stream, Way
+from kvass.transfer.cuda_runtime import MissingError
+from kvass.transfer.runtime import Batch, Fault, Stream
 from kvass.types import I64Array
 from tests.support.gpu.stepped_mover import SteppedMover
-from tests.transfer.stub_driver import PAGE, Failing, Left, Stub, arena_of, column, headers
+from tests.transfer.stub_driver import Failing, Left, Stub, arena_of, column, headers
 
 # ---------------------------------------------------------------- machines that cannot
 
@@ -123,69 +123,16 @@ def test_single_copies_end_with_the_first_that_fails(stub: Stub) -> None:
     assert len(asked) == 1
 
 
-# ---------------------------------------------------------------- contexts and captures
-
-
-class Everything:
-    """All that a runtime can be asked, in real memory of the stub."""
-
-    QUESTIONS = 13
-
-    def __init__(self, stub: Stub) -> None:
-        self.stub = stub
-        self.region, _ = stub.allocate(PAGE)
-        self.arena = arena_of(PAGE)
-
-    def ask(self, one: DriverRuntime) -> list[object]:
-        """What it says to each question."""
-        event, stream = one.order(), one.open_stream("load")
-        said: list[object] = [event, stream]
-        known: Any = (stream, event)
-        said += [mark := one.mark(known[0]), one.wait(*known), one.done(known[1])]
-        said += [one.idle(known[0]), one.register(self.arena.ctypes.data, PAGE)]
-        ends = column(self.region.address), column(self.arena.ctypes.data)
-        ways: tuple[Way, ...] = ("dma", "pageable", "kernel")
-        for way in ways:
-            batch: Any = Batch("load", way, *ends, column(PAGE), PAGE)
-            said.append(one.copy(known[0], batch))
-        said.append(one.unregister(self.arena.ctypes.data))
-        for made in {event, mark}:
-            one.forget(made)  # type: ignore[arg-type]
-        one.close_stream(known[0])
-        return said
-
-
-@pytest.mark.parametrize("deep", [False, True])
-def test_calls_have_the_devices_context_and_no_part_in_captures(stub: Stub, deep: bool) -> None:
-    """Asking an event, pinning, unpinning spoil another thread's capture otherwise. Whatever the
-    thread has current, it gets back, and its capture mode too (the fixture looks)."""
-    launched: list[tuple[int, int]] = []
-    everything = Everything(stub)
-    one = stub.runtime(launch=lambda *_: launched.append(stub.thread))
-    begin = stub.count
-    with stub.context() if deep else nullcontext():
-        before = stub.thread
-        assert not [said for said in everything.ask(one) if isinstance(said, Fault)]
-        assert stub.thread == before
-    assert launched == [(before[0] + 1, 2)]
-    frame = {"cuInit", "cuDevicePrimaryCtxRetain", "cuThreadExchangeStreamCaptureMode"}
-    frame |= {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"}
-    modes = {call.name: call.mode for call in stub.calls(begin) if call.name not in frame}
-    assert len(modes) >= 14
-    assert set(modes.values()) == {2}
-    stub.free(everything.region)
+# ---------------------------------------------------------------- contexts and memory
 
 
 @pytest.mark.parametrize(("result", "dead"), [(201, True), (1, False)])
 def test_without_the_devices_context_nothing_is_asked(stub: Stub, result: int, dead: bool) -> None:
-    everything = Everything(stub)
-    one = stub.runtime(Failing(stub, cuCtxPushCurrent_v2=result))
-    begin = stub.count
-    faults = everything.ask(one)
-    assert {fault.dead for fault in faults if isinstance(fault, Fault)} == {dead}
-    assert all(isinstance(fault, Fault) for fault in faults)
+    one, begin = stub.runtime(Failing(stub, cuCtxPushCurrent_v2=result)), stub.count
+    batch = Batch("load", "pageable", column(8), column(8), column(8), 8)
+    asked = (one.order(), one.open_stream("load"), one.idle(Stream(9)), one.copy(Stream(9), batch))
+    assert [isinstance(said, Fault) and said.dead is dead for said in asked] == [True] * 4
     assert {call.name for call in stub.calls(begin)} == {"cuGetErrorString"}
-    stub.free(everything.region)
 
 
 def test_memory_is_faulted_in_before_the_driver_pins_it(stub: Stub) -> None:
@@ -216,10 +163,12 @@ def kernel_batch(runs: int = 1) -> Batch:
 
 
 def test_a_batch_keeps_the_table_that_its_kernel_reads(stub: Stub) -> None:
-    seen: list[I64Array] = []
-    one, batch = stub.runtime(launch=lambda _, rows: seen.append(rows)), kernel_batch(3)
+    seen: list[tuple[I64Array, tuple[int, int]]] = []
+    batch = kernel_batch(3)
+    one = stub.runtime(launch=lambda _, rows: seen.append((rows, stub.thread)))
     assert one.copy(Stream(9), batch) is None
-    (rows,) = seen
+    ((rows, thread),) = seen
+    assert thread == (1, 2), "it is launched in the device's context, and in no capture"
     assert rows.tolist() == [[8, 16, 24], [800, 808, 816], [1600, 1608, 1616]]
     assert rows.ctypes.data % 16 == 0, "another address would need another variant of the kernel"
     (kept,) = batch.keep

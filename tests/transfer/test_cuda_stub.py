@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvass.cli.doctor import driver
 from kvass.cli.doctor.driver import DriverReport, ask_driver
-from kvass.layout.copy_plan import plan_copy
-from kvass.layout.describe import GroupPlanes, Plane
-from kvass.transfer.base import Job, U8Array
+from kvass.transfer.base import U8Array
 from kvass.transfer.cuda_driver import Device, Survey
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.runtime import Kind
 from kvass.transfer.self_check import NO_PINS, SCRATCH_BYTES, self_check
-from tests.support.gpu.stepped_mover import SteppedMover
-from tests.transfer.stub_driver import PAGE, Left, Stub, arena_of
+from tests.transfer.stub_driver import Failing, Left, Stub, arena_of
 from tests.transfer.test_bytes import Case, assert_equal, cases, copy, model, move_on_gpu
 
 
@@ -75,27 +75,6 @@ def test_the_trial_passes_and_pins_nothing_for_good(single: bool, stub: Stub) ->
     assert pinned
 
 
-def test_windows_that_cannot_be_pinned_are_copied_and_not_unpinned(stub: Stub) -> None:
-    """Somebody else pinned the second of three. What we pinned, and no more, is unpinned."""
-    planes = GroupPlanes(0, (Plane(0, PAGE, PAGE),), blocks=13, chunk_blocks=12)
-    region, memory = stub.allocate(13 * PAGE)
-    memory[:] = np.random.default_rng(0).integers(0, 256, memory.nbytes, np.uint8)
-    arena, window = arena_of(12 * PAGE), 4 * PAGE
-    theirs = stub.runtime()
-    assert theirs.register(arena.ctypes.data + window, window) is None
-    mover = SteppedMover(stub.runtime(), [region], [planes], window=window)
-    mover.submit(Job("store", (plan_copy(planes, [list(range(1, 13))], [0]),), arena))
-    mover.settle()
-    assert mover.ways == {"dma", "pageable"}
-    assert stub.left.pinned == 3
-    mover.close()
-    assert [done.outcome for done in mover.poll()] == ["done"]
-    assert np.array_equal(arena, memory[PAGE:])
-    assert stub.left.pinned == 1
-    assert theirs.unregister(arena.ctypes.data + window) is None
-    stub.free(region)
-
-
 def test_doctor_asks_the_driver_that_the_loader_finds(
     compiled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,3 +83,47 @@ def test_doctor_asks_the_driver_that_the_loader_finds(
     device = Device("NVIDIA Stub", (139 << 30) + 4096, direct=True, locks=True)
     assert ask_driver(devices=True) == DriverReport(Survey(13000, (device,), batches=True))
     assert ask_driver(devices=False) == DriverReport(Survey(13000))
+
+
+def all_attributes(value: int) -> Callable[..., int]:
+    def ask(found: Any, which: int, handle: Any) -> int:
+        found._obj.value = value
+        return 0
+
+    return ask
+
+
+def test_doctor_asks_a_driver_without_a_context(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device("NVIDIA Stub", (139 << 30) + 4096, direct=True, locks=True)
+    for version, instead, expected in (
+        (13000, {}, Survey(13000, (device,), batches=True)),
+        (12040, {}, Survey(12040, (device,))),
+        (
+            *(13000, {"cuDeviceGetAttribute": all_attributes(0)}),
+            Survey(13000, (replace(device, direct=False),), batches=True),
+        ),
+        (
+            *(13000, {"cuDeviceGetAttribute": all_attributes(1)}),
+            Survey(13000, (replace(device, locks=False),), batches=True),
+        ),
+        (
+            13000,
+            {"cuInit": 7777},
+            Survey(13000, trouble="no CUDA driver that works: CUDA error 7777"),
+        ),
+    ):
+        stub.set("stub_version", version)
+        found = Failing(stub, **instead)
+        monkeypatch.setattr(driver, "load_driver", lambda found=found: found)
+        begin = stub.count
+        assert driver.ask(devices=True) == DriverReport(expected)
+        asked = {call.name for call in stub.calls(begin)}
+        assert ("cuGetProcAddress_v2" in asked) is expected.batches, "what CUDA 11 does not have"
+        begin = stub.count
+        assert driver.ask(devices=False) == DriverReport(Survey(version))
+        assert [call.name for call in stub.calls(begin)] == ["cuDriverGetVersion"]
+    safe = ("cuInit", "cuDriverGetVersion", "cuDevice", "cuGet")
+    assert all(call.name.startswith(safe) for call in stub.calls())
+    assert not [call for call in stub.calls() if "Ctx" in call.name]

@@ -153,16 +153,6 @@ def test_submit_does_not_wait_and_poll_tells_in_order(rig: Rig) -> None:
     assert rig.arena[SLOT * 4] == 4
 
 
-def test_many_jobs_both_ways(rig: Rig) -> None:
-    rig.arena[SLOT * 40 :] = 9
-    for block in range(1, 30):
-        rig.submit("store", block)
-        rig.submit("load", block + 32)
-    assert {outcome for _, outcome in rig.ends()} == {"done"}
-    assert [rig.arena[SLOT * b] for b in range(1, 30)] == list(range(1, 30))
-    assert rig.memory[45 * 4096] == 9
-
-
 def test_callback_runs_on_the_copy_thread_before_poll(rig: Rig) -> None:
     seen: list[tuple[int, str]] = []
 
@@ -336,12 +326,6 @@ def test_close_from_a_callback_is_misuse(rig: Rig) -> None:
     rig.submit("store", 1, on_done=on_done)
     assert rig.mover.drain(10)
     assert said == ["close() was called from on_done; call it from another thread"]
-
-
-def test_close_without_a_job(rig: Rig) -> None:
-    rig.mover.close()
-    assert rig.mover.poll() == []
-    assert rig.mover.drain(0)
 
 
 # ------------------------------------------------------------ misuse: typed, before a byte moves

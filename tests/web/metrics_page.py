@@ -7,12 +7,14 @@ from typing import Any, Final
 
 from prometheus_client.core import Metric
 
+from kvass.core.histogram import Histogram
+from kvass.core.metrics import MISSES
 from kvass.web.metrics import StatusCollector
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "monitoring.md"
 HEAD: Final = "| metric | labels | meaning |\n|---|---|---|\n"
 
-FIELDS: Final[dict[str, Any]] = {"version": "", "counters": {}, "messages": {"": 0}}
+FIELDS: Final[dict[str, Any]] = {"version": "", "messages": {"": 0}}
 """The least that a status has; each table once, its figures all 0."""
 
 
@@ -22,7 +24,16 @@ class _Zeros(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name == "hit_tokens_tiers":
             return [0]
-        return [_Zeros(model="", kind="")] if name in ("namespaces", "tiers", "groups") else 0
+        if name.endswith("_seconds"):
+            return Histogram().fields()
+        if name in ("engines", "forgotten"):
+            return []
+        if name in ("histograms", "counters"):
+            return _Zeros()
+        if name == "miss_tokens":
+            return dict.fromkeys(MISSES, 0)
+        lists = "namespaces", "tiers", "groups", "tenants"
+        return [_Zeros(model="", kind="")] if name in lists else 0
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -31,7 +42,7 @@ class _Zeros(dict[str, Any]):
 def row(family: Metric) -> str:
     """One metric."""
     name = family.name + ("_total" if family.type == "counter" else "")
-    labels = ", ".join(f"`{label}`" for label in family.samples[0].labels)
+    labels = ", ".join(f"`{label}`" for label in family.samples[0].labels if label != "le")
     return f"| `{name}` | {labels} | {family.documentation} |\n"
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from kvass.cli.main import main
 from kvass.config import load
+from kvass.core.metrics import MISSES
 from tests.web import metrics_page
 
 ROOT: Final = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def listed() -> set[str]:
 
 
 def unknown(text: str) -> set[str]:
-    return set(re.findall(r"\bkvass_\w+", text)) - listed()
+    return {re.sub("_bucket$", "", name) for name in re.findall(r"\bkvass_\w+", text)} - listed()
 
 
 def test_the_list_of_metrics_is_what_is_exported() -> None:
@@ -34,6 +35,8 @@ def test_the_list_of_metrics_is_what_is_exported() -> None:
     text = metrics_page.PAGE.read_text()
     assert metrics_page.page(text) == text
     assert len(listed()) > 50
+    for why, meaning in MISSES.items():
+        assert f"| `{why}` | {meaning} |\n" in text
 
 
 def test_dashboard_and_alerts_name_metrics_that_exist() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from bench.rows import Rows, flushed, wait_tier
 from kvass.cli.bench.rig import CHUNK_TOKENS, WIDTH
 from kvass.core import metrics as declared
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.web.metrics import LABELLED, MODELS, exposition, tier_labels
+from kvass.web.metrics import (
+    BY_MODEL,
+    LABELLED,
+    MODELS,
+    SHOWN_BY_LABEL,
+    SPLIT,
+    exposition,
+    tier_labels,
+)
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 ROW = 64 << 10
@@ -29,6 +38,15 @@ def samples(fields: dict[str, Any] | None) -> Samples:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def total(seen: Samples, name: str, **labels: str) -> float:
+    """The sum of all samples of that name that have these labels."""
+    return sum(
+        value
+        for (sample, own), value in seen.items()
+        if sample == name and labels.items() <= dict(own).items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +68,11 @@ def test_every_declared_metric_is_there(daemon: Daemon) -> None:
     for counter in declared.COUNTERS:
         prefix = next((p for p in LABELLED if counter.startswith(p)), None)
         assert (LABELLED[prefix][0] if prefix else f"kvass_{counter}") + "_total" in names
-    assert {f"kvass_{name}" for name in declared.GAUGES} <= names
+    for name in declared.GAUGES.keys() - SHOWN_BY_LABEL:
+        assert (SPLIT[name][0] if name in SPLIT else f"kvass_{name}") in names
+    assert {f"kvass_{metric}_total" for metric in BY_MODEL.values()} <= names
+    for name in ("lookup", "transfer", "age_at_eviction", "reuse_gap", "event_loop_lag"):
+        assert f"kvass_{name}_seconds_bucket" in names
     assert {f"kvass_group_{name}" for name in declared.GROUP_GAUGES} <= names
     assert {f"kvass_tier_{name}" for name in declared.TIER_GAUGES} <= names
     assert {f"kvass_tier_{name}_total" for name in declared.TIER_COUNTERS} <= names
@@ -61,15 +83,43 @@ def test_figures_are_the_status(daemon: Daemon) -> None:
     seen = samples(fields)
     assert seen["kvass_up", ()] == 1
     assert seen["kvass_lookup_chunks_total", ()] == 4
+    assert total(seen, "kvass_lookup_seconds_count", stage="core") == 1
+    assert total(seen, "kvass_clients") == fields["sessions"] == 3
+    assert total(seen, "kvass_rows", tier="l1") == 3
+    assert total(seen, "kvass_transfer_bytes_total", tier="disk", dir="in") == 3 * ROW
+    assert total(seen, "kvass_leases", kind="read") == fields["leases"]
     assert seen["kvass_hit_chunks_total", ()] == 3
-    model = ("model", fields["namespaces"][0]["model"])
-    assert seen["kvass_model_lookup_tokens_total", (model,)] == 4 * CHUNK_TOKENS
-    hits = [seen["kvass_model_hit_tokens_total", (model, ("tier", tier))] for tier in TIERS]
+    model = ("model", "unnamed")
+    assert seen["kvass_lookup_tokens_total", (model,)] == 4 * CHUNK_TOKENS
+    hits = [seen["kvass_hit_tokens_total", (model, ("tier", tier))] for tier in TIERS]
     assert hits == [3 * CHUNK_TOKENS, 0]
     assert seen["kvass_tier_stored_rows_total", (("tier", "disk"),)] == 3
     assert seen["kvass_tier_up", (("tier", "disk"),)] == 1
     used = [v for (name, _), v in seen.items() if name == "kvass_group_used_bytes"]
-    assert sum(used) == seen["kvass_l1_used_bytes", ()] == fields["l1_used_bytes"] == 3 * ROW
+    assert sum(used) == total(seen, "kvass_l1_used_bytes") == fields["l1_used_bytes"] == 3 * ROW
+
+
+def test_the_sums_agree_after_churn(tmp_path: Path) -> None:
+    """L1 has room for 16 rows of the 40; a third of them is looked for again."""
+    (tmp_path / "disk").mkdir()
+    tier = [f"disk:{tmp_path}/disk?capacity=16MiB"]
+    with running_daemon(tmp_path, "1MiB", tier=tier) as daemon, ExitStack() as ending:
+        rows = Rows(daemon.socket, "mine", ROW, ending)
+        keys = [os.urandom(WIDTH) for _ in range(40)]
+        for i in range(0, 40, 2):
+            rows.store(keys[i : i + 2])
+            wait_tier(rows.scheduler, flushed(i + 2), "the flush")
+            rows.release(rows.find([keys[i // 3], os.urandom(WIDTH)]))
+        seen = samples(daemon.status())
+    asked, hit = total(seen, "kvass_lookup_tokens_total"), total(seen, "kvass_hit_tokens_total")
+    assert asked == 40 * CHUNK_TOKENS
+    assert 0 < hit < asked
+    assert hit + total(seen, "kvass_miss_tokens_total") == asked
+    came = total(seen, "kvass_transfer_bytes_total", tier="l1", dir="in")
+    left = total(seen, "kvass_evicted_bytes_total")
+    assert came >= 40 * ROW > left > 0
+    assert came - left == total(seen, "kvass_l1_used_bytes", state="held")
+    assert 0 < total(seen, "kvass_unread_bytes_evicted_total") < left
 
 
 def test_a_daemon_that_is_down_is_one_zero() -> None:
@@ -87,6 +137,24 @@ def test_models_beyond_the_bound_are_one(daemon: Daemon) -> None:
     }
     assert len(rows) == MODELS + 1
     assert rows["other"] == 10 * rows["m0"] == 30
+
+
+def test_tenants_that_clients_invent_are_one(daemon: Daemon) -> None:
+    fields = daemon.status()
+    default, other = fields["tenants"]
+    assert default["l1_bytes"] >= 3 * ROW
+    listed = {**other, "tenant": "team-a", "quota": True, "cap_bytes": 5}
+    invented = [{**other, "tenant": f"<{i}>", "lookups": 2} for i in range(30)]
+    fields["tenants"] += [listed, *invented]
+    seen = samples(fields)
+    lookups = {
+        dict(labels)["tenant"]: value
+        for (name, labels), value in seen.items()
+        if name == "kvass_tenant_lookups_total"
+    }
+    assert lookups == {"default": 1, "team-a": 0, "other": 60}
+    assert seen["kvass_tenant_cap_bytes", (("tenant", "team-a"),)] == 5
+    assert ("kvass_tenant_cap_bytes", (("tenant", "other"),)) not in seen, "there is no cap"
 
 
 def test_tiers_of_one_kind_are_told_apart() -> None:

@@ -30,14 +30,16 @@ WRITE = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @contextmanager
-def serving(daemon_socket: str, folder: Path) -> Iterator[WebServer]:
+def serving(daemon_socket: str, folder: Path, **options: Any) -> Iterator[WebServer]:
     (folder / "token").write_text(TOKEN)
-    config = Config(socket=daemon_socket, http="127.0.0.1:0", http_token_file=str(folder / "token"))
+    options = {"http_token_file": str(folder / "token"), **options}
+    config = Config(socket=daemon_socket, http="127.0.0.1:0", **options)
     with WebServer(config, listen(config)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield server
         server.shutdown()
+        server.source.client.close()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,9 @@ def test_the_history_grows_by_a_sample(web: WebServer) -> None:
     web.source.sample()
     _, history = ask(web, "GET", "/api/v1/history")
     (sample,) = history["samples"]
-    assert dict(zip(history["columns"], sample, strict=True))["l1_capacity_bytes"] == 16 << 20
+    assert sample[1 + history["columns"].index("l1_used_bytes")] == 0
+    assert history["events"][0][1].startswith("a daemon is up")
+    assert ask(web, "GET", f"/api/v1/history?since={sample[0]}")[1]["samples"] == []
 
 
 def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:
@@ -98,6 +102,27 @@ def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:
         rows.store(keys)
         assert ask(web, "POST", "/api/v1/clear", b"", **WRITE) == (200, {"rows": 2})
         assert rows.find(keys).chunks == 0
+
+
+def test_quotas(web: WebServer, daemon: Daemon) -> None:
+    body = json.dumps({"tenant": "team-a", "cap": "8MiB", "reserved": 1 << 20}).encode()
+    assert ask(web, "POST", "/api/v1/quotas", body)[0] == 401
+    assert ask(web, "POST", "/api/v1/quotas", body, **WRITE) == (200, {"tenant": "team-a"})
+    (team,) = [t for t in daemon.status()["tenants"] if t["quota"]]
+    assert (team["cap_bytes"], team["reserved_bytes"]) == (8 << 20, 1 << 20)
+    assert ask(web, "GET", "/api/v1/quotas")[0] == 200
+    for wrong, why in (
+        ({"tenant": "b", "cap": "1MiB", "reserved": "2MiB"}, "below what is reserved"),
+        ({"tenant": "b", "reserved": "16MiB"}, "L1 has"),
+        ({"tenant": "b", "cap": "lots"}, "no size"),
+        ({"tenant": 1}, "give a name"),
+        ({"tenant": "b", "limit": 1}, "unknown field"),
+        ({"tenant": "b", "remove": True}, "there is none"),
+    ):
+        status, said = ask(web, "POST", "/api/v1/quotas", json.dumps(wrong).encode(), **WRITE)
+        assert (status, why in said["error"]) == (400, True), said
+    body = json.dumps({"tenant": "team-a", "remove": True}).encode()
+    assert ask(web, "POST", "/api/v1/quotas", body, **WRITE)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -208,12 +233,19 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def pss_bytes(pid: int) -> int:
+    """A process's share of memory."""
+    return 1024 * int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0])
+
+
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_serve_starts_it_again_and_takes_it_along(tmp_path: Path, end: str) -> None:
     port = free_port()
     with running_daemon(tmp_path, "16MiB", http=f"127.0.0.1:{port}") as daemon:
         assert eventually(lambda: healthy(port))
         (first,) = children(daemon.pid)
+        assert pss_bytes(first) <= 20 << 20
+        assert "numpy" not in Path(f"/proc/{first}/maps").read_text()
         os.kill(first, 9)
         assert eventually(lambda: first not in children(daemon.pid) and healthy(port))
         (second,) = children(daemon.pid)

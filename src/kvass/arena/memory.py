@@ -12,13 +12,14 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
-from typing import Final
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Final
 
 from kvass.errors import RemoteError, UsageError
 from kvass.types import PAGE
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 SLICE_BYTES: Final = 16 << 20
 """What ``populate`` is best called with at a time: some 9 ms of a core."""
@@ -36,6 +37,8 @@ class Arena:
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
         self._fd = fd
+        import numpy as np  # who asks for a status maps no arena
+
         self._buffer: npt.NDArray[np.uint8] | None = np.frombuffer(
             mmap.mmap(fd, size, mmap.MAP_SHARED), np.uint8
         )

@@ -7,7 +7,6 @@ from typing import Final
 
 from kvass.client.client import Client
 from kvass.config import Parser, add_flags, load
-from kvass.errors import Incompatible
 
 _PATIENCE_S: Final = 300.0
 """An object store deletes what it has a thousand at a time."""
@@ -22,8 +21,6 @@ def run(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     tiers = options.pop("tier")
     with Client(load(options, os.environ).socket) as client:
-        if tiers and "tiers" not in client.connect(5.0).features:
-            raise Incompatible("this daemon knows no tiers: install a newer kvass there")
         patience_s = _PATIENCE_S if tiers else 30.0
         rows = client.clear(everything=True, tiers=tiers, timeout_s=patience_s)
     print(f"cleared {rows} rows" + (" and all tiers" if tiers else ""))

@@ -18,13 +18,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would keep buffers f
 
 from kvass._version import __version__
 from kvass.config import Parser
-from kvass.errors import KvassError, UsageError
+from kvass.errors import KvassError, Unavailable, UsageError
 
 COMMANDS: Final = {
     "serve": "run the daemon",
     "status": "say how a daemon is",
     "top": "watch a daemon",
     "web": "serve a daemon's metrics and dashboard over HTTP",
+    "quota": "change what a tenant may have of L1",
     "clear": "make a daemon forget all rows",
     "bench": "measure this machine, against memcpy",
     "doctor": "say what is found on this machine, and used",
@@ -40,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"kvass: {error}", file=sys.stderr)
         return 2
+    except Unavailable as error:
+        absent = isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError)
+        hint = "; start kvass serve, or name its socket with --socket or KVASS_SOCKET"
+        print(f"kvass: {error}{hint if absent else ''}", file=sys.stderr)
+        return 1
     except KvassError as error:
         print(f"kvass: {error}", file=sys.stderr)
         return 1

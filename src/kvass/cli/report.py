@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Any, Final
+
+from kvass.client.health import tier_trouble, troubles
 
 WIDTH: Final = 79
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -16,7 +19,8 @@ def report(fields: dict[str, Any]) -> Iterator[str]:
     state = "DEGRADED" if problems else "OK"
     up = span(fields.get("up_s", 0))
     yield f"kvass {fields['version']}  up {up}  pid {fields.get('pid', '?')}  {state}"
-    yield from (f"  ! {line}"[:WIDTH] for line in problems)
+    for line in problems:
+        yield from wrap(f"! {line}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     capacity, used = fields["l1_capacity_bytes"], fields["l1_used_bytes"]
     evicted = sum(n for name, n in fields["counters"].items() if name.startswith("evicted_"))
     there = fields["l1_populated_bytes"]
@@ -34,31 +38,12 @@ def report(fields: dict[str, Any]) -> Iterator[str]:
         f"hits     {percent(given, asked)} of {asked:,} tokens since start, "
         f"{percent(recent_given, recent_asked)} of {recent_asked:,} in the last minute"
     )
+    saved_s = sum(ns.get("saved_prefill_s", 0) for ns in namespaces)
+    yield f"saved    {given:,} tokens, {span(saved_s)} of prefill since start"
     yield from _engines(fields.get("engines", []))
     yield from _models(namespaces)
+    yield from _tenants(fields.get("tenants", []))
     yield from _tiers(fields["tiers"])
-
-
-def troubles(fields: dict[str, Any]) -> list[str]:
-    """What is wrong, a line each; empty: nothing."""
-    found = []
-    for engine in fields.get("engines", []):
-        if missing := engine["missing_ranks"]:
-            ranks = ", ".join(map(str, missing[:8]))
-            found.append(f"engine {engine['instance']} waits for its ranks {ranks}")
-    lines = {tier["tier"]: tier_trouble(tier) for tier in fields["tiers"]}
-    return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
-
-
-def tier_trouble(tier: dict[str, Any]) -> str:
-    """What is wrong with a tier, or nothing."""
-    if not tier.get("up"):
-        return f"down: {tier.get('trouble') or 'it has not been opened yet'}"
-    failed, stored = tier["store_failures"], tier["stored_rows"]
-    if failed and failed >= stored:
-        full = ", the disk is full" if tier.get("full") else ""
-        return f"stores fail: {failed:,} failed, {stored:,} did not{full}"
-    return str(tier.get("trouble", ""))
 
 
 def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
@@ -71,10 +56,13 @@ def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
             engine["model"],
             f"{engine['ranks'] - len(engine['missing_ranks'])}/{engine['ranks']}",
             ", ".join(map(str, engine["uids"])),
+            ", ".join(map(str, engine.get("pids", [])[:2])),
+            percent(engine.get("hit_tokens", 0), engine.get("lookup_tokens", 0)),
+            f"{span(engine['seen_s'])} ago" if "seen_s" in engine else "?",
         )
         for engine in engines
     ]
-    yield from _table(("engine", "model", "ranks", "uid"), rows)
+    yield from _table(("engine", "model", "ranks", "uid", "pid", "hits", "seen"), rows)
 
 
 def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
@@ -84,12 +72,37 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
             ns["namespace"][:8],
             f"{sum(group['rows'] for group in ns['groups']):,}",
             size(sum(group["used_bytes"] for group in ns["groups"])),
+            size(sum(group["row_bytes"] for group in ns["groups"]) / ns.get("chunk_tokens", 1)),
             percent(ns.get("hit_tokens", 0), ns.get("lookup_tokens", 0)),
             percent(ns.get("minute_hit_tokens", 0), ns.get("minute_lookup_tokens", 0)),
         )
         for ns in namespaces
     ]
-    yield from _table(("model", "namespace", "rows", "used", "hits", "last minute"), rows)
+    yield from _table(("model", "namespace", "rows", "used", "per token", "hits", "minute"), rows)
+    for ns in namespaces:
+        if fields := ns.get("differs_in"):
+            text = f"{ns['namespace'][:8]} shares nothing with {ns['like'][:8]} of the same model; "
+            yield from wrap(
+                text + f"they differ in {'; '.join(fields)}", WIDTH, initial_indent="  "
+            )
+
+
+def _tenants(tenants: list[dict[str, Any]]) -> Iterator[str]:
+    """Of those that have asked, or have a quota, once there is more than the default one."""
+    rows = [
+        (
+            t["tenant"],
+            size(t["l1_bytes"]),
+            "-" if t["cap_bytes"] is None else size(t["cap_bytes"]),
+            size(t["reserved_bytes"]),
+            percent(t["hit_tokens"], t["lookup_tokens"]),
+            percent(t["minute_hit_tokens"], t["minute_lookup_tokens"]),
+        )
+        for t in tenants
+        if t["quota"] or t["lookups"] or t["l1_bytes"]
+    ]
+    if len(rows) > 1 or any(t["quota"] for t in tenants):
+        yield from _table(("tenant", "memory", "cap", "reserved", "hits", "last minute"), rows)
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:

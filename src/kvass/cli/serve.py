@@ -9,10 +9,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 from kvass.cli.web import HTTP
-from kvass.config import Config, Parser, add_flags, load, to_yaml
+from kvass.config import FILE_ENV, Config, Parser, add_flags, load, to_yaml
+from kvass.daemon import logs
 
 _POLL_S: Final = 1.0
 _PAUSE_S: Final = 2.0
@@ -24,18 +26,22 @@ def run(argv: list[str]) -> int:
     parser = Parser(prog="kvass serve", description="Run the daemon until SIGTERM or SIGINT.")
     add_flags(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
-    parser.add_argument("--print-config", action="store_true", help="print as YAML, and leave")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the options that hold, as YAML, and end"
+    )
     options = vars(parser.parse_args(argv))
     file, only_print = options.pop("config"), options.pop("print_config")
     config = load(options, os.environ, file)
     if only_print:
         print(to_yaml(config), end="")
         return 0
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.begin(config.log_level, config.log_format)
     from kvass.daemon.main import serve
 
+    again = partial(load, options, os.environ, file)
+    read_again = again if file or os.environ.get(FILE_ENV) else None
     with _web_process(config):
-        serve(config, lambda line: print(line, flush=True))
+        serve(config, lambda line: print(line, flush=True), read_again)
     return 0
 
 
@@ -64,14 +70,15 @@ def _web_process(config: Config) -> Iterator[None]:
 
 def _keep_web(config: Config, fd: int, over: threading.Event) -> None:
     """A thread's whole work. The child ends when its stdin does, so it never outlives us."""
-    flags = [f"--child={fd}", f"--socket={config.socket}"]
+    flags = [f"--child={fd}", f"--socket={config.socket}", f"--log-format={config.log_format}"]
     for name in HTTP:
         value = getattr(config, name)
         for each in value if isinstance(value, list) else [value] if value else []:
             text = "yes" if each is True else each
             flags.append(f"--{name.replace('_', '-')}={text}")
     while not over.is_set():
-        command = [sys.executable, "-m", "kvass", "web", *flags]
+        level = f"--log-level={logs.level()}"
+        command = [sys.executable, "-m", "kvass", "web", *flags, level]
         with subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

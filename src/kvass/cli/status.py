@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 
-from kvass.cli.report import report, troubles
+from kvass.cli.report import report
 from kvass.client.client import Client
+from kvass.client.health import troubles
 from kvass.config import Parser, add_flags, load
 
 

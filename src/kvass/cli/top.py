@@ -21,8 +21,20 @@ def run(argv: list[str]) -> int:
     """Show ``kvass status`` again and again, with what happens per second, until Ctrl-C."""
     parser = Parser(prog="kvass top", description="Watch a daemon; Ctrl-C ends it.")
     add_flags(parser, "socket")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between")
-    parser.add_argument("--times", type=int, default=0, metavar="N", help="end after so many")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds between two looks (default: 2)",
+    )
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=0,
+        metavar="N",
+        help="end after so many looks (default: 0, never)",
+    )
     options = vars(parser.parse_args(argv))
     every_s, times = max(0.1, options.pop("every")), options.pop("times")
     before: tuple[float, dict[str, Any]] | None = None
@@ -57,13 +69,16 @@ def rates(
         return max(0.0, (after - first) / took_s)
 
     asked, given = rate("lookup_tokens", "namespaces"), rate("hit_tokens", "namespaces")
-    loaded, stored = rate("loaded_rows", "tiers"), rate("stored_rows", "tiers")
-    used = (new["l1_used_bytes"] - old["l1_used_bytes"]) / took_s
+    loaded, stored = rate("loaded_bytes", "tiers"), rate("stored_bytes", "tiers")
+    came, lent = (
+        (new["counters"][name] - old["counters"][name]) / took_s
+        for name in ("l1_in_bytes", "l1_lent_bytes")
+    )
     yield (
         f"now      {rate('lookups', 'namespaces'):,.1f} lookups/s, {given:,.0f} of {asked:,.0f} "
         f"tokens/s hit"
     )
     yield (
-        f"         memory {'+' if used >= 0 else '-'}{size(abs(used))}/s; tiers: "
-        f"{stored:,.0f} rows/s stored, {loaded:,.0f} rows/s loaded"
+        f"         memory {size(came)}/s in, {size(lent)}/s out; tiers {size(stored)}/s in, "
+        f"{size(loaded)}/s out"
     )

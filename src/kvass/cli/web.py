@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -10,6 +9,7 @@ import threading
 from typing import Final
 
 from kvass.config import Parser, add_flags, load
+from kvass.daemon import logs
 
 HTTP: Final = (
     "http",
@@ -32,13 +32,13 @@ def run(argv: list[str]) -> int:
         prog="kvass web",
         description="Serve a daemon's metrics, health checks and dashboard over HTTP.",
     )
-    add_flags(parser, "socket", *HTTP)
+    add_flags(parser, "socket", *HTTP, "log_level", "log_format")
     parser.add_argument("--child", metavar="FD", type=int, help="the parent's listening socket")
     options = vars(parser.parse_args(argv))
     child = options.pop("child")
     options["http"] = options["http"] or os.environ.get("KVASS_HTTP") or "127.0.0.1:9273"
     config = load(options, os.environ)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.begin(config.log_level, config.log_format)
     from kvass.web.access import listen
     from kvass.web.server import WebServer
 

@@ -1,12 +1,13 @@
-"""What anybody may ask of a daemon: its status, a clear, a prefetch."""
+"""What anybody may ask of a daemon: its status, a clear, a prefetch, a quota."""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
 from kvass.client.endpoint import Endpoint
-from kvass.messages import Clear, Cleared, Prefetch, Prefetched, Status, StatusReply
-from kvass.types import MOST_SECONDS
+from kvass.errors import Incompatible
+from kvass.messages import Clear, Cleared, Prefetch, Prefetched, SetQuota, Status, StatusReply
+from kvass.types import MOST_SECONDS, Quota
 
 
 def bounded(value: float) -> float:
@@ -65,3 +66,10 @@ class Client(Endpoint):
         reply = self.call(message, message.budget_ms / 1000 + 5.0)
         assert isinstance(reply, Prefetched)
         return reply.chunks
+
+    def set_quota(self, quota: Quota, *, remove: bool = False, timeout_s: float = 5.0) -> None:
+        """Give a tenant this quota from now on, or none (``remove``). Raises as ``call``;
+        ``Refused`` if it cannot be, ``Incompatible`` for a daemon without quotas."""
+        if "quotas" not in self.connect(timeout_s).features:
+            raise Incompatible("this daemon knows no quotas: install a newer kvass there")
+        self.call(SetQuota(quota=quota, remove=remove), timeout_s)

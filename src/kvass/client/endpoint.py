@@ -75,16 +75,19 @@ class Endpoint:
         self.registration = registration
         """Said from the next connection on. One being made with another is given up."""
         self.counters: Counter[str] = Counter()
-        """``lookups``, ``hits``, ``misses``, ``timeouts``, ``late_replies``, ``dropped``, ``lost``,
-        ``connects``, ``too_large``, ``refused_<code>``, ``failed_<error>``."""
+        """``lookups``, ``unasked`` (there was no connection), ``hits``, ``misses``, ``timeouts``,
+        ``late_replies``, ``dropped``, ``lost``, ``connects``, ``too_large``, ``refused_<code>``,
+        ``failed_<error>``."""
         self.closed = False
         self._path = socket
         self._wants_arena = wants_arena
         self._incomplete = incomplete
         self._logged: dict[str, str] = {}
+        """By kind: what was logged last."""
         self._lost_s = 0.0
         """When the connection was lost last; 0: never."""
-        """By kind: what was logged last."""
+        self._unasked = 0
+        """``counters["unasked"]`` when it was."""
         self._begin()
         _alive.add(self)
 
@@ -326,7 +329,7 @@ class Endpoint:
         self.lock.notify_all()
         if error is not None:
             self.counters["lost"] += 1
-            self._lost_s = time.monotonic()
+            self._lost_s, self._unasked = time.monotonic(), self.counters["unasked"]
             self._say(logging.WARNING, f"connection lost: {error}; requests run uncached")
 
     def _wake(self) -> None:
@@ -390,9 +393,19 @@ class Endpoint:
             self._attempts += 1
             self._failure = None
             self.counters["connects"] += 1
-            after = f" again after {time.monotonic() - self._lost_s:.1f} s" if self._lost_s else ""
-            self._say(logging.INFO, f"connected to the daemon at {self._path}{after}")
+            self._say(logging.INFO, f"connected to the daemon at {self._path}{self._since()}")
             self.lock.notify_all()
+
+    def _since(self) -> str:
+        """For people: what is shared, or for how long there was no connection."""
+        if self._lost_s:
+            unasked = self.counters["unasked"] - self._unasked
+            return (
+                f" again after {time.monotonic() - self._lost_s:.1f} s; {unasked} lookups were "
+                "not asked meanwhile"
+            )
+        known = self.registration
+        return "" if known is None else f"; it shares chunks of {known.chunk_tokens} tokens"
 
     def _watch(self, session: DaemonSession) -> bool:
         """One look at the socket; False once the session is over."""

@@ -48,7 +48,6 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
             )
 
     def at(self, rank: int) -> ParallelStrategy:
-        """The same engine, seen from another of its processes."""
         return msgspec.structs.replace(self, rank=rank)
 
     @property

@@ -18,9 +18,11 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Register: m.Registered,
     m.Lookup: m.Matched,
     m.Prefetch: m.Prefetched,
+    m.SetQuota: m.QuotaSet,
     m.Reserve: m.Granted,
     m.Ping: m.Pong,
     m.Clear: m.Cleared,
+    m.Removals: m.Removed,
     m.Status: m.StatusReply,
 }
 
@@ -44,7 +46,6 @@ class OpenRequests:
         return len(self._expected) - len(self.promoting) < MAX_UNANSWERED
 
     def add(self, seq: int, reply: type[m.FromDaemon]) -> None:
-        """A request was sent."""
         self._expected[seq] = reply
 
     def answered(self, seq: int) -> bool:

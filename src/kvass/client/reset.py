@@ -78,7 +78,6 @@ class NamespaceReset:
             session.registration = self.registration
 
     def _confirm_clear(self, timeout_s: float) -> bool:
-        """Whether no Clear is owed now."""
         if self._clear_owed and self._confirmed(Clear(), timeout_s):
             self._clear_owed = False
         return not self._clear_owed

@@ -160,6 +160,7 @@ class SchedulerClient(Endpoint):
         width: int,
         first: int,
         prefill_tokens_s: float = 0.0,
+        tenant: str = "",
         blocks: BlockHashes | None = None,
     ) -> Match | Pending | None:
         """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
@@ -175,7 +176,7 @@ class SchedulerClient(Endpoint):
         lookup = self._lookups.setdefault(request, RequestLookup())
         if lookup.first != first or self._lapsing(lookup):
             self._give_back(lookup)
-        message = Lookup(request=request, digests=digests, width=width, first=first)
+        message = Lookup(request=request, digests=digests, width=width, first=first, tenant=tenant)
         message.prefill_tokens_s = bounded(prefill_tokens_s)
         wait_s = 0.0
         if lookup.match is None and not lookup.seq:
@@ -240,6 +241,7 @@ class SchedulerClient(Endpoint):
         """Send the lookup, if there is a daemon that answers; how long to wait for it."""
         session, width = self.session, message.width
         if session is None:
+            self.counters["unasked"] += message.first * width < len(message.digests)
             return 0.0
         digests = message.digests[: session.welcome.limits.keys_per_message * width]
         chunks = len(digests) // max(1, width)

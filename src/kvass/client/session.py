@@ -64,7 +64,6 @@ class DaemonSession:
 
     @property
     def boot(self) -> bytes:
-        """The id of the daemon's run."""
         return self.welcome.boot
 
     def send(self, message: Request | OneWay) -> None:

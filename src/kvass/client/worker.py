@@ -38,7 +38,6 @@ class ArenaLease:
         self.close()
 
     def close(self) -> None:
-        """Leave. Idempotent."""
         session, self._session = self._session, None
         if session is not None:
             self.buffer = np.empty(0, np.uint8)
@@ -77,9 +76,7 @@ class WorkerClient(Endpoint):
         self.post(Commit(boot=boot, reservation=reservation, rank=self._rank))
 
     def abort(self, boot: bytes, reservation: int) -> None:
-        """This rank will not write any more."""
         self.post(Abort(boot=boot, reservation=reservation, rank=self._rank))
 
     def release(self, boot: bytes, lease: int) -> None:
-        """This rank has read."""
         self.post(Release(boot=boot, lease=lease, rank=self._rank))

@@ -6,6 +6,10 @@ it was writing is published.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Final
+
 import msgspec
 
 from kvass.core import epochs, promote
@@ -14,17 +18,21 @@ from kvass.core.registry import (
     Instance,
     check_agrees,
     check_register,
+    differences,
     namespace_digest,
     row_class_specs,
 )
-from kvass.core.row_store import Namespace
+from kvass.core.row_store import Namespace, RowClass
 from kvass.core.rows import NEVER
 from kvass.core.settlement import MOVED
 from kvass.core.state import State
 from kvass.core.traffic import Traffic
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
-from kvass.types import SCHEDULER, chunk_blocks
+from kvass.types import SCHEDULER
+
+_LIKE: Final = 16
+"""A new namespace is compared with so many others of its model."""
 
 
 def register(state: State, session: ClientSession, msg: Register) -> Registered:
@@ -64,6 +72,8 @@ def _admit(state: State, session: ClientSession, terms: Register) -> None:
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace
     instance.sessions[terms.rank] = session.id
     session.registered = terms
+    state.refusals.pop(instance.id, None)
+    instance.seen_s = state.now
     state.instances[instance.id] = instance
 
 
@@ -93,14 +103,21 @@ def _namespace_for(state: State, instance: Instance) -> int:
         return state.by_digest[digest]
     _make_place(state)
     new = max(state.namespaces, default=-1) + 1
+    terms = msgspec.structs.replace(instance.terms, generation=instance.generation, layout=None)
+    model = instance.terms.model or instance.terms.identity.get("model", "")
+    same = islice((ns for ns in reversed(state.namespaces.values()) if ns.model == model), _LIKE)
+    compared = [(differences(ns.terms, terms), ns.digest) for ns in same]
+    differs_in, like = min(compared, key=lambda one: len(one[0]), default=((), b""))
     state.namespaces[new] = Namespace(
         id=new,
         digest=digest,
         classes=[state.store.add_class(spec, new) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
-        chunk_blocks=chunk_blocks([s.layout for s in specs], instance.terms.chunk_tokens),
         private=bool(instance.generation),
-        model=instance.terms.model or instance.terms.identity.get("model", ""),
+        terms=terms,
+        model=model,
+        like=like,
+        differs_in=differs_in,
         traffic=Traffic(from_tiers=[0] * len(state.config.tiers)),
     )
     state.by_digest[digest] = new
@@ -117,11 +134,16 @@ def _make_place(state: State) -> None:
     if len(state.namespaces) < state.config.limits.namespaces:
         return
     uses = state.store.last_uses()
-    last = {ns.id: max(uses.get(c.id, NEVER) for c in ns.classes) for ns in idle}
+    last = {ns.id: max(uses.get(c.id, NEVER) for c in _every_class(ns)) for ns in idle}
     oldest = min(idle, key=lambda ns: last[ns.id], default=None)
     if oldest is None or last[oldest.id] >= state.store.table.clock:
         raise Refused("limit", f"at most {state.config.limits.namespaces} namespaces")
     _drop(state, [oldest])
+
+
+def _every_class(ns: Namespace) -> Iterator[RowClass]:
+    """Those of all tenants."""
+    return chain.from_iterable(c.of_tenants.values() for c in ns.classes)
 
 
 def _drop(state: State, gone: list[Namespace]) -> None:
@@ -129,6 +151,7 @@ def _drop(state: State, gone: list[Namespace]) -> None:
         ns.epoch += 1
     promote.cancel(state, gone)  # a tier may not have said yet what it holds
     for ns in gone:
+        state.forget(ns)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
     state.store.remove([c for ns in gone for c in ns.classes])
     state.store.reclaim()

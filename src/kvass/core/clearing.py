@@ -1,4 +1,4 @@
-"""Clearing a namespace, or all of them."""
+"""What is said of the cache as a whole: clearing a namespace or all of them, and quotas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvass.core.row_store import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import Clearing
 from kvass.errors import Refused
-from kvass.messages import Clear, Cleared
+from kvass.messages import Clear, Cleared, QuotaSet, SetQuota
 
 
 def clear(state: State, session: ClientSession, msg: Clear) -> Cleared | None:
@@ -45,3 +45,14 @@ def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespac
     if msg.everything:
         return list(state.namespaces.values())
     return [named_namespace(state, msg.namespace)]
+
+
+def set_quota(state: State, session: ClientSession, msg: SetQuota) -> QuotaSet:
+    """A tenant's quota is another one from now on, or none."""
+    if session.registered is not None or not session.own:
+        raise Refused("forbidden", "quotas are changed by the daemon's own user, not by an engine")
+    if msg.remove:
+        state.tenants.remove(msg.quota.tenant)
+    else:
+        state.tenants.set(msg.quota)
+    return QuotaSet()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvass.errors import ErrorCode
 from kvass.messages import FromClient, FromDaemon
-from kvass.types import Slots, U64Array
+from kvass.types import Quota, Slots, U64Array
 
 SessionId = int
 """Chosen by the daemon, never reused in one boot."""
@@ -32,6 +32,7 @@ class Opened(msgspec.Struct, frozen=True):
     uid: int = 0
     own: bool = False
     refusal: str = ""
+    pid: int = 0
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -75,6 +76,12 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed: do what is due."""
 
 
+class QuotasAre(msgspec.Struct, frozen=True):
+    """These are all quotas from now on. Nothing changes if they cannot be (``Tenants.replace``)."""
+
+    quotas: tuple[Quota, ...]
+
+
 class Stopping(msgspec.Struct, frozen=True):
     """The daemon was told to stop: what is queued for tiers is flushed, and nothing new."""
 
@@ -91,14 +98,10 @@ class Probed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierLoad``: nobody writes to its slots any more; ``which`` are right.
-
-    ``seconds``: what the tier took for it; 0: it was not asked, or it is down.
-    """
+    """The end of a ``TierLoad``: nobody writes to its slots any more; ``which`` are right."""
 
     op: int
     which: npt.NDArray[np.bool_]
-    seconds: float
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +138,7 @@ class TierReport(msgspec.Struct, frozen=True, tag=True):
 
 FromTier = Probed | Loaded | Stored | EpochIs | Emptied
 FromSession = Opened | Received | Faulted | Lost | ProcessEnded
-Event = FromSession | PopulatedTo | Tick | Stopping | TierReport | FromTier
+Event = FromSession | PopulatedTo | QuotasAre | Tick | Stopping | TierReport | FromTier
 
 
 # ---------------------------------------------------------------- effects

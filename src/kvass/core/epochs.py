@@ -161,5 +161,8 @@ def _cleared(state: State, clearing: Clearing, tier: int, done: bool) -> None:
         state.send(clearing.session, Cleared(seq=clearing.seq, rows=clearing.rows))
         return
     names = ", ".join(state.config.tiers[i] for i in sorted(clearing.failed))
-    text = f"{names}: could not take note, and is not used until it has: clear again"
+    text = (
+        f"L1 is cleared ({clearing.rows} rows), but not {names}, which is not used until it could "
+        "note it: clear again"
+    )
     state.send(clearing.session, Error(seq=clearing.seq, code="tier_down", text=text))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from kvass.core import epochs
@@ -43,6 +44,10 @@ _LOOK: Final = 16
 def queue_published(state: State) -> None:
     parts, state.settlement.published = state.settlement.published, []
     for part in parts:
+        row_class = state.store.classes.get(part.row_class)
+        ns = None if row_class is None else state.namespaces[row_class.namespace]
+        if ns is not None and ns.classes[0] is row_class:
+            ns.traffic.stored += len(part.rows) * ns.chunk_tokens
         queue_written(state, part, len(state.tiers.all))
 
 
@@ -82,7 +87,7 @@ def _queue(state: State, part: ClassRows, tiers: list[TierState]) -> None:
 
 def _append(state: State, tier: TierState, part: ClassRows) -> None:
     keys = state.store.table.keys_of(part.rows).copy()
-    tier.queue.append(Queued(part.row_class, part.rows, keys))
+    tier.queue.append(Queued(state.now, part.row_class, part.rows, keys))
     tier.queued_rows += len(part.rows)
 
 
@@ -113,8 +118,9 @@ def _pop(tier: TierState, count: int) -> Queued:
     """The first ``count`` rows of what is first in the queue."""
     head = tier.queue.popleft()
     if len(head.rows) > count:
-        tier.queue.appendleft(Queued(head.row_class, head.rows[count:], head.keys[count:]))
-        head = Queued(head.row_class, head.rows[:count], head.keys[:count])
+        since, row_class, rows, keys = msgspec.structs.astuple(head)
+        tier.queue.appendleft(Queued(since, row_class, rows[count:], keys[count:]))
+        head = Queued(since, row_class, rows[:count], keys[:count])
     tier.queued_rows -= len(head.rows)
     return head
 
@@ -144,7 +150,7 @@ def _store(state: State, tier: TierState, row_class: RowClass, rows: I64Array) -
     ns, size = state.namespaces[row_class.namespace], len(rows) * row_class.spec.row_bytes
     state.store.pin(rows)
     tier.storing_bytes += size
-    op = state.tiers.begin(Flushing(tier.number, ClassRows(row_class.id, rows), size))
+    op = state.tiers.begin(Flushing(tier.number, state.now, ClassRows(row_class.id, rows), size))
     records = epochs.records(ns, tier.number, row_class, state.store.table.keys_of(rows))
     slots, shard_bytes = state.store.slots(rows), row_class.spec.shard_bytes
     state.out.append(TierStore(tier.number, op, records, slots, shard_bytes))
@@ -154,17 +160,19 @@ def stored(state: State, event: Stored) -> None:
     op = state.tiers.end(event.op, Flushing)
     tier, rows = state.tiers.all[op.tier], op.part.rows
     tier.storing_bytes -= op.size_bytes
+    tier.histograms["store_seconds"].observe(state.now - op.begun)
     keys = state.store.table.keys_of(rows).copy()
     state.store.unpin(rows)
     if event.down and not state.stopping:
         tier.counters["stores_put_off"] += len(rows)
-        tier.queue.appendleft(Queued(op.part.row_class, rows, keys))
+        tier.queue.appendleft(Queued(op.begun, op.part.row_class, rows, keys))
         tier.queued_rows += len(rows)
         tier.rests_until = state.now + REST_S
         return
     if event.down:
         tier.counters["stores_abandoned"] += len(rows)
-    tier.counters["stored_rows"] += int(event.which.sum())
+    tier.counters["stored_rows"] += (count := int(event.which.sum()))
+    tier.counters["stored_bytes"] += count * (op.size_bytes // len(rows))
     tier.counters["store_failures"] += int((~event.which).sum())
     store_next(state, tier)
 

@@ -227,3 +227,8 @@ def key_array(digests: bytes, width: int) -> U64Array:
     padded = np.zeros((count, 8 * KEY_WORDS), np.uint8)
     padded[:, :width] = np.frombuffer(digests, np.uint8).reshape(count, width)
     return padded.view("<u8")
+
+
+def digests_of(keys: U64Array, width: int) -> bytes:
+    """The opposite of ``key_array``."""
+    return np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 8 * KEY_WORDS)[:, :width].tobytes()

@@ -26,6 +26,7 @@ from kvass.core.rows import (
     RowTable,
 )
 from kvass.core.sets import CLEARED
+from kvass.core.tenants import MOST
 from kvass.core.tier_state import Flushing, Loading, Probing
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def validate(state: State) -> None:
     _extents(state)
     _rows(state)
     _counts(state, pinned)
+    _tenants(state)
+    _sums(state)
     _instances(state)
 
 
@@ -180,10 +183,12 @@ def _rows(state: State) -> None:
             assert (row_class.index.find(table.key[rows]) == rows).all(), (
                 "the index and a row disagree"
             )
-            assert (owner[rows] == row_class.id).all(), "the index names another class's row"
+            own = np.isin(owner[rows], [c.id for c in row_class.of_tenants.values()])
+            assert own.all(), "the index names another class's row"
             matches[rows] = True
         if row_class.blocks is not None:
-            _blocks(row_class.blocks, table, owner == row_class.id)
+            shared = [each.id for each in row_class.of_tenants.values()]
+            _blocks(row_class.blocks, table, np.isin(owner, shared))
     assert (listed == (free & (owner >= 0))).all(), "a slot is free and used, twice free, or lost"
     assert not (matches & (free | failed)).any(), "a FREE or FAILED row still matches"
     assert (matches | cleared)[readable].all(), "a READY row is lost"
@@ -193,16 +198,15 @@ def _rows(state: State) -> None:
 
 
 def _blocks(blocks: BlockIndex, table: RowTable, own: npt.NDArray[np.bool_]) -> None:
-    """The index of blocks has READY rows only, and every READY tail. ``own``: the class's rows."""
+    """The index of blocks has READY rows only. ``own``: the rows of the classes that share it."""
     rows = np.sort(blocks.index.rows())
     assert len(rows) == len(blocks.index), "the index of blocks miscounts"
     listed = np.flatnonzero(own & (table.entry < NOTED))
     assert rows.tolist() == listed.tolist(), "the index of blocks has other rows than it should"
     assert (table.state[rows] == READY).all(), "blocks of a row that is not READY match"
     assert (blocks.index.find(blocks.prints.keys_of(rows)) == rows).all(), "two rows, one block"
-    tails = own & (table.tail > 0) & (table.state == READY)
-    assert (table.entry[tails] < NOTED).all(), "a tail that nobody finds is kept"
-    reach = np.where(table.tail[rows] > 0, table.tail[rows], blocks.prints.width)
+    tail = blocks.prints.tail[rows]
+    reach = np.where(tail > 0, tail, blocks.prints.width)
     assert (table.entry[rows] < reach).all(), "a row is found by a block that it does not have"
 
 
@@ -227,8 +231,38 @@ def _counts(state: State, pinned: list[ClassRows]) -> None:
     for row_class in store.classes.values():
         rows = sets.rows_of(np.flatnonzero(sets.owner == row_class.id))
         assert len(rows) == row_class.slots, "a class miscounts its slots"
+        theirs = row_class.of_tenants
+        assert theirs[row_class.tenant.id] is row_class, "a tenant has two classes of a group"
+        assert row_class.slots or row_class.tenant is store.tenants.default, "an empty class stays"
         counted = np.bincount(table.state[rows], minlength=len(STATE_NAMES)).tolist()
         assert counted[FREE + 1 :] == row_class.rows[FREE + 1 :], "a class miscounts its rows"
+
+
+def _tenants(state: State) -> None:
+    """What each has is counted, and no more is reserved than there is."""
+    store, tenants = state.store, state.tenants.all.values()
+    taken = Counter[str]()
+    for number, extent_set in store.extents.sets.items():
+        row_class = store.classes.get(int(store.sets.owner[number]))
+        if row_class is not None:
+            assert store.sets.tenant[number] == row_class.tenant.id, "a set changed its tenant"
+            taken[row_class.tenant.name] += sum(extent_set.extent_bytes)
+    assert taken == Counter({t.name: t.taken_bytes for t in tenants}), "a tenant is miscounted"
+    assert len(tenants) <= MOST, "there are more tenants than may be"
+    assert len({t.id for t in tenants}) == len(tenants), "two tenants have one id"
+    reserved = sum(t.reserved_bytes for t in tenants)
+    assert reserved <= state.config.arena_bytes, "more is reserved than there is"
+
+
+def _sums(state: State) -> None:
+    """What came into L1 and did not leave is there; what lookups were not given, they missed."""
+    counters = state.counters
+    left = sum(n for name, n in counters.items() if name.startswith("bytes_evicted_"))
+    held = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.store.classes.values())
+    assert counters["l1_in_bytes"] - left == held, "bytes in, out and there disagree"
+    for ns in state.namespaces.values():
+        seen = ns.traffic
+        assert seen.asked == seen.given + sum(seen.missed.values()), "hits and misses disagree"
 
 
 def _instances(state: State) -> None:

@@ -108,6 +108,11 @@ class Ledger(Generic[E]):
         return list(found.values())
 
     @property
+    def oldest(self) -> E | None:
+        """The one that was added first."""
+        return next(iter(self.all.values()), None)
+
+    @property
     def next_due(self) -> float | None:
         """When ``due`` will have something."""
         while self._due and self._due[0][1] not in self.all:

@@ -33,7 +33,8 @@ from kvass.core.registry import ClientSession
 from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
 from kvass.errors import Refused
-from kvass.messages import Error, FromDaemon, Hello, Pong, StatusReply
+from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
+from kvass.types import Quota
 
 __all__ = ["CacheMachine", "CoreConfig"]
 
@@ -48,6 +49,8 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
     messages.Clear: clearing.clear,
+    messages.SetQuota: clearing.set_quota,
+    messages.Removals: reading.removals,
     messages.Ping: lambda *_: Pong(),
     messages.Status: lambda state, *_: StatusReply(fields=fields.status(state)),
 }
@@ -70,6 +73,8 @@ def _received(state: State, event: effects.Received) -> None:
                 state.send(session.id, reply)
     except Refused as no:
         state.counters[f"refused_{no.code}"] += 1
+        if type(message) is messages.Register:
+            state.refused(message.instance, no.text)
         state.send(session.id, Error(seq=message.seq, code=no.code, text=no.text))
 
 
@@ -110,6 +115,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.EpochIs: _epoch_is,
     effects.Emptied: epochs.emptied,
     effects.TierReport: _tier_report,
+    effects.QuotasAre: lambda state, event: state.tenants.replace(event.quotas),
     effects.Stopping: lambda state, _: flush.stop(state),
 }
 
@@ -125,6 +131,7 @@ class CacheMachine:
         assert now >= self.state.now, "time went back"
         state = self.state
         state.now, state.out = now, []
+        state.store.uses.mark(state.store.table.clock, now)
         state.settlement.lapse(now)
         if state.promotions.all:
             promote.lapse(state)
@@ -144,10 +151,14 @@ class CacheMachine:
             return due
         return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
+    def registered(self, session: SessionId) -> Register | None:
+        """As what a session has registered."""
+        known = self.state.sessions.get(session)
+        return None if known is None else known.registered
+
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""
-        known = self.state.sessions.get(session)
-        who = None if known is None else known.registered
+        who = self.registered(session)
         return who is not None and self.state.settlement.owes(who.instance, who.rank)
 
     @property
@@ -163,6 +174,11 @@ class CacheMachine:
         tiers = zip(self.state.config.tiers, self.state.tiers.all, strict=True)
         left = [(name, flush.rows_left(self.state, tier)) for name, tier in tiers]
         return [(name, rows) for name, rows in left if rows]
+
+    @property
+    def quotas(self) -> frozenset[Quota]:
+        """All that are in force."""
+        return frozenset(t.quota for t in self.state.tenants.all.values() if t.listed)
 
     def status(self) -> dict[str, Any]:
         return fields.status(self.state)

@@ -71,6 +71,14 @@ class PrefixView:
             for group, checked in zip(self._groups, checked_groups(self._groups), strict=True)
         ]
 
+    def last_used_s(self, end: int) -> float:
+        """How long the last chunk of a hit of ``end`` chunks was not used; 0 if no group needs it.
+
+        A window of one token needs no row, so not every group has one.
+        """
+        row = max([rows.item(end - 1) for rows in self.found])
+        return 0.0 if row == ABSENT else self._store.uses.age(self._store.table.stamp.item(row))
+
     def use(self, end: int) -> Hit:
         """The hit of ``end`` chunks. All its rows are in use now, and so is what there is of the
         chunks that the engine has itself."""

@@ -198,6 +198,7 @@ def _plan(state: State, promotion: Promotion) -> None:
         if not weighed:
             weighed = True
             if not _worth_it(state, promotion, wanted, end - view.longest(view.there())):
+                promotion.why = "not_worth_it"
                 break
         upto = end + promotion.spare
         n = _fitting(state, promotion.namespace, wanted, upto)
@@ -207,6 +208,7 @@ def _plan(state: State, promotion: Promotion) -> None:
             if n == upto:
                 flush.queue_next_victims(state)
                 break
+        promotion.why = "no_room"
     _hold(state, promotion, LOADING)
 
 
@@ -243,7 +245,10 @@ def _load(
     """Take slots for all of ``wanted`` and ask the tiers to fill them; ``upto``. If there is no
     room for all: nothing, and the first chunk for which there was none."""
     classes = promotion.namespace.classes
-    rows, cut = state.store.allocate(classes, promotion.keys[:upto], wanted, protect, LOADING)
+    payer = state.tenants.payer(promotion.tenant)
+    rows, cut = state.store.allocate(
+        classes, promotion.keys[:upto], wanted, protect, payer, LOADING
+    )
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
@@ -261,7 +266,7 @@ def _load(
 
 def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array) -> None:
     size = len(rows) * c.spec.row_bytes
-    op = state.tiers.begin(Loading(tier, ClassRows(c.id, rows), size, set()))
+    op = state.tiers.begin(Loading(tier, state.now, ClassRows(c.id, rows), size, set()))
     state.store.table.loader[rows] = op
     state.tiers.all[tier].speed.begin(size, state.now)
     records = epochs.records(ns, tier, c, state.store.table.keys_of(rows))
@@ -275,7 +280,9 @@ def loaded(state: State, event: Loaded) -> None:
     size = len(good) * (op.size_bytes // len(op.part.rows))
     tier = state.tiers.all[op.tier]
     tier.speed.end(op.size_bytes, size, state.now)
+    tier.histograms["load_seconds"].observe(state.now - op.begun)
     tier.counters["loaded_rows"] += len(good)
+    tier.counters["loaded_bytes"] += size
     tier.counters["load_misses"] += len(failed)
     state.store.promoted(good, state.config.retain_promoted)
     flush.queue_written(state, ClassRows(op.part.row_class, good), op.tier)  # asked before it
@@ -330,14 +337,16 @@ def _answer(state: State, promotion: Promotion) -> None:
     there = instance is not None and state.namespace_of(instance) is promotion.namespace
     if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
         _let_go(state, promotion)
+        promotion.why = "cleared"
     elif any((state.store.table.state[p.rows] == FAILED).any() for p in promotion.pinned):
+        promotion.why = "load_failed"
         _hold(state, promotion, LOADING)  # what could not be loaded makes the match shorter
         return
     if not promotion.readers:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.hit.chunks)
     else:
         state.counters["promoted_chunks"] += promotion.hit.chunks - promotion.first
-        _count_tiers(promotion)
+        _count(state, promotion)
         reply = state.matched(
             promotion.instance,
             promotion.namespace,
@@ -352,9 +361,19 @@ def _answer(state: State, promotion: Promotion) -> None:
     _end(state, promotion)
 
 
-def _count_tiers(promotion: Promotion) -> None:
-    """Which tokens of the hit its tiers loaded: a chunk's, where its first group came from one."""
-    homes = promotion.homes[0][promotion.first : promotion.hit.chunks]
+def _count(state: State, promotion: Promotion) -> None:
+    """What it asked for and is given, and which tokens of that its tiers loaded: a chunk's, where
+    its first group came from one."""
+    ns, why, first, hit = promotion.namespace, promotion.why, promotion.first, promotion.hit
+    if why == "absent" and not all(tier.report.get("up", True) for tier in state.tiers.all):
+        why = "tier_down"
+    asked = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
+    given = ns.tokens(hit.chunks - first, hit.blocks)
+    who = state.instances.get(promotion.instance)
+    if who is not None:
+        state.answered(who, ns, asked, given, why, promotion.prefill_tokens_s)
+    state.tenants.of(promotion.tenant).traffic.answered(state.now, asked, given, why)
+    homes = promotion.homes[0][first : hit.chunks]
     traffic = promotion.namespace.traffic
     chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))
     for tier, count in enumerate(chunks.tolist()):
@@ -362,6 +381,7 @@ def _count_tiers(promotion: Promotion) -> None:
 
 
 def _end(state: State, promotion: Promotion) -> None:
+    state.histograms["lookup_tiers_seconds"].observe(state.now - promotion.begun)
     state.promotions.drop(promotion)
     _let_go(state, promotion)
 
@@ -373,6 +393,7 @@ def lapse(state: State) -> None:
     """Answer those whose time is up with what is READY by now."""
     for promotion in state.promotions.due(state.now, state.config.slice_ends):
         state.counters["promotions_late"] += 1
+        promotion.why = "late"
         _hold(state, promotion, READY)
 
 

@@ -1,4 +1,4 @@
-"""Lookup, prefetch, release.
+"""Lookup, prefetch, release; which rows left L1.
 
 A function per message. It returns the reply (``None``: there is none, or it comes later) or raises
 ``Refused`` before it changed anything.
@@ -21,17 +21,29 @@ from kvass.core.checks import (
     scheduler_of,
     split_keys,
 )
+from kvass.core.index import digests_of
 from kvass.core.prefix import NO_BLOCKS, PrefixView
 from kvass.core.registry import ClientSession
+from kvass.core.removed import AT_ONCE
 from kvass.core.row_store import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.errors import Refused
-from kvass.messages import Lookup, Matched, Prefetch, Prefetched, Release
+from kvass.messages import (
+    Lookup,
+    Matched,
+    Prefetch,
+    Prefetched,
+    Release,
+    Removals,
+    Removed,
+)
 from kvass.types import SCHEDULER, U64Array
 
 PREFETCH_S: Final = 60.0
 """How long a prefetch may take that does not say."""
+GAPS_OF: Final = 8
+"""One lookup in so many tells how long what it hits was not used."""
 MAX_WAIT_S: Final = 300.0
 """No lookup waits longer, whatever it asks."""
 
@@ -59,17 +71,25 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         state.counters["lookup_chunks"] += len(keys) - msg.first
     if ns is None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
-    if not msg.again:
-        chunk_tokens = (len(keys) - msg.first) * ns.chunk_tokens
-        ns.traffic.ask(state.now, chunk_tokens + ns.block_tokens(len(blocks)))
     rest = state.store.prints(blocks) if len(blocks) else NO_BLOCKS
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare, rest)
-    hit = view.use(view.longest(view.there()))
-    if ns.tier_epochs and hit.chunks < len(keys) - msg.spare and not msg.again:
-        wait_s = _wait_s(state, msg, ns, len(keys), hit.chunks)
+    chunks, why = view.longest(view.there()), "absent"
+    if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
+        state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
+    hit = view.use(chunks)
+    if ns.tier_epochs and chunks < len(keys) - msg.spare and not msg.again:
+        wait_s = _wait_s(state, msg, ns, len(keys), chunks)
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, rest)
-        if promotion.deadline > state.now and promote.begin(state, promotion):
-            return None
+        if promotion.deadline > state.now:
+            if promote.begin(state, promotion):
+                return None
+            why = "not_waited"
+    asked = ns.tokens(len(keys) - msg.first, len(blocks))
+    given = ns.tokens(chunks - msg.first, hit.blocks)
+    if msg.again:
+        asked = given = ns.tokens(0, hit.blocks)
+    state.answered(instance, ns, asked, given, why, _speed(msg), msg.again)
+    state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why, again=msg.again)
     return state.matched(
         instance.id, ns, msg.request, msg.first, hit, readers, msg.spare, msg.again
     )
@@ -156,11 +176,13 @@ def _promotion(
         keys=keys,
         rest=rest,
         first=msg.first if isinstance(msg, Lookup) else 0,
+        begun=state.now,
         deadline=state.now + wait_s,
         size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=homes,
+        tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
     )
 
 
@@ -176,3 +198,29 @@ def release(state: State, session: ClientSession, msg: Release) -> None:
         state.settlement.end_lease(lease)
     else:
         state.settlement.release(lease, rank)
+
+
+def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
+    """Which rows of the session's namespace left L1, and which of those it names are READY. While
+    it has no namespace nothing is known."""
+    instance, limits = scheduler_of(state, session), state.config.limits
+    keys = [split_keys(each, msg.width, 0, limits) for each in (*msg.present, b"")][:-1]
+    if sum(map(len, keys)) > AT_ONCE:
+        raise Refused("limit", f"present: at most {AT_ONCE} keys a message")
+    ns = state.namespace_of(instance)
+    if ns is None:
+        return Removed(lost=True)
+    if len(keys) > len(ns.classes):
+        raise Refused("bad_value", f"present: the namespace has {len(ns.classes)} groups")
+    store = state.store
+    part = store.removed.read(session.id, ns.id, msg.since)
+    gone = [part.keys.get(group, store.table.key[:0]) for group in range(len(ns.classes))]
+    pairs = zip(ns.classes, keys, strict=False)
+    return Removed(
+        upto=part.upto,
+        lost=part.lost,
+        removed=tuple([digests_of(each, msg.width) for each in gone]) if part.keys else (),
+        present=tuple([store.there(c.index.find(k)).tobytes() for c, k in pairs])
+        if part.upto == store.removed.end
+        else (),
+    )

@@ -15,16 +15,25 @@ import msgspec
 
 from kvass.errors import Refused
 from kvass.messages import Register
-from kvass.types import MAX_GROUPS, MAX_RANKS, SCHEDULER, GroupLayout, Limits, RankLayout
+from kvass.types import (
+    MAX_GROUPS,
+    MAX_RANKS,
+    SCHEDULER,
+    GroupLayout,
+    Limits,
+    RankLayout,
+    chunk_blocks,
+)
 
 
 class ClientSession(msgspec.Struct):
-    """One connection. ``own``: of the daemon's user. ``ending``: it was told to go; what it still
-    says is ignored."""
+    """One connection. ``own``: of the daemon's user. ``pid``: 0 if unknown. ``ending``: it was told
+    to go; what it still says is ignored."""
 
     id: int
     uid: int = 0
     own: bool = False
+    pid: int = 0
     greeted: bool = False
     ending: bool = False
     wants_arena: bool = False
@@ -45,6 +54,11 @@ class Instance(msgspec.Struct):
     """What its scheduler said last (``Register``)."""
     namespace: int | None = None
     """Set exactly while all its ranks are registered."""
+    asked: int = 0
+    given: int = 0
+    """Tokens that its lookups asked for and were given."""
+    seen_s: float = 0.0
+    """When it looked something up last, or registered."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -60,16 +74,25 @@ class Instance(msgspec.Struct):
         return shards == list(range(self.terms.world_size))
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """An engine that may not register, and why."""
+
+    when: float
+    text: str
+
+
 class RowClassSpec(msgspec.Struct, frozen=True):
     """What a slot of one (namespace, group) takes: bytes of each shard, padded.
 
     ``layout`` is the group as the rank of the first shard holds it; kind, window and block size
-    are the same on every rank.
+    are the same on every rank. ``chunk_blocks``: blocks of a chunk, if hits may end at each of
+    them; 0: they end with a chunk.
     """
 
     group: int
     layout: GroupLayout
     shard_bytes: tuple[int, ...]
+    chunk_blocks: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -157,6 +180,27 @@ def _first_difference(ours: dict[str, str], theirs: dict[str, str]) -> tuple[str
     return f"identity[{key}]", ours.get(key, "(absent)"), theirs.get(key, "(absent)")
 
 
+_CLIP: Final = 40
+_NAMED: Final = 8
+
+
+def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
+    """What ``theirs`` differs in, for people: a field with both values, if they are short."""
+    old, new = (
+        terms.identity | {name: str(getattr(terms, name)) for name in _TERMS[1:]}
+        for terms in (ours, theirs)
+    )
+    if theirs.generation:
+        new["generation"] = "weights replaced while it ran"
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name, "(absent)"), new.get(name, "(absent)")
+        if a != b:
+            values = f": {b}, not {a}" if len(a) <= _CLIP and len(b) <= _CLIP else ""
+            found.append(f"{name[:_CLIP]}{values}")
+    return tuple(found[:_NAMED]) or ("the layout of the KV cache",)
+
+
 def _shape(layout: RankLayout) -> list[tuple[str, int, int]]:
     return [(g.kind, g.window_tokens, g.block_tokens) for g in layout.groups]
 
@@ -198,8 +242,8 @@ def row_class_specs(instance: Instance) -> list[RowClassSpec]:
     layouts = [by_shard[s] for s in range(terms.world_size)]
     first = layouts[0]
     assert first is not None
-    specs = []
+    specs, blocks = [], chunk_blocks(first.groups, terms.chunk_tokens)
     for i, group in enumerate(first.groups):
         sizes = (x.groups[i].shard_bytes(terms.chunk_tokens) for x in layouts if x is not None)
-        specs.append(RowClassSpec(group=i, layout=group, shard_bytes=tuple(sizes)))
+        specs.append(RowClassSpec(i, group, tuple(sizes), blocks))
     return specs

@@ -80,7 +80,7 @@ _RECORD: Final = np.dtype(
         ("slot", "<u4"),
         ("state", np.uint8),
         ("offered", np.bool_),
-        ("tail", np.uint8),
+        ("read", np.bool_),
         ("entry", np.uint8),
     ]
 )
@@ -123,8 +123,8 @@ class RowTable:
         self.state: npt.NDArray[np.uint8] = self._records["state"]
         self.offered: npt.NDArray[np.bool_] = self._records["offered"]
         """A tier gave what is in it, or was asked to take it: ``--flush on_evict`` asks once."""
-        self.tail: npt.NDArray[np.uint8] = self._records["tail"]
-        """How many blocks of a *tail* are written, its first ones; 0: it is a whole chunk."""
+        self.read: npt.NDArray[np.bool_] = self._records["read"]
+        """A lookup was given it."""
         self.entry: npt.NDArray[np.uint8] = self._records["entry"]
         """The block under which a row is in the index of blocks; or ``UNKNOWN``, or ``NOTED``."""
         self.loader: I64Array = self._records["loader"]
@@ -162,8 +162,8 @@ class RowTable:
             assert not self.pins[rows].any(), "a pinned row was freed"
             self.stamp[rows] = NEVER
             self.offered[rows] = False
+            self.read[rows] = False
             self.key[rows] = 0
-            self.tail[rows] = 0
             self.entry[rows] = UNKNOWN
         self.state[rows] = after
 

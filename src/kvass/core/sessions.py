@@ -22,7 +22,7 @@ CLOCK_SLACK_S: Final = 600.0
 
 def opened(state: State, event: Opened) -> None:
     assert event.session not in state.sessions, "a session id was reused"
-    session = ClientSession(id=event.session, uid=event.uid, own=event.own)
+    session = ClientSession(id=event.session, uid=event.uid, own=event.own, pid=event.pid)
     state.sessions[session.id] = session
     if event.refusal:
         end(state, session, "forbidden", event.refusal)
@@ -69,6 +69,8 @@ def lost(state: State, event: Lost) -> None:
     if session is None:
         return
     state.session_limits.leave(session)
+    state.counters["ended_closed"] += not session.ending
+    state.store.removed.leave(session.id)
     if session.registered is None:
         return
     who = session.registered

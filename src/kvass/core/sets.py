@@ -25,26 +25,29 @@ class SetTable:
     ``owner``: its class, ``CLEARED``, or ``NOBODY``. ``newest``: when any row of it was last used;
     ``NEVER`` if all are FREE, or it is cleared. ``held``: pins on its rows, and rows that are
     WRITING, LOADING or QUARANTINED: it may go at 0. ``used``: its rows that are not FREE.
-    ``first``, ``slots``: its first row, and how many it has.
+    ``first``, ``slots``: its first row, and how many it has. ``tenant``: the id of who pays for it.
+    ``bytes``: what it takes of the arena.
     """
 
     def __init__(self) -> None:
-        self._view(np.empty((6, 0), np.int64))
+        self._view(np.empty((8, 0), np.int64))
         self.cleared = 0
         """How many sets are ``CLEARED``."""
 
     def _view(self, columns: I64Array) -> None:
         self._columns = columns
-        self.owner, self.newest, self.held, self.used, self.first, self.slots = columns
+        self.owner, self.newest, self.held, self.used, *rest = columns
+        self.first, self.slots, self.tenant, self.bytes = rest
 
-    def add(self, made: ExtentSet, owner: int) -> None:
+    def add(self, made: ExtentSet, owner: int, tenant: int) -> None:
         if made.id >= (known := len(self.owner)):
-            columns = np.zeros((6, 2 * made.id + 1), np.int64)
+            columns = np.zeros((8, 2 * made.id + 1), np.int64)
             columns[:, :known] = self._columns
             self._view(columns)
             self.owner[known:], self.newest[known:] = NOBODY, NEVER
         self.owner[made.id], self.newest[made.id] = owner, NEVER
         self.first[made.id], self.slots[made.id] = made.first_row, made.slots
+        self.tenant[made.id], self.bytes[made.id] = tenant, sum(made.extent_bytes)
 
     def rows_of(self, sets: I64Array) -> I64Array:
         slots = self.slots[sets]

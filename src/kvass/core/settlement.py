@@ -85,6 +85,7 @@ class Settlement:
         """Pin ``parts`` for ``readers``, each of which owes one release."""
         for part in parts:
             self.store.pin(part.rows)
+            self.store.table.read[part.rows] = True
         lease = Lease(
             id=self._new_id(),
             instance=instance,

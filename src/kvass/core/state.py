@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 import msgspec
 
 from kvass.core.effects import Effect, Send
-from kvass.core.metrics import COUNTERS
+from kvass.core.histogram import Histogram
+from kvass.core.metrics import COUNTERS, HISTOGRAMS
 from kvass.core.prefix import Hit
-from kvass.core.registry import ClientSession, Instance
+from kvass.core.registry import ClientSession, Instance, Refusal
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.session_limits import SessionLimits
 from kvass.core.settlement import Settlement
 from kvass.core.tier_state import FlushMode, Promotions, Tiers
+from kvass.core.traffic import Traffic
 from kvass.messages import FromClient, FromDaemon, Matched
-from kvass.types import Limits, Timing
+from kvass.types import Limits, Quota, Timing
+
+_MODELS: Final = 64
+_REFUSALS: Final = 8
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
@@ -40,6 +46,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Whether promoted rows stay in L1 when nobody reads them any more."""
     weigh_loads: bool = True
     """Whether what is cheaper to compute again is not promoted."""
+    quotas: tuple[Quota, ...] = ()
     slice_slots: int = 2048
     """Slots of cleared rows that one step gives back: 2 ms of work."""
     slice_ends: int = 32
@@ -53,10 +60,19 @@ class State:
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self.counters = dict.fromkeys(COUNTERS, 0)
+        self.histograms = {name: Histogram() for name in HISTOGRAMS}
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
         self.store = RowStore(
-            config.arena_bytes, extent, self.counters, config.seed, slice_slots=config.slice_slots
+            config.arena_bytes,
+            extent,
+            self.counters,
+            config.seed,
+            slice_slots=config.slice_slots,
+            age_at_eviction=self.histograms["age_at_eviction_seconds"],
         )
+        self.tenants = self.store.tenants
+        for quota in config.quotas:
+            self.tenants.set(quota)
         self.settlement = Settlement(self.store, config.timing, self.counters, config.slice_ends)
         self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
         self.sessions: dict[int, ClientSession] = {}
@@ -64,6 +80,10 @@ class State:
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
+        self.forgotten: dict[str, Traffic] = {}
+        """By model, what namespaces counted that are no more: no sum ever falls."""
+        self.refusals: dict[str, Refusal] = {}
+        """The last engines that were refused, by name, until they register."""
         self.messages: Counter[type[FromClient]] = Counter()
         """Messages that were received, by kind, refused ones included."""
         self.populated_bytes = 0
@@ -93,10 +113,12 @@ class State:
         if hit.chunks == first and not hit.blocks:
             return Matched(boot=self.config.boot, first=first, chunks=first)
         lease = self.settlement.lend(instance, request, hit.parts, readers)
-        chunks = 0 if again else hit.chunks - first
-        self.counters["hit_chunks"] += chunks
+        self.counters["hit_chunks"] += 0 if again else hit.chunks - first
         self.counters["hit_blocks"] += hit.blocks
-        ns.traffic.give(self.now, chunks * ns.chunk_tokens + ns.block_tokens(hit.blocks))
+        classes = self.store.classes
+        for part in hit.parts:
+            lent = part.rows[-1:] if again else part.rows
+            self.counters["l1_lent_bytes"] += len(lent) * classes[part.row_class].spec.row_bytes
         return Matched(
             boot=self.config.boot,
             lease=lease.id,
@@ -108,6 +130,36 @@ class State:
             spare=spare,
             blocks=hit.blocks,
         )
+
+    def answered(
+        self,
+        who: Instance,
+        ns: Namespace,
+        asked: int,
+        given: int,
+        why: str,
+        tokens_s: float,
+        again: bool = False,
+    ) -> None:
+        """A lookup of so many tokens was given so many; ``why`` not all (``metrics.MISSES``).
+        ``tokens_s``: how fast its engine computes; 0: not known."""
+        ns.traffic.answered(self.now, asked, given, why, tokens_s, again)
+        who.asked += asked
+        who.given += given
+        who.seen_s = self.now
+
+    def refused(self, instance: str, text: str) -> None:
+        """An engine may not register."""
+        self.refusals.pop(instance, None)
+        self.refusals[instance] = Refusal(self.now, text)
+        if len(self.refusals) > _REFUSALS:
+            del self.refusals[next(iter(self.refusals))]
+
+    def forget(self, ns: Namespace) -> None:
+        """A namespace is dropped: what it counted stays, for so many models at most."""
+        model = ns.model if len(self.forgotten) < _MODELS or ns.model in self.forgotten else "other"
+        fresh = Traffic(from_tiers=[0] * len(self.config.tiers))
+        self.forgotten.setdefault(model, fresh).add(ns.traffic)
 
     @property
     def loading_bytes(self) -> int:

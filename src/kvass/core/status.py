@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.core.tier_state import Loading, TierState
-from kvass.types import SCHEDULER
+from kvass.types import NO_CAP, SCHEDULER
 
 if TYPE_CHECKING:
+    from kvass.core.ledger import Entry
     from kvass.core.registry import Instance
     from kvass.core.row_store import RowClass
     from kvass.core.state import State
+    from kvass.core.tenants import Tenant
     from kvass.core.traffic import Traffic
+
+
+_TENANTS_TRAFFIC: Final = (
+    *("lookups", "lookup_tokens", "hit_tokens", "minute_lookup_tokens", "minute_hit_tokens"),
+)
 
 
 def status(state: State) -> dict[str, Any]:
@@ -21,6 +28,8 @@ def status(state: State) -> dict[str, Any]:
         {
             "namespace": ns.digest.hex(),
             "model": ns.model,
+            "like": ns.like.hex(),
+            "differs_in": list(ns.differs_in),
             "epoch": ns.epoch,
             "private": ns.private,
             "chunk_tokens": ns.chunk_tokens,
@@ -31,7 +40,7 @@ def status(state: State) -> dict[str, Any]:
     ]
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.store.cleared_bytes
-    loads = state.tiers.ops.values()
+    loads, timing = state.tiers.ops.values(), state.config.timing
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,
@@ -50,9 +59,23 @@ def status(state: State) -> dict[str, Any]:
         "l1_capacity_bytes": state.config.arena_bytes,
         "l1_populated_bytes": state.populated_bytes,
         "promotions": len(state.promotions.all),
+        "lease_oldest_s": _age(state, state.leases.oldest, timing.lease_s),
+        "reservation_oldest_s": _age(state, state.reservations.oldest, timing.reserve_s),
         "engines": [_engine(state, instance) for instance in state.instances.values()],
         "namespaces": namespaces,
-        "tiers": [*map(_tier, state.config.tiers, state.tiers.all)],
+        "refusals": [
+            {"instance": name[:80], "text": no.text[:300], "age_s": round(state.now - no.when, 1)}
+            for name, no in state.refusals.items()
+        ],
+        "tenants": [_tenant(t, state.now) for t in state.tenants.all.values()],
+        "forgotten": [
+            {"model": model, **_traffic(traffic, state.now)}
+            for model, traffic in state.forgotten.items()
+        ],
+        "tiers": [
+            _tier(*one, state.now) for one in zip(state.config.tiers, state.tiers.all, strict=True)
+        ],
+        "histograms": {name: h.fields() for name, h in state.histograms.items()},
         "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
         "counters": dict(state.counters),
     }
@@ -65,38 +88,67 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
         "lookup_tokens": traffic.asked,
         "hit_tokens": traffic.given,
         "hit_tokens_tiers": list(traffic.from_tiers),
+        "miss_tokens": dict(traffic.missed),
+        "stored_tokens": traffic.stored,
+        "saved_prefill_s": round(traffic.saved_s, 3),
         "minute_lookup_tokens": asked,
         "minute_hit_tokens": given,
     }
 
 
+def _tenant(tenant: Tenant, now: float) -> dict[str, Any]:
+    traffic = _traffic(tenant.traffic, now)
+    return {
+        "tenant": tenant.name,
+        "quota": tenant.listed,
+        **{name: traffic[name] for name in _TENANTS_TRAFFIC},
+        "evicted_bytes": tenant.evicted_bytes,
+        "l1_bytes": tenant.taken_bytes,
+        "cap_bytes": None if tenant.cap_bytes == NO_CAP else tenant.cap_bytes,
+        "reserved_bytes": tenant.reserved_bytes,
+    }
+
+
 def _engine(state: State, instance: Instance) -> dict[str, Any]:
     ns = state.namespace_of(instance)
+    sessions = [state.sessions[session] for session in instance.sessions.values()]
     return {
         "instance": instance.id,
         "model": instance.terms.model or instance.terms.identity.get("model", ""),
         "namespace": "" if ns is None else ns.digest.hex(),
-        "uids": sorted({state.sessions[s].uid for s in instance.sessions.values()}),
+        "uids": sorted({session.uid for session in sessions}),
+        "pids": sorted({session.pid for session in sessions}),
+        "lookup_tokens": instance.asked,
+        "hit_tokens": instance.given,
+        "seen_s": round(state.now - instance.seen_s, 1),
         "ranks": instance.terms.ranks,
         "missing_ranks": list(instance.missing),
         "scheduler": SCHEDULER in instance.sessions,
     }
 
 
-def _tier(name: str, tier: TierState) -> dict[str, Any]:
+def _age(state: State, entry: Entry | None, lasts_s: float) -> float:
+    """How long an entry that ends ``lasts_s`` after it began has been open; 0: there is none."""
+    return 0.0 if entry is None else round(state.now - entry.deadline + lasts_s, 3)
+
+
+def _tier(name: str, tier: TierState, now: float) -> dict[str, Any]:
     return {
         "tier": name,
         "flush_queue_rows": tier.queued_rows,
+        "flush_queue_oldest_s": round(now - tier.queue[0].since, 3) if tier.queue else 0.0,
         "storing_bytes": tier.storing_bytes,
         "loading_bytes": tier.speed.loading_bytes,
         "load_bytes_s": int(tier.speed.bytes_s),
         **tier.counters,
+        **{name: histogram.fields() for name, histogram in tier.histograms.items()},
         **tier.report,
     }
 
 
 def _group(row_class: RowClass) -> dict[str, Any]:
-    rows, size = row_class.rows, row_class.spec.row_bytes
+    counts = [each.rows for each in row_class.of_tenants.values()]
+    rows, size = [*map(sum, zip(*counts, strict=True))], row_class.spec.row_bytes
     return {
         "group": row_class.spec.group,
         "kind": row_class.spec.layout.kind,

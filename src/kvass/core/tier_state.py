@@ -13,8 +13,9 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
+from kvass.core.histogram import Histogram
 from kvass.core.ledger import ClassRows, Entry, Ledger
-from kvass.core.metrics import TIER_COUNTERS
+from kvass.core.metrics import TIER_COUNTERS, TIER_HISTOGRAMS
 from kvass.core.prefix import NO_BLOCKS, NO_HIT, Hit
 from kvass.core.row_store import Namespace
 from kvass.types import I64Array, U64Array
@@ -46,6 +47,7 @@ class Loading(msgspec.Struct):
     """A ``TierLoad`` into LOADING rows, and the promotions that wait for some of them."""
 
     tier: int
+    begun: float
     part: ClassRows
     size_bytes: int
     waiters: set[int]
@@ -55,6 +57,7 @@ class Flushing(msgspec.Struct):
     """A ``TierStore`` of rows that are pinned for it."""
 
     tier: int
+    begun: float
     part: ClassRows
     size_bytes: int
 
@@ -132,8 +135,10 @@ class Speed(msgspec.Struct):
 
 
 class Queued(msgspec.Struct, frozen=True):
-    """Rows to be flushed, if they still hold what they held: ``keys`` says what."""
+    """Rows to be flushed, if they still hold what they held: ``keys`` says what. They have waited
+    since ``since``."""
 
+    since: float
     row_class: int
     rows: I64Array
     keys: U64Array
@@ -149,6 +154,9 @@ class TierState(msgspec.Struct):
     number: int
     counters: dict[str, int]
     report: dict[str, Any] = {}
+    histograms: dict[str, Histogram] = msgspec.field(
+        default_factory=lambda: {name: Histogram() for name in TIER_HISTOGRAMS}
+    )
     speed: Speed = msgspec.field(default_factory=Speed)
     queue: deque[Queued] = msgspec.field(default_factory=deque)
     queued_rows: int = 0
@@ -209,6 +217,7 @@ the key twice, and one row is enough; every tier that was asked does not have it
 class Promotion(Entry, kw_only=True):
     """A lookup (or, without readers, a prefetch) that waits for tiers.
 
+    ``begun``: when. ``why``: it is not given all it asks for (``metrics.MISSES``).
     ``homes``: per class and chunk the tier that holds the row, or ``NOT_ASKED``, ``DUPLICATE`` or
     ``IN_NO_TIER``. ``gone``: its session ended. ``early``: no tier has told its epoch yet, so none
     was asked. ``probing``: the tier that was asked last, for the chunks before ``reach``. ``hit``
@@ -221,11 +230,14 @@ class Promotion(Entry, kw_only=True):
     readers: set[int]
     namespace: Namespace
     epoch: int
+    begun: float
     keys: U64Array
     first: int
     prefill_tokens_s: float
     spare: int
     homes: list[I64Array]
+    tenant: str
+    why: str = "absent"
     gone: bool = False
     early: bool = False
     probing: int = -1

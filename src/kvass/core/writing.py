@@ -50,6 +50,7 @@ class Item(NamedTuple):
     first: int
     keys: U64Array
     classes: list[RowClass]
+    tenant: str
     prints: U64Array | None = None
     tail: int = 0
 
@@ -93,7 +94,7 @@ def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item
         raise Refused("bad_value", f"groups: mask {item.groups} does not fit {groups} groups")
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
     if not item.blocks or not ns.chunk_blocks:
-        return Item(item.request, item.first, keys, classes)
+        return Item(item.request, item.first, keys, classes, item.tenant)
     blocks = split_keys(item.blocks, width, 0, state.config.limits)
     chunks, tail = divmod(len(blocks), ns.chunk_blocks)
     if chunks != len(keys) - item.first:
@@ -104,7 +105,7 @@ def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item
     prints = prints.reshape(-1, ns.chunk_blocks)[:, :-1]
     if tail:
         keys = np.concatenate([keys, blocks[-1:]])
-    return Item(item.request, item.first, keys, classes, prints, tail)
+    return Item(item.request, item.first, keys, classes, item.tenant, prints, tail)
 
 
 def _items_now(items: Sequence[ReserveItem], sizes: list[int]) -> int:
@@ -122,12 +123,17 @@ def _grant(
     until = min(item.first + ROWS_A_STEP, len(item.keys))
     later = until if until < len(item.keys) else -1
     lacking = _lacking(ns, item, until)
+    absent = int(lacking.any(axis=0).sum())
     _cut(lacking, item.classes, _allowance(state, instance))
+    within = int(lacking.any(axis=0).sum())
+    state.counters["not_granted_quota"] += absent - within
     wanted = [np.flatnonzero(each) + item.first for each in lacking]
     if not any(map(len, wanted)):
         return Grant(later=later)
-    state.counters["chunks_wanted"] += int(lacking.any(axis=0).sum())
-    rows, end = state.store.allocate(item.classes, item.keys[:until], wanted, protect)
+    state.counters["chunks_wanted"] += within
+    rows, end = state.store.allocate(
+        item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
+    )
     for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
         n = int(np.searchsorted(w, end))
         state.store.discard(rows[i][n:])
@@ -142,12 +148,14 @@ def _grant(
     _touch_new(state, ns, used, new)
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
     if not parts:
+        state.counters["not_granted_no_room"] += within
         return Grant()
     writers = set(instance.writers)
     reservation = state.settlement.reserve(instance.id, item.request, parts, writers)
     which = tuple(tuple(w.tolist()) for w in wanted)
     chunks = tuple(sorted({c for each in which for c in each}))
     state.counters["chunks_granted"] += len(chunks)
+    state.counters["not_granted_no_room"] += within - len(chunks)
     return Grant(
         reservation=reservation.id,
         chunks=chunks,

@@ -23,8 +23,6 @@ LINGER_S: Final = 1.0
 
 
 class Connection:
-    """The daemon's end of one session."""
-
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -91,7 +89,6 @@ class Connection:
 
     @property
     def unsent(self) -> int:
-        """Bytes waiting for the peer to read."""
         return len(self._out)
 
     def mute(self) -> None:
@@ -121,7 +118,6 @@ class Connection:
         return process
 
     def close_now(self) -> None:
-        """Close. Idempotent."""
         if (process := self.take_process()) is not None:
             process.close()
         if self._linger is not None:

@@ -36,18 +36,33 @@ class Access:
 
     def __init__(self, config: Config) -> None:
         self.uids = frozenset([os.geteuid(), *config.allow_uid])
-        self.group: int | None = None
-        self.mode = 0o666 if config.allow_uid else 0o600
+        self._group: int | None = None
+        self._mode = 0o666 if config.allow_uid else 0o600
         if config.socket_group:
             try:
-                self.group = grp.getgrnam(config.socket_group).gr_gid
+                self._group = grp.getgrnam(config.socket_group).gr_gid
             except KeyError:
                 raise ConfigError(f"socket_group {config.socket_group!r}: no such group") from None
-            self.mode |= 0o660
+            self._mode |= 0o660
+
+    def apply(self, path: str) -> None:
+        """Give the socket at ``path`` its group and mode. Raises ``ConfigError``."""
+        try:
+            if self._group is not None:
+                os.chown(path, -1, self._group)
+            os.chmod(path, self._mode)
+        except OSError as error:
+            raise ConfigError(f"cannot set the access to {path}: {error.strerror}") from error
+
+    def change(self, config: Config) -> None:
+        """From now on as ``config`` says; who is connected stays. Raises ``ConfigError``."""
+        other = Access(config)
+        other.apply(config.socket)
+        self.uids, self._group, self._mode = other.uids, other._group, other._mode
 
     def refusal(self, peer: PeerCredentials) -> str | None:
         """None if ``peer`` may connect, else what to do about it."""
-        if peer.uid in self.uids or self.group in peer.groups:
+        if peer.uid in self.uids or self._group in peer.groups:
             return None
         return f"uid {peer.uid} may not connect: kvass serve --allow-uid {peer.uid} lets it"
 
@@ -111,9 +126,7 @@ def _bind(sock: socket.socket, path: str, access: Access) -> None:
     before = os.umask(0o177)  # nobody else connects between bind and chmod
     try:
         sock.bind(path)
-        if access.group is not None:
-            os.chown(path, -1, access.group)
-        os.chmod(path, access.mode)
+        access.apply(path)
         sock.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {path}: {error.strerror}") from error

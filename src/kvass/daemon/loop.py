@@ -22,18 +22,24 @@ from contextlib import suppress
 from typing import Any, Final
 
 from kvass.arena.memory import SLICE_BYTES, Arena
+from kvass.config import quotas
 from kvass.core import effects
 from kvass.core.effects import SessionId
 from kvass.core.epochs import LOOK_AGAIN_S
 from kvass.core.event_lines import line
+from kvass.core.histogram import Histogram
 from kvass.core.machine import CacheMachine
+from kvass.core.metrics import LOOP_HISTOGRAMS
 from kvass.daemon import notify
 from kvass.daemon.connection import Connection
+from kvass.daemon.journal import LOGGED, Journal
+from kvass.daemon.live import LiveConfig
 from kvass.daemon.peer_process import PeerProcess, process_behind
-from kvass.daemon.tier_process.supervisor import TierProcess
+from kvass.daemon.tier_process.supervisor import TierProcess, task
 from kvass.errors import FrameError
+from kvass.messages import Lookup, StatusReply
 from kvass.wire import framing
-from kvass.wire.channel import PeerCredentials, peer_of
+from kvass.wire.channel import peer_of
 
 READ_BYTES: Final = 64 << 10
 """Read from one session before the next has its turn."""
@@ -41,6 +47,8 @@ GC_THRESHOLD: Final = (50_000, 20, 100)
 """For ``gc.set_threshold``: a full collection of a daemon takes milliseconds, so it is rare."""
 _ACCEPT_PAUSE_S: Final = 0.1
 _TICK_S: Final = 0.001
+_LAG_S: Final = 1.0
+"""How often the loop's lag is looked at."""
 _POPULATE_NICE: Final = 5
 _log = logging.getLogger("kvass")
 
@@ -48,9 +56,8 @@ _log = logging.getLogger("kvass")
 class Server:
     """Serves one machine on one listening socket until it is stopped.
 
-    ``refusal(peer)`` is None for a peer that may connect, else one line of what to do. ``tiers``:
-    in the core's order, opened first and closed at the end; ``stop_s``: for flushing once told to
-    stop.
+    ``tiers``: in the core's order, opened first and closed at the end. ``live``: the options that
+    change while it serves; SIGHUP reloads them.
     """
 
     def __init__(
@@ -58,14 +65,14 @@ class Server:
         machine: CacheMachine,
         arena: Arena,
         listener: socket.socket,
-        refusal: Callable[[PeerCredentials], str | None],
+        live: LiveConfig,
         tiers: Sequence[TierProcess] = (),
-        stop_s: float = 0.0,
     ) -> None:
         self._machine = machine
         self._arena = arena
         self._listener = listener
-        self._refusal = refusal
+        self._live = live
+        self._journal = Journal()
         self._connections: dict[SessionId, Connection] = {}
         self._watched: dict[SessionId, PeerProcess] = {}
         """Processes behind lost sessions: slots wait for their end."""
@@ -75,13 +82,13 @@ class Server:
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._tick: asyncio.TimerHandle | None = None
         self._tiers = tiers
-        self._stop_s = stop_s
         self._draining = False
         """Told to stop; only flushing is left to do."""
         self._stopping = threading.Event()
+        self._times = {name: Histogram() for name in LOOP_HISTOGRAMS}
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until SIGTERM, SIGINT or SIGHUP; ``on_ready`` is called once clients can connect.
+        """Serve until SIGTERM or SIGINT; ``on_ready`` is called once clients can connect.
 
         Raises ``ConfigError`` for a tier that cannot be opened, and whatever broke an invariant.
         """
@@ -104,12 +111,16 @@ class Server:
             _log.warning("tier %s: %d rows were not flushed", name, rows)
 
     async def _serve_until_stopped(self, on_ready: Callable[[], None]) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop)
+        hangups = asyncio.Event()
+        self._loop.add_signal_handler(signal.SIGHUP, hangups.set)
+        reloads = task(self._reload(hangups))
         self._listener.setblocking(False)
         self._listen()
         if self._tiers:
             self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
+        self._look_at_lag(self._loop.time())
         on_ready()
         notify.tell("READY=1")
         notify.feed_watchdog(self._loop)
@@ -120,6 +131,7 @@ class Server:
         try:
             await self._stopped
         finally:
+            reloads.cancel()
             self._stopping.set()
             worker.join()
             self._stop_listening()
@@ -128,6 +140,18 @@ class Server:
             for session in list(self._watched):
                 self._unwatch(session)
 
+    async def _reload(self, hangups: asyncio.Event) -> None:
+        """Signals that come while it reloads are one."""
+        while await hangups.wait():
+            hangups.clear()
+            before = self._live.now.quota
+            await self._live.reload()
+            if self._live.now.quota != before:
+                wanted = quotas(self._live.now)
+                self._handle(effects.QuotasAre(wanted))
+                if self._machine.quotas != {*wanted}:
+                    _log.error("SIGHUP: the quotas stay as they were: too many other tenants")
+
     def _stop(self) -> None:
         """A signal: flush what was promised, within ``stop_s``; a second one: leave now."""
         if self._draining:
@@ -135,8 +159,10 @@ class Server:
             return
         self._draining = True
         notify.tell("STOPPING=1")
+        rows = sum(rows for _, rows in self._machine.unflushed())
+        _log.info("stopping; %d rows are left to flush", rows)
         self._stop_listening()
-        self._loop.call_later(self._stop_s, self._end)
+        self._loop.call_later(self._live.now.stop_s, self._end)
         self._handle(effects.Stopping())
 
     def _end(self) -> None:
@@ -192,10 +218,12 @@ class Server:
         self._sessions += 1
         session = self._sessions
         peer = peer_of(sock)
+        self._journal.opened(session, peer)
         process = process_behind(sock, peer.pid)
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         own = peer.uid in (0, os.geteuid())
-        self._step(effects.Opened(session, peer.uid, own, self._refusal(peer) or ""))
+        refusal = self._live.access.refusal(peer) or ""
+        self._step(effects.Opened(session, peer.uid, own, refusal, peer.pid))
         self._finish_turn()
 
     def _readable(self, connection: Connection) -> None:
@@ -218,6 +246,7 @@ class Server:
         process = connection.process
         exiting = process is not None and self._machine.owes(session) and process.exiting
         self._step(effects.Lost(session, exiting))
+        self._journal.lost(session)
         if (left := self._connections.pop(session, None)) is not None:
             left.close_now()
 
@@ -250,18 +279,27 @@ class Server:
         except Exception:  # a defect of ours: say what led to it, and end
             _log.critical("the core failed at this event, so the daemon ends: %s", line(now, event))
             raise
+        if type(event) is effects.Received and type(event.message) is Lookup:
+            self._times["lookup_core_seconds"].observe(time.monotonic() - now)
         for effect in todo:
             self._carry_out(effect)
 
     def _carry_out(self, effect: effects.Effect) -> None:
         if type(effect) is effects.Send:
+            if type(effect.message) is StatusReply:
+                times = {name: histogram.fields() for name, histogram in self._times.items()}
+                effect.message.fields["histograms"].update(times)
             if (connection := self._connections.get(effect.session)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)
                 self._to_flush[effect.session] = connection
+            if type(effect.message) in LOGGED:
+                asked = self._machine.registered(effect.session)
+                self._journal.replied(effect.session, effect.message, asked)
         elif type(effect) is effects.Close:
             if (connection := self._connections.pop(effect.session, None)) is not None:
                 connection.close()
+            self._journal.lost(effect.session)
         elif type(effect) is effects.HalfClose:
             if (connection := self._connections.get(effect.session)) is not None:
                 connection.half_close()
@@ -291,6 +329,11 @@ class Server:
     def _ticked(self) -> None:
         self._tick = None
         self._handle(effects.Tick())
+
+    def _look_at_lag(self, due: float) -> None:
+        now = self._loop.time()
+        self._times["event_loop_lag_seconds"].observe(max(0.0, now - due))
+        self._loop.call_at(now + _LAG_S, self._look_at_lag, now + _LAG_S)
 
     def _renew_notes(self) -> None:
         """The core reads the tiers' notes again in a tick, also where nothing else is due."""

@@ -7,8 +7,10 @@ line, in one line; the ``ready`` line means that clients can connect.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable
 from typing import Final
@@ -17,9 +19,11 @@ import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a re
 
 from kvass._version import __version__
 from kvass.arena import memory
-from kvass.config import Config, Size
+from kvass.arena.room import SAFE_SHARE, room
+from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.listen import Access, listening
+from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
 from kvass.daemon.tier_process.supervisor import TierProcess
 from kvass.errors import ConfigError
@@ -28,15 +32,22 @@ from kvass.types import PAGE, Timing
 
 BOOT_BYTES: Final = 16
 _M_MMAP_THRESHOLD: Final = -3  # malloc.h
+_log: Final = logging.getLogger("kvass")
 
 
-def serve(config: Config, announce: Callable[[str], None]) -> None:
+def serve(
+    config: Config,
+    announce: Callable[[str], None],
+    read_again: Callable[[], Config] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT; ``announce`` the ``ready`` line once clients can connect.
 
-    Raises ``ConfigError`` for what cannot be served.
+    ``read_again`` is for SIGHUP (``LiveConfig``). Raises ``ConfigError`` for what cannot be served.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it means to reload
     _raise_descriptor_limit()
     _return_freed_memory()
+    _warn_of_memory(config.l1_size)
     access = Access(config)
     with listening(config.socket, access) as listener:
         size = config.l1_size // PAGE * PAGE
@@ -47,7 +58,7 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
         huge = arena.advise_huge()
         core = core_config(config, size)
         tiers = [
-            TierProcess(i, url, tier_name(url), arena.fileno(), size)
+            TierProcess(i, url, tier_name(url), arena.fileno(), size, log_format=config.log_format)
             for i, url in enumerate(config.tier)
         ]
         ready = (
@@ -55,7 +66,8 @@ def serve(config: Config, announce: Callable[[str], None]) -> None:
             f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
             f" boot={core.boot.hex()}"
         )
-        server = Server(CacheMachine(core), arena, listener, access.refusal, tiers, config.stop_s)
+        live = LiveConfig(config, access, read_again)
+        server = Server(CacheMachine(core), arena, listener, live, tiers)
         server.run(lambda: announce(ready))
         arena.close()
 
@@ -65,7 +77,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
     timing = Timing(
         lease_s=config.lease_s,
         reserve_s=config.reserve_s,
-        dma_grace_s=config.dma_grace_s,
+        dma_grace_s=config.lost_engine_grace_s,
         lookup_budget_ms=config.lookup_budget_ms,
     )
     return CoreConfig(
@@ -78,9 +90,21 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         started_s=time.monotonic(),
         tiers=tuple(tier_name(url) for url in config.tier),
         flush=config.flush,
-        retain_promoted=config.retain_promoted,
-        weigh_loads=config.weigh_loads,
+        retain_promoted=config.keep_loaded,
+        weigh_loads=config.skip_slow_loads,
+        quotas=quotas(config),
     )
+
+
+def _warn_of_memory(l1_bytes: Size) -> None:
+    """L1 becomes resident in seconds, and whoever asked for too much is killed then."""
+    available = room().available
+    if available is not None and l1_bytes > SAFE_SHARE * available:
+        _log.warning(
+            "l1_size %s is more than %d %% of the %s of memory available: the daemon or its "
+            "neighbours may be killed; give it less, or give the container more",
+            *(l1_bytes, 100 * SAFE_SHARE, Size(available).rounded()),
+        )
 
 
 def _return_freed_memory() -> None:

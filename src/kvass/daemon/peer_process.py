@@ -25,7 +25,6 @@ class PeerProcess:
         self._pid = pid
 
     def fileno(self) -> int:
-        """The pidfd."""
         return self._pidfd
 
     @property
@@ -47,7 +46,6 @@ class PeerProcess:
             return False
 
     def close(self) -> None:
-        """Watch no longer."""
         os.close(self._pidfd)
 
 

@@ -116,10 +116,12 @@ class Copier:
         """Another step begins: begin the stores of the last one, if ``store`` was never called.
 
         vLLM's V1 runner with speculative decoding calls it after the drafter ran, which earlier
-        pipeline stages do not have. On the last stage it is missing only if something raised.
+        pipeline stages do not have; vLLM 0.30 does not call it in a step that computes nothing.
+        Elsewhere it is missing only if something raised.
         """
-        if self._unstored is not None:
-            self.store(self._unstored, self._computed and not self._strategy.last_stage)
+        if (work := self._unstored) is not None:
+            skipped = not (self._strategy.last_stage and work.computes)
+            self.store(work, self._computed and skipped)
 
     def results(self, computed: bool = True) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those of them that failed.

@@ -15,11 +15,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.engine.adapters import Adapters, NoSalt
 from kvass.engine.protocols import BlockPool, Request, Step
+from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork
 from kvass.engine.stores import NEVER, RequestState, StorePlanner
@@ -38,7 +39,8 @@ class Planner:
     comes first. A step calls ``take_loads``, ``plan_stores``, then ``hand_over``, or if that fails
     ``revoke``."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, make: EventMaker | None = None) -> None:
+        """``make``: of an engine that publishes events of its cache."""
         self._setup = setup
         self._spans = Spans(setup.groups, setup.chunk_tokens)
         self._client = SchedulerClient(
@@ -54,12 +56,21 @@ class Planner:
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.adapters)
         self.traffic = EngineTraffic()
+        self.events: RowEvents | None = None
+        if make is not None:
+            self.events = RowEvents(self._client, make, self.traffic)
 
     def bind(self, pool: BlockPool) -> None:
         """The block pool, once the engine has made it."""
         self._pool = pool
         self._stores = StorePlanner(
-            self._setup, self._client, self._spans, self._adapters, self._requests, pool
+            self._setup,
+            self._client,
+            self._spans,
+            self._adapters,
+            self._requests,
+            pool,
+            self.events,
         )
 
     # ------------------------------------------------------------ requests
@@ -98,7 +109,8 @@ class Planner:
         hashes, width = state.digests(chunks, salt)
         width = width or len(state.request.block_hashes(0, 1)[0])
         blocks = partial(self._blocks_of, state, salt, local, end) if self._in_blocks else None
-        found = self._client.match(name, hashes, width, first, self._speed.tokens_s, blocks)
+        speed, tenant = self._speed.tokens_s, state.request.tenant
+        found = self._client.match(name, hashes, width, first, speed, tenant, blocks)
         if isinstance(found, Pending):
             return None
         state.local = state.end = local
@@ -157,6 +169,7 @@ class Planner:
         or give the match back if there are none. It may call again, without tokens, while the
         request loads."""
         state = self._requests[name]
+        salt = self._salt_to_match(state) if external and self.events else NoSalt.UNKNOWN
         state.match_since = state.store_since = (
             None  # after a preemption its adapter is loaded anew
         )
@@ -172,6 +185,14 @@ class Planner:
                 self._client.release(match.boot, match.lease)
             elif match.first == 0:
                 state.offered = max(state.offered, match.chunks)
+            if load.lease and self.events is not None and isinstance(salt, bytes):
+                digests, width = state.digests(match.chunks, salt)
+                rows = [
+                    (group, match.chunks - 1 - i)
+                    for group, slots in enumerate(match.slots)
+                    for i in range(len(slots) - (match.blocks > 0))
+                ]
+                self.events.expect(state.request, digests, width, rows, match.deadline_s)
         self._loads.append(load)
 
     def ensure_load(self, name: str) -> None:
@@ -245,14 +266,24 @@ class Planner:
     # ------------------------------------------------------------ the engine's questions
 
     def storing(self) -> bool:
-        """As ``StorePlanner.storing``; so with the next two."""
-        return self._stores.storing()
+        """As ``StorePlanner.storing``, or whether a row is to be announced soon."""
+        return self._stores.storing() or (self.events is not None and self.events.pending)
 
     def frees_blocks(self) -> bool:
+        """As ``StorePlanner.frees_blocks``; so with the next one."""
         return self._stores.frees_blocks()
 
     def abandon_pending(self) -> None:
         self._stores.abandon_pending()
+
+    def take_events(self) -> list[Any]:
+        """What became of rows since the last call, for the engine to publish."""
+        return [] if self.events is None else self.events.take()
+
+    def forget_announced(self) -> None:
+        """The engine published that it has nothing any more."""
+        if self.events is not None:
+            self.events.forget()
 
     def clear(self) -> bool:
         """Forget the namespace, and leave it: the weights may be about to be replaced. True even if

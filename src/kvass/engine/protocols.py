@@ -24,6 +24,10 @@ class Request(Protocol):
         """Path of the LoRA adapter that computes it, if one does."""
 
     @property
+    def tenant(self) -> str:
+        """Who pays for what it stores (``types.is_tenant_name``); empty: the default tenant."""
+
+    @property
     def reads_cache(self) -> bool:
         """Whether it may be served from a cache at all."""
 

@@ -26,6 +26,7 @@ import numpy as np
 from kvass.client.scheduler import Pending, Reserving, SchedulerClient
 from kvass.engine.adapters import Adapters, NoSalt
 from kvass.engine.protocols import BlockPool, Request, Step
+from kvass.engine.row_events import RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork, Store
 from kvass.layout.spans import Spans, States, Table
@@ -97,9 +98,9 @@ def _joined(hashes: Sequence[bytes], salt: bytes) -> tuple[bytes, int]:
 
 @dataclass
 class Offer:
-    """One item of a reserve, up to chunk ``end`` (or to the tail that stands for the last chunk),
-    and what it takes to carry it out. The answer decides the request's chunks from ``since`` to
-    ``ready``."""
+    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out. With a
+    ``tail`` the last chunk ends at that block. The answer decides the request's chunks from
+    ``since`` to ``ready``."""
 
     state: RequestState
     item: ReserveItem
@@ -108,6 +109,7 @@ class Offer:
     ready: int
     table: Table
     boundary_states: States
+    tail: int = 0
 
 
 @dataclass
@@ -141,6 +143,7 @@ class StorePlanner:
         adapters: Adapters,
         requests: Mapping[str, RequestState],
         pool: BlockPool,
+        events: RowEvents | None = None,
     ) -> None:
         self._setup = setup
         self._client = client
@@ -148,6 +151,7 @@ class StorePlanner:
         self._adapters = adapters
         self._requests = requests
         self._pool = pool
+        self._events = events
         self._number = self._step = 0
         self._pause = self._pause_left = 0
         self._boot = b""
@@ -374,13 +378,13 @@ class StorePlanner:
                 runs.append((ready, ready, (1 << len(table)) - 1))
         offers = []
         for begin, end, mask in runs:
-            item = ReserveItem(name, hashes[: end * width], begin, mask)
+            item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
             last = tail if end == ready else 0
             if each and self._client.knows_blocks and end - begin <= CHUNKS_WITH_BLOCKS:
                 blocks = state.block_digests(begin * each, last or end * each, salt)
                 item.blocks, width = blocks
                 end += last > 0
-            offers.append(Offer(state, item, end, since, max(since, ready), table, states))
+            offers.append(Offer(state, item, end, since, max(since, ready), table, states, last))
             state.tail = max(state.tail, last)
         return offers, width
 
@@ -441,6 +445,13 @@ class StorePlanner:
         hold.blocks += held
         hold.until_s = max(hold.until_s, granted.deadline_s + HUNG_S)
         work.stores.append(store)
+        if self._events is not None:
+            asked = [g for g in range(count) if mask >> g & 1]
+            each = zip(asked, grant.rows(), strict=True)
+            whole = offer.end - (offer.tail > 0)  # a tail is announced to nobody
+            rows = [(g, c) for g, chunks in each for c in chunks if c < whole]
+            digests, width = offer.item.digests, len(offer.item.digests) // max(1, whole)
+            self._events.expect(offer.state.request, digests, width, rows, granted.deadline_s)
 
     def revoke(self, work: StepWork) -> None:
         """Take the stores back out of a step's work."""

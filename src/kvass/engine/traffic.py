@@ -21,6 +21,9 @@ MEANINGS: Final[dict[str, str]] = {
     "store_seconds": "Time that stores took, from the step that began them.",
     "stores_late": "Stores that ended after their reservation; nothing was stored.",
     "stores_failed": "Stores that failed otherwise; nothing was stored.",
+    "announced_rows": "Rows that KV events said are in kvass.",
+    "withdrawn_rows": "Rows that KV events said are in kvass no more.",
+    "event_resyncs": "Times that each announced row was checked, as removals may have been missed.",
 }
 
 
@@ -29,6 +32,10 @@ class EngineTraffic:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Something happened ``number`` times."""
+        self._counts[name] += number
 
     def looked_up(self, tokens: int, hit: int) -> None:
         """A lookup was answered."""

@@ -69,7 +69,6 @@ class GroupPlanes(msgspec.Struct, frozen=True):
 
     @property
     def row_bytes(self) -> int:
-        """KV bytes of one whole row, without padding."""
         return self.chunk_blocks * sum(p.run for p in self.planes)
 
     @property

@@ -27,7 +27,7 @@ READY_S = 30.0
 """How long a daemon may take to start or to end; a loaded machine starts Python slowly."""
 KVASS = ("-m", "kvass")
 GRACE_S = 1.0
-"""``dma_grace_s`` by default; kvass's own is longer, for processes with much pinned memory."""
+"""``lost_engine_grace_s`` by default; kvass's own is longer, for much pinned memory."""
 
 
 class Daemon:
@@ -71,18 +71,15 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """The pid of the process started last."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def boot(self) -> bytes:
-        """The boot id of the process started last."""
         return bytes.fromhex(self.ready.rpartition("boot=")[2])
 
     @property
     def running(self) -> bool:
-        """Whether the process lives, suspended or not."""
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
@@ -90,11 +87,9 @@ class Daemon:
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:
-        """SIGTERM, and wait for the end; its exit status."""
         return self._end(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Wait for the end; its exit status."""
         assert self._process is not None
         return self._process.wait(timeout=READY_S)
 
@@ -111,7 +106,6 @@ class Daemon:
             time.sleep(0.001)
 
     def resume(self) -> None:
-        """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> dict[str, Any]:
@@ -130,7 +124,6 @@ class Daemon:
             time.sleep(0.02)
 
     def log(self) -> str:
-        """Its stderr."""
         return self._log.read_text()
 
     def _end(self, number: signal.Signals) -> int:
@@ -150,7 +143,9 @@ def running_daemon(
 ) -> Iterator[Daemon]:
     """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``. Python
     runs ``program``."""
-    daemon = Daemon(folder, {"l1_size": l1_size, "dma_grace_s": GRACE_S, **options}, program)
+    daemon = Daemon(
+        folder, {"l1_size": l1_size, "lost_engine_grace_s": GRACE_S, **options}, program
+    )
     daemon.start()
     try:
         yield daemon

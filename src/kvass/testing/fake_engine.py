@@ -83,8 +83,8 @@ class FakeEngine:
     """An instance with the ranks of ``world``; ``layouts`` by shard (see ``spread``).
 
     Each group has ``blocks`` block ids, of which 0 is the null block; ``seed`` decides the order in
-    which they are used. The constructor waits until all processes are registered. Use it from one
-    thread.
+    which they are used. ``tenant``: whose its requests are; it may be changed. The constructor
+    waits until all processes are registered. Use it from one thread.
 
     Raises ``Unavailable`` if there is no daemon within ``PATIENCE_S``, and ``UsageError`` if a
     prompt needs more blocks than are free.
@@ -102,6 +102,7 @@ class FakeEngine:
         blocks: int = 512,
         seed: int = 0,
         mover: MakeMover = HostMover,
+        tenant: str = "",
     ) -> None:
         if len(layouts) != world.world_size:
             raise UsageError(f"{len(layouts)} layouts: give one for each of {world.world_size}")
@@ -112,6 +113,7 @@ class FakeEngine:
         self.instance = instance or f"fake-{os.getpid()}-{next(_names)}"
         self.identity = {"model": self.instance} if identity is None else dict(identity)
         self.blocks = blocks
+        self.tenant = tenant
         self._mover = mover
         order = np.random.default_rng(seed)
         self._free = [1 + order.permutation(blocks - 1) for _ in layouts[0].groups]
@@ -191,7 +193,9 @@ class FakeEngine:
         """Compute ``prompt`` on all ranks and reserve its missing chunks; None without a grant."""
         keys = chunk_keys(prompt, self.chunk_tokens)
         every = (1 << len(self.layouts[0].groups)) - 1
-        item = ReserveItem(f"{next(self._requests)}", b"".join(keys), groups=every)
+        item = ReserveItem(
+            f"{next(self._requests)}", b"".join(keys), groups=every, tenant=self.tenant
+        )
         self.scheduler.new_step()
         granted = self.scheduler.reserve([item], WIDTH)
         if granted is None or not granted.grants[0].reservation:
@@ -220,7 +224,7 @@ class FakeEngine:
         """Look ``prompt`` up and take blocks for the hit; None without a hit."""
         keys, request = chunk_keys(prompt, self.chunk_tokens), f"{next(self._requests)}"
         self.scheduler.new_step()
-        asked = request, b"".join(keys), WIDTH, 0, SLOW_TOKENS_S
+        asked = request, b"".join(keys), WIDTH, 0, SLOW_TOKENS_S, self.tenant
         while (found := self.scheduler.match(*asked)) is PENDING:
             time.sleep(0.001)
             self.scheduler.new_step()

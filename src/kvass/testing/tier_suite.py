@@ -62,7 +62,6 @@ def room_for(shape: tuple[int, ...], aligned: bool = False) -> list[Buffer]:
 
 
 def aligned_copy(shards: list[Buffer]) -> list[Buffer]:
-    """The same bytes, each shard page-aligned as in the arena."""
     copies = room_for(tuple(map(len, shards)), aligned=True)
     for copy, shard in zip(copies, shards, strict=True):
         copy[:] = shard
@@ -80,7 +79,6 @@ def fetch(tier: Tier, key: bytes, shape: tuple[int, ...]) -> list[Buffer] | None
 
 
 def eventually(ask: Callable[[], bool], seconds: float) -> None:
-    """Wait until ``ask`` returns True."""
     end = time.monotonic() + seconds
     while not ask():
         assert time.monotonic() < end, "timed out"

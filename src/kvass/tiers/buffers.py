@@ -12,7 +12,6 @@ from kvass.types import PAGE
 
 
 def size_of(shards: Shards) -> int:
-    """Bytes of a record's shards."""
     return sum(map(len, shards))
 
 

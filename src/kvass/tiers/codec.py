@@ -82,7 +82,6 @@ def payload_check(shards: Iterable[Buffer]) -> int:
 
 
 def header_bytes(header: Header) -> int:
-    """How long ``encode_header`` makes it."""
     return _FIXED.size + len(header.key) + 8 * len(header.lengths) + _CHECK.size
 
 

@@ -89,7 +89,6 @@ class ObjectTier(RecordTier):
         self._pool = WorkerPool(name, options.connections, room=_ROOM_BYTES, **limits)
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
-        """A HEAD for each, many at once."""
         return self._pool.each(lambda i: self._head(keys[i]), [0] * len(keys))
 
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvass.errors import ConfigError
 from kvass.types import Size
 
 YesNo = Literal["yes", "no"]
@@ -118,6 +119,14 @@ def read_options(kind: type[AnyOptions], given: Mapping[str, str]) -> AnyOptions
         if field.required and name not in values:
             raise ValueError(f"{name} is missing; {known}")
     return kind(**values)
+
+
+def host_and_port(scheme: str, where: str, port: int) -> tuple[str, int]:
+    """``HOST[:PORT]`` of a URL in parts; ``port`` is the default. Raises ``ConfigError``."""
+    host, _, given = where.rpartition(":") if ":" in where else (where, "", str(port))
+    if not host or not given.isdecimal() or not 0 < int(given) < 65536:
+        raise ConfigError(f"{scheme}:{where}: {given!r} is no port; write {scheme}:HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(given)
 
 
 def _size(_: type, text: object) -> Size:

@@ -42,7 +42,7 @@ from kvass.tiers.codec import (
     pack,
     unpack_body,
 )
-from kvass.tiers.options import RedisOptions
+from kvass.tiers.options import RedisOptions, host_and_port
 from kvass.tiers.record_tier import Outcome, RecordTier, answers
 from kvass.tiers.url import shown
 
@@ -53,6 +53,7 @@ PIECE_BYTES: Final = 8 << 20
 _SEND_ALONE: Final = 6000
 """A value of so many bytes is sent by itself."""
 _SCAN: Final = 1000
+_PORT: Final = 6379
 _TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
 
 
@@ -72,7 +73,6 @@ class RedisTier(RecordTier):
         self._client: Any = None
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
-        """One round trip."""
         return self._outcomes([("EXISTS", self._record_name(key)) for key in keys])
 
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
@@ -141,7 +141,6 @@ class RedisTier(RecordTier):
     # ------------------------------------------------------------ a record
 
     def _load(self, key: bytes, value: object, into: Shards) -> Outcome:
-        """Fill ``into`` from the value under the record's name."""
         if not isinstance(value, bytes):
             return self._outcome(value)
         header = decode_header(value)
@@ -289,10 +288,5 @@ def _address(name: str, where: str, tls: bool) -> dict[str, Any]:
         if tls:
             raise ConfigError(f"{name}: tls: not over a unix socket")
         return {"unix_socket_path": where}
-    host, _, port = where.rpartition(":")
-    if not host:
-        host, port = where, "6379"
-    host = host.removeprefix("[").removesuffix("]")
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{name}: {port!r} is no port; write redis:HOST:PORT")
-    return {"host": host, "port": int(port)} | ({"ssl": True} if tls else {})
+    host, port = host_and_port("redis", where, _PORT)
+    return {"host": host, "port": port} | ({"ssl": True} if tls else {})

@@ -13,13 +13,12 @@ import functools
 import importlib
 import re
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
 import msgspec
 
 from kvass.errors import ConfigError
-from kvass.tiers.base import Tier
 from kvass.tiers.options import (
     AzureOptions,
     DiskOptions,
@@ -30,6 +29,9 @@ from kvass.tiers.options import (
     TierOptions,
     read_options,
 )
+
+if TYPE_CHECKING:
+    from kvass.tiers.base import Tier
 
 OURS: Final[dict[str, tuple[str, type[TierOptions]]]] = {
     "disk": ("kvass.tiers.disk:open_disk", DiskOptions),
@@ -46,8 +48,6 @@ _EXTRAS: Final = {"redis": "redis", "obstore": "s3", "mooncake": "mooncake"}
 
 
 class TierUrl(msgspec.Struct, frozen=True):
-    """A tier URL in parts."""
-
     scheme: str
     """One of ``OURS``, or the module of a plug-in."""
     where: str
@@ -110,6 +110,8 @@ def tier_name(text: str) -> str:
 
 def open_tier(text: str) -> Tier:
     """Open the tier that ``text`` names. Raises ``ConfigError``."""
+    from kvass.tiers.base import Tier  # it needs numpy, and reading a URL does not
+
     url = parse_tier_url(text)
     if url.scheme not in OURS:
         open_ = functools.partial(_import(text, url.scheme, url.where), **url.options)

@@ -99,7 +99,6 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """After the last call."""
         self._threads.shutdown()
 
 

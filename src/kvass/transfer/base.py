@@ -89,7 +89,6 @@ class Done:
 
     @property
     def ok(self) -> bool:
-        """All bytes were moved in time."""
         return self.outcome == "done"
 
 
@@ -166,7 +165,6 @@ class Mover(ABC):
             self._thread = thread
 
     def _settle(self, job: Job, since: float, outcome: Outcome, error: str = "") -> None:
-        """Deliver the end of a job that was submitted at ``since``."""
         done = Done(job, outcome, self._clock() - since, error)
         if job.on_done is not None:
             try:

@@ -95,7 +95,6 @@ class Lane:
         self.queue.remove(task)
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether it may be in flight, too."""
         runs = self._runs + len(batch.bytes)
         return self._bytes < self._most_bytes and runs <= self._most_runs
 
@@ -107,7 +106,6 @@ class Lane:
         self._runs += len(batch.bytes)
 
     def land(self) -> tuple[Event, Task, Batch]:
-        """The oldest batch is over."""
         event, task, batch = self.flying.popleft()
         task.flying -= 1
         self._bytes -= batch.total

@@ -94,7 +94,6 @@ def obstacle(cuda: int, direct: bool, batches: bool, single: bool = False) -> st
 
 
 def spelled(cuda: int) -> str:
-    """A version of CUDA as people write it."""
     return f"{cuda // 1000}.{cuda % 1000 // 10}"
 
 

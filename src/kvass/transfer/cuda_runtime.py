@@ -281,7 +281,6 @@ class TorchScratch:
         self.region = Region(self._pages.data_ptr(), SCRATCH_BYTES)
 
     def write(self, data: U8Array) -> None:
-        """As ``Scratch.write``."""
         staged = self._torch.from_numpy(data.copy()).to(self._pages.device)
         with self._torch.cuda.device(self._pages.device):
             self._torch.cuda._sleep(_BUSY_CYCLES)

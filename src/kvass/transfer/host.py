@@ -59,7 +59,6 @@ class _Bundle:
         return whole[:, row.first : row.first + len(row.blocks)]
 
     def store(self, arena: U8Array, row: RowCopy) -> None:
-        """Gather the row's pages into its slot."""
         slot, spans = self.slot(arena, row), row.spans()
         if self.flat is None or len(spans) * BLOCKS_PER_SPAN <= len(row.blocks):
             for block, at, n in spans:
@@ -68,7 +67,6 @@ class _Bundle:
             self.flat.take(self.origin[:, None] + row.blocks * self.step, None, slot, "clip")
 
     def load(self, arena: U8Array, row: RowCopy) -> None:
-        """Scatter the slot into the row's pages."""
         slot, spans = self.slot(arena, row), row.spans()
         if len(spans) * BLOCKS_PER_SPAN <= len(row.blocks):
             for block, at, n in spans:

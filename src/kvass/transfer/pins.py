@@ -124,7 +124,6 @@ class Pins:
         return True
 
     def close(self) -> None:
-        """Unregister all. No copy runs."""
         for pinned in self._arenas:
             while pinned.registered:
                 pinned.let_go()

@@ -1,30 +1,45 @@
 """Prometheus metrics from the daemon's status; names and meanings from ``kvass.core.metrics``.
 
 Law of this file: a label's values are bounded in number: ``MODELS`` models, the configured tiers,
-fixed codes and reasons. None is a request, a key or a tenant's text.
+fixed codes and reasons, and tenants that have a quota. None is a request, a key or what a client
+calls its tenant.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
 
 from kvass.core import metrics as declared
+from kvass.core.histogram import BOUNDS
 
 MODELS: Final = 16
 """So many models have figures of their own; further ones are summed as ``other``."""
 
 LABELLED: Final = {
     "refused_": ("kvass_refused", "code", "Requests refused, by reason."),
-    "ended_": ("kvass_sessions_ended", "code", "Sessions that the daemon ended, by reason."),
+    "ended_": ("kvass_client_disconnects", "reason", "Sessions that ended, by reason."),
+    "bytes_evicted_": ("kvass_evicted_bytes", "reason", "Bytes that left L1, by reason."),
     "evicted_": ("kvass_evicted_rows", "reason", "Rows evicted from L1, by reason."),
     "discarded_": ("kvass_discarded_reservations", "reason", "Reservations not stored, by reason."),
+    "not_granted_": ("kvass_allocation_failures", "reason", "Chunks not granted, by reason."),
+    "promotions_": ("kvass_promotions_skipped", "reason", "Promotions not made whole, by reason."),
 }
 """Counters whose names differ in their ends only: one metric with a label."""
+
+STATES: Final = ("rows", "rows_writing", "rows_loading")
+"""Figures of a layer group that say how many rows are in a state."""
 
 TIER_REPORT: Final = {
     "up": "Whether the tier answers.",
@@ -33,7 +48,6 @@ TIER_REPORT: Final = {
     "restarts": "Times that the tier's process was replaced.",
     "bytes": "What the tier holds, where it can tell.",
     "capacity_bytes": "What the tier may hold, where it has a bound.",
-    "records": "Records that the tier holds, where it can tell.",
 }
 """Fields that a tier's process adds to its table (gauges)."""
 
@@ -57,11 +71,14 @@ class StatusCollector:
         for kind, count in fields["messages"].items():
             messages.add_metric([kind], count)
         yield messages
-        for name, help_ in declared.GAUGES.items():
-            yield GaugeMetricFamily(f"kvass_{name}", help_, fields[name])
-        yield from _traffic(fields["namespaces"], tier_labels([t["tier"] for t in fields["tiers"]]))
+        yield from _gauges(fields)
+        names = tier_labels([tier["tier"] for tier in fields["tiers"]])
+        yield from _traffic([*fields["forgotten"], *fields["namespaces"]], names)
         yield from _groups(fields["namespaces"])
-        yield from _tiers(fields["tiers"])
+        yield from _tenants(fields["tenants"])
+        yield from _tiers(fields["tiers"], names)
+        yield from _moved(fields, names)
+        yield from _histograms(fields, names)
 
 
 def exposition(fields: dict[str, Any] | None) -> bytes:
@@ -84,40 +101,149 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
     yield from labelled.values()
 
 
-def _models(namespaces: list[dict[str, Any]]) -> list[str]:
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    meaning: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    family = kind(name, meaning, labels=labels)
+    for values, number in samples:
+        family.add_metric(values, number)
+    return family
+
+
+SPLIT: Final = {
+    "leases": ("kvass_leases", "kind", "read", "Open leases (read) and reservations (write)."),
+    "reservations": ("kvass_leases", "kind", "write", ""),
+    "lease_oldest_s": ("kvass_lease_oldest_age_seconds", "kind", "read", "Age of the oldest."),
+    "reservation_oldest_s": ("kvass_lease_oldest_age_seconds", "kind", "write", ""),
+}
+"""Gauges that are one metric with a label."""
+SHOWN_BY_LABEL: Final = {"sessions", "rows", "l1_used_bytes", "l1_cleared_bytes"}
+"""Gauges that metrics of their own show."""
+
+
+def _gauges(fields: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, help_ in declared.GAUGES.items():
+        if name not in SPLIT and name not in SHOWN_BY_LABEL:
+            yield GaugeMetricFamily(f"kvass_{name}", help_, fields[name])
+    split: dict[str, GaugeMetricFamily] = {}
+    for name, (metric, label, value, help_) in SPLIT.items():
+        family = split.setdefault(metric, GaugeMetricFamily(metric, help_, labels=[label]))
+        family.add_metric([value], fields[name])
+    yield from split.values()
+    engines = fields["engines"]
+    schedulers = sum(engine["scheduler"] for engine in engines)
+    workers = sum(engine["ranks"] - len(engine["missing_ranks"]) for engine in engines)
+    roles = {"scheduler": schedulers, "worker": workers}
+    roles["other"] = fields["sessions"] - schedulers - workers
+    clients = (([role], count) for role, count in roles.items())
+    yield _family(GaugeMetricFamily, "kvass_clients", "Connections.", ["role"], clients)
+    yield _used(fields)
+
+
+def _used(fields: Mapping[str, Any]) -> Metric:
+    """L1 by the state of its rows; the states together are what is used."""
+    groups = [group for ns in fields["namespaces"] for group in ns["groups"]]
+    held, writing, loading = (
+        sum(group[state] * group["row_bytes"] for group in groups) for state in STATES
+    )
+    quarantined = sum(group["quarantined_bytes"] for group in groups)
+    cleared = fields["l1_cleared_bytes"]
+    parts = {"held": held, "writing": writing, "loading": loading}
+    parts |= {"quarantined": quarantined, "cleared": cleared}
+    parts["failed"] = fields["l1_used_bytes"] - sum(parts.values())
+    samples = (([state], number) for state, number in parts.items())
+    help_ = "Slots that are not free, by the state of their row, and cleared memory."
+    return _family(GaugeMetricFamily, "kvass_l1_used_bytes", help_, ["state"], samples)
+
+
+def model_labels(namespaces: list[dict[str, Any]]) -> list[str]:
     """The label of each."""
-    shown = list(dict.fromkeys(ns["model"] for ns in namespaces))[:MODELS]
-    return [ns["model"] if ns["model"] in shown else "other" for ns in namespaces]
+    names = [ns["model"] or "unnamed" for ns in namespaces]
+    shown = list(dict.fromkeys(names))[:MODELS]
+    return [name if name in shown else "other" for name in names]
+
+
+BY_MODEL: Final = {
+    "lookups": "lookup_requests",
+    "lookup_tokens": "lookup_tokens",
+    "stored_tokens": "stored_tokens",
+    "saved_prefill_s": "saved_prefill_seconds",
+}
 
 
 def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Metric]:
-    """Lookups by model, and their hits by where the tokens were: in L1, or in which tier."""
-    asked: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
+    """Lookups by model, their hits by where the tokens were, in L1 or in which tier, and why the
+    other tokens missed."""
+    sums: dict[str, Counter[str]] = {name: Counter() for name in BY_MODEL}
     hits: Counter[tuple[str, str]] = Counter()
-    for model, ns in zip(_models(namespaces), namespaces, strict=True):
-        asked[model] += ns["lookups"]
-        tokens[model] += ns["lookup_tokens"]
+    misses: Counter[tuple[str, str]] = Counter()
+    for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
+        for name, counter in sums.items():
+            counter[model] += ns[name]
         hits[model, "l1"] += ns["hit_tokens"] - sum(ns["hit_tokens_tiers"])
         for tier, count in zip(tiers, ns["hit_tokens_tiers"], strict=True):
             hits[model, tier] += count
+        for why, count in ns["miss_tokens"].items():
+            misses[model, why] += count
     help_ = declared.NAMESPACE_COUNTERS
-    for name, counts in (("lookups", asked), ("lookup_tokens", tokens)):
-        family = CounterMetricFamily(f"kvass_model_{name}", help_[name], labels=["model"])
-        for model, count in counts.items():
-            family.add_metric([model], count)
-        yield family
-    family = CounterMetricFamily(
-        "kvass_model_hit_tokens", help_["hit_tokens"], labels=["model", "tier"]
-    )
-    for labels, count in hits.items():
-        family.add_metric(labels, count)
+    for name, metric in BY_MODEL.items():
+        samples = (([model], count) for model, count in sums[name].items())
+        yield _family(CounterMetricFamily, f"kvass_{metric}", help_[name], ["model"], samples)
+    for name, label, counts in (("hit_tokens", "tier", hits), ("miss_tokens", "reason", misses)):
+        labels = ["model", label]
+        yield _family(CounterMetricFamily, f"kvass_{name}", help_[name], labels, counts.items())
+
+
+def _moved(fields: Mapping[str, Any], names: list[str]) -> Iterator[Metric]:
+    """Bytes by store and direction, and rows by store."""
+    counters, tiers = fields["counters"], fields["tiers"]
+    moved = [(("l1", "in"), counters["l1_in_bytes"]), (("l1", "out"), counters["l1_lent_bytes"])]
+    for name, tier in zip(names, tiers, strict=True):
+        moved += [((name, "in"), tier["stored_bytes"]), ((name, "out"), tier["loaded_bytes"])]
+    help_ = "Bytes that came into L1 or a tier, and that lookups or L1 were given of it."
+    yield _family(CounterMetricFamily, "kvass_transfer_bytes", help_, ["tier", "dir"], moved)
+    rows = [(["l1"], fields["rows"])]
+    rows += [
+        ([name], tier["records"])
+        for name, tier in zip(names, tiers, strict=True)
+        if "records" in tier
+    ]
+    help_ = "Rows that L1, or a tier that can tell, holds."
+    yield _family(GaugeMetricFamily, "kvass_rows", help_, ["tier"], rows)
+
+
+def _histograms(fields: Mapping[str, Any], names: list[str]) -> Iterator[Metric]:
+    shown, meanings = fields["histograms"], declared.HISTOGRAMS | declared.LOOP_HISTOGRAMS
+    lookups = "Time of lookups, in the daemon and in all if they waited for tiers."
+    family = HistogramMetricFamily("kvass_lookup_seconds", lookups, labels=["stage"])
+    for stage in ("core", "tiers"):
+        family.add_metric([stage], *_buckets(shown[f"lookup_{stage}_seconds"]))
     yield family
+    for name in ("age_at_eviction_seconds", "reuse_gap_seconds", "event_loop_lag_seconds"):
+        buckets, total = _buckets(shown[name])
+        yield HistogramMetricFamily(f"kvass_{name}", meanings[name], buckets, total)
+    help_ = "Time of each load from and store to a tier, of up to 16 MiB."
+    family = HistogramMetricFamily("kvass_transfer_seconds", help_, labels=["tier", "dir"])
+    for name, tier in zip(names, fields["tiers"], strict=True):
+        family.add_metric([name, "in"], *_buckets(tier["store_seconds"]))
+        family.add_metric([name, "out"], *_buckets(tier["load_seconds"]))
+    yield family
+
+
+def _buckets(histogram: Mapping[str, Any]) -> tuple[list[tuple[str, float]], float]:
+    """As the library wants them: cumulative."""
+    upto = itertools.accumulate(histogram["counts"])
+    names = [*map(floatToGoString, BOUNDS), "+Inf"]
+    return list(zip(names, upto, strict=True)), histogram["sum"]
 
 
 def _groups(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
     sums: dict[str, Counter[tuple[str, str, str]]] = {n: Counter() for n in declared.GROUP_GAUGES}
-    for model, ns in zip(_models(namespaces), namespaces, strict=True):
+    for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
         for group in ns["groups"]:
             for name, counter in sums.items():
                 counter[model, str(group["group"]), group["kind"]] += group[name]
@@ -130,8 +256,26 @@ def _groups(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
         yield family
 
 
-def _tiers(tiers: list[dict[str, Any]]) -> Iterator[Metric]:
-    names = tier_labels([tier["tier"] for tier in tiers])
+def _tenants(tenants: list[dict[str, Any]]) -> Iterator[Metric]:
+    """Names that an operator gave a quota, and ``default``; of all others, which clients choose,
+    only the sum. A gauge is absent where there is no cap."""
+    for kind, meanings in (
+        (CounterMetricFamily, declared.TENANT_COUNTERS),
+        (GaugeMetricFamily, declared.TENANT_GAUGES),
+    ):
+        for field, help_ in meanings.items():
+            counts: Counter[str] = Counter()
+            for tenant in tenants:
+                if tenant[field] is not None:
+                    known = tenant["quota"] or tenant["tenant"] == "default"
+                    counts[tenant["tenant"] if known else "other"] += tenant[field]
+            family = kind(f"kvass_tenant_{field}", help_, labels=["tenant"])
+            for name, count in counts.items():
+                family.add_metric([name], count)
+            yield family
+
+
+def _tiers(tiers: list[dict[str, Any]], names: list[str]) -> Iterator[Metric]:
     for kind, meanings in (
         (CounterMetricFamily, declared.TIER_COUNTERS),
         (GaugeMetricFamily, declared.TIER_GAUGES | TIER_REPORT),

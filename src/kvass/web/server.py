@@ -24,7 +24,8 @@ from typing import Any, Final, NamedTuple
 
 from kvass._version import __version__
 from kvass.config import Config
-from kvass.errors import ConfigError, KvassError
+from kvass.errors import ConfigError, KvassError, Refused
+from kvass.types import NO_CAP, Quota, Size
 from kvass.web.access import Denied, HttpAccess, Need
 from kvass.web.metrics import exposition
 from kvass.web.source import Source
@@ -49,29 +50,34 @@ class HttpReply(NamedTuple):
     kind: str = "application/json"
 
 
-def _page(_: Source) -> HttpReply:
+def _page(_: Source, _query: str) -> HttpReply:
     page = files("kvass.web").joinpath("dashboard.html").read_bytes()
     return HttpReply(HTTPStatus.OK, page, "text/html; charset=utf-8")
 
 
-def _metrics(source: Source) -> HttpReply:
+def _metrics(source: Source, _query: str) -> HttpReply:
     fields, _ = source.status()
     kind = "text/plain; version=0.0.4; charset=utf-8"
     return HttpReply(HTTPStatus.OK, exposition(fields), kind)
 
 
-def _status(source: Source) -> HttpReply:
+def _status(source: Source, _query: str) -> HttpReply:
     fields, trouble = source.status()
     if fields is None:
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
     return HttpReply(HTTPStatus.OK, fields)
 
 
-def _history(source: Source) -> HttpReply:
-    return HttpReply(HTTPStatus.OK, source.history())
+def _history(source: Source, query: str) -> HttpReply:
+    """``since=SECONDS``: only what is newer than that sample."""
+    try:
+        since = float(query.removeprefix("since=") or 0.0)
+    except ValueError:
+        raise ValueError("since: give the time of a sample, in seconds") from None
+    return HttpReply(HTTPStatus.OK, source.history(since))
 
 
-def _alive(source: Source) -> HttpReply:
+def _alive(source: Source, _query: str) -> HttpReply:
     """The daemon's loop answers."""
     fields, trouble = source.status()
     if fields is None:
@@ -79,7 +85,7 @@ def _alive(source: Source) -> HttpReply:
     return HttpReply(HTTPStatus.OK, {"status": "ok"})
 
 
-def _ready(source: Source) -> HttpReply:
+def _ready(source: Source, _query: str) -> HttpReply:
     """Alive, the arena populated, and every tier up."""
     fields, trouble = source.status()
     if fields is not None:
@@ -114,6 +120,29 @@ def _prefetch(source: Source, asked: dict[str, Any]) -> HttpReply:
     return HttpReply(HTTPStatus.OK, {"chunks": chunks})
 
 
+def _quotas(source: Source, query: str) -> HttpReply:
+    reply = _status(source, query)
+    return reply._replace(body={"tenants": reply.body["tenants"]}) if reply.status == 200 else reply
+
+
+def _set_quota(source: Source, asked: dict[str, Any]) -> HttpReply:
+    """``{"tenant": NAME, "cap": "8GiB", "reserved": "2GiB"}``, or with ``"remove": true`` none."""
+    tenant, remove = asked.pop("tenant", ""), asked.pop("remove", False)
+    cap, reserved = asked.pop("cap", None), asked.pop("reserved", 0)
+    _nothing_else(asked)
+    if not isinstance(tenant, str) or not isinstance(remove, bool):
+        raise ValueError("tenant: give a name; remove: true or false")
+    cap_bytes = NO_CAP if cap is None else int(Size.parse(cap))
+    quota = Quota(tenant, cap_bytes, int(Size.parse(reserved)))
+    if wrong := quota.wrong():
+        raise ValueError(wrong)
+    try:
+        source.client.set_quota(quota, remove=remove)
+    except Refused as no:
+        raise ValueError(no.text) from no
+    return HttpReply(HTTPStatus.OK, {"tenant": tenant})
+
+
 def _hex(asked: dict[str, Any], name: str) -> bytes:
     try:
         return bytes.fromhex(asked.pop(name, ""))
@@ -126,7 +155,7 @@ def _nothing_else(asked: dict[str, Any]) -> None:
         raise ValueError(f"unknown field {next(iter(asked))[:40]!r}")
 
 
-READS: Final[dict[str, tuple[Need, Callable[[Source], HttpReply]]]] = {
+READS: Final[dict[str, tuple[Need, Callable[[Source, str], HttpReply]]]] = {
     "/": ("nothing", _page),
     "/healthz": ("nothing", _alive),
     "/readyz": ("nothing", _ready),
@@ -134,10 +163,12 @@ READS: Final[dict[str, tuple[Need, Callable[[Source], HttpReply]]]] = {
     "/status": ("read", _status),
     "/api/v1/status": ("read", _status),
     "/api/v1/history": ("read", _history),
+    "/api/v1/quotas": ("read", _quotas),
 }
 WRITES: Final[dict[str, Callable[[Source, dict[str, Any]], HttpReply]]] = {
     "/api/v1/clear": _clear,
     "/api/v1/prefetch": _prefetch,
+    "/api/v1/quotas": _set_quota,
 }
 
 
@@ -200,12 +231,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(result._replace(body=body if isinstance(body, bytes) else _json(body)))
 
     def _read(self) -> HttpReply:
-        path = self.path.split("?", 1)[0]
+        path, _, query = self.path.partition("?")
         if path not in READS:
             self._refuse_path(path, WRITES)
         need, answer = READS[path]
         self.server.access.check(need, self.headers)  # type: ignore[arg-type]
-        return answer(self.server.source)
+        return answer(self.server.source, query)
 
     def _write(self) -> HttpReply:
         path = self.path.split("?", 1)[0]

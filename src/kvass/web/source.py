@@ -1,17 +1,23 @@
 """What the web pages show: the daemon's status, asked for at most once a second, and its history.
 
-Law of this file: memory is bounded. The history is ``SAMPLES`` samples of fixed fields.
+Law of this file: memory is bounded. The history is ``SAMPLES`` samples of at most ``COLUMNS``
+numbers, and ``EVENTS`` lines of what happened.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Final
 
 from kvass.client.client import Client
+from kvass.client.health import troubles
 from kvass.errors import KvassError
+from kvass.web.events import changes
+from kvass.web.metrics import model_labels, tier_labels
 
 FRESH_S: Final = 1.0
 """A status so old is asked for again."""
@@ -19,10 +25,31 @@ ANSWER_S: Final = 2.0
 """A daemon that does not answer in this time is down."""
 SAMPLE_S: Final = 10.0
 SAMPLES: Final = 1440  # four hours
+COLUMNS: Final = 96
+EVENTS: Final = 200
+_EVENT_CHARS: Final = 200
 
-_COUNTED: Final = ("lookups", "lookup_chunks", "hit_chunks", "promoted_chunks", "chunks_granted")
-_GAUGED: Final = ("l1_used_bytes", "l1_capacity_bytes", "rows", "instances", "leases")
-COLUMNS: Final = ("time_s", *_COUNTED, *_GAUGED)
+
+def figures(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and numbers of a sample: gauges, and counters since the daemon started.
+
+    ``asked/MODEL`` and ``hit/TIER/MODEL`` in tokens, ``in/TIER`` and ``out/TIER`` in bytes.
+    """
+    yield "l1_used_bytes", fields["l1_used_bytes"]
+    yield "leases", fields["leases"]
+    counters = fields["counters"]
+    yield "in/l1", counters["l1_in_bytes"]
+    yield "out/l1", counters["l1_lent_bytes"]
+    tiers = tier_labels([tier["tier"] for tier in fields["tiers"]])
+    for name, tier in zip(tiers, fields["tiers"], strict=True):
+        yield f"in/{name}", tier["stored_bytes"]
+        yield f"out/{name}", tier["loaded_bytes"]
+    namespaces = [*fields["forgotten"], *fields["namespaces"]]
+    for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
+        yield f"asked/{model}", ns["lookup_tokens"]
+        yield f"hit/l1/{model}", ns["hit_tokens"] - sum(ns["hit_tokens_tiers"])
+        for name, tokens in zip(tiers, ns["hit_tokens_tiers"], strict=True):
+            yield f"hit/{name}/{model}", tokens
 
 
 class Source:
@@ -34,17 +61,25 @@ class Source:
         self._fields: dict[str, Any] | None = None
         self._trouble = "not asked yet"
         self._asked_s = -FRESH_S
-        self._history: deque[tuple[float, ...]] = deque(maxlen=SAMPLES)
+        self._columns: list[str] = []
+        """Names of the numbers, in the order in which they first came."""
+        self._samples: deque[tuple[float, array[float]]] = deque(maxlen=SAMPLES)
+        self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS)
 
     def status(self) -> tuple[dict[str, Any] | None, str]:
-        """The fields of ``kvass status``, or ``None`` and why the daemon gave none."""
+        """The fields of ``kvass status`` and ``troubles``, or ``None`` and why there are none."""
         with self._lock:
             if time.monotonic() - self._asked_s >= FRESH_S:
+                before = self._fields
                 try:
                     self._fields, self._trouble = self.client.status(ANSWER_S), ""
+                    self._fields["troubles"] = troubles(self._fields)
                 except KvassError as error:
                     self._fields, self._trouble = None, str(error)
                 self._asked_s = time.monotonic()
+                now = round(time.time(), 1)
+                for line in changes(before, self._fields):
+                    self._events.append((now, line[:_EVENT_CHARS]))
             return self._fields, self._trouble
 
     def sample(self) -> None:
@@ -52,9 +87,14 @@ class Source:
         fields, _ = self.status()
         if fields is None:
             return
-        counted = (fields["counters"].get(name, 0) for name in _COUNTED)
-        gauged = (fields.get(name, 0) for name in _GAUGED)
-        self._history.append((round(time.time(), 1), *counted, *gauged))
+        sums: dict[str, float] = {}
+        for name, number in figures(fields):
+            sums[name] = sums.get(name, 0) + number
+        with self._lock:
+            new = [name for name in sums if name not in self._columns]
+            self._columns += new[: COLUMNS - len(self._columns)]
+            numbers = array("d", (sums.get(name, 0) for name in self._columns))
+            self._samples.append((round(time.time(), 1), numbers))
 
     def sample_for_ever(self) -> None:
         """A thread's whole work."""
@@ -62,7 +102,11 @@ class Source:
             self.sample()
             time.sleep(SAMPLE_S)
 
-    def history(self) -> dict[str, Any]:
-        """JSON-able: the ``columns`` and the samples, oldest first. Counters begin again at 0 when
-        the daemon does."""
-        return {"columns": COLUMNS, "samples": list(self._history)}
+    def history(self, since: float = 0.0) -> dict[str, Any]:
+        """JSON-able: ``columns``, and of each sample after ``since`` its time and numbers, oldest
+        first. An old sample has fewer numbers. Counters begin again at 0 when the daemon does.
+        ``events``: the last ones, each with its time."""
+        with self._lock:
+            samples = [[when, *numbers] for when, numbers in self._samples if when > since]
+            events = list(self._events)
+        return {"columns": self._columns, "samples": samples, "events": events}

@@ -61,12 +61,12 @@ class Channel:
             sock.setblocking(False)
         except OSError as error:
             sock.close()
-            what = (
-                "not allowed to connect to"
-                if isinstance(error, PermissionError)
-                else "no daemon at"
-            )
-            raise Unavailable(f"{what} {path}: {error.strerror}") from error
+            if isinstance(error, PermissionError):
+                do = f"start kvass serve with --allow-uid {os.geteuid()} or --socket-group"
+                text = f"not allowed to connect to {path}: {do}"
+            else:
+                text = f"no daemon at {path}: {error.strerror}"
+            raise Unavailable(text) from error
         return cls(sock)
 
     def fileno(self) -> int:

@@ -26,12 +26,10 @@ M = TypeVar("M")
 
 
 def encode(message: Message) -> bytes:
-    """The frame of ``message``."""
     return frame(_encoder.encode(message))
 
 
 def frame(payload: bytes) -> bytes:
-    """``payload`` behind its length."""
     return HEADER.pack(len(payload)) + payload
 
 
@@ -87,12 +85,10 @@ class Decoder(Generic[M]):
 
 
 def from_clients(limit: int = Limits().frame_bytes) -> Decoder[FromClient]:
-    """The daemon's decoder."""
     return Decoder(_client_payload, limit)
 
 
 def from_daemon(limit: int = Limits().frame_bytes) -> Decoder[FromDaemon]:
-    """A client's decoder."""
     return Decoder(_daemon_payload, limit)
 
 

@@ -28,7 +28,7 @@ class ReferenceTier:
             held = [key in self._records for batch in effect.batches for key in _keys(batch)]
             return fx.Probed(effect.op, np.array(held, np.bool_))
         if isinstance(effect, fx.TierLoad):
-            return fx.Loaded(effect.op, self._load(effect), 0.001)
+            return fx.Loaded(effect.op, self._load(effect))
         if isinstance(effect, fx.TierStore):
             for key, runs in zip(_keys(effect.records), self._runs(effect), strict=True):
                 self._records[key] = [run.copy() for run in runs]

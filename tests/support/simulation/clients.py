@@ -291,6 +291,7 @@ class SimulatedEngine:
                 spare=int(self.requests % 4 == 0),
                 budget_ms=rng.choice([0.0, 0.0, 0.1, 20.0, 2000.0, 20000.0]),
                 prefill_tokens_s=rng.choice([0.0, 0.0, 10.0, 1e6]),
+                tenant=self.world.quotas.tenant(),
                 blocks=self._blocks_after(whole, len(prompt)),
                 again=rng.random() < 0.2,
             )
@@ -325,6 +326,7 @@ class SimulatedEngine:
                 digests=b"".join(prompt),
                 first=first,
                 groups=every if rng.random() < 0.8 else rng.randint(1, every),
+                tenant=self.world.quotas.tenant(),
             )
             if self.model.chunk_blocks and rng.random() < 0.9:
                 each = [self.model.block_hashes(whole, c) for c in range(first, len(prompt))]

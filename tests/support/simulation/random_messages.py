@@ -20,7 +20,10 @@ from tests.support.simulation.random_models import (
     random_shapes,
 )
 
-_KINDS: Final = (*get_args(m.FromClient), m.Register, m.Reserve)
+_KINDS: Final = (
+    *(kind for kind in get_args(m.FromClient) if kind is not m.SetQuota),  # ``quotas`` draws these
+    *(m.Register, m.Reserve),
+)
 _LAYOUT: Final = random_layout(random.Random(1), [("full", 8, 0)])
 _TIMES: Final = (0.0, 0.0, 10.0, 1e-12, 1e12, 1e9, 1e-12)
 _RANKS: Final = (-1, 0, 0, 1, 2, 3, -2, 127, 128, 1 << 30)
@@ -58,7 +61,8 @@ class _Maker:
         self.rng, self.boot, self.models = rng, boot, models
 
     def fields(self, kind: type[msgspec.Struct]) -> dict[str, Any]:
-        return {name: self.value(name) for name in kind.__struct_fields__ if name != "seq"}
+        names = [name for name in kind.__struct_fields__ if name not in ("seq", "tenant")]
+        return {name: self.value(name) for name in names}
 
     def value(self, field: str) -> Any:
         rng, odd = self.rng, self.rng.random()
@@ -71,7 +75,9 @@ class _Maker:
                 return cut if odd < 0.1 else blob * 2 if odd < 0.3 else blob
             case "blocks":
                 return rng.choice([b"", b"", b"x", bytes(WIDTH), rng.randbytes(40 * WIDTH)])
-            case "first":
+            case "present":
+                return tuple(self.value("digests") for _ in range(rng.choice([0, 1, 2])))
+            case "first" | "since":
                 return self.number() if odd < 0.25 else 0
             case "lease" | "reservation":
                 return self.number()

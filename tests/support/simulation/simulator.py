@@ -75,6 +75,7 @@ class Simulation(World):
             self._something()
         self._drain()
         if not self.roomy and self.rng.random() < 0.5:
+            self.quotas.end(self)
             check_no_starvation(self)
 
     def _engines_start(self) -> None:
@@ -90,6 +91,7 @@ class Simulation(World):
     def _something(self) -> None:
         """One of: a fault, a message read by the daemon or by a client, a copy, a request."""
         rng, engine = self.rng, self.rng.choice(self.engines)
+        self.quotas.change(self)
         what = rng.random()
         if self.clears and rng.random() < self.clears and engine.scheduler.peer is not None:
             engine.scheduler.peer.ask(m.Clear())

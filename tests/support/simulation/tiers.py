@@ -286,7 +286,7 @@ class SimTiers:
                     tags = [_one(shard) for shard in content]
                     self.world.witness.tiers.brought(effect.op, i, tags)
             which = np.array([content is not None for content in found], np.bool_)
-            return fx.Loaded(effect.op, which, under.ends - under.began)
+            return fx.Loaded(effect.op, which)
         if isinstance(effect, fx.TierStore):
             if self.world.now < under.tier.down_until:
                 return fx.Stored(effect.op, np.zeros(len(under.keys), np.bool_), down=True)

@@ -19,6 +19,7 @@ from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.core.tier_state import FlushMode
 from kvass.types import Limits, Timing
 from tests.support.simulation.clients import ArenaContents, ClientConnection, SimulatedEngine
+from tests.support.simulation.quotas import Quotas, TenantWitness
 from tests.support.simulation.random_models import random_model
 from tests.support.simulation.tiers import SimTiers
 from tests.support.witness.records import Archive, Tag
@@ -87,6 +88,7 @@ class World:
         self.clears = rng.choice([0.0, 0.01, 0.03]) if self.tiers.names else 0.0
         self.slice_slots = (1, 5, 2048)[seed % 3]
         self.slice_ends = (64, 1, 3)[seed // 3 % 3]
+        self.quotas = Quotas(seed, self.arena_bytes, self.roomy)
         self.archive = Archive()
         self.boots = 0
 
@@ -137,10 +139,12 @@ class World:
             weigh_loads=self.weigh,
             slice_slots=self.slice_slots,
             slice_ends=self.slice_ends,
+            quotas=self.quotas.at_start,
         )
         self.machine = CacheMachine(config)
         holds = self.tiers.holds if self.tiers.healthy else None
         self.witness = Witness(config, self.roomy, self.archive, holds)
+        self.tenants = TenantWitness(self.machine)
         self.tiers.boot()
         gone: ArenaContents | None = getattr(self, "memory", None)
         self.memory = ArenaContents(boot)
@@ -159,6 +163,7 @@ class World:
         effects = self.machine.step(event, self.now)
         self.machine.validate()
         self.witness.observe(event, effects, self.now, self.machine.next_deadline())
+        self.tenants.observe(event)
         if len(self.trace) % 8 == 0:
             self.witness.state.compare(self.machine.status())
         for effect in effects:

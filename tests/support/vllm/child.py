@@ -154,6 +154,7 @@ class ChildEngine:
 
         self.count += 1
         name = f"r{self.count}"
+        extra: dict[str, Any] = {"kv_transfer_params": prompt.params} if prompt.params else {}
         params = SamplingParams(
             temperature=0,
             max_tokens=prompt.max_tokens,
@@ -161,6 +162,7 @@ class ChildEngine:
             detokenize=False,
             logprobs=0,
             skip_reading_prefix_cache=prompt.skip_prefix_cache or None,
+            extra_args=extra or None,
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt.tokens}
         if prompt.salt is not None:

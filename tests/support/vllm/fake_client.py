@@ -38,6 +38,8 @@ class FakeClient:
         self.silent = self.missing = self.refuse = self.deaf = self._overdue = False
         self.reserves: list[list[ReserveItem]] = []
         self.lookups: list[tuple[str, int]] = []
+        self.tenants: list[str] = []
+        """Of the lookups."""
         self.writing: dict[int, list[bytes]] = {}
         self.held: dict[str, Match] = {}
         self.taken: dict[int, str] = {}
@@ -73,6 +75,7 @@ class FakeClient:
         width: int,
         first: int,
         prefill_tokens_s: float = 0.0,
+        tenant: str = "",
         blocks: object = None,
     ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
@@ -81,6 +84,7 @@ class FakeClient:
             return held
         self.settle(request)
         self.lookups.append((request, first))
+        self.tenants.append(tenant)
         if self.pending:
             self.pending -= 1
             return PENDING

@@ -24,7 +24,7 @@ from tests.support.vllm.ranks import (
     until,
     worker_connector,
 )
-from tests.support.vllm.scheduler import SchedulerHarness, make_configs
+from tests.support.vllm.scheduler import SchedulerHarness, make_configs, tell
 
 GroupShape = tuple[Literal["full", "sliding_window", "chunked_local", "state"], int, int, int]
 """Kind, block tokens, window tokens, layers."""
@@ -45,10 +45,7 @@ def make_hybrid_configs(
     0 means vLLM's own; ``draft_states`` are the blocks of a request for states of drafts;
     ``retention`` is vLLM's interval.
     """
-    from vllm.v1.core.kv_cache_utils import (
-        resolve_cache_hit_alignment_tokens,
-        resolve_kv_cache_block_sizes,
-    )
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
     config, plain = make_configs(extra, **options)
@@ -68,11 +65,11 @@ def make_hybrid_configs(
         )
     caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
     caches.prefix_cache_retention_interval = retention
-    sizes = resolve_kv_cache_block_sizes(caches, config)
-    caches.hash_block_size = sizes[1]
-    caches.cache_hit_alignment_tokens = alignment or resolve_cache_hit_alignment_tokens(
-        caches, config, *sizes
-    )
+    sizes = kv_cache_utils.resolve_kv_cache_block_sizes(caches, config)
+    tell(caches, hash_block_size=sizes[1])
+    if hasattr(caches, "cache_hit_alignment_tokens"):
+        own = kv_cache_utils.resolve_cache_hit_alignment_tokens(caches, config, *sizes)
+        caches.cache_hit_alignment_tokens = alignment or own
     return config, caches
 
 

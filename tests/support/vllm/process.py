@@ -43,6 +43,8 @@ class Prompt(msgspec.Struct, frozen=True):
     lora: str | None = None
     """Folder of a LoRA adapter; its name is the folder's."""
     skip_prefix_cache: bool = False
+    params: dict[str, str] | None = None
+    """vLLM's ``kv_transfer_params``."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -27,6 +27,9 @@ TIMEOUT_S = 30.0
 class StubModelRank:
     """The worker that ``config`` and ``caches`` describe (``make_configs``)."""
 
+    saves_empty_steps = True
+    """Whether the runner calls ``wait_for_save`` without a forward pass, as since vLLM 0.31."""
+
     def __init__(self, config: Any, caches: Any) -> None:
         import torch
 
@@ -68,7 +71,7 @@ class StubModelRank:
         self.connector.handle_preemptions(work)
         self.connector.bind_connector_metadata(work)
         self.connector.start_load_kv(None)
-        if not deferred:
+        if not deferred and (forward or self.saves_empty_steps):
             self.connector.wait_for_save()
         ended = self.connector.get_transfer_results(set())
         report = self.connector.build_connector_worker_meta()
@@ -186,7 +189,7 @@ class StubModelEngine:
         self.ranks = Ranks(made)
         self.loads: list[Any] = []
         self.daemon = daemon
-        self.block = int(caches.hash_block_size)
+        self.block = int(self.world.hash_tokens)
 
     @property
     def rank(self) -> StubModelRank:

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from kvass.client.parallel import ParallelStrategy
+from kvass.vllm_contract import release
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.models import Shape, build
 
@@ -48,6 +51,7 @@ def make_configs(
     dcp: int = 1,
     model: Path | None = None,
     length: int = 1024,
+    kv_events: Mapping[str, Any] | None = None,
     **transfer: Any,
 ) -> tuple[Any, Any]:
     """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens.
@@ -55,11 +59,16 @@ def make_configs(
     ``strategy`` names the rank whose configuration it is (a scheduler gets that of rank 0, as in
     vLLM). ``dcp`` is the decode context parallel size. ``drafts``: how many tokens ``drafter``, a
     speculative method, proposes; an "eagle" has no layers of its own here. ``model``: a folder with
-    weights; without it they are dummies. ``length``: of a request, at most.
+    weights; without it they are dummies. ``length``: of a request, at most. ``kv_events``: fields
+    of ``KVEventsConfig``.
     """
     drafting = _drafter(drafter, drafts)
     config = _engine_config(options, batched, drafting, strategy, dcp, model, length, transfer)
     config.cache_config.num_gpu_blocks = blocks
+    if kv_events is not None:
+        from vllm.config import KVEventsConfig
+
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, **kv_events)
     return config, _cache_config(blocks, strategy, dcp)
 
 
@@ -140,7 +149,7 @@ def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     page, stage = spec.page_size_bytes, max(strategy.rank, 0) // strategy.tp
     layers = [f"layer.{2 * stage}", f"layer.{2 * stage + 1}"]
-    return KVCacheConfig(
+    caches = KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=[
             KVCacheTensor(
@@ -148,9 +157,25 @@ def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:
             )
         ],
         kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
-        hash_block_size=BLOCK * dcp,
-        kv_tp_replicas=strategy.replicas,
     )
+    tell(caches, hash_block_size=BLOCK * dcp, kv_tp_replicas=strategy.replicas)
+    return caches
+
+
+def tell(caches: Any, **fields: object) -> None:
+    """Set what this version of vLLM tells in its ``KVCacheConfig``."""
+    for name, value in fields.items():
+        if hasattr(caches, name):
+            setattr(caches, name, value)
+        elif name == "kv_tp_replicas" and value != 1:
+            pytest.skip("this vLLM does not tell which ranks hold equal KV")
+
+
+def before(version: str) -> bool:
+    """Whether the vLLM that is tested is older."""
+    from vllm import __version__
+
+    return release(__version__) < release(version)
 
 
 def read_setup(config: Any, caches: Any) -> Any:
@@ -199,6 +224,7 @@ class SchedulerHarness:
         config, caches = configs or make_configs(**options)
         init_none_hash(sha256)
         block, width = resolve_kv_cache_block_sizes(caches, config)
+        self.hash_tokens = width
         self._hasher: Callable[[Any], list[Any]] = get_request_block_hasher(width, sha256)
         kind = AsyncScheduler if asynchronous else Scheduler
         with mock.patch(CLIENT, return_value=client) if client is not None else nullcontext():
@@ -236,8 +262,10 @@ class SchedulerHarness:
         salt: str | None = None,
         reads: bool = True,
         lora: Path | None = None,
+        params: dict[str, Any] | None = None,
     ) -> Any:
-        """Add a greedy request; ``lora`` is the folder of its adapter."""
+        """Add a greedy request; ``lora`` is the folder of its adapter, ``params`` are vLLM's
+        ``kv_transfer_params``."""
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
@@ -250,6 +278,7 @@ class SchedulerHarness:
                 temperature=0,
                 ignore_eos=True,
                 skip_reading_prefix_cache=not reads,
+                extra_args=params and {"kv_transfer_params": params},
             ),
             pooling_params=None,
             lora_request=LoRARequest(lora.name, 1, str(lora)) if lora is not None else None,

@@ -33,7 +33,7 @@ class WriteWitness:
         instance, _ = state.roles[session]
         if len(reply.grants) != len(msg.items):
             raise BrokenLawError("a grant list that is not parallel to its items")
-        easy = state.roomy or not state.busy(state.now)
+        easy = state.roomy or not (state.busy(state.now) or state.config.quotas)
         for item, grant in zip(msg.items, reply.grants, strict=True):
             if grant.chunks:
                 self._grant(instance, msg.width, item, grant, reply.deadline_s)

@@ -41,20 +41,26 @@ def run(argv: Sequence[str]) -> int:
 
 
 def flags(prog: str) -> Parser:
-    """The command's flags."""
     parser = Parser(prog=prog, description="measure this machine, against memcpy")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--l1-size", default="3GiB", type=_size, metavar="SIZE", help="of the daemon (3GiB)"
+        "--l1-size",
+        default="3GiB",
+        type=_size,
+        metavar="SIZE",
+        help="L1 of the daemon that it starts (default: 3GiB)",
     )
     parser.add_argument(
-        "--rounds", default=9, type=int, metavar="N", help=f"at least {MIN_ROUNDS} (9)"
+        "--rounds",
+        default=9,
+        type=int,
+        metavar="N",
+        help=f"rounds per figure, {MIN_ROUNDS} or more (default: 9)",
     )
     return parser
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """The flags' values. Raises ``ConfigError`` for too few rounds."""
     args = parser.parse_args(argv)
     if args.rounds < MIN_ROUNDS:
         raise ConfigError(f"--rounds {args.rounds}: use {MIN_ROUNDS} or more, or medians are noise")

@@ -59,19 +59,16 @@ class KvCache:
         self.mover = HostMover([memory], [self.planes])
 
     def store(self, digests: bytes) -> None:
-        """Reserve, copy, commit."""
         granted = self.engine.reserve(digests)
         self._copy("store", self.source, granted.grants[0].slots[0])
         self.engine.commit(granted)
 
     def load(self, digests: bytes) -> None:
-        """Look up, copy, release."""
         matched = self.engine.look_up(digests)
         self._copy("load", self.target, matched.slots[0])
         self.engine.release(matched)
 
     def same_bytes(self) -> bool:
-        """Whether every page loaded is the page stored."""
         return all(np.array_equal(plane[self.source], plane[self.target]) for plane in self.pages)
 
     def _copy(self, kind: Kind, table: I64Array, slots: Slots) -> None:
@@ -132,7 +129,6 @@ def _rounds(cache: KvCache, shared: Any, rounds: int) -> tuple[dict[str, list[fl
 
 
 def _memcpy(to: Any, source: Any, calls: int) -> None:
-    """Copy all of ``source``, in ``calls`` calls of memcpy."""
     step = source.nbytes // calls
     for at in range(0, source.nbytes, step):
         to[at : at + step] = source[at : at + step]

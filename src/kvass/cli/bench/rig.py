@@ -35,12 +35,10 @@ WIDTH: Final = 32
 
 
 def say(what: str) -> None:
-    """Show progress."""
     print(f"measuring {what} ...", file=sys.stderr, flush=True)
 
 
 def seconds(step: Callable[[], object]) -> float:
-    """How long ``step`` took."""
     began_s = time.perf_counter()
     step()
     return time.perf_counter() - began_s
@@ -52,13 +50,11 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def percentiles_us(times: Sequence[float]) -> dict[str, float]:
-    """The median and the 99th percentile of seconds, in microseconds."""
     p50, p99 = np.percentile(np.array(times) * 1e6, [50, 99])
     return {"p50": float(p50), "p99": float(p99)}
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as lines for a person."""
     flat: dict[str, Any] = {}
     for name, value in figures.items():
         parts = value if isinstance(value, dict) else {"": value}

@@ -9,19 +9,22 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Final, Literal
 
 from kvass._version import TESTED_VLLM, __version__
+from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
+from kvass.cli.report import size as in_units
+from kvass.client.health import troubles
 from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.types import Limits, Size
+from kvass.vllm_contract import differences
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -59,15 +62,9 @@ CGROUP: Final = "sys/fs/cgroup"
 
 
 def shown(size: float | None) -> str:
-    """A size for people."""
     if size is None:
         return "unknown"
-    if size == math.inf:
-        return "unlimited"
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.1f}".removesuffix(".0") + " " + unit
-    return f"{size:.0f} B"
+    return "unlimited" if size == math.inf else in_units(size).replace(".0 ", " ")
 
 
 # ---------------------------------------------------------------- can a daemon serve
@@ -92,14 +89,11 @@ def system(m: Machine) -> Finding:
 
 
 def memory(m: Machine) -> Finding:
-    size, total, available = shown(m.l1_bytes), _meminfo(m, "MemTotal"), _meminfo(m, "MemAvailable")
-    groups = list(_cgroups(m))
-    limit = min((limit for limit, _ in groups), default=None)
-    room = min((r for r in (available, *(r for _, r in groups)) if r is not None), default=None)
+    size, (total, limit, available) = shown(m.l1_bytes), room(m.root)
     known = bool(m.text(f"{CGROUP}/cgroup.controllers"))
     found = (
         f"{shown(total)} in the machine, container's limit "
-        f"{shown(limit) if limit or not known else 'none'}, {shown(room)} available"
+        f"{shown(limit) if limit or not known else 'none'}, {shown(available)} available"
     )
     if limit is not None and m.l1_bytes > limit:
         return error(
@@ -112,33 +106,16 @@ def memory(m: Machine) -> Finding:
         used = f"{shown(m.daemon.get('l1_capacity_bytes', 0))} by the daemon that answers"
         return ok(found, used, "what it took already is not available above")
     used, cost = f"an arena of {size}", f"{size}, taken in the background after start; 50 MiB more"
-    if room is None:
+    if available is None:
         return note(found, used, cost, "see that it is there")
-    if m.l1_bytes > room:
+    if m.l1_bytes > SAFE_SHARE * available:
         return warning(
-            f"{found}: less than l1_size {size}",
+            f"{found}: l1_size {size} is more than {SAFE_SHARE:.0%} of that",
             used,
             f"{cost}: others' memory is swapped out, or the kernel kills somebody",
-            f"free memory, or kvass serve --l1-size {_half(room)}",
+            f"free memory, or kvass serve --l1-size {_half(available)}",
         )
     return ok(found, used, cost)
-
-
-def _meminfo(m: Machine, name: str) -> int | None:
-    kib = m.number("proc/meminfo", rf"{name}: +(\d+) kB")
-    return None if kib is None else kib << 10
-
-
-def _cgroups(m: Machine) -> Iterator[tuple[int, int]]:
-    """Limit, and room left, of this process's memory groups (version 2) that have a limit."""
-    path = re.search(r"^0::(/.*)$", m.text("proc/self/cgroup"), re.MULTILINE)
-    inner = PurePosixPath(CGROUP + (path[1] if path and ".." not in path[1] else "/"))
-    for folder in (inner, *inner.parents):
-        limit = m.number(f"{folder}/memory.max")
-        if limit is not None and folder.is_relative_to(CGROUP):
-            idle = m.number(f"{folder}/memory.stat", r"inactive_file (\d+)") or 0
-            used = m.number(f"{folder}/memory.current") or 0
-            yield limit, max(0, limit - used + idle)
 
 
 def _half(size: int) -> Size:
@@ -193,6 +170,8 @@ def daemon(m: Machine) -> Finding:
             f"kvass {theirs} answers at {m.socket}: {shown(get('l1_used_bytes', 0))} of "
             f"{shown(get('l1_capacity_bytes', 0))} used, {get('sessions', 1) - 1} other sessions"
         )
+        if unwell := troubles(m.daemon):
+            return warning(f"{found}; {'; '.join(unwell)}", "what is well of it", do="kvass status")
         if theirs == __version__:
             return ok(found, "by every engine that names this socket, or none")
         return note(
@@ -288,7 +267,7 @@ def expandable_segments(m: Machine) -> Finding:
     return warning(
         f"on: {on[0]}={settings[on[0]]}",
         "nothing",
-        "vLLM 0.32 does not start with a KV connector under PYTORCH_CUDA_ALLOC_CONF="
+        "vLLM does not start with a KV connector under PYTORCH_CUDA_ALLOC_CONF="
         "expandable_segments:True, on a CPU neither; other spellings were never tried",
         "leave it out of the engine's environment, or give vLLM --enable-cumem-allocator",
     )
@@ -315,14 +294,19 @@ def vllm(m: Machine) -> Finding:
         return note("not installed in this environment", "other environments' engines", do=do)
     theirs = m.packages[package]
     found = f"{package} {theirs}, torch {m.packages.get('torch', 'unknown')}"
-    if theirs.partition("+")[0] in TESTED_VLLM:
+    tested = theirs.partition("+")[0] in TESTED_VLLM
+    differs = [] if m.vllm is None else differences(m.vllm, theirs)
+    found += "" if tested else ": never tested"
+    if m.vllm is not None:
+        found += f"; {'; '.join(differs) or 'all that the connector relies on is there'}"
+    if tested and not differs:
         return ok(found, "KvassConnector (docs/vllm.md)")
-    return warning(
-        f"{found}: never tested",
-        "no cache: the connector says so in one line",
-        "its engines run uncached",
-        f"vLLM {', '.join(sorted(TESTED_VLLM))}",
-    )
+    do = f"vLLM {', '.join(sorted(TESTED_VLLM))}"
+    if tested:
+        return warning(found, "KvassConnector", "errors or misses: somebody changed this vLLM", do)
+    used, cost = "no cache: the connector says so in one line", "its engines run uncached"
+    do += "" if differs else "; or try it: set kvass.untested_vllm (docs/vllm.md)"
+    return warning(found, used, cost, do)
 
 
 def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Finding:

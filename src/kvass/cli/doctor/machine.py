@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +48,8 @@ class Machine(msgspec.Struct, frozen=True):
     driver: DriverReport = DriverReport()
     packages: Mapping[str, str] = {}
     """Name -> version, of ``PACKAGES``."""
+    vllm: Path | None = None
+    """The folder of vLLM's Python package."""
 
     def text(self, path: str) -> str:
         """A file's text; empty if it cannot be read."""
@@ -75,7 +78,6 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def examine(l1_bytes: int, socket: str, environment: Mapping[str, str]) -> Machine:
-    """Look at this machine."""
     daemon, trouble = ask_daemon(socket)
     return Machine(
         l1_bytes,
@@ -86,6 +88,7 @@ def examine(l1_bytes: int, socket: str, environment: Mapping[str, str]) -> Machi
         daemon_trouble=trouble,
         driver=ask_driver(any(os.path.exists(f"/dev/{node}") for node in NODES)),
         packages={name: version for name in PACKAGES if (version := installed(name))},
+        vllm=next((Path(file).parent for file in _found("vllm")), None),
     )
 
 
@@ -107,6 +110,12 @@ def ask_daemon(socket: str) -> tuple[Mapping[str, Any] | None, str]:
     except KvassError as error:
         absent = isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError)
         return None, "" if absent else str(error)
+
+
+def _found(package: str) -> list[str]:
+    """The ``__init__.py`` of a package, which is not imported; nothing if there is none."""
+    spec = find_spec(package)
+    return [spec.origin] if spec is not None and spec.origin is not None else []
 
 
 def installed(name: str) -> str:

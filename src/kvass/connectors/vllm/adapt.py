@@ -1,12 +1,13 @@
 """vLLM's base classes, and its requests, steps and block pool as ``kvass.engine`` sees them.
 
-Eight files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
+Nine files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
 (what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups),
-``kv_caches.py`` (pages) and ``stats.py`` (its metrics). ``connector.py`` knows the hooks of the
-base class, and no other file knows vLLM. For another version change these, then add it to
-``TESTED_VLLM``.
+``kv_caches.py`` (pages), ``stats.py`` (its metrics) and ``events.py`` (KV events). ``connector.py``
+knows the hooks of the base class, ``kvass/vllm_contract.py`` lists what all of them use, and no
+other file knows vLLM. For another version change these, then add it to ``TESTED_VLLM``
+(CONTRIBUTING.md has the recipe).
 
-Facts relied on (0.32): block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
+Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
 ``reset_prefix_cache`` replaces the map of cached blocks, and nothing else does; it refuses while a
 block is in use. vLLM calls it on the pool object. While a step's metadata is built, a request's
@@ -15,6 +16,7 @@ block is in use. vLLM calls it on the pool object. While a step's metadata is bu
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections import Counter
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,8 +32,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.engine.boundary import log
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
+from kvass.types import is_tenant_name
+from kvass.vllm_contract import release
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -39,11 +45,14 @@ try:
         SupportsHMA,
     )
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+except ImportError:  # an older vLLM: the connector loads, logs that, and stays inert
+    KVConnectorTransferResults = KVConnectorWorkerMetadata = SupportsHMA = object
+
+try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     HIT_SOURCE: Any = CacheHitSource.HOST
-except ImportError:  # an older vLLM: the connector loads, logs that, and stays inert
-    KVConnectorTransferResults = KVConnectorWorkerMetadata = SupportsHMA = object
+except ImportError:  # before 0.32
     HIT_SOURCE = None
 
 __all__ = [
@@ -52,6 +61,12 @@ __all__ = [
     "KVConnectorTransferResults",
     "SupportsHMA",
 ]
+
+TENANT: Final = "kvass.tenant"
+"""The name under which a request's ``kv_transfer_params`` say its tenant."""
+TAGGED_HASHES: Final = release(vllm_version) >= (0, 31)
+"""Whether a block's hash tells an adapter's name, its path and a salt apart."""
+MAX_TEXTS: Final = 10_000
 
 CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 """vLLM's hash of an item's content: BLAKE3 or SHA-256, or SHA-512, in hex."""
@@ -81,12 +96,57 @@ def log_as_vllm() -> None:
         ours.setLevel(theirs.getEffectiveLevel())
 
 
+class HashedTexts:
+    """What the texts mean that vLLM 0.30 puts into block hashes: an adapter's name without its
+    path, and a salt. vLLM's own cache takes two adapters of one name, or an adapter and a salt, for
+    one. So a text that was seen with a second meaning is uncached from then on, and so is one that
+    is new when ``MAX_TEXTS`` are known."""
+
+    def __init__(self) -> None:
+        self._meanings: dict[str, str] = {}
+
+    def note(self, request: Any) -> None:
+        """A request begins: nothing of it was computed yet."""
+        text, meaning = self._of(request)
+        known = self._meanings.setdefault(text, meaning) if self._room(text) else meaning
+        if known not in (meaning, ""):
+            self._meanings[text] = ""
+            why = "this vLLM's cache takes %s and %s for one; 0.31 does not"
+            log.warning(f"requests with %r run uncached: {why}", text, known, meaning)
+
+    def ambiguous(self, request: Any) -> bool:
+        """Whether the hashes of ``request`` may be those of other content."""
+        text, meaning = self._of(request)
+        return bool(text) and self._meanings.get(text) != meaning
+
+    def _room(self, text: str) -> bool:
+        return bool(text) and (text in self._meanings or len(self._meanings) < MAX_TEXTS)
+
+    def _of(self, request: Any) -> tuple[str, str]:
+        if (lora := request.lora_request) is not None:
+            return str(lora.lora_name), f"the adapter {lora.lora_path}"
+        return request.cache_salt or "", "a salt"
+
+
+def hashed_texts(vllm_config: Any) -> HashedTexts | None:
+    """None: block hashes are never those of other content."""
+    return None if TAGGED_HASHES or vllm_config.lora_config is None else HashedTexts()
+
+
 class VllmRequest:
     """A request of vLLM as ``kvass.engine.protocols.Request``, which says what its members mean."""
 
-    def __init__(self, request: Any, setup: VllmSetup) -> None:
+    def __init__(self, request: Any, setup: VllmSetup, texts: HashedTexts | None = None) -> None:
         self._request = request
         self._setup = setup
+        self._texts = texts
+        if texts is not None:
+            texts.note(request)
+
+    @property
+    def vllm(self) -> Any:
+        """The request itself."""
+        return self._request
 
     @property
     def name(self) -> str:
@@ -96,6 +156,14 @@ class VllmRequest:
     def adapter(self) -> str | None:
         lora = self._request.lora_request
         return None if lora is None else str(lora.lora_path)
+
+    @property
+    def tenant(self) -> str:
+        named = (self._request.kv_transfer_params or {}).get(TENANT)
+        if isinstance(named, str) and named:
+            return named if is_tenant_name(named) else "other"
+        salt = self._request.cache_salt
+        return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:16]}" if salt else ""
 
     @property
     def reads_cache(self) -> bool:
@@ -116,6 +184,8 @@ class VllmRequest:
     @property
     def hashed_blocks(self) -> int:
         if not self._setup.global_media_ids and _chooses_media_ids(self._request):
+            return 0
+        if self._texts is not None and self._texts.ambiguous(self._request):
             return 0
         return len(self._request.block_hashes)
 
@@ -182,11 +252,14 @@ def block_table(blocks: Any) -> Table:
 
 class VllmBlockPool:
     """vLLM's block pool as ``kvass.engine.protocols.BlockPool``. ``before_reset`` is called before
-    vLLM resets its prefix cache, which fails while blocks are held. It must not raise."""
+    vLLM resets its prefix cache, which fails while blocks are held, and ``after_reset`` after it
+    succeeded. They must not raise."""
 
-    def __init__(self, block_pool: Any, before_reset: Callable[[], None]) -> None:
+    def __init__(
+        self, block_pool: Any, before_reset: Callable[[], None], after_reset: Callable[[], None]
+    ) -> None:
         self._pool = block_pool
-        self._before_reset = before_reset
+        self._before_reset, self._after_reset = before_reset, after_reset
         self._reset = block_pool.reset_prefix_cache
         block_pool.reset_prefix_cache = self._attempt
         self._attempted = False
@@ -197,7 +270,10 @@ class VllmBlockPool:
         """In the place of the pool's ``reset_prefix_cache``, which may refuse."""
         self._attempted = True
         self._before_reset()
-        return bool(self._reset())
+        done = bool(self._reset())
+        if done:
+            self._after_reset()
+        return done
 
     def was_reset(self) -> bool:
         before, self._map = self._map, self._pool.cached_block_hash_to_block

@@ -2,7 +2,7 @@
 
 A file of vLLM's version (see ``adapt.py``).
 
-Facts relied on (0.32): ``parallel_config.rank`` is a worker's place in its engine, tensor-parallel
+Facts relied on: ``parallel_config.rank`` is a worker's place in its engine, tensor-parallel
 ranks consecutive; ``kv_tp_replicas`` consecutive ones of them hold equal KV. Under decode context
 parallelism a block id stands for ``block_size * dcp`` tokens, of which each rank's page holds its
 share. A data-parallel rank is an engine of its own, with an ``engine_id`` of its own.
@@ -15,12 +15,15 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 import vllm
 from msgspec import Meta
 
+from kvass import vllm_contract
 from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
@@ -48,6 +51,8 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     gpu_copies: Literal["batch", "single"] = "batch"
     """``single``: a call of the driver per run, for drivers that cannot take batches."""
     global_media_ids: bool = False
+    untested_vllm: bool = False
+    """Serve a version of vLLM that is not in ``TESTED_VLLM`` if ``vllm_contract`` finds nothing."""
 
 
 def read_options(extra: Mapping[str, object]) -> Options:
@@ -81,22 +86,23 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     algorithm); returns :class:`Inert` for a model or environment that is not supported yet."""
     transfer = vllm_config.kv_transfer_config
     options = read_options(transfer.kv_connector_extra_config)
-    version = vllm.__version__.partition("+")[0]
-    if version not in TESTED_VLLM:
-        return Inert(f"vLLM {version} was never tested; tested: {', '.join(sorted(TESTED_VLLM))}")
+    if reason := _untested(options):
+        return Inert(reason)
     if not transfer.is_kv_consumer:
         raise ConfigError(f"kv_role {transfer.kv_role}: use kv_both, or kv_consumer to only read")
     _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
+    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+
     parallel = vllm_config.parallel_config
     dcp = parallel.decode_context_parallel_size
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    blocks = tuple(spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs)
-    unit = math.lcm(*blocks, kv_cache_config.cache_hit_alignment_tokens or 1)
+    blocks = tuple(resolve_dcp_kv_block_size(spec, dcp) for spec in specs)
+    unit = math.lcm(*blocks, getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 1)
     has_states = groups.has_states(kv_cache_config)
     chunk_tokens = choose_chunk_tokens(options.chunk_tokens, unit, has_states)
     if reason := next(_unsupported(vllm_config, kv_cache_config, options.gpu), ""):
         return Inert(reason)
-    hash_tokens = kv_cache_config.hash_block_size or blocks[0]
+    hash_tokens = _hash_tokens(vllm_config, kv_cache_config, blocks)
     try:
         layouts = groups.read_groups(kv_cache_config, blocks)
         groups.page_formats(kv_cache_config)  # raises here what a rank would find too late
@@ -107,6 +113,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         return Inert(str(error))
     # What decides which tokens, heads and layers a rank's page holds.
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)  # before 0.31 vLLM does not tell
     interleave = parallel.cp_kv_cache_interleave_size if dcp > 1 else 1
     fields["parallel"] = identity.canonical([tp, pp, dcp, interleave])
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
@@ -119,7 +126,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         socket=options.socket or os.environ.get("KVASS_SOCKET") or default_socket(),
         instance=transfer.engine_id,
         identity={name: identity.short(text) for name, text in fields.items()},
-        strategy=ParallelStrategy(tp=tp, pp=pp, replicas=kv_cache_config.kv_tp_replicas),
+        strategy=ParallelStrategy(tp=tp, pp=pp, replicas=replicas),
         chunk_tokens=chunk_tokens,
         hash_tokens=hash_tokens,
         groups=layouts,
@@ -136,6 +143,42 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     )
 
 
+def _untested(options: Options) -> str:
+    """Why this version of vLLM is not served; empty if it is. Read before anything else of vLLM."""
+    version = vllm.__version__.partition("+")[0]
+    if version in TESTED_VLLM:
+        return ""
+    said = f"vLLM {version} was never tested (tested: {', '.join(sorted(TESTED_VLLM))})"
+    if differs := _differences(version):
+        more = f" and {len(differs) - 3} more; kvass doctor shows all" if differs[3:] else ""
+        return f"{said}, and kvass relies on what it lacks: {'; '.join(differs[:3])}{more}"
+    if not options.untested_vllm:
+        return f"{said}; it has all that kvass relies on: to try it, set kvass.untested_vllm"
+    _warn_once(f"{said}; it has all that kvass relies on, and kvass.untested_vllm is set: caching")
+    return ""
+
+
+@cache
+def _differences(version: str) -> list[str]:
+    return vllm_contract.differences(Path(vllm.__file__).parent, version)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+def _hash_tokens(vllm_config: Any, kv_cache_config: Any, blocks: tuple[int, ...]) -> int:
+    """Tokens of one of vLLM's block hashes. Before 0.32 the cache's configuration does not say."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    if told := getattr(kv_cache_config, "hash_block_size", None):
+        return int(told)
+    if len(blocks) == 1:
+        return blocks[0]
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
 def _check_hash_algorithm(algorithm: str) -> None:
     if "xxhash" in algorithm and "PYTHONHASHSEED" not in os.environ:
         raise ConfigError(
@@ -146,10 +189,11 @@ def _check_hash_algorithm(algorithm: str) -> None:
 
 def wanted_layout(vllm_config: Any) -> str | None:
     """vLLM's name of the KV cache layout that the options ask for: blocks outermost, in which a
-    block of all layers is one piece. None: they ask for none, or this vLLM was never tested. vLLM
+    block of all layers is one piece. None: they ask for none, or this vLLM is not served. vLLM
     takes it if nothing else decides. Raises :class:`ConfigError`."""
-    wanted = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_layout
-    if not wanted or vllm.__version__.partition("+")[0] not in TESTED_VLLM:
+    options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    wanted = options.kv_layout
+    if not wanted or _untested(options):
         return None
     if wanted != "blocks":
         return wanted
@@ -179,7 +223,9 @@ def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> 
     flagged = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
     if not flagged and (speculative is None or not speculative.use_eagle_block_drop()):
         return 0
-    lookahead = int(vllm_config.num_prefill_lookahead_tokens)
+    # Before 0.31 vLLM does not say: at most as many as the drafter proposes.
+    most = vllm_config.num_speculative_tokens
+    lookahead = int(getattr(vllm_config, "num_prefill_lookahead_tokens", most))
     return -(-max(1, lookahead) // chunk_tokens)
 
 

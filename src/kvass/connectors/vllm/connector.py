@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvass.connectors.vllm import adapt, configuration
+from kvass.connectors.vllm import adapt, configuration, events
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
@@ -49,9 +49,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
                 log_off(setup.reason, plans)
             return
         self._setup = setup
+        self._texts = adapt.hashed_texts(vllm_config)
         if plans:
             configuration.recompute_failed_loads(vllm_config)
-            self._planner = Planner(setup)
+            self._planner = Planner(setup, events.maker(vllm_config, kv_cache_config, setup))
         else:
             self._copier = self._boundary.run(None, self._make_copier, setup, vllm_config)
         if logs and not setup.named:
@@ -122,15 +123,19 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         def before_reset() -> None:
             self._run(self._planner, None, Planner.abandon_pending)
 
+        def after_reset() -> None:
+            self._run(self._planner, None, Planner.forget_announced)
+
         def bind(planner: Planner) -> None:
-            planner.bind(adapt.VllmBlockPool(gpu_block_pool, before_reset))
+            planner.bind(adapt.VllmBlockPool(gpu_block_pool, before_reset, after_reset))
 
         self._run(self._planner, None, bind)
 
     def on_new_request(self, request: Any) -> None:
         """A request was added."""
         if self._setup is not None:
-            self._run(self._planner, None, Planner.track, adapt.VllmRequest(request, self._setup))
+            theirs = adapt.VllmRequest(request, self._setup, self._texts)
+            self._run(self._planner, None, Planner.track, theirs)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -185,6 +190,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping, to hear of stores in progress."""
         return self._run(self._planner, False, Planner.storing)
+
+    def take_events(self) -> list[Any]:
+        """What became of this engine's rows: vLLM publishes it with its own KV events."""
+        return self._run(self._planner, [], Planner.take_events)
 
     def reset_cache(self) -> bool | None:
         """Forget this namespace (the weights are about to change); False: a defect of kvass."""

@@ -3,7 +3,7 @@
 A cache spec is known by the name of its class. One that is not listed is unsupported, whatever it
 derives from, because its pages may mean something else.
 
-Facts relied on (0.32): two groups with equal specs are still two id spaces; a layer's spec may
+Facts relied on: two groups with equal specs are still two id spaces; a layer's spec may
 differ from its group's only inside ``UniformTypeKVCacheSpecs``; ``extra_retained_tokens`` are kept
 beyond a sliding window; a spec is a dataclass, whose fields say what its pages mean (dtypes,
 shapes, quantization); in ``align`` mode a Mamba group keeps the state of the last token computed

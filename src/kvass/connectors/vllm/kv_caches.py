@@ -2,7 +2,7 @@
 
 Pages are found from the configuration, and the tensors must agree with it.
 
-Facts relied on (0.32): the page of layer ``t.layers[l]``, block b, begins at
+Facts relied on: the page of layer ``t.layers[l]``, block b, begins at
 ``t.offset + l*t.layer_stride + b*t.block_stride`` in the layer's storage and is ``page_size_bytes``
 long, in one piece but for two of vLLM's six layouts: with heads outside of blocks (LHBNC) a page
 has a piece per head, a block stride long and evenly spaced in the layer's stretch; with layers

@@ -139,7 +139,7 @@ class Executor:
             return
         error: BaseException | None = None
         try:
-            end = perform(effect, self._tier, self._arena, self._clock)
+            end = perform(effect, self._tier, self._arena)
         except BaseException as raised:  # noqa: BLE001 - anybody's code, and nobody above us
             error, end = raised, failure(effect)
             self._log_once(error)
@@ -148,12 +148,13 @@ class Executor:
             if error is not None:
                 self._errors += 1
                 self._trouble = _one_line(error)
+                for name in (self._name, self._name.partition(":")[2]):  # said beside it anyhow
+                    self._trouble = self._trouble.removeprefix(f"{name}: ")
             if work.health.end(begun, error is None, self._clock()):
                 self._changed.set()
         self._post(end)
 
     def _register(self, register: Callable[[Buffer], object]) -> None:
-        """Tell the tier of the arena."""
         try:
             register(self._arena)
         except BaseException as error:  # noqa: BLE001 - as above; it can serve without

@@ -28,10 +28,14 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     arena_bytes: int
     close_s: float
     """How long calls that still run at the end are waited for."""
+    log_format: str = "text"
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sent by the daemon, and sent back by the process's main thread."""
+    """Sent by the daemon, and sent back by the process's main thread. ``log_level``: what it logs
+    from now on."""
+
+    log_level: str
 
 
 class TierOpened(msgspec.Struct, frozen=True, tag=True):
@@ -46,17 +50,14 @@ FromProcess = TierOpened | Heartbeat | FromTier | TierReport
 
 
 def encode(message: ToProcess | FromProcess) -> bytes:
-    """The frame of ``message``."""
     return frame(_encoder.encode(message))
 
 
 def from_daemon() -> Decoder[ToProcess]:
-    """What a tier's process reads."""
     return Decoder(_to_process, LIMIT)
 
 
 def from_process() -> Decoder[FromProcess]:
-    """What the daemon reads."""
     return Decoder(_from_process, LIMIT)
 
 

@@ -21,8 +21,6 @@ from enum import Enum
 
 
 class HealthState(Enum):
-    """See the table above."""
-
     UP = "up"
     DOWN = "down"
     RETRYING = "retrying"
@@ -50,7 +48,6 @@ class Health:
         self._changes = 0
 
     def accepts(self, now: float) -> bool:
-        """Whether a request may begin now."""
         if self.state is HealthState.DOWN:
             return now >= self._retry_at
         return self.state is HealthState.UP
@@ -81,7 +78,6 @@ class Health:
         self.state = HealthState.RETRYING
 
     def succeeded(self, now: float) -> None:
-        """It is up."""
         self._changes += 1
         self.state, self._up_since = HealthState.UP, now
 

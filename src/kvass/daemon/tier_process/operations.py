@@ -6,7 +6,7 @@ Law of this file: the arena's bytes are handed to the tier as views and never lo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -26,9 +26,7 @@ _MEET_S: Final = 0.2
 """Daemons that find no note within this time of each other agree about its epoch."""
 
 
-def perform(
-    effect: effects.ToTier, tier: Tier, arena: Buffer, clock: Callable[[], float]
-) -> effects.FromTier:
+def perform(effect: effects.ToTier, tier: Tier, arena: Buffer) -> effects.FromTier:
     """Do it, in the caller's thread, for as long as the tier takes. Raises ``TierDown``, and
     whatever else a tier that breaks its promises raises."""
     if isinstance(effect, effects.TierProbe):
@@ -37,9 +35,7 @@ def perform(
     if isinstance(effect, effects.TierLoad):
         keys = _keys(effect.records)
         into = shards(arena, effect.slots, effect.shard_bytes)
-        began = clock()
-        which = _flags(tier.load(keys, into), len(keys))
-        return effects.Loaded(effect.op, which, clock() - began)
+        return effects.Loaded(effect.op, _flags(tier.load(keys, into), len(keys)))
     if isinstance(effect, effects.TierStore):
         return effects.Stored(effect.op, _store(effect, tier, arena))
     if isinstance(effect, effects.TierEpoch):
@@ -53,7 +49,7 @@ def failure(effect: effects.ToTier) -> effects.FromTier:
     if isinstance(effect, effects.TierProbe):
         return effects.Probed(effect.op, _none(sum(len(batch.keys) for batch in effect.batches)))
     if isinstance(effect, effects.TierLoad):
-        return effects.Loaded(effect.op, _none(len(effect.records.keys)), 0.0)
+        return effects.Loaded(effect.op, _none(len(effect.records.keys)))
     if isinstance(effect, effects.TierStore):
         return effects.Stored(effect.op, _none(len(effect.records.keys)), down=True)
     if isinstance(effect, effects.TierEpoch):

@@ -26,6 +26,7 @@ import numpy as np
 
 from kvass.arena import memory
 from kvass.core.effects import Records, TierProbe
+from kvass.daemon import logs
 from kvass.daemon.tier_process import frames
 from kvass.daemon.tier_process.executor import Executor
 from kvass.errors import ConfigError
@@ -47,7 +48,6 @@ def main(arguments: list[str]) -> int:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     os.register_at_fork(after_in_child=lambda: _forked(sock))
@@ -62,6 +62,7 @@ def main(arguments: list[str]) -> int:
     messages = _received(sock)
     start = next(messages)
     assert isinstance(start, frames.Start), start
+    logs.begin("info", start.log_format)
     arena = memory.attach(arena_fd, start.arena_bytes)
     arena.keep_from_forks()
     try:
@@ -74,6 +75,7 @@ def main(arguments: list[str]) -> int:
     executor.submit(_first_probe(start.number))
     for message in messages:
         if isinstance(message, frames.Heartbeat):
+            logs.set_level(message.log_level)
             send(message)
         else:
             assert not isinstance(message, frames.Start), "started twice"
@@ -112,7 +114,6 @@ def _forked(sock: socket.socket) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End when the process ``parent`` ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)

@@ -23,6 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from kvass.core.effects import FromTier, TierLoad, TierReport, TierStore, ToTier
+from kvass.daemon import logs
 from kvass.daemon.tier_process import frames
 from kvass.daemon.tier_process.child import reaped, spawn
 from kvass.daemon.tier_process.health import Health, HealthState
@@ -72,9 +73,10 @@ class TierProcess:
         arena_fd: int,
         arena_bytes: int,
         periods: Periods | None = None,
+        log_format: str = "text",
     ) -> None:
         self._periods = p = periods or Periods()
-        self._start = frames.Start(number, url, name, arena_bytes, p.close_s)
+        self._start = frames.Start(number, url, name, arena_bytes, p.close_s, log_format)
         self._arena_fd = arena_fd
         self._health = Health(
             p.first_pause_s, p.longest_pause_s, p.longest_pause_s, HealthState.RETRYING
@@ -98,7 +100,7 @@ class TierProcess:
         """
         self._loop, self._post = asyncio.get_running_loop(), post
         hearing = await self._launch()
-        self._supervision = _task(self._supervise(hearing))
+        self._supervision = task(self._supervise(hearing))
 
     def submit(self, effect: ToTier) -> None:
         """Have it done, or refused; its end is posted, never before this returns."""
@@ -149,6 +151,7 @@ class TierProcess:
                 raise ConfigError(self._text(f"no process: {error.strerror}")) from error
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._send(self._start)
+        self._send(frames.Heartbeat(logs.level()))
         messages = _messages(reader)
         first = asyncio.ensure_future(anext(messages, None))
         deadline = self._loop.time() + self._periods.open_s
@@ -164,7 +167,7 @@ class TierProcess:
         if isinstance(said, frames.TierOpened) and said.refusal:
             raise ConfigError(said.refusal)
         self._health.succeeded(self._loop.time())
-        return _task(self._hear(messages))
+        return task(self._hear(messages))
 
     async def _watch(self, hearing: asyncio.Task[None]) -> str:
         """Return when it has hung up (empty), or has to be killed (why)."""
@@ -173,7 +176,7 @@ class TierProcess:
             if (await asyncio.wait([hearing], timeout=self._periods.heartbeat_s))[0]:
                 return ""
             self._unanswered += 1
-            self._send(frames.Heartbeat())
+            self._send(frames.Heartbeat(logs.level()))
             if self._unanswered == self._periods.suspect_after:
                 self._suspect()
         return "its process said nothing any more, and was killed"
@@ -252,7 +255,7 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromPr
                 yield message
 
 
-def _task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """A task whose error, one of ours, is raised where the loop's exception handler sees it."""
 
     def raise_error(task: asyncio.Task[None]) -> None:

@@ -133,7 +133,6 @@ class Folder:
 
 
 def _is_same(path: str | Path, fd: int, **how: Any) -> bool:
-    """Whether the path leads to the open file."""
     try:
         return os.path.samestat(os.stat(path, **how), os.fstat(fd))
     except (FileNotFoundError, NotADirectoryError):

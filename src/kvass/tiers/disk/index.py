@@ -53,7 +53,6 @@ class Segment:
         """When each slot's record was used last."""
 
     def place(self, slot: int) -> int:
-        """One number for segment and slot."""
         return self.file.number << 32 | slot
 
     def last_use(self) -> int:

@@ -147,7 +147,6 @@ class SegmentFile:
             self._folder.unlink(name)
 
     def close(self) -> None:
-        """Close its files. Idempotent."""
         for fd in (self._fd, self._table_fd):
             if fd >= 0:
                 os.close(fd)

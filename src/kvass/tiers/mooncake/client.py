@@ -55,7 +55,6 @@ _log = logging.getLogger("kvass.tiers")
 
 
 def meaning(code: int) -> str:
-    """What the library means by it."""
     return _CODES.get(code, f"error {code} of the library")
 
 
@@ -122,7 +121,6 @@ class MooncakeClient:
             yield
 
     def close(self) -> None:
-        """Nobody uses the client any more."""
         with self._lock:
             if self._client is not None:
                 self._client.close()

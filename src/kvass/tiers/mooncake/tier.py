@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from kvass.errors import ConfigError, TierDown
+from kvass.errors import TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Buffer, Shards
 from kvass.tiers.buffers import groups
 from kvass.tiers.mooncake.client import (
@@ -34,7 +34,7 @@ from kvass.tiers.mooncake.client import (
     plain,
 )
 from kvass.tiers.mooncake.transfer import ObjectTransfer
-from kvass.tiers.options import MooncakeOptions
+from kvass.tiers.options import MooncakeOptions, host_and_port
 from kvass.tiers.record_tier import Outcome, RecordTier, answers
 from kvass.tiers.worker_pool import WorkerPool
 
@@ -50,7 +50,7 @@ _GROUPS_AT_ONCE: Final = 2
 _ROOM_TRIES: Final = 5
 _ROOM_S: Final = 0.02
 """The master evicts some time after it refused."""
-_PORT: Final = "50051"
+_PORT: Final = 50051
 """The master's, by default."""
 _NOTE: Final = 2 + MAX_NOTE_BYTES
 """Bytes of a note's record: its length, and room for the longest."""
@@ -80,7 +80,6 @@ class MooncakeTier(RecordTier):
             self._mooncake.announce(buffer)
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
-        """Which the master knows of; one round trip."""
         codes = self._mooncake.client().batch_is_exist([self._record(key) for key in keys])
         return [self._down(meaning(code)) if code < 0 else code == 1 for code in codes]
 
@@ -226,9 +225,4 @@ def _requests(some: Transfers) -> tuple[list[str], list[list[int]], list[list[in
 
 def open_mooncake(where: str, options: MooncakeOptions) -> MooncakeTier:
     """``mooncake:HOST[:PORT]?...``, the master's. Raises ``ConfigError``."""
-    name = f"mooncake:{where}"
-    host, _, port = where.rpartition(":") if ":" in where else (where, "", _PORT)
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{name}: {port!r} is no port; write mooncake:HOST:PORT")
-    master = host.removeprefix("[").removesuffix("]"), int(port)
-    return MooncakeTier(name, master, options)
+    return MooncakeTier(f"mooncake:{where}", host_and_port("mooncake", where, _PORT), options)

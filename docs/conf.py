@@ -1,0 +1,19 @@
+"""The docs site: ``make docs``. Pages and their links are those of the repository."""
+
+from kvass._version import __version__
+
+project = "kvass"
+version = release = __version__
+copyright = "the kvass founders"
+extensions = ["myst_parser"]
+include_patterns = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
+exclude_patterns = [".venv", ".cache"]
+root_doc = "docs/index"
+myst_heading_anchors = 4
+nitpicky = True
+html_theme = "alabaster"
+html_theme_options = {"page_width": "70rem", "sidebar_width": "14rem", "fixed_sidebar": True}
+html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
+html_show_sphinx = False
+html_show_sourcelink = False
+html_copy_source = False

@@ -1,0 +1,133 @@
+"""For the recipes: vLLM servers and a proxy as processes of their own, and requests to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import httpx
+
+from examples.tiny import ENGINE, ENVIRONMENT, model, transfer_config
+from kvass.testing.daemon import running_daemon
+
+START_S: Final = 300.0
+
+
+class Reply(NamedTuple):
+    """The answer to a prompt."""
+
+    server: str
+    """Who gave it."""
+    prompt_tokens: int
+    cached: int
+    """Of the prompt, not computed by the server that answered."""
+    tokens: list[int]
+    seconds: float
+
+
+def ask(url: str, prompt: list[int], max_tokens: int = 16) -> Reply:
+    """Send a prompt of token ids."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    began = time.monotonic()
+    reply = httpx.post(
+        f"{url}/v1/completions",
+        json=body | {"ignore_eos": True, "return_token_ids": True},
+        timeout=START_S,
+        trust_env=False,
+    )
+    seconds = time.monotonic() - began
+    usage, (choice,) = (reply.raise_for_status().json()[name] for name in ("usage", "choices"))
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    server = reply.headers.get("x-served-by", url)
+    return Reply(server, usage["prompt_tokens"], cached, choice["token_ids"], seconds)
+
+
+@contextmanager
+def two_servers(folder: Path) -> Iterator[list[str]]:
+    """A daemon and two vLLM servers of the tiny model; their URLs."""
+    with running_daemon(folder, l1_size="256MiB") as daemon:
+        flags = ENGINE | {
+            "model": model(),
+            "served_model_name": "tiny",
+            "host": "127.0.0.1",
+            "enable_prompt_tokens_details": True,
+            "kv_transfer_config": json.dumps(transfer_config(daemon.socket)),
+        }
+        command = ["vllm.entrypoints.openai.api_server", *_as_flags(flags)]
+        with _serving(folder, [command] * 2) as urls:
+            yield urls
+
+
+@contextmanager
+def running_proxy(folder: Path, *args: str) -> Iterator[str]:
+    """``examples.proxy`` with these arguments; its URL."""
+    with _serving(folder, [["examples.proxy", *args]], "docs") as (url,):
+        yield url
+
+
+def _as_flags(options: dict[str, Any]) -> list[str]:
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in options.items()]
+    return [part for name, v in pairs for part in ([name] if v is True else [name, str(v)])]
+
+
+@contextmanager
+def _serving(
+    folder: Path, commands: Sequence[Sequence[str]], health: str = "health"
+) -> Iterator[list[str]]:
+    """Run Python modules that serve HTTP, side by side; their URLs once all of them answer."""
+    with ExitStack() as stack:
+        started = []
+        for command in commands:
+            port = _free_port()
+            log = folder / f"{command[0]}-{port}.log"
+            stack.enter_context(_process([*command, "--port", str(port)], log))
+            started.append((f"http://127.0.0.1:{port}", log))
+        for url, log in started:
+            _wait_for(f"{url}/{health}", log)
+        yield [url for url, _ in started]
+
+
+@contextmanager
+def _process(command: list[str], log: Path) -> Iterator[None]:
+    """A process group, ended at the end: a vLLM server has further processes."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=file,
+            stderr=file,
+            env={**ENVIRONMENT, **os.environ},
+            start_new_session=True,
+        )
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for(url: str, log: Path) -> None:
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            httpx.get(url, trust_env=False).raise_for_status()
+            return
+        except httpx.HTTPError:
+            if time.monotonic() > until:
+                raise RuntimeError(f"{url} never came up: {log.read_text()[-4000:]}") from None
+        time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port

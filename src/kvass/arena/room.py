@@ -1,0 +1,84 @@
+"""How much memory there is for an arena: the machine's, or less where a cgroup says so.
+
+``root`` is where proc and sys are. What cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple
+
+SAFE_SHARE: Final = 0.8
+"""Of the memory that is available: an arena that takes more may end in swap or a kill."""
+_ROOT: Final = Path("/")
+
+
+class _Files(NamedTuple):
+    """Where a version of cgroups keeps what."""
+
+    root: str
+    limit: str
+    used: str
+    idle: str
+
+
+_V1: Final = _Files(
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+)
+_V2: Final = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+
+
+class Room(NamedTuple):
+    """Bytes. ``limit``: of the narrowest cgroup around this process, None if there is none.
+    ``available``: what could be used now, the page cache included; None: unknown."""
+
+    total: int | None
+    limit: int | None
+    available: int | None
+
+
+def room(root: Path = _ROOT) -> Room:
+    """Of this process, now."""
+    total, available = (_meminfo(root, name) for name in ("MemTotal", "MemAvailable"))
+    groups = [one for one in _groups(root) if total is None or one[0] < total]
+    left = [n for n in (available, *(left for _, left in groups)) if n is not None]
+    limit = min((limit for limit, _ in groups), default=None)
+    return Room(total, limit, min(left, default=None))
+
+
+def _groups(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit, and what is left of it, of each cgroup that this process is in and that has one."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files = _V1 if controllers else _V2
+        inner = PurePosixPath("/" if ".." in path else path)
+        for folder in (inner, *inner.parents):
+            here = root / files.root / str(folder).lstrip("/")
+            if (limit := _number(here / files.limit)) is not None:
+                used = _number(here / files.used) or 0
+                idle = _number(here / "memory.stat", rf"{files.idle} (\d+)$") or 0
+                yield limit, max(0, limit - used + idle)
+
+
+def _meminfo(root: Path, name: str) -> int | None:
+    kib = _number(root / "proc/meminfo", rf"{name}: +(\d+) kB")
+    return None if kib is None else kib << 10
+
+
+def _number(path: Path, pattern: str = r"(\d+)$") -> int | None:
+    found = re.search(f"^{pattern}", _text(path), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""

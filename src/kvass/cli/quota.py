@@ -1,0 +1,35 @@
+"""``kvass quota``."""
+
+from __future__ import annotations
+
+import os
+
+from kvass.client.client import Client
+from kvass.config import Parser, add_flags, load
+from kvass.errors import ConfigError
+from kvass.types import Quota
+
+
+def run(argv: list[str]) -> int:
+    """Give tenants quotas, or take one away. Raises ``ConfigError``, ``Refused``,
+    ``Unavailable``."""
+    parser = Parser(prog="kvass quota", description="Change what tenants may have of L1.")
+    add_flags(parser, "socket")
+    parser.add_argument("--remove", metavar="NAME", action="append", default=[], help="has none")
+    parser.add_argument("quota", nargs="*", metavar="NAME=CAP:RESERVED", help="like a=8GiB:2GiB")
+    options = vars(parser.parse_args(argv))
+    removed, texts = options.pop("remove"), options.pop("quota")
+    try:
+        given = [Quota.parse(text) for text in texts]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not given and not removed:
+        raise ConfigError("name a quota, like team-a=8GiB:2GiB, or --remove NAME")
+    with Client(load(options, os.environ).socket) as client:
+        for name in removed:
+            client.set_quota(Quota(name), remove=True)
+            print(f"{name} has no quota")
+        for quota in given:
+            client.set_quota(quota)
+            print(quota)
+    return 0

@@ -1,0 +1,36 @@
+"""What is wrong with a daemon, from the fields of its status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+REFUSED_S: Final = 60.0
+"""So long a refused engine is a trouble: it asks again after pauses of up to half a minute."""
+
+
+def troubles(fields: Mapping[str, Any]) -> list[str]:
+    """What is wrong, a line each; empty: nothing."""
+    found = []
+    for engine in fields.get("engines", []):
+        if missing := engine["missing_ranks"]:
+            ranks = ", ".join(map(str, missing[:8]))
+            found.append(f"engine {engine['instance']} waits for its ranks {ranks}")
+    found += [
+        f"engine {refusal['instance']} was refused: {refusal['text']}"
+        for refusal in fields.get("refusals", [])
+        if refusal["age_s"] < REFUSED_S
+    ]
+    lines = {tier["tier"]: tier_trouble(tier) for tier in fields.get("tiers", [])}
+    return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
+
+
+def tier_trouble(tier: dict[str, Any]) -> str:
+    """What is wrong with a tier, or nothing."""
+    if not tier.get("up"):
+        return f"down: {tier.get('trouble') or 'it has not been opened yet'}"
+    failed, stored = tier["store_failures"], tier["stored_rows"]
+    if failed and failed >= stored:
+        full = ", the disk is full" if tier.get("full") else ""
+        return f"stores fail: {failed:,} failed, {stored:,} did not{full}"
+    return str(tier.get("trouble", ""))

@@ -1,0 +1,92 @@
+"""Rows of kvass as vLLM's KV events. A file of vLLM's version (see ``adapt.py``).
+
+The events are those that vLLM publishes of its own blocks: a row is told as the blocks in it, with
+vLLM's hashes and block size, so that a router needs one index for all media.
+
+Facts relied on: an event is a ``msgspec.Struct``, whose later versions add fields with
+defaults; hashes are published as ``maybe_convert_block_hash`` says; ``AllBlocksCleared`` names no
+medium, so it would take the engine's own blocks out of a router's index, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.engine.protocols import Request
+
+MEDIUM: Final = "CPU"
+
+
+def maker(vllm_config: Any, kv_cache_config: Any, setup: VllmSetup) -> VllmEvents | None:
+    """None: the engine publishes no events."""
+    wanted = vllm_config.kv_events_config
+    if wanted is None or not wanted.enable_kv_cache_events:
+        return None
+    return VllmEvents([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups], setup)
+
+
+class VllmEvents:
+    """As ``kvass.engine.row_events.EventMaker``. ``specs``: of vLLM's groups."""
+
+    def __init__(self, specs: list[Any], setup: VllmSetup) -> None:
+        from vllm.distributed import kv_events
+        from vllm.v1 import kv_cache_interface as interface
+        from vllm.v1.core import kv_cache_utils
+
+        self._events, self._utils, self._setup = kv_events, kv_cache_utils, setup
+        self._kinds = [
+            {
+                "kv_cache_spec_kind": interface.get_kv_cache_spec_kind(spec).value,
+                "kv_cache_spec_sliding_window": interface.get_kv_cache_spec_sliding_window(spec),
+            }
+            for spec in specs
+        ]
+        self._width = 32
+
+    def stored(self, request: Request, group: int, chunk: int) -> tuple[Any, bytes]:
+        """The blocks of a row; kept are their hashes, back to back."""
+        theirs, layout = request.vllm, self._setup.groups[group]  # type: ignore[attr-defined]
+        size, end = layout.block_tokens, (chunk + 1) * self._setup.chunk_tokens
+        begin = end - layout.row_blocks(self._setup.chunk_tokens) * size
+        step = size // self._setup.hash_tokens
+        first, last = begin // size, end // size
+        hashes = theirs.block_hashes[(first + 1) * step - 1 : last * step : step]
+        parent = theirs.block_hashes[first * step - 1] if first else None
+        convert, lora = self._utils.maybe_convert_block_hash, theirs.lora_request
+        event = self._events.BlockStored(
+            block_hashes=[convert(each) for each in hashes],
+            parent_block_hash=None if parent is None else convert(parent),
+            token_ids=list(theirs.all_token_ids[begin:end]),
+            block_size=size,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM,
+            lora_name=lora.name if lora else None,
+            extra_keys=self._extra_keys(theirs, begin, end, size),
+            group_idx=group,
+            session_id=theirs.session_id,
+            **self._kinds[group],
+        )
+        self._width = len(hashes[0]) if hashes else self._width
+        return event, b"".join(hashes)
+
+    def _extra_keys(self, request: Any, begin: int, end: int, size: int) -> Any:
+        """What else is in each block's hash."""
+        keys, seen = [], 0
+        for start in range(begin, end, size):
+            own, seen = self._utils.generate_block_hash_extra_keys(
+                request, start, start + size, seen
+            )
+            keys.append(own)
+        untag = getattr(self._utils, "to_event_extra_keys", list)  # before 0.31 they have no tags
+        return untag(keys)
+
+    def removed(self, group: int, rows: list[bytes]) -> Any:
+        """The blocks of rows."""
+        blob, width = b"".join(rows), self._width
+        hashes = [blob[i : i + width] for i in range(0, len(blob), width)]
+        return self._events.BlockRemoved(
+            block_hashes=[self._utils.maybe_convert_block_hash(each) for each in hashes],
+            medium=MEDIUM,
+            group_idx=group,
+        )

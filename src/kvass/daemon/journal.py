@@ -1,0 +1,67 @@
+"""What the log says of sessions: who registered, who is gone, what was refused and why."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from kvass.core.effects import SessionId
+from kvass.messages import Cleared, Error, FromDaemon, Register, Registered
+from kvass.types import SCHEDULER
+from kvass.wire.channel import PeerCredentials
+
+LOGGED: Final = frozenset({Cleared, Error, Registered})
+"""The replies that are logged."""
+_log: Final = logging.getLogger("kvass")
+
+
+class Journal:
+    """Of the live sessions, who each is. A session that registers nothing (a status, a probe) is
+    logged at ``debug``."""
+
+    def __init__(self) -> None:
+        self._who: dict[SessionId, dict[str, Any]] = {}
+
+    def opened(self, session: SessionId, peer: PeerCredentials) -> None:
+        """``peer`` connected."""
+        self._who[session] = {"session": session, "pid": peer.pid, "uid": peer.uid}
+        self._say(logging.DEBUG, session, "connected")
+
+    def replied(self, session: SessionId, reply: FromDaemon, asked: Register | None) -> None:
+        """A reply of ``LOGGED`` was sent. ``asked``: what the session has registered as."""
+        who = self._who.get(session)
+        if who is None:
+            return
+        if isinstance(reply, Error):
+            end = ", and its session ends" if reply.fatal else ""
+            self._say(logging.INFO, session, f"refused: {reply.code}: {reply.text}{end}")
+        elif isinstance(reply, Cleared):
+            self._say(logging.INFO, session, f"cleared {reply.rows} rows")
+        elif isinstance(reply, Registered) and asked is not None:
+            model = asked.model or asked.identity.get("model", "")
+            known = {"engine": asked.instance, "rank": asked.rank, "model": model}
+            known["namespace"] = reply.namespace.hex()[:8]
+            if known.items() <= who.items():  # clients repeat it while ranks are missing
+                return
+            who |= known
+            waits = f"waits for ranks {', '.join(map(str, reply.missing[:8]))}"
+            state = waits if reply.missing else f"namespace {known['namespace']}"
+            named = f"model {model}, " if model else ""
+            self._say(logging.INFO, session, f"registered, {named}{state}")
+
+    def lost(self, session: SessionId) -> None:
+        """It has ended."""
+        if session in self._who:
+            engine = "engine" in self._who[session]
+            self._say(logging.INFO if engine else logging.DEBUG, session, "disconnected")
+            del self._who[session]
+
+    def _say(self, level: int, session: SessionId, text: str) -> None:
+        if not _log.isEnabledFor(level):
+            return
+        who = self._who[session]
+        name = f"pid {who['pid']} uid {who['uid']}"
+        if "engine" in who:
+            rank = "scheduler" if who["rank"] == SCHEDULER else f"rank {who['rank']}"
+            name = f"engine {who['engine']} {rank} ({name})"
+        _log.log(level, "%s %s", name, text, extra={"fields": who}, stacklevel=2)

@@ -1,0 +1,68 @@
+"""The options of a daemon that runs: SIGHUP reads the configuration again.
+
+Law of this file: a configuration with an error changes nothing. What changed, and what changes only
+by a restart, is said in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from kvass.config import Config
+from kvass.daemon import logs, notify
+from kvass.daemon.listen import Access
+from kvass.errors import ConfigError
+
+LIVE: Final = ("allow_uid", "socket_group", "stop_s", "log_level", "quota")
+"""Options that change while the daemon runs; all others need a restart."""
+_log: Final = logging.getLogger("kvass")
+
+
+class LiveConfig:
+    """``now`` is the configuration in force.
+
+    ``read_again`` loads it anew (raises ``ConfigError``); None: there is no file to read.
+    """
+
+    def __init__(
+        self, config: Config, access: Access, read_again: Callable[[], Config] | None = None
+    ) -> None:
+        self.now = config
+        self.access = access
+        self._read_again = read_again
+
+    async def reload(self) -> None:
+        """Take over what can change."""
+        if self._read_again is None:
+            _log.warning("SIGHUP: nothing to reload: the daemon was started without --config")
+            return
+        notify.tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            wanted = await asyncio.to_thread(self._read_again)  # files and user names may be remote
+            said = self._take(wanted)
+            logs.set_level("info")  # who asked for it hears of it, whatever the level is
+            _log.info("SIGHUP: %s", said)
+            logs.set_level(self.now.log_level)
+        except ConfigError as error:
+            _log.error("SIGHUP: the options stay as they were: %s", error)
+        notify.tell("READY=1")
+
+    def _take(self, wanted: Config) -> str:
+        """What changed, in words. Raises ``ConfigError``, having changed nothing."""
+        names = [n for n in Config.__struct_fields__ if getattr(wanted, n) != getattr(self.now, n)]
+        changed = {name: getattr(wanted, name) for name in names if name in LIVE}
+        self.access.change(wanted)
+        said = [
+            f"{name} is {value!r} (was {getattr(self.now, name)!r})"
+            for name, value in changed.items()
+        ]
+        if fixed := ", ".join(name for name in names if name not in LIVE):
+            said.append(f"cannot change without a restart: {fixed}")
+        self.now = msgspec.structs.replace(self.now, **changed)
+        return "; ".join(said) or "nothing has changed"

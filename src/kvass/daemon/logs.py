@@ -1,0 +1,126 @@
+"""The log of the daemon and of its processes: lines on stderr.
+
+Laws of this file: nobody waits for the reader of the log: a thread writes the lines, and what a
+stuck reader leaves no room for is dropped. No place in the code fills the log: it has ``BURST``
+lines per ``WINDOW_S``, and its next line says how many were left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import re
+import threading
+from datetime import UTC, datetime
+from typing import Final
+
+LINES: Final = 1000
+"""How many lines may wait for the reader of the log."""
+BURST: Final = 50
+WINDOW_S: Final = 10.0
+_END_S: Final = 2.0
+"""How long the end of the process waits for the reader."""
+_STDERR: Final = 2
+_kvass: Final = logging.getLogger("kvass")
+
+
+def begin(level: str, form: str) -> None:
+    """Write what kvass logs from ``level`` on to stderr, as lines of ``text`` or ``json``; of other
+    libraries warnings only, because their lower levels may hold secrets."""
+    handler = _Writer()
+    handler.setFormatter(_Json() if form == "json" else _Text())
+    handler.addFilter(_Limit())
+    logging.getLogger().addHandler(handler)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """``debug``, ``info``, ``warning`` or ``error``."""
+    _kvass.setLevel(level.upper())
+
+
+def level() -> str:
+    """As ``set_level`` takes it."""
+    return logging.getLevelName(_kvass.getEffectiveLevel()).lower()
+
+
+class _Writer(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[str | None] = queue.Queue(LINES)
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._put(self.format(record) + "\n")
+
+    def close(self) -> None:
+        """Called by ``logging`` when the process ends."""
+        self._put(None)
+        self._thread.join(_END_S)
+        super().close()
+
+    def _put(self, line: str | None) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:  # who reads our stderr is stuck
+            pass
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            left = line.encode()
+            try:
+                while left:  # not by sys.stderr: its lock would hang the end of the process
+                    left = left[os.write(_STDERR, left) :]
+            except OSError:  # nobody reads it any more
+                pass
+
+
+class _Limit(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[tuple[str, int], tuple[float, int]] = {}
+        """Of each place in the code: when its window began, and how many lines it had since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = record.pathname, record.lineno
+        began, count = self._windows.get(place, (record.created, 0))
+        if not 0 <= record.created - began < WINDOW_S:
+            if count > BURST:
+                record.msg = f"{record.getMessage()} ({count - BURST} such lines were left out)"
+                record.args = ()
+            began, count = record.created, 0
+        self._windows[place] = began, count + 1
+        return count < BURST or record.levelno >= logging.CRITICAL
+
+
+class _Text(logging.Formatter):
+    """What peers name is in the text: it makes no lines of its own and moves no cursor."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        when = datetime.fromtimestamp(record.created, UTC)
+        return when.strftime(f"%Y-%m-%dT%H:%M:%S.{when.microsecond // 1000:03}Z")
+
+    def format(self, record: logging.LogRecord) -> str:
+        plain = re.sub(
+            r"[^\n\x20-\x7e\xa0-\uffff]", lambda c: ascii(c[0])[1:-1], super().format(record)
+        )
+        return plain.replace("\n", "\n  ")
+
+
+class _Json(_Text):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)

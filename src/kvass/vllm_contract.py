@@ -1,0 +1,362 @@
+"""What the connector relies on in vLLM, in one table, and a check of it against vLLM's sources.
+
+Laws of this file:
+
+- Nothing of vLLM is imported: the check reads the files of its package. So ``kvass doctor`` can run
+  it without torch, and the connector before it uses anything.
+- The table names what the connector calls, overrides or reads. What vLLM *does* is not in it: only
+  the tests see that (``make test-versions``).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+TABLE: Final = """\
+distributed/kv_transfer/kv_connector/v1/base.py
+    KVConnectorBase_V1.abstract build_connector_meta get_num_new_matched_tokens \
+save_kv_layer start_load_kv update_state_after_alloc wait_for_layer_load wait_for_save
+    KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+    KVConnectorBase_V1._get_connector_metadata(self)
+    KVConnectorBase_V1._kv_cache_config
+    KVConnectorBase_V1._cache_hit_source [0.32]
+    KVConnectorBase_V1.requires_kv_delivery
+    KVConnectorBase_V1.get_required_kvcache_layout(cls, vllm_config)
+    KVConnectorBase_V1.get_kv_connector_stats(self)
+    KVConnectorBase_V1.build_kv_connector_stats(cls, data=None)
+    KVConnectorBase_V1.build_prom_metrics(cls, vllm_config, metric_types, labelnames, \
+per_engine_labelvalues)
+    KVConnectorBase_V1.bind_gpu_block_pool(self, gpu_block_pool)
+    KVConnectorBase_V1.on_new_request(self, request)
+    KVConnectorBase_V1.get_num_new_matched_tokens(self, request, num_computed_tokens)
+    KVConnectorBase_V1.update_state_after_alloc(self, request, blocks, num_external_tokens)
+    KVConnectorBase_V1.build_connector_meta(self, scheduler_output)
+    KVConnectorBase_V1.update_connector_output(self, connector_output)
+    KVConnectorBase_V1.request_finished(self, request, block_ids)
+    KVConnectorBase_V1.has_pending_block_frees(self)
+    KVConnectorBase_V1.has_pending_push_work(self)
+    KVConnectorBase_V1.reset_cache(self)
+    KVConnectorBase_V1.take_events(self)
+    KVConnectorBase_V1.register_kv_caches(self, kv_caches)
+    KVConnectorBase_V1.handle_preemptions(self, kv_connector_metadata)
+    KVConnectorBase_V1.start_load_kv(self, forward_context, **kwargs)
+    KVConnectorBase_V1.wait_for_layer_load(self, layer_name)
+    KVConnectorBase_V1.save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs)
+    KVConnectorBase_V1.wait_for_save(self)
+    KVConnectorBase_V1.get_transfer_results(self, finished_req_ids)
+    KVConnectorBase_V1.build_connector_worker_meta(self)
+    KVConnectorBase_V1.shutdown(self)
+    KVConnectorMetadata
+    KVConnectorRole.SCHEDULER
+    KVConnectorTransferResults.finished_recving = field(default_factory=set)
+    KVConnectorTransferResults.failed_recving = field(default_factory=set)
+    KVConnectorWorkerMetadata.abstract aggregate
+    KVConnectorWorkerMetadata.aggregate(self, other)
+    SupportsHMA.abstract request_finished_all_groups
+    SupportsHMA.request_finished_all_groups(self, request, block_ids)
+distributed/kv_transfer/kv_connector/v1/metrics.py
+    KVConnectorStats.data = field(default_factory=dict)
+    KVConnectorStats.reset(self)
+    KVConnectorStats.aggregate(self, other)
+    KVConnectorStats.reduce(self)
+    KVConnectorStats.is_empty(self)
+    KVConnectorPromMetrics.__init__(self, vllm_config, metric_types, labelnames, \
+per_engine_labelvalues)
+    KVConnectorPromMetrics.observe(self, transfer_stats_data, engine_idx=0)
+distributed/kv_events.py
+    BlockStored.block_hashes
+    BlockStored.parent_block_hash
+    BlockStored.token_ids
+    BlockStored.block_size
+    BlockStored.lora_id
+    BlockStored.medium
+    BlockStored.lora_name
+    BlockStored.extra_keys = None
+    BlockStored.group_idx = None
+    BlockStored.session_id = None
+    BlockStored.kv_cache_spec_kind = None
+    BlockStored.kv_cache_spec_sliding_window = None
+    BlockRemoved.block_hashes
+    BlockRemoved.medium
+    BlockRemoved.group_idx = None
+v1/metrics/cache_hit_source.py
+    CacheHitSource.HOST [0.32]
+v1/core/kv_cache_utils.py
+    make_block_hash_with_group_id(block_hash, group_id)
+    resolve_none_hash_seed(hash_fn)
+    maybe_convert_block_hash(hash_bytes)
+    generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
+    to_event_extra_keys(extra_keys) [0.31]
+    resolve_dcp_kv_block_size(spec, dcp_world_size)
+    resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    KVCacheBlock.block_hash
+    KVCacheBlock.ref_cnt = 0
+v1/core/block_pool.py
+    BlockPool.blocks
+    BlockPool.num_gpu_blocks
+    BlockPool.cached_block_hash_to_block
+    BlockPool.touch(self, blocks)
+    BlockPool.free_blocks(self, ordered_blocks)
+    BlockPool.reset_prefix_cache(self)
+v1/core/kv_cache_manager.py
+    KVCacheBlocks.get_block_ids(self, allow_none=False, *, group_ids=None)
+v1/core/sched/output.py
+    SchedulerOutput.num_scheduled_tokens
+    SchedulerOutput.total_num_scheduled_tokens
+    SchedulerOutput.kv_connector_block_state = None
+    KVConnectorBlockState.get_block_ids(self, req_id)
+    KVConnectorBlockState.boundary_state_offloads
+v1/outputs.py
+    KVConnectorOutput.failed_recving = field(default_factory=set)
+    KVConnectorOutput.kv_connector_worker_meta = None
+v1/request.py
+    Request.request_id
+    Request.all_token_ids
+    Request.block_hashes
+    Request.cache_salt
+    Request.lora_request
+    Request.mm_features
+    Request.num_computed_tokens
+    Request.num_tokens
+    Request.session_id
+    Request.skip_reading_prefix_cache
+multimodal/inputs.py
+    MultiModalFeatureSpec.identifier
+    MultiModalFeatureSpec.mm_hash = None
+lora/request.py
+    LoRARequest.adapter_id
+    LoRARequest.name
+    LoRARequest.lora_name
+    LoRARequest.lora_path = ''
+v1/kv_cache_interface.py
+    KVCacheConfig.num_blocks
+    KVCacheConfig.kv_cache_tensors
+    KVCacheConfig.kv_cache_groups
+    KVCacheConfig.kv_cache_layout = None
+    KVCacheConfig.prefix_cacheable_group_ids
+    KVCacheConfig.kv_tp_replicas = 1 [0.31]
+    KVCacheConfig.hash_block_size = None [0.32]
+    KVCacheConfig.cache_hit_alignment_tokens = None [0.32]
+    KVCacheGroupSpec.layer_names
+    KVCacheGroupSpec.kv_cache_spec
+    KVCacheGroupSpec.is_eagle_group = False
+    KVCacheTensor.layers
+    KVCacheTensor.offset = 0
+    KVCacheTensor.layer_stride
+    KVCacheTensor.block_stride
+    FullAttentionSpec.block_size
+    FullAttentionSpec.page_size_bytes
+    FullAttentionSpec.non_causal = False
+    MLAAttentionSpec.cache_dtype_str = None
+    SlidingWindowSpec.sliding_window
+    SlidingWindowSpec.extra_retained_tokens = 0
+    SlidingWindowMLASpec.sliding_window
+    ChunkedLocalAttentionSpec.attention_chunk_size
+    MambaSpec.mamba_cache_mode = 'none'
+    UniformTypeKVCacheSpecs.kv_cache_specs
+    get_kv_cache_spec_kind(kv_cache_spec)
+    get_kv_cache_spec_sliding_window(kv_cache_spec)
+config/kv_transfer.py
+    KVTransferConfig.engine_id = None
+    KVTransferConfig.is_kv_consumer
+    KVTransferConfig.is_kv_producer
+    KVTransferConfig.kv_connector_extra_config = field(default_factory=dict)
+    KVTransferConfig.kv_load_failure_policy = 'fail'
+    KVTransferConfig.kv_role = None
+config/cache.py
+    CacheConfig.cache_dtype = 'auto'
+    CacheConfig.kv_cache_dtype_skip_layers = field(default_factory=list)
+    CacheConfig.prefix_caching_hash_algo = 'sha256'
+config/kv_events.py
+    KVEventsConfig.enable_kv_cache_events = False
+config/load.py
+    LoadConfig.download_dir = None
+    LoadConfig.load_format = 'auto'
+config/model.py
+    ModelConfig.architecture
+    ModelConfig.attn_type
+    ModelConfig.generation_config = 'auto'
+    ModelConfig.hf_config = field(init=False)
+    ModelConfig.hf_text_config = field(init=False)
+    ModelConfig.is_prefix_caching_supported
+    ModelConfig.max_model_len = None
+    ModelConfig.model = 'Qwen/Qwen3-0.6B'
+    ModelConfig.model_weights = ''
+    ModelConfig.multimodal_config = None
+    ModelConfig.override_generation_config = field(default_factory=dict)
+    ModelConfig.pooler_config = None
+    ModelConfig.revision = None
+    ModelConfig.seed = 0
+config/parallel.py
+    ParallelConfig.cp_kv_cache_interleave_size = 1
+    ParallelConfig.decode_context_parallel_size = 1
+    ParallelConfig.nnodes_within_dp
+    ParallelConfig.pipeline_parallel_size = 1
+    ParallelConfig.prefill_context_parallel_size = 1
+    ParallelConfig.rank = 0
+    ParallelConfig.tensor_parallel_size = 1
+config/pooler.py
+    PoolerConfig.seq_pooling_type = None
+    PoolerConfig.tok_pooling_type = None
+config/speculative.py
+    SpeculativeConfig.draft_load_config = None
+    SpeculativeConfig.draft_model_config = None
+    SpeculativeConfig.method = None
+    SpeculativeConfig.num_speculative_tokens = None
+    SpeculativeConfig.use_eagle_block_drop(self)
+config/vllm.py
+    VllmConfig.cache_config = Field(default_factory=CacheConfig)
+    VllmConfig.kv_events_config
+    VllmConfig.kv_transfer_config = None
+    VllmConfig.load_config = Field(default_factory=LoadConfig)
+    VllmConfig.lora_config = None
+    VllmConfig.model_config = None
+    VllmConfig.num_prefill_lookahead_tokens [0.31]
+    VllmConfig.parallel_config = Field(default_factory=ParallelConfig)
+    VllmConfig.speculative_config = None
+envs.py
+    environment_variables
+model_executor/layers/mamba/mamba_utils.py
+    get_conv_state_layout()
+platforms/interface.py
+    Platform.device_name
+    Platform.device_type
+    Platform.get_device_capability(cls, device_id=0)
+utils/hashing.py
+    get_hash_fn_by_name(hash_fn_name)
+"""
+"""A file of vLLM's package, then indented what must be in it. A name alone: a class, function,
+field, property, member of an enum, or attribute that ``__init__`` sets. With parentheses: a
+function with these parameters. With ``= value``: a field with this default. ``abstract``: the
+abstract methods of a class. ``[0.31]``: since this version; before it nothing is missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One line of the table. ``name``: of a class's member, with the class."""
+
+    file: str
+    name: str
+    rest: str
+    since: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """What it says of ``name``."""
+        return self.name + self.rest
+
+
+def terms() -> Iterator[Term]:
+    """The lines of the table."""
+    file = ""
+    for line in filter(None, TABLE.splitlines()):
+        if not line.startswith(" "):
+            file = line
+            continue
+        text, _, since = line.strip().partition(" [")
+        name, rest = re.fullmatch(r"([\w.]+)(.*)", text).groups()  # type: ignore[union-attr]
+        yield Term(file, name, rest, release(since))
+
+
+def differences(package: Path, version: str) -> list[str]:
+    """What is otherwise in the vLLM whose Python package is the folder ``package``, a line each.
+    Empty if the contract holds."""
+    found = []
+    for file, lines in groupby(terms(), lambda term: term.file):
+        top = _top(package / file)
+        for term in lines:
+            if term.since > release(version):
+                continue
+            there = describe(top, term.name)
+            if there is None:
+                found.append(f"{term.name} is not in {file}")
+            elif term.rest not in ("", there):
+                found.append(f"{term.name}{there} in {file} was {term.name}{term.rest}")
+    return found
+
+
+def release(version: str) -> tuple[int, ...]:
+    """``0.31.2rc1+cpu`` as (0, 31, 2)."""
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+# ---------------------------------------------------------------- sources
+
+Names = dict[str, ast.AST]
+
+
+def describe(top: Names, name: str) -> str | None:
+    """What a file whose names are ``top`` says of ``name``, as in the table; "" if there is no more
+    to say than that it is there, None if it is not."""
+    outer, _, member = name.partition(".")
+    found = top.get(outer)
+    if not member or found is None:
+        return None if found is None else _text(found)
+    members = _members(top, found) if isinstance(found, ast.ClassDef) else {}
+    if member == "abstract":
+        return " " + " ".join(sorted(name for name, node in members.items() if _is_abstract(node)))
+    return _text(members[member]) if member in members else None
+
+
+def _top(file: Path) -> Names:
+    """What a file gives names to; nothing if it cannot be read."""
+    try:
+        return dict(_named(ast.parse(file.read_text()).body))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return {}
+
+
+def _named(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node
+        elif isinstance(node, ast.Assign):
+            yield from ((to.id, node) for to in node.targets if isinstance(to, ast.Name))
+
+
+def _members(top: Names, of: ast.ClassDef) -> Names:
+    """The members of a class and of its bases in the same file."""
+    found: Names = {}
+    for base in reversed(of.bases):
+        parent = top.get(base.id) if isinstance(base, ast.Name) else None
+        if isinstance(parent, ast.ClassDef):
+            found |= _members(top, parent)
+    own = dict(_named(of.body))
+    for node in ast.walk(own.get("__init__", of)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found[node.attr] = ast.Pass()
+    return found | own
+
+
+def _is_abstract(node: ast.AST) -> bool:
+    return any("abstractmethod" in ast.unparse(one) for one in _decorators(node))
+
+
+def _decorators(node: ast.AST) -> list[ast.expr]:
+    return getattr(node, "decorator_list", [])
+
+
+def _text(node: ast.AST) -> str:
+    """Parameters of a function, default of a field; nothing for others."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if any("property" in ast.unparse(one) for one in _decorators(node)):
+            return ""
+        for one in ast.walk(node.args):
+            if isinstance(one, ast.arg):
+                one.annotation = None
+        return f"({ast.unparse(node.args)})"
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        value = node.value
+        if isinstance(value, ast.Call):
+            value = next((given.value for given in value.keywords if given.arg == "default"), value)
+        return f" = {ast.unparse(value)}"
+    return ""

@@ -1,0 +1,66 @@
+"""What happened between two looks at the daemon, a line each: engines, tiers, clears, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from kvass.client.health import tier_trouble
+
+Fields = dict[str, Any]
+
+_GROWN: Final = {
+    "refused_": "requests refused",
+    "ended_": "sessions ended by the daemon",
+    "discarded_": "stores discarded",
+    "lapsed_leases": "leases ended at their deadline",
+    "flushes_lost": "rows evicted before a tier had them",
+}
+"""Counters of what should not happen, by how their names begin."""
+_USUAL: Final = {"ended_closed", "discarded_cancelled"}
+
+
+def changes(before: Fields | None, after: Fields | None) -> Iterator[str]:
+    """``None``: the daemon is down."""
+    if after is None:
+        if before is not None:
+            yield "the daemon is gone"
+        return
+    if before is None or before["boot"] != after["boot"]:
+        yield f"a daemon is up: version {after['version']}, pid {after['pid']}"
+        before = {"engines": [], "namespaces": [], "tiers": [], "counters": {}}
+    yield from _engines(before, after)
+    yield from _tiers(before["tiers"], after["tiers"])
+    epochs = {ns["namespace"]: ns["epoch"] for ns in before["namespaces"]}
+    for ns in after["namespaces"]:
+        if ns["epoch"] > epochs.get(ns["namespace"], ns["epoch"]):
+            yield f"namespace {ns['namespace'][:8]} ({ns['model']}) was cleared"
+    for name, count in after["counters"].items():
+        meaning = next((line for start, line in _GROWN.items() if name.startswith(start)), None)
+        more = count - before["counters"].get(name, 0)
+        if meaning and more > 0 and name not in _USUAL:
+            reason = name.partition("_")[2] if name.startswith(("ref", "end", "dis")) else ""
+            yield f"{more:,} {meaning}{f': {reason}' if reason else ''}"
+
+
+def _engines(before: Fields, after: Fields) -> Iterator[str]:
+    old, new = ({e["instance"]: e for e in side["engines"]} for side in (before, after))
+    for name in new.keys() - old.keys():
+        yield f"engine {name} came: {new[name]['model'] or 'no model named'}"
+    for name in old.keys() - new.keys():
+        yield f"engine {name} is gone"
+    for name in new.keys() & old.keys():
+        missing = new[name]["missing_ranks"]
+        if missing and not old[name]["missing_ranks"]:
+            yield f"engine {name} lost ranks {', '.join(map(str, missing[:8]))}"
+
+
+def _tiers(before: list[Fields], after: list[Fields]) -> Iterator[str]:
+    was = {tier["tier"]: tier_trouble(tier) for tier in before}
+    for tier in after:
+        line = tier_trouble(tier)
+        known = was.get(tier["tier"], "")
+        if line and not known:
+            yield f"tier {tier['tier']}: {line}"
+        elif known and not line:
+            yield f"tier {tier['tier']} is well again"

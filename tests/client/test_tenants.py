@@ -1,0 +1,112 @@
+"""Tenants against a real daemon: a noisy one and one for which room is reserved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvass.cli.main import main
+from kvass.client.client import Client
+from kvass.client.parallel import ParallelStrategy
+from kvass.errors import Incompatible, Refused
+from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.fake_engine import FakeEngine, spread
+from kvass.types import GroupLayout, Quota, RankLayout
+
+CHUNK = 16
+WORLD = ParallelStrategy()
+LAYOUTS = spread(WORLD, RankLayout((GroupLayout("full", 4, ("l0",), (64 << 10,)),)))
+CALM = [range(1000 * i, 1000 * i + 4 * CHUNK) for i in range(8)]  # 8 prompts of 1 MiB
+
+
+def engine(daemon: Daemon) -> FakeEngine:
+    return FakeEngine(daemon.socket, WORLD, LAYOUTS, chunk_tokens=CHUNK, identity={"model": "m"})
+
+
+def noise(one: FakeEngine, first: int) -> None:
+    """64 MiB of prompts that are used once, of a tenant that nobody knows."""
+    one.tenant = "noisy"
+    for i in range(first, first + 64):
+        assert one.store(range(10**6 + 1000 * i, 10**6 + 1000 * i + 4 * CHUNK)), "it was refused"
+
+
+def calm(one: FakeEngine) -> int:
+    """How many chunks of the calm tenant's prompts are there, each checked byte for byte."""
+    one.tenant = "calm"
+    chunks = sum(one.load(prompt) for prompt in CALM)
+    one.verify()
+    return chunks
+
+
+@pytest.mark.parametrize("reserved", ["8MiB", "0"])
+def test_a_noisy_tenant_cannot_push_a_reserved_one_out(tmp_path: Path, reserved: str) -> None:
+    """The control reserves nothing."""
+    with running_daemon(tmp_path, "32MiB", quota=[f"calm=:{reserved}"]) as daemon:
+        with engine(daemon) as one:
+            one.tenant = "calm"
+            assert sum(map(one.store, CALM)) == 32
+            if reserved == "0":
+                with Client(daemon.socket) as client:
+                    client.set_quota(Quota("calm"), remove=True)
+            noise(one, 0)
+            assert calm(one) == (32 if reserved == "8MiB" else 0)
+        tenants = {t["tenant"]: t for t in daemon.status()["tenants"]}
+        assert tenants["default"]["l1_bytes"] >= 23 << 20, "all but what is reserved is used"
+        assert tenants["calm"]["lookups"] == 8
+
+
+def test_a_quota_comes_and_goes_while_the_daemon_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_daemon(tmp_path, "32MiB") as daemon, engine(daemon) as one:
+        at = ["--socket", daemon.socket]
+        assert main(["quota", "calm=16MiB:8MiB", *at]) == 0
+        assert capsys.readouterr().out == "calm=16MiB:8MiB\n"
+        one.tenant = "calm"
+        assert sum(map(one.store, CALM)) == 32
+        noise(one, 0)
+        assert calm(one) == 32
+        assert main(["status", *at]) == 0
+        line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("calm "))
+        assert " ".join(line.split()) == "calm 8.0 MiB 16.0 MiB 8.0 MiB 100.0 % 100.0 %"
+        assert main(["quota", "--remove", "calm", *at]) == 0
+        noise(one, 64)
+        assert calm(one) == 0
+        assert main(["quota", "calm=1MiB:2MiB", *at]) == 2
+        assert "the cap 1MiB is below what is reserved, 2MiB" in capsys.readouterr().err
+        assert main(["quota", "calm=:64MiB", *at]) == 1
+        assert "L1 has 33554432" in capsys.readouterr().err
+        assert main(["quota", *at]) == 2
+
+
+def test_quotas_that_cannot_be_stop_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    for quotas, why in (
+        (["a=1MiB:2MiB"], "the cap 1MiB is below what is reserved, 2MiB"),
+        (["a=:12MiB", "b=:12MiB"], "24MiB are reserved of an l1_size of 16MiB"),
+        (["a=1MiB", "a=2MiB"], "a has two"),
+        (["a"], "write NAME=CAP:RESERVED"),
+        (["a=lots"], "no size: 'lots'"),
+        (["other=1MiB"], "not 'other'"),
+    ):
+        flags = [part for quota in quotas for part in ("--quota", quota)]
+        assert main(["serve", "--socket", "/nowhere/s", "--l1-size", "16MiB", *flags]) == 2
+        said = capsys.readouterr().err
+        assert why in said
+        assert said.count("\n") == 1
+
+
+def test_an_older_daemon_is_told_of_no_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_daemon(tmp_path, "16MiB") as daemon, Client(daemon.socket) as client:
+        welcome = client.connect(5.0)
+        assert "quotas" in welcome.features
+        with pytest.raises(Refused, match="there is none"):
+            client.set_quota(Quota("a"), remove=True)
+        assert daemon.status()["messages"]["set_quota"] == 1
+        welcome.features = ("tiers",)
+        monkeypatch.setattr(client, "connect", lambda _: welcome)
+        with pytest.raises(Incompatible, match="install a newer kvass"):
+            client.set_quota(Quota("a"))
+        assert daemon.status()["messages"]["set_quota"] == 1

@@ -1,0 +1,213 @@
+"""Bytes in, bytes evicted and whether they were of use, why lookups missed, and for how long.
+
+``invariants`` checks the sums after every event: hits and misses are what was asked for, and what
+came in and did not leave is there.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvass import messages as m
+from kvass.core.effects import TierProbe, TierReport
+from kvass.core.histogram import BOUNDS, Histogram
+from kvass.core.use_times import STEP_S, UseTimes
+from kvass.types import PAGE
+from tests.core.rig import LEASE_S, Rig
+from tests.core.test_promote import measured, stored
+from tests.core.tier_rig import TierRig
+
+
+def misses(rig: Rig) -> dict[str, int]:
+    """Chunks that were missed, by reason; those that are 0 left out."""
+    (ns,) = rig.status["namespaces"]
+    return {why: n // ns["chunk_tokens"] for why, n in ns["miss_tokens"].items() if n}
+
+
+def seen(histogram: dict[str, Any]) -> int:
+    return int(sum(histogram["counts"]))
+
+
+def test_evicted_bytes_and_those_that_nobody_read() -> None:
+    """Room for 4: of the 3 rows that give way, the oldest two, one was read."""
+    rig = Rig(pages=4, extent=1, instance_write_share=1.0)
+    e = rig.engine()
+    for name in "abcd":
+        e.store(name)
+    e.give_back(e.lookup("a").lease)  # now "b" is the oldest
+    rig.wait(20.0)
+    for name in "xyz":
+        e.store(name)
+    counts = rig.status["counters"]
+    assert counts["l1_in_bytes"] == 7 * PAGE
+    assert counts["bytes_evicted_capacity"] == counts["unread_bytes_evicted"] == 3 * PAGE
+    e.store("w")  # takes the place of "a"
+    counts = rig.status["counters"]
+    assert counts["bytes_evicted_capacity"] == 4 * PAGE
+    assert counts["unread_bytes_evicted"] == 3 * PAGE
+    assert counts["l1_lent_bytes"] == PAGE
+    ages = rig.status["histograms"]["age_at_eviction_seconds"]
+    assert seen(ages) == 4
+    assert 4 * 20.0 <= ages["sum"] <= 4 * (20.0 + STEP_S)
+    e.clear()
+    assert rig.count("bytes_evicted_cleared") == 4 * PAGE
+
+
+def test_what_is_not_granted_has_a_reason() -> None:
+    rig = Rig(pages=4, extent=1, instance_write_share=0.5)
+    e = rig.engine()
+    e.reserve("a", "b", "c")
+    assert (rig.count("not_granted_quota"), rig.count("not_granted_no_room")) == (1, 0)
+    rig = Rig(pages=4, extent=1, instance_write_share=1.0)
+    e = rig.engine()
+    e.store("a", "b", "c")
+    held = e.lookup("a", "b", "c")
+    e.reserve("x", "y")
+    assert (rig.count("not_granted_quota"), rig.count("not_granted_no_room")) == (0, 1)
+    e.give_back(held.lease)
+
+
+def test_a_gap_is_the_time_since_a_hit_was_used_last() -> None:
+    rig = Rig()
+    e = rig.engine()
+    e.store("a", "b")
+    rig.wait(30.0)
+    assert e.holds("a", "b", "c") == 2
+    assert e.holds("x") == 0
+    gaps = rig.status["histograms"]["reuse_gap_seconds"]
+    assert seen(gaps) == 1
+    assert 30.0 <= gaps["sum"] <= 30.0 + STEP_S
+
+
+def test_open_leases_and_reservations_have_an_age() -> None:
+    rig = Rig()
+    e = rig.engine()
+    assert rig.gauge("lease_oldest_s", "reservation_oldest_s") == (0.0, 0.0)
+    e.store("a")
+    e.lookup("a")
+    rig.wait(3.0)
+    e.reserve("b")
+    rig.wait(2.0)
+    assert rig.gauge("lease_oldest_s", "reservation_oldest_s") == (5.0, 2.0)
+    rig.wait(LEASE_S)
+    assert rig.gauge("lease_oldest_s") == (0.0,)
+
+
+@pytest.mark.parametrize(
+    "why", ["absent", "tier_down", "not_worth_it", "load_failed", "late", "cleared"]
+)
+def test_why_a_lookup_that_asked_tiers_missed(why: str) -> None:
+    rig = TierRig()
+    if why == "not_worth_it":
+        rig, e = measured(weigh=True)
+        before = misses(rig)
+        rig.look_up(e, "a", "b", prefill_tokens_s=1_000_000.0)
+        assert misses(rig) == {**before, why: 2}
+        return
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    if why == "tier_down":
+        rig.down = True
+        rig.step(TierReport(0, {"up": False}))
+    rig.begin(e, *(["x", "y"] if why == "absent" else ["a", "b"]), budget_ms=1000)
+    if why == "late":
+        rig.settle(TierProbe)
+        rig.wait(1.5)
+    if why == "cleared":
+        rig.say(e.scheduler, m.Clear(seq=11))
+    if why == "load_failed":
+        rig.settle(TierProbe)
+        rig.shelves[0].clear()
+    rig.settle()
+    assert misses(rig) == {why: 2}
+    assert seen(rig.status["histograms"]["lookup_tiers_seconds"]) == 1
+
+
+def test_a_lookup_that_may_not_wait_and_one_without_room() -> None:
+    rig = TierRig(waiting_bytes=0)
+    e = rig.ready()
+    rig.begin(e, "a")
+    assert misses(rig) == {"not_waited": 1}
+    rig = TierRig(pages=4, extent=1, instance_write_share=1.0)  # half of them may be loading
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    stored(rig, e, "c")
+    assert rig.look_up(e, "a", "b", "c")[0].chunks == 2
+    assert misses(rig) == {"no_room": 1}
+
+
+def test_what_tiers_move_is_counted_in_bytes_and_seconds() -> None:
+    rig = TierRig()
+    e = rig.ready()
+    stored(rig, e, "a", "b")
+    rig.begin(e, "a", "b")
+    rig.settle(TierProbe)
+    rig.now += 0.3
+    rig.settle()
+    (tier,) = rig.status["tiers"]
+    assert tier["stored_bytes"] == tier["loaded_bytes"] == 2 * PAGE
+    assert seen(tier["store_seconds"]) >= 1
+    assert tier["load_seconds"]["sum"] == pytest.approx(0.3)
+    rig.down = True
+    e.store("q")
+    rig.settle()
+    rig.wait(0.5)
+    assert rig.status["tiers"][0]["flush_queue_oldest_s"] == 0.5
+
+
+def test_who_goes_by_itself_is_counted() -> None:
+    rig = Rig()
+    rig.lose(rig.open())
+    assert rig.count("ended_closed") == 1
+
+
+def test_engines_that_are_refused_are_named_until_they_register() -> None:
+    rig = Rig()
+    for name in range(10):
+        rig.register(rig.open(), f"e{name}", rank=0, ranks=1, world_size=2, shard=5)
+    rig.wait(3.0)
+    refused = {r["instance"]: (r["text"], r["age_s"]) for r in rig.status["refusals"]}
+    assert list(refused) == [f"e{name}" for name in range(2, 10)]
+    assert refused["e9"][1] == 3.0
+    assert refused["e9"][0] == "world_size: 2 is not in 1..1"
+    rig.engine("e9")
+    assert "e9" not in {r["instance"] for r in rig.status["refusals"]}
+
+
+def test_an_engine_has_figures_of_its_own() -> None:
+    rig = Rig()
+    one, other = rig.engine("one"), rig.engine("other")
+    one.store("a")
+    one.holds("a", "b")
+    rig.wait(5.0)
+    other.holds("a")
+    figures = {
+        e["instance"]: (e["lookup_tokens"], e["hit_tokens"], e["seen_s"])
+        for e in rig.status["engines"]
+    }
+    assert figures == {"one": (32, 16, 5.0), "other": (16, 16, 0.0)}
+
+
+def test_a_histogram_counts_each_value_once_at_its_bound() -> None:
+    histogram = Histogram()
+    for value in (0.0, BOUNDS[0], 0.0015, 1e9):
+        histogram.observe(value, 2)
+    assert seen(histogram.fields()) == 8
+    assert histogram.counts[0] == 4
+    assert histogram.counts[BOUNDS.index(0.002)] == histogram.counts[-1] == 2
+
+
+def test_times_of_use_are_right_within_a_step_and_their_memory_is_bounded() -> None:
+    draw, uses, now, given = random.Random(2), UseTimes(), 0.0, list[float]()
+    for _ in range(20_000):
+        now += draw.expovariate(0.5)
+        uses.mark(len(given), now)
+        given += [now] * draw.randrange(3)
+    assert len(uses._stamps) <= 2048
+    for stamp in range(len(given) - 300, len(given)):
+        assert 0 <= uses.age(stamp) - (now - given[stamp]) <= STEP_S
+    for stamp in range(0, len(given), 100):
+        assert uses.age(stamp) >= now - given[stamp] - 1e-6

@@ -1,0 +1,159 @@
+"""SIGHUP: what can change does, the rest is named, and an error changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from kvass.messages import Clear, Error
+from kvass.testing.daemon import Daemon, running_daemon
+from tests.daemon.test_process import as_user, open_folder, stranger, try_to_connect
+from tests.support.waiting import eventually
+from tests.support.wire.raw_session import RawSession
+
+__all__ = ["open_folder", "stranger"]
+CONFIG = "l1_size: 1MiB\nlog_level: info\n"
+
+
+def hup(daemon: Daemon) -> str:
+    """What it says to SIGHUP."""
+    before = len(daemon.log())
+    os.kill(daemon.pid, signal.SIGHUP)
+    assert eventually(lambda: "SIGHUP: " in daemon.log()[before:])
+    (line,) = daemon.log()[before:].splitlines()
+    return line.split("Z ", 1)[1]
+
+
+def test_users_level_and_patience_change_and_the_rest_is_named(
+    open_folder: Path, stranger: int
+) -> None:
+    file = open_folder / "kvass.yaml"
+    file.write_text(CONFIG)
+    with running_daemon(open_folder, l1_size="1MiB", config=str(file)) as daemon:
+        boot = daemon.status()["boot"]
+        assert hup(daemon) == "INFO SIGHUP: nothing has changed"
+        assert as_user(stranger, [], try_to_connect(daemon.socket)) == 1
+        file.write_text(CONFIG + f"allow_uid: [{stranger}]\nlease_s: 9\nstop_s: 1\nflush: none\n")
+        assert hup(daemon) == (
+            f"INFO SIGHUP: allow_uid is [{stranger}] (was []); stop_s is 1.0 (was 10.0); "
+            "cannot change without a restart: lease_s, flush"
+        )
+        assert as_user(stranger, [], try_to_connect(daemon.socket)) == 0
+        file.write_text(CONFIG + "socket_group: daemon\n")
+        assert "cannot change" not in hup(daemon)
+        assert as_user(stranger, [], try_to_connect(daemon.socket)) == 1
+        entry = os.stat(daemon.socket)
+        assert stat.S_IMODE(entry.st_mode) == 0o660
+        assert as_user(stranger, [entry.st_gid], try_to_connect(daemon.socket)) == 0
+        file.write_text("log_level: warning\n")
+        os.kill(daemon.pid, signal.SIGHUP)
+        assert eventually(lambda: stat.S_IMODE(os.stat(daemon.socket).st_mode) == 0o600)
+        assert daemon.status()["boot"] == boot
+        assert daemon.stop() == 0
+        assert not daemon.log().endswith("left to flush\n"), "that is said at info"
+
+
+def test_quotas_change(tmp_path: Path) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text(CONFIG + "quota: ['a=1MiB:4KiB', b=8KiB]\n")
+    with running_daemon(tmp_path, l1_size="1MiB", config=str(file)) as daemon:
+        file.write_text(CONFIG + "quota: ['a=1MiB:8KiB', c=8KiB]\n")
+        assert hup(daemon).startswith("INFO SIGHUP: quota is ['a=1MiB:8KiB', 'c=8KiB'] (was ")
+        quotas = {t["tenant"]: t for t in daemon.status()["tenants"] if t["quota"]}
+        assert quotas.keys() == {"a", "c"}
+        assert quotas["a"]["reserved_bytes"] == 8192
+        file.write_text(CONFIG + "quota: ['a=1MiB:2MiB']\n")
+        assert ":3: quota: quota of a: the cap 1MiB is below what is reserved, 2MiB" in hup(daemon)
+        assert {t["tenant"] for t in daemon.status()["tenants"] if t["quota"]} == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("log_level: info\nlease: 3\n", "unknown option 'lease' in "),
+        ("\n\nlog_level: loud\n", ":3: log_level: say one of debug, info, warning, error"),
+        ("allow_uid: [no-such-user]\n", ":1: allow_uid: there is no user 'no-such-user'"),
+        ("socket_group: no-such-group\nlog_level: debug\n", "no such group"),
+        ("a: [\n", "is no YAML: "),
+        ("tier: ['floppy:/x']\n", ":1: tier: tier 'floppy:/x': unknown scheme"),
+    ],
+)
+def test_a_file_with_an_error_changes_nothing(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text(CONFIG)
+    with running_daemon(tmp_path, l1_size="1MiB", config=str(file)) as daemon:
+        file.write_text(text)
+        line = hup(daemon)
+        assert line.startswith("ERROR SIGHUP: the options stay as they were: ")
+        assert why in line
+        file.write_text(CONFIG)
+        assert hup(daemon) == "INFO SIGHUP: nothing has changed"
+
+
+def test_without_a_file_there_is_nothing_to_reload(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, l1_size="1MiB") as daemon:
+        assert hup(daemon).startswith("WARNING SIGHUP: nothing to reload")
+        assert daemon.running
+
+
+def test_a_tiers_process_logs_as_the_daemon_does(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    file = tmp_path / "kvass.yaml"
+    file.write_text("log_format: json\n")
+    tier = f"disk:{tmp_path}/disk?capacity=16MiB"
+    with running_daemon(tmp_path, "1MiB", config=str(file), tier=[tier]) as daemon:
+        file.write_text("log_format: json\nlog_level: error\n")
+        os.kill(daemon.pid, signal.SIGHUP)
+        assert eventually(lambda: '"level": "info", "message": "SIGHUP: log_level' in daemon.log())
+        time.sleep(1.5)  # the next heartbeat tells it
+        (tmp_path / "disk").rename(tmp_path / "moved")
+        with RawSession(daemon.socket).greet() as peer:
+            peer.ask(Clear(everything=True, tiers=True), Error)
+        assert not daemon.status()["tiers"][0]["up"]
+        assert "is down" not in daemon.log()
+
+
+def test_many_reloads_cost_no_memory_and_no_descriptor(tmp_path: Path) -> None:
+    """1,000 were run once."""
+    file = tmp_path / "kvass.yaml"
+    file.write_text(CONFIG)
+    with running_daemon(tmp_path, l1_size="1MiB", config=str(file)) as daemon:
+
+        def reload(times: int) -> None:
+            for n in range(times):
+                file.write_text(CONFIG + f"stop_s: {1 + n % 2}\nallow_uid: [{7 + n % 2}]\n")
+                assert "allow_uid is " in hup(daemon)
+
+        def costs() -> tuple[int, int]:
+            status = Path(f"/proc/{daemon.pid}/status").read_text()
+            kib = int(status.split("RssAnon:")[1].split()[0])
+            return kib, len(os.listdir(f"/proc/{daemon.pid}/fd"))
+
+        reload(20)
+        kib, descriptors = costs()
+        reload(20)
+        after = costs()
+        assert after[1] == descriptors
+        assert after[0] <= kib + 256
+
+
+def test_systemd_is_told_when_a_reload_begins_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text(CONFIG)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(30)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with running_daemon(tmp_path, l1_size="1MiB", config=str(file)) as daemon:
+            assert systemd.recv(100) == b"READY=1"
+            os.kill(daemon.pid, signal.SIGHUP)
+            assert systemd.recv(100).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
+            assert systemd.recv(100) == b"READY=1"

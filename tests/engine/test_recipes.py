@@ -1,0 +1,106 @@
+"""The recipes of docs/recipes.md, run as a user runs them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples import disaggregated_prefill, two_replicas
+from examples.proxy import for_one_token
+from examples.serving import ask, running_proxy, two_servers
+from examples.tiny import some_prompt, whole_chunks
+from kvass.testing.daemon import Daemon, running_daemon
+from tests.engine.conftest import ROOT
+
+pytestmark = pytest.mark.engine
+
+GONE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    with two_servers(tmp_path_factory.mktemp("servers")) as urls:
+        yield urls
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    """Patient: a busy machine makes no miss of a hit."""
+    with running_daemon(tmp_path, l1_size="256MiB", lookup_budget_ms=10_000) as one:
+        yield one
+
+
+def test_the_second_replica_hits_what_the_first_one_computed(
+    servers: list[str], tmp_path: Path
+) -> None:
+    """One of several prompts, because a server that finds the machine busy does not wait."""
+    pairs = [two_replicas.play(tmp_path, servers, some_prompt(1000, seed)) for seed in range(3)]
+    for first, second in pairs:
+        assert [first.server, second.server] == servers
+        assert first.cached == 0
+        assert first.tokens == second.tokens
+    assert max(second.cached for _, second in pairs) >= whole_chunks(1000)
+
+
+def test_the_decode_server_hits_what_the_prefill_server_stored(
+    servers: list[str], tmp_path: Path
+) -> None:
+    prompts = [some_prompt(2000, seed) for seed in range(10, 14)]
+    replies = disaggregated_prefill.play(tmp_path, servers, prompts)
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply.server == servers[1]
+        there = ask(servers[0], prompt)
+        assert there.cached > 0  # the prefill server has seen the prompt
+        assert there.tokens == reply.tokens
+    assert max(reply.cached for reply in replies) >= whole_chunks(2000)
+
+
+def test_without_its_prefill_server_the_decode_server_computes(
+    servers: list[str], tmp_path: Path
+) -> None:
+    prompt = some_prompt(1000, seed=20)
+    with running_proxy(tmp_path, "--prefill", GONE, servers[1]) as proxy:
+        reply = ask(proxy, prompt)
+    assert reply.cached == 0
+    assert reply.tokens == ask(servers[0], prompt).tokens
+
+
+def test_a_prefill_is_one_token_of_any_request() -> None:
+    wanted = {"prompt": [1], "seed": 7}
+    request = wanted | {"max_tokens": 50, "min_tokens": 9, "n": 3, "stream": True}
+    assert for_one_token(request) == wanted | {"max_tokens": 1}
+
+
+def test_a_later_job_loads_the_prefix_of_an_earlier_one(daemon: Daemon) -> None:
+    def cached_each(job: int) -> list[int]:
+        output = run("offline_batch", daemon, "--questions", str(job))[1]
+        return [int(n) for n in re.findall(r"\d+", output.partition("each request:")[2])]
+
+    first, second = cached_each(1), cached_each(2)
+    assert first[0] == 0
+    assert len(second) == 8
+    assert min(second) >= whole_chunks(2000)
+
+
+def test_no_policy_of_a_training_loop_reuses_what_another_one_computed(daemon: Daemon) -> None:
+    status, output = run("rl_loop", daemon)
+    assert status == 0, output
+    *reset, unreset = [line for line in output.splitlines() if line.startswith("policy")]
+    assert len(reset) == 4
+    assert all(
+        line.endswith(": 0 prompt tokens cached, same tokens as computed: yes") for line in reset
+    )
+    assert unreset.endswith("NO")  # the control
+    assert daemon.status()["rows"] > 0  # there was something to reuse
+
+
+def run(recipe: str, daemon: Daemon, *args: str) -> tuple[int, str]:
+    """Its exit status and what it printed."""
+    command = [sys.executable, "-m", f"examples.{recipe}", "--socket", daemon.socket, *args]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    return done.returncode, done.stdout

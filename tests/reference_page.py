@@ -1,0 +1,129 @@
+"""Writes ``docs/reference.md`` from the code: ``python -m tests.reference_page``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, NoReturn, get_args
+from unittest import mock
+
+from kvass.cli.main import COMMANDS
+from kvass.config import RENAMED, Parser, add_flags
+from kvass.core import metrics
+from kvass.daemon.live import LIVE
+from kvass.errors import ErrorCode
+
+CODES: Final = get_args(ErrorCode)
+PAGE: Final = Path(__file__).parents[1] / "docs" / "reference.md"
+HEAD: Final = """# Reference
+
+`python -m tests.reference_page` writes this page from the code.
+
+## Options of the daemon
+
+Each option is a flag of `kvass serve`, an environment variable and a key of a YAML file (`--config`
+or `KVASS_CONFIG`): `--l1-size`, `KVASS_L1_SIZE` and `l1_size` are one option. A flag beats the
+environment, which beats the file. In the environment a comma separates the items of a list. An
+unknown name is an error. `--print-config` shows what holds. Sizes are written `64GiB`, `64Gi` or
+`64G`, or in bytes. Those marked SIGHUP [change while the daemon runs](operating.md#change-options).
+
+"""
+STATUS: Final = """## Fields of `kvass status --json`
+
+Counters only grow and begin at 0 when the daemon starts. A tier's process adds fields of its own.
+
+"""
+
+
+class _Found(Exception):
+    """Carries a command's parser out of the command."""
+
+
+def parser_of(command: str) -> Parser:
+    """The parser that a command makes for itself."""
+
+    def found(self: Parser, *_: object) -> NoReturn:
+        raise _Found(self)
+
+    with mock.patch.object(Parser, "parse_args", found):
+        try:
+            import_module(f"kvass.cli.{command}").run([])
+        except _Found as caught:
+            parser: Parser = caught.args[0]
+            return parser
+    raise AssertionError(f"{command} parses nothing")
+
+
+def flags_of(parser: argparse.ArgumentParser) -> Iterator[Any]:
+    """Its flags, but for ``--help`` and hidden ones."""
+    hidden = (argparse.SUPPRESS, "show this help message and exit")
+    yield from (a for a in parser._actions if a.option_strings and a.help not in hidden)
+
+
+def options() -> Iterator[str]:
+    """A row per option of the daemon."""
+    parser = Parser()
+    add_flags(parser)
+    old = {new: name for name, new in RENAMED.items()}
+    yield "| flag | environment | default | | meaning |\n|---|---|---|---|---|\n"
+    for action in flags_of(parser):
+        flag, name = action.option_strings[0], action.dest
+        meaning, _, default = str(action.help).replace("%%", "%").rpartition(" (default: ")
+        was = f"; its old name is `--{old[name].replace('_', '-')}`" if name in old else ""
+        live = "SIGHUP" if name in LIVE else ""
+        value = action.metavar.replace("|", "\\|")
+        cells = f"`{flag} {value}`", f"`KVASS_{name.upper()}`", default[:-1], live, meaning + was
+        yield f"| {' | '.join(cells)} |\n"
+
+
+def commands() -> Iterator[str]:
+    """A section per command, with the flags that are no options of the daemon."""
+    parser = Parser()
+    add_flags(parser)
+    known = {action.help for action in flags_of(parser)}
+    for command, about in COMMANDS.items():
+        flags = list(flags_of(parser_of(command)))
+        shared = [a.option_strings[0] for a in flags if a.help in known]
+        also = "all options" if command == "serve" else ", ".join(f"`{f}`" for f in shared)
+        yield f"### `kvass {command}`\n\n{about[0].upper()}{about[1:]}."
+        yield f" Of the daemon's options it takes {also}.\n\n" if shared else "\n\n"
+        own = [a for a in flags if a.help not in known and a.dest != "child"]
+        if own:
+            yield "| flag | meaning |\n|---|---|\n"
+            for a in own:
+                value = f" {a.metavar}" if a.metavar else ""
+                yield f"| `{a.option_strings[0]}{value}` | {a.help} |\n"
+            yield "\n"
+
+
+def fields() -> Iterator[str]:
+    """A table per table of the status."""
+    tables = {
+        "The daemon": metrics.GAUGES,
+        "`counters`": metrics.COUNTERS,
+        "Each of `tiers`": metrics.TIER_GAUGES | metrics.TIER_COUNTERS,
+        "Each of `namespaces`": metrics.NAMESPACE_GAUGES | metrics.NAMESPACE_COUNTERS,
+        "Each of a namespace's `groups`": metrics.GROUP_GAUGES,
+    }
+    for title, table in tables.items():
+        yield f"### {title}\n\n| field | meaning |\n|---|---|\n"
+        coded = tuple(f"{kind}_{code}" for kind in ("refused", "ended") for code in CODES)
+        rows = {name: text for name, text in table.items() if name not in coded}
+        if table is metrics.COUNTERS:
+            codes = ", ".join(f"`{code}`" for code in CODES)
+            rows["refused_CODE"] = f"Requests refused with a code, each of {codes}."
+            rows["ended_CODE"] = "Sessions ended with that code."
+        yield from (f"| `{name}` | {text} |\n" for name, text in rows.items())
+        yield "\n"
+
+
+def page() -> str:
+    """The page as it should be."""
+    parts = [HEAD, *options(), "\n## Commands\n\n", *commands(), STATUS, *fields()]
+    return "".join(parts).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

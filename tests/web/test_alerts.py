@@ -1,0 +1,217 @@
+"""Each alert of ``deploy/alerts.yml`` fires when a real daemon has its cause, and only then.
+
+The daemon is scraped before and after the cause. Prometheus' own ``promtool`` evaluates the rules
+over series in which what happened between two scrapes happens every minute.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from bench.rows import Rows
+from kvass.cli.bench.rig import WIDTH
+from kvass.errors import Refused
+from kvass.messages import Lookup
+from kvass.testing.daemon import Daemon, running_daemon
+from tests.support.browser import DEBIAN
+from tests.support.waiting import eventually
+from tests.web.test_deploy import DEPLOY
+from tests.web.test_metrics import Samples, samples
+from tests.web.test_server import children, free_port
+
+ROW: Final = 64 << 10
+HOURS: Final = 2
+_COUNTERS: Final = ("_total", "_bucket", "_count", "_sum")
+
+
+def series(*phases: tuple[Samples, Samples, int]) -> list[dict[str, str]]:
+    """``phases``: two scrapes each, and for how many minutes what lies between them is repeated."""
+    found = []
+    for name, labels in phases[-1][1]:
+        values, level = [], phases[0][0].get((name, labels), 0.0)
+        for before, after, minutes in phases:
+            step = after[name, labels] - before.get((name, labels), 0.0)
+            if name.endswith("_age_seconds"):  # an open lease grows old
+                level, step = after[name, labels], 60.0 if after[name, labels] else 0.0
+            elif not name.endswith(_COUNTERS):
+                level, step = after[name, labels], 0.0
+            values.append(f"{level!r}+{step!r}x{minutes}")
+            level += step * (minutes + 1)
+        text = ",".join(f"{k}='{v}'" for k, v in (*labels, ("job", "kvass"), ("instance", "a")))
+        found.append({"series": f"{name}{{{text}}}", "values": " ".join(values)})
+    return found
+
+
+def fired(folder: Path, *phases: tuple[Samples, Samples, int]) -> set[str]:
+    """The alerts that fire at the end, by promtool's word."""
+    minutes = sum(phase[2] for phase in phases)
+    asked = {"expr": "ALERTS{alertstate='firing'}", "eval_time": f"{minutes}m", "exp_samples": []}
+    tests = [{"interval": "1m", "input_series": series(*phases), "promql_expr_test": [asked]}]
+    rules = {
+        "rule_files": [str(DEPLOY / "alerts.yml")],
+        "evaluation_interval": "1m" if minutes < 300 else "10m",
+    }
+    (folder / "test.yml").write_text(yaml.safe_dump({**rules, "tests": tests}))
+    command = [str(DEBIAN / "bin" / "promtool"), "test", "rules", str(folder / "test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    names = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
+    said = done.stdout + done.stderr
+    assert "SUCCESS" in said or "got:" in said, said
+    return {rule["alert"] for rule in names if f'alertname="{rule["alert"]}"' in said}
+
+
+def keys(count: int) -> list[bytes]:
+    return [os.urandom(WIDTH) for _ in range(count)]
+
+
+class Scene:
+    """A daemon with an engine, scraped at the beginning."""
+
+    def __init__(self, daemon: Daemon, rows: Rows, folder: Path) -> None:
+        self.daemon, self.rows, self.folder = daemon, rows, folder
+        self.before = self.scrape()
+
+    def scrape(self) -> Samples:
+        """As Prometheus sees it now."""
+        return samples(self.daemon.status())
+
+    def use(self, times: int = 1) -> None:
+        """Traffic that hits."""
+        for _ in range(times):
+            stored = keys(4)
+            self.rows.store(stored)
+            self.rows.release(self.rows.find(stored))
+
+    def fired(self) -> set[str]:
+        """What fires if things go on as since the beginning."""
+        return fired(self.folder, (self.before, self.scrape(), HOURS * 60))
+
+
+@contextmanager
+def scene(folder: Path, l1_size: str = "16MiB", **options: Any) -> Iterator[Scene]:
+    with running_daemon(folder, l1_size, **options) as daemon, ExitStack() as ending:
+        yield Scene(daemon, Rows(daemon.socket, "mine", ROW, ending), folder)
+
+
+def disk(folder: Path) -> list[str]:
+    (folder / "disk").mkdir()
+    return [f"disk:{folder}/disk?capacity=64MiB"]
+
+
+def test_nothing_fires_while_all_is_well(tmp_path: Path) -> None:
+    with scene(tmp_path, tier=disk(tmp_path)) as one:
+        eventually(lambda: one.scrape()["kvass_tier_up", (("tier", "disk"),)] == 1)
+        one.use(3)
+        assert one.fired() == set()
+
+
+def test_a_daemon_that_is_down(tmp_path: Path) -> None:
+    down = samples(None)
+    assert fired(tmp_path, (down, down, 10)) == {"KvassDown"}
+
+
+def test_a_tier_that_is_down(tmp_path: Path) -> None:
+    with scene(tmp_path, tier=[f"redis:127.0.0.1:{free_port()}"]) as one:
+        assert eventually(lambda: one.scrape()["kvass_tier_up", (("tier", "redis"),)] == 0)
+        assert one.fired() == {"KvassTierDown"}
+
+
+def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
+    with scene(tmp_path, tier=disk(tmp_path)) as one:
+        (tier,) = children(one.daemon.pid)
+        resource.prlimit(tier, resource.RLIMIT_FSIZE, (ROW, ROW))  # no file may grow further
+        one.use(2)
+        name = ("kvass_tier_store_failures_total", (("tier", "disk"),))
+        assert eventually(lambda: one.scrape()[name] == 8)
+        assert one.fired() == {"KvassTierStoresFail"}
+
+
+def test_the_hit_rate_falls(tmp_path: Path) -> None:
+    """A day of hits, then an hour of misses: 100 chunks a minute. A day of all series is slow."""
+
+    def scrape() -> Samples:
+        return {k: n for k, n in one.scrape().items() if "_chunks" in k[0] or k[0] == "kvass_up"}
+
+    with scene(tmp_path, "64MiB") as one:
+        stored = keys(100)
+        one.rows.store(stored)
+        start = scrape()
+        one.rows.release(one.rows.find(stored))
+        good = scrape()
+        one.rows.find(keys(100))
+        bad = scrape()
+        day = 24 * 60
+        assert fired(tmp_path, (start, good, day), (good, bad, 90)) == {"KvassHitRateFell"}
+        assert fired(tmp_path, (start, good, day), (start, good, 90)) == set()
+
+
+def test_what_is_stored_is_evicted_unread(tmp_path: Path) -> None:
+    with scene(tmp_path, "1MiB") as one:
+        for _ in range(20):
+            one.rows.store(keys(2))
+        assert one.fired() == {"KvassEvictsUnread"}
+
+
+def test_an_engine_that_keeps_its_lease(tmp_path: Path) -> None:
+    with scene(tmp_path, lease_s=1000) as one:
+        stored = keys(1)
+        one.rows.store(stored)
+        one.rows.find(stored)
+        time.sleep(0.01)
+        assert one.fired() == {"KvassLeaseOld"}
+
+
+def test_leases_that_lapse(tmp_path: Path) -> None:
+    """Ten a minute are too many."""
+    with scene(tmp_path, lease_s=0.2) as one:
+        stored = keys(1)
+        one.rows.store(stored)
+        for _ in range(10):
+            one.rows.find(stored)
+        assert eventually(lambda: one.scrape()["kvass_lapsed_leases_total", ()] == 10)
+        assert one.fired() == {"KvassLeasesLapse"}
+
+
+def test_an_engine_that_is_refused(tmp_path: Path) -> None:
+    with scene(tmp_path) as one:
+        with pytest.raises(Refused, match="bytes"):
+            one.rows.scheduler.call(Lookup(request="r", digests=b"123", width=2), 5.0)
+        assert one.fired() == {"KvassRefuses"}
+
+
+def test_peers_that_speak_no_kvass(tmp_path: Path) -> None:
+    with scene(tmp_path) as one:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(one.daemon.socket)
+            peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            peer.recv(1000)
+        assert one.fired() == {"KvassRefuses"}
+
+
+def test_a_daemon_that_is_slow(tmp_path: Path) -> None:
+    """It is stopped for a second, in which its loop should have looked at its lag."""
+    with scene(tmp_path) as one:
+        one.use()
+        one.daemon.suspend()
+        time.sleep(1.3)
+        one.daemon.resume()
+        late = ("kvass_event_loop_lag_seconds_sum", ())
+        assert eventually(lambda: one.scrape()[late] - one.before[late] > 0.1)
+        assert one.fired() == {"KvassSlow"}
+
+
+def test_every_alert_has_a_cause_here() -> None:
+    rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
+    text = Path(__file__).read_text()
+    assert [rule["alert"] for rule in rules if f'== {{"{rule["alert"]}"}}' not in text] == []
