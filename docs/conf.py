@@ -12,7 +12,12 @@ root_doc = "docs/index"
 myst_heading_anchors = 4
 nitpicky = True
 html_theme = "alabaster"
-html_theme_options = {"page_width": "70rem", "sidebar_width": "14rem", "fixed_sidebar": True}
+html_theme_options = {
+    "page_width": "70rem",
+    "sidebar_width": "14rem",
+    "fixed_sidebar": True,
+    "sidebar_includehidden": False,
+}
 html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
 html_show_sphinx = False
 html_show_sourcelink = False

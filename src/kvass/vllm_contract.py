@@ -80,6 +80,7 @@ distributed/kv_events.py
     BlockStored.extra_keys = None
     BlockStored.group_idx = None
     BlockStored.session_id = None
+    BlockStored.lookahead_token_ids = None [0.33]
     BlockStored.kv_cache_spec_kind = None
     BlockStored.kv_cache_spec_sliding_window = None
     BlockRemoved.block_hashes
@@ -217,6 +218,7 @@ config/vllm.py
     VllmConfig.load_config = Field(default_factory=LoadConfig)
     VllmConfig.lora_config = None
     VllmConfig.model_config = None
+    VllmConfig.num_hash_lookahead_tokens [0.33]
     VllmConfig.num_prefill_lookahead_tokens [0.31]
     VllmConfig.parallel_config = Field(default_factory=ParallelConfig)
     VllmConfig.speculative_config = None

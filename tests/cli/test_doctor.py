@@ -354,21 +354,26 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("version", "change", "level", "says"),
+    ("version", "changes", "level", "says"),
     [
-        (version_of(installed()), (), "ok", "all that the connector relies on is there"),
-        (UNTESTED, (), "warning", "never tested; all that the connector relies on is there"),
-        (UNTESTED, TOUCH, "warning", "touch(self, group) in v1/core/block_pool.py was BlockPool"),
-        (version_of(installed()), TOUCH, "warning", "touch(self, group) in v1/core/block_pool.py"),
+        (version_of(installed()), [], "ok", "all that the connector relies on is there"),
+        (UNTESTED, [], "warning", "never tested; all that the connector relies on is there"),
+        (UNTESTED, [TOUCH], "warning", "touch(self, group) in v1/core/block_pool.py was BlockPool"),
+        (
+            version_of(installed()),
+            [TOUCH],
+            "warning",
+            "touch(self, group) in v1/core/block_pool.py",
+        ),
     ],
 )
 def test_the_vllm_that_is_there_is_checked(
-    tmp_path: Path, version: str, change: tuple[str, ...], level: str, says: str
+    tmp_path: Path, version: str, changes: list[tuple[str, str, str]], level: str, says: str
 ) -> None:
-    package = fake_vllm(tmp_path, *([change] if change else []), version=version)
+    package = fake_vllm(tmp_path, *changes, version=version)
     found = checks.vllm(made(tmp_path, {"vllm": package, "packages": ALL | {"vllm": version}}))
     assert (found.level, says in found.found) == (level, True), found
-    assert ("kvass.untested_vllm" in found.do) == (version == UNTESTED and not change)
+    assert ("kvass.untested_vllm" in found.do) == (version == UNTESTED and not changes)
 
 
 # ---------------------------------------------------------------- the command

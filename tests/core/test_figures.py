@@ -52,6 +52,9 @@ def test_evicted_bytes_and_those_that_nobody_read() -> None:
     ages = rig.status["histograms"]["age_at_eviction_seconds"]
     assert seen(ages) == 4
     assert 4 * 20.0 <= ages["sum"] <= 4 * (20.0 + STEP_S)
+    for number in range(4):
+        e.store(number)
+    assert rig.count("unread_bytes_evicted") == 7 * PAGE  # "w" was not read, as "a" was
     e.clear()
     assert rig.count("bytes_evicted_cleared") == 4 * PAGE
 

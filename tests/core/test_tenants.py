@@ -11,7 +11,7 @@ from kvass.core.effects import QuotasAre
 from kvass.core.tenants import MOST, SHOWN
 from kvass.errors import Refused
 from kvass.types import MOST_QUOTAS, NO_CAP, PAGE, GroupLayout, Quota, RankLayout
-from tests.core.rig import Engine, Rig, layout
+from tests.core.rig import Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig
 
 
@@ -240,6 +240,22 @@ def test_what_a_tier_gives_is_paid_for_by_who_asked() -> None:
         e.give_back(found.lease)
     assert (pages_of(rig, "a"), rig.gauge("rows")) == (3, (3,)), "its cap holds for loads too"
     assert figures(rig, "a")["hit_tokens"] == 4 * 16
+
+
+def test_one_step_makes_room_for_one_tenant() -> None:
+    """The others of a message are put off, and are granted when they are asked for again."""
+    e = divided(quota("a"), quota("b")).engine()
+    items = [
+        m.ReserveItem(request=name, digests=digests(name), tenant=tenant)
+        for name, tenant in (("x", "a"), ("y", "a"), ("z", "b"), ("w", "a"))
+    ]
+    assert [(g.chunks, g.later) for g in e.reserve_items(*items)] == [
+        *(((0,), -1), ((0,), -1)),
+        *(((), 0), ((), 0)),
+    ]
+    assert [g.chunks for g in e.reserve_items(items[2])] == [(0,)]
+    undivided = divided().engine()
+    assert [g.later for g in undivided.reserve_items(*items)] == [-1] * 4
 
 
 # ---------------------------------------------------------------- change

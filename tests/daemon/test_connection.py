@@ -179,4 +179,5 @@ def test_broken_invariant_ends_the_daemon_and_its_event_is_logged(tmp_path: Path
         told = process.stderr.read().decode()
     assert "broken on purpose" in told
     (logged,) = [x for x in told.splitlines() if "the core failed at this event" in x]
-    assert parse(logged[logged.index("[") :])[1] == Opened(1, os.getuid(), own=True)
+    opened = Opened(1, os.getuid(), own=True, pid=os.getpid())
+    assert parse(logged[logged.index("[") :])[1] == opened

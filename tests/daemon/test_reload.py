@@ -115,7 +115,7 @@ def test_a_tiers_process_logs_as_the_daemon_does(tmp_path: Path) -> None:
         (tmp_path / "disk").rename(tmp_path / "moved")
         with RawSession(daemon.socket).greet() as peer:
             peer.ask(Clear(everything=True, tiers=True), Error)
-        assert not daemon.status()["tiers"][0]["up"]
+        assert eventually(lambda: not daemon.status()["tiers"][0]["up"])
         assert "is down" not in daemon.log()
 
 

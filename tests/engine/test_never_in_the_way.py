@@ -30,7 +30,7 @@ ASK, ALLOCATED, PLAN, LOAD, STORE, RESULT = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
     "build_connector_meta",
-    "start_load_kv",
+    "bind_connector_metadata",
     "wait_for_save",
     "get_transfer_results",
 )

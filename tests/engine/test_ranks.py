@@ -336,7 +336,7 @@ def test_a_rank_killed_while_it_loads(mla: EngineProcess, daemon: Daemon, prompt
     """It shares shard and lease with the other rank, which has read its copy."""
     kept = keep(mla, daemon, prompt)
     rows = daemon.status()["rows"]
-    held = strike(mla, daemon, kept.tokens, "start_load_kv", 1)
+    held = strike(mla, daemon, kept.tokens, "bind_connector_metadata", 1)
     assert (held["leases"], held["pins"]) == (1, 2)
     assert daemon.status()["rows"] == rows
 

@@ -219,10 +219,13 @@ def test_b5_a_stage_that_never_stores_discards_the_chunk(daemon: Daemon, engine:
 # stages that have none, nor where something raised before.
 
 
-def test_a_stage_that_is_never_asked_to_store_does_so_in_the_next_step(
-    daemon: Daemon, engine: Make
+@pytest.mark.parametrize("strategy", [STAGES, ParallelStrategy()], ids=name)
+def test_a_step_with_drafts_is_stored_after_its_results_or_in_the_next(
+    daemon: Daemon, engine: Make, strategy: ParallelStrategy
 ) -> None:
-    a, b = engine(STAGES), engine(STAGES)
+    """vLLM collects a step's results, and calls ``wait_for_save`` after the drafter ran (the V1
+    runner, and since 0.33 the V2 runner), which earlier stages do not have."""
+    a, b = engine(strategy), engine(strategy)
     free = a.world.free_blocks
     for rank in a.ranks.all:
         rank.speculative = True

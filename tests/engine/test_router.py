@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ def two_machines(folder: Path) -> Iterator[list[CountingEngine]]:
         yield engines
 
 
+def announced(engine: Engine) -> bool:
+    """After one step more: whether all that it stored is announced."""
+    return bool(engine.step()) and not engine.events.pending
+
+
 def hit_rate(engines: list[CountingEngine], choose: Choose) -> float:
     """The share of all prompts' tokens that an engine had, itself or from its daemon."""
     rng, asked = random.Random(3), 0
@@ -57,7 +63,7 @@ def hit_rate(engines: list[CountingEngine], choose: Choose) -> float:
             engine.router.poll()
         engine = engines[choose(tokens)]
         engine.generate(f"{number}", tokens, max_tokens=1)
-        until(lambda engine=engine: engine.step() and not engine.events.pending, "its events")
+        until(partial(announced, engine), "its events")
         engine.router.poll(20)
         asked += len(tokens)
     return 1 - sum(engine.computed for engine in engines) / asked

@@ -48,7 +48,7 @@ class Engine(StubModelEngine):
 
     def settle(self, condition: Callable[[], bool], what: str) -> None:
         """Step as an engine that has something to do, until the router's index is right."""
-        until(lambda: self.step() and not self.router.poll() and condition(), what)
+        until(lambda: self.step() and self.router.poll() and condition(), what)
 
     def rows(self) -> int:
         """Rows of kvass that the router knows of."""
@@ -105,7 +105,7 @@ def agrees(one: Engine, daemon: Daemon, prompts: list[list[int]]) -> bool:
     )
 
 
-def churn(one: Engine, numbers: range) -> list[list[int]]:
+def churn(one: StubModelEngine, numbers: range) -> list[list[int]]:
     prompts = [prompt(number) for number in numbers]
     for number, tokens in zip(numbers, prompts, strict=True):
         one.generate(f"{number}", tokens)
@@ -126,7 +126,7 @@ def test_a_removal_that_is_not_told_is_seen(
     daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above."""
-    real, dropped = VllmEvents.removed, []
+    real, dropped = VllmEvents.removed, list[bytes]()
 
     def one_less(self: VllmEvents, group: int, rows: list[bytes]) -> Any:
         if not dropped:
@@ -286,7 +286,7 @@ def test_models_of_several_groups(daemon: Daemon, tmp_path: Path, model: str) ->
     )
     one.wait_connected()
     router, seen = Subscriber(*events.values()), list[dict[str, Any]]()
-    router.index.apply = seen.append  # type: ignore[method-assign]
+    router.index.apply = seen.append  # type: ignore[method-assign, assignment]
     one.generate("a", prompt(0, 300))
     rows = daemon.status()["rows"]
 
@@ -315,9 +315,14 @@ def test_models_of_several_groups(daemon: Daemon, tmp_path: Path, model: str) ->
 
 def test_an_event_is_as_vllms_own(daemon: Daemon, engine: Any) -> None:
     """Parents, tokens, hashes and all else are those of the events of vLLM's own blocks."""
-    a, seen = engine(), []
+    a, seen = engine(), list[Any]()
     take = a.router.index.apply
-    a.router.index.apply = lambda event: (seen.append(event), take(event))
+
+    def note(event: Any) -> None:
+        seen.append(event)
+        take(event)
+
+    a.router.index.apply = note
     a.world.add("a", prompt(0), salt="tenant", max_tokens=1)
     a.settle(lambda: a.rows() == 3, "three rows are announced")
     stored = [event for event in seen if event["type"] == "BlockStored"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.support.vllm.scheduler import inert_reason, make_configs, read_setup
 POOL = "v1/core/block_pool.py"
 CHANGED = (POOL, "def touch(self, blocks:", "def touch(self, *, blocks_of=0, blocks:")
 HARMLESS = ("def touch(self, blocks: Sequence[KVCacheBlock])", "def touch(self, blocks, more=0)")
-TRY = {"kvass.untested_vllm": True}
+TRY: Final[dict[str, object]] = {"kvass.untested_vllm": True}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -200,11 +201,15 @@ def test_a_daemon_that_is_gone_and_one_that_hangs(tmp_path: Path) -> None:
         assert eventually(lambda: ask(web, "GET", "/healthz")[0] == 200)
 
 
-def test_many_scrapes_leave_nothing_behind(web: WebServer) -> None:
+def test_many_scrapes_and_dashboards_leave_nothing_behind(web: WebServer) -> None:
+    """Of 30 dashboards at once, each of which asks for all it shows."""
     ask(web, "GET", "/metrics")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(300):
         ask(web, "GET", "/metrics")
+    paths = ["/", "/api/v1/history?since=0", "/api/v1/status"] * 30
+    with ThreadPoolExecutor(30) as browsers:
+        assert {status for status, _ in browsers.map(lambda p: ask(web, "GET", p), paths)} == {200}
     assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert eventually(lambda: threading.active_count() < 10)
 

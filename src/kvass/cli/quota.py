@@ -15,7 +15,13 @@ def run(argv: list[str]) -> int:
     ``Unavailable``."""
     parser = Parser(prog="kvass quota", description="Change what tenants may have of L1.")
     add_flags(parser, "socket")
-    parser.add_argument("--remove", metavar="NAME", action="append", default=[], help="has none")
+    parser.add_argument(
+        "--remove",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="take the quota of NAME away (repeatable)",
+    )
     parser.add_argument("quota", nargs="*", metavar="NAME=CAP:RESERVED", help="like a=8GiB:2GiB")
     options = vars(parser.parse_args(argv))
     removed, texts = options.pop("remove"), options.pop("quota")

@@ -71,7 +71,7 @@ def rates(
     asked, given = rate("lookup_tokens", "namespaces"), rate("hit_tokens", "namespaces")
     loaded, stored = rate("loaded_bytes", "tiers"), rate("stored_bytes", "tiers")
     came, lent = (
-        (new["counters"][name] - old["counters"][name]) / took_s
+        (new["counters"].get(name, 0) - old["counters"].get(name, 0)) / took_s
         for name in ("l1_in_bytes", "l1_lent_bytes")
     )
     yield (

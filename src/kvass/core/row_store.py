@@ -11,6 +11,7 @@ another tenant whose owner has no more than is reserved for it.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -324,11 +325,18 @@ class RowStore:
             if row_class.undivided:
                 row_class.lru.touched(oldest_first, stamps)
             else:
-                owners = self.sets.owner[self.table.set_of[oldest_first]]
-                for owner in np.unique(owners).tolist():
-                    own = owners == owner
-                    self.classes[owner].lru.touched(oldest_first[own], stamps[own])
+                self._touch_each(oldest_first, stamps)
             self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
+
+    def _touch_each(self, rows: I64Array, stamps: I64Array) -> None:
+        """Tell the classes of several tenants of the use of ``rows``."""
+        owners = self.sets.owner[self.table.set_of[rows]]
+        order = np.argsort(owners, kind="stable")
+        owners, rows, stamps = owners[order], rows[order], stamps[order]
+        cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(rows)]
+        for begin, end in pairwise(cuts):
+            lru = self.classes[int(owners[begin])].lru
+            lru.touched(rows[begin:end], stamps[begin:end])
 
     def slots(self, rows: I64Array) -> Slots:
         if not len(rows):

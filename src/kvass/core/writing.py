@@ -68,7 +68,7 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     sizes = [len(item.digests) // max(msg.width, 1) for item in msg.items]
     if sum(sizes) > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
-    now = _items_now(msg.items, sizes)
+    now = min(_items_now(msg.items, sizes), _items_of_one_payer(state, msg.items))
     items = [_checked(state, ns, item, msg.width) for item in msg.items[:now]]
     protect = state.store.table.clock
     used = [_touch(state, ns, item) for item in items]  # before any makes room for itself
@@ -114,6 +114,14 @@ def _items_now(items: Sequence[ReserveItem], sizes: list[int]) -> int:
         COST_OF_AN_ITEM + max(0, n - x.first) + n // 8 for x, n in zip(items, sizes, strict=True)
     ]
     return max(1, int(np.searchsorted(np.cumsum(costs), COST_A_STEP, side="right")))
+
+
+def _items_of_one_payer(state: State, items: Sequence[ReserveItem]) -> int:
+    """How many of the items have the payer of the first: a step makes room for one only."""
+    if not state.tenants.divided or not items:
+        return len(items)
+    payers = [state.tenants.payer(item.tenant) for item in items]
+    return next((n for n, payer in enumerate(payers) if payer is not payers[0]), len(items))
 
 
 def _grant(

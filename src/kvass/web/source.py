@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvass.client.client import Client
 from kvass.client.health import troubles
-from kvass.errors import KvassError
+from kvass.errors import Incompatible, KvassError
 from kvass.web.events import changes
 from kvass.web.metrics import model_labels, tier_labels
 
@@ -72,7 +72,7 @@ class Source:
             if time.monotonic() - self._asked_s >= FRESH_S:
                 before = self._fields
                 try:
-                    self._fields, self._trouble = self.client.status(ANSWER_S), ""
+                    self._fields, self._trouble = self._newest(), ""
                     self._fields["troubles"] = troubles(self._fields)
                 except KvassError as error:
                     self._fields, self._trouble = None, str(error)
@@ -81,6 +81,13 @@ class Source:
                 for line in changes(before, self._fields):
                     self._events.append((now, line[:_EVENT_CHARS]))
             return self._fields, self._trouble
+
+    def _newest(self) -> dict[str, Any]:
+        fields = self.client.status(ANSWER_S)
+        if "histograms" not in fields:
+            version = fields.get("version")
+            raise Incompatible(f"the daemon is older than this ({version}): restart it")
+        return fields
 
     def sample(self) -> None:
         """Add a sample to the history, unless the daemon is down."""

@@ -33,6 +33,7 @@ HOOKS: Final = (
     "has_pending_push_work",
     # the worker's
     "handle_preemptions",
+    "bind_connector_metadata",
     "start_load_kv",
     "wait_for_layer_load",
     "save_kv_layer",

@@ -151,7 +151,7 @@ def _untested(options: Options) -> str:
     said = f"vLLM {version} was never tested (tested: {', '.join(sorted(TESTED_VLLM))})"
     if differs := _differences(version):
         more = f" and {len(differs) - 3} more; kvass doctor shows all" if differs[3:] else ""
-        return f"{said}, and kvass relies on what it lacks: {'; '.join(differs[:3])}{more}"
+        return f"{said}, and it differs where kvass relies on it: {'; '.join(differs[:3])}{more}"
     if not options.untested_vllm:
         return f"{said}; it has all that kvass relies on: to try it, set kvass.untested_vllm"
     _warn_once(f"{said}; it has all that kvass relies on, and kvass.untested_vllm is set: caching")

@@ -215,9 +215,14 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """First hook of a step. Blocks that are being copied are held, so none is overwritten."""
         self._run(self._copier, None, Copier.catch_up)
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Begin the step's loads. Both runners call this after they zeroed new blocks and before
+        the forward pass. On a GPU a load does not wait for what is launched after it."""
+        super().bind_connector_metadata(connector_metadata)
+        self._run(self._copier, None, Copier.load, connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads."""
-        self._run(self._copier, None, Copier.load, self._get_connector_metadata())
+        """Nothing to do: loads have begun. vLLM calls this after the forward pass was launched."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: every load is asynchronous, and no scheduled request waits for one."""

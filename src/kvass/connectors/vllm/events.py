@@ -23,18 +23,21 @@ def maker(vllm_config: Any, kv_cache_config: Any, setup: VllmSetup) -> VllmEvent
     wanted = vllm_config.kv_events_config
     if wanted is None or not wanted.enable_kv_cache_events:
         return None
-    return VllmEvents([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups], setup)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return VllmEvents(specs, setup, getattr(vllm_config, "num_hash_lookahead_tokens", 0))
 
 
 class VllmEvents:
-    """As ``kvass.engine.row_events.EventMaker``. ``specs``: of vLLM's groups."""
+    """As ``kvass.engine.row_events.EventMaker``. ``specs``: of vLLM's groups. ``lookahead``: how
+    many tokens after a block are in its hash, too."""
 
-    def __init__(self, specs: list[Any], setup: VllmSetup) -> None:
+    def __init__(self, specs: list[Any], setup: VllmSetup, lookahead: int) -> None:
         from vllm.distributed import kv_events
         from vllm.v1 import kv_cache_interface as interface
         from vllm.v1.core import kv_cache_utils
 
         self._events, self._utils, self._setup = kv_events, kv_cache_utils, setup
+        self._lookahead = lookahead
         self._kinds = [
             {
                 "kv_cache_spec_kind": interface.get_kv_cache_spec_kind(spec).value,
@@ -67,6 +70,10 @@ class VllmEvents:
             session_id=theirs.session_id,
             **self._kinds[group],
         )
+        if self._lookahead:
+            ends = range(begin + size, end + size, size)
+            after = [list(theirs.all_token_ids[i : i + self._lookahead]) for i in ends]
+            event.lookahead_token_ids = after
         self._width = len(hashes[0]) if hashes else self._width
         return event, b"".join(hashes)
 
