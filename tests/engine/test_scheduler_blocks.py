@@ -32,8 +32,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def engine(daemon: Daemon, **options: Any) -> StubModelEngine:
-    sizes = {"length": 4096, "blocks": 700, "batched": 1024}
-    made = StubModelEngine(daemon.socket, daemon, **sizes, **options)
+    options |= {"length": 4096, "blocks": 700, "batched": 1024}
+    made = StubModelEngine(daemon.socket, daemon, **options)
     made.wait_connected()
     return made
 

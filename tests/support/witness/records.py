@@ -13,6 +13,9 @@ from kvass.types import PAGE, GroupLayout, Slots, chunk_blocks
 Place = tuple[tuple[int, ...], ...]
 """The pages of one row, by shard."""
 
+Blocks = dict[bytes, list[bytes]]
+"""By a row's key the hashes of its blocks."""
+
 Tag = tuple[bytes, int, int, int]
 """What a writer leaves on each page of a shard: (boot, reservation, row within it, shard)."""
 
@@ -146,7 +149,7 @@ class Reservation:
     owing: set[int]
     rows: list[tuple[RowKey, Place]]
     bytes: int
-    blocks: dict[bytes, list[bytes]] = field(default_factory=dict)
+    blocks: Blocks = field(default_factory=dict)
     """By key: the blocks of a row, as far as they were told. A tail has fewer than a chunk."""
     handed: bool = False
     failed: bool = False
