@@ -73,7 +73,7 @@ test: $(READY)
 
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
 SCHEDULERS := tests/test_vllm_contract.py $(wildcard tests/engine/test_scheduler_*.py) \
-  $(addprefix tests/engine/test_,ranks_scheduler.py fields.py)
+  $(addprefix tests/engine/test_,ranks_scheduler.py fields.py hook_order.py)
 ENGINES := $(addprefix tests/engine/test_,right.py eagle.py hybrid.py) -k "not gemma3 and not qwen3"
 VERSIONS = $(shell $(BIN)/python -c 'from kvass._version import *; import vllm._version as v; \
   print(*sorted(TESTED_VLLM - {v.version}))')
@@ -97,7 +97,7 @@ check: $(READY)
 docs: $(READY)
 	@cmp -s requirements/docs.txt $(VENV)/docs/.made-from || { rm -rf $(VENV)/docs \
 	  && $(PIP) --no-deps --target $(VENV)/docs -r requirements/docs.txt && cp requirements/docs.txt $(VENV)/docs/.made-from; }
-	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -W --keep-going -n -q -d .cache/docs-trees . .cache/docs
+	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -E -a -W --keep-going -n -q . .cache/docs
 	@echo "== .cache/docs/docs/index.html"
 
 sim: $(READY)

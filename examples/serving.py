@@ -31,24 +31,21 @@ class Reply(NamedTuple):
     cached: int
     """Of the prompt, not computed by the server that answered."""
     tokens: list[int]
-    seconds: float
 
 
 def ask(url: str, prompt: list[int], max_tokens: int = 16) -> Reply:
     """Send a prompt of token ids."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    began = time.monotonic()
     reply = httpx.post(
         f"{url}/v1/completions",
         json=body | {"ignore_eos": True, "return_token_ids": True},
         timeout=START_S,
         trust_env=False,
     )
-    seconds = time.monotonic() - began
     usage, (choice,) = (reply.raise_for_status().json()[name] for name in ("usage", "choices"))
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     server = reply.headers.get("x-served-by", url)
-    return Reply(server, usage["prompt_tokens"], cached, choice["token_ids"], seconds)
+    return Reply(server, usage["prompt_tokens"], cached, choice["token_ids"])
 
 
 @contextmanager

@@ -46,11 +46,19 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ("tiers", "generations", "promoting", "removals", "quotas")
+FEATURES: Final[tuple[str, ...]] = (
+    "tiers",
+    "generations",
+    "promoting",
+    "removals",
+    "quotas",
+    "blocks",
+)
 """Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
 ``generations``: ``Register.generation``. ``promoting``: ``Promoting``. Every daemon of protocol 1
 names these three, so clients do not ask for them. ``removals``: ``Removals``. ``quotas``:
-``SetQuota``; without it a daemon takes no notice of ``Lookup.tenant``, ``ReserveItem.tenant``."""
+``SetQuota``; without it a daemon takes no notice of ``Lookup.tenant``, ``ReserveItem.tenant``.
+``blocks``: hits that end inside of a chunk (``Lookup.blocks``, ``ReserveItem.blocks``)."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -142,6 +150,10 @@ class Lookup(Message, tag="lookup"):
     known) is not promoted.
 
     ``tenant``: who pays for what is promoted, and whose figures count it; empty: the default one.
+    ``blocks``: hashes of the first blocks of the chunk after ``digests``, fewer than a chunk has.
+    If all chunks of ``digests`` match, so do those of these that some row of L1 has. Only where all
+    groups are ``full`` with one block size. ``again``: the lookup of a prompt that was looked up
+    just now, with the blocks of the chunk at which that match ended; it is not counted as another.
     """
 
     request: Name
@@ -153,6 +165,8 @@ class Lookup(Message, tag="lookup"):
     budget_ms: Seconds = 0.0
     prefill_tokens_s: Seconds = 0.0
     tenant: Name = ""
+    blocks: Digests = b""
+    again: bool = False
 
 
 class Promoting(Message, tag="promoting"):
@@ -188,6 +202,10 @@ class Matched(Message, tag="matched"):
     it finished before ``deadline_s``, and only by a rank that was registered at ``given_s`` and has
     been since: a rank's EOF settles its debts, so what it was to copy may be another's by now.
     ``spare`` repeats that of the lookup.
+
+    ``blocks``: so many of ``Lookup.blocks`` match, too. Then ``slots[g]`` have one more row, of
+    which only the first ``blocks`` blocks may be read, and there is a lease even if ``chunks`` is
+    ``first``.
     """
 
     boot: bytes = b""
@@ -198,6 +216,7 @@ class Matched(Message, tag="matched"):
     deadline_s: float = 0.0
     slots: tuple[Slots, ...] = ()
     spare: int = 0
+    blocks: int = 0
 
 
 class Release(Message, tag="release"):
@@ -216,6 +235,10 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
 
     ``groups`` is a bit mask of the groups whose rows are wanted. Every rank that registered as a
     writer will send one ``Commit``. ``tenant``: who pays for them; empty: the default one.
+
+    ``blocks``: the block hashes of chunks ``[first, n)``, and those of the first blocks of chunk
+    ``n``, if these are to be stored as a *tail*: it is chunk ``n`` of the grant, unless some row
+    has these blocks. Ignored where hits end with a chunk (``Lookup.blocks``).
     """
 
     request: Name
@@ -223,6 +246,7 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     first: Int32 = 0
     groups: Int64 = 1
     tenant: Name = ""
+    blocks: Digests = b""
 
 
 class Reserve(Message, tag="reserve"):

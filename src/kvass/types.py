@@ -6,6 +6,7 @@ Units are in the names: ``*_bytes``, ``*_tokens``, ``*_s`` (seconds).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -158,6 +159,17 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     def shard_bytes(self, chunk_tokens: int) -> int:
         """Bytes of this rank's part of one row, padded to ``PAGE``; at least one ``PAGE``."""
         return align_up(max(1, self.row_blocks(chunk_tokens) * sum(self.page_bytes)))
+
+
+MAX_BLOCKS: Final = 254
+"""Of a chunk whose blocks are known: the core counts them in a byte."""
+
+
+def chunk_blocks(groups: Sequence[GroupLayout], chunk_tokens: int) -> int:
+    """Blocks of a chunk, if hits may end at each of them; 0: they end with a chunk."""
+    blocks = chunk_tokens // groups[0].block_tokens
+    alike = {(g.kind, g.block_tokens) for g in groups} == {("full", groups[0].block_tokens)}
+    return blocks if alike and 1 < blocks <= MAX_BLOCKS else 0
 
 
 class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -157,3 +159,19 @@ def test_systemd_is_told_when_a_reload_begins_and_ends(
             os.kill(daemon.pid, signal.SIGHUP)
             assert systemd.recv(100).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
             assert systemd.recv(100) == b"READY=1"
+
+
+def test_another_socket_needs_a_restart_and_hinders_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text(CONFIG + f"socket: {tmp_path}/kvass.sock\n")
+    command = [sys.executable, "-m", "kvass", "serve", "--config", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stderr is not None
+        assert daemon.stdout.readline().startswith(b"ready")
+        file.write_text(CONFIG + f"socket: {tmp_path}/other.sock\nallow_uid: [7]\n")
+        daemon.send_signal(signal.SIGHUP)
+        line = daemon.stderr.readline()
+        assert b"allow_uid is [7] (was []); cannot change without a restart: socket" in line
+        assert stat.S_IMODE(os.stat(tmp_path / "kvass.sock").st_mode) == 0o666
+        daemon.terminate()

@@ -73,14 +73,14 @@ class Judge:
 
 
 def store(engine: EngineProcess, tokens: list[int], max_tokens: int = 1, **fields: Any) -> Answer:
-    """Run ``tokens`` until all their whole chunks are cached outside the engine; its first answer.
+    """Run ``tokens`` until all their blocks are cached outside the engine; its first answer.
 
     Once is enough, unless the machine is so busy that a grant takes longer than ``LATE_S``.
     """
     first = engine.one(tokens, max_tokens, **fields)
     for _ in range(20):
         assert engine.reset()
-        if engine.one(tokens, 1, **fields).external >= len(tokens) // CHUNK * CHUNK:
+        if engine.one(tokens, 1, **fields).external >= (len(tokens) - 1) // BLOCK * BLOCK:
             assert engine.reset()
             return first
     raise AssertionError("never stored")

@@ -52,8 +52,17 @@ class Prompt:
         return len(self.tokens) // CHUNK
 
     def chunk_hashes(self, first: int, end: int) -> list[bytes]:
-        prefixes = [self.tokens[: (chunk + 1) * CHUNK] for chunk in range(first, end)]
-        return [hashlib.sha256(struct.pack(f"{len(p)}I", *p)).digest() for p in prefixes]
+        return [self._hash((chunk + 1) * CHUNK) for chunk in range(first, end)]
+
+    @property
+    def hashed_blocks(self) -> int:
+        return len(self.tokens) // BLOCK
+
+    def block_hashes(self, first: int, end: int) -> list[bytes]:
+        return [self._hash((block + 1) * BLOCK) for block in range(first, end)]
+
+    def _hash(self, tokens: int) -> bytes:
+        return hashlib.sha256(struct.pack(f"{tokens}I", *self.tokens[:tokens])).digest()
 
 
 class Blocks:
@@ -114,6 +123,7 @@ class SmallEngine:
             identity={"engine": "small"},
             strategy=ParallelStrategy(),
             chunk_tokens=CHUNK,
+            chunk_blocks=CHUNK // BLOCK,
             groups=(GROUP,),
             loads=True,
             stores=True,
@@ -204,11 +214,11 @@ def test_what_one_computed_another_loads(
     daemon: Daemon, engines: tuple[SmallEngine, SmallEngine]
 ) -> None:
     a, b = engines
-    tokens = range(5 * CHUNK + 3)
+    tokens = range(5 * CHUNK + BLOCK + 3)
     assert a.run(Prompt("first", tokens))[0] == 0
-    daemon.wait_until(rows=5, reservations=0)
+    daemon.wait_until(rows=5 + 1, reservations=0)
     loaded, verify = b.run(Prompt("second", tokens))
-    assert loaded == 5 * CHUNK
+    assert loaded == 5 * CHUNK + BLOCK
     assert verify() == 5 * (CHUNK // BLOCK) * len(GROUP.layers)
     b.memory.regions[0][:] = 0
     with pytest.raises(WrongPageError):

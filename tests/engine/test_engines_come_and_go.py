@@ -61,7 +61,7 @@ def small(daemon: Daemon, start: Starter, adapters: Path) -> EngineProcess:
 def test_killed_while_it_holds_leases_and_reservations(
     a: EngineProcess, b: EngineProcess, daemon: Daemon, start: Starter, judge: Judge, prompt: Make
 ) -> None:
-    kept, loading, storing = prompt(600), prompt(600), prompt(600)
+    kept, loading, storing = prompt(520), prompt(520), prompt(520)
     store(a, loading)
     victim = start("victim", socket=Path(daemon.socket))
     judge.check(kept, store(victim, kept, 8))
@@ -88,7 +88,7 @@ def test_changed_weights_never_hit(
     a: EngineProcess, daemon: Daemon, model: Path, start: Starter, tmp_path: Path, prompt: Make
 ) -> None:
     """In another engine's files; then in place, while that one runs."""
-    tokens = prompt(600)
+    tokens = prompt(520)
     first = store(a, tokens, 8)
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
@@ -114,7 +114,7 @@ def test_changed_weights_never_hit(
 
 def test_weights_that_are_said_to_be_fixed_must_be(a: EngineProcess, prompt: Make) -> None:
     """The negative control: rows of the old weights give other tokens, so the test above is one."""
-    tokens = prompt(600)
+    tokens = prompt(520)
     old = store(a, tokens, 8)
     a.replace_weights(1)
     assert a.reset()

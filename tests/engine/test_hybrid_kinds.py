@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.engine.conftest import BLOCK
 from tests.engine.hybrid import ARGS, GPT_OSS, QWEN3_NEXT, ROOT, Pair, red
 from tests.support.vllm import hybrid_models
 from tests.support.vllm.models import Blueprint, build
@@ -125,7 +126,7 @@ def test_a_model_with_the_hybrid_manager_off(daemon: Daemon) -> None:
             tokens = pair.prompt(size)
             pair.store(tokens)
             warm = pair.load(tokens)
-            assert (warm.local, warm.external) == (0, (size - 1) // 256 * 256)
+            assert (warm.local, warm.external) == (0, (size - 1) // BLOCK * BLOCK)
             pair.check(tokens, warm)
         pair.spoil(0)
         wrong = pair.load(tokens)

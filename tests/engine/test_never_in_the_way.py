@@ -137,7 +137,7 @@ def fell(daemon: Daemon, blow: Blow) -> bool:
 
 
 def test_absent_at_start(engine: EngineProcess, judge: Judge, prompt: Make) -> None:
-    tokens = prompt(600)
+    tokens = prompt(520)
     for _ in range(2):
         answer = engine.one(tokens)
         assert answer.external == 0
@@ -158,7 +158,7 @@ def test_a_daemon_that_comes_later_is_found(
 def test_while_loading(
     engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make, blow: Blow
 ) -> None:
-    tokens = prompt(600)
+    tokens = prompt(520)
     assert hits(engine, prompt, HITS_AGAIN_S)
     store(engine, tokens)
     engine.reset_hooks()
@@ -174,7 +174,7 @@ def test_while_storing(
 ) -> None:
     assert hits(engine, prompt, HITS_AGAIN_S)
     engine.reset_hooks()
-    strike(engine, later, judge, blow, prompt(600))
+    strike(engine, later, judge, blow, prompt(520))
     recover(later)
     assert hits(engine, prompt, HITS_AGAIN_S)
 
@@ -199,7 +199,7 @@ def strike(
 def test_restarted_at_once(
     engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make
 ) -> None:
-    tokens = prompt(600)
+    tokens = prompt(520)
     store(engine, tokens)
     later.restart()
     judge.check(tokens, engine.one(tokens))
@@ -211,7 +211,7 @@ def test_suspended_and_resumed(
     engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make
 ) -> None:
     """It takes up again where it was: same boot, and what was stored before still hits."""
-    tokens = prompt(600)
+    tokens = prompt(520)
     store(engine, tokens)
     later.suspend()
     frozen = engine.one(tokens)

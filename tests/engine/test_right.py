@@ -28,8 +28,9 @@ EDGES: Final = (BLOCK, CHUNK, CHUNK + BLOCK, 2 * CHUNK, 3 * CHUNK)
 AROUND: Final = [edge + by for edge in EDGES for by in (-1, 0, 1)]
 
 
-def whole_chunks(tokens: int) -> int:
-    return tokens // CHUNK * CHUNK
+def hit(tokens: int) -> int:
+    """What vLLM's own cache hits of a prompt that it has all of."""
+    return (tokens - 1) // BLOCK * BLOCK
 
 
 def test_cold_and_warm_in_a_second_process(
@@ -40,7 +41,7 @@ def test_cold_and_warm_in_a_second_process(
     assert cold.cached == 0
     judge.check(tokens, cold)
     warm = b.one(tokens)
-    assert (warm.local, warm.external) == (0, 768)
+    assert (warm.local, warm.external) == (0, hit(1000))
     judge.check(tokens, warm)
 
 
@@ -51,7 +52,7 @@ def test_around_every_boundary(
     tokens = prompt(size)
     judge.check(tokens, store(a, tokens, 4))
     warm = b.one(tokens, 4)
-    assert (warm.local, warm.external) == (0, whole_chunks(size))
+    assert (warm.local, warm.external) == (0, hit(size))
     judge.check(tokens, warm)
 
 
@@ -60,7 +61,7 @@ def test_shared_prefix(a: EngineProcess, b: EngineProcess, judge: Judge, prompt:
     second = first[:600] + prompt(300)
     store(a, first)
     warm = b.one(second)
-    assert warm.external == 512
+    assert warm.external == hit(601)
     judge.check(second, warm)
 
 
@@ -71,7 +72,7 @@ def test_a_local_hit_that_ends_inside_a_chunk_is_kept(
     b.one(tokens[:300], 1)
     store(a, tokens)
     warm = b.one(tokens)
-    assert (warm.local, warm.external) == (288, 768 - 288)
+    assert (warm.local, warm.external) == (288, hit(1000) - 288)
     judge.check(tokens, warm)
 
 
@@ -84,9 +85,9 @@ def test_generated_tokens_are_reused_in_the_next_turn(
         turn = question + answer.tokens + prompt(50)
         warm = b.one(turn)
         judge.check(turn, warm)
-        if warm.external == 512:
+        if warm.external == hit(600):
             break
-    assert warm.external == 512 > len(question)
+    assert warm.external == hit(600) > len(question)
 
 
 def test_two_engines_at_once(
@@ -103,7 +104,7 @@ def test_two_engines_at_once(
     a.submit(Prompt(other), Prompt(same))
     b.submit(Prompt(one), Prompt(same))
     warm = a.answers() + b.answers()
-    assert [answer.external for answer in warm] == [256, 512, 512, 512]
+    assert [answer.external for answer in warm] == [hit(500), hit(600), hit(700), hit(600)]
     for tokens, answer in zip((other, same, one, same), warm, strict=True):
         judge.check(tokens, answer)
 
@@ -113,7 +114,7 @@ def test_chunked_prefill(a: EngineProcess, b: EngineProcess, judge: Judge, promp
     judge.check(tokens, store(a, tokens, 8))
     longer = tokens + prompt(1200)
     warm = store(b, longer, 8)
-    assert warm.external == whole_chunks(2500)
+    assert warm.external == hit(2501)
     judge.check(longer, warm)
 
 
@@ -128,7 +129,7 @@ def test_a_request_that_reads_no_cache_still_stores(
     other = prompt(600)
     for _ in range(5):  # see ``store``
         assert a.one(other, skip_prefix_cache=True).cached == 0
-    assert b.one(other).external == 512
+    assert b.one(other).external == hit(600)
 
 
 def test_a_salt_never_hits_anothers(
@@ -139,7 +140,7 @@ def test_a_salt_never_hits_anothers(
     for salt in ("yours", None):
         assert b.one(tokens, salt=salt).cached == 0
         assert b.reset()
-        assert b.one(tokens, salt="mine").external == 512
+        assert b.one(tokens, salt="mine").external == hit(600)
         assert b.reset()
     judge.check(tokens, b.one(tokens, salt="mine"))
 
@@ -177,7 +178,7 @@ def test_zeroed_kv_changes_the_tokens(
     right = store(a, tokens, 8)
     zero_arena(daemon)
     wrong = b.one(tokens)
-    assert wrong.external == 512
+    assert wrong.external == hit(600)
     assert wrong.tokens != right.tokens
     with pytest.raises(AssertionError):
         judge.check(tokens, wrong)
@@ -185,6 +186,27 @@ def test_zeroed_kv_changes_the_tokens(
         client.clear(everything=True)
     assert b.reset()
     judge.check(tokens, b.one(tokens))
+
+
+@pytest.mark.parametrize("stored", [100, 600], ids=["a tail", "a chunk"])
+def test_a_row_that_is_used_in_part_decides_the_tokens(
+    a: EngineProcess, b: EngineProcess, judge: Judge, daemon: Daemon, prompt: Make, stored: int
+) -> None:
+    """All that the second engine loads are the first blocks of one row. They are zeroed."""
+    first = prompt(stored)
+    second, third = (first[:100] + prompt(100) for _ in range(2))
+    store(a, first)
+    warm = b.one(second)
+    assert warm.external == 96
+    judge.check(second, warm)
+    zero_arena(daemon)
+    assert b.reset()
+    wrong = b.one(third)
+    assert wrong.external == 96
+    assert wrong.tokens != judge.cold(third).tokens
+    with Client(daemon.socket) as client:
+        client.clear(everything=True)
+    assert b.reset()
 
 
 @pytest.mark.parametrize("how", ["unordered", "hasty"])
@@ -197,7 +219,7 @@ def test_copies_that_do_not_wait_change_the_tokens(
     b.disturb(Settings(broken_gpu=how))
     wrong = b.one(tokens)
     b.disturb(Settings())
-    assert wrong.external == 512
+    assert wrong.external == hit(600)
     with pytest.raises(AssertionError):
         judge.check(tokens, wrong)
     assert b.reset()

@@ -150,7 +150,7 @@ def test_an_engine_starts_without_a_daemon_and_finds_it_later(tmp_path: Path) ->
             for one in (a, b):
                 one.wait_connected()
             a.generate("a2", PROMPT, max_tokens=20)
-            daemon.wait_until(rows=3, reservations=0)
+            daemon.wait_until(rows=4, reservations=0)
             assert b.load("b", PROMPT)[1] == 4
     finally:
         a.close()

@@ -103,6 +103,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "lookup.tiers": m.Lookup(
         seq=3, request="r-1", digests=_DIGESTS, width=16, budget_ms=250.5, prefill_tokens_s=40000.0
     ),
+    "lookup.blocks": m.Lookup(
+        seq=3, request="r-1", digests=_DIGESTS, width=16, blocks=bytes(32), again=True
+    ),
     "prefetch": m.Prefetch(
         seq=3, request="r-1", digests=_DIGESTS, width=16, namespace=bytes(32), budget_ms=1000.0
     ),
@@ -110,6 +113,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "prefetched": m.Prefetched(seq=3, chunks=4),
     "matched.spare": m.Matched(
         seq=3, boot=BOOT, lease=1, chunks=3, deadline_s=12406.25, slots=(_SLOTS,), spare=1
+    ),
+    "matched.blocks": m.Matched(
+        seq=3, boot=BOOT, lease=1, first=2, chunks=2, deadline_s=12406.25, slots=(_SLOTS,), blocks=5
     ),
     "matched": m.Matched(
         seq=3,
@@ -129,6 +135,11 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
             m.ReserveItem(request="r-2", digests=b""),
         ],
         width=8,
+    ),
+    "reserve.blocks": m.Reserve(
+        seq=5,
+        items=[m.ReserveItem(request="r-1", digests=_DIGESTS, first=4, blocks=bytes(48))],
+        width=16,
     ),
     "granted": m.Granted(
         seq=5,

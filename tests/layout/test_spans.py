@@ -66,12 +66,12 @@ def test_granted_rows_by_group() -> None:
 def test_a_load_leaves_out_what_the_engine_has_and_no_hit_reads() -> None:
     one = spans(FULL, WINDOW, LONG, STATE)
     table = [list(range(1, 13)), list(range(21, 33)), list(range(41, 53)), list(range(61, 67))]
-    found = one.to_load(table, local=80, first=1, chunks=3, rows=[2, 1, 2, 1])
+    found = one.to_load(table, local=80, first=1, tokens=3 * CHUNK, rows=[2, 1, 2, 1])
     assert found is not None
     blocks, skip = found
     assert blocks == (tuple(range(5, 13)), (31, 32), tuple(range(45, 53)), (66,))
     assert skip == (1, 0, 1, 0), "tokens 64..79 are the engine's; the long window begins at 93"
-    found = one.to_load(table, local=176, first=2, chunks=3, rows=[1, 1, 1, 1])
+    found = one.to_load(table, local=176, first=2, tokens=3 * CHUNK, rows=[1, 1, 1, 1])
     assert found is not None
     assert found[1] == (3, 1, 3, 0)
 
@@ -80,8 +80,8 @@ def test_a_load_leaves_out_what_the_engine_has_and_no_hit_reads() -> None:
 def test_a_match_that_is_not_what_the_hit_needs_is_not_used(rows: list[int]) -> None:
     one = spans(FULL, WINDOW, LONG, STATE)
     table = [[1] * 12, [2] * 12, [3] * 12, [4] * 6]
-    assert one.to_load(table, local=0, first=0, chunks=3, rows=[3, 1, 2, 1]) is not None
-    assert one.to_load(table, local=0, first=0, chunks=3, rows=rows) is None
+    assert one.to_load(table, local=0, first=0, tokens=3 * CHUNK, rows=[3, 1, 2, 1]) is not None
+    assert one.to_load(table, local=0, first=0, tokens=3 * CHUNK, rows=rows) is None
 
 
 @given(
@@ -100,7 +100,7 @@ def test_what_is_loaded_is_what_the_hit_needs_and_the_engine_lacks(
     end = chunks * CHUNK
     begin = min(chunks, max(first, one.needs(end) // CHUNK))
     table = [[1000 + i for i in range(end // block)]]
-    found = spans(one).to_load(table, local, first, chunks, [chunks - begin])
+    found = spans(one).to_load(table, local, first, end, [chunks - begin])
     assert found is not None
     (ids,), (skip,) = found
     wanted = one.blocks(max(local, one.needs(end)), end)

@@ -219,11 +219,11 @@ class World:
         chunk, boot, arena = self.planes.chunk_blocks, self.boot, self.arena
         skip = self.rng.randrange(chunk) if kind == "load" else 0
         offset = slot * self.planes.shard_bytes
-        plan = plan_copy(self.planes, [blocks], [offset], skip=skip)
+        drop = self.rng.randrange(chunk - skip) if kind == "load" else 0
+        plan = plan_copy(self.planes, [blocks], [offset], skip=skip, drop=drop)
         if kind == "load":
-            for block in blocks[:skip]:
-                self.free.append(block)
-            blocks = blocks[skip:]
+            self.free += blocks[:skip] + blocks[chunk - drop :]
+            blocks = blocks[skip : chunk - drop]
         row = Row(plan, slot, np.array(blocks), boot, {})
         count = len(self.planes.planes)
         for i, inside in enumerate(self.planes.slot_offsets()):

@@ -13,7 +13,9 @@ from kvass.config import Parser, add_flags, load
 
 def run(argv: list[str]) -> int:
     """Say how the daemon is. Raises ``Unavailable`` if there is none."""
-    parser = Parser(prog="kvass status", description="Show whether a daemon works, and what it saves.")
+    parser = Parser(
+        prog="kvass status", description="Show whether a daemon works, and what it saves."
+    )
     add_flags(parser, "socket")
     parser.add_argument("--json", action="store_true", help="print all fields as JSON")
     parser.add_argument(

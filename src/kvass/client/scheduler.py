@@ -15,7 +15,7 @@ Laws of this file:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,8 +49,11 @@ ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
 
 Match = Matched
-"""A ``Matched`` of at least one chunk; of the rows of group ``g`` that the hit needs, ``slots[g]``
-says where they lie: those of the last ``len(slots[g])`` chunks."""
+"""A ``Matched`` of at least a chunk, or of blocks of one; of the rows of group ``g`` that the hit
+needs, ``slots[g]`` says where they lie: those of the last ``len(slots[g])`` chunks."""
+BlockHashes = Callable[[int], bytes]
+"""Of a chunk the hashes of its first blocks, back to back: of those that a hit may use, if it ends
+inside of this chunk."""
 
 
 class Pending:
@@ -64,12 +67,17 @@ PENDING: Final = Pending()
 class RequestLookup:
     """What one request holds or has asked for: nothing, a lookup in flight, or a match.
 
-    ``session``: the connection that it was asked through. ``seq``: of the lookup in flight, or 0.
+    ``session``: the connection that it was asked through. ``seq``: of the lookup in flight, or 0:
+    for ``chunks`` chunks and ``blocks`` blocks of the next. ``again``: it is the second lookup, for
+    the blocks of the chunk at which the answer to the first, perhaps ``match``, ended.
     """
 
     session: DaemonSession | None = None
     first: int = 0
     seq: int = 0
+    chunks: int = 0
+    blocks: int = 0
+    again: bool = False
     match: Match | None = None
     give_up_s: float = 0.0
     """CLOCK_MONOTONIC until which the request may be told ``PENDING``; 0: never told yet."""
@@ -131,6 +139,11 @@ class SchedulerClient(Endpoint):
         """Whether a daemon is there that answers within ``LATE_S`` and knows of every reset."""
         return self.connected and not self._reset.pending and self.silent_s <= LATE_S
 
+    @property
+    def knows_blocks(self) -> bool:
+        """Whether a daemon is there that serves and stores parts of chunks."""
+        return self.session is not None and "blocks" in self.session.welcome.features
+
     def new_step(self) -> None:
         """A scheduler step begins: a new wait budget, late replies are settled, resets go on."""
         self._left_s = self._step_wait_s
@@ -148,27 +161,35 @@ class SchedulerClient(Endpoint):
         first: int,
         prefill_tokens_s: float = 0.0,
         tenant: str = "",
+        blocks: BlockHashes | None = None,
     ) -> Match | Pending | None:
         """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
         again until ``take`` or ``settle``; for another ``first``, or with less than half its time
         left, it is released and looked up again. ``prefill_tokens_s``: what the engine computes
-        per second, or 0; loading has to be faster.
+        per second, or 0; loading has to be faster. With ``blocks`` a match may end inside of a
+        chunk (``knows_blocks``). If it ends before the last chunk, that takes a second lookup.
         """
         if self._reset.pending:
             return None
         lookup = self._lookups.setdefault(request, RequestLookup())
         if lookup.first != first or self._lapsing(lookup):
             self._give_back(lookup)
-        if lookup.match is None:
-            wait_s = 0.0
-            if not lookup.seq:
-                wait_s = self._look_up(
-                    lookup, request, digests, width, first, prefill_tokens_s, tenant
-                )
-            if lookup.seq:
-                return self._answer(lookup, wait_s, len(digests) // width)
+        message = Lookup(request=request, digests=digests, width=width, first=first, tenant=tenant)
+        message.prefill_tokens_s = bounded(prefill_tokens_s)
+        wait_s = 0.0
+        if lookup.match is None and not lookup.seq:
+            wait_s = self._look_up(lookup, message, blocks)
+        while lookup.seq:
+            end = self._answer(lookup, wait_s)
+            if isinstance(end, Pending):
+                return end
+            if end is not None and blocks is not None and not lookup.again and end < lookup.chunks:
+                message.digests, message.again = digests[: end * width], True
+                wait_s = self._look_up(lookup, message, blocks)
+            if end is not None and not lookup.seq:
+                self.counters["misses" if lookup.match is None else "hits"] += 1
         return lookup.match
 
     def take(self, request: str) -> Match | None:
@@ -216,22 +237,17 @@ class SchedulerClient(Endpoint):
             self.discard(seq)
         return bool(seq)
 
-    def _look_up(
-        self,
-        lookup: RequestLookup,
-        request: str,
-        digests: bytes,
-        width: int,
-        first: int,
-        prefill_tokens_s: float,
-        tenant: str,
-    ) -> float:
+    def _look_up(self, lookup: RequestLookup, message: Lookup, blocks: BlockHashes | None) -> float:
         """Send the lookup, if there is a daemon that answers; how long to wait for it."""
-        session = self.session
-        if first * width >= len(digests):
-            return 0.0
+        session, width = self.session, message.width
         if session is None:
-            self.counters["unasked"] += 1
+            self.counters["unasked"] += message.first * width < len(message.digests)
+            return 0.0
+        digests = message.digests[: session.welcome.limits.keys_per_message * width]
+        chunks = len(digests) // max(1, width)
+        if blocks is not None and self.knows_blocks:
+            message.blocks = blocks(chunks)
+        if (message.first >= chunks or message.again) and not message.blocks:
             return 0.0
         if self.silent_s:
             self.poll()  # what was late may have come since the last step
@@ -241,37 +257,29 @@ class SchedulerClient(Endpoint):
         if silent_s > (least_s if patience_s is None else patience_s):
             self.counters["timeouts"] += 1  # it would only cost this request its patience
             return 0.0
-        digests = digests[: welcome.limits.keys_per_message * width]
-        prefill_tokens_s = bounded(prefill_tokens_s)
         if not lookup.give_up_s:
             if patience_s is None:
-                tokens = (len(digests) // width - first) * self._chunk_tokens * (welcome.tiers > 0)
-                compute_s = tokens / (prefill_tokens_s or GUESS_TOKENS_S)
+                tokens = (chunks - message.first) * self._chunk_tokens * (welcome.tiers > 0)
+                compute_s = tokens / (message.prefill_tokens_s or GUESS_TOKENS_S)
                 patience_s = max(least_s, min(compute_s, MAX_PATIENCE_S))
             lookup.give_up_s = now_s + patience_s
         lookup.acknowledged_by_s = now_s + least_s if welcome.tiers else lookup.give_up_s
-        message = Lookup(
-            request=request,
-            digests=digests,
-            width=width,
-            first=first,
-            readers=self._readers,
-            spare=self._spare,
-            budget_ms=bounded(1000 * max(lookup.give_up_s - now_s - ANSWER_S, 0.001)),
-            prefill_tokens_s=prefill_tokens_s,
-            tenant=tenant,
-        )
-        lookup.seq, lookup.first, lookup.session = self.submit(message), first, session
-        self.counters["lookups"] += 1
+        message.digests, message.readers, message.spare = digests, self._readers, self._spare
+        message.budget_ms = bounded(1000 * max(lookup.give_up_s - now_s - ANSWER_S, 0.001))
+        lookup.seq, lookup.first, lookup.session = self.submit(message), message.first, session
+        lookup.chunks, lookup.again = chunks, message.again
+        lookup.blocks = len(message.blocks) // max(1, width)
+        self.counters["lookups"] += not message.again
         return 0.0 if silent_s else self._left_s
 
-    def _answer(self, lookup: RequestLookup, wait_s: float, asked: int) -> Match | Pending | None:
-        """What the lookup in flight has come to, after ``wait_s`` at most."""
+    def _answer(self, lookup: RequestLookup, wait_s: float) -> int | Pending | None:
+        """The chunk at which the answer to the lookup in flight ends, after ``wait_s`` at most;
+        None: there is none. What it brings is held in ``lookup``."""
         began_s = time.monotonic()
         try:
             reply = self.wait(lookup.seq, wait_s)
         except Unavailable:
-            lookup.seq = 0
+            lookup.seq, lookup.match = 0, None
             return None
         now_s = time.monotonic()
         self._left_s = max(self._left_s - (now_s - began_s), 0.0)
@@ -281,14 +289,20 @@ class SchedulerClient(Endpoint):
             if now_s < lookup.give_up_s and (acknowledged or now_s < lookup.acknowledged_by_s):
                 return PENDING
             self.counters["timeouts"] += 1
-            self._give_back(lookup)
+            self.discard(lookup.seq)
+            lookup.seq = 0
             return None
-        lookup.seq = 0
-        lookup.match = self._matched(lookup, reply, asked)
-        self.counters["misses" if lookup.match is None else "hits"] += 1
-        return lookup.match
+        lookup.seq, worse = 0, lookup.match
+        found = self._matched(lookup, reply)
+        if not lookup.again or (found is not None and found.blocks):
+            lookup.match = found
+        else:
+            worse = found
+        if worse is not None:
+            self.release(worse.boot, worse.lease)
+        return reply.chunks if isinstance(reply, Matched) else lookup.chunks
 
-    def _matched(self, lookup: RequestLookup, reply: FromDaemon, asked: int) -> Match | None:
+    def _matched(self, lookup: RequestLookup, reply: FromDaemon) -> Match | None:
         if isinstance(reply, Error):
             self.refused(reply)
             return None
@@ -296,8 +310,9 @@ class SchedulerClient(Endpoint):
         assert lookup.session is not None
         if not (
             reply.boot == lookup.session.boot
-            and reply.first == lookup.first <= reply.chunks <= asked
-            and (reply.lease > 0) == (reply.chunks > reply.first)
+            and reply.first == lookup.first <= reply.chunks <= lookup.chunks
+            and 0 <= reply.blocks <= lookup.blocks * (reply.chunks == lookup.chunks)
+            and (reply.lease > 0) == (reply.chunks > reply.first or reply.blocks > 0)
             and (not reply.lease or reply.spare == self._spare)
         ):
             self.fault(lookup.session, "a match of what was not asked for")
@@ -308,7 +323,7 @@ class SchedulerClient(Endpoint):
         if lookup.session is self.session:  # else it went with its connection
             if lookup.match is not None:
                 self.release(lookup.match.boot, lookup.match.lease)
-            elif lookup.seq:
+            if lookup.seq:
                 self.discard(lookup.seq)
         lookup.seq, lookup.match = 0, None
 

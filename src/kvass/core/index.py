@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.ma  # np.unique would import it when first called, which takes 20 ms
 import numpy.typing as npt
 
-from kvass.core.rows import CACHE_LINE, KEY_WORDS, RowTable, cache_lines
+from kvass.core.rows import CACHE_LINE, KEY_WORDS, cache_lines
 from kvass.types import I64Array, U32Array, U64Array
 
 SLOTS: Final = 8  # a cache line; _in_bucket shifts by 3
@@ -41,15 +41,21 @@ _NOTHING: Final[U32Array] = np.zeros((0, SLOTS), np.uint32)
 """Of an index that was never used: it has no memory."""
 
 
-class KeyIndex:
-    """An index over rows of ``table``. Arrays of keys: uint64, shape ``(n, KEY_WORDS)``.
+class Keyed(Protocol):
+    """What knows the key of each row."""
 
-    ``odd``: ``odd_numbers`` of the seed. ``rows``: for so many there is room at the first use. To
-    make room later takes long for many: 0.3 s for a million. So does memory that nobody has touched
-    before: ``warm`` touches it.
+    def keys_of(self, rows: I64Array) -> U64Array: ...
+
+
+class KeyIndex:
+    """An index over rows of ``table``. Arrays of keys: uint64, shape ``(n, words)``.
+
+    ``odd``: as many ``odd_numbers`` of the seed as a key has words. ``rows``: for so many there is
+    room at the first use. To make room later takes long for many: 0.3 s for a million. So does
+    memory that nobody has touched before: ``warm`` touches it.
     """
 
-    def __init__(self, table: RowTable, odd: U64Array, rows: int = 0) -> None:
+    def __init__(self, table: Keyed, odd: U64Array, rows: int = 0) -> None:
         self._table, self._odd = table, odd
         self._least = max(_SMALLEST, _buckets(rows))
         self._count = 0
@@ -90,7 +96,8 @@ class KeyIndex:
         rows = self._in_bucket(bucket, mark)
         if (rows != ABSENT).all() and (self._table.keys_of(rows) == keys).all():
             return rows  # the usual hit, every key in its home bucket
-        wrong = (rows == ABSENT) | (self._table.key[rows] != keys).any(axis=1)
+        wrong = rows == ABSENT
+        wrong[~wrong] = (self._table.keys_of(rows[~wrong]) != keys[~wrong]).any(axis=1)
         rows[wrong] = ABSENT
         for i in np.flatnonzero(wrong & self._may_be_elsewhere(bucket, mark)).tolist():
             rows[i] = self._search(keys[i], int(bucket[i]), int(mark[i]))
@@ -107,7 +114,7 @@ class KeyIndex:
     def remove(self, rows: I64Array) -> None:
         """Take ``rows``, all of them in the index, out of it."""
         self._count -= len(rows)
-        bucket, mark = self._place(self._table.key[rows])
+        bucket, mark = self._place(self._table.keys_of(rows))
         while len(rows):
             alike = (self._mark[bucket] == mark[:, None]) & (self._row[bucket] == rows[:, None])
             here, slot = alike.any(axis=1), alike.argmax(axis=1)
@@ -168,7 +175,7 @@ class KeyIndex:
         while True:
             for slot in np.flatnonzero(self._mark[at] == mark).tolist():
                 row = int(self._row[at, slot])
-                if (self._table.key[row] == key).all():
+                if (self._table.keys_of(np.array([row])) == key).all():
                     return row
             if not self._spilled[at]:
                 return ABSENT
@@ -177,7 +184,7 @@ class KeyIndex:
     def _insert(self, rows: I64Array) -> None:
         """Each round puts, per bucket, as many keys as it has room for; the rest move on."""
         self._count += len(rows)
-        bucket, mark = self._place(self._table.key[rows])
+        bucket, mark = self._place(self._table.keys_of(rows))
         while len(rows):
             order = np.argsort(bucket, kind="stable")
             rows, bucket, mark = rows[order], bucket[order], mark[order]

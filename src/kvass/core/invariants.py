@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvass.core.promote import LOADING_SHARE
 from kvass.core.rows import (
@@ -17,16 +18,19 @@ from kvass.core.rows import (
     LOADING,
     NEVER,
     NOBODY,
+    NOTED,
     QUARANTINED,
     READY,
     STATE_NAMES,
     WRITING,
+    RowTable,
 )
 from kvass.core.sets import CLEARED
 from kvass.core.tenants import MOST
 from kvass.core.tier_state import Flushing, Loading, Probing
 
 if TYPE_CHECKING:
+    from kvass.core.blocks import BlockIndex
     from kvass.core.ledger import ClassRows
     from kvass.core.settlement import Settlement
     from kvass.core.state import State
@@ -182,12 +186,28 @@ def _rows(state: State) -> None:
             own = np.isin(owner[rows], [c.id for c in row_class.of_tenants.values()])
             assert own.all(), "the index names another class's row"
             matches[rows] = True
+        if row_class.blocks is not None:
+            shared = [each.id for each in row_class.of_tenants.values()]
+            _blocks(row_class.blocks, table, np.isin(owner, shared))
     assert (listed == (free & (owner >= 0))).all(), "a slot is free and used, twice free, or lost"
     assert not (matches & (free | failed)).any(), "a FREE or FAILED row still matches"
     assert (matches | cleared)[readable].all(), "a READY row is lost"
     assert matches[(table.state == LOADING) & ~cleared].all(), "a LOADING row is lost"
     assert (table.pins[failed] > 0).all(), "a FAILED row that nobody waits for"
     assert (table.stamp[readable] != NEVER).all(), "a READY row that eviction cannot see"
+
+
+def _blocks(blocks: BlockIndex, table: RowTable, own: npt.NDArray[np.bool_]) -> None:
+    """The index of blocks has READY rows only. ``own``: the rows of the classes that share it."""
+    rows = np.sort(blocks.index.rows())
+    assert len(rows) == len(blocks.index), "the index of blocks miscounts"
+    listed = np.flatnonzero(own & (table.entry < NOTED))
+    assert rows.tolist() == listed.tolist(), "the index of blocks has other rows than it should"
+    assert (table.state[rows] == READY).all(), "blocks of a row that is not READY match"
+    assert (blocks.index.find(blocks.prints.keys_of(rows)) == rows).all(), "two rows, one block"
+    tail = blocks.prints.tail[rows]
+    reach = np.where(tail > 0, tail, blocks.prints.width)
+    assert (table.entry[rows] < reach).all(), "a row is found by a block that it does not have"
 
 
 def _counts(state: State, pinned: list[ClassRows]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
+import numpy as np
+
 from kvass.core.coverage import BoolArray, checked_groups, first_chunk, longest_hit
 from kvass.core.index import ABSENT
 from kvass.core.ledger import ClassRows
@@ -9,19 +13,42 @@ from kvass.core.row_store import Namespace, RowStore
 from kvass.core.rows import READY
 from kvass.types import I64Array, U64Array
 
+NO_BLOCKS: Final = np.empty(0, np.uint64)
+
+
+class Hit(NamedTuple):
+    """``chunks`` chunks from chunk 0 on, and ``blocks`` blocks of the next. ``parts`` are the rows
+    that a lookup is given, ``spares`` its spare ones."""
+
+    chunks: int
+    blocks: int
+    parts: tuple[ClassRows, ...]
+    spares: tuple[ClassRows, ...]
+
+
+NO_HIT: Final = Hit(0, 0, (), ())
+
 
 class PrefixView:
     """The rows of a prompt's chunks in every layer group. It is stale once rows come or go.
 
     ``keys``: of the prompt's chunks, from chunk 0 on. ``first``: the first chunk that the engine
     does not have itself. With EAGLE or MTP, ``spare`` extra chunks after a hit must be there too:
-    they are checked, and not returned. ``found``: per row class each chunk's row, or ``ABSENT``.
+    they are checked, and not returned. ``rest``: the prints of the blocks after the last chunk.
+    ``found``: per row class each chunk's row, or ``ABSENT``.
     """
 
     def __init__(
-        self, store: RowStore, ns: Namespace, keys: U64Array, first: int, spare: int = 0
+        self,
+        store: RowStore,
+        ns: Namespace,
+        keys: U64Array,
+        first: int,
+        spare: int = 0,
+        rest: U64Array = NO_BLOCKS,
     ) -> None:
         self._store, self._ns, self._first, self._spare = store, ns, first, spare
+        self._rest = rest
         self._groups = [c.spec.layout for c in ns.classes]
         self.found: list[I64Array] = [c.index.find(keys) for c in ns.classes]
 
@@ -52,15 +79,30 @@ class PrefixView:
         row = max([rows.item(end - 1) for rows in self.found])
         return 0.0 if row == ABSENT else self._store.uses.age(self._store.table.stamp.item(row))
 
-    def use(self, end: int) -> tuple[tuple[ClassRows, ...], tuple[ClassRows, ...]]:
-        """The rows that a hit of ``end`` chunks returns, and its spare ones. All of them are in use
-        now, and so is what there is of the chunks that the engine has itself."""
+    def use(self, end: int) -> Hit:
+        """The hit of ``end`` chunks. All its rows are in use now, and so is what there is of the
+        chunks that the engine has itself."""
         tokens, parts, spares = self._ns.chunk_tokens, [], []
-        for c, rows, (begin, upto) in zip(
-            self._ns.classes, self.found, self.needs(end), strict=True
+        blocks, last = self._in_part(end)
+        for c, rows, row, (begin, upto) in zip(
+            self._ns.classes, self.found, last, self.needs(end), strict=True
         ):
             used = rows[first_chunk(c.spec.layout, end, tokens) if self._first else begin : upto]
+            hit = rows[begin:end]
+            if len(row):
+                used, hit = np.concatenate([used, row]), np.concatenate([hit, row])
             self._store.touch(c, used[used != ABSENT])
-            parts.append(ClassRows(c.id, rows[begin:end]))
+            parts.append(ClassRows(c.id, hit))
             spares.append(ClassRows(c.id, rows[end:upto]))
-        return tuple(parts), tuple(spares)
+        return Hit(end, blocks, tuple(parts), tuple(spares))
+
+    def _in_part(self, end: int) -> tuple[int, list[I64Array]]:
+        """How many blocks there are of the chunk after the last one, and the row of each class that
+        has them; none unless the hit has all chunks."""
+        classes, none = self._ns.classes, [np.empty(0, np.int64) for _ in self._ns.classes]
+        indexes = [c.blocks for c in classes if c.blocks is not None]
+        if end < len(self.found[0]) or not len(self._rest) or len(indexes) < len(classes):
+            return 0, none
+        found = [index.longest(self._rest) for index in indexes]
+        blocks = min(count for count, _ in found)
+        return blocks, [np.array([row]) for _, row in found] if blocks else none

@@ -22,7 +22,7 @@ from kvass.core.coverage import BoolArray
 from kvass.core.effects import Loaded, Probed, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
 from kvass.core.ledger import ClassRows
-from kvass.core.prefix import PrefixView
+from kvass.core.prefix import NO_BLOCKS, NO_HIT, PrefixView
 from kvass.core.row_store import Namespace, RowClass
 from kvass.core.rows import FAILED, LOADING, READY
 from kvass.core.state import State
@@ -68,7 +68,8 @@ def begin(state: State, promotion: Promotion) -> bool:
 def _view(state: State, promotion: Promotion, chunks: int | None = None) -> PrefixView:
     """What L1 has of the prompt, or of its first ``chunks``, now."""
     keys, first, spare = promotion.keys[:chunks], promotion.first, promotion.spare
-    return PrefixView(state.store, promotion.namespace, keys, first, spare)
+    rest = promotion.rest if len(keys) == len(promotion.keys) else NO_BLOCKS
+    return PrefixView(state.store, promotion.namespace, keys, first, spare, rest)
 
 
 # ---------------------------------------------------------------- asking what tiers hold
@@ -301,8 +302,7 @@ def _hold(state: State, promotion: Promotion, least: int) -> None:
         _answer(state, promotion)
         return
     before, view, table = promotion.pinned, _view(state, promotion), state.store.table
-    promotion.chunks = view.longest(view.there(least))
-    promotion.parts, promotion.spares = view.use(promotion.chunks)
+    promotion.hit = view.use(view.longest(view.there(least)))
     promotion.awaits = set()
     for part in promotion.pinned:
         state.store.pin(part.rows)
@@ -324,8 +324,7 @@ def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> 
 
 def _let_go(state: State, promotion: Promotion) -> None:
     pinned = promotion.pinned
-    promotion.parts = promotion.spares = ()
-    promotion.chunks, promotion.awaits = promotion.first, set()
+    promotion.hit, promotion.awaits = NO_HIT._replace(chunks=promotion.first), set()
     _unpin(state, promotion, pinned)
 
 
@@ -344,17 +343,16 @@ def _answer(state: State, promotion: Promotion) -> None:
         _hold(state, promotion, LOADING)  # what could not be loaded makes the match shorter
         return
     if not promotion.readers:
-        reply: Prefetched | Matched = Prefetched(chunks=promotion.chunks)
+        reply: Prefetched | Matched = Prefetched(chunks=promotion.hit.chunks)
     else:
-        state.counters["promoted_chunks"] += promotion.chunks - promotion.first
+        state.counters["promoted_chunks"] += promotion.hit.chunks - promotion.first
         _count(state, promotion)
         reply = state.matched(
             promotion.instance,
             promotion.namespace,
             promotion.request,
             promotion.first,
-            promotion.chunks,
-            promotion.parts,
+            promotion.hit,
             promotion.readers,
             promotion.spare,
         )
@@ -366,16 +364,16 @@ def _answer(state: State, promotion: Promotion) -> None:
 def _count(state: State, promotion: Promotion) -> None:
     """What it asked for and is given, and which tokens of that its tiers loaded: a chunk's, where
     its first group came from one."""
-    ns, why, first = promotion.namespace, promotion.why, promotion.first
+    ns, why, first, hit = promotion.namespace, promotion.why, promotion.first, promotion.hit
     if why == "absent" and not all(tier.report.get("up", True) for tier in state.tiers.all):
         why = "tier_down"
-    asked = (len(promotion.keys) - first) * ns.chunk_tokens
-    given = (promotion.chunks - first) * ns.chunk_tokens
+    asked = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
+    given = ns.tokens(hit.chunks - first, hit.blocks)
     who = state.instances.get(promotion.instance)
     if who is not None:
         state.answered(who, ns, asked, given, why, promotion.prefill_tokens_s)
     state.tenants.of(promotion.tenant).traffic.answered(state.now, asked, given, why)
-    homes = promotion.homes[0][promotion.first : promotion.chunks]
+    homes = promotion.homes[0][first : hit.chunks]
     traffic = promotion.namespace.traffic
     chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))
     for tier, count in enumerate(chunks.tolist()):

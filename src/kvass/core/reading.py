@@ -22,7 +22,7 @@ from kvass.core.checks import (
     split_keys,
 )
 from kvass.core.index import digests_of
-from kvass.core.prefix import PrefixView
+from kvass.core.prefix import NO_BLOCKS, PrefixView
 from kvass.core.registry import ClientSession
 from kvass.core.removed import AT_ONCE
 from kvass.core.row_store import Namespace
@@ -59,29 +59,40 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if msg.spare < 0:
         raise Refused("bad_value", f"spare: {msg.spare} is negative")
     readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
-    _check_leases(state, instance.id)
-    state.counters["lookups"] += 1
-    state.counters["lookup_chunks"] += len(keys) - msg.first
+    blocks = split_keys(msg.blocks, msg.width, 0, state.config.limits)
     ns = state.namespace_of(instance)
+    if ns is None or not ns.chunk_blocks or msg.spare:
+        blocks = blocks[:0]
+    elif len(blocks) >= ns.chunk_blocks:
+        raise Refused("bad_value", f"blocks: fewer than the {ns.chunk_blocks} of a chunk")
+    _check_leases(state, instance.id)
+    if not msg.again:
+        state.counters["lookups"] += 1
+        state.counters["lookup_chunks"] += len(keys) - msg.first
     if ns is None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
-    view = PrefixView(state.store, ns, keys, msg.first, msg.spare)
+    rest = state.store.prints(blocks) if len(blocks) else NO_BLOCKS
+    view = PrefixView(state.store, ns, keys, msg.first, msg.spare, rest)
     chunks, why = view.longest(view.there()), "absent"
-    if chunks > msg.first and state.counters["lookups"] % GAPS_OF == 1:
+    if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
-    parts, _ = view.use(chunks)
-    if ns.tier_epochs and chunks < len(keys) - msg.spare:
+    hit = view.use(chunks)
+    if ns.tier_epochs and chunks < len(keys) - msg.spare and not msg.again:
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
-        promotion = _promotion(state, session, msg, ns, keys, readers, wait_s)
+        promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, rest)
         if promotion.deadline > state.now:
             if promote.begin(state, promotion):
                 return None
             why = "not_waited"
-    tokens = ns.chunk_tokens
-    asked, given = (len(keys) - msg.first) * tokens, (chunks - msg.first) * tokens
-    state.answered(instance, ns, asked, given, why, _speed(msg))
-    state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why)
-    return state.matched(instance.id, ns, msg.request, msg.first, chunks, parts, readers, msg.spare)
+    asked = ns.tokens(len(keys) - msg.first, len(blocks))
+    given = ns.tokens(chunks - msg.first, hit.blocks)
+    if msg.again:
+        asked = given = ns.tokens(0, hit.blocks)
+    state.answered(instance, ns, asked, given, why, _speed(msg), msg.again)
+    state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why, again=msg.again)
+    return state.matched(
+        instance.id, ns, msg.request, msg.first, hit, readers, msg.spare, msg.again
+    )
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:
@@ -121,8 +132,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
     if ns is None:
         return Prefetched()
     view = PrefixView(state.store, ns, keys, 0)
-    chunks = view.longest(view.there())
-    view.use(chunks)
+    chunks = view.use(view.longest(view.there())).chunks
     if ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
         promotion = _promotion(state, session, msg, ns, keys, set(), wait_s)
@@ -150,6 +160,7 @@ def _promotion(
     keys: U64Array,
     readers: set[int],
     wait_s: float,
+    rest: U64Array = NO_BLOCKS,
 ) -> Promotion:
     homes = [np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes]
     arrays_bytes = keys.nbytes + sum(home.nbytes for home in homes)
@@ -163,6 +174,7 @@ def _promotion(
         namespace=ns,
         epoch=ns.epoch,
         keys=keys,
+        rest=rest,
         first=msg.first if isinstance(msg, Lookup) else 0,
         begun=state.now,
         deadline=state.now + wait_s,

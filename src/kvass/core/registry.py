@@ -15,7 +15,15 @@ import msgspec
 
 from kvass.errors import Refused
 from kvass.messages import Register
-from kvass.types import MAX_GROUPS, MAX_RANKS, SCHEDULER, GroupLayout, Limits, RankLayout
+from kvass.types import (
+    MAX_GROUPS,
+    MAX_RANKS,
+    SCHEDULER,
+    GroupLayout,
+    Limits,
+    RankLayout,
+    chunk_blocks,
+)
 
 
 class ClientSession(msgspec.Struct):
@@ -77,12 +85,14 @@ class RowClassSpec(msgspec.Struct, frozen=True):
     """What a slot of one (namespace, group) takes: bytes of each shard, padded.
 
     ``layout`` is the group as the rank of the first shard holds it; kind, window and block size
-    are the same on every rank.
+    are the same on every rank. ``chunk_blocks``: blocks of a chunk, if hits may end at each of
+    them; 0: they end with a chunk.
     """
 
     group: int
     layout: GroupLayout
     shard_bytes: tuple[int, ...]
+    chunk_blocks: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -232,8 +242,8 @@ def row_class_specs(instance: Instance) -> list[RowClassSpec]:
     layouts = [by_shard[s] for s in range(terms.world_size)]
     first = layouts[0]
     assert first is not None
-    specs = []
+    specs, blocks = [], chunk_blocks(first.groups, terms.chunk_tokens)
     for i, group in enumerate(first.groups):
         sizes = (x.groups[i].shard_bytes(terms.chunk_tokens) for x in layouts if x is not None)
-        specs.append(RowClassSpec(group=i, layout=group, shard_bytes=tuple(sizes)))
+        specs.append(RowClassSpec(i, group, tuple(sizes), blocks))
     return specs

@@ -18,10 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvass.core.blocks import BlockIndex, BlockPrints
 from kvass.core.eviction import Lru
 from kvass.core.extents import STAYS, ExtentMap
 from kvass.core.histogram import Histogram
-from kvass.core.index import ABSENT, KeyIndex, odd_numbers
+from kvass.core.index import ABSENT, Keyed, KeyIndex, odd_numbers
 from kvass.core.registry import RowClassSpec
 from kvass.core.removed import RemovedRows
 from kvass.core.rows import (
@@ -65,6 +66,7 @@ class RowClass(msgspec.Struct, eq=False):
     """The rows of one (namespace, group) that one tenant pays for: all of one size, with a record
     of their use. The classes of all tenants have one index.
 
+    ``blocks``: of the rows whose blocks are known, of all tenants too; None: hits end with a chunk.
     ``slots``: how many its sets have. ``rows``: how many rows are in each state, except FREE.
     ``of_tenants``: all classes of its namespace and group by their tenant's id. That of the default
     tenant is always there, stands for all of them, and is what a namespace names; the others exist
@@ -81,6 +83,7 @@ class RowClass(msgspec.Struct, eq=False):
     rows: list[int]
     tenant: Tenant
     of_tenants: dict[int, RowClass]
+    blocks: BlockIndex | None
     slots: int = 0
 
     @property
@@ -114,6 +117,15 @@ class Namespace(msgspec.Struct):
     asked_s: list[float] = []
     traffic: Traffic = msgspec.field(default_factory=Traffic)
 
+    @property
+    def chunk_blocks(self) -> int:
+        """As ``RowClassSpec.chunk_blocks``."""
+        return self.classes[0].spec.chunk_blocks
+
+    def tokens(self, chunks: int, blocks: int = 0) -> int:
+        """The tokens of so many chunks, and blocks of one."""
+        return chunks * self.chunk_tokens + blocks * self.chunk_tokens // max(1, self.chunk_blocks)
+
 
 class RowStore:
     """Rows of all classes in an arena of ``arena_bytes``. ``slice_slots``: of one ``reclaim``."""
@@ -143,6 +155,9 @@ class RowStore:
         self._extent_bytes = extent_bytes
         self._slice_slots = slice_slots
         self._odd = odd_numbers(seed)
+        self._odd_of_blocks = odd_numbers(seed + b"blocks")
+        self._prints: dict[int, BlockPrints] = {}
+        """By the blocks of a chunk."""
         self._next_class = 0
         self._index_room = INDEX_ROOM
         self._cold: list[KeyIndex] = []
@@ -156,7 +171,7 @@ class RowStore:
 
     def add_class(self, spec: RowClassSpec, namespace: int) -> RowClass:
         index, payer = self._new_index(spec), self.tenants.default
-        made = self._new_class(spec, namespace, index, payer, {})
+        made = self._new_class(spec, namespace, index, self._new_blocks(spec), payer, {})
         self._of_namespace.setdefault(namespace, []).append(made)
         return made
 
@@ -165,6 +180,7 @@ class RowStore:
         spec: RowClassSpec,
         namespace: int,
         index: KeyIndex,
+        blocks: BlockIndex | None,
         tenant: Tenant,
         of_tenants: dict[int, RowClass],
     ) -> RowClass:
@@ -175,6 +191,7 @@ class RowStore:
             lru=Lru(self.table),
             slots_per_set=self._slots_per_set(spec),
             index=index,
+            blocks=blocks,
             free=FreeSlots(),
             rows=[0] * len(STATE_NAMES),
             tenant=tenant,
@@ -188,15 +205,33 @@ class RowStore:
         """The class of the same namespace and group that ``tenant`` pays for."""
         found = row_class.of_tenants.get(tenant.id)
         return found or self._new_class(
-            row_class.spec, row_class.namespace, row_class.index, tenant, row_class.of_tenants
+            row_class.spec,
+            row_class.namespace,
+            row_class.index,
+            row_class.blocks,
+            tenant,
+            row_class.of_tenants,
         )
 
+    def _new_blocks(self, spec: RowClassSpec) -> BlockIndex | None:
+        """Its memory is taken at its first use and not touched before: not every engine uses it."""
+        if not spec.chunk_blocks:
+            return None
+        prints = self._prints.setdefault(
+            spec.chunk_blocks, BlockPrints(self.table, spec.chunk_blocks - 1)
+        )
+        return BlockIndex(prints, self._sized_index(spec, prints, self._odd_of_blocks[:1]))
+
     def _new_index(self, spec: RowClassSpec) -> KeyIndex:
+        index = self._sized_index(spec, self.table, self._odd)
+        self._cold += [index] if index.cold else []
+        return index
+
+    def _sized_index(self, spec: RowClassSpec, table: Keyed, odd: U64Array) -> KeyIndex:
         """With room for all rows of the class that the arena holds, if that much is left."""
         most = min(self.extents.size // spec.row_bytes, ROOM)
-        index = KeyIndex(self.table, self._odd, most if most <= self._index_room else 0)
+        index = KeyIndex(table, odd, most if most <= self._index_room else 0)
         self._index_room -= index.room
-        self._cold += [index] if index.cold else []
         return index
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
@@ -224,6 +259,8 @@ class RowStore:
         for row_class in gone:
             self.removed.note_all(row_class.namespace)
             self._index_room += row_class.index.room
+            if row_class.blocks is not None:
+                self._index_room += row_class.blocks.index.room
             self._of_namespace[row_class.namespace].remove(row_class)
             row_class.of_tenants.clear()  # a cycle: it would keep their memory until a collection
         indexes = {id(row_class.index) for row_class in gone}
@@ -374,9 +411,36 @@ class RowStore:
             end = min([end, *chunks[len(taken) : len(taken) + 1].tolist()])
         return rows, end
 
-    def publish(self, rows: I64Array) -> None:
-        """Every shard of ``rows`` is written: they are readable from here on."""
+    def prints(self, keys: U64Array) -> U64Array:
+        """The prints of blocks (``core/blocks.py``)."""
+        found: U64Array = keys.dot(self._odd_of_blocks) | np.uint64(1)
+        return found
+
+    def note_blocks(self, row_class: RowClass, rows: I64Array, prints: U64Array, tail: int) -> None:
+        """``prints`` are those of the blocks of WRITING ``rows``, all but a chunk's last: uint64,
+        ``(len(rows), chunk_blocks - 1)``. Of the last row only ``tail`` blocks are written, unless
+        that is 0."""
+        assert row_class.blocks is not None, "blocks of a class whose hits end with a chunk"
+        row_class.blocks.prints.note(rows, prints, tail)
+        if tail:
+            self.table.offered[rows[-1]] = True
+
+    def publish(self, rows: I64Array) -> I64Array:
+        """Every shard of ``rows`` is written: they are readable from here on. Returns those that
+        tiers may have: a tail is worth no record of a row's size."""
         self._move(rows, WRITING, READY)
+        owner = self.class_of(rows)
+        if owner is None or owner.blocks is None:
+            return rows
+        whole = rows[~owner.blocks.prints.tails(rows)]
+        for row in owner.blocks.add(rows).tolist():
+            self._counters["tails_replaced"] += 1
+            if self.table.pins[row] > 0:
+                self._move(np.array([row]), READY, TRANSIENT)
+            else:
+                self._counters["bytes_evicted_replaced"] += owner.spec.row_bytes
+                self.free(np.array([row]))
+        return whole
 
     def promoted(self, rows: I64Array, retain: bool) -> None:
         """A tier has filled LOADING ``rows``: they are readable from here on."""
@@ -439,7 +503,7 @@ class RowStore:
         if owner is not None:
             owner.rows[before] -= len(rows)
             owner.rows[after] += len(rows)
-            if after >= READY:
+            if after >= READY > before:
                 self._counters["l1_in_bytes"] += len(rows) * owner.spec.row_bytes
 
     def class_of(self, rows: I64Array) -> RowClass | None:
@@ -456,6 +520,8 @@ class RowStore:
         owner = self.class_of(rows)
         if owner is not None:
             owner.index.remove(rows[owner.index.find(self.table.key[rows]) == rows])
+            if owner.blocks is not None:
+                owner.blocks.remove(rows)
 
     # ------------------------------------------------------------ room
 

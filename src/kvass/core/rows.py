@@ -12,7 +12,8 @@ States, in order (a lookup may have ``READY`` and above now, and ``LOADING`` soo
   finds it. It is freed at its last unpin.
 - LOADING: being filled from a tier.
 - READY: every shard is written; it may be read while it is pinned.
-- TRANSIENT: READY, and not to be retained: it was promoted, and is freed at its last unpin.
+- TRANSIENT: READY, and not to be retained: it was promoted, or it is a tail that another row made
+  needless. It is freed at its last unpin.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ TRANSITIONS: Final = frozenset(
         (LOADING, FREE),
         (FAILED, FREE),
         (READY, FREE),
+        (READY, TRANSIENT),
         (TRANSIENT, FREE),
     }
 )
@@ -56,6 +58,11 @@ NEVER: Final = -1
 
 KEY_WORDS: Final = 4
 """A key is a digest of up to 32 bytes, kept as this many uint64; all zero in a FREE row."""
+
+UNKNOWN: Final = 255
+"""``RowTable.entry`` of a row whose blocks are not known, or not in the index (any more)."""
+NOTED: Final = 254
+"""That of a row whose blocks are known, and which is not READY yet."""
 
 NOBODY: Final = -1
 """The extent set of a row id that no set uses now."""
@@ -74,7 +81,7 @@ _RECORD: Final = np.dtype(
         ("state", np.uint8),
         ("offered", np.bool_),
         ("read", np.bool_),
-        ("", "V1"),
+        ("entry", np.uint8),
     ]
 )
 assert _RECORD.itemsize == CACHE_LINE
@@ -118,10 +125,13 @@ class RowTable:
         """A tier gave what is in it, or was asked to take it: ``--flush on_evict`` asks once."""
         self.read: npt.NDArray[np.bool_] = self._records["read"]
         """A lookup was given it."""
+        self.entry: npt.NDArray[np.uint8] = self._records["entry"]
+        """The block under which a row is in the index of blocks; or ``UNKNOWN``, or ``NOTED``."""
         self.loader: I64Array = self._records["loader"]
         """Of a LOADING row: the operation that fills it."""
         self.set_of[:] = NOBODY
         self.stamp[:] = NEVER
+        self.entry[:] = UNKNOWN
 
     def __len__(self) -> int:
         return len(self.state)
@@ -154,6 +164,7 @@ class RowTable:
             self.offered[rows] = False
             self.read[rows] = False
             self.key[rows] = 0
+            self.entry[rows] = UNKNOWN
         self.state[rows] = after
 
     def evictable(self, rows: I64Array) -> npt.NDArray[np.bool_]:

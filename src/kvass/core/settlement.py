@@ -170,8 +170,8 @@ class Settlement:
             if reservation.discarded:
                 self.store.free(part.rows)
             else:
-                self.store.publish(part.rows)
-                self.published.append(part)
+                rows = self.store.publish(part.rows)
+                self.published.append(ClassRows(part.row_class, rows))
 
     # ------------------------------------------------------------ time and death
 

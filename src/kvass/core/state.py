@@ -9,8 +9,8 @@ import msgspec
 
 from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
-from kvass.core.ledger import ClassRows
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
+from kvass.core.prefix import Hit
 from kvass.core.registry import ClientSession, Instance, Refusal
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.session_limits import SessionLimits
@@ -103,38 +103,47 @@ class State:
         ns: Namespace,
         request: str,
         first: int,
-        chunks: int,
-        parts: tuple[ClassRows, ...],
+        hit: Hit,
         readers: set[int],
         spare: int,
+        again: bool = False,
     ) -> Matched:
-        """The answer to a lookup: a match of ``chunks`` chunks, which is lent to ``readers``. If
-        there are but the ``first`` ones, it is a miss."""
-        if chunks == first:
+        """The answer to a lookup: ``hit`` is lent to ``readers``. If it has but the ``first``
+        chunks, it is a miss. ``again``: the hit's chunks are counted already."""
+        if hit.chunks == first and not hit.blocks:
             return Matched(boot=self.config.boot, first=first, chunks=first)
-        lease = self.settlement.lend(instance, request, parts, readers)
-        self.counters["hit_chunks"] += chunks - first
+        lease = self.settlement.lend(instance, request, hit.parts, readers)
+        self.counters["hit_chunks"] += 0 if again else hit.chunks - first
+        self.counters["hit_blocks"] += hit.blocks
         classes = self.store.classes
-        for part in parts:
-            size = classes[part.row_class].spec.row_bytes
-            self.counters["l1_lent_bytes"] += len(part.rows) * size
+        for part in hit.parts:
+            lent = part.rows[-1:] if again else part.rows
+            self.counters["l1_lent_bytes"] += len(lent) * classes[part.row_class].spec.row_bytes
         return Matched(
             boot=self.config.boot,
             lease=lease.id,
             first=first,
-            chunks=chunks,
+            chunks=hit.chunks,
             given_s=self.now,
             deadline_s=lease.deadline,
-            slots=tuple([self.store.slots(part.rows) for part in parts]),
+            slots=tuple([self.store.slots(part.rows) for part in hit.parts]),
             spare=spare,
+            blocks=hit.blocks,
         )
 
     def answered(
-        self, who: Instance, ns: Namespace, asked: int, given: int, why: str, tokens_s: float
+        self,
+        who: Instance,
+        ns: Namespace,
+        asked: int,
+        given: int,
+        why: str,
+        tokens_s: float,
+        again: bool = False,
     ) -> None:
         """A lookup of so many tokens was given so many; ``why`` not all (``metrics.MISSES``).
         ``tokens_s``: how fast its engine computes; 0: not known."""
-        ns.traffic.answered(self.now, asked, given, why, tokens_s)
+        ns.traffic.answered(self.now, asked, given, why, tokens_s, again)
         who.asked += asked
         who.given += given
         who.seen_s = self.now

@@ -16,6 +16,7 @@ import msgspec
 from kvass.core.histogram import Histogram
 from kvass.core.ledger import ClassRows, Entry, Ledger
 from kvass.core.metrics import TIER_COUNTERS, TIER_HISTOGRAMS
+from kvass.core.prefix import NO_BLOCKS, NO_HIT, Hit
 from kvass.core.row_store import Namespace
 from kvass.types import I64Array, U64Array
 
@@ -219,9 +220,9 @@ class Promotion(Entry, kw_only=True):
     ``begun``: when. ``why``: it is not given all it asks for (``metrics.MISSES``).
     ``homes``: per class and chunk the tier that holds the row, or ``NOT_ASKED``, ``DUPLICATE`` or
     ``IN_NO_TIER``. ``gone``: its session ended. ``early``: no tier has told its epoch yet, so none
-    was asked. ``probing``: the tier that was asked last, for the chunks before ``reach``. ``parts``
-    is the hit of ``chunks`` chunks that it has pinned, READY or LOADING, and ``spares`` are the
-    spare chunks after it. ``awaits``: the operations that fill what of these is LOADING.
+    was asked. ``probing``: the tier that was asked last, for the chunks before ``reach``. ``hit``
+    is what it has pinned, READY or LOADING. ``awaits``: the operations that fill what of it is
+    LOADING. ``rest``: the prints of the blocks after the last chunk (``prefix.PrefixView``).
     """
 
     session: int
@@ -241,15 +242,14 @@ class Promotion(Entry, kw_only=True):
     early: bool = False
     probing: int = -1
     reach: int = 0
-    chunks: int = 0
-    parts: tuple[ClassRows, ...] = ()
-    spares: tuple[ClassRows, ...] = ()
+    rest: U64Array = NO_BLOCKS
+    hit: Hit = NO_HIT
     awaits: set[int] = msgspec.field(default_factory=set)
 
     @property
     def pinned(self) -> tuple[ClassRows, ...]:
         """All that it holds."""
-        return self.parts + self.spares
+        return self.hit.parts + self.hit.spares
 
     @property
     def void(self) -> bool:

@@ -31,10 +31,17 @@ class Traffic(msgspec.Struct):
     """Tokens asked for and given in each slot."""
 
     def answered(
-        self, now: float, asked: int, given: int, why: str, prefill_tokens_s: float = 0.0
+        self,
+        now: float,
+        asked: int,
+        given: int,
+        why: str,
+        prefill_tokens_s: float = 0.0,
+        again: bool = False,
     ) -> None:
-        """A lookup asked for so many tokens and was given so many; ``why`` not all."""
-        self.lookups += 1
+        """A lookup asked for so many tokens and was given so many; ``why`` not all. ``again``: it
+        went on where the last one ended, and is not counted as another."""
+        self.lookups += not again
         self.asked += asked
         self.given += given
         self.missed[why] += asked - given

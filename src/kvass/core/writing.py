@@ -40,13 +40,19 @@ them, and to find eight that are there as long as c."""
 
 
 class Item(NamedTuple):
-    """A ``ReserveItem`` that was checked. ``classes``: of the groups whose rows it asks for."""
+    """A ``ReserveItem`` that was checked. ``classes``: of the groups whose rows it asks for.
+
+    ``prints[i]``: of chunk ``first + i``, if its blocks are known. ``tail``: of the last chunk only
+    so many blocks are written, unless it is 0; then its key is the hash of the last of them.
+    """
 
     request: str
     first: int
     keys: U64Array
     classes: list[RowClass]
     tenant: str
+    prints: U64Array | None = None
+    tail: int = 0
 
 
 Used = tuple[int, I64Array]
@@ -87,7 +93,19 @@ def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item
     if not 0 < item.groups < 1 << groups:
         raise Refused("bad_value", f"groups: mask {item.groups} does not fit {groups} groups")
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
-    return Item(item.request, item.first, keys, classes, item.tenant)
+    if not item.blocks or not ns.chunk_blocks:
+        return Item(item.request, item.first, keys, classes, item.tenant)
+    blocks = split_keys(item.blocks, width, 0, state.config.limits)
+    chunks, tail = divmod(len(blocks), ns.chunk_blocks)
+    if chunks != len(keys) - item.first:
+        text = f"{len(blocks)} hashes for {len(keys) - item.first} chunks and the part of one"
+        raise Refused("bad_value", f"blocks: {text}; a chunk has {ns.chunk_blocks}")
+    prints = np.zeros((chunks + (tail > 0)) * ns.chunk_blocks, np.uint64)
+    prints[: len(blocks)] = state.store.prints(blocks)
+    prints = prints.reshape(-1, ns.chunk_blocks)[:, :-1]
+    if tail:
+        keys = np.concatenate([keys, blocks[-1:]])
+    return Item(item.request, item.first, keys, classes, item.tenant, prints, tail)
 
 
 def _items_now(items: Sequence[ReserveItem], sizes: list[int]) -> int:
@@ -129,6 +147,11 @@ def _grant(
         state.store.discard(rows[i][n:])
         state.store.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
+    if item.prints is not None:
+        for c, w, r in zip(item.classes, wanted, rows, strict=True):
+            ends = len(w) > 0 and w[-1] == len(item.keys) - 1
+            state.store.note_blocks(c, r, item.prints[w - item.first], item.tail * ends)
+            state.counters["tails_granted"] += bool(item.tail and ends and c is item.classes[0])
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
     _touch_new(state, ns, used, new)
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
@@ -187,6 +210,11 @@ def _lacking(ns: Namespace, item: Item, until: int) -> npt.NDArray[np.bool_]:
     """
     keys = item.keys[item.first : until]
     absent = np.stack([c.index.find(keys) == ABSENT for c in ns.classes])
+    if item.tail and item.prints is not None and until == len(item.keys):
+        last = item.prints[-1, : item.tail]
+        absent[:, -1] &= [
+            c.blocks is None or c.blocks.longest(last)[0] < item.tail for c in ns.classes
+        ]
     groups = [c.spec.group for c in item.classes]
     lacking = np.zeros_like(absent)
     lacking[groups] = absent[groups]

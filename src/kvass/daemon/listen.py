@@ -54,10 +54,9 @@ class Access:
         except OSError as error:
             raise ConfigError(f"cannot set the access to {path}: {error.strerror}") from error
 
-    def change(self, config: Config) -> None:
-        """From now on as ``config`` says; who is connected stays. Raises ``ConfigError``."""
-        other = Access(config)
-        other.apply(config.socket)
+    def become(self, other: Access, path: str) -> None:
+        """From now on as ``other``; who is connected stays. Raises ``ConfigError``."""
+        other.apply(path)
         self.uids, self._group, self._mode = other.uids, other._group, other._mode
 
     def refusal(self, peer: PeerCredentials) -> str | None:

@@ -44,8 +44,9 @@ class LiveConfig:
             return
         notify.tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            wanted = await asyncio.to_thread(self._read_again)  # files and user names may be remote
-            said = self._take(wanted)
+            # In a thread: files and the names of users and groups may be remote.
+            wanted = await asyncio.to_thread(self._read_again)
+            said = self._take(wanted, await asyncio.to_thread(Access, wanted))
             logs.set_level("info")  # who asked for it hears of it, whatever the level is
             _log.info("SIGHUP: %s", said)
             logs.set_level(self.now.log_level)
@@ -53,11 +54,11 @@ class LiveConfig:
             _log.error("SIGHUP: the options stay as they were: %s", error)
         notify.tell("READY=1")
 
-    def _take(self, wanted: Config) -> str:
+    def _take(self, wanted: Config, access: Access) -> str:
         """What changed, in words. Raises ``ConfigError``, having changed nothing."""
         names = [n for n in Config.__struct_fields__ if getattr(wanted, n) != getattr(self.now, n)]
         changed = {name: getattr(wanted, name) for name in names if name in LIVE}
-        self.access.change(wanted)
+        self.access.become(access, self.now.socket)
         said = [
             f"{name} is {value!r} (was {getattr(self.now, name)!r})"
             for name, value in changed.items()

@@ -179,8 +179,9 @@ class Copier:
         ):
             if ids and planes.planes:
                 offsets = where.offsets(self._strategy.shard, planes.shard_bytes)
-                table = np.array(ids, np.int64).reshape(-1, planes.chunk_blocks)
-                plans.append(plan_copy(planes, table, offsets, skip=skip))
+                drop = -len(ids) % planes.chunk_blocks
+                table = np.array(ids + (0,) * drop, np.int64).reshape(-1, planes.chunk_blocks)
+                plans.append(plan_copy(planes, table, offsets, skip=skip, drop=drop))
         return tuple(plans)
 
     # ------------------------------------------------------------ ends

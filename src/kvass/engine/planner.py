@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from kvass.client.scheduler import Match, Pending, SchedulerClient
@@ -79,10 +80,13 @@ class Planner:
         self._notice_reset()
         self._requests[request.name] = RequestState(request)
 
-    def forget(self, name: str) -> None:
-        """A request ended, in whatever way. Blocks that are being stored stay held."""
-        self._requests.pop(name, None)
+    def forget(self, name: str, table: Table = ()) -> None:
+        """A request ended, in whatever way; it still has the blocks of ``table``. Those that are
+        stored, or will be, stay held."""
+        state = self._requests.pop(name, None)
         self._client.settle(name)
+        if state is not None and table:
+            self._stores.request_ended(state, table)
 
     def match(self, name: str, local: int) -> int | None:
         """Tokens to load beyond the engine's own ``local``; 0: none; None: ask again later."""
@@ -93,8 +97,9 @@ class Planner:
         if not state.request.reads_cache:
             return 0
         first, chunks = local // self._setup.chunk_tokens, self._matchable(state.request)
+        end = self._hit_end(state.request, chunks)
         salt: bytes | NoSalt = NoSalt.UNKNOWN
-        if self._client.connected and chunks - self._setup.spare > first:
+        if self._client.connected and end > local:
             salt = self._salt_to_match(state)
         if salt is NoSalt.PENDING:
             return None
@@ -102,14 +107,48 @@ class Planner:
             self._client.settle(name)
             return 0
         hashes, width = state.digests(chunks, salt)
-        tenant = state.request.tenant
-        found = self._client.match(name, hashes, width, first, self._speed.tokens_s, tenant)
+        width = width or len(state.request.block_hashes(0, 1)[0])
+        blocks = partial(self._blocks_of, state, salt, local, end) if self._in_blocks else None
+        speed, tenant = self._speed.tokens_s, state.request.tenant
+        found = self._client.match(name, hashes, width, first, speed, tenant, blocks)
         if isinstance(found, Pending):
             return None
-        state.local = local
-        hit = 0 if found is None else found.chunks * self._setup.chunk_tokens - local
-        self.traffic.looked_up(chunks * self._setup.chunk_tokens - local, hit)
+        state.local = state.end = local
+        if found is not None:
+            state.end = max(local, min(end, self._tokens(found.chunks, found.blocks)))
+            if state.end == local:  # of the chunk in which the engine's own hit ends
+                self._client.settle(name)
+        hit = state.end - local
+        self.traffic.looked_up(end - local, hit)
         return hit
+
+    @property
+    def _in_blocks(self) -> bool:
+        """Whether a hit may end inside of a chunk, now."""
+        return self._setup.chunk_blocks > 0 and self._client.knows_blocks
+
+    def _tokens(self, chunks: int, blocks: int = 0) -> int:
+        each = self._setup.chunk_tokens
+        return chunks * each + blocks * each // max(1, self._setup.chunk_blocks)
+
+    def _hit_end(self, request: Request, chunks: int) -> int:
+        """The last token that a hit may have. As in the engine's own cache, one that ends at a
+        block never has the last token, because that is computed again."""
+        if not self._in_blocks:
+            return self._tokens(chunks - self._setup.spare)
+        below_last = (request.known_tokens - 1) // self._tokens(0, 1)
+        return self._tokens(0, min(request.hashed_blocks, below_last))
+
+    def _blocks_of(
+        self, state: RequestState, salt: bytes, local: int, end: int, chunk: int
+    ) -> bytes:
+        """The hashes of the first blocks of ``chunk``, up to token ``end`` of the prompt; none if
+        the engine has all these tokens itself."""
+        first, block = chunk * self._setup.chunk_blocks, self._tokens(0, 1)
+        last = min(first + self._setup.chunk_blocks - 1, end // block)
+        if last * block <= local:
+            return b""
+        return state.block_digests(first, last, salt)[0]
 
     def _matchable(self, request: Request) -> int:
         if self._setup.spare or self._setup.hits_whole_prompts:
@@ -151,7 +190,7 @@ class Planner:
                 rows = [
                     (group, match.chunks - 1 - i)
                     for group, slots in enumerate(match.slots)
-                    for i in range(len(slots))
+                    for i in range(len(slots) - (match.blocks > 0))
                 ]
                 self.events.expect(state.request, digests, width, rows, match.deadline_s)
         self._loads.append(load)
@@ -163,12 +202,10 @@ class Planner:
 
     def _load(self, state: RequestState, match: Match, table: Table, external: int) -> Load | None:
         """The copy of ``match``; None if the engine asks for other tokens than it holds."""
-        chunk_tokens = self._setup.chunk_tokens
-        begin, end = match.first * chunk_tokens, match.chunks * chunk_tokens
-        if state.local + external != end or state.local < begin:
+        if state.local + external != state.end or state.local < self._tokens(match.first):
             return None
         rows = list(map(len, match.slots))
-        found = self._spans.to_load(table, state.local, match.first, match.chunks, rows)
+        found = self._spans.to_load(table, state.local, match.first, state.end, rows)
         if found is None:
             return None
         blocks, skip = found

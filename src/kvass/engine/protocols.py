@@ -49,6 +49,15 @@ class Request(Protocol):
         """The hashes of chunks ``[first, end)``, each of all tokens up to the chunk's end and of
         the adapter's name. All have the same width; ``end <= hashed_chunks``."""
 
+    @property
+    def hashed_blocks(self) -> int:
+        """As ``hashed_chunks``, in blocks. Like ``block_hashes`` it is used only if hits may end
+        inside of a chunk (``EngineSetup.chunk_blocks``)."""
+
+    def block_hashes(self, first: int, end: int) -> Sequence[bytes]:
+        """The hashes of blocks ``[first, end)``: as those of chunks; a chunk has the hash of its
+        last block."""
+
 
 class Step(Protocol):
     """One step of the engine, while what the workers are to do in it is planned."""

@@ -38,6 +38,9 @@ class EngineSetup:
     stores: bool
     single_copies: bool = False
     """On a GPU: a call of the driver per run."""
+    chunk_blocks: int = 0
+    """Blocks of a chunk, if hits may end at each of them: all groups are ``full``, with one block
+    size, and each block has a hash. 0: hits end with a chunk."""
     spare: int = 0
     """Chunks that must be cached after a hit (``messages.Lookup``)."""
     fixed_weights: bool = False

@@ -15,7 +15,8 @@ from kvass.types import Slots
 @dataclass(frozen=True)
 class Load:
     """Rows to copy into the blocks of one waiting request. ``skip[g]`` leading blocks of group
-    ``g``'s first row are not needed. ``lease`` 0: there is nothing to read any more, and the load
+    ``g``'s first row are not needed, and if ``blocks[g]`` are no whole rows, nor is the end of its
+    last one. ``lease`` 0: there is nothing to read any more, and the load
     must be reported as failed. Only a rank that was registered at ``given_s`` may copy."""
 
     kind: ClassVar[Literal["load"]] = "load"
@@ -33,7 +34,8 @@ class Load:
 class Store:
     """Blocks to copy into granted rows, after the forward pass of the step. ``step`` is
     ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed the blocks:
-    an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty."""
+    an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty; of the last
+    row there may be only the first blocks: a tail."""
 
     kind: ClassVar[Literal["store"]] = "store"
     step: int

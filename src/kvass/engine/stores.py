@@ -16,7 +16,7 @@ import hashlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -36,7 +36,11 @@ from kvass.types import Slots
 NEVER: Final = sys.maxsize
 KEYS_PER_STEP: Final = 16_384
 ITEMS_PER_STEP: Final = 1024
-"""Chunks and items in one reserve, within the limits of a message; the rest waits a step."""
+"""Hashes and items in one reserve, within the limits of a message; the rest waits a step."""
+ENDED_PER_STEP: Final = 64
+"""So many of the requests that ended in one step leave something behind."""
+CHUNKS_WITH_BLOCKS: Final = 512
+"""An item of more chunks goes without the hashes of its blocks."""
 MAX_PAUSE: Final = 8
 """At most this many steps pass before a daemon that refused a whole reserve is asked again."""
 HUNG_S: Final = 5.0
@@ -48,13 +52,20 @@ POOL_SHARE: Final = 4
 @dataclass
 class RequestState:
     """``offered``: chunks before this one were offered for storing, or were loaded; NEVER: none is
-    stored any more. ``local``: tokens that the engine had itself when it last asked for a match.
-    ``attempted``: its one load was begun. ``match_since`` is the step in which a match with an
-    adapter was first asked for, ``store_since`` since when how many chunks wait for its salt."""
+    stored any more. ``local``: tokens that the engine had itself when it last asked for a match,
+    which ended at token ``end``. ``computed``: tokens up to the end of the last step. ``tail``:
+    blocks, whole chunks included, up to the end of the last tail that was offered.
+    ``prefilled``: all of its prompt was computed, in some step. ``attempted``: its one load was
+    begun. ``match_since`` is the step in which a match with an adapter was first asked for,
+    ``store_since`` since when how many chunks wait for its salt."""
 
     request: Request
     offered: int = 0
     local: int = 0
+    end: int = 0
+    computed: int = 0
+    tail: int = 0
+    prefilled: bool = False
     attempted: bool = False
     match_since: int | None = None
     store_since: tuple[int, int] | None = None
@@ -68,20 +79,28 @@ class RequestState:
         """The hashes of the first ``chunks`` chunks, back to back, and their width. A ``salt`` is
         mixed in by XOR: the engine's hashes are as good as random, so results are equal only for
         equal hashes and salts."""
-        if chunks <= 0:
-            return b"", 0
-        hashes = self.request.chunk_hashes(0, chunks)
-        digests, width = b"".join(hashes), len(hashes[0])
-        if salt:
-            mask = hashlib.blake2b(salt, digest_size=width).digest() * chunks
-            digests = (np.frombuffer(digests, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes()
-        return digests, width
+        return _joined(self.request.chunk_hashes(0, chunks) if chunks > 0 else (), salt)
+
+    def block_digests(self, first: int, end: int, salt: bytes) -> tuple[bytes, int]:
+        """As ``digests``, of blocks ``[first, end)``."""
+        return _joined(self.request.block_hashes(first, end) if end > first else (), salt)
+
+
+def _joined(hashes: Sequence[bytes], salt: bytes) -> tuple[bytes, int]:
+    if not hashes:
+        return b"", 0
+    digests, width = b"".join(hashes), len(hashes[0])
+    if salt:
+        mask = hashlib.blake2b(salt, digest_size=width).digest() * len(hashes)
+        digests = (np.frombuffer(digests, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes()
+    return digests, width
 
 
 @dataclass
 class Offer:
-    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out. The answer
-    decides the request's chunks from ``since`` to ``ready``."""
+    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out. With a
+    ``tail`` the last chunk ends at that block. The answer decides the request's chunks from
+    ``since`` to ``ready``."""
 
     state: RequestState
     item: ReserveItem
@@ -90,6 +109,7 @@ class Offer:
     ready: int
     table: Table
     boundary_states: States
+    tail: int = 0
 
 
 @dataclass
@@ -136,6 +156,9 @@ class StorePlanner:
         self._pause = self._pause_left = 0
         self._boot = b""
         self._pending: deque[PendingReserve] = deque()
+        self._ended: list[tuple[Offer, int, list[Any]]] = []
+        """What requests left that ended since the last step, the hashes' width and the blocks held
+        until it is offered."""
         self._held: dict[int, HeldBlocks] = {}
 
     # ------------------------------------------------------------ a step
@@ -148,14 +171,19 @@ class StorePlanner:
         if not self._setup.stores:
             return
         self._collect(work)
-        if not self._client.answering:
-            return
-        if self._pause_left > 0:
-            self._pause_left -= 1
-            return
-        offers, width = self._offers(step)
-        if offers:
-            self._reserve(offers, width, self._number, work)
+        ended, self._ended = self._ended, []
+        try:
+            if not self._client.answering:
+                return
+            if self._pause_left > 0:
+                self._pause_left -= 1
+                return
+            offers, width = self._offers(step, ended)
+            if offers:
+                self._reserve(offers, width, self._number, work)
+        finally:
+            for _, _, held in ended:
+                self._pool.free(held)
 
     def _reserve(self, offers: list[Offer], width: int, number: int, work: StepWork) -> None:
         """Send a reserve for what step ``number`` completed. If it is not answered now, hold the
@@ -223,7 +251,7 @@ class StorePlanner:
         """Ask for what the daemon put off, so that others need not wait for it."""
         pairs = list(zip(reserve.offers, granted.grants, strict=True))
         left = [
-            replace(o, item=msgspec.structs.replace(o.item, first=g.later))
+            replace(o, item=self._later(o.item, g.later, reserve.width))
             for o, g in pairs
             if o.item.first <= g.later < o.end
         ]
@@ -233,9 +261,17 @@ class StorePlanner:
         else:
             self._offer_again(left)
 
+    def _later(self, item: ReserveItem, first: int, width: int) -> ReserveItem:
+        """The part of ``item`` from chunk ``first`` on."""
+        before = (first - item.first) * self._setup.chunk_blocks * width
+        return msgspec.structs.replace(item, first=first, blocks=item.blocks[before:])
+
     def abandon_pending(self) -> None:
         """Await no answer any more: give the blocks back, and offer the chunks again some steps
         later, if their requests live."""
+        ended, self._ended = self._ended, []
+        for _, _, held in ended:
+            self._pool.free(held)
         if self._pending:
             self._back_off()
         while self._pending:
@@ -262,25 +298,31 @@ class StorePlanner:
         """Ask nothing for some steps, more each time. A rank is often there a step later."""
         self._pause_left, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
 
-    def _offers(self, step: Step) -> tuple[list[Offer], int]:
-        """What this step completes, and the width of a hash."""
-        offers: list[Offer] = []
-        width, budget = 0, KEYS_PER_STEP
+    def _offers(
+        self, step: Step, ended: Sequence[tuple[Offer, int, list[Any]]]
+    ) -> tuple[list[Offer], int]:
+        """What this step completes and what ``ended`` requests left, and the width of a hash."""
+        offers = [offer for offer, _, _ in ended[:ENDED_PER_STEP]]
+        width, budget = max((w for _, w, _ in ended), default=0), KEYS_PER_STEP
         for name, tokens in step.requests():
             state = self._requests.get(name)
             if state is None or state.offered == NEVER:
                 continue
             # Drafts are computed too, but have no hash; what has one is never computed again.
-            computed = state.request.computed_tokens + tokens
+            computed = state.computed = state.request.computed_tokens + tokens
             ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
             boundary_states = self._boundary_states(step, state.request)
-            if ready <= state.offered and not boundary_states:
+            tail = 0
+            if not state.prefilled and computed >= state.request.known_tokens:
+                state.prefilled, tail = True, self._tail(state, self._blocks(state, computed))
+            if ready <= state.offered and not boundary_states and not tail:
                 continue
             salt, ready = self._salt_to_store(state, ready)
             if salt is None:
                 continue
-            more, width_of = self._offers_of(step, state, ready, boundary_states, salt)
-            keys = sum(len(offer.item.digests) for offer in more) // max(1, width_of)
+            table = step.block_table(name)
+            more, width_of = self._offers_of(table, state, ready, boundary_states, salt, tail)
+            keys = sum(len(o.item.digests) + len(o.item.blocks) for o in more) // max(1, width_of)
             if more and keys <= budget and len(offers) + len(more) <= ITEMS_PER_STEP:
                 budget -= keys
                 width = width_of
@@ -299,21 +341,69 @@ class StorePlanner:
                     states[group, chunks - 1] = block
         return states
 
+    def _blocks(self, state: RequestState, computed: int) -> int:
+        """The blocks that are computed and have a hash, if parts of chunks are stored; else 0."""
+        each = self._setup.chunk_blocks
+        if not each or not self._client.knows_blocks:
+            return 0
+        return min(computed * each // self._setup.chunk_tokens, state.request.hashed_blocks)
+
+    def _tail(self, state: RequestState, blocks: int) -> int:
+        """``blocks``, if they end inside of a chunk and later than what was offered; else 0."""
+        each = self._setup.chunk_blocks
+        return blocks if each and blocks % each and blocks > state.tail else 0
+
     def _offers_of(
-        self, step: Step, state: RequestState, ready: int, boundary_states: States, salt: bytes
+        self,
+        table: Table,
+        state: RequestState,
+        ready: int,
+        boundary_states: States,
+        salt: bytes,
+        tail: int,
     ) -> tuple[list[Offer], int]:
-        """What this step completes of one request: an item for each run of chunks of which the
-        same groups can be stored, and one for each state that it left at a chunk's end."""
-        name, since = state.request.name, state.offered
-        table = step.block_table(name)
+        """What is complete of one request: an item for each run of chunks of which the same groups
+        can be stored, and one for each state that it left at a chunk's end. If ``tail`` lies in the
+        chunk after those that are ready, the last item has the blocks up to there."""
+        name, since, each = state.request.name, state.offered, self._setup.chunk_blocks
         ready = min(ready, self._spans.covered(table))
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
+        runs = self._spans.runs(table, states, since, ready)
+        if tail and tail // each != ready:
+            tail = 0
+        if tail:
+            table = [ids[:tail] for ids in table]
+            if not runs or runs[-1][1] != ready:
+                runs.append((ready, ready, (1 << len(table)) - 1))
         offers = []
-        for begin, end, mask in self._spans.runs(table, states, since, ready):
+        for begin, end, mask in runs:
             item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
-            offers.append(Offer(state, item, end, since, max(since, ready), table, states))
+            last = tail if end == ready else 0
+            if each and self._client.knows_blocks and end - begin <= CHUNKS_WITH_BLOCKS:
+                blocks = state.block_digests(begin * each, last or end * each, salt)
+                item.blocks, width = blocks
+                end += last > 0
+            offers.append(Offer(state, item, end, since, max(since, ready), table, states, last))
+            state.tail = max(state.tail, last)
         return offers, width
+
+    def request_ended(self, state: RequestState, table: Table) -> None:
+        """Hold what a request leaves that was not stored, in the blocks of ``table``, for the next
+        step to offer it. Blocks that were computed in no step may still be loading."""
+        request = state.request
+        computed = min(state.computed, request.computed_tokens, request.known_tokens - 1)
+        blocks = self._blocks(state, computed) if self._setup.stores else 0
+        if not blocks or state.offered == NEVER or min(map(len, table), default=0) < blocks:
+            return
+        tail, ready = self._tail(state, blocks), blocks // self._setup.chunk_blocks
+        if not tail and ready <= state.offered:
+            return
+        salt, ready = self._salt_to_store(state, ready)
+        if salt is not None:
+            offers, width = self._offers_of(table, state, ready, {}, salt, tail)
+            for offer in offers:
+                self._ended.append((offer, width, self._pool.hold(self._sources(offer))))
 
     def _salt_to_store(self, state: RequestState, ready: int) -> tuple[bytes | None, int]:
         """What is mixed into the hashes of an offer, and for how many chunks: those that were ready
@@ -357,8 +447,10 @@ class StorePlanner:
         work.stores.append(store)
         if self._events is not None:
             asked = [g for g in range(count) if mask >> g & 1]
-            rows = [(g, c) for g, cs in zip(asked, grant.rows(), strict=True) for c in cs]
-            digests, width = offer.item.digests, len(offer.item.digests) // offer.end
+            each = zip(asked, grant.rows(), strict=True)
+            whole = offer.end - (offer.tail > 0)  # a tail is announced to nobody
+            rows = [(g, c) for g, chunks in each for c in chunks if c < whole]
+            digests, width = offer.item.digests, len(offer.item.digests) // max(1, whole)
             self._events.expect(offer.state.request, digests, width, rows, granted.deadline_s)
 
     def revoke(self, work: StepWork) -> None:
@@ -384,7 +476,7 @@ class StorePlanner:
 
     def storing(self) -> bool:
         """Whether an answer or a rank's report may come, so that the engine must keep stepping."""
-        return bool(self._pending or self._awaited())
+        return bool(self._pending or self._ended or self._awaited())
 
     def frees_blocks(self) -> bool:
         """The engine has too few blocks: whether it has more in the next step if it preempts
@@ -395,7 +487,8 @@ class StorePlanner:
         return self._pool.freed_by(block for hold in self._awaited() for block in hold.blocks) > 0
 
     def _freed_by_abandoning(self) -> int:
-        return self._pool.freed_by(block for reserve in self._pending for block in reserve.held)
+        held = [reserve.held for reserve in self._pending] + [held for _, _, held in self._ended]
+        return self._pool.freed_by(block for blocks in held for block in blocks)
 
     def _awaited(self) -> list[HeldBlocks]:
         """What is held for copies that are not known to hang."""

@@ -22,7 +22,7 @@ from kvass.types import PAGE, I64Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowCopy:
-    """One row, or its tail: pages ``[first, first + len(blocks))`` of the chunk.
+    """One row, or a part of it: pages ``[first, first + len(blocks))`` of the chunk.
 
     ``slot`` is the byte offset of the row's shard in the arena, ``blocks`` int64 of shape ``(n,)``.
     """
@@ -56,14 +56,20 @@ class CopyPlan:
 
 
 def plan_copy(
-    planes: GroupPlanes, blocks: npt.ArrayLike, slots: Sequence[int] | I64Array, *, skip: int = 0
+    planes: GroupPlanes,
+    blocks: npt.ArrayLike,
+    slots: Sequence[int] | I64Array,
+    *,
+    skip: int = 0,
+    drop: int = 0,
 ) -> CopyPlan:
     """Plan the copy of ``len(slots)`` rows of one group.
 
     ``blocks`` has shape ``(rows, planes.chunk_blocks)``: the block ids of each chunk. ``slots`` are
     byte offsets in the arena (``Slots.offsets``). ``skip`` leading blocks of the *first* row are
-    left out (0 <= skip < chunk_blocks), whatever ``blocks`` says of them: a load starts there when
-    the engine's local hit ends inside that chunk.
+    left out, whatever ``blocks`` says of them: a load starts there when the engine's local hit ends
+    inside that chunk. So are the ``drop`` last blocks of the *last* row: a hit, or what is stored,
+    ends there. Some block is left of each row.
 
     Raises :class:`UsageError`: shapes that do not fit, a block id that is 0 (the null block) or out
     of range, a slot that is negative, unaligned or overlaps another.
@@ -72,13 +78,16 @@ def plan_copy(
     raw = np.asarray(blocks)
     if raw.size == 0:
         raw = raw.reshape(0, planes.chunk_blocks).astype(np.int64)
-    if error := _misfit(planes, raw, offsets, skip):
+    if error := _misfit(planes, raw, offsets, skip, drop):
         raise UsageError(f"group {planes.group}: {error}")
     ids = np.ascontiguousarray(raw, np.int64)
-    used = ids.reshape(-1)[skip:]
+    used = ids.reshape(-1)[skip : ids.size - drop]
+    begins, ends = [0] * len(ids), [planes.chunk_blocks] * len(ids)
+    if len(ids):
+        begins[0], ends[-1] = skip, planes.chunk_blocks - drop
     rows = tuple(
-        RowCopy(slot, 0 if i else skip, ids[i] if i else ids[0, skip:])
-        for i, slot in enumerate(offsets.tolist())
+        RowCopy(slot, begin, row[begin:end])
+        for slot, row, begin, end in zip(offsets.tolist(), ids, begins, ends, strict=True)
     )
     return CopyPlan(
         planes=planes,
@@ -90,7 +99,11 @@ def plan_copy(
 
 
 def _misfit(
-    planes: GroupPlanes, blocks: npt.NDArray[np.generic], offsets: I64Array, skip: int
+    planes: GroupPlanes,
+    blocks: npt.NDArray[np.generic],
+    offsets: I64Array,
+    skip: int,
+    drop: int,
 ) -> str:
     """What is wrong with a plan's arguments; empty if nothing is."""
     shape = (len(offsets), planes.chunk_blocks)
@@ -99,11 +112,13 @@ def _misfit(
             f"block ids of shape {blocks.shape} ({blocks.dtype}) for {len(offsets)} slots; give "
             f"integers of shape {shape}"
         )
-    if not 0 <= skip < planes.chunk_blocks or (skip and not len(offsets)):
-        return f"cannot skip {skip} blocks of a chunk of {planes.chunk_blocks}"
+    most = planes.chunk_blocks - 1 if len(offsets) else 0
+    both = skip + drop if len(offsets) == 1 else max(skip, drop)
+    if min(skip, drop) < 0 or both > most:
+        return f"cannot skip {skip} and drop {drop} blocks of a chunk of {planes.chunk_blocks}"
     if not len(offsets):
         return ""
-    used = blocks.reshape(-1)[skip:]
+    used = blocks.reshape(-1)[skip : blocks.size - drop]
     low, high = int(used.min()), int(used.max())
     if low == 0:
         return "block 0 is the null block: never stored or loaded"

@@ -84,27 +84,30 @@ class Spans:
         return tuple(blocks)
 
     def to_load(
-        self, table: Table, local: int, first: int, chunks: int, rows: Sequence[int]
+        self, table: Table, local: int, first: int, tokens: int, rows: Sequence[int]
     ) -> tuple[Blocks, tuple[int, ...]] | None:
-        """The blocks to fill for a hit of ``chunks``, and how many of each first row to leave out.
+        """The blocks to fill for a hit of ``tokens``, and how many of each first row to leave out.
 
         The engine has ``local`` tokens itself, which end in chunk ``first``; ``rows[g]`` rows of
-        group ``g`` were matched. None if that is not what the hit needs: it must not be used.
+        group ``g`` were matched. If ``tokens`` end inside of a chunk, only these blocks of its last
+        row are filled. None if that is not what the hit needs: it must not be used.
         """
         if len(rows) != len(self._groups):
             return None
+        chunks = -(-tokens // self._chunk_tokens)
         blocks, skips = [], []
         for number, (one, count) in enumerate(zip(self._groups, rows, strict=True)):
-            needs = one.needs(chunks * self._chunk_tokens)
+            needs = one.needs(tokens)
             begin = min(chunks, max(first, needs // self._chunk_tokens))
             if count != chunks - begin:
                 return None
-            each = (self.row(number, table[number], c) for c in range(begin, chunks))
+            held_ids = table[number][: len(one.blocks(0, tokens))]
+            each = (self.row(number, held_ids, c) for c in range(begin, chunks))
             ids = tuple(i for row in each for i in row)
             held = one.blocks(0, (begin + 1) * self._chunk_tokens)[
                 -one.row_blocks(self._chunk_tokens) :
             ]
-            wanted = one.blocks(max(local, needs), chunks * self._chunk_tokens)
+            wanted = one.blocks(max(local, needs), tokens)
             blocks.append(ids)
             skips.append(max(0, wanted.start - held.start) if ids else 0)
         return tuple(blocks), tuple(skips)

@@ -80,7 +80,8 @@ def _pages(group: GroupPlanes, rows: Sequence[RowCopy], regions: Sequence[Region
     run = np.array([p.run for p in planes], np.int64)[:, None]
     inside = np.array(group.slot_offsets(), np.int64)[:, None]
     columns = []
-    for some in (rows[:1], rows[1:]):  # only a job's first row may have fewer blocks
+    # only the first row and the last may have fewer blocks
+    for some in (rows[:1], rows[1:-1], rows[1:][-1:]):
         if some:
             blocks = np.stack([row.blocks for row in some])[:, None, :]
             slot = np.array([row.slot for row in some], np.int64)[:, None, None]

@@ -24,7 +24,7 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.core.effects import Effect, Event, Opened, Received, Send, ToTier
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.layout.spans import Spans
-from kvass.types import SCHEDULER, GroupKind, GroupLayout, Limits, RankLayout, Slots
+from kvass.types import SCHEDULER, GroupKind, GroupLayout, Limits, RankLayout, Slots, chunk_blocks
 from tests.support.reference.memory import BLOCKS, RankPages
 from tests.support.reference.tier import ReferenceTier
 
@@ -163,11 +163,23 @@ class ReferenceEngine:
             for group, one in enumerate(world.groups):
                 if one.kind == "state":
                     states[group, ready - 1] = request.tables[group][-1]
-        runs = world.spans.runs(request.tables, states, request.offered, ready)
-        items = [
-            m.ReserveItem("r", b"".join(self._keys(request, end)), begin, mask)
-            for begin, end, mask in runs
-        ]
+        tables: list[list[int]] = request.tables
+        runs = world.spans.runs(tables, states, request.offered, ready)
+        each = world.chunk_blocks
+        tail = request.computed * each // world.chunk
+        if each and tail % each and tail // each == ready and world.rng.random() < 0.5:
+            tables = [ids[:tail] for ids in tables]
+            if not runs:
+                runs = [(ready, ready, (1 << len(tables)) - 1)]
+        else:
+            tail = 0
+        items = []
+        for begin, end, mask in runs:
+            item = m.ReserveItem("r", b"".join(self._keys(request, end)), begin, mask)
+            if each:
+                last = tail if end == ready and tail else end * each
+                item.blocks = self._blocks(request, begin * each, last)
+            items.append(item)
         request.offered = max(request.offered, ready)
         if not items:
             return
@@ -175,7 +187,7 @@ class ReferenceEngine:
         assert isinstance(granted, m.Granted), granted
         for item, grant in zip(items, granted.grants, strict=True):
             if grant.reservation:
-                blocks = world.spans.to_store(request.tables, states, item.groups, grant.rows())
+                blocks = world.spans.to_store(tables, states, item.groups, grant.rows())
                 where = iter(grant.slots)
                 asked = [item.groups >> g & 1 for g in range(len(world.groups))]
                 slots = [next(where) if yes else Slots() for yes in asked]
@@ -191,20 +203,20 @@ class ReferenceEngine:
         last = len(request.prefixes) - 1
         chunks = last // chunk if world.all_full or world.spare else (last - 1) // chunk
         first = local // chunk
-        if chunks - world.spare <= first:
+        if chunks - world.spare <= first and not world.chunk_blocks:
             return local
-        keys = b"".join(self._keys(request, chunks))
-        asked = m.Lookup("r", keys, WIDTH, first, world.strategy.readers, world.spare, seq=1)
-        found = self.ask(asked)
-        assert isinstance(found, m.Matched), found
-        if not found.lease:
-            return local
+        found = self._look_up(request, chunks, first)
+        if found.chunks < chunks and world.chunk_blocks:
+            self._give_back(found)
+            found = self._look_up(request, found.chunks, first)
         tokens = found.chunks * chunk
+        tokens += found.blocks * chunk // max(1, world.chunk_blocks)
+        if not found.lease or tokens <= local:
+            self._give_back(found)
+            return local
         fresh = Request(request.prefixes, [[] for _ in world.groups])
         self._adopt(request, fresh, tokens)
-        loads = world.spans.to_load(
-            fresh.tables, local, first, found.chunks, list(map(len, found.slots))
-        )
+        loads = world.spans.to_load(fresh.tables, local, first, tokens, list(map(len, found.slots)))
         assert loads is not None, f"{found} is not what a hit of {tokens} tokens needs"
         self._copy("load", world.strategy.readers, *loads[:1], found.slots, loads[1])
         for rank in world.strategy.readers:
@@ -213,6 +225,22 @@ class ReferenceEngine:
         request.computed, request.offered = tokens, found.chunks if not first else 0
         self.verify(request)
         return tokens
+
+    def _look_up(self, request: Request, chunks: int, first: int) -> m.Matched:
+        """Ask for so many chunks, and for the blocks of the next that lie before the last token."""
+        world, keys = self.world, b"".join(self._keys(request, chunks))
+        asked = m.Lookup("r", keys, WIDTH, first, world.strategy.readers, world.spare, seq=1)
+        if each := world.chunk_blocks:
+            below_last = (len(request.prefixes) - 2) * each // world.chunk
+            end = min((chunks + 1) * each - 1, below_last)
+            asked.blocks = self._blocks(request, chunks * each, end)
+        found = self.ask(asked)
+        assert isinstance(found, m.Matched), found
+        return found
+
+    def _give_back(self, found: m.Matched) -> None:
+        if found.lease:
+            self.say(SCHEDULER, m.Release(boot=self.world.boot, lease=found.lease))
 
     def _adopt(self, old: Request, new: Request, tokens: int) -> None:
         """Fill the tables of ``new`` for ``tokens``, with blocks of ``old`` that are still read."""
@@ -248,6 +276,11 @@ class ReferenceEngine:
         size = self.world.chunk
         return [request.prefixes[(c + 1) * size] for c in range(chunks)]
 
+    def _blocks(self, request: Request, first: int, end: int) -> bytes:
+        """The hashes of blocks ``[first, end)``."""
+        size = self.world.groups[0].block_tokens
+        return b"".join(request.prefixes[(block + 1) * size] for block in range(first, end))
+
     def _copy(
         self, kind: Literal["store", "load"], ranks: Sequence[int], blocks: Any, slots: Any,
         skips: Any,
@@ -272,11 +305,13 @@ class Reference:
         tp = rng.choice([1, 1, 2])
         self.strategy = ParallelStrategy(tp, 1, rng.choice([1, tp]))
         shapes = self._shapes()
-        self.chunk = math.lcm(*(block for _, block, _ in shapes)) * rng.choice([1, 1, 2])
+        self.chunk = math.lcm(*(block for _, block, _ in shapes)) * rng.choice([1, 1, 2, 4])
+        self.chunk *= 1 if len({*shapes}) > 1 else rng.choice([2, 4])
         self.layouts = [self._layout(shapes) for _ in range(self.strategy.world_size)]
         self.groups = self.layouts[0].groups
         self.all_full = all(one.kind == "full" for one in self.groups)
         self.spare = int(seed % 4 == 3)
+        self.chunk_blocks = 0 if self.spare else chunk_blocks(self.groups, self.chunk)
         self.spans = Spans(self.groups, self.chunk)
         row = sum(one.shard_bytes(self.chunk) for layout in self.layouts for one in layout.groups)
         self.arena = np.zeros(row * rng.choice([8, 20, 80]), np.uint8)
@@ -291,6 +326,8 @@ class Reference:
     def _shapes(self) -> list[tuple[GroupKind, int, int]]:
         rng, shapes = self.rng, list[tuple[GroupKind, int, int]]()
         kinds: list[GroupKind] = ["full", "sliding_window", "chunked_local", "state"]
+        if rng.random() < 0.25:  # hits may end at any block
+            return [("full", rng.choice([2, 4, 8]), 0)] * rng.choice([1, 1, 2])
         for number in range(rng.choice([1, 2, 2, 3, 4])):
             kind = rng.choice(kinds) if number or rng.random() < 0.3 else "full"
             windowed = kind in ("sliding_window", "chunked_local")

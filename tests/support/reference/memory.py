@@ -84,9 +84,10 @@ class RankPages:
         for planes, ids, where, skip in zip(self.planes, blocks, slots, skips, strict=True):
             if not ids or not planes.planes:
                 continue
-            table = np.array(ids, np.int64).reshape(-1, planes.chunk_blocks)
+            drop = -len(ids) % planes.chunk_blocks  # the last row may be used in part
+            table = np.array([*ids, *[0] * drop], np.int64).reshape(-1, planes.chunk_blocks)
             offsets = where.offsets(self.shard, planes.shard_bytes)
-            for row in plan_copy(planes, table, offsets, skip=skip).rows:
+            for row in plan_copy(planes, table, offsets, skip=skip, drop=drop).rows:
                 for plane, inside in zip(planes.planes, planes.slot_offsets(), strict=True):
                     for i, block in enumerate(row.blocks.tolist()):
                         at = row.slot + inside + (row.first + i) * plane.run

@@ -271,9 +271,11 @@ class SimulatedEngine:
 
     def _lookup(self, peer: ClientConnection) -> None:
         rng = self.world.rng
-        prompt = rng.choice(self.model.prompts)
+        prompt = whole = rng.choice(self.model.prompts)
         if rng.random() < 0.03:
-            prompt = prompt + prompt  # repeated keys, which no real prompt has
+            prompt = whole = prompt + prompt  # repeated keys, which no real prompt has
+        if self.model.chunk_blocks and rng.random() < 0.5:
+            prompt = whole[: rng.randint(0, len(whole))]
         first = rng.choice([0, 0, 0, rng.randint(0, len(prompt))])
         readers: tuple[int, ...] | None = self.model.world.readers
         if rng.random() < 0.3:
@@ -290,8 +292,19 @@ class SimulatedEngine:
                 budget_ms=rng.choice([0.0, 0.0, 0.1, 20.0, 2000.0, 20000.0]),
                 prefill_tokens_s=rng.choice([0.0, 0.0, 10.0, 1e6]),
                 tenant=self.world.quotas.tenant(),
+                blocks=self._blocks_after(whole, len(prompt)),
+                again=rng.random() < 0.2,
             )
         )
+
+    def _blocks_after(self, prompt: tuple[bytes, ...], chunks: int) -> bytes:
+        """The hashes of the first blocks of the chunk after so many chunks, or none."""
+        count = self.model.chunk_blocks
+        if not count or self.world.rng.random() < 0.1:
+            return b""
+        hashes = self.model.block_hashes(prompt, chunks)
+        most = self.world.rng.choice([count - 1, self.world.rng.randint(0, count - 1)])
+        return b"".join(hashes[:most])
 
     def _prefetch(self, peer: ClientConnection) -> None:
         rng = self.world.rng
@@ -303,17 +316,23 @@ class SimulatedEngine:
         rng, every = self.world.rng, (1 << self.model.groups) - 1
         items = []
         for _ in range(rng.choice([1, 1, 2, 3])):
-            prompt = rng.choice(self.model.prompts)
+            prompt = whole = rng.choice(self.model.prompts)
             self.requests += 1
-            items.append(
-                m.ReserveItem(
-                    request="r",
-                    digests=b"".join(prompt),
-                    first=rng.choice([0, 0, rng.randint(0, len(prompt))]),
-                    groups=every if rng.random() < 0.8 else rng.randint(1, every),
-                    tenant=self.world.quotas.tenant(),
-                )
+            if self.model.chunk_blocks and rng.random() < 0.5:
+                prompt = whole[: rng.randint(0, len(whole))]
+            first = rng.choice([0, 0, rng.randint(0, len(prompt))])
+            item = m.ReserveItem(
+                request="r",
+                digests=b"".join(prompt),
+                first=first,
+                groups=every if rng.random() < 0.8 else rng.randint(1, every),
+                tenant=self.world.quotas.tenant(),
             )
+            if self.model.chunk_blocks and rng.random() < 0.9:
+                each = [self.model.block_hashes(whole, c) for c in range(first, len(prompt))]
+                item.blocks = b"".join(h for hashes in each for h in hashes)
+                item.blocks += self._blocks_after(whole, len(prompt))
+            items.append(item)
         peer.ask(m.Reserve(items=items, width=WIDTH))
 
     def _settle(self, peer: ClientConnection, held: Held) -> None:

@@ -77,10 +77,10 @@ class TenantWitness:
         self._state = machine.state
         self._before = self._look()
 
-    def _look(self) -> tuple[dict[str, int], dict[int, int], set[str]]:
+    def _look(self) -> tuple[dict[str, int], dict[bytes, int], set[str]]:
         tenants, promotions = self._state.tenants, self._state.promotions.all.values()
         taken = {t.name: t.taken_bytes for t in tenants.all.values()}
-        epochs = {ns.id: ns.epoch for ns in self._state.namespaces.values()}
+        epochs = {ns.digest: ns.epoch for ns in self._state.namespaces.values()}
         return taken, epochs, {tenants.payer(p.tenant).name for p in promotions}
 
     def observe(self, event: fx.Event) -> None:
@@ -93,7 +93,7 @@ class TenantWitness:
             asking = asking | {payer(item.tenant).name for item in event.message.items}
         if isinstance(event, fx.Received) and isinstance(event.message, m.Lookup):
             asking = asking | {self._state.tenants.payer(event.message.tenant).name}
-        cleared = any(epochs_now.get(i) != epoch for i, epoch in epochs.items())
+        cleared = any(epochs_now.get(ns) != epoch for ns, epoch in epochs.items())
         for tenant in self._state.tenants.all.values():
             had, has = before.get(tenant.name, 0), taken[tenant.name]
             if has > max(had, tenant.cap_bytes):

@@ -28,6 +28,7 @@ _LAYOUT: Final = random_layout(random.Random(1), [("full", 8, 0)])
 _TIMES: Final = (0.0, 0.0, 10.0, 1e-12, 1e12, 1e9, 1e-12)
 _RANKS: Final = (-1, 0, 0, 1, 2, 3, -2, 127, 128, 1 << 30)
 _VALUES: Final[dict[str, tuple[Any, ...]]] = {
+    "again": (False, False, True),
     "budget_ms": _TIMES,
     "chunk_tokens": (0, -16, 17, 32),
     "client": ("", "stranger"),
@@ -72,6 +73,8 @@ class _Maker:
                 blob = b"".join(rng.choice(rng.choice(self.models).prompts))
                 cut = blob[: rng.randint(0, len(blob))]
                 return cut if odd < 0.1 else blob * 2 if odd < 0.3 else blob
+            case "blocks":
+                return rng.choice([b"", b"", b"x", bytes(WIDTH), rng.randbytes(40 * WIDTH)])
             case "present":
                 return tuple(self.value("digests") for _ in range(rng.choice([0, 1, 2])))
             case "first" | "since":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
 import msgspec
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
-from kvass.types import PAGE, SCHEDULER, GroupKind, GroupLayout, RankLayout
+from kvass.types import PAGE, SCHEDULER, GroupKind, GroupLayout, RankLayout, chunk_blocks
 
 WIDTH: Final = 8
 """Bytes of a chunk hash."""
@@ -53,10 +54,29 @@ class Model:
         """Bytes of one chunk in all groups and shards."""
         return sum(sum(self.shard_bytes(g)) for g in range(self.groups))
 
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks of a chunk, if hits may end at each of them."""
+        return chunk_blocks(self.layouts[0].groups, self.chunk_tokens)
+
+    def block_hashes(self, prompt: tuple[bytes, ...], chunk: int) -> list[bytes]:
+        """The hashes of the blocks of a chunk of ``prompt``, or of the chunk after it. Chunks that
+        follow the same chunk have some of their first blocks in common."""
+        parent = prompt[chunk - 1] if chunk else b""
+        own = prompt[chunk] if chunk < len(prompt) else _digest(parent, b"after")
+        count = self.chunk_blocks
+        alike = own[-1] % count
+        hashes = [_digest(parent if i < alike else own, b"%d" % i) for i in range(count - 1)]
+        return [*hashes, own]
+
     def register(self, instance: str, rank: int) -> m.Register:
         layout = None if rank == SCHEDULER else self.layouts[self.shard_of(rank)]
         said = self.world.at(rank).register(instance, self.identity, self.chunk_tokens, layout)
         return msgspec.structs.replace(said, seq=2)
+
+
+def _digest(*parts: bytes) -> bytes:
+    return blake2b(b"/".join(parts), digest_size=WIDTH).digest()
 
 
 _KINDS: Final[tuple[GroupKind, ...]] = (
@@ -71,6 +91,7 @@ def random_shapes(rng: random.Random, chunk_tokens: int) -> list[Shape]:
     """One to four groups: mostly ``full`` alone, else any mix, seldom without a ``full`` one."""
     shapes: list[Shape] = []
     hybrid = rng.random() < 0.5
+    alike = rng.choice([0, 2, 4, 4])
     for number in range(rng.choice([1, 1, 2, 3]) + hybrid):
         kind: GroupKind = "full"
         if hybrid and (number or rng.random() < 0.2):
@@ -82,6 +103,8 @@ def random_shapes(rng: random.Random, chunk_tokens: int) -> list[Shape]:
             window = rng.choice([1, 2, 7, 8, 16, 17, 24, 40, 64])
         blocks = [n for n in (2, 4, 8, 16) if chunk_tokens % n == 0]
         shapes.append((kind, rng.choice(blocks), window))
+    if alike and not hybrid:  # hits may end at any block
+        shapes = [(kind, min(alike, chunk_tokens), window) for kind, _, window in shapes]
     return shapes
 
 

@@ -26,7 +26,7 @@ class FakeClient:
 
     def __init__(self, socket: str = "", registration: Register | None = None) -> None:
         self.registration = registration
-        self.connected = True
+        self.connected, self.knows_blocks = True, False
         self.rows: set[bytes] = set()
         self.boot = b"boot"
         self.deadline_s = 1e12
@@ -76,6 +76,7 @@ class FakeClient:
         first: int,
         prefill_tokens_s: float = 0.0,
         tenant: str = "",
+        blocks: object = None,
     ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
         held = self.held.get(request)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import PENDING
 from kvass.testing.daemon import Daemon
-from tests.support.vllm.scheduler import ALONE, SchedulerHarness, make_configs
+from tests.support.vllm.scheduler import ALONE, CHUNK, SchedulerHarness, make_configs
 
 TIMEOUT_S = 30.0
 
@@ -159,8 +159,9 @@ class Ranks:
 class StubModelEngine:
     """A scheduler and the ranks of ``strategy``, on the daemon at ``socket``.
 
-    With ``daemon``, ``generate`` waits until no reservation is open. ``workers``: the strategy of
-    the ranks, if it is to contradict the scheduler's. ``options`` are those of ``make_configs``.
+    ``chunk``: the tokens of a chunk. With ``daemon``, ``generate`` waits until no reservation is
+    open. ``workers``: the strategy of the ranks, if it is to contradict the scheduler's.
+    ``options`` are those of ``make_configs``.
     """
 
     def __init__(
@@ -170,9 +171,11 @@ class StubModelEngine:
         tag: str = "",
         strategy: ParallelStrategy = ALONE,
         workers: ParallelStrategy | None = None,
+        chunk: int = CHUNK,
         **options: Any,
     ) -> None:
         extra: dict[str, object] = {"kvass.socket": socket, "kvass.tag": tag}
+        extra["kvass.chunk_tokens"] = chunk
         config, caches = make_configs(extra, strategy=strategy, **options)
         self.world = SchedulerHarness(None, configs=(config, caches))
         self.client = self.world.connector._planner._client

@@ -50,6 +50,7 @@ def make_configs(
     strategy: ParallelStrategy = ALONE,
     dcp: int = 1,
     model: Path | None = None,
+    length: int = 1024,
     kv_events: Mapping[str, Any] | None = None,
     **transfer: Any,
 ) -> tuple[Any, Any]:
@@ -58,10 +59,11 @@ def make_configs(
     ``strategy`` names the rank whose configuration it is (a scheduler gets that of rank 0, as in
     vLLM). ``dcp`` is the decode context parallel size. ``drafts``: how many tokens ``drafter``, a
     speculative method, proposes; an "eagle" has no layers of its own here. ``model``: a folder with
-    weights; without it they are dummies. ``kv_events``: fields of ``KVEventsConfig``.
+    weights; without it they are dummies. ``length``: of a request, at most. ``kv_events``: fields
+    of ``KVEventsConfig``.
     """
     drafting = _drafter(drafter, drafts)
-    config = _engine_config(options, batched, drafting, strategy, dcp, model, transfer)
+    config = _engine_config(options, batched, drafting, strategy, dcp, model, length, transfer)
     config.cache_config.num_gpu_blocks = blocks
     if kv_events is not None:
         from vllm.config import KVEventsConfig
@@ -77,6 +79,7 @@ def _engine_config(
     strategy: ParallelStrategy,
     dcp: int,
     folder: Path | None,
+    length: int,
     transfer: dict[str, Any],
 ) -> Any:
     from vllm.config import (
@@ -99,7 +102,7 @@ def _engine_config(
     }
     load = LoadConfig(load_format="auto" if folder else "dummy")
     folder = folder or tiny_model()
-    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=1024)
+    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=length)
     parallel = ParallelConfig(
         tensor_parallel_size=strategy.tp,
         pipeline_parallel_size=strategy.pp,
@@ -117,7 +120,7 @@ def _engine_config(
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
             max_num_batched_tokens=batched,
-            max_model_len=1024,
+            max_model_len=length,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
         ),

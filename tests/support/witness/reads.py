@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvass import messages as m
-from kvass.types import SCHEDULER
+from kvass.types import SCHEDULER, Slots
 from tests.support.witness.records import (
     BrokenLawError,
     Instance,
@@ -15,12 +15,18 @@ from tests.support.witness.records import (
     Reservation,
     RowKey,
     Source,
+    list_places,
     pages,
     rows_of,
     split,
 )
 from tests.support.witness.state import ObservedState
 from tests.support.witness.waiting import WaitingWitness
+
+
+def without_last(slots: Slots) -> Slots:
+    """All rows but the last."""
+    return Slots(slots.extents, slots.set_[:-2], slots.slot[:-4])
 
 
 class ReadWitness:
@@ -41,7 +47,7 @@ class ReadWitness:
             raise BrokenLawError(f"law 2: {readers} are not ranks of {instance.name}")
         keys = split(msg.digests, msg.width)
         namespace = instance.namespace
-        hit = reply.chunks != msg.first
+        hit = reply.chunks != msg.first or reply.blocks > 0
         if bool(reply.lease) != hit or (hit and namespace is None):
             raise BrokenLawError(f"a miss with a lease, or a hit without or too early: {reply}")
         if namespace is None:
@@ -52,13 +58,15 @@ class ReadWitness:
         ]
         groups = range(namespace.groups)
         rows: list[tuple[RowKey, Source, Place]] = []
-        for key, place in rows_of(namespace, groups, asked, reply.slots) if hit else ():
+        whole = reply.slots if not reply.blocks else tuple(map(without_last, reply.slots))
+        for key, place in rows_of(namespace, groups, asked, whole) if hit else ():
             source, at = state.ready.get(key, (None, None))
             if source is None or at != place:
                 raise BrokenLawError(f"law 4: matched {key[1:]} at {place}, published was {at}")
             self._check_origin(key, source)
             rows.append((key, source, place))
         self._check_length(namespace, keys, msg.first, msg.spare, reply.chunks, late)
+        rows += self._blocks(namespace, msg, reply, late)
         if hit:
             self._lease(instance, readers, reply, rows)
 
@@ -71,6 +79,32 @@ class ReadWitness:
             self._check_length(namespace, split(msg.digests, msg.width), 0, 0, reply.chunks, late)
         elif reply.chunks:
             raise BrokenLawError(f"a rank is missing, yet: {reply}")
+
+    def _blocks(
+        self, namespace: Namespace, msg: m.Lookup, reply: m.Matched, late: Pending | None
+    ) -> list[tuple[RowKey, Source, Place]]:
+        """The rows of which a hit uses the first blocks: each is READY and has them. If nothing is
+        evicted, no row has more of what was asked for."""
+        state, blocks = self.state, split(msg.blocks, msg.width)
+        there = reply.chunks == len(msg.digests) // msg.width and namespace.chunk_blocks > 0
+        if reply.blocks > len(blocks) or (reply.blocks and (not there or msg.spare)):
+            raise BrokenLawError(f"blocks that nobody asked for: {reply}")
+        rows = []
+        for group, slots in enumerate(reply.slots if reply.blocks else ()):
+            place = list_places(slots, namespace.shard_bytes[group])[-1]
+            key, source = state.row_on.get(place[0][0], (None, None))
+            if key is None or source is None or state.ready.get(key) != (source, place):
+                raise BrokenLawError(f"law 4: blocks matched at {place}, where nothing is READY")
+            has = state.blocks_of(key)[: reply.blocks]
+            if key[:2] != (namespace, group) or has != blocks[: reply.blocks]:
+                raise BrokenLawError(f"law 4: matched blocks of {key[1:]}, which has {has}")
+            rows.append((key, source, place))
+        if state.roomy and late is None and there and not msg.spare:
+            groups = range(namespace.groups)
+            least = min(state.agreeing(namespace, group, blocks) for group in groups)
+            if reply.blocks < least:
+                raise BrokenLawError(f"nothing was evicted, {least} blocks match, yet: {reply}")
+        return rows
 
     def _check_origin(self, row: RowKey, source: Source) -> None:
         """What a tier brought was written for this very row, whole, and not before a clear."""

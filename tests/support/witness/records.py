@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvass import messages as m
-from kvass.types import PAGE, GroupLayout, Slots
+from kvass.types import PAGE, GroupLayout, Slots, chunk_blocks
 
 Place = tuple[tuple[int, ...], ...]
 """The pages of one row, by shard."""
+
+Blocks = dict[bytes, list[bytes]]
+"""By a row's key the hashes of its blocks."""
 
 Tag = tuple[bytes, int, int, int]
 """What a writer leaves on each page of a shard: (boot, reservation, row within it, shard)."""
@@ -38,6 +41,25 @@ class Namespace:
     @property
     def groups(self) -> int:
         return len(self.shard_bytes)
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks of a chunk, if hits may end at each of them."""
+        return chunk_blocks(self.layouts, self.chunk_tokens)
+
+    def keys_and_blocks(
+        self, item: m.ReserveItem, width: int
+    ) -> tuple[list[bytes], dict[bytes, list[bytes]]]:
+        """The keys of an item, its tail's too, and the hashes of the blocks that each new row has,
+        as far as they are told."""
+        keys, count = split(item.digests, width), self.chunk_blocks
+        hashes = split(item.blocks, width) if count else []
+        if not hashes:
+            return keys, {}
+        each = [hashes[i : i + count] for i in range(0, len(hashes), count)]
+        tail = [each[-1][-1]] if len(each[-1]) < count else []
+        keys += tail
+        return keys, dict(zip(keys[item.first :], each, strict=True))
 
     @property
     def full(self) -> list[int]:
@@ -76,16 +98,18 @@ class Namespace:
         held: Set[RowKey],
         sure: Set[RowKey],
         left: float,
+        needless: Callable[[int, bytes], bool],
     ) -> bytes | None:
         """A key of ``item`` that was refused without a reason; None if there is none.
 
         There is none if ``held`` (which includes the item's own grant) has every row it asks for,
         up to a chunk that may need more than the ``left`` bytes; rows of windows may be missing
         where the chunk's full rows are not held. A row that is not ``sure`` may have been evicted.
+        ``needless``: whether the key is a tail's whose blocks another row has.
         """
         for key in keys[item.first :]:
             asked = [g for g in range(self.groups) if item.groups >> g & 1]
-            refused = [g for g in asked if (self, g, key) not in held]
+            refused = [g for g in asked if (self, g, key) not in held and not needless(g, key)]
             if any(g not in refused and (self, g, key) not in sure for g in self.full):
                 refused = [g for g in refused if g in self.full]
             if refused:
@@ -125,6 +149,8 @@ class Reservation:
     owing: set[int]
     rows: list[tuple[RowKey, Place]]
     bytes: int
+    blocks: Blocks = field(default_factory=dict)
+    """By key: the blocks of a row, as far as they were told. A tail has fewer than a chunk."""
     handed: bool = False
     failed: bool = False
     published: bool = False

@@ -29,6 +29,12 @@ Holds = Callable[[bytes, int, int, bytes, int], bool]
 """Whether tier ``[4]`` has the record (namespace, epoch, group, chunk hash)."""
 
 
+def in_common(one: list[bytes], other: list[bytes]) -> int:
+    """How many of their first blocks are the same."""
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
 class ObservedState:
     """The state of one boot. In a ``roomy`` arena nothing is ever evicted: then misses are checked
     too. ``holds`` is given if the tiers never fail."""
@@ -53,6 +59,8 @@ class ObservedState:
         self.reservations: dict[int, Reservation] = {}
         self.leases: dict[int, Lease] = {}
         self.ready: dict[RowKey, tuple[Source, Place]] = {}
+        self.needless: set[RowKey] = set()
+        """Tails of ``ready`` that another row made needless: the core may have freed them."""
         self.pending: dict[tuple[int, int], Pending] = {}
         """(session, seq) -> a request that is not answered yet."""
         self.ops: dict[int, ToTier] = {}
@@ -93,7 +101,22 @@ class ObservedState:
     def surely_ready(self, row: RowKey) -> bool:
         """Whether it is READY, unless it was evicted."""
         source = self.ready.get(row, (None,))[0]
-        return source is not None and not (isinstance(source, LoadedRow) and source.passing)
+        passing = isinstance(source, LoadedRow) and source.passing
+        return source is not None and not passing and row not in self.needless
+
+    def blocks_of(self, row: RowKey) -> list[bytes]:
+        """The blocks that a READY row is known to have."""
+        source = self.ready.get(row, (None,))[0]
+        return source.blocks.get(row[2], []) if isinstance(source, Reservation) else []
+
+    def is_tail(self, row: RowKey) -> bool:
+        """Whether only the first blocks of a READY row were written."""
+        return 0 < len(self.blocks_of(row)) < row[0].chunk_blocks
+
+    def agreeing(self, namespace: Namespace, group: int, blocks: list[bytes]) -> int:
+        """In how many of these first blocks of a chunk some row agrees that is surely READY."""
+        rows = [r for r in self.ready if r[:2] == (namespace, group) and self.surely_ready(r)]
+        return max((in_common(self.blocks_of(row), blocks) for row in rows), default=0)
 
     def namespace_of(self, session: int, message: m.Lookup | m.Prefetch) -> Namespace | None:
         """The namespace that a request asks for."""
@@ -137,9 +160,9 @@ class ObservedState:
 
     def replace(self, row: RowKey) -> None:
         """A row is written or loaded anew, so it must have been evicted."""
-        source = self.ready.pop(row, (None,))[0]
-        passing = isinstance(source, LoadedRow) and source.passing
-        if self.roomy and source is not None and not passing:
+        sure, source = self.surely_ready(row), self.ready.pop(row, (None,))[0]
+        self.needless.discard(row)
+        if self.roomy and sure and source is not None:
             raise BrokenLawError(f"a READY row was given away: {row[1:]}")
 
     def claim(self, page: int) -> None:
@@ -162,8 +185,20 @@ class ObservedState:
     def publish(self, row: RowKey, source: Source, place: Place) -> None:
         """A row becomes READY."""
         self.ready[row] = source, place
+        self._make_needless(row)
         for page in (page for shard in place for page in shard):
             self.row_on[page] = row, source
+
+    def _make_needless(self, row: RowKey) -> None:
+        """Tails that have no block that another row has not."""
+        mine, count = self.blocks_of(row), row[0].chunk_blocks
+        self.needless.discard(row)
+        for other in [o for o in self.ready if o[:2] == row[:2] and o != row and mine]:
+            theirs = self.blocks_of(other)
+            if theirs and len(theirs) < count and theirs == mine[: len(theirs)]:
+                self.needless.add(other)
+            elif len(mine) < count and theirs[: len(mine)] == mine and other not in self.needless:
+                self.needless.add(row)
 
     def spoil(self, row: RowKey) -> None:
         """A row is written anew: pending requests no longer count on it."""

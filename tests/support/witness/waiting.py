@@ -157,6 +157,7 @@ class WaitingWitness:
                 del state.epochs[digest, tier]
         for key in gone:
             del state.ready[key]
+            state.needless.discard(key)
 
     def clear_answered(self, one: Pending, reply: m.FromDaemon) -> None:
         """Either every tier has noted the clear, or the reply is an error."""

@@ -17,7 +17,6 @@ from tests.support.witness.records import (
     RowKey,
     pages,
     rows_of,
-    split,
 )
 from tests.support.witness.state import ObservedState
 
@@ -50,7 +49,7 @@ class WriteWitness:
         state, namespace = self.state, instance.namespace
         if namespace is None or grant.reservation <= 0 or grant.reservation in state.reservations:
             raise BrokenLawError(f"law 2: {grant}")
-        keys = split(item.digests, width)
+        keys, blocks = namespace.keys_and_blocks(item, width)
         groups = [g for g in range(namespace.groups) if item.groups >> g & 1]
         if any(c < item.first or c >= len(keys) for c in grant.chunks):
             raise BrokenLawError(f"granted chunks nobody asked for: {grant}")
@@ -74,6 +73,7 @@ class WriteWitness:
             owing=writers & instance.sessions.keys(),
             rows=rows,
             bytes=sum(sum(namespace.shard_bytes[key[1]]) for key, _ in rows),
+            blocks=blocks,
         )
         state.archive.reservations[granted.boot, granted.id] = granted
         granted.failed = writers != granted.owing
@@ -111,8 +111,18 @@ class WriteWitness:
                 later -= self._keys_of(grant)
             held = taken - later  # items are answered in order
             sure = held | {row for row in state.ready if state.roomy and state.surely_ready(row)}
-            keys = split(item.digests, msg.width)
-            refused = namespace.unexplained(item, keys, state.ready.keys() | held, sure, left)
+            keys, blocks = namespace.keys_and_blocks(item, msg.width)
+
+            def needless(group: int, key: bytes, blocks: dict[bytes, list[bytes]] = blocks) -> bool:
+                mine = blocks.get(key, [])
+                rows = [r for r in state.ready if r[:2] == (namespace, group)]
+                return 0 < len(mine) < namespace.chunk_blocks and any(
+                    state.blocks_of(row)[: len(mine)] == mine for row in rows
+                )
+
+            refused = namespace.unexplained(
+                item, keys, state.ready.keys() | held, sure, left, needless
+            )
             if refused is not None:
                 raise BrokenLawError(f"law 6: {refused!r} of {item} was refused: why?")
 

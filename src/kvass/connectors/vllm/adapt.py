@@ -179,17 +179,24 @@ class VllmRequest:
 
     @property
     def hashed_chunks(self) -> int:
+        return self.hashed_blocks * self._setup.hash_tokens // self._setup.chunk_tokens
+
+    @property
+    def hashed_blocks(self) -> int:
         if not self._setup.global_media_ids and _chooses_media_ids(self._request):
             return 0
         if self._texts is not None and self._texts.ambiguous(self._request):
             return 0
-        hashed_tokens = len(self._request.block_hashes) * self._setup.hash_tokens
-        return hashed_tokens // self._setup.chunk_tokens
+        return len(self._request.block_hashes)
 
     def chunk_hashes(self, first: int, end: int) -> Sequence[bytes]:
         step = self._setup.chunk_tokens // self._setup.hash_tokens
         hashes: Sequence[bytes] = self._request.block_hashes
         return hashes[(first + 1) * step - 1 : end * step : step]
+
+    def block_hashes(self, first: int, end: int) -> Sequence[bytes]:
+        hashes: Sequence[bytes] = self._request.block_hashes
+        return hashes[first:end]
 
 
 def _chooses_media_ids(request: Any) -> bool:

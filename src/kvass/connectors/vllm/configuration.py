@@ -33,7 +33,7 @@ from kvass.engine.boundary import log
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES, ON_REQUEST
-from kvass.types import MAX_RANKS
+from kvass.types import MAX_RANKS, chunk_blocks
 
 
 class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
@@ -117,6 +117,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     interleave = parallel.cp_kv_cache_interleave_size if dcp > 1 else 1
     fields["parallel"] = identity.canonical([tp, pp, dcp, interleave])
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
+    spare = _spare_chunks(vllm_config, kv_cache_config, chunk_tokens)
+    each_block = hash_tokens == blocks[0] == unit and not spare
     model = vllm_config.model_config
     source = str(model.model_weights or model.model)  # an address, a path, or a name on the Hub
     source = os.path.realpath(source) if os.path.exists(source) else source
@@ -131,7 +133,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         single_copies=options.gpu_copies == "single",
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
-        spare=_spare_chunks(vllm_config, kv_cache_config, chunk_tokens),
+        spare=spare,
+        chunk_blocks=chunk_blocks(layouts, chunk_tokens) if each_block else 0,
         fixed_weights=options.fixed_weights,
         adapters=adapters,
         global_media_ids=options.global_media_ids,

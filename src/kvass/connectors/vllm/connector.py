@@ -173,15 +173,15 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: those being stored are held."""
-        self._run(self._planner, None, Planner.forget, request.request_id)
-        return False, None
+        """As ``request_finished_all_groups``, of a model with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished``, whatever the number of groups."""
-        return self.request_finished(request, [])
+        """Blocks may be freed at once: those being stored are held."""
+        self._run(self._planner, None, Planner.forget, request.request_id, block_ids)
+        return False, None
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a store would free blocks, so that nobody need be preempted."""

@@ -1,0 +1,139 @@
+"""Hits that end at a block, with vLLM's real scheduler, real copies, and a real daemon.
+
+The judge is vLLM: a hit of ``b``, which has nothing itself, must be as long as the hit in the own
+cache of ``a``, which computed everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvass.engine.stores import StorePlanner
+from kvass.testing.daemon import Daemon, running_daemon
+from tests.engine.test_scheduler_lora import train
+from tests.support.vllm.ranks import StubModelEngine, until
+from tests.support.vllm.scheduler import BLOCK
+
+CHUNK = 256
+NAMES = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running_daemon(tmp_path_factory.mktemp("daemon"), l1_size="256MiB") as one:
+        yield one
+
+
+def engine(daemon: Daemon, **options: Any) -> StubModelEngine:
+    options |= {"length": 4096, "blocks": 700, "batched": 1024}
+    made = StubModelEngine(daemon.socket, daemon, **options)
+    made.wait_connected()
+    return made
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("adapters") / "one", b"weights")
+
+
+@pytest.fixture(scope="module")
+def pair(daemon: Daemon, adapter: Path) -> Iterator[tuple[StubModelEngine, StubModelEngine]]:
+    """``a`` stores, ``b`` only loads. The adapter is older than both."""
+    both = [engine(daemon, chunk=CHUNK), engine(daemon, chunk=CHUNK, kv_role="kv_consumer")]
+    yield both[0], both[1]
+    for one in both:
+        one.close()
+
+
+def idle(one: StubModelEngine) -> None:
+    until(lambda: one.step() and not one.world.scheduler.has_requests(), "the stores")
+    assert one.daemon is not None
+    one.daemon.wait_until(reservations=0, leases=0)
+
+
+def forget(one: StubModelEngine) -> None:
+    """Empty vLLM's own cache."""
+    until(lambda: one.step() and one.world.scheduler.reset_prefix_cache(), "the reset")
+
+
+def run(one: StubModelEngine, tokens: list[int], **request: Any) -> tuple[int, list[int]]:
+    """How many tokens of a prompt the engine did not compute, and the tokens after its end."""
+    name, computed, checked = str(next(NAMES)), 0, False
+    asked = one.world.add(name, tokens, **{"max_tokens": 1, **request})
+    while not asked.is_finished():
+        output, work = one.world.schedule()
+        mine = output.num_scheduled_tokens.get(name, 0)
+        if mine and not checked:
+            checked, had = True, asked.num_computed_tokens - mine
+            one.check(asked, had // BLOCK * BLOCK)
+        if asked.num_output_tokens == 0:
+            computed += mine
+        for each, count in output.num_scheduled_tokens.items():
+            one.compute(each, count)
+        one.world.finish(output, **one.ranks.run(work, bool(output.num_scheduled_tokens)))
+    idle(one)
+    return len(tokens) - computed, list(asked.all_token_ids)
+
+
+def lengths(rng: random.Random, most: int) -> int:
+    """Of any size up to ``most``, often at or next to a block's or a chunk's end."""
+    unit = rng.choice([1, 1, BLOCK, CHUNK])
+    around = rng.randint(0, most // unit) * unit + rng.choice([-1, 0, 0, 1]) * (unit > 1)
+    return min(max(around, 0), most)
+
+
+def compare(a: StubModelEngine, b: StubModelEngine, adapter: Path, seed: int, pairs: int) -> Any:
+    """Tokens that ``b`` loaded, and those that ``a`` had itself, for pairs of prompts."""
+    rng = random.Random(seed)
+    for _ in range(pairs):
+        forget(a)
+        first = [rng.randrange(1000) for _ in range(max(20, lengths(rng, 1500)))]
+        kind = rng.choice(["plain", "plain", "lora", "salt", "other salt", "turns"])
+        one: dict[str, Any] = {"salt": "x"} if "salt" in kind else {}
+        one |= {"lora": adapter} if kind == "lora" else {}
+        two = one | {"salt": "y"} if kind == "other salt" else one
+        generates = rng.choice([1, 2, BLOCK, 40]) if kind in ("turns", "lora") else 1
+        _, said = run(a, first, max_tokens=generates, **one)
+        shared = said if generates > 1 else first[: lengths(rng, len(first))]
+        rest = [rng.randrange(1000) for _ in range(max(20, lengths(rng, 1500)))]
+        second = (shared + rest)[: max(20, lengths(rng, 3000))]
+        forget(b)
+        loaded, _ = run(b, second, **two)
+        local, _ = run(a, second, **two)
+        yield kind, len(second), loaded, local
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
+    pair: tuple[StubModelEngine, StubModelEngine], adapter: Path, part: int
+) -> None:
+    """200 pairs of prompts, 20 to 3,000 tokens long, in four parts."""
+    inside = Counter[str]()
+    for kind, tokens, loaded, local in compare(*pair, adapter, part, 50):
+        assert loaded == local, f"part {part}: {kind}, {tokens} tokens"
+        inside[kind] += loaded % CHUNK > 0
+    assert all(inside[kind] for kind in ("plain", "lora", "salt", "turns")), inside
+    assert not inside["other salt"]
+
+
+@pytest.mark.parametrize("without", ["blocks", "tails"])
+def test_the_comparison_sees_what_is_missing(
+    pair: tuple[StubModelEngine, StubModelEngine],
+    adapter: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    without: str,
+) -> None:
+    """The negative control."""
+    if without == "blocks":
+        monkeypatch.setattr(pair[1].client.session.welcome, "features", ())
+    else:
+        monkeypatch.setattr(StorePlanner, "_tail", lambda *_: 0)
+    answers = compare(*pair, adapter, 9, 50)
+    assert any(loaded < local for _, _, loaded, local in answers)
