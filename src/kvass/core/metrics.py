@@ -30,7 +30,7 @@ COUNTERS: Final[dict[str, str]] = {
     "promotions_not_worth_it": "Loads from tiers not begun because computing the tokens is faster.",
     "chunks_wanted": "New chunks that engines asked to store, within their limits.",
     "chunks_granted": "Chunks that engines were allowed to store.",
-    "tails_granted": "Those of `chunks_granted` that are tails: only the chunk's first blocks are stored.",
+    "tails_granted": "Those of `chunks_granted` of which only the first blocks are stored (tails).",
     "tails_replaced": "Tails freed because another row has all their blocks.",
     "not_granted_quota": "Chunks refused: the engine's unfinished stores held a quarter of L1.",
     "not_granted_no_room": "Chunks refused because all of L1 was in use.",
