@@ -7,7 +7,8 @@ import os
 import re
 from pathlib import Path
 
-UNTESTED = "0.99.0"
+UNTESTED = "0.32.99"
+"""Newer than what is installed, and older than what only the next version has."""
 
 
 def installed() -> Path:
