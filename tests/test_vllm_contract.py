@@ -59,7 +59,7 @@ def test_what_came_later_is_not_missed_before(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_vllm_has_nothing(tmp_path: Path) -> None:
-    assert len(differences(tmp_path, UNTESTED)) == len(list(terms()))
+    assert len(differences(tmp_path, "0.99.0")) == len(list(terms()))
 
 
 # ---------------------------------------------------------------- the table
