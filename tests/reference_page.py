@@ -19,20 +19,22 @@ CODES: Final = get_args(ErrorCode)
 PAGE: Final = Path(__file__).parents[1] / "docs" / "reference.md"
 HEAD: Final = """# Reference
 
-`python -m tests.reference_page` writes this page from the code.
+This page is generated from the code.
 
 ## Options of the daemon
 
 Each option is a flag of `kvass serve`, an environment variable and a key of a YAML file (`--config`
 or `KVASS_CONFIG`): `--l1-size`, `KVASS_L1_SIZE` and `l1_size` are one option. A flag beats the
 environment, which beats the file. In the environment a comma separates the items of a list. An
-unknown name is an error. `--print-config` shows what holds. Sizes are written `64GiB`, `64Gi` or
-`64G`, or in bytes. Those marked SIGHUP [change while the daemon runs](operating.md#change-options).
+unknown name is an error. `--print-config` prints the resulting options. Sizes are written `64GiB`,
+`64Gi` (both 2^36 bytes), `64G` (64 * 10^9 bytes), or in bytes. Options marked SIGHUP
+[change while the daemon runs](operating.md#change-options).
 
 """
 STATUS: Final = """## Fields of `kvass status --json`
 
-Counters only grow and begin at 0 when the daemon starts. A tier's process adds fields of its own.
+Counters begin at 0 when the daemon starts. A tier's process adds fields of its own to its tier.
+Terms: [concepts](concepts.md), and [the table of words](../ARCHITECTURE.md#words).
 
 """
 

@@ -144,7 +144,7 @@ def test_the_reference_is_what_the_code_has() -> None:
 def test_every_page_of_the_docs_is_in_the_site() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    assert sorted(page for page in pages if not re.search(rf"^{page}$", index, re.M)) == []
+    assert [page for page in pages if len(re.findall(rf"^{page}$", index, re.M)) != 1] == []
 
 
 def test_no_file_points_to_a_document_outside_the_repository() -> None:

@@ -102,7 +102,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="another user whose engines may connect, by name or id (repeatable)"),
     ] = []
     socket_group: Annotated[
-        str, Meta(description="group whose members may connect; the socket becomes theirs")
+        str, Meta(description="group whose members may connect; it becomes the group of the socket")
     ] = ""
     lease_s: Annotated[
         Seconds, Meta(description="seconds that an engine may take to read what it was given")
@@ -115,9 +115,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=3600,
-            description="seconds that memory rests which a lost engine was writing, if the end of "
-            "its process cannot be seen; then with GPUs a second more for each 8GiB of --l1-size "
-            "above 250GiB",
+            description="seconds before memory that a lost engine was writing is used again, if "
+            "the end of its process cannot be seen; with GPUs give a second more for each 8GiB of "
+            "--l1-size above 250GiB",
             extra={"was": "dma_grace_s"},
         ),
     ] = Timing().dma_grace_s
@@ -126,8 +126,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=60_000,
-            description="milliseconds that a request may wait for lookups; with tiers at most as "
-            "long as computing takes, but no less than this",
+            description="milliseconds that a request may wait for lookups; with tiers it may wait "
+            "longer, up to the time that computing takes",
         ),
     ] = Timing().lookup_budget_ms
     tier: Annotated[
@@ -136,12 +136,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = []
     flush: Annotated[
         Literal["write_through", "on_evict", "none"],
-        Meta(description="when tiers get a row: once it is stored, once it is evicted, or never"),
+        Meta(description="when a row is stored in tiers: at once, when it is evicted, or never"),
     ] = "write_through"
     keep_loaded: Annotated[
         bool,
         Meta(
-            description="keep rows that were loaded from a tier in L1 after their last reader",
+            description="keep rows that were loaded from a tier in L1 after they were read",
             extra={"was": "retain_promoted"},
         ),
     ] = True
@@ -154,14 +154,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     quota: Annotated[
         list[str],
-        Meta(description="what a tenant may have of L1, as NAME=CAP:RESERVED (repeatable)"),
+        Meta(description="a tenant's part of L1, as NAME=CAP:RESERVED (repeatable)"),
     ] = []
     stop_s: Annotated[
         float,
-        Meta(ge=0, le=86_400, description="seconds for what tiers still get after SIGTERM"),
+        Meta(ge=0, le=86_400, description="seconds for flushing to tiers after SIGTERM"),
     ] = 10.0
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="the least that is logged")
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="lowest level that is logged"),
     ] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="lines of text, or a JSON object per line")

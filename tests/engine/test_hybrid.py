@@ -12,10 +12,23 @@ from collections.abc import Iterator
 import pytest
 
 from kvass import Client
-from tests.engine.hybrid import GEMMA3, GPT_OSS, QWEN3_NEXT, Model, Pair, Wrong, red, running_pair
+from tests.engine.hybrid import (
+    BEFORE_0_31,
+    GEMMA3,
+    GPT_OSS,
+    QWEN3_NEXT,
+    Model,
+    Pair,
+    Wrong,
+    red,
+    running_pair,
+)
 from tests.support.vllm.process import Prompt, Settings
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(BEFORE_0_31, reason="vLLM 0.30 fails on a CPU with gpt-oss in float32"),
+]
 MODELS = [GPT_OSS, GEMMA3, QWEN3_NEXT]
 GPUS = ["ab", "a", "b"]
 """By model, which engines of its pair have their pages on fake GPUs."""

@@ -22,13 +22,13 @@ from kvass.errors import KvassError, Unavailable, UsageError
 
 COMMANDS: Final = {
     "serve": "run the daemon",
-    "status": "say how a daemon is",
+    "status": "show whether a daemon works, and what it saves",
     "top": "watch a daemon",
     "web": "serve a daemon's metrics and dashboard over HTTP",
-    "quota": "change what a tenant may have of L1",
+    "quota": "change the quotas of tenants",
     "clear": "make a daemon forget all rows",
     "bench": "measure this machine, against memcpy",
-    "doctor": "say what is found on this machine, and used",
+    "doctor": "check what this machine can serve",
 }
 
 

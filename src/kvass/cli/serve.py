@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
     add_flags(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
     parser.add_argument(
-        "--print-config", action="store_true", help="print the options that hold, as YAML, and end"
+        "--print-config", action="store_true", help="print the resulting options as YAML, and end"
     )
     options = vars(parser.parse_args(argv))
     file, only_print = options.pop("config"), options.pop("print_config")

@@ -33,8 +33,8 @@ LABELLED: Final = {
     "bytes_evicted_": ("kvass_evicted_bytes", "reason", "Bytes that left L1, by reason."),
     "evicted_": ("kvass_evicted_rows", "reason", "Rows evicted from L1, by reason."),
     "discarded_": ("kvass_discarded_reservations", "reason", "Reservations not stored, by reason."),
-    "not_granted_": ("kvass_allocation_failures", "reason", "Chunks not granted, by reason."),
-    "promotions_": ("kvass_promotions_skipped", "reason", "Promotions not made whole, by reason."),
+    "not_granted_": ("kvass_allocation_failures", "reason", "Chunks refused, by reason."),
+    "promotions_": ("kvass_promotions_skipped", "reason", "Loads from tiers cut or skipped."),
 }
 """Counters whose names differ in their ends only: one metric with a label."""
 
@@ -44,10 +44,10 @@ STATES: Final = ("rows", "rows_writing", "rows_loading")
 TIER_REPORT: Final = {
     "up": "Whether the tier answers.",
     "errors": "Operations that failed.",
-    "queued": "Operations that wait for a worker.",
+    "queued": "Operations that wait for a thread.",
     "restarts": "Times that the tier's process was replaced.",
-    "bytes": "What the tier holds, where it can tell.",
-    "capacity_bytes": "What the tier may hold, where it has a bound.",
+    "bytes": "Bytes in the tier, if it reports them.",
+    "capacity_bytes": "Capacity of the tier, if it has one.",
 }
 """Fields that a tier's process adds to its table (gauges)."""
 
@@ -156,7 +156,7 @@ def _used(fields: Mapping[str, Any]) -> Metric:
     parts |= {"quarantined": quarantined, "cleared": cleared}
     parts["failed"] = fields["l1_used_bytes"] - sum(parts.values())
     samples = (([state], number) for state, number in parts.items())
-    help_ = "Slots that are not free, by the state of their row, and cleared memory."
+    help_ = "Slots in use, by the state of their row, and cleared memory."
     return _family(GaugeMetricFamily, "kvass_l1_used_bytes", help_, ["state"], samples)
 
 
@@ -204,7 +204,7 @@ def _moved(fields: Mapping[str, Any], names: list[str]) -> Iterator[Metric]:
     moved = [(("l1", "in"), counters["l1_in_bytes"]), (("l1", "out"), counters["l1_lent_bytes"])]
     for name, tier in zip(names, tiers, strict=True):
         moved += [((name, "in"), tier["stored_bytes"]), ((name, "out"), tier["loaded_bytes"])]
-    help_ = "Bytes that came into L1 or a tier, and that lookups or L1 were given of it."
+    help_ = "Bytes written to (in) and read from (out) L1 or a tier."
     yield _family(CounterMetricFamily, "kvass_transfer_bytes", help_, ["tier", "dir"], moved)
     rows = [(["l1"], fields["rows"])]
     rows += [
@@ -212,13 +212,13 @@ def _moved(fields: Mapping[str, Any], names: list[str]) -> Iterator[Metric]:
         for name, tier in zip(names, tiers, strict=True)
         if "records" in tier
     ]
-    help_ = "Rows that L1, or a tier that can tell, holds."
+    help_ = "Rows in L1, or in a tier that reports them."
     yield _family(GaugeMetricFamily, "kvass_rows", help_, ["tier"], rows)
 
 
 def _histograms(fields: Mapping[str, Any], names: list[str]) -> Iterator[Metric]:
     shown, meanings = fields["histograms"], declared.HISTOGRAMS | declared.LOOP_HISTOGRAMS
-    lookups = "Time of lookups, in the daemon and in all if they waited for tiers."
+    lookups = "Time of lookups: in the daemon (core); in all, if they waited for tiers (tiers)."
     family = HistogramMetricFamily("kvass_lookup_seconds", lookups, labels=["stage"])
     for stage in ("core", "tiers"):
         family.add_metric([stage], *_buckets(shown[f"lookup_{stage}_seconds"]))
@@ -226,7 +226,7 @@ def _histograms(fields: Mapping[str, Any], names: list[str]) -> Iterator[Metric]
     for name in ("age_at_eviction_seconds", "reuse_gap_seconds", "event_loop_lag_seconds"):
         buckets, total = _buckets(shown[name])
         yield HistogramMetricFamily(f"kvass_{name}", meanings[name], buckets, total)
-    help_ = "Time of each load from and store to a tier, of up to 16 MiB."
+    help_ = "Time of each load from (out) or store to (in) a tier, of up to 16 MiB."
     family = HistogramMetricFamily("kvass_transfer_seconds", help_, labels=["tier", "dir"])
     for name, tier in zip(names, fields["tiers"], strict=True):
         family.add_metric([name, "in"], *_buckets(tier["store_seconds"]))
