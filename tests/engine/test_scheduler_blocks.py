@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvass.engine import adapters
 from kvass.engine.stores import StorePlanner
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_lora import train
@@ -125,15 +126,35 @@ def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
 
 @pytest.mark.parametrize("without", ["blocks", "tails"])
 def test_the_comparison_sees_what_is_missing(
-    pair: tuple[StubModelEngine, StubModelEngine],
-    adapter: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    without: str,
+    pair: tuple[StubModelEngine, StubModelEngine], monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    """The negative control."""
+    """The negative control: the same pair with and without."""
+    a, b = pair
+
+    def hits(token: int) -> tuple[int, int]:
+        first = [token + 10 * (without == "tails")] * 300
+        forget(a)
+        run(a, first)
+        forget(b)
+        return run(b, first + [1] * 30)[0], run(a, first + [1] * 30)[0]
+
+    assert hits(7) == (288, 288)
     if without == "blocks":
-        monkeypatch.setattr(pair[1].client.session.welcome, "features", ())
+        monkeypatch.setattr(b.client.session.welcome, "features", ())
     else:
         monkeypatch.setattr(StorePlanner, "_tail", lambda *_: 0)
-    answers = compare(*pair, adapter, 9, 50)
-    assert any(loaded < local for _, _, loaded, local in answers)
+    assert hits(8) == (CHUNK, 288)
+
+
+def test_what_waits_for_an_adapters_files_is_stored(
+    pair: tuple[StubModelEngine, StubModelEngine], adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step waits for them, so each look at them is answered in a later step."""
+    monkeypatch.setattr(adapters, "WAIT_S", 0.0)
+    a, b = pair
+    forget(a)
+    run(a, [30] * 300, lora=adapter)
+    _, said = run(a, [31] * 300, lora=adapter, max_tokens=40)
+    forget(b)
+    assert run(b, [30] * 300 + [1] * 30, lora=adapter)[0] == 288
+    assert run(b, said + [1] * 30, lora=adapter)[0] == 336

@@ -54,10 +54,11 @@ class RequestState:
     """``offered``: chunks before this one were offered for storing, or were loaded; NEVER: none is
     stored any more. ``local``: tokens that the engine had itself when it last asked for a match,
     which ended at token ``end``. ``computed``: tokens up to the end of the last step. ``tail``:
-    blocks, whole chunks included, up to the end of the last tail that was offered.
-    ``prefilled``: all of its prompt was computed, in some step. ``attempted``: its one load was
-    begun. ``match_since`` is the step in which a match with an adapter was first asked for,
-    ``store_since`` since when how many chunks wait for its salt."""
+    blocks, whole chunks included, up to the end of the last tail that was offered; ``due``: up to
+    the end of the one to be offered. ``prefilled``: all of its prompt was computed, in some step.
+    ``attempted``: its one load was begun. ``match_since`` is the step in which a match with an
+    adapter was first asked for, ``store_since`` since when how many blocks (or chunks, if only
+    these are stored) wait for its salt."""
 
     request: Request
     offered: int = 0
@@ -65,6 +66,7 @@ class RequestState:
     end: int = 0
     computed: int = 0
     tail: int = 0
+    due: int = 0
     prefilled: bool = False
     attempted: bool = False
     match_since: int | None = None
@@ -112,6 +114,17 @@ class Offer:
     tail: int = 0
 
 
+@dataclass(eq=False)
+class Ended:
+    """What a request left that ended: ``blocks`` blocks in ``table``, of which those that were not
+    offered are held until they are."""
+
+    state: RequestState
+    table: Table
+    blocks: int
+    held: list[Any]
+
+
 @dataclass
 class PendingReserve:
     """A reserve, the number of the step that sent it, and the blocks held until it is answered."""
@@ -156,9 +169,8 @@ class StorePlanner:
         self._pause = self._pause_left = 0
         self._boot = b""
         self._pending: deque[PendingReserve] = deque()
-        self._ended: list[tuple[Offer, int, list[Any]]] = []
-        """What requests left that ended since the last step, the hashes' width and the blocks held
-        until it is offered."""
+        self._ended: list[Ended] = []
+        self._each = max(1, setup.chunk_blocks)
         self._held: dict[int, HeldBlocks] = {}
 
     # ------------------------------------------------------------ a step
@@ -182,8 +194,9 @@ class StorePlanner:
             if offers:
                 self._reserve(offers, width, self._number, work)
         finally:
-            for _, _, held in ended:
-                self._pool.free(held)
+            for one in ended:
+                if one not in self._ended:  # else its salt is not known yet
+                    self._pool.free(one.held)
 
     def _reserve(self, offers: list[Offer], width: int, number: int, work: StepWork) -> None:
         """Send a reserve for what step ``number`` completed. If it is not answered now, hold the
@@ -270,8 +283,8 @@ class StorePlanner:
         """Await no answer any more: give the blocks back, and offer the chunks again some steps
         later, if their requests live."""
         ended, self._ended = self._ended, []
-        for _, _, held in ended:
-            self._pool.free(held)
+        for one in ended:
+            self._pool.free(one.held)
         if self._pending:
             self._back_off()
         while self._pending:
@@ -298,12 +311,10 @@ class StorePlanner:
         """Ask nothing for some steps, more each time. A rank is often there a step later."""
         self._pause_left, self._pause = self._pause, min(2 * self._pause + 1, MAX_PAUSE)
 
-    def _offers(
-        self, step: Step, ended: Sequence[tuple[Offer, int, list[Any]]]
-    ) -> tuple[list[Offer], int]:
+    def _offers(self, step: Step, ended: Sequence[Ended]) -> tuple[list[Offer], int]:
         """What this step completes and what ``ended`` requests left, and the width of a hash."""
-        offers = [offer for offer, _, _ in ended[:ENDED_PER_STEP]]
-        width, budget = max((w for _, w, _ in ended), default=0), KEYS_PER_STEP
+        offers, width = self._offers_of_ended(ended[:ENDED_PER_STEP])
+        budget = KEYS_PER_STEP
         for name, tokens in step.requests():
             state = self._requests.get(name)
             if state is None or state.offered == NEVER:
@@ -312,14 +323,15 @@ class StorePlanner:
             computed = state.computed = state.request.computed_tokens + tokens
             ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
             boundary_states = self._boundary_states(step, state.request)
-            tail = 0
             if not state.prefilled and computed >= state.request.known_tokens:
-                state.prefilled, tail = True, self._tail(state, self._blocks(state, computed))
+                state.prefilled, state.due = True, self._blocks(state, computed)
+            tail = self._tail(state, state.due) if state.due // self._each == ready else 0
             if ready <= state.offered and not boundary_states and not tail:
                 continue
-            salt, ready = self._salt_to_store(state, ready)
-            if salt is None:
+            salt, blocks = self._salt_to_store(state, max(ready * self._each, tail))
+            if isinstance(salt, NoSalt):
                 continue
+            ready, tail = min(ready, blocks // self._each), tail if tail <= blocks else 0
             table = step.block_table(name)
             more, width_of = self._offers_of(table, state, ready, boundary_states, salt, tail)
             keys = sum(len(o.item.digests) + len(o.item.blocks) for o in more) // max(1, width_of)
@@ -350,8 +362,7 @@ class StorePlanner:
 
     def _tail(self, state: RequestState, blocks: int) -> int:
         """``blocks``, if they end inside of a chunk and later than what was offered; else 0."""
-        each = self._setup.chunk_blocks
-        return blocks if each and blocks % each and blocks > state.tail else 0
+        return blocks if blocks % self._each and blocks > state.tail else 0
 
     def _offers_of(
         self,
@@ -396,31 +407,39 @@ class StorePlanner:
         blocks = self._blocks(state, computed) if self._setup.stores else 0
         if not blocks or state.offered == NEVER or min(map(len, table), default=0) < blocks:
             return
-        tail, ready = self._tail(state, blocks), blocks // self._setup.chunk_blocks
-        if not tail and ready <= state.offered:
-            return
-        salt, ready = self._salt_to_store(state, ready)
-        if salt is not None:
-            offers, width = self._offers_of(table, state, ready, {}, salt, tail)
-            for offer in offers:
-                self._ended.append((offer, width, self._pool.hold(self._sources(offer))))
+        if self._tail(state, blocks) or blocks // self._each > state.offered:
+            table, first = [ids[:blocks] for ids in table], state.offered * self._each
+            held = self._pool.hold(i for ids in table for i in ids[first:])
+            self._ended.append(Ended(state, table, blocks, held))
 
-    def _salt_to_store(self, state: RequestState, ready: int) -> tuple[bytes | None, int]:
-        """What is mixed into the hashes of an offer, and for how many chunks: those that were ready
-        when it was asked for. None: nothing can be offered."""
+    def _offers_of_ended(self, ended: Sequence[Ended]) -> tuple[list[Offer], int]:
+        """What ``ended`` requests left; some wait for their salt."""
+        offers, width = list[Offer](), 0
+        for one in ended:
+            salt, _ = self._salt_to_store(one.state, one.blocks)
+            if isinstance(salt, bytes):
+                tail, ready = self._tail(one.state, one.blocks), one.blocks // self._each
+                more, width = self._offers_of(one.table, one.state, ready, {}, salt, tail)
+                offers += more
+            elif salt is NoSalt.PENDING:
+                self._ended.append(one)
+        return offers, width
+
+    def _salt_to_store(self, state: RequestState, ready: int) -> tuple[bytes | NoSalt, int]:
+        """What is mixed into the hashes of an offer, and for how many blocks (``store_since``):
+        those that were ready when it was asked for."""
         if (adapter := state.request.adapter) is None:
             return b"", ready
-        now = self._adapters.step, ready
-        if state.store_since is None or not state.offered < state.store_since[1] <= ready:
+        now, offered = (self._adapters.step, ready), max(state.offered * self._each, state.tail)
+        if state.store_since is None or not offered < state.store_since[1] <= ready:
             state.store_since = now
-        since, chunks = state.store_since
+        since, blocks = state.store_since
         salt = self._adapters.salt(adapter, since)
         if isinstance(salt, bytes):
             state.store_since = now
-            return salt, chunks
         if salt is NoSalt.NEVER:
             state.offered = NEVER
-        return None, 0
+        return salt, blocks
 
     def _add(
         self, work: StepWork, offer: Offer, granted: Granted, grant: Grant, number: int
@@ -487,7 +506,7 @@ class StorePlanner:
         return self._pool.freed_by(block for hold in self._awaited() for block in hold.blocks) > 0
 
     def _freed_by_abandoning(self) -> int:
-        held = [reserve.held for reserve in self._pending] + [held for _, _, held in self._ended]
+        held = [one.held for one in self._pending] + [one.held for one in self._ended]
         return self._pool.freed_by(block for blocks in held for block in blocks)
 
     def _awaited(self) -> list[HeldBlocks]:
