@@ -53,8 +53,8 @@ POOL_SHARE: Final = 4
 class RequestState:
     """``offered``: chunks before this one were offered for storing, or were loaded; NEVER: none is
     stored any more. ``local``: tokens that the engine had itself when it last asked for a match,
-    which ended at token ``end``. ``computed``: tokens up to the end of the last step. ``tail``:
-    blocks, whole chunks included, up to the end of the last tail that was offered.
+    which ended at token ``end``. ``computed``: tokens up to the end of the last step; 0 while it
+    loads. ``tail``: blocks, whole chunks included, up to the end of the last tail that was offered.
     ``prefilled``: all of its prompt was computed, in some step. ``attempted``: its one load was
     begun. ``match_since`` is the step in which a match with an adapter was first asked for,
     ``store_since`` since when how many chunks wait for its salt."""
@@ -302,8 +302,13 @@ class StorePlanner:
         self, step: Step, ended: Sequence[tuple[Offer, int, list[Any]]]
     ) -> tuple[list[Offer], int]:
         """What this step completes and what ``ended`` requests left, and the width of a hash."""
-        offers = [offer for offer, _, _ in ended[:ENDED_PER_STEP]]
+        offers = list[Offer]()
         width, budget = max((w for _, w, _ in ended), default=0), KEYS_PER_STEP
+        for offer, width_of, _ in ended[:ENDED_PER_STEP]:
+            keys = (len(offer.item.digests) + len(offer.item.blocks)) // max(1, width_of)
+            if keys <= budget:
+                budget -= keys
+                offers.append(offer)
         for name, tokens in step.requests():
             state = self._requests.get(name)
             if state is None or state.offered == NEVER:
@@ -370,7 +375,7 @@ class StorePlanner:
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
         runs = self._spans.runs(table, states, since, ready)
-        if tail and tail // each != ready:
+        if tail and (tail // each != ready or min(map(len, table)) < tail):
             tail = 0
         if tail:
             table = [ids[:tail] for ids in table]
@@ -379,8 +384,9 @@ class StorePlanner:
         offers = []
         for begin, end, mask in runs:
             item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
-            last = tail if end == ready else 0
+            last = 0
             if each and self._client.knows_blocks and end - begin <= CHUNKS_WITH_BLOCKS:
+                last = tail if end == ready else 0
                 blocks = state.block_digests(begin * each, last or end * each, salt)
                 item.blocks, width = blocks
                 end += last > 0
