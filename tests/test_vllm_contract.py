@@ -11,7 +11,7 @@ import pytest
 from kvass import vllm_contract
 from kvass._version import TESTED_VLLM
 from kvass.vllm_contract import differences, terms
-from tests.support.vllm.fake_vllm import UNTESTED, fake_vllm, installed, version_of
+from tests.support.vllm.fake_vllm import fake_vllm, installed, version_of
 
 CONNECTOR = Path(vllm_contract.__file__).parent / "connectors" / "vllm"
 """Not imported here: the check runs where there is no torch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from kvass.messages import (
     Granted,
     HandedOver,
     Lookup,
+    Matched,
     Ping,
     Register,
     Release,
@@ -90,6 +92,52 @@ def test_miss_is_looked_up_again(daemon: ScriptedDaemon, scheduler: SchedulerCli
     assert match(scheduler, first=CHUNKS) is None  # nothing to look up
     assert len(daemon.got(Lookup)) == 2
     assert scheduler.counters["misses"] == 2
+
+
+def test_a_match_of_a_lost_connection_is_void_though_its_second_lookup_has_another(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon lived on, and has given its slots to others."""
+
+    def one_chunk(message: FromClient) -> list[FromDaemon]:
+        assert isinstance(message, Lookup)
+        (reply,) = daemon.hit(message)
+        assert isinstance(reply, Matched)
+        reply.chunks = 1
+        return [daemon.miss(message)[0] if message.again else reply]
+
+    def reconnect(*args: object) -> object:
+        end = answer(*args)
+        monkeypatch.undo()
+        assert scheduler.session is not None
+        scheduler.fault(scheduler.session, "lost")
+        scheduler.connect(5)
+        return end
+
+    daemon.welcome = lambda welcome: msgspec.structs.replace(welcome, features=("blocks",))
+    assert scheduler.session is not None
+    scheduler.fault(scheduler.session, "another daemon")
+    scheduler.connect(5)
+    daemon.answers[Lookup] = one_chunk
+    answer = scheduler._answer
+    monkeypatch.setattr(scheduler, "_answer", reconnect)
+    assert scheduler.match("r", DIGESTS, WIDTH, 0, blocks=lambda _: DIGESTS[:WIDTH]) is None
+    assert scheduler.take("r") is None
+    assert daemon.got(Release, 0) == []
+
+
+def test_a_connection_may_be_lost_at_any_time() -> None:
+    class Lost:
+        """The connection that was there is gone a moment later."""
+
+        def __init__(self) -> None:
+            self.sessions = [SimpleNamespace(welcome=SimpleNamespace(features=()))]
+
+        @property
+        def session(self) -> object:
+            return self.sessions.pop() if self.sessions else None
+
+    assert SchedulerClient.knows_blocks.fget(Lost()) is False  # type: ignore[attr-defined]
 
 
 def test_settle_gives_back_once(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:

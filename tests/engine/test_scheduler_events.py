@@ -187,6 +187,20 @@ def test_what_the_daemon_does_not_remember_is_asked_for_row_by_row(
     b.close()
 
 
+def test_a_prompt_below_a_chunk_keeps_nothing_from_being_withdrawn(
+    daemon: Daemon, engine: Any
+) -> None:
+    """What it leaves is stored and loaded under no chunk's hash, and announced to nobody."""
+    a, b = engine(), StubModelEngine(daemon.socket, daemon)
+    b.wait_connected()
+    prompts = churn(a, range(2))
+    a.settle(lambda: agrees(a, daemon, prompts), "the index is right")
+    a.generate("short", prompt(5000, BLOCK + 4))
+    churn(b, range(1000, 1030))
+    a.settle(lambda: a.rows() == 0, "all was evicted, and withdrawn")
+    b.close()
+
+
 def test_each_engine_announces_what_it_stored_or_loaded(daemon: Daemon, engine: Any) -> None:
     a, b = engine("a"), engine("b")
     a.generate("a", prompt(0))

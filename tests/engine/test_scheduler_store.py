@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvass.engine import stores
 from kvass.engine.stores import HUNG_S, POOL_SHARE
 from tests.support.vllm.fake_client import FakeClient, split
 from tests.support.vllm.scheduler import BLOCK, CHUNK, SchedulerHarness, rig
@@ -395,6 +396,41 @@ def test_a_preempted_request_is_stored_from_the_blocks_that_it_had() -> None:
     assert stores[0].blocks == (tuple(table[:2]),)
     world.run(client)
     assert all_free(world)
+
+
+def test_a_request_that_ends_while_it_loads_leaves_nothing() -> None:
+    """It was preempted amid its prompt, and loads into new blocks what it had computed before, and
+    more: until the load is over these blocks may hold anything."""
+    client, world = rig(batched=80)
+    client.knows_blocks = True
+    request = world.add("a", range(200))
+    world.step()
+    client.commit(list(client.writing))
+    world.scheduler.running.remove(request)
+    world.scheduler._preempt_request(request, 0.0)
+    world.scheduler.reset_prefix_cache()
+    client.rows.update(expected(request, chunk) for chunk in range(6))
+    asked = len(client.reserves)
+    (load,) = world.step().loads
+    assert load.request == "a"
+    assert request.num_computed_tokens == 192
+    world.abort("a")
+    world.step()
+    assert client.reserves[asked:] == [], "block 4 is computed no more, and not loaded yet"
+
+
+def test_what_many_ended_requests_leave_fits_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon refuses a reserve of too many hashes whole."""
+    monkeypatch.setattr(stores, "KEYS_PER_STEP", 8)
+    client, world = rig()
+    client.knows_blocks = True
+    for name in "abc":
+        world.add(name, range(84), max_tokens=30)
+    world.run(client)
+    left = [item for item in client.reserves[-1] if len(item.digests) // 32 == item.first == 3]
+    assert len(left) == 2, "each leaves a block of its fourth chunk"
+    blobs = [[item.digests + item.blocks for item in items] for items in client.reserves]
+    assert max(len(b"".join(each)) // 32 for each in blobs) <= 8
 
 
 @pytest.mark.parametrize("what", ["lost", "hung"])

@@ -84,6 +84,13 @@ def test_a_match_that_is_not_what_the_hit_needs_is_not_used(rows: list[int]) -> 
     assert one.to_load(table, local=0, first=0, tokens=3 * CHUNK, rows=rows) is None
 
 
+@pytest.mark.parametrize("blocks", [9, 5, 8, 0])
+def test_a_table_without_all_blocks_of_a_hit_is_not_used(blocks: int) -> None:
+    """A hit may end inside of a chunk, so a row that is short is nothing odd to who copies it."""
+    found = spans(FULL).to_load([range(1, blocks + 1)], 0, first=0, tokens=9 * 16, rows=[3])
+    assert (found is not None) == (blocks == 9)
+
+
 @given(
     window=st.integers(1, 300),
     block=st.sampled_from([4, 8, 16, 32, 64]),

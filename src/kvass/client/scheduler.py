@@ -142,7 +142,8 @@ class SchedulerClient(Endpoint):
     @property
     def knows_blocks(self) -> bool:
         """Whether a daemon is there that serves and stores parts of chunks."""
-        return self.session is not None and "blocks" in self.session.welcome.features
+        session = self.session  # read once: it may be lost at any time
+        return session is not None and "blocks" in session.welcome.features
 
     def new_step(self) -> None:
         """A scheduler step begins: a new wait budget, late replies are settled, resets go on."""
@@ -186,6 +187,9 @@ class SchedulerClient(Endpoint):
             if isinstance(end, Pending):
                 return end
             if end is not None and blocks is not None and not lookup.again and end < lookup.chunks:
+                if lookup.session is not self.session:  # what it holds went with its connection
+                    lookup.match = None
+                    return None
                 message.digests, message.again = digests[: end * width], True
                 wait_s = self._look_up(lookup, message, blocks)
             if end is not None and not lookup.seq:

@@ -5,7 +5,9 @@ agree in the hashes of their first blocks, and in none after the first that diff
 row of which only the first ``BlockPrints.tail`` blocks were written.
 
 A row keeps a *print* of each of its blocks but the last of a whole chunk: 64 bits that follow from
-the hash and from secret numbers, so no client can make two prints alike. It is indexed once, under
+the hash and from secret numbers. Two hashes that are as good as random share one with a probability
+of 2**-63. (Who makes up hashes can make two prints alike; but such a client could as well store
+anything under a hash that others use.) It is indexed once, under
 the first of its blocks that no other row of the index has. So a prompt's prints find the row that
 serves it best, or one that serves it as well. When a row leaves, what others share with it is not
 found any more, until a chunk that begins like them is stored anew.

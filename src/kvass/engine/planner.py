@@ -178,6 +178,7 @@ class Planner:
             return
         match = self._client.take(name)
         state.attempted = True
+        state.computed = 0  # before a preemption, in other blocks
         load = Load(name)
         if match is not None:
             load = self._load(state, match, table, external) or load

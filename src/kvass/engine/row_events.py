@@ -92,7 +92,11 @@ class RowEvents:
         until_s: float,
     ) -> None:
         """Rows ``(group, chunk)`` of ``request`` are being stored, or loaded, until ``until_s``.
-        ``digests``: of its chunks, from chunk 0 on, ``width`` bytes each."""
+        ``digests``: of its chunks, from chunk 0 on, ``width`` bytes each; none of them, and no
+        width, if there are no rows: only the part of a chunk is on its way."""
+        rows = list(rows)
+        if not rows:
+            return
         self._width, self._stepping_s = width, time.monotonic() + STEPPING_S
         for group, chunk in rows:
             row = group, digests[chunk * width : (chunk + 1) * width]

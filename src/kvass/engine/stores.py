@@ -39,8 +39,8 @@ ITEMS_PER_STEP: Final = 1024
 """Hashes and items in one reserve, within the limits of a message; the rest waits a step."""
 ENDED_PER_STEP: Final = 64
 """So many of the requests that ended in one step leave something behind."""
-CHUNKS_WITH_BLOCKS: Final = 512
-"""An item of more chunks goes without the hashes of its blocks."""
+BLOCKS_PER_ITEM: Final = 8192
+"""An item of more blocks goes without their hashes."""
 MAX_PAUSE: Final = 8
 """At most this many steps pass before a daemon that refused a whole reserve is asked again."""
 HUNG_S: Final = 5.0
@@ -53,9 +53,9 @@ POOL_SHARE: Final = 4
 class RequestState:
     """``offered``: chunks before this one were offered for storing, or were loaded; NEVER: none is
     stored any more. ``local``: tokens that the engine had itself when it last asked for a match,
-    which ended at token ``end``. ``computed``: tokens up to the end of the last step. ``tail``:
-    blocks, whole chunks included, up to the end of the last tail that was offered; ``due``: up to
-    the end of the one to be offered. ``prefilled``: all of its prompt was computed, in some step.
+    which ended at token ``end``. ``computed``: tokens up to the end of the last step; 0 while it
+    loads. ``tail``: blocks, whole chunks included, up to the end of the last tail that was offered;
+    ``due``: up to the end of the one to be offered. ``prefilled``: all of its prompt was computed.
     ``attempted``: its one load was begun. ``match_since`` is the step in which a match with an
     adapter was first asked for, ``store_since`` since when how many blocks (or chunks, if only
     these are stored) wait for its salt."""
@@ -123,6 +123,11 @@ class Ended:
     table: Table
     blocks: int
     held: list[Any]
+
+
+def _keys(offers: Sequence[Offer], width: int) -> int:
+    """How many hashes of ``width`` bytes they send."""
+    return sum(len(o.item.digests) + len(o.item.blocks) for o in offers) // max(1, width)
 
 
 @dataclass
@@ -313,8 +318,7 @@ class StorePlanner:
 
     def _offers(self, step: Step, ended: Sequence[Ended]) -> tuple[list[Offer], int]:
         """What this step completes and what ``ended`` requests left, and the width of a hash."""
-        offers, width = self._offers_of_ended(ended[:ENDED_PER_STEP])
-        budget = KEYS_PER_STEP
+        offers, width, budget = self._offers_of_ended(ended[:ENDED_PER_STEP])
         for name, tokens in step.requests():
             state = self._requests.get(name)
             if state is None or state.offered == NEVER:
@@ -334,7 +338,7 @@ class StorePlanner:
             ready, tail = min(ready, blocks // self._each), tail if tail <= blocks else 0
             table = step.block_table(name)
             more, width_of = self._offers_of(table, state, ready, boundary_states, salt, tail)
-            keys = sum(len(o.item.digests) + len(o.item.blocks) for o in more) // max(1, width_of)
+            keys = _keys(more, width_of)
             if more and keys <= budget and len(offers) + len(more) <= ITEMS_PER_STEP:
                 budget -= keys
                 width = width_of
@@ -381,7 +385,7 @@ class StorePlanner:
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
         runs = self._spans.runs(table, states, since, ready)
-        if tail and tail // each != ready:
+        if tail and (tail // each != ready or min(map(len, table)) < tail):
             tail = 0
         if tail:
             table = [ids[:tail] for ids in table]
@@ -390,8 +394,9 @@ class StorePlanner:
         offers = []
         for begin, end, mask in runs:
             item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
-            last = tail if end == ready else 0
-            if each and self._client.knows_blocks and end - begin <= CHUNKS_WITH_BLOCKS:
+            last = 0
+            if each and self._client.knows_blocks and (end - begin) * each <= BLOCKS_PER_ITEM:
+                last = tail if end == ready else 0
                 blocks = state.block_digests(begin * each, last or end * each, salt)
                 item.blocks, width = blocks
                 end += last > 0
@@ -412,18 +417,23 @@ class StorePlanner:
             held = self._pool.hold(i for ids in table for i in ids[first:])
             self._ended.append(Ended(state, table, blocks, held))
 
-    def _offers_of_ended(self, ended: Sequence[Ended]) -> tuple[list[Offer], int]:
-        """What ``ended`` requests left; some wait for their salt."""
-        offers, width = list[Offer](), 0
+    def _offers_of_ended(self, ended: Sequence[Ended]) -> tuple[list[Offer], int, int]:
+        """What ``ended`` requests left, the width of a hash, and how many keys the step may still
+        send. Some wait for their salt; what does not fit is not stored."""
+        offers, width, budget = list[Offer](), 0, KEYS_PER_STEP
         for one in ended:
             salt, _ = self._salt_to_store(one.state, one.blocks)
             if isinstance(salt, bytes):
                 tail, ready = self._tail(one.state, one.blocks), one.blocks // self._each
-                more, width = self._offers_of(one.table, one.state, ready, {}, salt, tail)
-                offers += more
+                more, width_of = self._offers_of(one.table, one.state, ready, {}, salt, tail)
+                keys = _keys(more, width_of)
+                if more and keys <= budget:
+                    budget -= keys
+                    width = width_of
+                    offers += more
             elif salt is NoSalt.PENDING:
                 self._ended.append(one)
-        return offers, width
+        return offers, width, budget
 
     def _salt_to_store(self, state: RequestState, ready: int) -> tuple[bytes | NoSalt, int]:
         """What is mixed into the hashes of an offer, and for how many blocks (``store_since``):

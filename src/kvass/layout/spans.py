@@ -101,9 +101,11 @@ class Spans:
             begin = min(chunks, max(first, needs // self._chunk_tokens))
             if count != chunks - begin:
                 return None
-            held_ids = table[number][: len(one.blocks(0, tokens))]
+            held_ids = table[number][: (end := len(one.blocks(0, tokens)))]
             each = (self.row(number, held_ids, c) for c in range(begin, chunks))
             ids = tuple(i for row in each for i in row)
+            if len(held_ids) < end and count and one.row_blocks(self._chunk_tokens):
+                return None
             held = one.blocks(0, (begin + 1) * self._chunk_tokens)[
                 -one.row_blocks(self._chunk_tokens) :
             ]
