@@ -121,6 +121,15 @@ def test_long_names_give_way(tmp_path: Path) -> None:
     assert max(map(len, report(fields))) <= COLUMNS
 
 
+def test_a_name_moves_no_cursor(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "16MiB") as daemon:
+        fields = daemon.status()
+    name = "a\x1b[2J\nkvass  OK"
+    engine = {"instance": name, "model": name, "uids": [1], "ranks": 1, "missing_ranks": [0]}
+    fields["engines"] = [engine]
+    assert all(line.isprintable() for line in report(fields))
+
+
 def test_what_two_namespaces_of_a_model_differ_in(tmp_path: Path, capsys: Captured) -> None:
     same = {"model": "llama", "seed": "x" * 50}
     with running_daemon(tmp_path, "16MiB") as daemon, ExitStack() as ending:
