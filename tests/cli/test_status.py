@@ -103,6 +103,11 @@ def broken(**fields: Any) -> dict[str, Any]:
         ({"up": False, "trouble": "refused"}, "down: refused"),
         ({"up": False}, "down: it has not been opened yet"),
         ({"up": True, "store_failures": 1, "stored_rows": 1000}, ""),
+        (
+            {"up": True, "store_failures": 30, "stored_rows": 1000, "failing_rows": 30, "full": 1},
+            "stores fail: the last 30 rows were not stored, the disk is full",
+        ),
+        ({"up": True, "store_failures": 30, "stored_rows": 1000, "failing_rows": 0}, ""),
         ({"up": True, "store_failures": 5, "stored_rows": 5}, "stores fail: 5 failed, 5 did not"),
         ({"up": True, "store_failures": 0, "stored_rows": 0, "trouble": "slow"}, "slow"),
     ],

@@ -109,7 +109,6 @@ def model_of(terms: Register) -> str:
     return (terms.model or terms.identity.get("model", ""))[:_MODEL_CHARS]
 
 
-
 def check_register(msg: Register, limits: Limits) -> None:
     """Raises ``Refused`` (``bad_value``, ``bad_rank`` or ``limit``), naming the field, for a
     ``Register`` that is wrong in itself."""

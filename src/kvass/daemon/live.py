@@ -17,7 +17,6 @@ import msgspec
 from kvass.config import Config, check_quotas
 from kvass.daemon import logs, notify
 from kvass.daemon.listen import Access
-from kvass.errors import ConfigError
 
 LIVE: Final = ("allow_uid", "socket_group", "stop_s", "log_level", "quota")
 """Options that change while the daemon runs; all others need a restart."""
