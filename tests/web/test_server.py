@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from bench.rows import Rows
+from kvass.cli import serve
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.client.client import Client
@@ -338,6 +339,23 @@ def test_serve_starts_it_again_and_takes_it_along(tmp_path: Path, end: str) -> N
         assert eventually(lambda: not Path(f"/proc/{second}").exists())
         assert not healthy(port)
     assert "the web process ended" in daemon.log()
+
+
+def test_a_web_process_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over, tries = threading.Event(), list[Any]()
+
+    def none_left(command: list[str], **_: Any) -> None:
+        tries.append(command)
+        if len(tries) == 2:
+            over.set()
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(serve, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(subprocess, "Popen", none_left)
+    serve._keep_web(Config(socket="s", http="127.0.0.1:0"), 0, over)
+    assert len(tries) == 2
 
 
 @pytest.mark.parametrize(
