@@ -282,7 +282,7 @@ def _check(config: Config, where: Mapping[str, str]) -> None:
             parse_tier_url(url)
         except ConfigError as error:
             raise ConfigError(f"{where['tier']}: {error}") from None
-    _check_quotas(config, where.get("quota", "quota"))
+    check_quotas(config, where.get("quota", "quota"))
 
 
 def quotas(config: Config) -> tuple[Quota, ...]:
@@ -290,7 +290,8 @@ def quotas(config: Config) -> tuple[Quota, ...]:
     return tuple(map(Quota.parse, config.quota))
 
 
-def _check_quotas(config: Config, where: str) -> None:
+def check_quotas(config: Config, where: str = "quota") -> None:
+    """Whether an L1 of ``l1_size`` can have them. Raises ``ConfigError``."""
     try:
         every = quotas(config)
     except ValueError as error:
@@ -329,7 +330,7 @@ def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
         root = yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # YAML's own, and what its constructors let through (`0x_`, dates)
         said = shown(" ".join(str(error).split()))  # it may quote the line
         raise ConfigError(f"{path} is no YAML: {said}") from error
     if not isinstance(content, dict):
@@ -374,7 +375,7 @@ def _uid(user: Any, origin: str) -> Any:
         return user
     try:
         return pwd.getpwnam(user).pw_uid
-    except KeyError:
+    except (KeyError, ValueError):
         raise ConfigError(f"{origin}: there is no user {user!r} here: give the id") from None
 
 

@@ -255,6 +255,8 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
             return f"tenant {name}: use 1 to 64 letters, digits, '.', '_', '-'; not 'other'"
         if cap < 1 or reserved < 0:
             return f"quota of {self.tenant}: the cap is positive, what is reserved not negative"
+        if cap > NO_CAP:
+            return f"quota of {self.tenant}: the cap is at most {Size(NO_CAP)}"
         if cap < reserved:
             return f"quota of {self.tenant}: the cap {cap} is below what is reserved, {reserved}"
         return ""

@@ -312,8 +312,8 @@ def describe(top: Names, name: str) -> str | None:
 def _top(file: Path) -> Names:
     """What a file gives names to; nothing if it cannot be read."""
     try:
-        return dict(_named(ast.parse(file.read_text()).body))
-    except (OSError, SyntaxError, UnicodeDecodeError):
+        return dict(_named(ast.parse(file.read_bytes()).body))
+    except (OSError, SyntaxError, ValueError):
         return {}
 
 

@@ -103,6 +103,11 @@ def broken(**fields: Any) -> dict[str, Any]:
         ({"up": False, "trouble": "refused"}, "down: refused"),
         ({"up": False}, "down: it has not been opened yet"),
         ({"up": True, "store_failures": 1, "stored_rows": 1000}, ""),
+        (
+            {"up": True, "store_failures": 30, "stored_rows": 1000, "failing_rows": 30, "full": 1},
+            "stores fail: the last 30 rows were not stored, the disk is full",
+        ),
+        ({"up": True, "store_failures": 30, "stored_rows": 1000, "failing_rows": 0}, ""),
         ({"up": True, "store_failures": 5, "stored_rows": 5}, "stores fail: 5 failed, 5 did not"),
         ({"up": True, "store_failures": 0, "stored_rows": 0, "trouble": "slow"}, "slow"),
     ],
@@ -119,6 +124,15 @@ def test_long_names_give_way(tmp_path: Path) -> None:
     fields["engines"] = [engine]
     fields["namespaces"] = [{"model": name, "namespace": "0" * 64, "groups": []}]
     assert max(map(len, report(fields))) <= COLUMNS
+
+
+def test_a_name_moves_no_cursor(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "16MiB") as daemon:
+        fields = daemon.status()
+    name = "a\x1b[2J\nkvass  OK"
+    engine = {"instance": name, "model": name, "uids": [1], "ranks": 1, "missing_ranks": [0]}
+    fields["engines"] = [engine]
+    assert all(line.isprintable() for line in report(fields))
 
 
 def test_what_two_namespaces_of_a_model_differ_in(tmp_path: Path, capsys: Captured) -> None:

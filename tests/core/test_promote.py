@@ -728,6 +728,15 @@ def test_a_row_that_a_tier_refuses_is_not_offered_again(rig: TierRig) -> None:
     assert rig.status["tiers"][0]["store_failures"] == 1
 
 
+def test_what_fails_after_a_good_time_is_counted_until_a_store_works(rig: TierRig) -> None:
+    e = rig.ready()
+    for key, good, failing in (("a", True, 0), ("b", False, 1), ("c", False, 2), ("d", True, 0)):
+        e.store(key)
+        (store,) = rig.open_ops(TierStore)
+        rig.answer(store, good)
+        assert rig.status["tiers"][0]["failing_rows"] == failing
+
+
 def test_stopping_flushes_what_was_promised_and_nothing_new(rig: TierRig) -> None:
     e = rig.ready()
     e.store(*range(12))

@@ -154,6 +154,15 @@ def test_a_models_name_for_people_separates_nothing(rig: Rig) -> None:
     assert shown == ["/a/model", "/c/old"]
 
 
+def test_a_long_name_is_shown_in_part(rig: Rig) -> None:
+    """512 engines of the longest names would make a status that no client takes."""
+    rig.engine("one", model="m" * 4096, identity={"weights": "w"})
+    rig.engine("two", identity={"model": "i" * 60_000})
+    status = rig.machine.status()
+    names = [one["model"] for one in (*status["namespaces"], *status["engines"])]
+    assert [len(name) for name in names] == [256] * 4
+
+
 def test_namespaces_are_limited_and_unused_empty_ones_make_way() -> None:
     rig = Rig(namespaces=2)
     full, empty = rig.engine("f"), rig.engine("g", identity={"model": "g"})

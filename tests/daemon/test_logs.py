@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvass.daemon import logs
 from kvass.messages import Clear, Cleared, Error, Ping, Pong, Register, Registered
 from kvass.testing.daemon import running_daemon
@@ -63,6 +65,18 @@ def test_text_of_peers_makes_no_lines() -> None:
     )
     line = logs._Text().format(record)
     assert line.endswith("INFO a\n  2026 ERROR \\x1b[2Jb")
+
+
+def test_a_name_that_is_no_utf8_does_not_end_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    writer = logs._Writer()
+    writer.setFormatter(logs._Text())
+    for text in ("file \udcff", "after it"):
+        writer.emit(logging.LogRecord("kvass", logging.INFO, "f", 1, text, (), None))
+    writer.close()
+    assert [line.split("INFO ")[1] for line in capfd.readouterr().err.splitlines()] == [
+        "file \\udcff",
+        "after it",
+    ]
 
 
 def test_one_place_in_the_code_does_not_fill_the_log() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -11,8 +12,12 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvass.config import Config, Size
+from kvass.daemon.listen import Access
+from kvass.daemon.live import LiveConfig
 from kvass.messages import Clear, Error
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.daemon.test_process import as_user, open_folder, stranger, try_to_connect
@@ -84,6 +89,12 @@ def test_quotas_change(tmp_path: Path) -> None:
         ("socket_group: no-such-group\nlog_level: debug\n", "no such group"),
         ("a: [\n", "is no YAML: "),
         ("tier: ['floppy:/x']\n", ":1: tier: tier 'floppy:/x': unknown scheme"),
+        ("stop_s: 0x_\n", "is no YAML: "),
+        ("http: 2001-13-45\n", "is no YAML: "),
+        ("log_level: !!timestamp x\n", "is no YAML: "),
+        ('socket_group: "a\\0b"\n', "no such group"),
+        ('allow_uid: ["a\\0b"]\n', "there is no user"),
+        ("quota: [a=99999999999999999999]\n", "the cap is at most"),
     ],
 )
 def test_a_file_with_an_error_changes_nothing(tmp_path: Path, text: str, why: str) -> None:
@@ -96,6 +107,17 @@ def test_a_file_with_an_error_changes_nothing(tmp_path: Path, text: str, why: st
         assert why in line
         file.write_text(CONFIG)
         assert hup(daemon) == "INFO SIGHUP: nothing has changed"
+
+
+def test_quotas_are_held_against_the_l1_that_there_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = Config(socket=str(tmp_path / "s"), l1_size=Size(1 << 20))
+    wanted = msgspec.structs.replace(now, l1_size=Size(4 << 20), quota=["a=:2MiB"])
+    live = LiveConfig(now, Access(now), lambda: wanted)
+    asyncio.run(live.reload())
+    assert live.now == now
+    assert "2MiB are reserved of an l1_size of 1MiB" in caplog.text
 
 
 def test_without_a_file_there_is_nothing_to_reload(tmp_path: Path) -> None:

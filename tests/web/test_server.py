@@ -6,6 +6,9 @@ import http.client
 import json
 import os
 import socket
+import socketserver
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +20,14 @@ from typing import Any
 import pytest
 
 from bench.rows import Rows
+from kvass.cli import serve
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
+from kvass.client.client import Client
 from kvass.config import Config
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.web import server as module
+from kvass.web import source as module_of_source
 from kvass.web.access import listen
 from kvass.web.server import BODY_BYTES, CONNECTIONS, WebServer
 from tests.support.waiting import eventually
@@ -66,6 +72,78 @@ def ask(
     kind = reply.headers["Content-Type"]
     connection.close()
     return reply.status, json.loads(text) if kind == "application/json" else text
+
+
+def certificate(folder: Path) -> dict[str, str]:
+    """Options of a certificate of our own."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
+    subprocess.run(
+        [*command.split(), "-subj", "/CN=localhost", "-out", cert, "-keyout", key],
+        check=True,
+        capture_output=True,
+    )
+    return {"http_cert": str(cert), "http_key": str(key)}
+
+
+def test_an_answer_that_comes_late_is_encrypted_too(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DEADLINE_S", 0.3)
+
+    def slow(*_: Any, **__: Any) -> int:
+        time.sleep(1)
+        return 7
+
+    trust = ssl.create_default_context()
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+    with serving(daemon.socket, tmp_path, **certificate(tmp_path)) as web:
+        monkeypatch.setattr(Client, "clear", slow)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", web.server_port, timeout=30, context=trust
+        )
+        connection.request("POST", "/api/v1/clear", b"", WRITE)
+        assert json.loads(connection.getresponse().read()) == {"rows": 7}
+        connection.close()
+
+
+def test_a_clear_that_takes_long_keeps_no_probe_waiting(
+    daemon: Daemon, web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon answers a clear when its tiers have; until then it answers others."""
+    began, end = threading.Event(), threading.Event()
+    wait = Client.wait
+
+    def slow(client: Client, seq: int, timeout_s: float) -> Any:
+        with client.lock:  # as every wait for an answer
+            if timeout_s > 100:
+                began.set()
+                end.wait(5)
+            return wait(client, seq, timeout_s)
+
+    monkeypatch.setattr(Client, "wait", slow)
+    with ThreadPoolExecutor(1) as pool:
+        clear = pool.submit(ask, web, "POST", "/api/v1/clear", b"", **WRITE)
+        assert began.wait(10)
+        time.sleep(module_of_source.FRESH_S)
+        assert ask(web, "GET", "/healthz")[0] == 200
+        assert not clear.done()
+        end.set()
+        assert clear.result()[0] == 200
+
+
+def test_a_thread_that_cannot_be_started_costs_no_place(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socketserver.ThreadingMixIn, "process_request", none_left)
+        for _ in range(CONNECTIONS):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                ask(web, "GET", "/healthz")
+    assert ask(web, "GET", "/healthz")[0] == 200
 
 
 def test_what_can_be_read(web: WebServer, daemon: Daemon) -> None:
@@ -117,6 +195,7 @@ def test_quotas(web: WebServer, daemon: Daemon) -> None:
         ({"tenant": "b", "reserved": "16MiB"}, "L1 has"),
         ({"tenant": "b", "cap": "lots"}, "no size"),
         ({"tenant": 1}, "give a name"),
+        ({"tenant": "b", "cap": "99999999999999999999"}, "at most"),
         ({"tenant": "b", "limit": 1}, "unknown field"),
         ({"tenant": "b", "remove": True}, "there is none"),
     ):
@@ -141,6 +220,8 @@ def test_quotas(web: WebServer, daemon: Daemon) -> None:
         ("POST", "/api/v1/clear", b"[]", WRITE, 400),
         ("POST", "/api/v1/clear", b'{"namespace": 1}', WRITE, 400),
         ("POST", "/api/v1/clear", b'{"nonsense": 1}', WRITE, 400),
+        ("POST", "/api/v1/clear", b'{"namespace": ""}', WRITE, 400),
+        ("POST", "/api/v1/clear", b'{"tiers": "no"}', WRITE, 400),
         ("POST", "/api/v1/prefetch", b'{"width": "x"}', WRITE, 400),
         ("POST", "/api/v1/clear", b'{"tiers": true}', WRITE, 503),
         ("POST", "/api/v1/clear", b"", {**WRITE, "Content-Length": str(BODY_BYTES + 1)}, 413),
@@ -258,6 +339,23 @@ def test_serve_starts_it_again_and_takes_it_along(tmp_path: Path, end: str) -> N
         assert eventually(lambda: not Path(f"/proc/{second}").exists())
         assert not healthy(port)
     assert "the web process ended" in daemon.log()
+
+
+def test_a_web_process_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over, tries = threading.Event(), list[Any]()
+
+    def none_left(command: list[str], **_: Any) -> None:
+        tries.append(command)
+        if len(tries) == 2:
+            over.set()
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(serve, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(subprocess, "Popen", none_left)
+    serve._keep_web(Config(socket="s", http="127.0.0.1:0"), 0, over)
+    assert len(tries) == 2
 
 
 @pytest.mark.parametrize(

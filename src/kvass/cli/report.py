@@ -15,6 +15,15 @@ _SPANS: Final = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
 
 def report(fields: dict[str, Any]) -> Iterator[str]:
     """Lines of at most ``WIDTH`` characters, from the fields of ``kvass status --json``."""
+    return map(printable, _report(fields))
+
+
+def printable(text: str) -> str:
+    """``text`` without what moves a terminal's cursor, whatever a client put into a name."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _report(fields: dict[str, Any]) -> Iterator[str]:
     problems = troubles(fields)
     state = "DEGRADED" if problems else "OK"
     up = span(fields.get("up_s", 0))

@@ -79,15 +79,19 @@ def _keep_web(config: Config, fd: int, over: threading.Event) -> None:
     while not over.is_set():
         level = f"--log-level={logs.level()}"
         command = [sys.executable, "-m", "kvass", "web", *flags, level]
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(fd,),
-            start_new_session=True,
-        ) as child:
-            while child.poll() is None and not over.wait(_POLL_S):
-                pass
+        try:
+            with subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(fd,),
+                start_new_session=True,
+            ) as child:
+                while child.poll() is None and not over.wait(_POLL_S):
+                    pass
+            ended = f"ended with status {child.returncode}"
+        except OSError as error:  # no process or memory is left now
+            ended = f"cannot be started: {error}"
         if not over.is_set():
-            _log.warning("the web process ended with status %s: starting another", child.returncode)
+            _log.warning("the web process %s: starting another", ended)
             over.wait(_PAUSE_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from kvass.cli.report import report
+from kvass.cli.report import printable, report
 from kvass.client.client import Client
 from kvass.client.health import troubles
 from kvass.config import Parser, add_flags, load
@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
         fields = client.status()
     if check:
         lines = troubles(fields)
-        print("\n".join(lines) or "ok")
+        print("\n".join(map(printable, lines)) or "ok")
         return 1 if lines else 0
     print(json.dumps(fields, indent=2) if as_json else "\n".join(report(fields)))
     return 0

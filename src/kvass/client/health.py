@@ -8,6 +8,9 @@ from typing import Any, Final
 REFUSED_S: Final = 60.0
 """So long a refused engine is a trouble: it asks again after pauses of up to half a minute."""
 
+FAILING_ROWS: Final = 16
+"""So many rows that a tier could not store, one after the other, are no accident."""
+
 
 def troubles(fields: Mapping[str, Any]) -> list[str]:
     """What is wrong, a line each; empty: nothing."""
@@ -30,6 +33,10 @@ def tier_trouble(tier: dict[str, Any]) -> str:
     if not tier.get("up"):
         return f"down: {tier.get('trouble') or 'it has not been opened yet'}"
     failed, stored = tier["store_failures"], tier["stored_rows"]
+    failing = tier.get("failing_rows", 0)
+    if failing >= FAILING_ROWS:
+        full = ", the disk is full" if tier.get("full") else ""
+        return f"stores fail: the last {failing:,} rows were not stored{full}"
     if failed and failed >= stored:
         full = ", the disk is full" if tier.get("full") else ""
         return f"stores fail: {failed:,} failed, {stored:,} did not{full}"

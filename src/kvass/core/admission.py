@@ -19,6 +19,7 @@ from kvass.core.registry import (
     check_agrees,
     check_register,
     differences,
+    model_of,
     namespace_digest,
     row_class_specs,
 )
@@ -104,7 +105,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
     _make_place(state)
     new = max(state.namespaces, default=-1) + 1
     terms = msgspec.structs.replace(instance.terms, generation=instance.generation, layout=None)
-    model = instance.terms.model or instance.terms.identity.get("model", "")
+    model = model_of(instance.terms)
     same = islice((ns for ns in reversed(state.namespaces.values()) if ns.model == model), _LIKE)
     compared = [(differences(ns.terms, terms), ns.digest) for ns in same]
     differs_in, like = min(compared, key=lambda one: len(one[0]), default=((), b""))

@@ -173,6 +173,7 @@ def stored(state: State, event: Stored) -> None:
         tier.counters["stores_abandoned"] += len(rows)
     tier.counters["stored_rows"] += (count := int(event.which.sum()))
     tier.counters["stored_bytes"] += count * (op.size_bytes // len(rows))
+    tier.failing_rows = 0 if count else tier.failing_rows + len(rows)
     tier.counters["store_failures"] += int((~event.which).sum())
     store_next(state, tier)
 

@@ -94,6 +94,7 @@ TIER_GAUGES: Final[dict[str, str]] = {
     "flush_queue_rows": "Rows queued for the tier.",
     "flush_queue_oldest_s": "How long the first row of that queue has waited, in seconds.",
     "storing_bytes": "Bytes being stored now.",
+    "failing_rows": "Rows that could not be stored since the last store that worked.",
     "loading_bytes": "Bytes being loaded now.",
     "load_bytes_s": "Measured load rate of the tier; 0: not known yet.",
 }

@@ -100,6 +100,13 @@ class RowClassSpec(msgspec.Struct, frozen=True):
 
 
 MAX_GENERATION: Final = 64
+_MODEL_CHARS: Final = 256
+"""Of a model's name so many are shown: statuses and labels repeat it."""
+
+
+def model_of(terms: Register) -> str:
+    """What an engine's model is called, for people."""
+    return (terms.model or terms.identity.get("model", ""))[:_MODEL_CHARS]
 
 
 def check_register(msg: Register, limits: Limits) -> None:

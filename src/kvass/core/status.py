@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from kvass.core.registry import model_of
 from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.core.tier_state import Loading, TierState
 from kvass.types import NO_CAP, SCHEDULER
@@ -114,7 +115,7 @@ def _engine(state: State, instance: Instance) -> dict[str, Any]:
     sessions = [state.sessions[session] for session in instance.sessions.values()]
     return {
         "instance": instance.id,
-        "model": instance.terms.model or instance.terms.identity.get("model", ""),
+        "model": model_of(instance.terms),
         "namespace": "" if ns is None else ns.digest.hex(),
         "uids": sorted({session.uid for session in sessions}),
         "pids": sorted({session.pid for session in sessions}),
@@ -138,6 +139,7 @@ def _tier(name: str, tier: TierState, now: float) -> dict[str, Any]:
         "flush_queue_rows": tier.queued_rows,
         "flush_queue_oldest_s": round(now - tier.queue[0].since, 3) if tier.queue else 0.0,
         "storing_bytes": tier.storing_bytes,
+        "failing_rows": tier.failing_rows,
         "loading_bytes": tier.speed.loading_bytes,
         "load_bytes_s": int(tier.speed.bytes_s),
         **tier.counters,

@@ -148,7 +148,8 @@ class TierState(msgspec.Struct):
     """One tier. ``report``: what its process told last (``effects.TierReport``).
 
     ``queue``: what it is to store, first come first served; ``queued_rows`` in all. ``rests_until``
-    is set while it is not asked to store, because it was down.
+    is set while it is not asked to store, because it was down. ``failing_rows``: it could not store
+    since it stored one last.
     """
 
     number: int
@@ -161,6 +162,7 @@ class TierState(msgspec.Struct):
     queue: deque[Queued] = msgspec.field(default_factory=deque)
     queued_rows: int = 0
     storing_bytes: int = 0
+    failing_rows: int = 0
     rests_until: float | None = None
 
 

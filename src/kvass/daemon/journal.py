@@ -6,6 +6,7 @@ import logging
 from typing import Any, Final
 
 from kvass.core.effects import SessionId
+from kvass.core.registry import model_of
 from kvass.messages import Cleared, Error, FromDaemon, Register, Registered
 from kvass.types import SCHEDULER
 from kvass.wire.channel import PeerCredentials
@@ -38,7 +39,7 @@ class Journal:
         elif isinstance(reply, Cleared):
             self._say(logging.INFO, session, f"cleared {reply.rows} rows")
         elif isinstance(reply, Registered) and asked is not None:
-            model = asked.model or asked.identity.get("model", "")
+            model = model_of(asked)
             known = {"engine": asked.instance, "rank": asked.rank, "model": model}
             known["namespace"] = reply.namespace.hex()[:8]
             if known.items() <= who.items():  # clients repeat it while ranks are missing

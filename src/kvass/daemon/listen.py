@@ -41,7 +41,7 @@ class Access:
         if config.socket_group:
             try:
                 self._group = grp.getgrnam(config.socket_group).gr_gid
-            except KeyError:
+            except (KeyError, ValueError):
                 raise ConfigError(f"socket_group {config.socket_group!r}: no such group") from None
             self._mode |= 0o660
 

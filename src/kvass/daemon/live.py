@@ -14,10 +14,9 @@ from typing import Final
 
 import msgspec
 
-from kvass.config import Config
+from kvass.config import Config, check_quotas
 from kvass.daemon import logs, notify
 from kvass.daemon.listen import Access
-from kvass.errors import ConfigError
 
 LIVE: Final = ("allow_uid", "socket_group", "stop_s", "log_level", "quota")
 """Options that change while the daemon runs; all others need a restart."""
@@ -50,7 +49,7 @@ class LiveConfig:
             logs.set_level("info")  # who asked for it hears of it, whatever the level is
             _log.info("SIGHUP: %s", said)
             logs.set_level(self.now.log_level)
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001 - no file may end a daemon that serves
             _log.error("SIGHUP: the options stay as they were: %s", error)
         notify.tell("READY=1")
 
@@ -58,6 +57,7 @@ class LiveConfig:
         """What changed, in words. Raises ``ConfigError``, having changed nothing."""
         names = [n for n in Config.__struct_fields__ if getattr(wanted, n) != getattr(self.now, n)]
         changed = {name: getattr(wanted, name) for name in names if name in LIVE}
+        check_quotas(msgspec.structs.replace(self.now, **changed))  # with the L1 that there is
         self.access.become(access, self.now.socket)
         said = [
             f"{name} is {value!r} (was {getattr(self.now, name)!r})"

@@ -70,7 +70,7 @@ class _Writer(logging.Handler):
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
-            left = line.encode()
+            left = line.encode(errors="backslashreplace")  # names of files may be no UTF-8
             try:
                 while left:  # not by sys.stderr: its lock would hang the end of the process
                     left = left[os.write(_STDERR, left) :]

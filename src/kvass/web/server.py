@@ -100,12 +100,15 @@ def _ready(source: Source, _query: str) -> HttpReply:
 
 def _clear(source: Source, asked: dict[str, Any]) -> HttpReply:
     """``{}``: all rows; ``{"namespace": HEX}``: those of one; ``{"tiers": true}``: tiers too."""
-    namespace = _hex(asked, "namespace")
-    tiers = asked.pop("tiers", False)
+    everything = "namespace" not in asked
+    namespace, tiers = _hex(asked, "namespace"), asked.pop("tiers", False)
     _nothing_else(asked)
-    rows = source.client.clear(
-        namespace, everything=not namespace, tiers=bool(tiers), timeout_s=_CLEAR_S
-    )
+    if not (namespace or everything):
+        raise ValueError("namespace: it is empty; leave it out to clear all rows")
+    if not isinstance(tiers, bool):
+        raise ValueError("tiers: true or false")
+    with source.another_client() as client:
+        rows = client.clear(namespace, everything=everything, tiers=tiers, timeout_s=_CLEAR_S)
     return HttpReply(HTTPStatus.OK, {"rows": rows})
 
 
@@ -116,7 +119,8 @@ def _prefetch(source: Source, asked: dict[str, Any]) -> HttpReply:
     _nothing_else(asked)
     if type(width) is not int:
         raise ValueError("width: give a number of bytes")
-    chunks = source.client.prefetch(namespace, digests, width)
+    with source.another_client() as client:
+        chunks = client.prefetch(namespace, digests, width)
     return HttpReply(HTTPStatus.OK, {"chunks": chunks})
 
 
@@ -137,7 +141,8 @@ def _set_quota(source: Source, asked: dict[str, Any]) -> HttpReply:
     if wrong := quota.wrong():
         raise ValueError(wrong)
     try:
-        source.client.set_quota(quota, remove=remove)
+        with source.another_client() as client:
+            client.set_quota(quota, remove=remove)
     except Refused as no:
         raise ValueError(no.text) from no
     return HttpReply(HTTPStatus.OK, {"tenant": tenant})
@@ -200,7 +205,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _hang_up(self) -> None:
         try:
-            self.request.shutdown(socket.SHUT_RD)  # an answer may still go out
+            # An answer may still go out. An SSLSocket's own method would send it in plain text.
+            socket.socket.shutdown(self.request, socket.SHUT_RD)
         except OSError:
             pass  # it is gone already
 
@@ -319,7 +325,11 @@ class WebServer(ThreadingHTTPServer):
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started now
+            self._room.release()
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """TLS begins here, so that one who sends nothing keeps nobody else waiting."""

@@ -56,6 +56,7 @@ class Source:
     """The daemon at ``socket``, as it was a moment ago. Thread-safe."""
 
     def __init__(self, socket: str) -> None:
+        self._socket = socket
         self.client = Client(socket)
         self._lock = threading.Lock()
         self._fields: dict[str, Any] | None = None
@@ -65,6 +66,10 @@ class Source:
         """Names of the numbers, in the order in which they first came."""
         self._samples: deque[tuple[float, array[float]]] = deque(maxlen=SAMPLES)
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS)
+
+    def another_client(self) -> Client:
+        """For a request that may take long: who waits for an answer keeps a client to himself."""
+        return Client(self._socket)
 
     def status(self) -> tuple[dict[str, Any] | None, str]:
         """The fields of ``kvass status`` and ``troubles``, or ``None`` and why there are none."""
