@@ -70,7 +70,7 @@ def test_real_engines(daemon: Daemon, start: Starter, tmp_path: Path) -> None:
     tokens = [7 + number % 50 for number in range(600)]
     first = store(tried.wait_ready(), tokens, 8)
     warm = tried.one(tokens, 8)
-    assert (warm.external, warm.tokens) == (512, first.tokens)
+    assert (warm.external, warm.tokens) == (576, first.tokens)
     for _ in range(2):
         answer = other.wait_ready().one(tokens, 8)
         assert (answer.external, answer.tokens) == (0, first.tokens)

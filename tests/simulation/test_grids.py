@@ -44,7 +44,7 @@ def live(world: ParallelStrategy) -> tuple[int, int, int]:
 
 
 def enough(world: ParallelStrategy, requests: int, deaths: int, reads: int) -> bool:
-    return requests > 200 and deaths > 5 and reads >= 4 * world.ranks
+    return requests > 200 and deaths > 5 and reads >= 3 * world.ranks
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,8 @@ class TenantWitness:
         if isinstance(event, fx.Received) and isinstance(event.message, m.Lookup):
             asking = asking | {self._state.tenants.payer(event.message.tenant).name}
         cleared = any(epochs_now.get(ns) != epoch for ns, epoch in epochs.items())
+        if isinstance(event, fx.Received) and isinstance(event.message, m.Register):
+            cleared = cleared or event.message.generation != b""  # what it leaves may be cleared
         for tenant in self._state.tenants.all.values():
             had, has = before.get(tenant.name, 0), taken[tenant.name]
             if has > max(had, tenant.cap_bytes):
