@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -106,7 +107,7 @@ def test_a_match_of_a_lost_connection_is_void_though_its_second_lookup_has_anoth
         reply.chunks = 1
         return [daemon.miss(message)[0] if message.again else reply]
 
-    def reconnect(*args: object) -> object:
+    def reconnect(*args: Any) -> object:
         end = answer(*args)
         monkeypatch.undo()
         assert scheduler.session is not None

@@ -160,7 +160,7 @@ def _untested(options: Options) -> str:
 
 @cache
 def _differences(version: str) -> list[str]:
-    return vllm_contract.differences(Path(vllm.__file__).parent, version)
+    return vllm_contract.differences(Path(vllm.__file__ or "").parent, version)
 
 
 @cache
