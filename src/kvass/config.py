@@ -320,6 +320,17 @@ def to_yaml(config: Config) -> str:
     return hidden + str(yaml.safe_dump(values, sort_keys=False))
 
 
+_FROM_YAML: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What YAML's constructors let through: `0x_`, `2001-13-45`, `!!bool x`, `!!timestamp x`."""
+
+
 def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
     """Key -> value, and the line where it stands."""
     import yaml
@@ -330,7 +341,7 @@ def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
         root = yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
-    except Exception as error:  # YAML's own, and what its constructors let through (`0x_`, dates)
+    except (yaml.YAMLError, *_FROM_YAML) as error:
         said = shown(" ".join(str(error).split()))  # it may quote the line
         raise ConfigError(f"{path} is no YAML: {said}") from error
     if not isinstance(content, dict):

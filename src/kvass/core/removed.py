@@ -21,7 +21,7 @@ _ALL: Final = -1
 """In place of a group: all rows of the namespace are gone."""
 
 
-class Part(NamedTuple):
+class RemovedPart(NamedTuple):
     """What an asker is told: keys by group, up to position ``upto``."""
 
     upto: int
@@ -68,7 +68,7 @@ class RemovedRows:
         if self.noted:
             self.note(namespace, _ALL, np.zeros((1, KEY_WORDS), np.uint64))
 
-    def read(self, session: int, namespace: int, since: int) -> Part:
+    def read(self, session: int, namespace: int, since: int) -> RemovedPart:
         """What left ``namespace`` from position ``since`` on."""
         if not self._readers:
             self._keys = np.zeros((ROOM, KEY_WORDS), np.uint64)
@@ -77,11 +77,13 @@ class RemovedRows:
         known = self._readers.get(session) == namespace
         self._readers[session] = namespace
         if not known or not max(self._begin, self.end - ROOM) <= since <= self.end:
-            return Part(self.end, True, {})
+            return RemovedPart(self.end, True, {})
         upto = min(self.end, since + AT_ONCE)
         at = np.arange(since, upto) % ROOM
         at = at[self._places[at, 0] == namespace]
         groups = self._places[at, 1]
         if (groups == _ALL).any():
-            return Part(self.end, True, {})
-        return Part(upto, False, {g: self._keys[at[groups == g]] for g in set(groups.tolist())})
+            return RemovedPart(self.end, True, {})
+        return RemovedPart(
+            upto, False, {g: self._keys[at[groups == g]] for g in set(groups.tolist())}
+        )

@@ -17,6 +17,7 @@ import msgspec
 from kvass.config import Config, check_quotas
 from kvass.daemon import logs, notify
 from kvass.daemon.listen import Access
+from kvass.errors import KvassError
 
 LIVE: Final = ("allow_uid", "socket_group", "stop_s", "log_level", "quota")
 """Options that change while the daemon runs; all others need a restart."""
@@ -49,7 +50,7 @@ class LiveConfig:
             logs.set_level("info")  # who asked for it hears of it, whatever the level is
             _log.info("SIGHUP: %s", said)
             logs.set_level(self.now.log_level)
-        except Exception as error:  # noqa: BLE001 - no file may end a daemon that serves
+        except (KvassError, OSError, ValueError) as error:  # ValueError: a user's name with a NUL
             _log.error("SIGHUP: the options stay as they were: %s", error)
         notify.tell("READY=1")
 
