@@ -4,71 +4,52 @@ Laws of this file:
 
 - No failure of kvass reaches a call of ``generate``: it is a miss, counted in ``counters``. Only
   wrong arguments raise, before anything runs.
-- What was loaded is used only if every byte was there before the lease's deadline.
-- Nothing is stored that was computed in another state of the model than the namespace says.
+- Nothing is stored that was computed in another state of the model than the namespace says, nor
+  what was computed with segments before it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-import uuid
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-import numpy as np
-
-from kvass.client.parallel import ParallelStrategy
-from kvass.client.scheduler import Match, Pending, SchedulerClient
-from kvass.client.worker import WorkerClient
+from kvass.blend.plan import Prompt, Selector
 from kvass.config import default_socket
 from kvass.connectors.transformers import identity
 from kvass.connectors.transformers import model as models
+from kvass.connectors.transformers.blending import Blender, Choice, parse
+from kvass.connectors.transformers.kv_store import Hashed, KVStore
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows
 from kvass.engine.boundary import Boundary, log
 from kvass.engine.setup import choose_chunk_tokens
-from kvass.errors import ConfigError
-from kvass.messages import Grant, Granted, Ping, ReserveItem
+from kvass.errors import ConfigError, UsageError
 from kvass.types import MAX_BLOCKS
-
-WIDTH: Final = 32
-"""Bytes of a hash."""
-ASK_AGAIN_S: Final = 0.001
-WAIT_S: Final = 0.25
-"""How long a call waits for an answer that a daemon gives at once."""
-BLOCKS_PER_RESERVE: Final = 4096
-"""Longer prompts are stored in pieces: an engine may be writing a share of the memory only."""
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """What the last call reused, in tokens: of ``prompt`` so many were ``loaded``; ``stored`` of
-    those in the cache afterwards were new to the daemon."""
+    """What the last call reused, in tokens. Of ``prompt`` so many were ``loaded`` as a prefix, and
+    ``blended`` as segments, of which ``recomputed`` were computed again. ``stored`` of those in the
+    cache afterwards were new to the daemon."""
 
     prompt: int = 0
     loaded: int = 0
     stored: int = 0
+    blended: int = 0
+    recomputed: int = 0
 
 
-class Hashes:
-    """The chained hashes of a prompt's blocks. A chunk has the hash of its last block."""
+@dataclass
+class Cached:
+    """K and V that a call begins with. They are exact up to token ``exact``: what is computed after
+    them is stored up to there only; None: all of it."""
 
-    def __init__(self, tokens: list[int], salt: str) -> None:
-        raw = np.asarray(tokens, "<u8").tobytes()
-        last = hashlib.sha256(salt.encode()).digest()
-        self.blocks: list[bytes] = []
-        for at in range(0, len(tokens) // BLOCK * BLOCK * 8, BLOCK * 8):
-            last = hashlib.sha256(last + raw[at : at + BLOCK * 8]).digest()
-            self.blocks.append(last)
-
-    def of_blocks(self, first: int, end: int) -> bytes:
-        return b"".join(self.blocks[first:end])
-
-    def of_chunks(self, count: int, each: int) -> bytes:
-        """Of the first ``count`` chunks of ``each`` blocks."""
-        return b"".join(self.blocks[each - 1 : count * each : each])
+    kv: KV
+    reuse: Reuse
+    exact: int | None = None
 
 
 def connect(
@@ -77,11 +58,14 @@ def connect(
     socket: str = "",
     chunk_tokens: int = 0,
     tag: str = "",
+    blend: str | Selector = "",
     gpu: bool = False,
     wait_s: float = 2.0,
 ) -> CachedModel:
     """Connect a causal language model of transformers to the daemon at ``socket``, by default
-    that of ``KVASS_SOCKET``. ``tag``: models with another share nothing with it.
+    that of ``KVASS_SOCKET``. ``tag``: models with another share nothing with it. ``blend``: reuse
+    chunks that are no prefix, too, and compute some of their tokens again: ``first_k:TOKENS``,
+    ``kv_dev:RATIO``, ``all`` or ``none``.
 
     Reads all weights once, to name them by content (0.5 to 2 GB/s and core), and computes two
     prompts of four tokens. Waits up to ``wait_s`` for the daemon; without one calls run uncached
@@ -90,13 +74,16 @@ def connect(
     chunk_tokens = choose_chunk_tokens(chunk_tokens, BLOCK, has_states=False)
     if not BLOCK < chunk_tokens <= BLOCK * MAX_BLOCKS:
         raise ConfigError(f"chunk_tokens {chunk_tokens}: give {2 * BLOCK} to {BLOCK * MAX_BLOCKS}")
+    choice = parse(blend) if blend else None
     rows = Rows(models.probe(model, gpu), chunk_tokens)
+    blender = Blender(model) if choice is not None else None
     before, began_s = identity.state(model), time.monotonic()
     fields = identity.describe(model, rows, tag)
     log.info("the weights were named by content in %.1f s", time.monotonic() - began_s)
-    cached = CachedModel(
-        model, rows, fields, before, socket or os.environ.get("KVASS_SOCKET") or default_socket()
-    )
+    path = socket or os.environ.get("KVASS_SOCKET") or default_socket()
+    name, boundary = str(model.config._name_or_path or type(model).__name__), Boundary()
+    store = KVStore(path, rows, fields, name, boundary)
+    cached = CachedModel(model, before, store, boundary, blender, choice)
     cached.wait_connected(wait_s)
     return cached
 
@@ -106,24 +93,21 @@ class CachedModel:
     ``counters``: failures, by name."""
 
     def __init__(
-        self, model: Any, rows: Rows, fields: dict[str, str], state: object, socket: str
+        self,
+        model: Any,
+        state: object,
+        store: KVStore,
+        boundary: Boundary,
+        blender: Blender | None,
+        choice: Choice | None,
     ) -> None:
+        """``state``: of the model when it was named."""
         self.model = model
         self.last = Reuse()
-        self._rows = rows
-        self._state = state
-        self._attention = identity.attention(model)
-        self._boundary = Boundary()
+        self._state, self._attention = state, identity.attention(model)
+        self._store, self._boundary = store, boundary
+        self._blender, self._choice = blender, choice
         self._calls = 0
-        instance, one = uuid.uuid4().hex, ParallelStrategy()
-        name = str(model.config._name_or_path or type(model).__name__)
-        told = instance, fields, rows.chunk_tokens
-        self._client = SchedulerClient(
-            socket, one.register(*told, model=name), reserve_wait_s=WAIT_S, step_wait_s=WAIT_S
-        )
-        self._worker = WorkerClient(socket, one.at(0).register(*told, rows.layout, model=name))
-        self._client.start()
-        self._worker.start()
 
     @property
     def counters(self) -> Counter[str]:
@@ -131,17 +115,11 @@ class CachedModel:
 
     def wait_connected(self, timeout_s: float) -> bool:
         """Wait for the daemon; whether it is there."""
-        until_s = time.monotonic() + timeout_s
-        while not (self._client.connected and self._worker.connected):
-            if time.monotonic() >= until_s:
-                return False
-            time.sleep(ASK_AGAIN_S)
-        return True
+        return self._store.wait_connected(timeout_s)
 
     def close(self) -> None:
         """End the session. The model is as it was."""
-        self._client.close()
-        self._worker.close()
+        self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -149,43 +127,55 @@ class CachedModel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------ a call
-
     def generate(
         self,
         input_ids: Any,
         *,
         salt: str = "",
         tenant: str = "",
+        blend: str | Selector | None = None,
         store_answer: bool = True,
         **arguments: Any,
     ) -> Any:
         """``model.generate(input_ids, **arguments)`` for one prompt, with the longest stored prefix
         loaded; then stores what is new, the answer too with ``store_answer``.
 
-        Prompts of another ``salt`` share nothing. ``tenant`` pays for what is stored. Raises
-        ``UsageError`` for arguments with which a prefix cannot be reused.
+        Prompts of another ``salt`` share nothing. ``tenant`` pays for what is stored. ``blend`` as
+        of ``connect``, for this call; empty: none. Raises ``UsageError`` for arguments with which a
+        prefix cannot be reused.
         """
         models.check_call(self.model, input_ids, arguments)
-        tokens = input_ids[0].tolist()
+        choice = self._choice if blend is None else (parse(blend) if blend else None)
+        if choice is not None and self._blender is None:
+            raise UsageError("blend was not prepared: give connect a blend, too")
         self._calls += 1
-        name, usable = f"call {self._calls}", self._unchanged()
-        kv: KV | None = None
+        name, usable, begin = f"call {self._calls}", self._unchanged(), None
         if usable:
-            kv = self._boundary.run(None, self._load, name, Hashes(tokens, salt), len(tokens))
-            self._boundary.run(None, self._client.settle, name)
-        loaded = 0 if kv is None else kv[0].shape[2]
-        self.last = Reuse(len(tokens), loaded)
-        cache = models.new_cache(self.model) if kv is None else models.filled(self.model, kv)
+            begin = self._boundary.run(None, self._begin, name, input_ids, salt, tenant, choice)
+        begin = begin or Cached([], Reuse(input_ids.shape[1]))
+        self.last = begin.reuse
+        cache = models.new_cache(self.model)
+        if begin.kv:
+            cache = models.filled(self.model, begin.kv)
         output = self.model.generate(input_ids, past_key_values=cache, **arguments)
         if usable and self._unchanged():
-            if store_answer:
-                tokens = getattr(output, "sequences", output)[0].tolist()
-            tokens = tokens[: cache.get_seq_length()]
-            save = name, Hashes(tokens, salt), models.tensors_of(cache), loaded, tenant
-            stored = self._boundary.run(0, self._save, *save)
-            self.last = Reuse(self.last.prompt, loaded, stored)
+            whole = getattr(output, "sequences", output) if store_answer else input_ids
+            tokens = whole[0, : cache.get_seq_length()].tolist()[: begin.exact]
+            saved = self._boundary.run(0, self._save, name, tokens, salt, tenant, cache, begin)
+            self.last = replace(begin.reuse, stored=saved)
         return output
+
+    def add(self, input_ids: Any, *, salt: str = "", tenant: str = "") -> int:
+        """Compute a document and store it, so that prompts may blend it: without the special tokens
+        that begin a prompt. Returns how many of its tokens can be found: those of whole chunks.
+        Raises ``UsageError`` as ``generate``, and if ``connect`` was given no blend."""
+        if (blender := self._blender) is None:
+            raise UsageError("only blend finds a document: give connect a blend")
+        self.generate(
+            input_ids, salt=salt, tenant=tenant, blend="", store_answer=False, max_new_tokens=1
+        )
+        known = Hashed(input_ids[0].tolist(), salt)
+        return self._boundary.run(0, self._store.index, known, blender.space(salt), 0)
 
     def _unchanged(self) -> bool:
         """Whether the model computes now what its namespace says."""
@@ -198,100 +188,32 @@ class CachedModel:
             self._boundary.count("changed", "this call runs uncached: %s", why)
         return not why
 
-    # ------------------------------------------------------------ loads
+    def _begin(
+        self, name: str, ids: Any, salt: str, tenant: str, choice: Choice | None
+    ) -> Cached | None:
+        """What a call can begin with; None: with nothing."""
+        prompt = Hashed(ids[0].tolist(), salt)
+        kv, loaded = self._store.prefix(name, prompt, tenant, choice is not None)
+        reuse = Reuse(ids.shape[1], loaded)
+        if choice is not None and self._blender is not None:
+            space = self._blender.space(salt)
+            segments = self._store.segments(name, prompt, space, tenant, loaded, kv)
+            if segments:
+                self._blender.move(kv, segments)
+                last = prompt.of_blocks(loaded // BLOCK - 1, loaded // BLOCK) if loaded else b""
+                stands = Prompt(ids.shape[1], loaded, segments, last)
+                again = self._blender.recompute(ids, kv, stands, choice)
+                blended = sum(segment.length for segment in segments)
+                reuse = replace(reuse, blended=blended, recomputed=again)
+                return Cached(kv, reuse, exact=segments[0].new_start)
+        return Cached([tensor[:, :, :loaded] for tensor in kv], reuse) if loaded else None
 
-    def _load(self, name: str, hashes: Hashes, tokens: int) -> KV | None:
-        """The K and V of the longest stored prefix, but for the last token, which is computed."""
-        match = self._match(name, hashes, tokens)
-        if match is None or (match := self._client.take(name)) is None:
-            return None
-        each = self._rows.chunk_blocks
-        blocks = min(match.chunks * each + match.blocks, (tokens - 1) // BLOCK)
-        where = [(row * each, min(each, blocks - row * each)) for row in range(-(-blocks // each))]
-        kv = self._rows.empty(blocks * BLOCK)
-        return kv if self._read(match, where, kv) and blocks else None
-
-    def _match(self, name: str, hashes: Hashes, tokens: int) -> Match | None:
-        each, end = self._rows.chunk_blocks, (tokens - 1) // BLOCK
-        chunks = hashes.of_chunks(len(hashes.blocks) // each, each)
-
-        def blocks_of(chunk: int) -> bytes:
-            return hashes.of_blocks(chunk * each, min((chunk + 1) * each - 1, end))
-
-        self._client.new_step()
-        ask = name, chunks, WIDTH, 0, 0.0, "", blocks_of
-        while isinstance(found := self._client.match(*ask), Pending):
-            time.sleep(ASK_AGAIN_S)
-            self._client.new_step()
-        return found
-
-    def _read(self, match: Match, where: list[tuple[int, int]], kv: KV) -> bool:
-        """Copy the rows of a taken match: row ``i`` to block ``where[i][0]``, so many blocks as
-        ``where[i][1]`` says. Whether all was there in time. Settles the lease."""
-        if not self._client.handed_over([match.lease], [], match.boot):
-            self._client.release(match.boot, match.lease)
-            return False
-        try:
-            arena = self._worker.arena(match.boot, match.given_s)
-            if arena is None:
-                return False
-            offsets = match.slots[0].offsets(0, self._rows.shard_bytes).tolist()
-            with arena as memory:
-                for offset, (at, blocks) in zip(offsets, where, strict=False):
-                    self._rows.load(memory, offset, kv, at * BLOCK, blocks)
-            if time.monotonic() < match.deadline_s:
-                return True
-            self._boundary.count("load_late", "a load ended late and counts as a miss")
-            return False
-        finally:
-            self._worker.release(match.boot, match.lease)
-
-    # ------------------------------------------------------------ stores
-
-    def _save(self, name: str, hashes: Hashes, kv: KV, loaded: int, tenant: str) -> int:
-        """Store all whole blocks after the first ``loaded`` tokens; how many tokens were new."""
-        each, blocks, stored = self._rows.chunk_blocks, len(hashes.blocks), 0
-        chunks = blocks // each
-        if not self._client.knows_blocks:
-            blocks = chunks * each
-        first = loaded // BLOCK // each
-        while max(first * each, loaded // BLOCK) < blocks:
-            end = min(chunks, first + max(1, BLOCKS_PER_RESERVE // each))
-            last = blocks if end == chunks else end * each
-            item = ReserveItem(name, hashes.of_chunks(end, each), first, 1, tenant)
-            if self._client.knows_blocks:
-                item.blocks = hashes.of_blocks(first * each, last)
-            self._client.new_step()
-            granted = self._client.reserve([item], WIDTH)
-            if granted is None:
-                break
-            grant = granted.grants[0]
-            if grant.reservation:
-                stored += self._write(granted, grant, kv, last)
-            after = end if grant.later < 0 else grant.later
-            if after == first or (last == blocks and grant.later < 0):
-                break
-            first = after
-        if stored:  # what was just stored is there for whoever asks from now on
-            self._worker.call(Ping(), WAIT_S)
+    def _save(
+        self, name: str, tokens: list[int], salt: str, tenant: str, cache: Any, begin: Cached
+    ) -> int:
+        """Store what a call computed, and have its chunks found; how many tokens were new."""
+        known, loaded = Hashed(tokens, salt), begin.reuse.loaded
+        stored = self._store.save(name, known, models.tensors_of(cache), loaded, tenant)
+        if stored and self._blender is not None:
+            self._store.index(known, self._blender.space(salt), loaded)
         return stored
-
-    def _write(self, granted: Granted, grant: Grant, kv: KV, end: int) -> int:
-        """Copy into granted rows, up to block ``end``, and settle them; the tokens written."""
-        if not self._client.handed_over([], [grant.reservation], granted.boot):
-            self._client.abort(granted.boot, grant.reservation)
-            return 0
-        written, each, settle = 0, self._rows.chunk_blocks, self._worker.abort
-        try:
-            arena = self._worker.arena(granted.boot, granted.given_s)
-            if arena is not None:
-                offsets = grant.slots[0].offsets(0, self._rows.shard_bytes).tolist()
-                with arena as memory:
-                    for offset, chunk in zip(offsets, grant.rows()[0], strict=True):
-                        blocks = min(each, end - chunk * each)
-                        self._rows.store(memory, offset, kv, chunk * each * BLOCK, blocks)
-                        written += blocks * BLOCK
-                settle = self._worker.commit
-        finally:
-            settle(granted.boot, grant.reservation)
-        return written

@@ -34,10 +34,10 @@ class Rows:
         self.layout = RankLayout((GroupLayout("full", BLOCK, ("kv",), (page,)),))
         self.shard_bytes = self.layout.groups[0].shard_bytes(chunk_tokens)
 
-    def empty(self, tokens: int) -> KV:
+    def zeros(self, tokens: int) -> KV:
         """Tensors for ``tokens`` tokens."""
         options = {"dtype": self.dtype, "device": self.device}
-        return [torch.empty(1, heads, tokens, width, **options) for heads, width in self.shapes]
+        return [torch.zeros(1, heads, tokens, width, **options) for heads, width in self.shapes]
 
     def load(self, arena: U8Array, offset: int, kv: KV, at: int, blocks: int) -> None:
         """Copy the first ``blocks`` blocks of the row at byte ``offset`` to token ``at``."""
