@@ -220,6 +220,13 @@ class SchedulerClient(Endpoint):
         if (lookup := self._lookups.pop(request, None)) is not None:
             self._give_back(lookup)
 
+    def promoting(self, request: str) -> bool:
+        """Whether the lookup of ``request`` waits for tiers."""
+        lookup = self._lookups.get(request)
+        if lookup is None or lookup.session is None:
+            return False
+        return lookup.seq in lookup.session.requests.promoting
+
     def release(self, boot: bytes, lease: int) -> None:
         """Give back a taken lease that was not handed over."""
         self.post(Release(boot=boot, lease=lease))
