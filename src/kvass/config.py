@@ -161,6 +161,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0, le=86_400, description="seconds for flushing to tiers after SIGTERM"),
     ] = 10.0
+    record: Annotated[
+        str,
+        Meta(
+            description="new file that records lookups and stores, without tokens, for kvass "
+            "simulate"
+        ),
+    ] = ""
+    record_size: Annotated[Size, Meta(description="bytes of it after which recording ends")] = Size(
+        1 << 30
+    )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="lowest level that is logged"),

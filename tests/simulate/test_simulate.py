@@ -16,13 +16,13 @@ from kvass.cli.main import main
 from kvass.errors import UsageError
 from kvass.simulate.models import MODELS, Layers, layout
 from kvass.simulate.optimal import optimal_hits
-from kvass.simulate.player import Outcome, Player, Setting
+from kvass.simulate.player import Model, Outcome, Player, Setting
 from kvass.simulate.report import Result, advice
 from kvass.simulate.traces import MOONCAKE_TOKENS, MOST_WRONG, Request, Trace, read
 
 CHUNK = MOONCAKE_TOKENS
-GROUPS = layout((Layers(1, 8),), CHUNK)
-ROW = GROUPS[0].shard_bytes(CHUNK)
+MODEL = Model(CHUNK, layout((Layers(1, 8),), CHUNK))
+ROW = MODEL.row_bytes
 
 
 def trace_of(prompts: Sequence[Sequence[int]], every_s: float = 1.0) -> Trace:
@@ -47,7 +47,7 @@ def random_prompts(seed: int, count: int = 60) -> list[list[int]]:
 
 
 def play(trace: Trace, setting: Setting) -> Outcome:
-    *_, outcome = Player(setting, GROUPS).play(trace)
+    *_, outcome = Player(setting, {0: MODEL}).play(trace)
     return outcome
 
 
@@ -75,22 +75,22 @@ def test_the_core_plays_a_trace_as_lru_does(seed: int) -> None:
 def test_what_evicts_nothing_hits_all_that_repeats() -> None:
     prompts = random_prompts(7)
     outcome = play(trace_of(prompts), Setting(4096 * ROW, CHUNK))
-    assert outcome.hit_tokens == optimal_hits(prompts, 1 << 40) * CHUNK > 0
+    assert outcome.hit_tokens == sum(optimal_hits(prompts, 1 << 40)) * CHUNK > 0
     assert outcome.evicted_rows == 0
 
 
 def test_smaller_chunks_than_the_trace_tells_hit_as_much() -> None:
     prompts = random_prompts(8)
-    half = layout((Layers(1, 16),), CHUNK // 2)
-    *_, outcome = Player(Setting(4096 * ROW, CHUNK // 2), half).play(trace_of(prompts))
-    assert outcome.hit_tokens == optimal_hits(prompts, 1 << 40) * CHUNK
+    half = Model(CHUNK // 2, layout((Layers(1, 16),), CHUNK // 2))
+    *_, outcome = Player(Setting(4096 * ROW, CHUNK // 2), {0: half}).play(trace_of(prompts))
+    assert outcome.hit_tokens == sum(optimal_hits(prompts, 1 << 40)) * CHUNK
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_no_choice_of_what_to_keep_beats_the_optimal_one(rows: int) -> None:
     for seed in range(20):
         prompts = random_prompts(seed, 5)
-        assert optimal_hits(prompts, rows) == best_of_all(prompts, rows), (seed, rows)
+        assert sum(optimal_hits(prompts, rows)) == best_of_all(prompts, rows), (seed, rows)
 
 
 def best_of_all(prompts: Sequence[Sequence[int]], rows: int) -> int:
@@ -113,7 +113,7 @@ def best_of_all(prompts: Sequence[Sequence[int]], rows: int) -> int:
 def test_a_tier_gives_what_l1_evicted_and_takes_time_for_it() -> None:
     prompts = random_prompts(9)
     outcome = play(trace_of(prompts), Setting(24 * ROW, CHUNK, 4096 * ROW, ROW * 10.0))
-    assert outcome.hit_tokens == optimal_hits(prompts, 1 << 40) * CHUNK
+    assert outcome.hit_tokens == sum(optimal_hits(prompts, 1 << 40)) * CHUNK
     assert outcome.from_l2_tokens > 0
     assert outcome.waited_s >= outcome.from_l2_tokens / CHUNK / 10
     alone = play(trace_of(prompts), Setting(24 * ROW, CHUNK))
@@ -122,9 +122,10 @@ def test_a_tier_gives_what_l1_evicted_and_takes_time_for_it() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_model_plays(model: str) -> None:
-    groups = layout(MODELS[model], 16)
-    room = 64 * sum(group.shard_bytes(256) for group in groups)
-    *_, outcome = Player(Setting(room, 256), groups).play(trace_of([[1, 2], [1, 2], [1, 3]]))
+    played = Model(256, layout(MODELS[model], 16))
+    *_, outcome = Player(Setting(64 * played.row_bytes, 256), {0: played}).play(
+        trace_of([[1, 2], [1, 2], [1, 3]])
+    )
     assert outcome.hits == [0, 2 * CHUNK, CHUNK]
 
 

@@ -13,11 +13,11 @@ from kvass.config import Parser
 from kvass.errors import UsageError
 from kvass.simulate.models import MODELS, Layers, layers_of, layout
 from kvass.simulate.optimal import optimal_hits
-from kvass.simulate.player import WIDTH, Player, Setting, digests
+from kvass.simulate.player import WIDTH, Model, Player, Setting, digests, recorded
 from kvass.simulate.report import Result, page, table
 from kvass.simulate.synth import KINDS, write
 from kvass.simulate.traces import Trace, read
-from kvass.types import GroupLayout, Size
+from kvass.types import Size
 
 _SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _BLOCK_TOKENS: Final = 16
@@ -55,29 +55,66 @@ def run(argv: list[str]) -> int:
 
 
 def _sweep(trace: Trace, options: Namespace, layers: tuple[Layers, ...]) -> Iterator[Result]:
-    groups = layout(layers, _BLOCK_TOKENS)
-    for chunk_tokens in options.chunk_tokens:
+    if trace.engines:
+        models = {number: recorded(engine) for number, engine in trace.engines.items()}
+        if options.chunk_tokens:
+            raise UsageError("--chunk-tokens: a recording has chunks of its own")
+        yield from _with(trace, options, models)
+        return
+    for chunk_tokens in options.chunk_tokens or [_CHUNK_TOKENS]:
         _check_chunk(chunk_tokens, trace)
-        row_bytes = sum(group.shard_bytes(chunk_tokens) for group in groups)
-        whole = trace.unique_tokens // chunk_tokens * row_bytes
-        sizes = options.l1 or sorted(
-            {max(int(whole * share), _LEAST_CHUNKS * row_bytes) for share in _SHARES}
+        yield from _with(trace, options, {0: Model(chunk_tokens, layout(layers, _BLOCK_TOKENS))})
+
+
+def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterator[Result]:
+    prompts, whole = _chunks(trace, models)
+    row_bytes = max(1, whole // max(1, len({chunk for prompt in prompts for chunk in prompt})))
+    sizes = options.l1 or sorted(
+        {max(int(whole * share), _LEAST_CHUNKS * row_bytes) for share in _SHARES}
+    )
+    infinite = _optimal(trace, models, prompts, 1 << 62)
+    for l2 in options.l2 or [0]:
+        for l1 in sizes:
+            chunk_tokens = next(iter(models.values())).chunk_tokens
+            setting = Setting(l1, chunk_tokens, l2, options.l2_speed, options.prefill_tokens_s)
+            best = _optimal(trace, models, prompts, (l1 + l2) // row_bytes)
+            yield _play(trace, setting, models, best, infinite)
+
+
+def _chunks(trace: Trace, models: dict[int, Model]) -> tuple[list[list[int]], int]:
+    """A small number for each different chunk, by request, and the bytes of all of them."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    prompts, whole = [], 0
+    for r in trace.requests:
+        blob = digests(r, trace.tokens_of(r.engine), models[r.engine].chunk_tokens)
+        known = len(numbers)
+        prompts.append(
+            [
+                numbers.setdefault((r.engine, blob[i : i + WIDTH]), len(numbers))
+                for i in range(0, len(blob), WIDTH)
+            ]
         )
-        keys = [digests(r, trace.piece_tokens, chunk_tokens) for r in trace.requests]
-        prompts = _numbered(keys)
-        infinite = _rate(optimal_hits(prompts, 1 << 62), chunk_tokens, trace)
-        for l2 in options.l2 or [0]:
-            for l1 in sizes:
-                setting = Setting(l1, chunk_tokens, l2, options.l2_speed, options.prefill_tokens_s)
-                chunks = (l1 + l2) // row_bytes
-                best = _rate(optimal_hits(prompts, chunks), chunk_tokens, trace)
-                yield _play(trace, setting, groups, best, infinite)
+        whole += (len(numbers) - known) * models[r.engine].row_bytes
+    return prompts, whole
+
+
+def _optimal(
+    trace: Trace, models: dict[int, Model], prompts: list[list[int]], capacity: int
+) -> float:
+    """The hit rate of the best choice of ``capacity`` chunks."""
+    hits = optimal_hits(prompts, capacity)
+    found = sum(
+        hit * models[r.engine].chunk_tokens
+        for r, hit in zip(trace.requests, hits, strict=True)
+        if r.looks_up
+    )
+    return found / max(1, trace.input_tokens)
 
 
 def _play(
-    trace: Trace, setting: Setting, groups: tuple[GroupLayout, ...], best: float, infinite: float
+    trace: Trace, setting: Setting, models: dict[int, Model], best: float, infinite: float
 ) -> Result:
-    player, shown = Player(setting, groups), sys.stderr.isatty()
+    player, shown = Player(setting, models), sys.stderr.isatty()
     for number, _ in enumerate(player.play(trace), 1):
         if shown and number % _EVERY == 0:
             size = Size(setting.l1_bytes).rounded()
@@ -86,19 +123,6 @@ def _play(
     if shown:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     return Result(trace, player.outcome, best, infinite)
-
-
-def _rate(chunks: int, chunk_tokens: int, trace: Trace) -> float:
-    return chunks * chunk_tokens / max(1, trace.input_tokens)
-
-
-def _numbered(keys: list[bytes]) -> list[list[int]]:
-    """A small number for each different hash."""
-    numbers: dict[bytes, int] = {}
-    return [
-        [numbers.setdefault(blob[i : i + WIDTH], len(numbers)) for i in range(0, len(blob), WIDTH)]
-        for blob in keys
-    ]
 
 
 def _check_chunk(chunk_tokens: int, trace: Trace) -> None:
@@ -134,7 +158,10 @@ def _parser() -> Parser:
         description="Play traces of requests through the cache and print what it would have hit.",
     )
     parser.add_argument(
-        "trace", nargs="+", type=Path, help="Mooncake's JSON lines, or CSV (docs/sizing.md)"
+        "trace",
+        nargs="+",
+        type=Path,
+        help="a recording of kvass serve --record, Mooncake's JSON lines, or CSV (docs/sizing.md)",
     )
     parser.add_argument(
         "--model", default="llama-3-8b", metavar="NAME", help=f"one of {', '.join(MODELS)}"
@@ -156,7 +183,7 @@ def _parser() -> Parser:
         help="what the tier loads, and stores, in a second; default: 2GB",
     )
     parser.add_argument(
-        "--chunk-tokens", type=_counts, default=[_CHUNK_TOKENS], metavar="N", help="like 256,512"
+        "--chunk-tokens", type=_counts, metavar="N", help="like 256,512; default: 256"
     )
     parser.add_argument(
         "--prefill-tokens-s",

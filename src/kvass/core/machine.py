@@ -31,6 +31,7 @@ from kvass.core import status as fields
 from kvass.core.effects import Effect, Event, SessionId
 from kvass.core.ledger import soonest
 from kvass.core.registry import ClientSession
+from kvass.core.row_store import Namespace
 from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
 from kvass.errors import Refused
@@ -158,6 +159,11 @@ class CacheMachine:
         """As what a session has registered."""
         known = self.state.sessions.get(session)
         return None if known is None else known.registered
+
+    def namespace(self, session: SessionId) -> Namespace | None:
+        """The namespace of a session's instance; None while ranks are missing."""
+        who = self.registered(session)
+        return None if who is None else self.state.namespace_of(self.state.instances[who.instance])
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""

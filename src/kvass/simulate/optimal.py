@@ -15,17 +15,18 @@ from typing import Final
 _NEVER: Final = 1 << 62
 
 
-def optimal_hits(prompts: Sequence[Sequence[int]], capacity: int) -> int:
-    """Chunks that hit, of ``prompts`` (ids of their chunks), with room for ``capacity`` chunks."""
+def optimal_hits(prompts: Sequence[Sequence[int]], capacity: int) -> list[int]:
+    """How many chunks of each prompt hit (``prompts``: ids of their chunks), with room for
+    ``capacity`` chunks."""
     next_uses = _next_uses(prompts)
     held: dict[int, int] = {}
     latest: list[tuple[int, int, int]] = []  # (-next use, -depth, chunk); stale if ``held`` differs
-    hits = 0
+    hits = []
     for prompt, uses in zip(prompts, next_uses, strict=True):
         there = 0
         while there < len(prompt) and prompt[there] in held:
             there += 1
-        hits += there
+        hits.append(there)
         for depth, (chunk, use) in enumerate(zip(prompt, uses, strict=True)):
             if use == _NEVER:
                 held.pop(chunk, None)

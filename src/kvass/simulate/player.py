@@ -1,4 +1,4 @@
-"""Plays a trace through the daemon's core: one engine of one rank, one request after the other.
+"""Plays a trace through the daemon's core: engines of one rank, one request after the other.
 
 A request looks its prompt up, gives the lease back, and stores what it did not find, as the vLLM
 connector does. Copies between the engine and L1 take no time; a tier takes what its speed says. So
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from kvass.core import effects
@@ -37,12 +38,14 @@ from kvass.messages import (
     Reserve,
     ReserveItem,
 )
+from kvass.recording import Engine
 from kvass.simulate.traces import Request, Trace
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
 
 WIDTH: Final = 16
 _PROBE_S: Final = 0.0002
 _PATIENCE_MS: Final = 60_000.0
+_REMEMBERED: Final = 10_000
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,47 @@ def digests(request: Request, piece_tokens: int, chunk_tokens: int) -> bytes:
     keys[:, 0] = ids
     keys[:, 1] = np.arange(len(ids)) % parts
     return keys.tobytes()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What an engine registers: its chunks and its layer groups."""
+
+    chunk_tokens: int
+    groups: tuple[GroupLayout, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a chunk, all groups together."""
+        return sum(group.shard_bytes(self.chunk_tokens) for group in self.groups)
+
+
+def recorded(engine: Engine) -> Model:
+    """As one rank that has all shards. Raises ``UsageError`` for what no engine can have."""
+    groups = []
+    for i, group in enumerate(engine.groups):
+        layout = GroupLayout(group.kind, group.block_tokens, (str(i),), (1,), group.window_tokens)
+        blocks = layout.row_blocks(engine.chunk_tokens) if group.block_tokens > 0 else 0
+        if not blocks or group.row_bytes <= 0:
+            raise UsageError(f"engine {engine.engine} of the recording has no layout that can be")
+        page = max(1, group.row_bytes // blocks)
+        groups.append(msgspec.structs.replace(layout, page_bytes=(page,)))
+    return Model(engine.chunk_tokens, tuple(groups))
+
+
+@dataclass
+class Sessions:
+    """An engine's. ``found``: by request, the chunks that its last lookup found."""
+
+    model: Model
+    scheduler: int
+    worker: int
+    found: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def mask(self) -> int:
+        """All groups."""
+        return (1 << len(self.model.groups)) - 1
 
 
 class Tier:
@@ -137,9 +181,10 @@ def _keys(records: effects.Records) -> list[bytes]:
 
 
 class Player:
-    """A daemon's core with one engine. Raises ``UsageError`` if the engine does not fit."""
+    """A daemon's core with ``models``: of a recording by engine, else one, under 0. Raises
+    ``UsageError`` if one does not fit."""
 
-    def __init__(self, setting: Setting, groups: Sequence[GroupLayout]) -> None:
+    def __init__(self, setting: Setting, models: Mapping[int, Model]) -> None:
         self.setting, self.outcome = setting, Outcome(setting)
         self.machine = CacheMachine(
             CoreConfig(
@@ -149,47 +194,56 @@ class Player:
             )
         )
         self.now = 0.0
-        self._seq, self._order, self._mask = count(1), count(), (1 << len(groups)) - 1
+        self._seq, self._order, self._session = count(1), count(), count(1)
         self._tier = Tier(setting.l2_bytes, setting.l2_bytes_s)
         self._due: list[tuple[float, int, Event]] = []
         self._answers: list[Any] = []
         self._step(PopulatedTo(setting.l1_bytes))
-        self._scheduler, self._worker = self._connect(1), self._connect(2)
-        for rank, session in ((SCHEDULER, self._scheduler), (0, self._worker)):
+        self._engines = {number: self._engine(number, model) for number, model in models.items()}
+
+    def _engine(self, number: int, model: Model) -> Sessions:
+        engine = Sessions(model, self._connect(), self._connect())
+        for rank, session in ((SCHEDULER, engine.scheduler), (0, engine.worker)):
             reply = self._ask(
                 session,
                 Register(
-                    instance="simulated",
-                    identity={"model": "simulated"},
-                    chunk_tokens=setting.chunk_tokens,
+                    instance=f"engine {number}",
+                    identity={"model": str(number)},
+                    chunk_tokens=model.chunk_tokens,
                     rank=rank,
-                    layout=None if rank == SCHEDULER else RankLayout(tuple(groups)),
+                    layout=None if rank == SCHEDULER else RankLayout(model.groups),
                 ),
             )
             if not isinstance(reply, Registered):
-                raise UsageError(f"a cache of {setting.l1_bytes} bytes: {reply.text}")
+                raise UsageError(f"a cache of {self.setting.l1_bytes} bytes: {reply.text}")
+        return engine
 
     def play(self, trace: Trace) -> Iterator[Outcome]:
         """The outcome so far, after each request."""
         begin_s, counters = trace.requests[0].time_s, self.machine.state.counters
         for request in trace.requests:
             self._until(max(self.now, request.time_s - begin_s))
-            self._play(request, digests(request, trace.piece_tokens, self.setting.chunk_tokens))
+            engine = self._engines[request.engine]
+            keys = digests(request, trace.tokens_of(request.engine), engine.model.chunk_tokens)
+            first = request.first
+            if request.looks_up:
+                self._look_up(engine, request, keys)
+                first = max(first, engine.found[request.name])
+            self._store(engine, request, keys, first)
             self.outcome.evicted_rows = sum(
                 n for name, n in counters.items() if name.startswith("evicted_")
             )
             yield self.outcome
 
-    def _play(self, request: Request, keys: bytes) -> None:
-        outcome, chunks = self.outcome, len(keys) // WIDTH
+    def _look_up(self, engine: Sessions, request: Request, keys: bytes) -> None:
+        outcome, chunk_tokens, found = self.outcome, engine.model.chunk_tokens, 0
         outcome.input_tokens += request.input_tokens
-        found = 0
-        if chunks:
+        if keys:
             began_s, loaded = self.now, self._loaded_rows
             matched = self._ask(
-                self._scheduler,
+                engine.scheduler,
                 Lookup(
-                    request="r",
+                    request=str(request.name),
                     digests=keys,
                     width=WIDTH,
                     budget_ms=_PATIENCE_MS,
@@ -199,37 +253,41 @@ class Player:
             assert isinstance(matched, Matched), matched
             found = matched.chunks
             outcome.waited_s += self.now - began_s
-            rows = (self._loaded_rows - loaded) // self._mask.bit_count()
-            outcome.from_l2_tokens += min(rows, found) * self.setting.chunk_tokens
+            rows = (self._loaded_rows - loaded) // len(engine.model.groups)
+            outcome.from_l2_tokens += min(rows, found) * chunk_tokens
             if matched.lease:
-                self._ask(self._worker, Release(boot=matched.boot, lease=matched.lease, rank=0))
-            if found < chunks:
-                self._store(keys, found)
-        hit = found * self.setting.chunk_tokens
-        outcome.hit_tokens += hit
-        outcome.hits.append(hit)
+                self._ask(engine.worker, Release(boot=matched.boot, lease=matched.lease, rank=0))
+        engine.found[request.name] = found
+        if len(engine.found) > _REMEMBERED:
+            del engine.found[next(iter(engine.found))]
+        outcome.hit_tokens += found * chunk_tokens
+        outcome.hits.append(found * chunk_tokens)
 
     @property
     def _loaded_rows(self) -> int:
         return sum(tier.counters["loaded_rows"] for tier in self.machine.state.tiers.all)
 
-    def _store(self, keys: bytes, first: int) -> None:
-        """Write the chunks from ``first`` on. One step of the core decides so many, and says where
-        it left off."""
-        while first >= 0:
-            item = ReserveItem(request="r", digests=keys, first=first, groups=self._mask)
-            granted = self._ask(self._scheduler, Reserve(items=[item], width=WIDTH))
+    def _store(self, engine: Sessions, request: Request, keys: bytes, first: int) -> None:
+        """Write the chunks from ``first`` on, or from where this cache's hit ended. One step of the
+        core decides so many, and says where it left off."""
+        chunks, mask = len(keys) // WIDTH, request.groups or engine.mask
+        if not request.looks_up:
+            first = min(first, engine.found.get(request.name, first))
+        while 0 <= first < chunks:
+            item = ReserveItem(request=str(request.name), digests=keys, first=first, groups=mask)
+            granted = self._ask(engine.scheduler, Reserve(items=[item], width=WIDTH))
             assert isinstance(granted, Granted), granted
             grant = granted.grants[0]
             if grant.reservation:
                 self.outcome.stored_rows += sum(map(len, grant.slots))
                 commit = Commit(boot=granted.boot, reservation=grant.reservation, rank=0)
-                self._ask(self._worker, commit)
+                self._ask(engine.worker, commit)
             first = grant.later if grant.later > first else -1
 
     # ------------------------------------------------------------ the machine and its time
 
-    def _connect(self, session: int) -> int:
+    def _connect(self) -> int:
+        session = next(self._session)
         self._step(Opened(session))
         self._ask(session, Hello(clock_s=self.now))
         return session

@@ -34,7 +34,7 @@ class Result:
         o, s = self.outcome, self.outcome.setting
         return {
             "trace": self.trace.name,
-            "requests": len(self.trace.requests),
+            "requests": len(self.trace.asking),
             "l1_bytes": s.l1_bytes,
             "l2_bytes": s.l2_bytes,
             "chunk_tokens": s.chunk_tokens,
@@ -55,7 +55,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     """Lines of at most 79 characters."""
     for trace, of_trace in _by_trace(results):
         unit = f"{trace.input_tokens:,} tokens in, {trace.unique_tokens:,} of them different"
-        yield f"{trace.name}: {len(trace.requests):,} requests, {unit}"
+        yield f"{trace.name}: {len(trace.asking):,} requests, {unit}"
         if trace.wrong:
             yield f"  {trace.wrong} lines were skipped, the first: {trace.why[0]}"
         yield (
@@ -144,8 +144,8 @@ def _over_time(trace: Trace, results: Sequence[Result]) -> list[_Line]:
     """A curve for each of the largest few settings: tokens hit of tokens asked, by slice."""
     begin, each = trace.requests[0].time_s, max(trace.seconds / _SLICES, 1e-9)
     asked = [0] * (_SLICES + 1)
-    slices = [min(int((r.time_s - begin) / each), _SLICES) for r in trace.requests]
-    for at, request in zip(slices, trace.requests, strict=True):
+    slices = [min(int((r.time_s - begin) / each), _SLICES) for r in trace.asking]
+    for at, request in zip(slices, trace.asking, strict=True):
         asked[at] += request.input_tokens
     lines = []
     for result in results[-len(_COLOURS) :]:

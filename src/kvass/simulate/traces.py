@@ -1,12 +1,13 @@
 """Traces: requests in order of time, each with the ids of its prompt's pieces. Three file formats.
 
-A *piece* is ``Trace.piece_tokens`` tokens. Equal ids mean equal prompts up to the piece's end, as
-in vLLM's block hashes.
+A *piece* is ``piece_tokens`` tokens of the engine. Equal ids mean equal prompts up to the piece's
+end, as in vLLM's block hashes.
 
 - ``mooncake``: JSON lines with ``timestamp`` (ms), ``input_length``, ``output_length`` and
   ``hash_ids``, one for 512 tokens (https://github.com/kvcache-ai/Mooncake, FAST25-release).
 - ``csv``: a header, then ``time_s,input_tokens,output_tokens,prefix_id,prefix_tokens``. Prompts
   with one ``prefix_id`` have their first ``prefix_tokens`` tokens in common.
+- A recording of ``kvass serve --record`` (``kvass/recording.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
+import msgspec
 import numpy as np
 
 from kvass.errors import UsageError
+from kvass.recording import KEY_BYTES, AnyLine, Engine, Looked, Lost
 from kvass.types import U64Array
 
 MOONCAKE_TOKENS: Final = 512
@@ -29,6 +32,9 @@ MOST_WRONG: Final = 100
 """So many lines of a trace may be wrong; they are skipped and counted."""
 MOST_TOKENS: Final = 16 << 20
 """Of one prompt."""
+NEVER: Final = 1 << 40
+_PROMPTS: Final = 10_000
+"""Of so many requests the last lookup is remembered."""
 _CSV: Final = ("time_s", "input_tokens", "output_tokens", "prefix_id", "prefix_tokens")
 
 
@@ -38,34 +44,57 @@ class WrongLine(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """``pieces``: ids of the whole pieces of its prompt, uint64."""
+    """``pieces``: ids of the whole pieces of its prompt, uint64. ``first``: -1: it is looked up,
+    and what was not found is stored; else it is only looked up (``NEVER``), or only stored, from
+    this chunk on. ``groups``: a bit mask of what is stored; 0: all."""
 
     time_s: float
     input_tokens: int
     output_tokens: int
     pieces: U64Array
+    engine: int = 0
+    name: int = 0
+    first: int = -1
+    groups: int = 0
+
+    @property
+    def looks_up(self) -> bool:
+        return self.first in (-1, NEVER)
 
 
 @dataclass
 class Trace:
-    """A file's requests. ``wrong``: lines that were skipped; the first few are told in ``why``."""
+    """A file's requests. ``wrong``: lines that were skipped; the first few are told in ``why``.
+    ``engines``: of a recording, what each engine registered; a piece is a chunk there."""
 
     name: str
     piece_tokens: int
     requests: list[Request] = field(default_factory=list)
     wrong: int = 0
     why: list[str] = field(default_factory=list)
+    engines: dict[int, Engine] = field(default_factory=dict)
+
+    @property
+    def asking(self) -> list[Request]:
+        """The requests that look something up."""
+        return [request for request in self.requests if request.looks_up]
 
     @property
     def input_tokens(self) -> int:
-        return sum(r.input_tokens for r in self.requests)
+        return sum(r.input_tokens for r in self.asking)
 
     @property
     def unique_tokens(self) -> int:
         """Tokens of all different pieces: what a cache that evicts nothing holds at the end."""
-        if not self.requests:
-            return 0
-        return len(np.unique(np.concatenate([r.pieces for r in self.requests]))) * self.piece_tokens
+        return sum(
+            len(np.unique(np.concatenate([r.pieces for r in self.requests if r.engine == engine])))
+            * self.tokens_of(engine)
+            for engine in {r.engine for r in self.requests}
+        )
+
+    def tokens_of(self, engine: int) -> int:
+        """The tokens of one of its pieces."""
+        return self.engines[engine].chunk_tokens if self.engines else self.piece_tokens
 
     @property
     def seconds(self) -> float:
@@ -77,12 +106,18 @@ def read(path: Path) -> Trace:
     than ``MOST_WRONG`` of its lines are wrong."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            first = file.readline()
+            first = file.readline(4096)
             file.seek(0)
             is_csv = first.strip().startswith("time_s")
             trace = Trace(path.name, CSV_TOKENS if is_csv else MOONCAKE_TOKENS)
-            for number, found in _csv(file) if is_csv else _mooncake(file):
-                _take(trace, number, found)
+            if is_csv:
+                found = _csv(file)
+            elif first.startswith('{"kind":'):
+                found = _recorded(file, trace.engines)
+            else:
+                found = _mooncake(file)
+            for number, request in found:
+                _take(trace, number, request)
     except OSError as error:
         raise UsageError(f"trace {path}: {error.strerror}") from error
     if not trace.requests:
@@ -144,6 +179,40 @@ def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKEN
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limit:
         raise WrongLine(f"{name} is no number from 0 to {limit:g}")
     return float(value)
+
+
+def _recorded(
+    file: IO[str], engines: dict[int, Engine]
+) -> Iterator[tuple[int, Request | WrongLine]]:
+    """A store's line has no keys of what comes before: its request's lookup had them."""
+    decoder = msgspec.json.Decoder(AnyLine)
+    prompts: dict[tuple[int, int], U64Array] = {}
+    for number, text in enumerate(file, 1):
+        try:
+            line = decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeError):
+            yield number, WrongLine("it is no line of a recording")
+            continue
+        if isinstance(line, Engine):
+            engines[line.engine] = line
+        elif isinstance(line, Lost):
+            yield number, WrongLine(f"{line.messages} messages are missing before it")
+        elif line.engine not in engines or len(line.keys) % KEY_BYTES:
+            yield number, WrongLine("its engine is not known, or its keys are not whole")
+        else:
+            keys, name = np.frombuffer(line.keys, np.uint64), (line.engine, line.request)
+            before = prompts.get(name, keys[:0])
+            if isinstance(line, Looked):
+                tokens = len(keys) * engines[line.engine].chunk_tokens
+                prompts[name] = keys
+                yield number, Request(line.t, tokens, 0, keys, *name, NEVER)
+            elif line.first > len(before):
+                yield number, WrongLine("a store of a request that was not looked up")
+            else:
+                keys = prompts[name] = np.concatenate([before[: line.first], keys])
+                yield number, Request(line.t, 0, 0, keys, *name, line.first, line.groups)
+            if len(prompts) > _PROMPTS:
+                del prompts[next(iter(prompts))]
 
 
 def _csv(file: IO[str]) -> Iterator[tuple[int, Request | WrongLine]]:
