@@ -159,14 +159,14 @@ def test_a_daemon_that_dies_costs_hits_only(
         join(model, daemon.socket) as cached,
     ):
         run(cached)
-        taken = cached._client.take
+        taken = cached._store._client.take
 
         def take_and_kill(name: str) -> Any:
             match = taken(name)
             daemon.kill()
             return match
 
-        monkeypatch.setattr(cached._client, "take", take_and_kill)
+        monkeypatch.setattr(cached._store._client, "take", take_and_kill)
         np.testing.assert_allclose(logits(cached.generate(PROMPT, **GREEDY)), right, **CLOSE)
         monkeypatch.undo()
         np.testing.assert_array_equal(logits(cached.generate(PROMPT, **GREEDY)), right)
@@ -182,13 +182,13 @@ def test_a_load_that_ends_late_is_a_miss(
 ) -> None:
     model = make()
     with join(model, daemon.socket) as cached:
-        take = cached._client.take
+        take = cached._store._client.take
 
         def late(name: str) -> Any:
             match = take(name)
             return match and msgspec.structs.replace(match, deadline_s=0.0)
 
-        monkeypatch.setattr(cached._client, "take", late)
+        monkeypatch.setattr(cached._store._client, "take", late)
         np.testing.assert_array_equal(logits(cached.generate(PROMPT, **GREEDY)), plain(model))
         assert cached.last.loaded == 0
         assert cached.counters == {"load_late": 1}
@@ -201,6 +201,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "with position_ids": (PROMPT, {"position_ids": torch.arange(9)[None]}),
     "with past_key_values": (PROMPT, {"past_key_values": None}),
     "with padding": (PROMPT, {"attention_mask": (PROMPT > 5).long()}),
+    "with the padding token": (PROMPT, {"pad_token_id": int(PROMPT[0, 3])}),
     "with cache_implementation": (PROMPT, {"cache_implementation": "static"}),
     "without use_cache": (PROMPT, {"use_cache": False}),
     "as beam_search": (PROMPT, {"num_beams": 2}),

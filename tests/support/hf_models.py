@@ -57,9 +57,9 @@ GREEDY: Final[dict[str, Any]] = {
 
 
 def prompt(tokens: int, seed: int = 1) -> Any:
-    """Random tokens, shape ``(1, tokens)``."""
+    """Random tokens, shape ``(1, tokens)``, none of which is special."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (1, tokens), generator=generator)
+    return torch.randint(3, VOCABULARY, (1, tokens), generator=generator)
 
 
 PROMPT: Final = prompt(3 * CHUNK + 27)

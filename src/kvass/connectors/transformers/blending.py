@@ -58,7 +58,7 @@ def parse(text: str | Selector) -> Choice:
     raise UsageError(f"blend {text!r}: give first_k:TOKENS, kv_dev:RATIO, all or none")
 
 
-class _ScatterLayer(DynamicLayer):  # type: ignore[misc]
+class _ScatterLayer(DynamicLayer):
     """K and V of a whole prompt, in which what is computed goes to the tokens ``at``."""
 
     def __init__(self, keys: Any, values: Any, at: Any) -> None:

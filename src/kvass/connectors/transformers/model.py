@@ -146,11 +146,11 @@ def check_call(model: Any, ids: Any, arguments: Mapping[str, Any]) -> None:
             f"input_ids of shape {tuple(ids.shape)}: give one prompt of a token or more; "
             "call generate once for each prompt"
         )
-    if reason := next(_uncachable(model, dict(arguments)), ""):
+    if reason := next(_uncachable(model, ids, dict(arguments)), ""):
         raise UsageError(f"kvass cannot serve generate {reason}: call model.generate for that")
 
 
-def _uncachable(model: Any, arguments: dict[str, Any]) -> Iterator[str]:
+def _uncachable(model: Any, ids: Any, arguments: dict[str, Any]) -> Iterator[str]:
     given = arguments.pop("generation_config", None)
     settings = copy.deepcopy(given if given is not None else model.generation_config)
     unused = settings.update(**arguments)
@@ -159,6 +159,9 @@ def _uncachable(model: Any, arguments: dict[str, Any]) -> Iterator[str]:
     mask = unused.get("attention_mask")
     if mask is not None and not bool((mask == 1).all()):
         yield "with padding in attention_mask"
+    pads = {settings.pad_token_id, model.generation_config.pad_token_id} - {None}
+    if mask is None and any(bool((ids == pad).any()) for pad in pads):
+        yield "with the padding token in a prompt without attention_mask, which hides it"
     if settings.use_cache is False:
         yield "without use_cache"
     for name, why in SETTINGS.items():
