@@ -85,6 +85,7 @@ def _received(state: State, event: effects.Received) -> None:
 def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
     epochs.read_again(state)
+    clearing.go_on(state)
     state.store.reclaim()
     state.store.warm()
     promote.go_on(state)
@@ -148,7 +149,7 @@ class CacheMachine:
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before. Asked after every message."""
         state = self.state
-        if state.store.unfinished or state.promotions.going:
+        if state.store.unfinished or state.promotions.going or state.clears:
             return state.now  # a slice of work is left to do
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
         if not state.config.tiers:
