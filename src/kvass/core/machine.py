@@ -5,7 +5,7 @@ once, refusals included (law 11), and a refused message changed nothing.
 
 Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
 ``row_store``. Leases and reservations: ``settlement``. What messages do: ``reading``, ``promote``,
-``writing``, ``clearing``. Tiers: ``flush``, ``epochs``.
+``segments``, ``writing``, ``clearing``. Tiers: ``flush``, ``epochs``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvass.core import (
     invariants,
     promote,
     reading,
+    segments,
     sessions,
     writing,
 )
@@ -43,6 +44,8 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Register: admission.register,
     messages.Lookup: reading.lookup,
     messages.Prefetch: reading.prefetch,
+    messages.IndexChunks: segments.index_chunks,
+    messages.FindSegments: segments.find_segments,
     messages.Release: reading.release,
     messages.Reserve: writing.reserve,
     messages.Commit: writing.commit,
