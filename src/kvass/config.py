@@ -127,8 +127,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=60_000,
-            description="milliseconds that a request may wait for lookups; with tiers it may wait "
-            "longer, up to the time that computing takes",
+            description="milliseconds that a request may wait for lookups; for tiers and for other "
+            "engines' stores it may wait longer, up to the time that computing takes",
         ),
     ] = Timing().lookup_budget_ms
     tier: Annotated[

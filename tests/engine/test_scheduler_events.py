@@ -285,9 +285,7 @@ def test_lora_adapters(
         a.settle(lambda name=name: name not in a.world.scheduler.requests, "its end")
         a.settle(lambda: a.rows() == 3, "three rows are announced")
         assert a.router.index.cached(prompt(0)) == 0, "a prompt without it has none"
-        a.settle(
-            a.world.scheduler.reset_prefix_cache, "the tail, which is not announced, is stored"
-        )
+        a.settle(a.world.scheduler.reset_prefix_cache, "the tail is stored, too")
     daemon.kill()
     a.settle(lambda: a.rows() == 0, "they are withdrawn")
 

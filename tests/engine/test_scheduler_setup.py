@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import KvassConnector, adapt, configuration
 from kvass.connectors.vllm.kv_caches import read_memory
@@ -259,9 +260,11 @@ def test_that_vllms_own_cache_is_off_is_no_reason_not_to_serve() -> None:
 
 def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     config, caches = make_configs()
-    monkeypatch.setattr("vllm.__version__", "0.33.1+cpu")
-    assert "0.33.1" in inert_reason(config, caches)
-    monkeypatch.setattr("vllm.__version__", "0.32.0+cpu")
+    tested = min(TESTED_VLLM)
+    for version in ("0.33.1", f"{tested}+ourfork"):
+        monkeypatch.setattr("vllm.__version__", version)
+        assert f"{version} was never tested" in inert_reason(config, caches)
+    monkeypatch.setattr("vllm.__version__", f"{tested}+cpu")
     read_setup(config, caches)
 
 

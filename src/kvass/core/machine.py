@@ -143,6 +143,9 @@ class CacheMachine:
         _EVENTS[type(event)](state, event)
         if state.settlement.published:
             flush.queue_published(state)
+        if state.settlement.woken:
+            woken, state.settlement.woken = state.settlement.woken, []
+            promote.go_on(state, woken)
         flush.retry_due(state)
         return state.out
 
@@ -152,7 +155,7 @@ class CacheMachine:
         if state.store.unfinished or state.promotions.going or state.clears:
             return state.now  # a slice of work is left to do
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
-        if not state.config.tiers:
+        if not (state.config.tiers or state.promotions.all):
             return due
         return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
