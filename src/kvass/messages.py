@@ -156,6 +156,7 @@ class Lookup(Message, tag="lookup"):
     If all chunks of ``digests`` match, so do those of these that some row of L1 has. Only where all
     groups are ``full`` with one block size. ``again``: the lookup of a prompt that was looked up
     just now, with the blocks of the chunk at which that match ended; it is not counted as another.
+    ``writing``: rows that engines are writing are waited for, as tiers are, and within that budget.
     """
 
     request: Name
@@ -169,11 +170,12 @@ class Lookup(Message, tag="lookup"):
     tenant: Name = ""
     blocks: Digests = b""
     again: bool = False
+    writing: bool = False
 
 
 class Promoting(Message, tag="promoting"):
-    """To a ``Lookup`` or ``Prefetch`` (its ``seq``), at once: tiers are at work on it, and the
-    answer follows."""
+    """To a ``Lookup`` or ``Prefetch`` (its ``seq``), at once: tiers are at work on it, or engines
+    are storing it, and the answer follows."""
 
 
 class Prefetch(Message, tag="prefetch"):

@@ -208,9 +208,11 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 NO_CAP: Final = 1 << 62
-"""The cap of a tenant that may have all of L1."""
+"""The cap of a tenant that may have all."""
 MOST_QUOTAS: Final = 64
 """So many tenants may have one."""
+DEFAULT_TENANT: Final = "default"
+"""Pays for what tenants without a quota store."""
 _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -220,7 +222,8 @@ def is_tenant_name(name: str) -> bool:
 
 
 class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a tenant may have of L1, and what is reserved for it. ``cap_bytes`` ``NO_CAP``: all."""
+    """What a tenant may have of L1 or of a tier, and what is reserved for it. ``cap_bytes``
+    ``NO_CAP``: all."""
 
     tenant: Name
     cap_bytes: Int64 = NO_CAP
@@ -260,6 +263,17 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
         if cap < reserved:
             return f"quota of {self.tenant}: the cap {cap} is below what is reserved, {reserved}"
         return ""
+
+
+def check_quotas_of(quotas: Sequence[Quota], what: str, size: int) -> None:
+    """Whether they can all be had of ``what`` of ``size`` bytes. Raises ``ValueError``."""
+    names = [quota.tenant for quota in quotas]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{min(twice)} has two: give one")
+    if (reserved := Size(sum(quota.reserved_bytes for quota in quotas))) > size:
+        raise ValueError(f"{reserved} are reserved of {what} of {Size(size)}")
+    if len(quotas) > MOST_QUOTAS:
+        raise ValueError(f"{len(quotas)} tenants, there may be {MOST_QUOTAS}")
 
 
 DEVICE_S: Final = 1.0

@@ -20,12 +20,13 @@ COUNTERS: Final[dict[str, str]] = {
     "lookup_chunks": "Chunks that lookups asked for, beyond those in the engine's own cache.",
     "hit_chunks": "Chunks that lookups hit.",
     "hit_blocks": "Blocks that lookups hit in chunks that they hit only in part.",
-    "promoted_chunks": "Chunks hit by lookups that waited for a tier.",
+    "promoted_chunks": "Chunks hit by lookups that waited for a tier or a store.",
     "l1_in_bytes": "Bytes of rows that became readable in L1.",
     "l1_lent_bytes": "Bytes of the rows that lookups hit.",
     "prefetches": "Prefetches that were not refused.",
-    "lookups_not_waited": "Lookups and prefetches that did not wait for tiers: too many waited.",
-    "promotions_late": "Lookups and prefetches that timed out before their tiers were done.",
+    "lookups_await_stores": "Lookups that waited for rows that an engine was storing.",
+    "lookups_not_waited": "Lookups and prefetches that did not wait: too many waited.",
+    "promotions_late": "Lookups and prefetches that timed out before tiers or stores were done.",
     "promotions_cut": "Loads from tiers that were shortened because L1 had no room.",
     "promotions_not_worth_it": "Loads from tiers not begun because computing the tokens is faster.",
     "chunks_indexed": "Chunks that engines had indexed by their tokens (blend).",
@@ -92,7 +93,7 @@ GAUGES: Final[dict[str, str]] = {
     "l1_populated_bytes": "Part of L1 that is populated (resident).",
     "indexed_chunks": "Chunks that are indexed by their tokens.",
     "indexed_bytes": "Memory of these in the daemon.",
-    "promotions": "Lookups and prefetches that wait for a tier.",
+    "promotions": "Lookups and prefetches that wait for a tier or a store.",
     "lease_oldest_s": "Age of the oldest lease.",
     "reservation_oldest_s": "Age of the oldest reservation.",
 }
@@ -119,17 +120,17 @@ NAMESPACE_COUNTERS: Final[dict[str, str]] = {
 MISSES: Final[dict[str, str]] = {
     "absent": "Neither L1 nor a tier that is up has them.",
     "tier_down": "L1 does not have them, and a tier is down.",
-    "not_waited": "Too many lookups waited for tiers already.",
+    "not_waited": "Too many lookups waited already.",
     "not_worth_it": "Computing them is faster than loading them.",
     "no_room": "L1 had no room to load them.",
     "load_failed": "A tier had them, but the load failed.",
-    "late": "The lookup timed out before the tiers were done.",
+    "late": "The lookup timed out before the tiers or stores were done.",
     "cleared": "They were cleared, or the engine's weights changed, while it waited.",
 }
 """Why a lookup was not given what it asked for."""
 
 HISTOGRAMS: Final[dict[str, str]] = {
-    "lookup_tiers_seconds": "Time of lookups and prefetches that waited for tiers.",
+    "lookup_tiers_seconds": "Time of lookups and prefetches that waited for tiers or stores.",
     "age_at_eviction_seconds": "How long evicted rows had not been used.",
     "reuse_gap_seconds": "How long the last chunk of a hit had not been used; one lookup in 8.",
 }

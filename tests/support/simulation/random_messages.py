@@ -53,6 +53,7 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "wants_arena": (False, False, True),
     "width": (*[WIDTH] * 5, 2 * WIDTH, 0, -8, 7, 128),
     "world_size": (2, 0),
+    "writing": (False, True),
 }
 """By the name of a field. ``_Maker.value`` makes those that are not here."""
 
