@@ -125,6 +125,7 @@ OTHERS = {
 def test_a_model_that_differs_shares_nothing(daemon: Daemon, computed: Path, what: str) -> None:
     with join(OTHERS[what](), daemon.socket) as cached:
         assert run(cached)[1] == 0
+        assert run(cached)[1] == WHOLE, "control: it has a namespace of its own"
 
 
 def test_a_tag_or_a_salt_shares_nothing(daemon: Daemon, computed: Path) -> None:
@@ -204,7 +205,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "with the padding token": (PROMPT, {"pad_token_id": int(PROMPT[0, 3])}),
     "with cache_implementation": (PROMPT, {"cache_implementation": "static"}),
     "without use_cache": (PROMPT, {"use_cache": False}),
-    "as beam_search": (PROMPT, {"num_beams": 2}),
+    "as beam_search": (PROMPT, {"generation_config": transformers.GenerationConfig(num_beams=2)}),
     "with assistant_model": (PROMPT, {"assistant_model": None}),
 }
 

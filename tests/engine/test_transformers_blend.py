@@ -113,7 +113,10 @@ def test_only_what_is_planned_is_computed(
         assert computed == last.prompt - last.loaded - last.blended + again
 
 
-def test_selectors_approximate_and_are_told_apart(cached: CachedModel) -> None:
+def test_selectors_approximate_and_are_told_apart(
+    cached: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvass.connectors.transformers.blending.AT_ONCE", 100)
     right, found = plain(cached), []
     for blend in ("none", "first_k:16", "kv_dev:0.5", "kv_dev:1"):
         found.append(logits(cached.generate(RAG, blend=blend, **GREEDY))[0])
