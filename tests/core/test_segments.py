@@ -153,7 +153,7 @@ def test_a_clear_ends_all_entries_at_once_and_their_memory_comes_back_in_slices(
     while rig.machine.next_deadline() == rig.now:
         rig.wait(0)
     assert rig.gauge("indexed_chunks", "indexed_bytes") == (0, 0)
-    assert not rig.machine.state.store.segments.matchers
+    assert not rig.machine.state.store.segments.sizes
     stored(engine, 1)
     assert found(engine, 1) == digests(1)
 

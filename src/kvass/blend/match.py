@@ -75,13 +75,8 @@ class ChunkMatcher:
     used again.
     """
 
-    def __init__(
-        self,
-        chunk_tokens: int,
-        capacity: int,
-        removing: Callable[[I64Array], None],
-        seed: bytes = b"",
-    ) -> None:
+    def __init__(self, chunk_tokens: int, capacity: int, seed: bytes = b"") -> None:
+        self.removing: Callable[[I64Array], None] = lambda ids: None
         self.chunk_tokens, self.capacity = chunk_tokens, max(1, capacity)
         self.count = 0
         self.replaced = 0
@@ -101,12 +96,20 @@ class ChunkMatcher:
         self._table: npt.NDArray[np.int32] = np.zeros((buckets, WAYS), np.int32)
         self._filter: npt.NDArray[np.uint8] = np.zeros(buckets * _CELLS, np.uint8)
         self._shift = np.uint64(65 - (buckets * _CELLS).bit_length())
-        self._removing, self._seed = removing, seed
+        self._seed = seed
         self._base = int.from_bytes(hashlib.sha256(seed + b"base").digest()[:8], "little") | 1
         self._powers(chunk_tokens + _BLOCK)
 
     def keys_of(self, ids: I64Array) -> U64Array:
-        return self.key[ids]
+        """What tells entries apart: the words of their keys, and their places."""
+        return self.named(self.place[ids], self.key[ids])
+
+    @staticmethod
+    def named(place: int | I64Array, keys: U64Array) -> U64Array:
+        """``keys`` of a place, or of one each, as ``keys_of``: ``(n, KEY_WORDS + 1)``."""
+        names = np.empty((len(keys), KEY_WORDS + 1), np.uint64)
+        names[:, :KEY_WORDS], names[:, KEY_WORDS] = keys, place
+        return names
 
     # ------------------------------------------------------------ entries
 
@@ -138,7 +141,7 @@ class ChunkMatcher:
 
     def remove(self, ids: I64Array) -> None:
         """Take distinct entries out; their ids will be others'."""
-        self._removing(ids)
+        self.removing(ids)
         cells = self._cells(self._hash[ids])
         np.subtract.at(self._filter, cells, 1)
         buckets = cells // _CELLS
