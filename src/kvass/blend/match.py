@@ -239,7 +239,7 @@ class ChunkMatcher:
         ends: dict[tuple[bytes, int], list[int]] = {}
         """By the key of its last chunk and the position behind it: each run that may go on."""
         at = -1
-        keys, before = self.key[ids], self.before[ids]
+        keys, before = _each(self.key[ids]), _each(self.before[ids])
         cuts = np.flatnonzero(np.diff(offsets, prepend=-1))
         starts = self.start[ids].tolist()
         for begin, end in zip(cuts.tolist(), [*cuts[1:].tolist(), len(ids)], strict=True):
@@ -248,12 +248,12 @@ class ChunkMatcher:
             longer = {}
             if offset == at + k:
                 for i in there:
-                    run = ends.get((before[i].tobytes(), starts[i]))
+                    run = ends.get((before[i], starts[i]))
                     if run is not None:
-                        longer[keys[i].tobytes(), starts[i] + k] = [*run, int(ids[i])]
+                        longer[keys[i], starts[i] + k] = [*run, int(ids[i])]
             if not longer:
                 runs += _one_run(ends, at, k)
-                longer = {(keys[i].tobytes(), starts[i] + k): [int(ids[i])] for i in there}
+                longer = {(keys[i], starts[i] + k): [int(ids[i])] for i in there}
             ends, at = longer, offset
         return runs + _one_run(ends, at, k)
 
@@ -283,7 +283,8 @@ class ChunkMatcher:
     def _hash_offsets(self, prompt: U32Array, salt: np.uint64) -> U64Array:
         """Of the chunk at each offset: uint64, ``(len(prompt) - chunk_tokens + 1,)``."""
         size, k = len(prompt), self.chunk_tokens
-        sums = np.zeros(size + 1, np.uint64)
+        sums = np.empty(size + 1, np.uint64)
+        sums[0] = 0
         mixed = _mixed(prompt)
         mixed *= self._inverse[:size]
         np.cumsum(mixed, out=sums[1:])
@@ -295,7 +296,6 @@ class ChunkMatcher:
 def _mixed(tokens: U32Array) -> U64Array:
     """``m``: other bits for each token, so that no sum of a few tokens is another's."""
     mixed = tokens.astype(np.uint64)
-    mixed += np.uint64(0x9E3779B97F4A7C15)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)
     return mixed
@@ -330,6 +330,11 @@ def _choose(hits: I64Array, k: int) -> I64Array:
         if at < len(hits) and hits.item(at) < hits.item(last) + k:
             at = int(hits.searchsorted(hits.item(last) + k))
     return np.concatenate(chosen)
+
+
+def _each(keys: U64Array) -> list[bytes]:
+    """The bytes of each key."""
+    return [*map(bytes, keys.view(f"V{keys.itemsize * keys.shape[1]}").ravel().tolist())]
 
 
 def _one_run(ends: dict[tuple[bytes, int], list[int]], at: int, k: int) -> list[Run]:
