@@ -27,13 +27,14 @@ from kvass.testing.daemon import running_daemon
 from tests.reference_page import parser_of
 from tests.test_documents import DOCS, ROOT
 
-ONLY_PARSED: Final = ("bench", "web")
+ONLY_PARSED: Final = ("bench", "web", "blend")
 
 
 def commands(text: str) -> Iterator[str]:
     """The lines of a document that begin with ``kvass``, without comments and prompts."""
-    fenced = re.findall(r"^```(?:sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in fenced for line in block.replace("\\\n", " ").splitlines()]
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    shell = [block for kind, block in fenced if kind in ("", "sh", "console")]
+    lines = [line for block in shell for line in block.replace("\\\n", " ").splitlines()]
     for line in lines + re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE):
         if re.match(r"(\$ )?kvass [a-z]", line):
             yield line.removeprefix("$ ").partition(" #")[0].rstrip("& ")
@@ -113,7 +114,8 @@ def test_commands_that_ask_a_daemon_are_answered(tmp_path: Path) -> None:
         for line in asking:
             once = " --times 1" if line.startswith("kvass top") else ""
             assert run(here(line, tmp_path) + once, tmp_path), daemon.log()
-    assert {line.split()[1] for line in asking} == {"status", "top", "clear", "doctor", "quota"}
+    commands = {line.split()[1] for line in asking}
+    assert commands == {"status", "top", "clear", "doctor", "quota", "simulate"}
 
 
 def test_the_connectors_options_in_the_documents_are_there() -> None:

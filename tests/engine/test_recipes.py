@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from examples.proxy import for_one_token
 from examples.serving import ask, running_proxy, two_servers
 from examples.tiny import some_prompt, whole_blocks
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.engine.conftest import ROOT
+from tests.support.vllm.process import EngineProcess
 
 pytestmark = pytest.mark.engine
 
@@ -99,6 +98,9 @@ def test_no_policy_of_a_training_loop_reuses_what_another_one_computed(daemon: D
 
 def run(recipe: str, daemon: Daemon, *args: str) -> tuple[int, str]:
     """Its exit status and what it printed."""
-    command = [sys.executable, "-m", f"examples.{recipe}", "--socket", daemon.socket, *args]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    return done.returncode, done.stdout
+    assert EngineProcess.template is not None
+    command = [f"examples.{recipe}", "--socket", daemon.socket, *args]
+    done = EngineProcess.template.fork(command, os.environ, stderr=2)
+    with done.stdin, done.stdout:
+        output = done.stdout.read().decode()
+    return done.wait(), output

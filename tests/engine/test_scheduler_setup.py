@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -79,21 +75,6 @@ def test_without_an_option_the_socket_is_that_of_the_environment(
     monkeypatch.setenv("KVASS_SOCKET", "/run/one.sock")
     assert setup(options={"kvass.socket": ""}).socket == "/run/one.sock"
     assert setup(options={"kvass.socket": "/run/two.sock"}).socket == "/run/two.sock"
-
-
-def test_lines_of_kvass_look_like_vllms() -> None:
-    """In a process of its own: pytest has handlers of its own here."""
-    program = (
-        "from kvass.connectors.vllm import adapt; from kvass.engine.boundary import log;"
-        "import vllm.logger; configure = getattr(vllm.logger, 'configure_logging', None)\n"
-        "if configure:  # 0.30 does it when it is imported\n"
-        " from vllm.config.logging import LoggingConfig; configure(LoggingConfig())\n"
-        "adapt.log_as_vllm(); log.info('all is well')"
-    )
-    env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
-    (line,) = [line for line in (run.stdout + run.stderr).splitlines() if "all is well" in line]
-    assert re.search(r"INFO \d\d-\d\d \d\d:.*all is well", line), line
 
 
 def test_the_default_chunk_is_the_smallest_multiple_from_256() -> None:

@@ -152,6 +152,14 @@ class SchedulerClient(Endpoint):
         self.poll()
         self._reset.go_on()
 
+    def wait_in_step(self, seq: int, most_s: float = MAX_PATIENCE_S) -> FromDaemon | None:
+        """As ``wait``, for ``most_s`` and for what is left of this step's budget at most."""
+        began_s = time.monotonic()
+        try:
+            return self.wait(seq, min(most_s, self._left_s))
+        finally:
+            self._left_s = max(self._left_s - (time.monotonic() - began_s), 0.0)
+
     # ------------------------------------------------------------ reading
 
     def match(
@@ -211,6 +219,13 @@ class SchedulerClient(Endpoint):
         preempted, or got no external tokens. Idempotent."""
         if (lookup := self._lookups.pop(request, None)) is not None:
             self._give_back(lookup)
+
+    def promoting(self, request: str) -> bool:
+        """Whether the lookup of ``request`` waits for tiers."""
+        lookup = self._lookups.get(request)
+        if lookup is None or lookup.session is None:
+            return False
+        return lookup.seq in lookup.session.requests.promoting
 
     def release(self, boot: bytes, lease: int) -> None:
         """Give back a taken lease that was not handed over."""
@@ -281,14 +296,12 @@ class SchedulerClient(Endpoint):
     def _answer(self, lookup: RequestLookup, wait_s: float) -> int | Pending | None:
         """The chunk at which the answer to the lookup in flight ends, after ``wait_s`` at most;
         None: there is none. What it brings is held in ``lookup``."""
-        began_s = time.monotonic()
         try:
-            reply = self.wait(lookup.seq, wait_s)
+            reply = self.wait_in_step(lookup.seq, wait_s)
         except Unavailable:
             lookup.seq, lookup.match = 0, None
             return None
         now_s = time.monotonic()
-        self._left_s = max(self._left_s - (now_s - began_s), 0.0)
         if reply is None:
             assert lookup.session is not None
             acknowledged = lookup.seq in lookup.session.requests.promoting

@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from kvass.core import epochs, flush
+from kvass.core import epochs, flush, segments
 from kvass.core.coverage import BoolArray
 from kvass.core.effects import Loaded, Probed, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
@@ -196,6 +196,7 @@ def probed(state: State, event: Probed) -> None:
 
 def _plan(state: State, promotion: Promotion) -> None:
     """Have loaded what the longest hit needs beyond L1, as far as it fits."""
+    segments.forget_lost(state, promotion)
     protect, n, weighed = state.store.table.clock, len(promotion.keys), False
     while n > promotion.first:
         view = _view(state, promotion, n)

@@ -82,12 +82,15 @@ class Emptying(msgspec.Struct):
     clearing: Clearing
 
 
-class Clearing(msgspec.Struct):
-    """A ``Clear`` that is answered when the tiers have taken note."""
+class Clearing(msgspec.Struct, eq=False):
+    """A ``Clear``: ``left`` is still to be cleared, and then ``tiers``, if set, are emptied. It is
+    answered when that is done and the tiers have taken note."""
 
     session: int
     seq: int
-    rows: int
+    left: list[Namespace]
+    tiers: bool
+    rows: int = 0
     awaits: int = 0
     failed: set[int] = set()
 
