@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any, Final
 
-from kvass.client.health import tier_trouble, troubles
+from kvass.client.health import tier_trouble, troubles, used_tiers
 
 WIDTH: Final = 79
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -116,6 +116,7 @@ def _tenants(tenants: list[dict[str, Any]]) -> Iterator[str]:
 
 def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:
     rows = []
+    tiers = used_tiers(tiers)
     for tier in tiers:
         speed = tier["load_bytes_s"]
         state = ("degraded" if tier_trouble(tier) else "up") if tier.get("up") else "down"

@@ -32,7 +32,7 @@ def clear(state: State, session: ClientSession, msg: Clear) -> Cleared | None:
 
 
 def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespace]:
-    if msg.tiers and not (msg.everything and state.config.tiers):
+    if msg.tiers and not (msg.everything and state.tiers.used):
         raise Refused("bad_value", "tiers: are emptied with everything, and there must be some")
     if session.registered is not None:
         if msg.everything or msg.namespace:

@@ -77,7 +77,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
     hit = view.use(chunks)
-    if ns.tier_epochs and chunks < len(keys) - msg.spare and not msg.again:
+    if state.tiers.used and ns.tier_epochs and chunks < len(keys) - msg.spare and not msg.again:
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, rest)
         if promotion.deadline > state.now:
@@ -133,7 +133,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
         return Prefetched()
     view = PrefixView(state.store, ns, keys, 0)
     chunks = view.use(view.longest(view.there())).chunks
-    if ns.tier_epochs and chunks < len(keys):
+    if state.tiers.used and ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
         promotion = _promotion(state, session, msg, ns, keys, set(), wait_s)
         if promotion.deadline > state.now and promote.begin(state, promotion):

@@ -23,6 +23,7 @@ from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 from kvass._version import __version__
+from kvass.client.health import used_tiers
 from kvass.config import Config
 from kvass.errors import ConfigError, KvassError, Refused
 from kvass.types import NO_CAP, Quota, Size
@@ -91,7 +92,7 @@ def _ready(source: Source, _query: str) -> HttpReply:
     if fields is not None:
         if fields["l1_populated_bytes"] < fields["l1_capacity_bytes"]:
             trouble = "the arena is not populated yet"
-        down = [tier["tier"] for tier in fields["tiers"] if not tier.get("up")]
+        down = [tier["tier"] for tier in used_tiers(fields["tiers"]) if not tier.get("up")]
         trouble = f"tiers down: {', '.join(down)}" if down else trouble
     if trouble:
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)

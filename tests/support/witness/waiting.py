@@ -24,7 +24,7 @@ class WaitingWitness:
     def begin(self, session: int, message: m.Request) -> Pending:
         """``message`` was not answered in its step."""
         state = self.state
-        if not state.config.tiers or (session, message.seq) in state.pending:
+        if not state.tiers or (session, message.seq) in state.pending:
             raise BrokenLawError(f"law 11: {message} was not answered")
         one = state.pending[session, message.seq] = Pending(session, message)
         if isinstance(message, m.Lookup | m.Prefetch):
