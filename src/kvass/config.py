@@ -127,8 +127,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=60_000,
-            description="milliseconds that a request may wait for lookups; with tiers it may wait "
-            "longer, up to the time that computing takes",
+            description="milliseconds that a request may wait for lookups; for tiers and for other "
+            "engines' stores it may wait longer, up to the time that computing takes",
         ),
     ] = Timing().lookup_budget_ms
     tier: Annotated[
@@ -161,6 +161,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0, le=86_400, description="seconds for flushing to tiers after SIGTERM"),
     ] = 10.0
+    record: Annotated[
+        str,
+        Meta(
+            description="new file that records lookups and stores, without tokens, for kvass "
+            "simulate"
+        ),
+    ] = ""
+    record_size: Annotated[Size, Meta(description="bytes of it after which recording ends")] = Size(
+        1 << 30
+    )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="lowest level that is logged"),

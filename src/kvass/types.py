@@ -300,6 +300,13 @@ class Limits(msgspec.Struct, frozen=True):
     """What lookups that wait for tiers take of the daemon's memory, a quarter of it for one
     instance. A lookup of 32,768 chunks takes 1.3 MiB and more; one of 1,000 takes 42 KiB."""
     namespaces: int = 1024
+    segment_tokens: int = 131_072
+    """Tokens of one ``IndexChunks`` or ``FindSegments``: to search more takes one step too long."""
+    segment_chunks: int = 512
+    """Chunks of one ``IndexChunks``: 3 ms of work."""
+    segment_index_bytes: int = 256 << 20
+    """Memory for indexed chunks (200,000 of 256 tokens), taken as it is used; for each of up to
+    four sizes of chunks. In a full index a new chunk replaces one that was not found for long."""
     instance_write_share: float = 0.25
     """reserved + quarantined bytes of one instance, as a share of L1."""
     request_id_bytes: int = 512

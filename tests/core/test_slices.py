@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import index, row_store, writing
-from kvass.core.effects import TierLoad, TierProbe, TierStore
+from kvass.core import clearing, index, row_store, writing
+from kvass.core.effects import Send, TierLoad, TierProbe, TierStore
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig
@@ -266,6 +266,43 @@ def test_lookups_that_a_clear_makes_miss_are_answered_in_slices(
     assert ticks(rig) > 2
     assert [r.chunks for r in rig.replies(e.scheduler)] == [0] * 8
     assert rig.gauge("promotions", "pins", "leases", "rows") == (0, 0, 0, 0)
+
+
+def test_a_clear_of_everything_goes_on_namespace_by_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is answered once, at the end. Others are served meanwhile: an engine clears its own
+    namespace at once, one is forgotten, and what is stored in a new one stays."""
+    monkeypatch.setattr(clearing, "MOST_CLEARS", 1)
+    rig = Rig(pages=64, namespaces=5, core={"slice_ends": 2})
+    engines = [rig.engine(f"e{i}", identity={"model": f"m{i}"}) for i in range(5)]
+    for e in engines:
+        e.store("a")
+    visitor = rig.open()
+    assert rig.say(visitor, m.Clear(seq=9, everything=True)) == []
+    assert rig.gauge("rows") == (3,)
+    assert rig.code(visitor, m.Clear(seq=10, everything=True)) == "limit"
+    assert engines[0].clear() == 1
+    engines[1].quit()
+    new = rig.engine("new", identity={"model": "new"})
+    new.store("b")
+    said = []
+    while rig.machine.next_deadline() == rig.now:
+        rig.wait(0)
+        said += [x.message for x in rig.last if isinstance(x, Send) and x.session == visitor]
+    assert said == [m.Cleared(seq=9, rows=3)]
+    assert rig.gauge("rows") == (1,)
+    assert new.holds("b") == 1
+
+
+def test_a_clear_of_everything_goes_on_though_its_asker_is_gone(few: Rig) -> None:
+    for i in range(5):
+        few.engine(f"e{i}", identity={"model": f"m{i}"}).store("a")
+    visitor = few.open()
+    few.say(visitor, m.Clear(seq=9, everything=True))
+    few.lose(visitor)
+    assert ticks(few) >= 2
+    assert few.gauge("rows") == (0,)
 
 
 def test_all_indexes_together_begin_with_so_much_room(monkeypatch: pytest.MonkeyPatch) -> None:

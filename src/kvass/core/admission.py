@@ -127,11 +127,12 @@ def _namespace_for(state: State, instance: Instance) -> int:
 
 
 def _make_place(state: State) -> None:
-    """Forget namespaces that no live instance has: all whose slots are free, and at the limit the
-    one that was used longest ago and nobody reads or writes."""
+    """Forget namespaces that no live instance has: some whose slots are all free, and at the limit
+    the one that was used longest ago and nobody reads or writes."""
     live = {i.namespace for i in state.instances.values()}
     idle = [ns for ns in state.namespaces.values() if ns.id not in live]
-    _drop(state, [ns for ns in idle if not any(map(state.store.in_use, ns.classes))])
+    empty = (ns for ns in idle if not any(map(state.store.in_use, ns.classes)))
+    _drop(state, [*islice(empty, state.config.slice_ends)])
     if len(state.namespaces) < state.config.limits.namespaces:
         return
     uses = state.store.last_uses()

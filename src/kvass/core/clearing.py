@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvass.core import epochs, promote
 from kvass.core.checks import instance_of, named_namespace
 from kvass.core.registry import ClientSession
@@ -9,26 +11,47 @@ from kvass.core.row_store import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import Clearing
 from kvass.errors import Refused
-from kvass.messages import Clear, Cleared, QuotaSet, SetQuota
+from kvass.messages import Clear, QuotaSet, SetQuota
+
+MOST_CLEARS: Final = 64
+"""So many clears of everything may be unfinished at a time."""
 
 
-def clear(state: State, session: ClientSession, msg: Clear) -> Cleared | None:
-    """Namespaces stop matching: their epoch moves on.
+def clear(state: State, session: ClientSession, msg: Clear) -> None:
+    """Namespaces stop matching, some now and the others in later steps. It is answered when all
+    have, and when the tiers have taken note."""
+    clearing = Clearing(session.id, msg.seq, _to_clear(state, session, msg), msg.tiers)
+    state.clears.append(clearing)
+    _clear_some(state, clearing)
+    state.store.reclaim()
 
-    ``None``: it is answered when the tiers have taken note.
-    """
-    chosen = _to_clear(state, session, msg)
-    clearing = Clearing(session=session.id, seq=msg.seq, rows=0)
+
+def go_on(state: State) -> None:
+    """The next namespaces of the oldest clear that is not done."""
+    if state.clears:
+        _clear_some(state, state.clears[0])
+
+
+def _clear_some(state: State, clearing: Clearing) -> None:
+    """Clear one namespace at least, and no more after ``slice_ends`` classes and tiers' notes."""
+    chosen, left, cost = list[Namespace](), clearing.left, 0
+    while left and cost < state.config.slice_ends:
+        ns = left.pop()
+        if state.namespaces.get(ns.id) is ns:  # else it was forgotten meanwhile
+            chosen.append(ns)
+            cost += len(ns.classes) + len(ns.tier_epochs)
     for ns in chosen:
         ns.epoch += 1
     promote.cancel(state, chosen)
     for ns in chosen:
         epochs.clear(state, ns, clearing)
-    clearing.rows = state.store.clear(chosen)
-    state.store.reclaim()
-    if msg.tiers:
+    clearing.rows += state.store.clear(chosen)
+    if left:
+        return
+    state.clears.remove(clearing)
+    if clearing.tiers:
         epochs.empty(state, clearing)
-    return None if clearing.awaits else Cleared(rows=clearing.rows)
+    epochs.answer_clear(state, clearing)
 
 
 def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespace]:
@@ -43,6 +66,8 @@ def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespac
             raise Refused("not_registered", f"ranks {instance.missing} are missing: clear later")
         return [own]
     if msg.everything:
+        if len(state.clears) >= MOST_CLEARS:
+            raise Refused("limit", f"{MOST_CLEARS} clears are under way: wait for their answers")
         return list(state.namespaces.values())
     return [named_namespace(state, msg.namespace)]
 

@@ -144,21 +144,26 @@ def epoch_told(state: State, event: EpochIs) -> int:
             tiers.owed.discard(named)
             ns.tier_epochs[tier] = event.epoch
     if op.clearing is not None:
-        _cleared(state, op.clearing, tier, event.epoch is not None)
+        _noted(state, op.clearing, tier, event.epoch is not None)
     return tier
 
 
 def emptied(state: State, event: Emptied) -> None:
     op = state.tiers.end(event.op, Emptying)
-    _cleared(state, op.clearing, op.tier, event.done)
+    _noted(state, op.clearing, op.tier, event.done)
 
 
-def _cleared(state: State, clearing: Clearing, tier: int, done: bool) -> None:
+def _noted(state: State, clearing: Clearing, tier: int, done: bool) -> None:
     clearing.awaits -= 1
     if not done:
         clearing.failed = clearing.failed | {tier}
+    answer_clear(state, clearing)
+
+
+def answer_clear(state: State, clearing: Clearing) -> None:
+    """Answer a clear, if it awaits nothing more."""
     session = state.sessions.get(clearing.session)
-    if clearing.awaits or session is None or session.ending:
+    if clearing.left or clearing.awaits or session is None or session.ending:
         return
     if not clearing.failed:
         state.send(clearing.session, Cleared(seq=clearing.seq, rows=clearing.rows))

@@ -5,7 +5,7 @@ once, refusals included (law 11), and a refused message changed nothing.
 
 Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
 ``row_store``. Leases and reservations: ``settlement``. What messages do: ``reading``, ``promote``,
-``writing``, ``clearing``. Tiers: ``flush``, ``epochs``, ``tier_changes``.
+``segments``, ``writing``, ``clearing``. Tiers: ``flush``, ``epochs``, ``tier_changes``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvass.core import (
     invariants,
     promote,
     reading,
+    segments,
     sessions,
     tier_changes,
     writing,
@@ -32,6 +33,7 @@ from kvass.core import status as fields
 from kvass.core.effects import Effect, Event, SessionId
 from kvass.core.ledger import soonest
 from kvass.core.registry import ClientSession
+from kvass.core.row_store import Namespace
 from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
 from kvass.errors import Refused
@@ -45,6 +47,8 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Register: admission.register,
     messages.Lookup: reading.lookup,
     messages.Prefetch: reading.prefetch,
+    messages.IndexChunks: segments.index_chunks,
+    messages.FindSegments: segments.find_segments,
     messages.Release: reading.release,
     messages.Reserve: writing.reserve,
     messages.Commit: writing.commit,
@@ -83,6 +87,7 @@ def _received(state: State, event: effects.Received) -> None:
 def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
     epochs.read_again(state)
+    clearing.go_on(state)
     state.store.reclaim()
     state.store.warm()
     promote.go_on(state)
@@ -143,16 +148,19 @@ class CacheMachine:
         _EVENTS[type(event)](state, event)
         if state.settlement.published:
             flush.queue_published(state)
+        if state.settlement.woken:
+            woken, state.settlement.woken = state.settlement.woken, []
+            promote.go_on(state, woken)
         flush.retry_due(state)
         return state.out
 
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before. Asked after every message."""
         state = self.state
-        if state.store.unfinished or state.promotions.going:
+        if state.store.unfinished or state.promotions.going or state.clears:
             return state.now  # a slice of work is left to do
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
-        if not state.tiers.all:
+        if not (state.tiers.all or state.promotions.all):
             return due
         return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
@@ -160,6 +168,11 @@ class CacheMachine:
         """As what a session has registered."""
         known = self.state.sessions.get(session)
         return None if known is None else known.registered
+
+    def namespace(self, session: SessionId) -> Namespace | None:
+        """The namespace of a session's instance; None while ranks are missing."""
+        who = self.registered(session)
+        return None if who is None else self.state.namespace_of(self.state.instances[who.instance])
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""

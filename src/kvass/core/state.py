@@ -15,7 +15,7 @@ from kvass.core.registry import ClientSession, Instance, Refusal
 from kvass.core.row_store import Namespace, RowStore
 from kvass.core.session_limits import SessionLimits
 from kvass.core.settlement import Settlement
-from kvass.core.tier_state import FlushMode, Promotions, Tiers
+from kvass.core.tier_state import Clearing, FlushMode, Promotions, Tiers
 from kvass.core.traffic import Traffic
 from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
@@ -51,7 +51,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Slots of cleared rows that one step gives back: 2 ms of work."""
     slice_ends: int = 32
     """Leases, reservations, lookups and sessions that one step ends, or lets go on, of those whose
-    turn has come together: 5 ms of work."""
+    turn has come together: 5 ms of work. And the classes that one step clears."""
 
 
 class State:
@@ -69,6 +69,7 @@ class State:
             config.seed,
             slice_slots=config.slice_slots,
             age_at_eviction=self.histograms["age_at_eviction_seconds"],
+            segment_index_bytes=config.limits.segment_index_bytes,
         )
         self.tenants = self.store.tenants
         for quota in config.quotas:
@@ -86,6 +87,8 @@ class State:
         """The last engines that were refused, by name, until they register."""
         self.messages: Counter[type[FromClient]] = Counter()
         """Messages that were received, by kind, refused ones included."""
+        self.clears: list[Clearing] = []
+        """Those with namespaces still to be cleared, the oldest first."""
         self.populated_bytes = 0
         self.now = float("-inf")
         self.out: list[Effect] = []
