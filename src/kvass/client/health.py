@@ -34,6 +34,11 @@ def used_tiers(tiers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(used, key=lambda tier: tier.get("place", 1))
 
 
+def tier_state(tier: dict[str, Any]) -> str:
+    """In a word."""
+    return ("degraded" if tier_trouble(tier) else "up") if tier.get("up") else "down"
+
+
 def tier_trouble(tier: dict[str, Any]) -> str:
     """What is wrong with a tier, or nothing."""
     if not tier.get("up"):

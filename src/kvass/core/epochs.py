@@ -22,7 +22,7 @@ from typing import Final
 from kvass.core.effects import Emptied, EpochIs, Records, TierClear, TierEpoch
 from kvass.core.row_store import Namespace, RowClass
 from kvass.core.state import State
-from kvass.core.tier_state import Asking, Clearing, Emptying
+from kvass.core.tier_state import Asking, Clearing, Emptying, TierState
 from kvass.messages import Cleared, Error
 from kvass.types import U64Array
 
@@ -102,8 +102,8 @@ def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
             ask(state, ns, tier, clearing)
 
 
-def empty(state: State, clearing: Clearing) -> None:
-    for tier in state.tiers.used:
+def empty(state: State, clearing: Clearing, tiers: list[TierState]) -> None:
+    for tier in tiers:
         clearing.awaits += 1
         op = state.tiers.begin(Emptying(tier.number, clearing))
         state.out.append(TierClear(tier.number, op))
@@ -169,8 +169,10 @@ def answer_clear(state: State, clearing: Clearing) -> None:
         state.send(clearing.session, Cleared(seq=clearing.seq, rows=clearing.rows))
         return
     names = ", ".join(state.tiers.all[i].name for i in sorted(clearing.failed))
-    text = (
-        f"L1 is cleared ({clearing.rows} rows), but not {names}, which is not used until it could "
-        "note it: clear again"
-    )
+    text = f"{names} could not be emptied: say it again"
+    if clearing.of_l1:
+        text = (
+            f"L1 is cleared ({clearing.rows} rows), but not {names}, which is not used until it "
+            "could note it: clear again"
+        )
     state.send(clearing.session, Error(seq=clearing.seq, code="tier_down", text=text))

@@ -55,6 +55,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
     messages.Clear: clearing.clear,
+    messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
     messages.Removals: reading.removals,
     messages.Ping: lambda *_: Pong(),

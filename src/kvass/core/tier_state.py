@@ -85,7 +85,7 @@ class Emptying(msgspec.Struct):
 
 class Clearing(msgspec.Struct, eq=False):
     """A ``Clear``: ``left`` is still to be cleared, and then ``tiers``, if set, are emptied. It is
-    answered when that is done and the tiers have taken note."""
+    answered when that is done and the tiers have taken note. Not ``of_l1``: an ``EmptyTier``."""
 
     session: int
     seq: int
@@ -94,6 +94,7 @@ class Clearing(msgspec.Struct, eq=False):
     rows: int = 0
     awaits: int = 0
     failed: set[int] = set()
+    of_l1: bool = True
 
 
 Op = Probing | Loading | Flushing | Asking | Emptying
