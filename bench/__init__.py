@@ -10,12 +10,15 @@ From the root of the repository, with what ``make setup`` installs:
                                             NVIDIA GPU with 6 GiB, 8 GiB of memory, torch, Triton
     python -m bench --engine                real vLLM engines: time to the first token, with kvass
                                             and without
+    python -m bench --blend                 transformers: prompts of shuffled documents, with blend
+                                            and without
 
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed
 from what was stored. Nothing is left behind on a disk or a server.
 
 What the names mean: those of ``kvass bench`` stand in ``kvass.cli.bench``, those of ``--tier`` in
-``bench.tiers``, those of ``--gpu`` in ``bench.gpu``, those of ``--engine`` in ``bench.engine``.
+``bench.tiers``, those of ``--gpu`` in ``bench.gpu``, those of ``--engine`` in ``bench.engine``,
+those of ``--blend`` in ``bench.blend``.
 ``python -m bench`` alone has, besides:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.

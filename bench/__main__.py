@@ -42,8 +42,13 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
     parser.add_argument("--gpu", action="store_true", help="measure copies to and from this GPU")
     parser.add_argument("--engine", action="store_true", help="measure vLLM with and without kvass")
+    parser.add_argument("--blend", action="store_true", help="measure transformers with blend")
     args = shipped.parse(parser, argv)
-    if args.engine:
+    if args.blend:
+        from bench import blend  # transformers is slow to import
+
+        figures = blend.measure_blend(args.l1_size, args.rounds)
+    elif args.engine:
         figures = engine.measure_engine(args.l1_size, args.rounds)
     elif args.gpu:
         if args.tier is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvass.core.index import ABSENT
 from kvass.core.promote import LOADING_SHARE
 from kvass.core.rows import (
     FAILED,
@@ -55,6 +56,7 @@ def validate(state: State) -> None:
     _tenants(state)
     _sums(state)
     _instances(state)
+    _segments(state)
 
 
 def _behind(part: Settlement | Promotions, now: float) -> bool:
@@ -291,3 +293,22 @@ def _instances(state: State) -> None:
             who = state.sessions[session].registered
             assert who is not None, "an instance counts a session that never registered"
             assert (who.instance, who.rank) == (instance.id, rank), "a session is someone else"
+
+
+def _segments(state: State) -> None:
+    """Indexed chunks have rows, or are of a namespace that has tiers; none is counted twice."""
+    segments, count = state.store.segments, Counter[int]()
+    for namespace, indexed in segments.of.items():
+        ns, matcher, ids = state.namespaces[namespace], indexed.matcher, indexed.by_key.rows()
+        assert matcher is segments.matchers[ns.chunk_tokens], "chunks of another size are indexed"
+        assert (matcher.place[ids] == indexed.place).all(), "an entry is another namespace's"
+        count[ns.chunk_tokens] += len(ids)
+        for c in ns.classes:
+            known = ns.tier_epochs or (c.index.find(matcher.key[ids]) != ABSENT).all()
+            assert known, "law 4: a chunk is indexed whose row left"
+    for indexed, ids in segments.cleared:
+        left = indexed.matcher.place[ids] == indexed.place
+        count[indexed.matcher.chunk_tokens] += int(left.sum())
+    for size, matcher in segments.matchers.items():
+        assert matcher.count == count[size] == (matcher.place > 0).sum(), "entries were miscounted"
+        assert matcher.count <= matcher.capacity, "law 12: too many chunks are indexed"

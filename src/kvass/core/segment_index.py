@@ -60,7 +60,8 @@ class SegmentIndex:
         """By namespace."""
         self._places = itertools.count(1)
         self._by_place: dict[int, IndexedChunks] = {}
-        self._cleared: list[tuple[IndexedChunks, I64Array]] = []
+        self.cleared: list[tuple[IndexedChunks, I64Array]] = []
+        """What was indexed of cleared namespaces, and those entries that may still be theirs."""
 
     def begin(self, namespace: int, chunk_tokens: int, in_tiers: bool) -> IndexedChunks | None:
         """What is indexed of a namespace; ``None``: it cannot have any, there are too many sizes of
@@ -98,24 +99,24 @@ class SegmentIndex:
         chunks = self.of.pop(namespace, None)
         if chunks is not None:
             del self._by_place[chunks.place]
-            self._cleared.append((chunks, chunks.by_key.rows()))
+            self.cleared.append((chunks, chunks.by_key.rows()))
 
     @property
     def unfinished(self) -> bool:
         """Whether ``reclaim`` has something to do."""
-        return bool(self._cleared)
+        return bool(self.cleared)
 
     def reclaim(self) -> None:
         """Give back some entries of cleared namespaces, and what nobody uses any more."""
-        if not self._cleared:
+        if not self.cleared:
             return
-        chunks, ids = self._cleared.pop()
+        chunks, ids = self.cleared.pop()
         matcher, some = chunks.matcher, ids[:SLICE]
         matcher.remove(some[matcher.place[some] == chunks.place])  # ids are used again
         if len(ids) > SLICE:
-            self._cleared.append((chunks, ids[SLICE:]))
+            self.cleared.append((chunks, ids[SLICE:]))
         used = {id(each.matcher) for each in self.of.values()}
-        used |= {id(each.matcher) for each, _ in self._cleared}
+        used |= {id(each.matcher) for each, _ in self.cleared}
         self.matchers = {k: m for k, m in self.matchers.items() if id(m) in used}
 
     def _removing(self, chunk_tokens: int, ids: I64Array) -> None:

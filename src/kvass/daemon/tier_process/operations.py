@@ -85,10 +85,10 @@ def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[
     missing = np.flatnonzero(~held).tolist()
     if missing:
         data = shards(arena, effect.slots, effect.shard_bytes)
-        keep = tier.store
+        store = tier.store
         if isinstance(tier, DividedTier):
-            keep = partial(tier.store_for, effect.tenant)
-        done = keep([keys[i] for i in missing], [data[i] for i in missing])
+            store = partial(tier.store_for, effect.tenant)
+        done = store([keys[i] for i in missing], [data[i] for i in missing])
         held[missing] = _flags(done, len(missing))
     return held
 
