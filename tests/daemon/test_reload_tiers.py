@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,26 @@ def test_options_change_and_the_records_stay(reloaded: Reloaded) -> None:
     it.engine.tenant = "calm"
     it.fill(first=250)
     assert eventually(lambda: it.status()["a"]["tenants"]["calm"]["bytes"] > 4 << 20)
+
+
+def test_who_waits_for_a_tier_that_hangs_is_answered_when_it_is_removed(
+    reloaded: Reloaded,
+) -> None:
+    it = reloaded
+    it.tiers(it.url("a"))
+    it.fill()
+    it.fill(first=500)
+    (process,) = Path(f"/proc/{it.daemon.pid}/task/{it.daemon.pid}/children").read_text().split()
+    os.kill(int(process), signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(it.engine.load, PROMPTS[0])
+        assert eventually(lambda: bool(it.daemon.status()["promotions"]))
+        (it.folder / "kvass.yaml").write_text("")
+        os.kill(it.daemon.pid, signal.SIGHUP)
+        began_s = time.monotonic()
+        assert waiting.result(timeout=30) == 0
+        assert time.monotonic() - began_s < 1.5, "it waited until the process was killed"
+        assert it.status()["a"]["place"] == 0
 
 
 WRONG = (

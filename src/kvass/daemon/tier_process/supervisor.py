@@ -133,9 +133,10 @@ class TierProcess:
         self._supervision = task(self._supervise(None))
 
     async def end(self) -> None:
-        """``close``, and all that it was asked fails. It may be renewed."""
+        """``close``, and all that it was asked fails, questions at once. It may be renewed."""
         self._health.failed(self._loop.time())
         self._report_down("its options change")
+        self._fail_questions()
         await self.close()
         self._silent = False
         owed, self._owed = list(self._owed.values()), {}
@@ -220,6 +221,10 @@ class TierProcess:
         self._silent = True
         self._report_down("its process does not answer")
         _log.warning("%s", self._text("its process does not answer"))
+        self._fail_questions()
+
+    def _fail_questions(self) -> None:
+        """End what it was asked that uses no slot."""
         questions = [e for e in self._owed.values() if not isinstance(e, TierLoad | TierStore)]
         for effect in questions:
             del self._owed[effect.op]
