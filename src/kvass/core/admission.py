@@ -119,7 +119,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         model=model,
         like=like,
         differs_in=differs_in,
-        traffic=Traffic(from_tiers=[0] * len(state.config.tiers)),
+        traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
     )
     state.by_digest[digest] = new
     epochs.namespace_added(state, state.namespaces[new])
