@@ -159,6 +159,29 @@ def test_a_clear_ends_all_entries_at_once_and_their_memory_comes_back_in_slices(
     assert found(engine, 1) == digests(1)
 
 
+def test_a_clear_of_one_namespace_leaves_the_entries_of_others() -> None:
+    rig = Rig()
+    engine, other = rig.engine(), rig.engine("o", identity={"model": "other"})
+    stored(engine, "a", "b")
+    stored(other, "c")
+    engine.clear()
+    rig.wait(0)
+    assert rig.gauge("indexed_chunks") == (1,)
+    assert found(other, "c") == digests("c")
+
+
+def test_a_namespace_that_makes_way_for_another_takes_its_entries_along() -> None:
+    rig = Rig(namespaces=1)
+    engine = rig.engine()
+    stored(engine, "a")
+    engine.quit()
+    rig.wait(GRACE_S)
+    other = rig.engine("o", identity={"model": "other"})
+    rig.wait(0)
+    assert rig.gauge("indexed_chunks") == (0,)
+    assert found(other, "a") == b""
+
+
 def test_a_new_generation_finds_nothing_of_the_one_before() -> None:
     rig = Rig()
     engine = rig.engine()
@@ -177,7 +200,10 @@ def test_spaces_and_namespaces_do_not_find_each_others_chunks() -> None:
     assert found(twin, "a", space=b"salt") == digests("a")
     for space in (b"", b"other", b"salt\1", bytes(32)):
         assert found(engine, "a", space=space) == b""
-    assert found(other, "a", space=b"salt") == b""
+    other.store("b")
+    index(other, "b", space=b"salt")
+    assert found(other, "a", "b", space=b"salt") == digests("b")
+    assert found(engine, "a", "b", space=b"salt") == digests("a")
     index(engine, "a", space=b"other")
     assert found(engine, "a", space=b"salt") == b""
     assert found(engine, "a", space=b"other") == digests("a")
