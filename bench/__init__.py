@@ -12,6 +12,7 @@ From the root of the repository, with what ``make setup`` installs:
                                             and without
     python -m bench --blend                 transformers: prompts of shuffled documents, with blend
                                             and without
+    python -m bench.blend_quality           how right answers are with blend; a small trained model
 
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed
 from what was stored. Nothing is left behind on a disk or a server.
