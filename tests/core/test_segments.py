@@ -9,6 +9,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.blend.match import entry_bytes
+from kvass.core import segments
 from kvass.core.effects import Received, TierReport
 from kvass.core.event_lines import line, parse
 from kvass.types import PAGE, GroupLayout, RankLayout
@@ -269,6 +270,16 @@ def test_a_search_from_outside_the_prompt_is_refused(first: int) -> None:
     engine = Rig().engine()
     message = m.FindSegments(seq=1, space=b"", tokens=text("a"), width=WIDTH, first=first)
     assert engine.rig.code(engine.scheduler, message) == "bad_value"
+
+
+def test_the_tokens_of_so_many_chunks_are_searched_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "MOST_CHUNKS", 2)
+    engine = Rig().engine()
+    stored(engine, "a", "b", "c")
+    assert search(engine, text("a", "b", "c")).digests == digests("a", "b")
+    assert search(engine, text("a", "b", "c"), first=16).digests == digests("b", "c")
 
 
 def test_only_so_many_sizes_of_chunks_are_indexed() -> None:
