@@ -29,11 +29,17 @@ from tests.support.hf_models import (
     logits,
     make,
     prompt,
+    wait_for_answers,
 )
 
 WHOLE = (PROMPT.shape[1] - 1) // BLOCK * BLOCK
 """The longest hit of ``PROMPT``: to its last block, without its last token."""
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_answers(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +173,9 @@ def test_a_daemon_that_dies_costs_hits_only(
             daemon.kill()
             return match
 
-        monkeypatch.setattr(cached._store._client, "take", take_and_kill)
-        np.testing.assert_allclose(logits(cached.generate(PROMPT, **GREEDY)), right, **CLOSE)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(cached._store._client, "take", take_and_kill)
+            np.testing.assert_allclose(logits(cached.generate(PROMPT, **GREEDY)), right, **CLOSE)
         np.testing.assert_array_equal(logits(cached.generate(PROMPT, **GREEDY)), right)
         assert cached.last.loaded == 0
         daemon.start()

@@ -22,7 +22,7 @@ from kvass.core.blocks import BlockIndex, BlockPrints
 from kvass.core.eviction import Lru
 from kvass.core.extents import STAYS, ExtentMap
 from kvass.core.histogram import Histogram
-from kvass.core.index import ABSENT, Keyed, KeyIndex, odd_numbers
+from kvass.core.index import ABSENT, FILL, Keyed, KeyIndex, odd_numbers
 from kvass.core.registry import RowClassSpec
 from kvass.core.removed import RemovedRows
 from kvass.core.rows import (
@@ -57,7 +57,8 @@ holds, and for so many at most: 1 TiB and an eighth. For more they grow, in step
 INDEX_ROOM: Final = 4 * ROOM
 """All indexes together have room from the beginning for so many rows (160 MiB). A class that comes
 when that is spent begins with a small index, which grows: there may be thousands of classes."""
-
+BLOCKS_FILL: Final = 0.6
+"""Of the index of blocks, in which a lookup finds a few keys, and no hundreds."""
 
 GONE_A_STEP: Final = 64
 """Removed classes whose memory one ``reclaim`` gives back: that of 1,000 takes 6 ms. But only one
@@ -158,7 +159,7 @@ class RowStore:
         self._extent_bytes = extent_bytes
         self._slice_slots = slice_slots
         self._odd = odd_numbers(seed)
-        self.segments = SegmentIndex(segment_index_bytes, seed, self._odd)
+        self.segments = SegmentIndex(segment_index_bytes, seed)
         self._odd_of_blocks = odd_numbers(seed + b"blocks")
         self._prints: dict[int, BlockPrints] = {}
         """By the blocks of a chunk."""
@@ -224,17 +225,20 @@ class RowStore:
         prints = self._prints.setdefault(
             spec.chunk_blocks, BlockPrints(self.table, spec.chunk_blocks - 1)
         )
-        return BlockIndex(prints, self._sized_index(spec, prints, self._odd_of_blocks[:1]))
+        odd = self._odd_of_blocks[:1]
+        return BlockIndex(prints, self._sized_index(spec, prints, odd, BLOCKS_FILL))
 
     def _new_index(self, spec: RowClassSpec) -> KeyIndex:
         index = self._sized_index(spec, self.table, self._odd)
         self._cold += [index] if index.cold else []
         return index
 
-    def _sized_index(self, spec: RowClassSpec, table: Keyed, odd: U64Array) -> KeyIndex:
+    def _sized_index(
+        self, spec: RowClassSpec, table: Keyed, odd: U64Array, fill: float = FILL
+    ) -> KeyIndex:
         """With room for all rows of the class that the arena holds, if that much is left."""
         most = min(self.extents.size // spec.row_bytes, ROOM)
-        index = KeyIndex(table, odd, most if most <= self._index_room else 0)
+        index = KeyIndex(table, odd, most if most <= self._index_room else 0, fill)
         self._index_room -= index.room
         return index
 
@@ -287,7 +291,7 @@ class RowStore:
     def unfinished(self) -> bool:
         """Whether ``reclaim`` or ``warm`` has something to do now."""
         idle = self.sets.cleared and len(self._idle_cleared())
-        return bool(self._cold or self._gone or idle or self.segments.unfinished)
+        return bool(self._cold or self._gone or idle or self.segments.cleared)
 
     def reclaim(self) -> None:
         """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
@@ -528,9 +532,10 @@ class RowStore:
     def _unindex(self, rows: I64Array) -> None:
         owner = self.class_of(rows)
         if owner is not None:
-            known = rows[owner.index.find(self.table.key[rows]) == rows]
-            self.segments.left(owner.namespace, self.table.keys_of(known))
-            owner.index.remove(known)
+            keys = self.table.keys_of(rows)
+            known = owner.index.find(keys) == rows
+            self.segments.left(owner.namespace, keys[known])
+            owner.index.remove(rows[known])
             if owner.blocks is not None:
                 owner.blocks.remove(rows)
 
