@@ -14,6 +14,7 @@ from bench.figures import add
 from bench.footprint import first_touch_gbps, measure_footprint
 from bench.gpu import torch_device
 from bench.pings import measure_pings
+from bench.segments import measure_segments
 from kvass._version import __version__
 from kvass.cli import bench as shipped
 from kvass.cli.bench.copies import measure_copies
@@ -68,6 +69,8 @@ def measure(l1_bytes: int, rounds: int) -> dict[str, Any]:
     say("first touch of fresh shared memory")
     figures: dict[str, Any] = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
     figures["first_touch_gbps"] = first_touch_gbps()
+    say("segments of prompts of 128k tokens among 100,000 chunks and 1,000,000")
+    figures |= measure_segments()
     say("a daemon")
     with start_daemon(l1_bytes) as daemon:
         figures["ready_s"] = daemon.ready_s

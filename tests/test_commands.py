@@ -73,7 +73,8 @@ def here(line: str, folder: Path) -> str:
     line = re.sub(r"/tmp/kvass-tier|/var/cache/kvass", f"{folder}/tier", line)
     line = re.sub(r"(?<![\w/])/(tmp|run/kvass|etc)/(?=kvass\b)", f"{folder}/", line)
     line = re.sub(r"(\d+)MiB", r"\1KiB", line)
-    return re.sub(r"(\d+)GiB", r"\1MiB", line).replace("127.0.0.1:9273", "127.0.0.1:0")
+    line = re.sub(r"(\d+)GiB", r"\1MiB", line)
+    return re.sub(r"(\d+)TiB", r"\1GiB", line).replace("127.0.0.1:9273", "127.0.0.1:0")
 
 
 def run(line: str, folder: Path) -> str:

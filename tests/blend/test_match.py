@@ -32,7 +32,8 @@ class Known:
     def __init__(self, k: int, capacity: int = 64) -> None:
         self.k = k
         self.gone: list[int] = []
-        self.matcher = ChunkMatcher(k, capacity, lambda ids: self.gone.extend(ids.tolist()), b"x")
+        self.matcher = ChunkMatcher(k, capacity, b"x")
+        self.matcher.removing = lambda ids: self.gone.extend(ids.tolist())
         self.tokens: dict[int, bytes] = {}
         self.ids: dict[int, int] = {}
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvass import messages as m
 from kvass.blend.match import entry_bytes
-from kvass.core.effects import TierReport
+from kvass.core.effects import Received, TierReport
+from kvass.core.event_lines import line, parse
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import GRACE_S, RESERVE_S, WIDTH, Engine, Rig, digests, key, layout
 from tests.core.tier_rig import TierRig
@@ -153,7 +154,7 @@ def test_a_clear_ends_all_entries_at_once_and_their_memory_comes_back_in_slices(
     while rig.machine.next_deadline() == rig.now:
         rig.wait(0)
     assert rig.gauge("indexed_chunks", "indexed_bytes") == (0, 0)
-    assert not rig.machine.state.store.segments.matchers
+    assert not rig.machine.state.store.segments.sizes
     stored(engine, 1)
     assert found(engine, 1) == digests(1)
 
@@ -260,6 +261,13 @@ def test_a_worker_neither_indexes_nor_searches() -> None:
     engine = Rig().engine()
     message = m.FindSegments(seq=1, space=b"", tokens=b"", width=WIDTH)
     assert engine.rig.code(engine.workers[0], message) == "bad_rank"
+
+
+def test_a_log_shows_no_tokens() -> None:
+    event = Received(1, m.FindSegments(seq=1, space=b"s", tokens=text("a")))
+    hidden = Received(1, m.FindSegments(seq=1, space=b"s", tokens=bytes(64)))
+    assert parse(line(5.0, event)) == (5.0, hidden)
+    assert parse(line(5.0, event, max_chars=None)) == (5.0, event)
 
 
 # ---------------------------------------------------------------- tiers

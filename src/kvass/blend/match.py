@@ -75,13 +75,8 @@ class ChunkMatcher:
     used again.
     """
 
-    def __init__(
-        self,
-        chunk_tokens: int,
-        capacity: int,
-        removing: Callable[[I64Array], None],
-        seed: bytes = b"",
-    ) -> None:
+    def __init__(self, chunk_tokens: int, capacity: int, seed: bytes = b"") -> None:
+        self.removing: Callable[[I64Array], None] = lambda ids: None
         self.chunk_tokens, self.capacity = chunk_tokens, max(1, capacity)
         self.count = 0
         self.replaced = 0
@@ -101,12 +96,20 @@ class ChunkMatcher:
         self._table: npt.NDArray[np.int32] = np.zeros((buckets, WAYS), np.int32)
         self._filter: npt.NDArray[np.uint8] = np.zeros(buckets * _CELLS, np.uint8)
         self._shift = np.uint64(65 - (buckets * _CELLS).bit_length())
-        self._removing, self._seed = removing, seed
+        self._seed = seed
         self._base = int.from_bytes(hashlib.sha256(seed + b"base").digest()[:8], "little") | 1
         self._powers(chunk_tokens + _BLOCK)
 
     def keys_of(self, ids: I64Array) -> U64Array:
-        return self.key[ids]
+        """What tells entries apart: the words of their keys, and their places."""
+        return self.named(self.place[ids], self.key[ids])
+
+    @staticmethod
+    def named(place: int | I64Array, keys: U64Array) -> U64Array:
+        """``keys`` of a place, or of one each, as ``keys_of``: ``(n, KEY_WORDS + 1)``."""
+        names = np.empty((len(keys), KEY_WORDS + 1), np.uint64)
+        names[:, :KEY_WORDS], names[:, KEY_WORDS] = keys, place
+        return names
 
     # ------------------------------------------------------------ entries
 
@@ -138,7 +141,7 @@ class ChunkMatcher:
 
     def remove(self, ids: I64Array) -> None:
         """Take distinct entries out; their ids will be others'."""
-        self._removing(ids)
+        self.removing(ids)
         cells = self._cells(self._hash[ids])
         np.subtract.at(self._filter, cells, 1)
         buckets = cells // _CELLS
@@ -236,7 +239,7 @@ class ChunkMatcher:
         ends: dict[tuple[bytes, int], list[int]] = {}
         """By the key of its last chunk and the position behind it: each run that may go on."""
         at = -1
-        keys, before = self.key[ids], self.before[ids]
+        keys, before = _each(self.key[ids]), _each(self.before[ids])
         cuts = np.flatnonzero(np.diff(offsets, prepend=-1))
         starts = self.start[ids].tolist()
         for begin, end in zip(cuts.tolist(), [*cuts[1:].tolist(), len(ids)], strict=True):
@@ -245,12 +248,12 @@ class ChunkMatcher:
             longer = {}
             if offset == at + k:
                 for i in there:
-                    run = ends.get((before[i].tobytes(), starts[i]))
+                    run = ends.get((before[i], starts[i]))
                     if run is not None:
-                        longer[keys[i].tobytes(), starts[i] + k] = [*run, int(ids[i])]
+                        longer[keys[i], starts[i] + k] = [*run, int(ids[i])]
             if not longer:
                 runs += _one_run(ends, at, k)
-                longer = {(keys[i].tobytes(), starts[i] + k): [int(ids[i])] for i in there}
+                longer = {(keys[i], starts[i] + k): [int(ids[i])] for i in there}
             ends, at = longer, offset
         return runs + _one_run(ends, at, k)
 
@@ -280,7 +283,8 @@ class ChunkMatcher:
     def _hash_offsets(self, prompt: U32Array, salt: np.uint64) -> U64Array:
         """Of the chunk at each offset: uint64, ``(len(prompt) - chunk_tokens + 1,)``."""
         size, k = len(prompt), self.chunk_tokens
-        sums = np.zeros(size + 1, np.uint64)
+        sums = np.empty(size + 1, np.uint64)
+        sums[0] = 0
         mixed = _mixed(prompt)
         mixed *= self._inverse[:size]
         np.cumsum(mixed, out=sums[1:])
@@ -292,7 +296,6 @@ class ChunkMatcher:
 def _mixed(tokens: U32Array) -> U64Array:
     """``m``: other bits for each token, so that no sum of a few tokens is another's."""
     mixed = tokens.astype(np.uint64)
-    mixed += np.uint64(0x9E3779B97F4A7C15)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)
     return mixed
@@ -327,6 +330,11 @@ def _choose(hits: I64Array, k: int) -> I64Array:
         if at < len(hits) and hits.item(at) < hits.item(last) + k:
             at = int(hits.searchsorted(hits.item(last) + k))
     return np.concatenate(chosen)
+
+
+def _each(keys: U64Array) -> list[bytes]:
+    """The bytes of each key."""
+    return [*map(bytes, keys.view(f"V{keys.itemsize * keys.shape[1]}").ravel().tolist())]
 
 
 def _one_run(ends: dict[tuple[bytes, int], list[int]], at: int, k: int) -> list[Run]:

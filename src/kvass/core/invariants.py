@@ -284,17 +284,19 @@ def _instances(state: State) -> None:
 def _segments(state: State) -> None:
     """Indexed chunks have rows, or are of a namespace that has tiers; none is counted twice."""
     segments, count = state.store.segments, Counter[int]()
-    for namespace, indexed in segments.of.items():
-        ns, matcher, ids = state.namespaces[namespace], indexed.matcher, indexed.by_key.rows()
-        assert matcher is segments.matchers[ns.chunk_tokens], "chunks of another size are indexed"
-        assert (matcher.place[ids] == indexed.place).all(), "an entry is another namespace's"
-        count[ns.chunk_tokens] += len(ids)
+    for namespace, place in segments.of.items():
+        ns, matcher = state.namespaces[namespace], place.chunks.matcher
+        assert place.chunks is segments.sizes[ns.chunk_tokens], "chunks of another size are indexed"
+        keys = matcher.key[matcher.place == place.number]
+        assert (place.chunks.find(place.number, keys) != ABSENT).all(), "an entry has no key"
+        count[ns.chunk_tokens] += len(keys)
         for c in ns.classes:
-            known = ns.tier_epochs or (c.index.find(matcher.key[ids]) != ABSENT).all()
+            known = ns.tier_epochs or (c.index.find(keys) != ABSENT).all()
             assert known, "law 4: a chunk is indexed whose row left"
-    for indexed, ids in segments.cleared:
-        left = indexed.matcher.place[ids] == indexed.place
-        count[indexed.matcher.chunk_tokens] += int(left.sum())
-    for size, matcher in segments.matchers.items():
-        assert matcher.count == count[size] == (matcher.place > 0).sum(), "entries were miscounted"
+    for number, chunks, _ in segments.cleared:
+        count[chunks.matcher.chunk_tokens] += int((chunks.matcher.place == number).sum())
+    for size, chunks in segments.sizes.items():
+        matcher = chunks.matcher
+        counts = {matcher.count, count[size], int((matcher.place > 0).sum()), len(chunks.by_key)}
+        assert len(counts) == 1, "entries were miscounted"
         assert matcher.count <= matcher.capacity, "law 12: too many chunks are indexed"

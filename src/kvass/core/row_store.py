@@ -159,7 +159,7 @@ class RowStore:
         self._extent_bytes = extent_bytes
         self._slice_slots = slice_slots
         self._odd = odd_numbers(seed)
-        self.segments = SegmentIndex(segment_index_bytes, seed, self._odd)
+        self.segments = SegmentIndex(segment_index_bytes, seed)
         self._odd_of_blocks = odd_numbers(seed + b"blocks")
         self._prints: dict[int, BlockPrints] = {}
         """By the blocks of a chunk."""
@@ -291,7 +291,7 @@ class RowStore:
     def unfinished(self) -> bool:
         """Whether ``reclaim`` or ``warm`` has something to do now."""
         idle = self.sets.cleared and len(self._idle_cleared())
-        return bool(self._cold or self._gone or idle or self.segments.unfinished)
+        return bool(self._cold or self._gone or idle or self.segments.cleared)
 
     def reclaim(self) -> None:
         """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
@@ -532,9 +532,10 @@ class RowStore:
     def _unindex(self, rows: I64Array) -> None:
         owner = self.class_of(rows)
         if owner is not None:
-            known = rows[owner.index.find(self.table.key[rows]) == rows]
-            self.segments.left(owner.namespace, self.table.keys_of(known))
-            owner.index.remove(known)
+            keys = self.table.keys_of(rows)
+            known = owner.index.find(keys) == rows
+            self.segments.left(owner.namespace, keys[known])
+            owner.index.remove(rows[known])
             if owner.blocks is not None:
                 owner.blocks.remove(rows)
 
