@@ -262,7 +262,8 @@ class Indexed(Message, tag="indexed"):
 
 class FindSegments(Message, tag="find_segments"):
     """Which indexed chunks of ``space`` stand in a prompt's ``tokens`` (uint32, little endian) from
-    token ``first`` on? Segments of fewer than ``min_tokens`` tokens are left out.
+    token ``first`` on? Segments of fewer than ``min_tokens`` tokens are left out. The tokens of
+    1,024 chunks are searched at most.
 
     Nothing is pinned: name the digests in a ``Lookup``, each once, after those of the exact prefix.
     """
