@@ -7,7 +7,7 @@ from typing import Final
 from kvass.core import epochs, promote
 from kvass.core.checks import instance_of, named_namespace
 from kvass.core.registry import ClientSession
-from kvass.core.row_store import Namespace
+from kvass.core.row_classes import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import Clearing
 from kvass.errors import Refused

@@ -4,8 +4,8 @@
 once, refusals included (law 11), and a refused message changed nothing.
 
 Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
-``row_store``. Leases and reservations: ``settlement``. What messages do: ``reading``, ``promote``,
-``writing``, ``clearing``. Tiers: ``flush``, ``epochs``.
+``row_classes``, ``row_states``, ``row_store``. Leases and reservations: ``settlement``. What
+messages do: ``reading``, ``promote``, ``writing``, ``clearing``. Tiers: ``flush``, ``epochs``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvass.core.index import digests_of
 from kvass.core.prefix import NO_BLOCKS, PrefixView
 from kvass.core.registry import ClientSession
 from kvass.core.removed import AT_ONCE
-from kvass.core.row_store import Namespace
+from kvass.core.row_classes import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.errors import Refused

@@ -12,7 +12,7 @@ from kvass.types import NO_CAP, SCHEDULER
 if TYPE_CHECKING:
     from kvass.core.ledger import Entry
     from kvass.core.registry import Instance
-    from kvass.core.row_store import RowClass
+    from kvass.core.row_classes import RowClass
     from kvass.core.state import State
     from kvass.core.tenants import Tenant
     from kvass.core.traffic import Traffic
@@ -40,7 +40,7 @@ def status(state: State) -> dict[str, Any]:
         for ns in state.namespaces.values()
     ]
     groups = [g for ns in namespaces for g in ns["groups"]]
-    reservations, cleared_bytes = state.reservations.all.values(), state.store.cleared_bytes
+    reservations, cleared_bytes = state.reservations.all.values(), state.store.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing
     return {
         "boot": state.config.boot.hex(),
