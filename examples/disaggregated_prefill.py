@@ -1,7 +1,7 @@
 """Disaggregated prefill over the cache: one vLLM server computes prompts, another one answers.
 
 ``python -m examples.disaggregated_prefill`` starts a daemon, two servers of a tiny random-weight
-model and the proxy with ``--prefill``. Exit status 1 if the decode server loaded no prompt.
+model and the proxy with ``--prefill``. Exit status 1 if the decode server computed a stored block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from examples.serving import Reply, ask, running_proxy, two_servers
-from examples.tiny import some_prompt, whole_chunks
+from examples.tiny import some_prompt, whole_blocks
 
 
 def play(folder: Path, servers: list[str], prompts: list[list[int]]) -> list[Reply]:
@@ -31,7 +31,7 @@ def main() -> int:
         print(f"decode server: {reply.prompt_tokens} prompt tokens, {reply.cached} cached")
     same = [reply.tokens for reply in replies] == [reply.tokens for reply in computed]
     print(f"same tokens as the prefill server's: {'yes' if same else 'NO'}")
-    hit = any(reply.cached >= whole_chunks(reply.prompt_tokens) for reply in replies)
+    hit = all(reply.cached == whole_blocks(reply.prompt_tokens) for reply in replies)
     return 0 if same and hit else 1
 
 

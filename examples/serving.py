@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import httpx
 
 from examples.tiny import ENGINE, ENVIRONMENT, model, transfer_config
-from kvass.testing.daemon import running_daemon
+from kvass.testing.daemon import Daemon, running_daemon
 
 START_S: Final = 300.0
 
@@ -49,9 +49,10 @@ def ask(url: str, prompt: list[int], max_tokens: int = 16) -> Reply:
 
 
 @contextmanager
-def two_servers(folder: Path) -> Iterator[list[str]]:
-    """A daemon and two vLLM servers of the tiny model; their URLs."""
-    with running_daemon(folder, l1_size="256MiB") as daemon:
+def two_servers(folder: Path, **options: Any) -> Iterator[list[str]]:
+    """A daemon with ``options``, and two vLLM servers of the tiny model, both connected to it;
+    their URLs."""
+    with running_daemon(folder, l1_size="256MiB", **options) as daemon:
         flags = ENGINE | {
             "model": model(),
             "served_model_name": "tiny",
@@ -61,6 +62,7 @@ def two_servers(folder: Path) -> Iterator[list[str]]:
         }
         command = ["vllm.entrypoints.openai.api_server", *_as_flags(flags)]
         with _serving(folder, [command] * 2) as urls:
+            _wait_connected(daemon, 2)
             yield urls
 
 
@@ -120,6 +122,16 @@ def _wait_for(url: str, log: Path) -> None:
         except httpx.HTTPError:
             if time.monotonic() > until:
                 raise RuntimeError(f"{url} never came up: {log.read_text()[-4000:]}") from None
+        time.sleep(0.1)
+
+
+def _wait_connected(daemon: Daemon, engines: int) -> None:
+    """A server answers before its engine is connected, and runs uncached until then. ``kvass
+    status`` lists who is connected, with all its ranks."""
+    until = time.monotonic() + START_S
+    while [bool(one["namespace"]) for one in daemon.status()["engines"]] != [True] * engines:
+        if time.monotonic() > until:
+            raise RuntimeError(f"not {engines} engines: {daemon.status()['engines']}")
         time.sleep(0.1)
 
 

@@ -26,8 +26,6 @@ ENGINE: Final[dict[str, Any]] = {
     "enforce_eager": True,
     "skip_tokenizer_init": True,  # it has none: prompts are token ids
 }
-CHUNK: Final = 256
-"""Tokens. A hit ends at a multiple of it."""
 
 
 def model() -> Path:
@@ -41,9 +39,10 @@ def some_prompt(tokens: int, seed: int) -> list[int]:
     return [words.randrange(4, TINY.vocab) for _ in range(tokens)]
 
 
-def whole_chunks(tokens: int) -> int:
-    """How many of a prompt's tokens another engine finds in the cache, at least."""
-    return tokens // CHUNK * CHUNK
+def whole_blocks(tokens: int) -> int:
+    """How many of a prompt's tokens another engine finds in the cache: the last is computed."""
+    block: int = ENGINE["block_size"]
+    return (tokens - 1) // block * block
 
 
 def transfer_config(socket: str, **options: Any) -> dict[str, Any]:

@@ -114,6 +114,8 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "skip_slow_loads": "no",
         "stop_s": "5",
         "quota": "a=1GiB:1KiB",
+        "record": "/r",
+        "record_size": "1MiB",
         "log_level": "debug",
         "log_format": "json",
         "http": "127.0.0.1:1",

@@ -60,7 +60,7 @@ FORBIDDEN = {
     "kvass.layout.describe": "socket",
     "kvass.messages": "kvass.core.rows",
     "kvass.wire.framing": "kvass.daemon.loop",
-    "kvass.daemon.loop": "torch kvass.client.client kvass.layout.describe",
+    "kvass.daemon.loop": "torch kvass.client.client kvass.layout.describe kvass.blend.rope",
     "kvass.client.client": "kvass.core.machine torch kvass.testing.daemon",
     "kvass.transfer.host": "kvass.wire.channel",
     "kvass.connectors.vllm.connector": "kvass.daemon.loop kvass.core.rows",

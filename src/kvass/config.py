@@ -21,8 +21,9 @@ from msgspec import Meta, field
 
 from kvass.arena.room import room
 from kvass.errors import ConfigError, Unavailable
-from kvass.tiers.url import parse_tier_url, shown
-from kvass.types import MOST_QUOTAS, PAGE, Quota, Timing
+from kvass.tiers.options import DiskOptions
+from kvass.tiers.url import read_tier_url, shown, tier_name
+from kvass.types import DEFAULT_TENANT, PAGE, Quota, Timing, check_quotas_of
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
 
@@ -126,8 +127,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=60_000,
-            description="milliseconds that a request may wait for lookups; with tiers it may wait "
-            "longer, up to the time that computing takes",
+            description="milliseconds that a request may wait for lookups; for tiers and for other "
+            "engines' stores it may wait longer, up to the time that computing takes",
         ),
     ] = Timing().lookup_budget_ms
     tier: Annotated[
@@ -160,6 +161,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0, le=86_400, description="seconds for flushing to tiers after SIGTERM"),
     ] = 10.0
+    record: Annotated[
+        str,
+        Meta(
+            description="new file that records lookups and stores, without tokens, for kvass "
+            "simulate"
+        ),
+    ] = ""
+    record_size: Annotated[Size, Meta(description="bytes of it after which recording ends")] = Size(
+        1 << 30
+    )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="lowest level that is logged"),
@@ -277,11 +288,11 @@ def _check(config: Config, where: Mapping[str, str]) -> None:
         raise ConfigError(f"{size}: smaller than one row; use {PAGE} or more")
     if config.l1_size > (have := memory_bytes()):
         raise ConfigError(f"{size}: more than the {Size(have).rounded()} there are")
-    for url in config.tier:
-        try:
-            parse_tier_url(url)
-        except ConfigError as error:
-            raise ConfigError(f"{where['tier']}: {error}") from None
+    try:
+        for url in config.tier:
+            read_tier_url(url)
+    except ConfigError as error:
+        raise ConfigError(f"{where['tier']}: {error}") from None
     check_quotas(config, where.get("quota", "quota"))
 
 
@@ -291,19 +302,22 @@ def quotas(config: Config) -> tuple[Quota, ...]:
 
 
 def check_quotas(config: Config, where: str = "quota") -> None:
-    """Whether an L1 of ``l1_size`` can have them. Raises ``ConfigError``."""
+    """Whether an L1 of ``l1_size`` can have them, and whether all tenants with a quota in a tier
+    are among them. Raises ``ConfigError``."""
     try:
         every = quotas(config)
+        check_quotas_of(every, "an l1_size", config.l1_size)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    names = [quota.tenant for quota in every]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{where}: {min(twice)} has two: give one")
-    reserved = Size(sum(quota.reserved_bytes for quota in every))
-    if reserved > config.l1_size:
-        raise ConfigError(f"{where}: {reserved} are reserved of an l1_size of {config.l1_size}")
-    if len(every) > MOST_QUOTAS:
-        raise ConfigError(f"{where}: {len(every)} tenants, there may be {MOST_QUOTAS}")
+    known = {DEFAULT_TENANT} | {quota.tenant for quota in every}
+    for url in config.tier:
+        options = read_tier_url(url)[1]
+        of_tier = options.quotas if isinstance(options, DiskOptions) else ()
+        if unknown := sorted({quota.tenant for quota in of_tier} - known):
+            raise ConfigError(
+                f"tier {tier_name(url)}: quota of {unknown[0]}: it has none in L1: add "
+                f"--quota {unknown[0]}=:0"
+            )
 
 
 def to_yaml(config: Config) -> str:

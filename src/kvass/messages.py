@@ -53,12 +53,14 @@ FEATURES: Final[tuple[str, ...]] = (
     "removals",
     "quotas",
     "blocks",
+    "segments",
 )
 """Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
 ``generations``: ``Register.generation``. ``promoting``: ``Promoting``. Every daemon of protocol 1
 names these three, so clients do not ask for them. ``removals``: ``Removals``. ``quotas``:
 ``SetQuota``; without it a daemon takes no notice of ``Lookup.tenant``, ``ReserveItem.tenant``.
-``blocks``: hits that end inside of a chunk (``Lookup.blocks``, ``ReserveItem.blocks``)."""
+``blocks``: hits that end inside of a chunk (``Lookup.blocks``, ``ReserveItem.blocks``).
+``segments``: ``IndexChunks`` and ``FindSegments``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -154,6 +156,7 @@ class Lookup(Message, tag="lookup"):
     If all chunks of ``digests`` match, so do those of these that some row of L1 has. Only where all
     groups are ``full`` with one block size. ``again``: the lookup of a prompt that was looked up
     just now, with the blocks of the chunk at which that match ended; it is not counted as another.
+    ``writing``: rows that engines are writing are waited for, as tiers are, and within that budget.
     """
 
     request: Name
@@ -167,11 +170,12 @@ class Lookup(Message, tag="lookup"):
     tenant: Name = ""
     blocks: Digests = b""
     again: bool = False
+    writing: bool = False
 
 
 class Promoting(Message, tag="promoting"):
-    """To a ``Lookup`` or ``Prefetch`` (its ``seq``), at once: tiers are at work on it, and the
-    answer follows."""
+    """To a ``Lookup`` or ``Prefetch`` (its ``seq``), at once: tiers are at work on it, or engines
+    are storing it, and the answer follows."""
 
 
 class Prefetch(Message, tag="prefetch"):
@@ -225,6 +229,67 @@ class Release(Message, tag="release"):
     boot: ShortBytes
     lease: Int64
     rank: Int32 = -1
+
+
+# ---------------------------------------------------------------- segments
+
+
+class IndexChunks(Message, tag="index_chunks"):
+    """Have chunks found by their tokens, wherever they stand in a prompt (``FindSegments``).
+
+    The exact KV of the chunks is stored under ``digests``, or is being stored. Others are left out,
+    so index what a ``Reserve`` has just granted, and what a ``Lookup`` has just hit. To index again
+    does no harm. ``space``: at most 32 bytes that stand for all that must be alike beside the
+    namespace, such as a salt or an adapter. ``tokens``: those of the chunks, uint32, little endian.
+    ``start``: the position of the first one. ``predecessor``: the digest of the chunk before, empty
+    at position 0. Refused in a namespace with groups that are not ``full``.
+    """
+
+    space: ShortBytes
+    digests: Digests
+    tokens: Digests
+    width: Int32 = 32
+    start: Int64 = 0
+    predecessor: ShortBytes = b""
+
+
+class Indexed(Message, tag="indexed"):
+    """So many of the chunks are in the index now."""
+
+    chunks: int = 0
+
+
+class FindSegments(Message, tag="find_segments"):
+    """Which indexed chunks of ``space`` stand in a prompt's ``tokens`` (uint32, little endian) from
+    token ``first`` on? Segments of fewer than ``min_tokens`` tokens are left out.
+
+    Nothing is pinned: name the digests in a ``Lookup``, each once, after those of the exact prefix.
+    """
+
+    space: ShortBytes
+    tokens: Digests
+    width: Int32 = 32
+    first: Int64 = 0
+    min_tokens: Int64 = 0
+
+
+class Segment(msgspec.Struct, omit_defaults=True):
+    """Tokens ``[new_start, new_start + length)`` of the prompt are those of whole chunks that were
+    stored one after the other from position ``old_start`` on. ``predecessor``: the digest of the
+    chunk before them then, empty at position 0."""
+
+    new_start: int = 0
+    old_start: int = 0
+    length: int = 0
+    predecessor: bytes = b""
+
+
+class Segments(Message, tag="segments"):
+    """Disjoint and ascending. ``digests``: of the chunks of all of them, in this order. A chunk may
+    be found several times."""
+
+    segments: tuple[Segment, ...] = ()
+    digests: bytes = b""
 
 
 # ---------------------------------------------------------------- writing
@@ -408,7 +473,18 @@ class Error(Message, tag="error"):
 
 
 Request = (
-    Hello | Register | Lookup | Prefetch | Reserve | Ping | Clear | SetQuota | Removals | Status
+    Hello
+    | Register
+    | Lookup
+    | Prefetch
+    | IndexChunks
+    | FindSegments
+    | Reserve
+    | Ping
+    | Clear
+    | SetQuota
+    | Removals
+    | Status
 )
 OneWay = Release | Commit | Abort | HandedOver
 FromClient = Request | OneWay
@@ -418,6 +494,8 @@ FromDaemon = (
     | Matched
     | Promoting
     | Prefetched
+    | Indexed
+    | Segments
     | Granted
     | Pong
     | Cleared

@@ -208,9 +208,11 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 NO_CAP: Final = 1 << 62
-"""The cap of a tenant that may have all of L1."""
+"""The cap of a tenant that may have all."""
 MOST_QUOTAS: Final = 64
 """So many tenants may have one."""
+DEFAULT_TENANT: Final = "default"
+"""Pays for what tenants without a quota store."""
 _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -220,7 +222,8 @@ def is_tenant_name(name: str) -> bool:
 
 
 class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a tenant may have of L1, and what is reserved for it. ``cap_bytes`` ``NO_CAP``: all."""
+    """What a tenant may have of L1 or of a tier, and what is reserved for it. ``cap_bytes``
+    ``NO_CAP``: all."""
 
     tenant: Name
     cap_bytes: Int64 = NO_CAP
@@ -262,6 +265,17 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
         return ""
 
 
+def check_quotas_of(quotas: Sequence[Quota], what: str, size: int) -> None:
+    """Whether they can all be had of ``what`` of ``size`` bytes. Raises ``ValueError``."""
+    names = [quota.tenant for quota in quotas]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{min(twice)} has two: give one")
+    if (reserved := Size(sum(quota.reserved_bytes for quota in quotas))) > size:
+        raise ValueError(f"{reserved} are reserved of {what} of {Size(size)}")
+    if len(quotas) > MOST_QUOTAS:
+        raise ValueError(f"{len(quotas)} tenants, there may be {MOST_QUOTAS}")
+
+
 DEVICE_S: Final = 1.0
 """How long slots rest after the process that was writing them has ended. The kernel releases its
 files, a GPU's among them, a moment later if another process reads ``/proc/PID/smaps`` or the
@@ -286,6 +300,13 @@ class Limits(msgspec.Struct, frozen=True):
     """What lookups that wait for tiers take of the daemon's memory, a quarter of it for one
     instance. A lookup of 32,768 chunks takes 1.3 MiB and more; one of 1,000 takes 42 KiB."""
     namespaces: int = 1024
+    segment_tokens: int = 131_072
+    """Tokens of one ``IndexChunks`` or ``FindSegments``: to search more takes one step too long."""
+    segment_chunks: int = 512
+    """Chunks of one ``IndexChunks``: 3 ms of work."""
+    segment_index_bytes: int = 256 << 20
+    """Memory for indexed chunks (200,000 of 256 tokens), taken as it is used; for each of up to
+    four sizes of chunks. In a full index a new chunk replaces one that was not found for long."""
     instance_write_share: float = 0.25
     """reserved + quarantined bytes of one instance, as a share of L1."""
     request_id_bytes: int = 512

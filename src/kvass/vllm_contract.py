@@ -129,6 +129,7 @@ v1/request.py
     Request.num_tokens
     Request.session_id
     Request.skip_reading_prefix_cache
+    Request.trace_headers
 multimodal/inputs.py
     MultiModalFeatureSpec.identifier
     MultiModalFeatureSpec.mm_hash = None

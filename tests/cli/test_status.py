@@ -58,6 +58,13 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         assert any(line.startswith("mine") for line in lines)
         assert "up" in next(line for line in lines if line.startswith("disk:"))
         assert max(map(len, lines)) <= COLUMNS
+        _, more = said(daemon, capsys, "status", "--verbose")
+        assert any(line.split()[:2] == ["stored_rows", "3"] for line in more[len(lines) :])
+        shown = {line.split()[0] for line in more if line.startswith("  ")}
+        counters = daemon.status()["counters"]
+        assert {name for name, n in counters.items() if n} <= shown
+        assert not {name for name, n in counters.items() if not n} & shown
+        assert "Chunks that lookups hit." in " ".join(more)
         assert said(daemon, capsys, "status", "--check") == (0, ["ok"])
         assert main(["status", "--json", "--socket", daemon.socket]) == 0
         fields = json.loads(capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,15 @@ from kvass.errors import Incompatible, Refused
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.fake_engine import FakeEngine, spread
 from kvass.types import GroupLayout, Quota, RankLayout
+from kvass.web.metrics import exposition
+from tests.client.test_tiers import flushed
+from tests.daemon.tier_rig import tier_of
+from tests.support.waiting import eventually
 
 CHUNK = 16
 WORLD = ParallelStrategy()
 LAYOUTS = spread(WORLD, RankLayout((GroupLayout("full", 4, ("l0",), (64 << 10,)),)))
+OF_TIER = "disk:/nowhere?capacity=100MiB&quota=a=1MiB"
 CALM = [range(1000 * i, 1000 * i + 4 * CHUNK) for i in range(8)]  # 8 prompts of 1 MiB
 
 
@@ -24,10 +30,10 @@ def engine(daemon: Daemon) -> FakeEngine:
     return FakeEngine(daemon.socket, WORLD, LAYOUTS, chunk_tokens=CHUNK, identity={"model": "m"})
 
 
-def noise(one: FakeEngine, first: int) -> None:
+def noise(one: FakeEngine, first: int, count: int = 64) -> None:
     """64 MiB of prompts that are used once, of a tenant that nobody knows."""
     one.tenant = "noisy"
-    for i in range(first, first + 64):
+    for i in range(first, first + count):
         assert one.store(range(10**6 + 1000 * i, 10**6 + 1000 * i + 4 * CHUNK)), "it was refused"
 
 
@@ -54,6 +60,39 @@ def test_a_noisy_tenant_cannot_push_a_reserved_one_out(tmp_path: Path, reserved:
         tenants = {t["tenant"]: t for t in daemon.status()["tenants"]}
         assert tenants["default"]["l1_bytes"] >= 23 << 20, "all but what is reserved is used"
         assert tenants["calm"]["lookups"] == 8
+
+
+@pytest.mark.parametrize("quota", ["&quota=calm=:16MiB", ""], ids=["reserved", "control"])
+def test_a_noisy_tenant_cannot_push_a_reserved_one_out_of_a_disk_tier(
+    tmp_path: Path, quota: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The control's tier has no quota. Nothing is reserved in L1; the daemon is killed once."""
+    (disk := tmp_path / "disk").mkdir(mode=0o755)
+    options = {"quota": ["calm=:0"], "tier": [f"disk:{disk}?capacity=40MiB{quota}"]}
+    with running_daemon(tmp_path, "32MiB", **options) as daemon:
+        with engine(daemon) as one:
+            one.tenant = "calm"
+            assert sum(map(one.store, CALM)) == 32
+            for first in range(0, 64, 8):
+                flushed(daemon)
+                noise(one, first, 8)
+        daemon.restart()
+        with engine(daemon) as one:
+            for first in range(64, 128, 8):
+                noise(one, first, 8)
+                flushed(daemon)
+            assert calm(one) == (32 if quota else 0)
+        assert tier_of(daemon)["loaded_rows"] == (32 if quota else 0)
+        assert eventually(lambda: tier_of(daemon)["evicted"] > 0)
+        if quota:
+            tenants = tier_of(daemon)["tenants"]
+            assert 8 << 20 <= tenants["calm"]["bytes"] <= 16 << 20
+            assert tenants["default"]["bytes"] > 18 << 20, "all but what is reserved"
+            assert main(["status", "--socket", daemon.socket]) == 0
+            lines = [" ".join(x.split()) for x in capsys.readouterr().out.splitlines()]
+            assert any(re.fullmatch(r"calm [\d.]+ MiB - 16.0 MiB", line) for line in lines)
+            reserved = 'kvass_tier_tenant_reserved_bytes{tenant="calm",tier="disk"} 1.6777216e+07'
+            assert reserved in exposition(daemon.status()).decode()
 
 
 def test_a_quota_comes_and_goes_while_the_daemon_serves(
@@ -88,8 +127,9 @@ def test_quotas_that_cannot_be_stop_the_start(capsys: pytest.CaptureFixture[str]
         (["a"], "write NAME=CAP:RESERVED"),
         (["a=lots"], "no size: 'lots'"),
         (["other=1MiB"], "not 'other'"),
+        (["b=:0", OF_TIER], "quota of a: it has none in L1: add --quota a=:0"),
     ):
-        flags = [part for quota in quotas for part in ("--quota", quota)]
+        flags = [x for q in quotas for x in ("--tier" if q == OF_TIER else "--quota", q)]
         assert main(["serve", "--socket", "/nowhere/s", "--l1-size", "16MiB", *flags]) == 2
         said = capsys.readouterr().err
         assert why in said

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import Stopping
+from kvass.core.effects import Send, Stopping
 from kvass.core.metrics import COUNTERS
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import LEASE_S, WIDTH, Engine, Rig, digests
@@ -139,6 +139,23 @@ def test_a_tail_matches_only_when_it_is_complete(rig: Rig, engine: Engine) -> No
     engine.abort(grant.reservation)
     assert hit(engine, "ab") == (0, 0)
     assert rig.gauge("rows", "reservations") == (0, 0)
+
+
+def test_a_tail_that_is_being_written_is_waited_for(rig: Rig, engine: Engine) -> None:
+    """Unless some row has as many blocks."""
+    store(engine, "abcdef")
+    one = reserve(engine, "abcdefg", first=1)
+    engine.hand_over(reservations=(one.reservation,))
+    assert lookup(engine, "abcdef", writing=True).blocks == 2
+    p = Prompt("abcdefg")
+    rest = digests(*p.rest)
+    message = m.Lookup(
+        seq=8, request="r", digests=digests(*p.chunks), width=WIDTH, blocks=rest, writing=True
+    )
+    assert rig.say(engine.scheduler, message) == []
+    engine.commit(one.reservation)
+    (reply,) = (e.message for e in rig.last if isinstance(e, Send))
+    assert (reply.chunks, reply.blocks) == (1, 3)
 
 
 def test_a_tail_that_some_row_has_is_not_granted(engine: Engine) -> None:

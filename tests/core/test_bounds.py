@@ -162,6 +162,8 @@ class World:
             *(m.Register(instance="new", rank=0, layout=one, **terms) for one in (FULL, HYBRID)),
             m.Lookup(seq=3, request="r", digests=blob, width=WIDTH, readers=(0,)),
             m.Prefetch(seq=3, request="r", digests=blob, width=WIDTH),
+            m.IndexChunks(seq=3, space=b"s", digests=blob, tokens=bytes(4 * 48), width=WIDTH),
+            m.FindSegments(seq=3, space=b"s", tokens=bytes(4 * 48), width=WIDTH),
             m.Reserve(seq=3, items=[item, item], width=WIDTH),
             m.HandedOver(leases=(self.lease,), reservations=(self.reservation,), **boot),
             m.Release(lease=self.lease, **boot),

@@ -87,6 +87,14 @@ items = st.builds(
     first=sevens,
     groups=st.just(1) | numbers,
 )
+spaces = st.sampled_from([b"", b"salt"]) | st.binary(max_size=33)
+some_tokens = st.integers(0, 4).map(lambda chunks: bytes(64 * chunks)) | st.binary(max_size=130)
+indexings = st.builds(
+    lambda digests: m.IndexChunks(
+        seq=1, space=b"", digests=digests, tokens=bytes(8 * len(digests)), width=WIDTH
+    ),
+    digests=blobs,
+)
 hellos: Any = st.builds(m.Hello, seq=numbers, clock_s=st.just(100.0) | st.floats())
 anything: Any = st.one_of(
     hellos,
@@ -125,6 +133,26 @@ anything: Any = st.one_of(
         reservations=st.lists(numbers, max_size=2).map(tuple),
     ),
     st.builds(m.Clear, seq=numbers, namespace=st.binary(max_size=4), everything=st.booleans()),
+    indexings,
+    st.builds(
+        m.IndexChunks,
+        seq=numbers,
+        space=spaces,
+        digests=blobs,
+        tokens=some_tokens,
+        width=widths,
+        start=numbers,
+        predecessor=st.binary(max_size=9),
+    ),
+    st.builds(
+        m.FindSegments,
+        seq=numbers,
+        space=spaces,
+        tokens=some_tokens,
+        width=widths,
+        first=numbers,
+        min_tokens=numbers,
+    ),
     st.builds(
         m.Removals,
         seq=numbers,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import QuotasAre
+from kvass.core.effects import QuotasAre, Stopping, TierStore
 from kvass.core.tenants import MOST, SHOWN
 from kvass.errors import Refused
 from kvass.types import MOST_QUOTAS, NO_CAP, PAGE, GroupLayout, Quota, RankLayout
@@ -70,6 +70,20 @@ def test_control_without_a_reservation_the_noisy_one_takes_all() -> None:
     store(e, "calm", *names("calm", 8))
     store(e, "noisy", *names("noisy", 200))
     assert held(e, *names("calm", 8)) == 0
+
+
+@pytest.mark.parametrize("flush", ["write_through", "on_evict"])
+def test_tiers_are_told_who_pays_for_what_they_store(flush: str) -> None:
+    """At the end ``on_evict`` stores the rows of all tenants together."""
+    rig = TierRig(tiers=1, core={"quotas": (quota("a"), quota("b")), "flush": flush})
+    e = rig.ready()
+    for tenant, name in (("a", "1"), ("b", "2"), ("nobody", "3"), ("a", "4")):
+        e.store(name, tenant=tenant)
+    rig.step(Stopping())
+    stored: dict[str, set[bytes]] = {}
+    for op in rig.open_ops(TierStore):
+        stored.setdefault(op.tenant, set()).update(key.tobytes()[:1] for key in op.records.keys)
+    assert stored == {"a": {b"1", b"4"}, "b": {b"2"}, "default": {b"3"}}
 
 
 def test_a_late_tenant_gets_what_is_reserved_for_it() -> None:

@@ -7,6 +7,7 @@ a load is compared with. ``a`` and ``b`` share one daemon; the pages of ``b`` ar
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.models import TINY, build
-from tests.support.vllm.process import Answer, EngineProcess
+from tests.support.vllm.process import ENVIRONMENT, Answer, EngineProcess
+from tests.support.vllm.template import Template
 
 ROOT: Final = Path(__file__).parent.parent.parent
 CHUNK: Final = 256
@@ -34,6 +36,7 @@ LIKE_COLD: Final = 1e-3
 def pytest_configure(config: pytest.Config) -> None:
     if where := config.getoption("pages"):
         EngineProcess.all_on_gpu = where == "gpu"
+    EngineProcess.template = Template({**os.environ, **ENVIRONMENT})
 
 
 class Judge:

@@ -41,6 +41,7 @@ class Prompt:
     computed_tokens: int = 0
     reads_cache: bool = True
     tenant: str = ""
+    trace: str = ""
     adapter: str | None = None
 
     @property

@@ -31,8 +31,8 @@ ROW = 2 * 2 * 4096
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    """With room for 32 rows."""
-    with running_daemon(tmp_path, l1_size=str(64 * ROW)) as one:
+    """With room for 32 rows. Patient: a busy machine makes no miss of a hit."""
+    with running_daemon(tmp_path, l1_size=str(64 * ROW), lookup_budget_ms=10_000) as one:
         yield one
 
 
@@ -285,7 +285,7 @@ def test_lora_adapters(
         a.settle(lambda name=name: name not in a.world.scheduler.requests, "its end")
         a.settle(lambda: a.rows() == 3, "three rows are announced")
         assert a.router.index.cached(prompt(0)) == 0, "a prompt without it has none"
-        assert a.world.scheduler.reset_prefix_cache()
+        a.settle(a.world.scheduler.reset_prefix_cache, "the tail is stored, too")
     daemon.kill()
     a.settle(lambda: a.rows() == 0, "they are withdrawn")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -138,18 +139,26 @@ def test_where_a_configuration_lay_is_no_part_of_it() -> None:
     assert one.identity == two.identity
 
 
-PRINT_IDENTITY = """
-from kvass.connectors.vllm import configuration, groups
+ELSEWHERE = """
+from kvass.connectors.vllm import adapt, configuration, groups
+from kvass.engine.boundary import log
 from tests.support.vllm.scheduler import make_configs
 config, caches = make_configs()
 ours = dict(configuration.read_setup(config, caches).identity)
+import vllm.logger
+if hasattr(vllm.logger, "configure_logging"):  # 0.30 does it when it is imported
+    from vllm.config.logging import LoggingConfig
+    vllm.logger.configure_logging(LoggingConfig())
+adapt.log_as_vllm()
+log.info("all is well")
 print(sorted((ours | groups.page_formats(caches)).items()))
 """
 
 
-def test_the_identity_is_the_same_in_another_process() -> None:
-    run = [sys.executable, "-c", PRINT_IDENTITY]
-    env = {**os.environ, "PYTHONHASHSEED": "7"}
+def test_in_another_process_the_identity_is_the_same_and_lines_look_like_vllms() -> None:
+    """One with another seed of ``hash()``, and without the handlers that pytest has here."""
+    env = {**os.environ, "PYTHONHASHSEED": "7", "VLLM_LOGGING_LEVEL": "INFO"}
+    run = [sys.executable, "-c", ELSEWHERE]
     out = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300, check=True)
     config, caches = make_configs()
     here = read_setup(config, caches)
@@ -158,6 +167,8 @@ def test_the_identity_is_the_same_in_another_process() -> None:
     if "PYTHONHASHSEED" not in os.environ:  # that it is part of the hash is meant
         assert there.pop("hash") != ours.pop("hash")
     assert there == ours
+    (line,) = [line for line in (out.stdout + out.stderr).splitlines() if "all is well" in line]
+    assert re.search(r"INFO \d\d-\d\d \d\d:.*all is well", line), line
 
 
 def module_level(config: Any) -> Any:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import KvassConnector, adapt, configuration
 from kvass.connectors.vllm.kv_caches import read_memory
@@ -78,21 +75,6 @@ def test_without_an_option_the_socket_is_that_of_the_environment(
     monkeypatch.setenv("KVASS_SOCKET", "/run/one.sock")
     assert setup(options={"kvass.socket": ""}).socket == "/run/one.sock"
     assert setup(options={"kvass.socket": "/run/two.sock"}).socket == "/run/two.sock"
-
-
-def test_lines_of_kvass_look_like_vllms() -> None:
-    """In a process of its own: pytest has handlers of its own here."""
-    program = (
-        "from kvass.connectors.vllm import adapt; from kvass.engine.boundary import log;"
-        "import vllm.logger; configure = getattr(vllm.logger, 'configure_logging', None)\n"
-        "if configure:  # 0.30 does it when it is imported\n"
-        " from vllm.config.logging import LoggingConfig; configure(LoggingConfig())\n"
-        "adapt.log_as_vllm(); log.info('all is well')"
-    )
-    env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
-    (line,) = [line for line in (run.stdout + run.stderr).splitlines() if "all is well" in line]
-    assert re.search(r"INFO \d\d-\d\d \d\d:.*all is well", line), line
 
 
 def test_the_default_chunk_is_the_smallest_multiple_from_256() -> None:
@@ -278,9 +260,11 @@ def test_that_vllms_own_cache_is_off_is_no_reason_not_to_serve() -> None:
 
 def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     config, caches = make_configs()
-    monkeypatch.setattr("vllm.__version__", "0.33.1+cpu")
-    assert "0.33.1" in inert_reason(config, caches)
-    monkeypatch.setattr("vllm.__version__", "0.32.0+cpu")
+    tested = min(TESTED_VLLM)
+    for version in ("0.33.1", f"{tested}+ourfork"):
+        monkeypatch.setattr("vllm.__version__", version)
+        assert f"{version} was never tested" in inert_reason(config, caches)
+    monkeypatch.setattr("vllm.__version__", f"{tested}+cpu")
     read_setup(config, caches)
 
 

@@ -63,6 +63,21 @@ def test_lookups_hits_and_copies(engines: tuple[StubModelEngine, StubModelEngine
     assert b.rank.connector.get_kv_connector_stats() is None, "it was taken"
 
 
+def test_a_lookup_that_is_repeated_counts_once(
+    engines: tuple[StubModelEngine, StubModelEngine],
+) -> None:
+    """vLLM asks again in each step in which it has no blocks for the request."""
+    a, _ = engines
+    planner = a.world.connector._planner
+    a.world.add("a", PROMPT)
+    for _ in range(3):
+        assert planner.match("a", 0) == 0
+    assert planner.traffic.take() == {"lookups": 1, "lookup_tokens": 96}
+    planner.allocated("a", (), 0)
+    assert planner.match("a", 0) == 0
+    assert planner.traffic.take() == {"lookups": 1, "lookup_tokens": 96}, "after a preemption"
+
+
 def test_copies_that_came_to_nothing() -> None:
     traffic = EngineTraffic()
     for kind, outcome in (("load", "late"), ("load", "lost"), ("store", "failed")):

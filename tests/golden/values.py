@@ -106,6 +106,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "lookup.blocks": m.Lookup(
         seq=3, request="r-1", digests=_DIGESTS, width=16, blocks=bytes(32), again=True
     ),
+    "lookup.writing": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, writing=True),
     "prefetch": m.Prefetch(
         seq=3, request="r-1", digests=_DIGESTS, width=16, namespace=bytes(32), budget_ms=1000.0
     ),
@@ -128,6 +129,24 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         slots=(_SLOTS, Slots()),
     ),
     "release": m.Release(boot=BOOT, lease=300, rank=5),
+    "index_chunks": m.IndexChunks(
+        seq=3,
+        space=b"salt",
+        digests=_DIGESTS,
+        tokens=bytes(range(32)),
+        width=16,
+        start=512,
+        predecessor=bytes(16),
+    ),
+    "indexed": m.Indexed(seq=3, chunks=4),
+    "find_segments": m.FindSegments(
+        seq=3, space=b"salt", tokens=bytes(range(32)), width=16, first=1, min_tokens=256
+    ),
+    "segments": m.Segments(
+        seq=3,
+        segments=(m.Segment(new_start=7, old_start=512, length=256, predecessor=bytes(16)),),
+        digests=bytes(range(16)),
+    ),
     "reserve": m.Reserve(
         seq=5,
         items=[
@@ -190,7 +209,7 @@ STRUCTS: Final[dict[str, type[msgspec.Struct]]] = {
     **{str(type(v).__struct_config__.tag): type(v) for v in VALUES.values()},
     **{
         kind.__name__: kind
-        for kind in (m.ReserveItem, m.Grant, GroupLayout, Quota, RankLayout, Slots)
+        for kind in (m.ReserveItem, m.Grant, m.Segment, GroupLayout, Quota, RankLayout, Slots)
     },
 }
 """Whose missing fields mean their defaults. ``Limits`` and ``Timing`` are always sent whole."""

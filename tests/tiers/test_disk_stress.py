@@ -10,6 +10,7 @@ import pytest
 from kvass.testing.tier_suite import data_of
 from kvass.tiers.disk import DiskTier
 from kvass.tiers.disk.index import DiskIndex
+from kvass.types import Quota
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import hits, keys_of
 
@@ -26,7 +27,9 @@ def check(of: DiskIndex) -> None:
         assert not segment.gone
         assert segment.users == 0
         assert not segment.pins.any()
-        free = [at for at in of._classes[segment.file.slot_bytes].free if at >> 32 == number]
+        free = [
+            at for at in segment.owner.classes[segment.file.slot_bytes].free if at >> 32 == number
+        ]
         empty = (segment.fingerprint == 0).nonzero()[0]
         assert sorted(free) == [segment.place(slot) for slot in empty.tolist()]
         assert segment.used == segment.file.slots - len(free) > 0, "an empty segment was kept"
@@ -37,12 +40,16 @@ def check(of: DiskIndex) -> None:
     assert found == len(of), "the index has records that no slot holds"
     assert of.dead == []
     assert of.spent == sum(segment.file.bytes for segment in of.segments.values()) <= of.capacity
-    held = [s for one in of._classes.values() for s in one.segments]
+    held = [s for o in of.owners.values() for one in o.classes.values() for s in one.segments]
     assert len(held) == len(of.segments)
+    for owner in of.owners.values():
+        theirs = [s for one in owner.classes.values() for s in one.segments]
+        assert all(s.owner is owner for s in theirs)
+        assert owner.spent == sum(s.file.bytes for s in theirs) <= owner.cap
 
 
-def torture(tier: DiskTier, seed: int, steps: int, stored: list[list[int]]) -> None:
-    rng = random.Random(seed)
+def torture(tier: DiskTier, seed: int, who: int, steps: int, stored: list[list[int]]) -> None:
+    rng = random.Random(seed * 5 + who)
     for _ in range(steps):
         some = rng.sample(range(len(KEYS)), rng.randint(1, 5))
         keys = [KEYS[i] for i in some]
@@ -51,7 +58,8 @@ def torture(tier: DiskTier, seed: int, steps: int, stored: list[list[int]]) -> N
             shapes = [SHAPES[i % 4] for i in some]
             versions = [rng.randrange(4) for _ in some]
             data = [data_of(*each) for each in zip(keys, shapes, versions, strict=True)]
-            stored[seed].append(sum(tier.store(keys, data)))
+            tenant = rng.choice(["a", "b", "nobody"])
+            stored[who].append(sum(tier.store_for(tenant, keys, data)))
         elif what < 0.9:
             for i in some:
                 hits(tier, [KEYS[i]], SHAPES[i % 4], versions=4)
@@ -61,12 +69,13 @@ def torture(tier: DiskTier, seed: int, steps: int, stored: list[list[int]]) -> N
             tier.clear()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_torture(open_disk: OpenDisk, seed: int) -> None:
-    tier = open_disk(CAPACITY, threads=2)
-    stored: list[list[int]] = [[] for _ in range(20)]
+@pytest.mark.parametrize("quotas", ["", "a=400KiB:300KiB;b=:200KiB"])
+def test_torture(open_disk: OpenDisk, quotas: str) -> None:
+    parts, seed = [Quota.parse(text) for text in quotas.split(";") if text], len(quotas)
+    tier = open_disk(CAPACITY, threads=2, quotas=parts)
+    stored: list[list[int]] = [[] for _ in range(5)]
     with ThreadPoolExecutor(5) as pool:
-        for done in [pool.submit(torture, tier, seed * 5 + i, 90, stored) for i in range(5)]:
+        for done in [pool.submit(torture, tier, seed, i, 90, stored) for i in range(5)]:
             done.result(timeout=120)
     assert sum(map(sum, stored)) > 300
     assert tier.report()["evicted"] > 0
@@ -74,7 +83,7 @@ def test_torture(open_disk: OpenDisk, seed: int) -> None:
     check(tier._index)
     before = [hits(tier, [key], SHAPES[i % 4], versions=4) for i, key in enumerate(KEYS)]
     tier.close()
-    tier = open_disk(CAPACITY)
+    tier = open_disk(CAPACITY, quotas=parts)
     check(tier._index)
     after = [hits(tier, [key], SHAPES[i % 4], versions=4) for i, key in enumerate(KEYS)]
     assert after == before

@@ -48,7 +48,7 @@ def row(family: Metric) -> str:
 
 def page(text: str) -> str:
     """``text`` with the list as it should be."""
-    fields = _Zeros(FIELDS, tiers=[_Zeros(tier="")])
+    fields = _Zeros(FIELDS, tiers=[_Zeros(tier="", tenants={"": _Zeros()})])
     table = HEAD + "".join(row(family) for family in StatusCollector(fields).collect())
     return text[: text.index("METRICS" if "METRICS" in text else HEAD)] + table
 

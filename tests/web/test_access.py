@@ -53,6 +53,26 @@ def test_each_token_opens_what_it_is_for(tmp_path: Path) -> None:
     assert status(access, "nothing") == 200
 
 
+def test_a_token_file_that_changed_is_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that cannot be used changes nothing, and one line says why."""
+    access = HttpAccess.of(config(tmp_path, http_token_file="token"))
+    file, new, newer = tmp_path / "token", "a token that is new", "one that is newer"
+    file.write_text(new)
+    assert [status(access, "write", token) for token in (TOKEN, new)] == [401, 200]
+    for break_it in (lambda: file.write_text("short"), file.unlink):
+        caplog.clear()
+        break_it()
+        assert [status(access, "write", token) for token in ("short", new, new)] == [401, 200, 200]
+        (said,) = [r.message for r in caplog.records]
+        assert "the token that it had stays" in said
+        assert new not in said
+    (tmp_path / "next").write_text(newer)
+    (tmp_path / "next").rename(file)
+    assert [status(access, "write", token) for token in (new, newer)] == [401, 200]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

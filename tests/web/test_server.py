@@ -26,10 +26,11 @@ from kvass.cli.main import main
 from kvass.client.client import Client
 from kvass.config import Config
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.web import server as module
+from kvass.web import places
 from kvass.web import source as module_of_source
 from kvass.web.access import listen
-from kvass.web.server import BODY_BYTES, CONNECTIONS, WebServer
+from kvass.web.places import CONNECTIONS, KEPT, Place, Places
+from kvass.web.server import BODY_BYTES, WebServer
 from tests.support.waiting import eventually
 
 TOKEN = "0123456789abcdef"
@@ -89,7 +90,7 @@ def certificate(folder: Path) -> dict[str, str]:
 def test_an_answer_that_comes_late_is_encrypted_too(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(places, "DEADLINE_S", 0.3)
 
     def slow(*_: Any, **__: Any) -> int:
         time.sleep(1)
@@ -241,30 +242,94 @@ def test_what_is_refused(
     assert TOKEN not in json.dumps(said)
 
 
-def test_slow_clients_end_and_keep_nobody_waiting(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have all the places until their time is up; each byte they send does not prolong it."""
-    monkeypatch.setattr(module, "DEADLINE_S", 0.5)
-    slow = [socket.create_connection(("127.0.0.1", web.server_port)) for _ in range(CONNECTIONS)]
+def held_open(web: WebServer, number: int, ending: ExitStack) -> list[socket.socket]:
+    """Connections that sent a part of a request."""
+    address = ("127.0.0.1", web.server_port)
+    slow = [ending.enter_context(socket.create_connection(address)) for _ in range(number)]
     for each in slow:
         each.sendall(b"GET /metr")
-    ends = time.monotonic() + 20
-    while time.monotonic() < ends:
-        for each in slow:
+    return slow
+
+
+def test_connections_held_open_keep_nobody_out(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as ending:
+        slow = held_open(web, CONNECTIONS, ending)
+        for _ in range(3):
+            assert ask(web, "GET", "/healthz")[0] == 200
+        assert slow[0].recv(1) == b"", "the oldest ended"
+        slow[-1].sendall(b"ics HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in slow[-1].recv(100)
+        monkeypatch.setattr(Places, "_rivals", lambda *_: [])
+        held_open(web, CONNECTIONS, ending)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            ask(web, "GET", "/healthz")
+
+
+def test_a_request_that_arrives_too_slowly_ends(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte that it sends does not prolong it."""
+    monkeypatch.setattr(places, "DEADLINE_S", 0.5)
+    with ExitStack() as ending:
+        (slow,) = held_open(web, 1, ending)
+        slow.settimeout(0.05)
+        ends = time.monotonic() + 20
+        while time.monotonic() < ends:
             try:
-                each.send(b"i")
+                slow.send(b"i")
+                if not slow.recv(1000):
+                    break
+            except TimeoutError:
+                continue
             except OSError:
-                pass
-        try:
-            if ask(web, "GET", "/healthz")[0] == 200:
                 break
-        except (OSError, http.client.HTTPException):
-            time.sleep(0.05)
-    else:
-        pytest.fail("nobody else was answered")
-    for each in slow:
-        each.close()
+        else:
+            pytest.fail("it did not end")
+
+
+def test_who_gives_up_a_place() -> None:
+    """A peer beyond this machine, of the address that has most, that showed no token; the oldest
+    first. Some places are only for this machine."""
+    with ExitStack() as ending:
+        all_places = Places()
+
+        def come(host: str) -> Place | None:
+            ours, theirs = (ending.enter_context(s) for s in socket.socketpair())
+            if (place := all_places.take(ours, (host, 1))) is not None:
+                ends[place] = theirs
+                theirs.settimeout(0.01)
+            return place
+
+        def ended(place: Place) -> bool:
+            try:
+                return ends[place].recv(1) == b""
+            except TimeoutError:
+                return False
+
+        ends: dict[Place, socket.socket] = {}
+        few = [come("192.0.2.1"), come("::1")]
+        many = [come("192.0.2.2") for _ in range(CONNECTIONS - KEPT - 1)]
+        assert None not in few + many
+        oldest, second, third = (place for place in many[:3] if place)
+        assert come("192.0.2.3") is None, "nobody went in time"
+        assert [ended(place) for place in (*filter(None, few), oldest, second)] == [
+            False,
+            False,
+            True,
+            False,
+        ]
+        all_places.leave(oldest)
+        assert come("192.0.2.3") is not None
+        kept = [come("127.0.0.1") for _ in range(KEPT - 1)]
+        assert None not in kept, "those for this machine"
+        second.trusted = True
+        assert come("127.0.0.1") is None
+        assert (ended(second), ended(third)) == (False, True)
+        for place in ends:
+            place.trusted = True
+        assert come("192.0.2.4") is None
 
 
 def test_a_daemon_that_is_gone_and_one_that_hangs(tmp_path: Path) -> None:

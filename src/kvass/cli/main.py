@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "web": "serve a daemon's metrics and dashboard over HTTP",
     "quota": "change the quotas of tenants",
     "clear": "make a daemon forget all rows",
+    "simulate": "say how much memory a recorded workload needs",
     "bench": "measure copies and lookups on this machine",
     "doctor": "check what this machine can serve",
 }

@@ -125,6 +125,17 @@ def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:
         queue = f"{tier['flush_queue_rows']:,}"
         rows.append((tier["tier"], state, holds, queue, f"{size(speed)}/s" if speed else "-"))
     yield from _table(("tier", "state", "holds", "queue", "speed"), rows)
+    for tier in tiers:
+        tenants = [
+            (
+                name,
+                size(has["bytes"]),
+                size(has["cap_bytes"]) if "cap_bytes" in has else "-",
+                size(has["reserved_bytes"]),
+            )
+            for name, has in tier.get("tenants", {}).items()
+        ]
+        yield from _table((f"tenant in {tier['tier']}", "holds", "cap", "reserved"), tenants)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

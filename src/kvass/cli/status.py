@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+from kvass.cli.detail import detail
 from kvass.cli.report import printable, report
 from kvass.client.client import Client
 from kvass.client.health import troubles
@@ -19,15 +20,21 @@ def run(argv: list[str]) -> int:
     add_flags(parser, "socket")
     parser.add_argument("--json", action="store_true", help="print all fields as JSON")
     parser.add_argument(
+        "--verbose", action="store_true", help="print also each figure that is not 0, explained"
+    )
+    parser.add_argument(
         "--check", action="store_true", help="print what is wrong; exit status 1 if something is"
     )
     options = vars(parser.parse_args(argv))
-    as_json, check = options.pop("json"), options.pop("check")
+    as_json, check, verbose = (options.pop(name) for name in ("json", "check", "verbose"))
     with Client(load(options, os.environ).socket) as client:
         fields = client.status()
     if check:
         lines = troubles(fields)
         print("\n".join(map(printable, lines)) or "ok")
         return 1 if lines else 0
-    print(json.dumps(fields, indent=2) if as_json else "\n".join(report(fields)))
+    if as_json:
+        print(json.dumps(fields, indent=2))
+    else:
+        print("\n".join([*report(fields), *(detail(fields) if verbose else ())]))
     return 0

@@ -19,6 +19,8 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Lookup: m.Matched,
     m.Prefetch: m.Prefetched,
     m.SetQuota: m.QuotaSet,
+    m.IndexChunks: m.Indexed,
+    m.FindSegments: m.Segments,
     m.Reserve: m.Granted,
     m.Ping: m.Pong,
     m.Clear: m.Cleared,

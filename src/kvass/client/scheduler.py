@@ -42,7 +42,7 @@ from kvass.messages import (
 GUESS_TOKENS_S: Final = 5_000.0
 """What an engine that has measured nothing yet is taken to compute per second."""
 MAX_PATIENCE_S: Final = 30.0
-"""No request waits longer for tiers, however long its prompt."""
+"""No request waits longer for tiers and stores, however long its prompt."""
 LATE_S: Final = 0.25
 """How long an answer to a reserve may take, and how long a silent daemon is still sent reserves."""
 ANSWER_S: Final = 0.02
@@ -82,7 +82,7 @@ class RequestLookup:
     give_up_s: float = 0.0
     """CLOCK_MONOTONIC until which the request may be told ``PENDING``; 0: never told yet."""
     acknowledged_by_s: float = 0.0
-    """CLOCK_MONOTONIC until which the daemon must have said that a tier is at work."""
+    """CLOCK_MONOTONIC until which the daemon must have said that what is asked for may come."""
 
 
 @dataclass(slots=True)
@@ -101,8 +101,8 @@ class SchedulerClient(Endpoint):
 
     ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
     default all of the registration's. ``spare``: of every ``Lookup``. ``lookup_budget_s``: how long
-    in all one request may be told ``PENDING``; None takes the daemon's ``lookup_budget_ms``, or, if
-    it has tiers, the time it would take to compute what is asked for. ``incomplete``: as in
+    in all one request may be told ``PENDING``; None: as long as computing what is asked for takes,
+    but no less than the daemon's ``lookup_budget_ms``. ``incomplete``: as in
     ``Endpoint``.
     """
 
@@ -151,6 +151,14 @@ class SchedulerClient(Endpoint):
         self._giver = None
         self.poll()
         self._reset.go_on()
+
+    def wait_in_step(self, seq: int, most_s: float = MAX_PATIENCE_S) -> FromDaemon | None:
+        """As ``wait``, for ``most_s`` and for what is left of this step's budget at most."""
+        began_s = time.monotonic()
+        try:
+            return self.wait(seq, min(most_s, self._left_s))
+        finally:
+            self._left_s = max(self._left_s - (time.monotonic() - began_s), 0.0)
 
     # ------------------------------------------------------------ reading
 
@@ -212,6 +220,13 @@ class SchedulerClient(Endpoint):
         if (lookup := self._lookups.pop(request, None)) is not None:
             self._give_back(lookup)
 
+    def promoting(self, request: str) -> bool:
+        """Whether the lookup of ``request`` waits for tiers."""
+        lookup = self._lookups.get(request)
+        if lookup is None or lookup.session is None:
+            return False
+        return lookup.seq in lookup.session.requests.promoting
+
     def release(self, boot: bytes, lease: int) -> None:
         """Give back a taken lease that was not handed over."""
         self.post(Release(boot=boot, lease=lease))
@@ -263,12 +278,14 @@ class SchedulerClient(Endpoint):
             return 0.0
         if not lookup.give_up_s:
             if patience_s is None:
-                tokens = (chunks - message.first) * self._chunk_tokens * (welcome.tiers > 0)
+                tokens = (chunks - message.first) * self._chunk_tokens
                 compute_s = tokens / (message.prefill_tokens_s or GUESS_TOKENS_S)
                 patience_s = max(least_s, min(compute_s, MAX_PATIENCE_S))
             lookup.give_up_s = now_s + patience_s
-        lookup.acknowledged_by_s = now_s + least_s if welcome.tiers else lookup.give_up_s
+        unbounded = self._lookup_budget_s is None or welcome.tiers
+        lookup.acknowledged_by_s = now_s + least_s if unbounded else lookup.give_up_s
         message.digests, message.readers, message.spare = digests, self._readers, self._spare
+        message.writing = True
         message.budget_ms = bounded(1000 * max(lookup.give_up_s - now_s - ANSWER_S, 0.001))
         lookup.seq, lookup.first, lookup.session = self.submit(message), message.first, session
         lookup.chunks, lookup.again = chunks, message.again
@@ -279,14 +296,12 @@ class SchedulerClient(Endpoint):
     def _answer(self, lookup: RequestLookup, wait_s: float) -> int | Pending | None:
         """The chunk at which the answer to the lookup in flight ends, after ``wait_s`` at most;
         None: there is none. What it brings is held in ``lookup``."""
-        began_s = time.monotonic()
         try:
-            reply = self.wait(lookup.seq, wait_s)
+            reply = self.wait_in_step(lookup.seq, wait_s)
         except Unavailable:
             lookup.seq, lookup.match = 0, None
             return None
         now_s = time.monotonic()
-        self._left_s = max(self._left_s - (now_s - began_s), 0.0)
         if reply is None:
             assert lookup.session is not None
             acknowledged = lookup.seq in lookup.session.requests.promoting

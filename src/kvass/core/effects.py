@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvass.errors import ErrorCode
 from kvass.messages import FromClient, FromDaemon
-from kvass.types import Quota, Slots, U64Array
+from kvass.types import DEFAULT_TENANT, Quota, Slots, U64Array
 
 SessionId = int
 """Chosen by the daemon, never reused in one boot."""
@@ -207,13 +207,15 @@ class TierLoad(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierStore(msgspec.Struct, frozen=True, tag=True):
-    """Have the tier keep what is in ``slots``, which do not change until ``Stored``."""
+    """Have the tier keep what is in ``slots``, which do not change until ``Stored``. ``tenant``
+    pays for them."""
 
     tier: int
     op: int
     records: Records
     slots: Slots
     shard_bytes: tuple[int, ...]
+    tenant: str = DEFAULT_TENANT
 
 
 class TierEpoch(msgspec.Struct, frozen=True, tag=True):

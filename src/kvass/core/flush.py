@@ -107,8 +107,10 @@ def store_next(state: State, tier: TierState, look: int = _LOOK) -> None:
             _live(state, _pop(tier, room))
         elif tier.number in epochs.usable(state, state.namespaces[row_class.namespace]):
             rows = _live(state, _pop(tier, max(1, room // row_class.spec.row_bytes)))
-            if len(rows):
-                _store(state, tier, row_class, rows)
+            payers = state.store.sets.tenant[state.store.table.set_of[rows]]
+            for payer in np.unique(payers).tolist():
+                name = state.tenants.named(payer)
+                _store(state, tier, row_class, rows[payers == payer], name)
         else:
             tier.queue.rotate(-1)  # others need not wait until the tier can tell its epoch
             waiting += 1
@@ -146,14 +148,14 @@ def _drop_stale(state: State, tier: TierState, most: int) -> None:
             _append(state, tier, ClassRows(queued.row_class, rows))
 
 
-def _store(state: State, tier: TierState, row_class: RowClass, rows: I64Array) -> None:
+def _store(state: State, tier: TierState, row_class: RowClass, rows: I64Array, tenant: str) -> None:
     ns, size = state.namespaces[row_class.namespace], len(rows) * row_class.spec.row_bytes
     state.store.pin(rows)
     tier.storing_bytes += size
     op = state.tiers.begin(Flushing(tier.number, state.now, ClassRows(row_class.id, rows), size))
     records = epochs.records(ns, tier.number, row_class, state.store.table.keys_of(rows))
     slots, shard_bytes = state.store.slots(rows), row_class.spec.shard_bytes
-    state.out.append(TierStore(tier.number, op, records, slots, shard_bytes))
+    state.out.append(TierStore(tier.number, op, records, slots, shard_bytes, tenant))
 
 
 def stored(state: State, event: Stored) -> None:

@@ -82,6 +82,7 @@ def _reservations(state: State) -> None:
             for row in part.rows.tolist():
                 assert row not in writers, f"row {row} has two reservations"
                 assert table.state[row] == want, f"row {row} is not in its reservation's state"
+                assert table.loader[row] == reservation.id, f"row {row} names another writer"
                 writers[row] = reservation.id
         owed[reservation.instance] += reservation.size_bytes
     assert owed == state.reservations.bytes_of, "reserved bytes were miscounted"
@@ -130,7 +131,10 @@ def _promotions(state: State) -> None:
             assert p.id in op.waiters, "nobody would wake a promotion"
         probing = any(isinstance(op, Probing) and op.promotion == p.id for op in ops.values())
         going = probing or p.early or p.id in promotions.going
-        assert awaited or going, "a promotion waits for nothing"
+        assert awaited or p.writers or going, "a promotion waits for nothing"
+        for writer in map(state.reservations.all.get, () if going else p.writers):
+            assert writer is not None, "a lookup waits for a writer that is done"
+            assert p.id in writer.waiters, "nobody would wake a lookup"
 
 
 def _flushes(state: State) -> None:

@@ -46,7 +46,7 @@ class Reservation(Entry, kw_only=True):
 
     ``discarded``: it will publish nothing; its rows are QUARANTINED. ``writing_until``: of writers
     that were lost, by session: until when their device may still write; infinity: until their
-    process has ended.
+    process has ended. ``waiters``: the lookups that wait for its rows.
     """
 
     parts: tuple[ClassRows, ...]
@@ -54,6 +54,7 @@ class Reservation(Entry, kw_only=True):
     handed_over: bool = False
     discarded: bool = False
     writing_until: dict[int, float] = {}
+    waiters: set[int] = msgspec.field(default_factory=set)
 
     def settled(self, now: float) -> bool:
         """Whether nobody can write to its slots any more."""

@@ -5,7 +5,8 @@ once, refusals included (law 11), and a refused message changed nothing.
 
 Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
 ``row_classes``, ``row_states``, ``row_store``. Leases and reservations: ``settlement``. What
-messages do: ``reading``, ``promote``, ``writing``, ``clearing``. Tiers: ``flush``, ``epochs``.
+messages do: ``reading``, ``promote``, ``segments``, ``writing``, ``clearing``. Tiers: ``flush``,
+``epochs``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvass.core import (
     invariants,
     promote,
     reading,
+    segments,
     sessions,
     writing,
 )
@@ -30,6 +32,7 @@ from kvass.core import status as fields
 from kvass.core.effects import Effect, Event, SessionId
 from kvass.core.ledger import soonest
 from kvass.core.registry import ClientSession
+from kvass.core.row_classes import Namespace
 from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
 from kvass.errors import Refused
@@ -43,6 +46,8 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Register: admission.register,
     messages.Lookup: reading.lookup,
     messages.Prefetch: reading.prefetch,
+    messages.IndexChunks: segments.index_chunks,
+    messages.FindSegments: segments.find_segments,
     messages.Release: reading.release,
     messages.Reserve: writing.reserve,
     messages.Commit: writing.commit,
@@ -139,6 +144,9 @@ class CacheMachine:
         _EVENTS[type(event)](state, event)
         if state.settlement.published:
             flush.queue_published(state)
+        if state.settlement.woken:
+            woken, state.settlement.woken = state.settlement.woken, []
+            promote.go_on(state, woken)
         flush.retry_due(state)
         return state.out
 
@@ -148,7 +156,7 @@ class CacheMachine:
         if state.store.unfinished or state.promotions.going or state.clears:
             return state.now  # a slice of work is left to do
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
-        if not state.config.tiers:
+        if not (state.config.tiers or state.promotions.all):
             return due
         return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
@@ -156,6 +164,11 @@ class CacheMachine:
         """As what a session has registered."""
         known = self.state.sessions.get(session)
         return None if known is None else known.registered
+
+    def namespace(self, session: SessionId) -> Namespace | None:
+        """The namespace of a session's instance; None while ranks are missing."""
+        who = self.registered(session)
+        return None if who is None else self.state.namespace_of(self.state.instances[who.instance])
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""

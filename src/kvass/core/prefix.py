@@ -11,10 +11,10 @@ from kvass.core.index import ABSENT
 from kvass.core.ledger import ClassRows
 from kvass.core.row_classes import Namespace
 from kvass.core.row_store import RowStore
-from kvass.core.rows import READY
+from kvass.core.rows import KEY_WORDS, READY, WRITING
 from kvass.types import I64Array, U64Array
 
-NO_BLOCKS: Final = np.empty(0, np.uint64)
+NO_BLOCKS: Final = np.empty((0, KEY_WORDS), np.uint64)
 
 
 class Hit(NamedTuple):
@@ -35,7 +35,7 @@ class PrefixView:
 
     ``keys``: of the prompt's chunks, from chunk 0 on. ``first``: the first chunk that the engine
     does not have itself. With EAGLE or MTP, ``spare`` extra chunks after a hit must be there too:
-    they are checked, and not returned. ``rest``: the prints of the blocks after the last chunk.
+    they are checked, and not returned. ``rest``: the keys of the blocks after the last chunk.
     ``found``: per row class each chunk's row, or ``ABSENT``.
     """
 
@@ -72,6 +72,21 @@ class PrefixView:
             for group, checked in zip(self._groups, checked_groups(self._groups), strict=True)
         ]
 
+    def writers(self) -> set[int]:
+        """The reservations whose rows would make the hit longer."""
+        table, parts = self._store.table, list[I64Array]()
+        end = self.longest(self.there(WRITING))
+        has = self._in_part(end)[0]
+        for c, rows, (begin, upto) in zip(
+            self._ns.classes, self.found, self.needs(end), strict=True
+        ):
+            parts.append(rows[begin:upto])
+            if end == len(rows):  # the key of a tail is the hash of its last block
+                parts.append(c.index.find(self._rest[has:]))
+        rows = np.concatenate(parts)
+        rows = rows[rows != ABSENT]
+        return set(table.loader[rows[table.state[rows] == WRITING]].tolist())
+
     def last_used_s(self, end: int) -> float:
         """How long the last chunk of a hit of ``end`` chunks was not used; 0 if no group needs it.
 
@@ -104,6 +119,7 @@ class PrefixView:
         indexes = [c.blocks for c in classes if c.blocks is not None]
         if end < len(self.found[0]) or not len(self._rest) or len(indexes) < len(classes):
             return 0, none
-        found = [index.longest(self._rest) for index in indexes]
+        prints = self._store.prints(self._rest)
+        found = [index.longest(prints) for index in indexes]
         blocks = min(count for count, _ in found)
         return blocks, [np.array([row]) for _, row in found] if blocks else none

@@ -1,9 +1,11 @@
 """Promotion: what L1 lacks of a prompt comes from the tiers, if that is worth it and fits.
 
-``begin`` asks the tiers in order what they hold (``_probe_next``). ``_plan`` chooses the longest
-hit that these and L1 make together, cuts it to what fits, and has the rest loaded; rows that
-another promotion is already loading are shared. ``_hold`` pins it and waits. ``_answer`` replies
-once: when nothing is awaited any more, or at the deadline, with the longest hit that is READY then.
+``begin`` waits for rows that engines are writing, if the lookup says so (``_await_writers``; they
+are not pinned). Then it asks the tiers in order what they hold (``_probe_next``). ``_plan`` chooses
+the longest hit that these and L1 make together, cuts it to what fits, and has the rest loaded; rows
+that another promotion is already loading are shared. ``_hold`` pins it and waits. ``_answer``
+replies once: when nothing is awaited any more, or at the deadline, with the longest hit that is
+READY then.
 
 A row is LOADING from the step that asks a tier for it to the step in which that tier is done with
 its slot, whoever still waits for it.
@@ -17,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from kvass.core import epochs, flush
+from kvass.core import epochs, flush, segments
 from kvass.core.coverage import BoolArray
 from kvass.core.effects import Loaded, Probed, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
@@ -61,8 +63,20 @@ def begin(state: State, promotion: Promotion) -> bool:
         state.send(promotion.session, Promoting(seq=promotion.seq))
     for home in promotion.homes:
         home[repeated(promotion.keys)] = DUPLICATE
-    _probe_next(state, promotion)
+    _await_writers(state, promotion)
+    state.counters["lookups_await_stores"] += len(promotion.writers) > 0
     return True
+
+
+def _await_writers(state: State, promotion: Promotion) -> None:
+    """Wait for what is being written of the prompt, if it shall; if nothing is: ask the tiers."""
+    if promotion.writing:
+        promotion.writers = _view(state, promotion).writers()
+    for number in promotion.writers:
+        state.reservations.all[number].waiters.add(promotion.id)
+    if not promotion.writers:
+        promotion.writing = False
+        _probe_next(state, promotion)
 
 
 def _view(state: State, promotion: Promotion, chunks: int | None = None) -> PrefixView:
@@ -143,7 +157,9 @@ def go_on(state: State, more: Iterable[int] = ()) -> None:
     for number in [*islice(going, state.config.slice_ends)]:
         del going[number]
         promotion = state.promotions.all.get(number)
-        if promotion is not None and promotion.early and not promotion.void:
+        if promotion is not None and promotion.writing and not promotion.void:
+            _await_writers(state, promotion)
+        elif promotion is not None and promotion.early and not promotion.void:
             _probe_next(state, promotion)
         elif promotion is not None:
             _answer(state, promotion)
@@ -180,6 +196,7 @@ def probed(state: State, event: Probed) -> None:
 
 def _plan(state: State, promotion: Promotion) -> None:
     """Have loaded what the longest hit needs beyond L1, as far as it fits."""
+    segments.forget_lost(state, promotion)
     protect, n, weighed = state.store.table.clock, len(promotion.keys), False
     while n > promotion.first:
         view = _view(state, promotion, n)

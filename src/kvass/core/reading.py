@@ -51,7 +51,7 @@ MAX_WAIT_S: Final = 300.0
 def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     """Find and pin: the longest run of READY chunks from ``first``, under one lease.
 
-    ``None``: the tiers may have more, and the answer comes when they have given it.
+    ``None``: the tiers may have more, or an engine is storing it, and the answer comes then.
     """
     instance = scheduler_of(state, session)
     check_request(msg.request, state.config.limits)
@@ -71,15 +71,16 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         state.counters["lookup_chunks"] += len(keys) - msg.first
     if ns is None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
-    rest = state.store.prints(blocks) if len(blocks) else NO_BLOCKS
-    view = PrefixView(state.store, ns, keys, msg.first, msg.spare, rest)
+    view = PrefixView(state.store, ns, keys, msg.first, msg.spare, blocks)
     chunks, why = view.longest(view.there()), "absent"
     if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
     hit = view.use(chunks)
-    if ns.tier_epochs and chunks < len(keys) - msg.spare and not msg.again:
+    more = chunks < len(keys) - msg.spare
+    lacks = not msg.again and (more or hit.blocks < len(blocks))
+    if lacks and ((more and ns.tier_epochs) or (msg.writing and view.writers())):
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
-        promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, rest)
+        promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, blocks)
         if promotion.deadline > state.now:
             if promote.begin(state, promotion):
                 return None
@@ -96,7 +97,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:
-    """How long tiers may take for what L1, which has ``chunks``, lacks of ``asked`` chunks.
+    """How long what L1, which has ``chunks``, lacks of ``asked`` chunks may take to come.
 
     As long as the asker says. If L1 has a part: as long as computing the rest takes (its share of
     that time, if the asker does not know its speed), but no less than ``lookup_budget_ms``.
@@ -163,7 +164,7 @@ def _promotion(
     rest: U64Array = NO_BLOCKS,
 ) -> Promotion:
     homes = [np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes]
-    arrays_bytes = keys.nbytes + sum(home.nbytes for home in homes)
+    arrays_bytes = keys.nbytes + rest.nbytes + sum(home.nbytes for home in homes)
     return Promotion(
         id=next(state.promotions.numbers),
         session=session.id,
@@ -181,6 +182,7 @@ def _promotion(
         size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
+        writing=isinstance(msg, Lookup) and msg.writing,
         homes=homes,
         tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
     )

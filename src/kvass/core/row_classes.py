@@ -20,6 +20,7 @@ from kvass.core.index import Keyed, KeyIndex, odd_numbers
 from kvass.core.registry import RowClassSpec
 from kvass.core.removed import RemovedRows
 from kvass.core.rows import NEVER, READY, STATE_NAMES, RowTable
+from kvass.core.segment_index import SegmentIndex
 from kvass.core.sets import CLEARED, FreeSlots, SetTable
 from kvass.core.tenants import Tenant, Tenants
 from kvass.core.traffic import Traffic
@@ -118,7 +119,12 @@ class RowClasses:
     """All of them, in an arena of ``arena_bytes``, and the tables that they share."""
 
     def __init__(
-        self, arena_bytes: int, extent_bytes: int, counters: dict[str, int], seed: bytes
+        self,
+        arena_bytes: int,
+        extent_bytes: int,
+        counters: dict[str, int],
+        seed: bytes,
+        segment_index_bytes: int,
     ) -> None:
         self.tenants = Tenants(arena_bytes)
         self.table = RowTable()
@@ -131,6 +137,7 @@ class RowClasses:
         self._counters = counters
         self._extent_bytes = extent_bytes
         self._odd = odd_numbers(seed)
+        self.segments = SegmentIndex(segment_index_bytes, seed, self._odd)
         self._odd_of_blocks = odd_numbers(seed + b"blocks")
         self._prints: dict[int, BlockPrints] = {}
         """By the blocks of a chunk."""
@@ -227,6 +234,7 @@ class RowClasses:
             del self.classes[row_class.id]
         for row_class in gone:
             self.removed.note_all(row_class.namespace)
+            self.segments.clear(row_class.namespace)
             self._index_room += row_class.index.room
             if row_class.blocks is not None:
                 self._index_room += row_class.blocks.index.room
@@ -243,6 +251,7 @@ class RowClasses:
         matched = sum(sum(each.rows[READY:]) for each in every)
         self.remove(used.values())
         for ns in namespaces:
+            self.segments.clear(ns.id)
             ns.classes = [self.add_class(c.spec, ns.id) if c.id in used else c for c in ns.classes]
         return matched
 

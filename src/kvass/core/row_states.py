@@ -219,6 +219,8 @@ class RowStates(RowClasses):
     def _unindex(self, rows: I64Array) -> None:
         owner = self.class_of(rows)
         if owner is not None:
-            owner.index.remove(rows[owner.index.find(self.table.key[rows]) == rows])
+            known = rows[owner.index.find(self.table.key[rows]) == rows]
+            self.segments.left(owner.namespace, self.table.keys_of(known))
+            owner.index.remove(known)
             if owner.blocks is not None:
                 owner.blocks.remove(rows)

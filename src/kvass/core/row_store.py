@@ -35,8 +35,9 @@ class RowStore(RowStates):
         seed: bytes = b"",
         slice_slots: int = 2048,
         age_at_eviction: Histogram | None = None,
+        segment_index_bytes: int = 0,
     ) -> None:
-        super().__init__(arena_bytes, extent_bytes, counters, seed)
+        super().__init__(arena_bytes, extent_bytes, counters, seed, segment_index_bytes)
         self.uses = UseTimes()
         self._age_at_eviction = age_at_eviction or Histogram()
         self._slice_slots = slice_slots
@@ -76,12 +77,13 @@ class RowStore(RowStates):
     def unfinished(self) -> bool:
         """Whether ``reclaim`` or ``warm`` has something to do now."""
         idle = self.sets.cleared and len(self.sets.idle_cleared())
-        return bool(self._cold or self._gone or idle)
+        return bool(self._cold or self._gone or idle or self.segments.unfinished)
 
     def reclaim(self) -> None:
         """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
         one set, so that it does not take long. And the memory of a few removed classes."""
         self._free_memory()
+        self.segments.reclaim()
         if self.sets.cleared and len(sets := self.sets.idle_cleared()):
             upto = np.cumsum(self.sets.slots[sets])
             count = int(np.searchsorted(upto, self._slice_slots, side="right"))

@@ -128,7 +128,7 @@ class RowTable:
         self.entry: npt.NDArray[np.uint8] = self._records["entry"]
         """The block under which a row is in the index of blocks; or ``UNKNOWN``, or ``NOTED``."""
         self.loader: I64Array = self._records["loader"]
-        """Of a LOADING row: the operation that fills it."""
+        """Of a LOADING row: the operation that fills it; of a WRITING one: its reservation."""
         self.set_of[:] = NOBODY
         self.stamp[:] = NEVER
         self.entry[:] = UNKNOWN

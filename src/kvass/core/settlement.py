@@ -63,6 +63,8 @@ class Settlement:
         self.reservations = Ledger[Reservation]()
         self.published: list[ClassRows] = []
         """Rows that became READY and were not queued for tiers yet (``flush``)."""
+        self.woken: list[int] = []
+        """Lookups whose writers are done, or will publish nothing (``promote.go_on``)."""
         self._counters = counters
         self._timing = timing
         self._slice_ends = slice_ends
@@ -129,6 +131,8 @@ class Settlement:
             parts=parts,
             owing=writers,
         )
+        for part in parts:
+            self.store.table.loader[part.rows] = reservation.id
         self.reservations.add(reservation)
         return reservation
 
@@ -159,6 +163,7 @@ class Settlement:
         if not reservation.discarded:
             reservation.discarded = True
             self._counters[f"discarded_{reason}"] += 1
+            self._wake(reservation)
             for part in reservation.parts:
                 self.store.discard(part.rows)
 
@@ -166,12 +171,17 @@ class Settlement:
         if not reservation.settled(self.now):
             return
         self.reservations.drop(reservation)
+        self._wake(reservation)
         for part in reservation.parts:
             if reservation.discarded:
                 self.store.free(part.rows)
             else:
                 rows = self.store.publish(part.rows)
                 self.published.append(ClassRows(part.row_class, rows))
+
+    def _wake(self, reservation: Reservation) -> None:
+        self.woken += sorted(reservation.waiters)
+        reservation.waiters.clear()
 
     # ------------------------------------------------------------ time and death
 

@@ -70,6 +70,7 @@ class State:
             config.seed,
             slice_slots=config.slice_slots,
             age_at_eviction=self.histograms["age_at_eviction_seconds"],
+            segment_index_bytes=config.limits.segment_index_bytes,
         )
         self.tenants = self.store.tenants
         for quota in config.quotas:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from kvass.blend.match import entry_bytes
 from kvass.core.registry import model_of
 from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.core.tier_state import Loading, TierState
@@ -42,6 +43,7 @@ def status(state: State) -> dict[str, Any]:
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.store.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing
+    matchers = state.store.segments.matchers.values()
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,
@@ -59,6 +61,8 @@ def status(state: State) -> dict[str, Any]:
         "l1_cleared_bytes": cleared_bytes,
         "l1_capacity_bytes": state.config.arena_bytes,
         "l1_populated_bytes": state.populated_bytes,
+        "indexed_chunks": sum(m.count for m in matchers),
+        "indexed_bytes": sum(m.count * entry_bytes(m.chunk_tokens) for m in matchers),
         "promotions": len(state.promotions.all),
         "lease_oldest_s": _age(state, state.leases.oldest, timing.lease_s),
         "reservation_oldest_s": _age(state, state.reservations.oldest, timing.reserve_s),

@@ -18,9 +18,9 @@ import numpy as np
 
 from kvass.core.traffic import Traffic
 from kvass.errors import Refused
-from kvass.types import MOST_QUOTAS, NO_CAP, I64Array, Quota, is_tenant_name
+from kvass.types import DEFAULT_TENANT, MOST_QUOTAS, NO_CAP, I64Array, Quota, is_tenant_name
 
-DEFAULT: Final = "default"
+DEFAULT: Final = DEFAULT_TENANT
 OTHER: Final = "other"
 SHOWN: Final = 32
 MOST: Final = 128
@@ -69,6 +69,10 @@ class Tenants:
         """Who pays for the rows that a request of ``name`` stores."""
         tenant = self.all.get(name)
         return tenant if tenant is not None and tenant.listed else self.default
+
+    def named(self, number: int) -> str:
+        """The name of the tenant with that id."""
+        return next(t.name for t in self.all.values() if t.id == number)
 
     def _add(self, name: str) -> Tenant:
         used = {tenant.id for tenant in self.all.values()}

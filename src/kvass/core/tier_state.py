@@ -220,14 +220,16 @@ the key twice, and one row is enough; every tier that was asked does not have it
 
 
 class Promotion(Entry, kw_only=True):
-    """A lookup (or, without readers, a prefetch) that waits for tiers.
+    """A lookup (or, without readers, a prefetch) that waits for tiers, or for engines' stores.
 
     ``begun``: when. ``why``: it is not given all it asks for (``metrics.MISSES``).
     ``homes``: per class and chunk the tier that holds the row, or ``NOT_ASKED``, ``DUPLICATE`` or
     ``IN_NO_TIER``. ``gone``: its session ended. ``early``: no tier has told its epoch yet, so none
     was asked. ``probing``: the tier that was asked last, for the chunks before ``reach``. ``hit``
     is what it has pinned, READY or LOADING. ``awaits``: the operations that fill what of it is
-    LOADING. ``rest``: the prints of the blocks after the last chunk (``prefix.PrefixView``).
+    LOADING. ``rest``: the keys of the blocks after the last chunk (``prefix.PrefixView``).
+    ``writing``: it waits for rows that are being written, before tiers are asked. ``writers``: the
+    reservations of those.
     """
 
     session: int
@@ -250,6 +252,8 @@ class Promotion(Entry, kw_only=True):
     rest: U64Array = NO_BLOCKS
     hit: Hit = NO_HIT
     awaits: set[int] = msgspec.field(default_factory=set)
+    writing: bool = False
+    writers: set[int] = msgspec.field(default_factory=set)
 
     @property
     def pinned(self) -> tuple[ClassRows, ...]:

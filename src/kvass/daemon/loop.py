@@ -35,6 +35,7 @@ from kvass.daemon.connection import Connection
 from kvass.daemon.journal import LOGGED, Journal
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.peer_process import PeerProcess, process_behind
+from kvass.daemon.recording import Recorder
 from kvass.daemon.tier_process.supervisor import TierProcess, task
 from kvass.errors import FrameError
 from kvass.messages import Lookup, StatusReply
@@ -67,12 +68,14 @@ class Server:
         listener: socket.socket,
         live: LiveConfig,
         tiers: Sequence[TierProcess] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         self._machine = machine
         self._arena = arena
         self._listener = listener
         self._live = live
         self._journal = Journal()
+        self._recorder = recorder
         self._connections: dict[SessionId, Connection] = {}
         self._watched: dict[SessionId, PeerProcess] = {}
         """Processes behind lost sessions: slots wait for their end."""
@@ -279,8 +282,12 @@ class Server:
         except Exception:  # a defect of ours: say what led to it, and end
             _log.critical("the core failed at this event, so the daemon ends: %s", line(now, event))
             raise
-        if type(event) is effects.Received and type(event.message) is Lookup:
-            self._times["lookup_core_seconds"].observe(time.monotonic() - now)
+        if type(event) is effects.Received:
+            if type(event.message) is Lookup:
+                self._times["lookup_core_seconds"].observe(time.monotonic() - now)
+            if self._recorder is not None:
+                namespace = self._machine.namespace(event.session)
+                self._recorder.take(now, namespace, event.message)
         for effect in todo:
             self._carry_out(effect)
 

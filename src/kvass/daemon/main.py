@@ -25,6 +25,7 @@ from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.listen import Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
+from kvass.daemon.recording import Recorder
 from kvass.daemon.tier_process.supervisor import TierProcess
 from kvass.errors import ConfigError
 from kvass.tiers.url import tier_name
@@ -67,8 +68,13 @@ def serve(
             f" boot={core.boot.hex()}"
         )
         live = LiveConfig(config, access, read_again)
-        server = Server(CacheMachine(core), arena, listener, live, tiers)
-        server.run(lambda: announce(ready))
+        recorder = Recorder(config.record, config.record_size) if config.record else None
+        server = Server(CacheMachine(core), arena, listener, live, tiers, recorder)
+        try:
+            server.run(lambda: announce(ready))
+        finally:
+            if recorder is not None:
+                recorder.close()
         arena.close()
 
 

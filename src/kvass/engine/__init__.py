@@ -12,5 +12,6 @@ To write a connector, adapt the engine's hooks to these:
   ``Copier``.
 
 ``tests/engine/test_another_engine.py`` has the shortest connector, ``kvass.connectors.vllm`` a
-whole one.
+whole one. ``kvass.connectors.transformers`` needs no planner and no copier: it has one request at a
+time and waits for its copies.
 """

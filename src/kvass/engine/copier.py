@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from kvass.client.worker import ArenaLease, WorkerClient
+from kvass.engine import tracing
 from kvass.engine.boundary import Boundary, log
 from kvass.engine.memory import KVMemory, open_mover
 from kvass.engine.setup import EngineSetup
@@ -69,6 +70,7 @@ class Copier:
         self._idle = False
         self._raised = -1
         self.traffic = EngineTraffic()
+        self._tracing = tracing.begin()
 
     def attach(self, memory: KVMemory) -> None:
         """The engine made its KV caches: register with the daemon. ``close`` first if it made
@@ -188,10 +190,11 @@ class Copier:
 
     def _copied(self, arena: ArenaLease, done: Done) -> None:
         """On the copy thread, right after the last byte."""
-        if done.outcome == "lost":
-            return  # it may still read or write: only this process's end settles it
-        self._settle(_copy_of(done), done.ok)
-        arena.close()
+        if done.outcome != "lost":  # then it may still read or write, until this process's end
+            self._settle(_copy_of(done), done.ok)
+            arena.close()
+        if self._tracing is not None:
+            self._tracing.copied(_copy_of(done), done)
 
     def _settle(self, copy: Load | Store, written: bool = False) -> None:
         """Tell the daemon that this copy reads or writes no more."""

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 from kvass.client.scheduler import Match, Pending, SchedulerClient
+from kvass.engine import tracing
 from kvass.engine.adapters import Adapters, NoSalt
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.row_events import EventMaker, RowEvents
@@ -56,6 +57,7 @@ class Planner:
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.adapters)
         self.traffic = EngineTraffic()
+        self._tracing = tracing.begin()
         self.events: RowEvents | None = None
         if make is not None:
             self.events = RowEvents(self._client, make, self.traffic)
@@ -85,6 +87,8 @@ class Planner:
         stored, or will be, stay held."""
         state = self._requests.pop(name, None)
         self._client.settle(name)
+        if self._tracing is not None:
+            self._tracing.forget(name)
         if state is not None and table:
             self._stores.request_ended(state, table)
 
@@ -110,8 +114,12 @@ class Planner:
         width = width or len(state.request.block_hashes(0, 1)[0])
         blocks = partial(self._blocks_of, state, salt, local, end) if self._in_blocks else None
         speed, tenant = self._speed.tokens_s, state.request.tenant
+        if self._tracing is not None and not state.counted:
+            self._tracing.asked(name)
         found = self._client.match(name, hashes, width, first, speed, tenant, blocks)
         if isinstance(found, Pending):
+            if self._tracing is not None and self._client.promoting(name):
+                self._tracing.promoting(name)
             return None
         state.local = state.end = local
         if found is not None:
@@ -119,7 +127,11 @@ class Planner:
             if state.end == local:  # of the chunk in which the engine's own hit ends
                 self._client.settle(name)
         hit = state.end - local
-        self.traffic.looked_up(end - local, hit)
+        if not state.counted:
+            state.counted = True
+            self.traffic.looked_up(end - local, hit)
+            if self._tracing is not None:
+                self._tracing.answered(state.request, end - local, hit)
         return hit
 
     @property
@@ -170,9 +182,9 @@ class Planner:
         request loads."""
         state = self._requests[name]
         salt = self._salt_to_match(state) if external and self.events else NoSalt.UNKNOWN
-        state.match_since = state.store_since = (
-            None  # after a preemption its adapter is loaded anew
-        )
+        # After a preemption its adapter is loaded anew, and it is looked up again.
+        state.match_since = state.store_since = None
+        state.counted = False
         if external == 0:
             self._client.settle(name)
             return
@@ -219,6 +231,7 @@ class Planner:
             slots=match.slots,
             blocks=blocks,
             skip=skip,
+            trace=state.request.trace,
         )
 
     # ------------------------------------------------------------ a step

@@ -28,6 +28,10 @@ class Request(Protocol):
         """Who pays for what it stores (``types.is_tenant_name``); empty: the default tenant."""
 
     @property
+    def trace(self) -> str:
+        """The header ``traceparent`` that came with it, if the engine traces; or empty."""
+
+    @property
     def reads_cache(self) -> bool:
         """Whether it may be served from a cache at all."""
 

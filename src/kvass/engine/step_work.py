@@ -17,7 +17,8 @@ class Load:
     """Rows to copy into the blocks of one waiting request. ``skip[g]`` leading blocks of group
     ``g``'s first row are not needed, and if ``blocks[g]`` are no whole rows, nor is the end of its
     last one. ``lease`` 0: there is nothing to read any more, and the load
-    must be reported as failed. Only a rank that was registered at ``given_s`` may copy."""
+    must be reported as failed. Only a rank that was registered at ``given_s`` may copy. ``trace``:
+    as in ``protocols.Request``."""
 
     kind: ClassVar[Literal["load"]] = "load"
     request: str
@@ -28,6 +29,7 @@ class Load:
     slots: tuple[Slots, ...] = ()
     blocks: Blocks = ()
     skip: tuple[int, ...] = ()
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Store:
     """Blocks to copy into granted rows, after the forward pass of the step. ``step`` is
     ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed the blocks:
     an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty; of the last
-    row there may be only the first blocks: a tail."""
+    row there may be only the first blocks: a tail. ``request`` and ``trace`` are for spans."""
 
     kind: ClassVar[Literal["store"]] = "store"
     step: int
@@ -46,6 +48,8 @@ class Store:
     slots: tuple[Slots, ...]
     blocks: Blocks
     computed: int = 0
+    request: str = ""
+    trace: str = ""
 
 
 @dataclass

@@ -56,7 +56,8 @@ class RequestState:
     which ended at token ``end``. ``computed``: tokens up to the end of the last step; 0 while it
     loads. ``tail``: blocks, whole chunks included, up to the end of the last tail that was offered;
     ``due``: up to the end of the one to be offered. ``prefilled``: all of its prompt was computed.
-    ``attempted``: its one load was begun. ``match_since`` is the step in which a match with an
+    ``attempted``: its one load was begun. ``counted``: the answer to its lookup was counted; it is
+    asked for again until there are blocks. ``match_since`` is the step in which a match with an
     adapter was first asked for, ``store_since`` since when how many blocks (or chunks, if only
     these are stored) wait for its salt."""
 
@@ -69,6 +70,7 @@ class RequestState:
     due: int = 0
     prefilled: bool = False
     attempted: bool = False
+    counted: bool = False
     match_since: int | None = None
     store_since: tuple[int, int] | None = None
 
@@ -467,6 +469,8 @@ class StorePlanner:
             slots=tuple(next(where) if mask >> g & 1 else Slots() for g in range(count)),
             blocks=blocks,
             computed=number,
+            request=offer.state.request.name,
+            trace=offer.state.request.trace,
         )
         held = self._pool.hold(i for ids in blocks for i in ids)
         self._step = work.step = store.step

@@ -31,9 +31,10 @@ import numpy as np
 
 from kvass.client.endpoint import Endpoint
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.scheduler import PENDING, Match, SchedulerClient
+from kvass.client.scheduler import PENDING, Match, Pending, SchedulerClient
+from kvass.client.segments import SegmentClient
 from kvass.errors import Unavailable, UsageError
-from kvass.messages import Ping, ReserveItem
+from kvass.messages import Ping, ReserveItem, Segments
 from kvass.testing.fake_rank import FakeRank, MakeMover, Transfer, hang_up
 from kvass.transfer.host import HostMover
 from kvass.types import SCHEDULER, I64Array, RankLayout
@@ -156,6 +157,23 @@ class FakeEngine:
 
     # ------------------------------------------------------------ whole requests
 
+    def index(self, prompt: Sequence[int], space: bytes = b"") -> None:
+        """Have the chunks of ``prompt`` that are stored, or being stored, found by their tokens."""
+        keys = b"".join(chunk_keys(prompt, self.chunk_tokens))
+        tokens = np.array(prompt, "<u4")[: len(keys) // WIDTH * self.chunk_tokens]
+        client = SegmentClient(self.scheduler, self.chunk_tokens)
+        assert client.index_chunks(space, keys, WIDTH, tokens.tobytes())
+        self.scheduler.call(Ping(), PATIENCE_S)
+
+    def find(self, prompt: Sequence[int], space: bytes = b"", first: int = 0) -> Segments:
+        """The segments of ``prompt`` from token ``first`` on."""
+        client, tokens = SegmentClient(self.scheduler, self.chunk_tokens), np.array(prompt, "<u4")
+        self.scheduler.new_step()
+        asked = f"{next(self._requests)}", space, tokens.tobytes(), WIDTH, first
+        while isinstance(found := client.find_segments(*asked), Pending):
+            self.scheduler.new_step()
+        return found
+
     def store(self, prompt: Sequence[int]) -> int:
         """Compute ``prompt`` and store its missing chunks; returns how many were stored."""
         return self._whole(self.reserve(prompt))
@@ -163,6 +181,10 @@ class FakeEngine:
     def load(self, prompt: Sequence[int]) -> int:
         """Load the longest cached prefix of ``prompt``; returns how many chunks every rank got."""
         return self._whole(self.match(prompt))
+
+    def load_keys(self, keys: list[bytes]) -> int:
+        """As ``load``, for the chunks of a prefix and of segments."""
+        return self._whole(self.match_keys(keys))
 
     def _whole(self, what: Transfer | None) -> int:
         if what is None:
@@ -222,7 +244,11 @@ class FakeEngine:
 
     def match(self, prompt: Sequence[int]) -> Transfer | None:
         """Look ``prompt`` up and take blocks for the hit; None without a hit."""
-        keys, request = chunk_keys(prompt, self.chunk_tokens), f"{next(self._requests)}"
+        return self.match_keys(chunk_keys(prompt, self.chunk_tokens))
+
+    def match_keys(self, keys: list[bytes]) -> Transfer | None:
+        """Look chunks up: those of a prefix, or of a prefix and segments."""
+        request = f"{next(self._requests)}"
         self.scheduler.new_step()
         asked = request, b"".join(keys), WIDTH, 0, SLOW_TOKENS_S, self.tenant
         while (found := self.scheduler.match(*asked)) is PENDING:

@@ -100,6 +100,14 @@ class Tier(Protocol):
         other call from here on raises ``UsageError``."""
 
 
+@runtime_checkable
+class DividedTier(Protocol):
+    """What a ``Tier`` has as well whose capacity tenants can have quotas of."""
+
+    def store_for(self, tenant: str, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        """``store`` of records that ``tenant`` pays for. Everybody finds them."""
+
+
 _NOTE_NAME: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvass.errors import ConfigError
-from kvass.types import Size
+from kvass.types import Quota, Size, check_quotas_of
 
 YesNo = Literal["yes", "no"]
 Number = Annotated[int, Meta(ge=0, le=999_999_999)]
@@ -32,6 +32,15 @@ class DiskOptions(TierOptions, frozen=True, kw_only=True):
 
     capacity: Size
     threads: Annotated[int, Meta(ge=1, le=64)] = 4
+    quota: str = ""
+    """``NAME=CAP:RESERVED;...``: tenants' parts of the capacity."""
+
+    @property
+    def quotas(self) -> tuple[Quota, ...]:
+        return tuple(Quota.parse(text) for text in self.quota.split(";") if text)
+
+    def __post_init__(self) -> None:
+        check_quotas_of(self.quotas, "a capacity", self.capacity)
 
 
 class RedisOptions(TierOptions, frozen=True, kw_only=True):
@@ -109,6 +118,11 @@ def read_options(kind: type[AnyOptions], given: Mapping[str, str]) -> AnyOptions
     known = f"its options: {', '.join(fields)}"
     values: dict[str, Any] = {}
     for name, text in given.items():
+        if name == "quota" and kind is not DiskOptions:
+            raise ValueError(
+                "quota: only the capacity of a disk tier can be divided: what such a "
+                "store evicts, if anything, is its own choice"
+            )
         if name not in fields:
             raise ValueError(f"unknown option {name!r}; {known}")
         try:

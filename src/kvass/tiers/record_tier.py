@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -78,11 +78,19 @@ class RecordTier(ABC):
             return answers(self._get(keys, into) if keys else [])
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        return self._store_all(keys, data, self._put)
+
+    def _store_all(
+        self,
+        keys: Sequence[bytes],
+        data: Sequence[Shards],
+        put: Callable[[Sequence[bytes], Sequence[Shards]], Sequence[Outcome]],
+    ) -> list[bool]:
         """Of a key's several records in one batch only the last is put."""
         check_batch(keys, data)
         last = dict(zip(keys, data, strict=True))
         with self._call():
-            held = answers(self._put(list(last), list(last.values())) if keys else [])
+            held = answers(put(list(last), list(last.values())) if keys else [])
         by_key = dict(zip(last, held, strict=True))
         return [by_key[key] for key in keys]
 

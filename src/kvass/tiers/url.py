@@ -81,6 +81,18 @@ def parse_tier_url(text: str) -> TierUrl:
     return TierUrl(scheme=scheme, where=unquote(where), options=options)
 
 
+def read_tier_url(text: str) -> tuple[TierUrl, TierOptions | None]:
+    """``text`` and its options, checked; of a plug-in, which checks its own, ``None``. Raises
+    ``ConfigError``."""
+    url = parse_tier_url(text)
+    if url.scheme not in OURS:
+        return url, None
+    try:
+        return url, read_options(OURS[url.scheme][1], url.options)
+    except ValueError as error:
+        raise _refused(text, error) from None
+
+
 def _refused(text: str, why: object) -> ConfigError:
     """One line about a tier URL, without its secrets."""
     return ConfigError(f"tier {shown(text)!r}: {shown(' '.join(str(why).split()))}")
@@ -112,16 +124,13 @@ def open_tier(text: str) -> Tier:
     """Open the tier that ``text`` names. Raises ``ConfigError``."""
     from kvass.tiers.base import Tier  # it needs numpy, and reading a URL does not
 
-    url = parse_tier_url(text)
-    if url.scheme not in OURS:
+    url, options = read_tier_url(text)
+    if options is None:
         open_ = functools.partial(_import(text, url.scheme, url.where), **url.options)
     else:
-        path, kind = OURS[url.scheme]
-        try:
-            options = read_options(kind, url.options)
-        except ValueError as error:
-            raise _refused(text, error) from None
-        open_ = functools.partial(_import(text, *path.split(":")), url.where, options)
+        open_ = functools.partial(
+            _import(text, *OURS[url.scheme][0].split(":")), url.where, options
+        )
     try:
         tier = open_()
     except (ConfigError, OSError):  # the latter says what the system has against it

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from kvass.errors import ConfigError
 Need = Literal["nothing", "read", "write"]
 
 _SHORTEST_TOKEN = 16
+_log = logging.getLogger("kvass.web")
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,61 @@ class Denied(Exception):
     line: str
 
 
+class Token:
+    """What a file has, or nothing if ``path`` is empty. A changed file is read again when a token
+    is checked; while it cannot be used, the token that it had stays. Thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ``ConfigError`` for a file that cannot be used."""
+        self._path = path
+        self._version = self._version_now()
+        self._text = self._read() if path else b""
+
+    def __bool__(self) -> bool:
+        return bool(self._path)
+
+    def opens(self, given: bytes) -> bool:
+        """Whether ``given`` has it, in a time that does not depend on how much of it is right."""
+        if not self:
+            return False
+        if (version := self._version_now()) != self._version:
+            self._version = version
+            try:
+                self._text = self._read()
+                _log.info("token file %s: read again", self._path)
+            except ConfigError as error:
+                _log.warning("%s; the token that it had stays", error)
+        return hmac.compare_digest(given, b"Bearer " + self._text)
+
+    def _version_now(self) -> tuple[int, ...]:
+        """Another one after every change; empty if there is no file."""
+        try:
+            now = os.stat(self._path)
+        except OSError:
+            return ()
+        return now.st_mtime_ns, now.st_ino, now.st_size
+
+    def _read(self) -> bytes:
+        try:
+            token = Path(self._path).read_bytes().strip()
+        except OSError as error:
+            line = f"cannot read token file {self._path}: {error.strerror}"
+            raise ConfigError(line) from error
+        if len(token) < _SHORTEST_TOKEN or not token.isascii():
+            least = f"write {_SHORTEST_TOKEN} or more ASCII characters"
+            raise ConfigError(f"token file {self._path}: {least}")
+        return token
+
+
 @dataclass(frozen=True)
 class HttpAccess:
-    """``write``: the token for everything, or empty; ``read``: one for reading only, or empty."""
+    """``write``: the token for everything; ``read``: one for reading only."""
 
     host: str
     port: int
     names: frozenset[str]
-    write: bytes = b""
-    read: bytes = b""
+    write: Token
+    read: Token
     tls: bool = False
 
     @classmethod
@@ -55,8 +104,8 @@ class HttpAccess:
             host=host,
             port=port,
             names=frozenset(config.http_host),
-            write=_token(config.http_token_file),
-            read=_token(config.http_read_token_file),
+            write=Token(config.http_token_file),
+            read=Token(config.http_read_token_file),
             tls=bool(config.http_cert),
         )
         if bool(config.http_cert) != bool(config.http_key):
@@ -84,19 +133,13 @@ class HttpAccess:
         if need == "nothing" or (need == "read" and self.local and not self.read):
             return
         given = headers.get("Authorization", "").encode("utf-8", "replace")
-        good = self._is(given, self.write) or (need == "read" and self._is(given, self.read))
-        if good:
+        if self.write.opens(given) or (need == "read" and self.read.opens(given)):
             return
         if need == "write" and not self.write:
             line = "changes are off: start with --http-token-file"
             raise Denied(HTTPStatus.FORBIDDEN, line)
         line = "send the token: 'Authorization: Bearer TOKEN'"
         raise Denied(HTTPStatus.UNAUTHORIZED, line)
-
-    @staticmethod
-    def _is(given: bytes, token: bytes) -> bool:
-        """In a time that does not depend on how much of it is right."""
-        return bool(token) and hmac.compare_digest(given, b"Bearer " + token)
 
     def _check_site(self, headers: Mapping[str, str]) -> None:
         host = headers.get("Host", "")
@@ -142,15 +185,3 @@ def listen(config: Config) -> socket.socket:
         return socket.create_server((access.host, access.port), family=family, backlog=64)
     except OSError as error:
         raise ConfigError(f"http {config.http}: {error.strerror}") from error
-
-
-def _token(path: str) -> bytes:
-    if not path:
-        return b""
-    try:
-        token = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
-    if len(token) < _SHORTEST_TOKEN or not token.isascii():
-        raise ConfigError(f"token file {path}: write {_SHORTEST_TOKEN} or more ASCII characters")
-    return token

@@ -51,6 +51,13 @@ TIER_REPORT: Final = {
 }
 """Fields that a tier's process adds to its table (gauges)."""
 
+TIER_TENANTS: Final = {
+    "bytes": "Bytes in the tier that the tenant pays for, if the tier has quotas.",
+    "cap_bytes": "Most bytes of the tier that the tenant may have; absent without a cap.",
+    "reserved_bytes": "Bytes of the tier that are reserved for the tenant.",
+}
+"""Fields of each of a tier's ``tenants`` (gauges)."""
+
 
 class StatusCollector:
     """A collector of one status. ``fields`` None: the daemon is down."""
@@ -286,6 +293,15 @@ def _tiers(tiers: list[dict[str, Any]], names: list[str]) -> Iterator[Metric]:
                 if field in tier:
                     family.add_metric([label], float(tier[field]))
             yield family
+    for field, help_ in TIER_TENANTS.items():
+        samples = [
+            ((label, tenant), has[field])
+            for label, tier in zip(names, tiers, strict=True)
+            for tenant, has in tier.get("tenants", {}).items()
+            if field in has
+        ]
+        name = f"kvass_tier_tenant_{field}"
+        yield _family(GaugeMetricFamily, name, help_, ["tier", "tenant"], samples)
 
 
 def tier_labels(names: list[str]) -> list[str]:

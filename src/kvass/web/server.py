@@ -2,8 +2,7 @@
 
 Laws of this file:
 
-- A connection has ``DEADLINE_S`` in all, however slowly it sends, and there are at most
-  ``CONNECTIONS`` of them.
+- A connection has a place (``places.py``), which it loses if it sends too slowly.
 - Every answer that is no success is one JSON object, ``{"error": "one line"}``.
 
 Python's own server, since the only clients are probes, scrapers and a few browsers.
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from kvass._version import __version__
 from kvass.config import Config
@@ -28,10 +27,9 @@ from kvass.errors import ConfigError, KvassError, Refused
 from kvass.types import NO_CAP, Quota, Size
 from kvass.web.access import Denied, HttpAccess, Need
 from kvass.web.metrics import exposition
+from kvass.web.places import DEADLINE_S, Place, Places
 from kvass.web.source import Source
 
-CONNECTIONS: Final = 64
-DEADLINE_S: Final = 10.0
 BODY_BYTES: Final = 4 << 20
 _CLEAR_S: Final = 300.0
 _log = logging.getLogger("kvass.web")
@@ -190,25 +188,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     timeout = DEADLINE_S
 
-    def setup(self) -> None:
-        self._deadline = threading.Timer(DEADLINE_S, self._hang_up)
-        self._deadline.daemon = True
-        self._deadline.start()
-        super().setup()
+    @property
+    def place(self) -> Place:
+        """The connection's (``WebServer.process_request``)."""
+        return cast(Place, self.client_address)
 
     def finish(self) -> None:
-        self._deadline.cancel()
         try:
             super().finish()
         except OSError:
             pass  # the client is gone
-
-    def _hang_up(self) -> None:
-        try:
-            # An answer may still go out. An SSLSocket's own method would send it in plain text.
-            socket.socket.shutdown(self.request, socket.SHUT_RD)
-        except OSError:
-            pass  # it is gone already
 
     def handle(self) -> None:
         try:
@@ -241,14 +230,14 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in READS:
             self._refuse_path(path, WRITES)
         need, answer = READS[path]
-        self.server.access.check(need, self.headers)  # type: ignore[arg-type]
+        self._check(need)
         return answer(self.server.source, query)
 
     def _write(self) -> HttpReply:
         path = self.path.split("?", 1)[0]
         if path not in WRITES:
             self._refuse_path(path, READS)
-        self.server.access.check("write", self.headers)  # type: ignore[arg-type]
+        self._check("write")
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             raise Denied(HTTPStatus.LENGTH_REQUIRED, "send a Content-Length")
@@ -262,6 +251,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(asked, dict):
             raise ValueError("send a JSON object")
         return WRITES[path](self.server.source, asked)
+
+    def _check(self, need: Need) -> None:
+        """Raises ``Denied``."""
+        self.server.access.check(need, self.headers)  # type: ignore[arg-type]
+        self.place.trusted = need != "nothing"
 
     def _refuse_path(self, path: str, others: dict[str, Any]) -> None:
         if path in others:
@@ -302,7 +296,7 @@ class WebServer(ThreadingHTTPServer):
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self.access = HttpAccess.of(config)
         self.source = Source(config.socket)
-        self._room = threading.BoundedSemaphore(CONNECTIONS)
+        self.places = Places()
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
@@ -318,31 +312,41 @@ class WebServer(ThreadingHTTPServer):
     def run(self) -> None:
         """Serve until the process ends."""
         threading.Thread(target=self.source.sample_for_ever, daemon=True).start()
-        self.serve_forever(poll_interval=60.0)
+        self.serve_forever(poll_interval=1.0)
+
+    def service_actions(self) -> None:
+        """Called once per poll, and after each new connection."""
+        self.places.end_late()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, if there is room."""
-        if not self._room.acquire(blocking=False):
+        """In a thread of its own, if there is room. Its place takes the way of its address."""
+        place = self.places.take(request, client_address)
+        if place is None:
             self.shutdown_request(request)
             return
         try:
-            super().process_request(request, client_address)
+            super().process_request(request, place)
         except RuntimeError:  # no thread can be started now
-            self._room.release()
             self.shutdown_request(request)
+            self.places.leave(place)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """TLS begins here, so that one who sends nothing keeps nobody else waiting."""
+        place: Place = client_address
         try:
             if self._tls is not None:
                 request.settimeout(DEADLINE_S)
-                request = self._tls.wrap_socket(request, server_side=True)
+                request = self._tls.wrap_socket(
+                    request, server_side=True, do_handshake_on_connect=False
+                )
+                place.connection = request
+                request.do_handshake()
         except OSError:
             self.shutdown_request(request)
         else:
-            super().process_request_thread(request, client_address)
+            super().process_request_thread(request, place)
         finally:
-            self._room.release()
+            self.places.leave(place)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A bug: the thread ends, the server goes on."""

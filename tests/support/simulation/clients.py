@@ -294,6 +294,7 @@ class SimulatedEngine:
                 tenant=self.world.quotas.tenant(),
                 blocks=self._blocks_after(whole, len(prompt)),
                 again=rng.random() < 0.2,
+                writing=self.requests % 3 == 0,
             )
         )
 

@@ -6,7 +6,7 @@ Chance comes from a generator of its own, so worlds without quotas have the hist
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvass import messages as m
 from kvass.core import effects as fx
@@ -77,10 +77,13 @@ class TenantWitness:
         self._state = machine.state
         self._before = self._look()
 
-    def _look(self) -> tuple[dict[str, int], dict[bytes, int], set[str]]:
+    def _look(self) -> tuple[dict[str, int], dict[bytes | str, Any], set[str]]:
         tenants, promotions = self._state.tenants, self._state.promotions.all.values()
         taken = {t.name: t.taken_bytes for t in tenants.all.values()}
-        epochs = {ns.digest: ns.epoch for ns in self._state.namespaces.values()}
+        epochs: dict[bytes | str, Any] = {
+            ns.digest: ns.epoch for ns in self._state.namespaces.values()
+        }  # a change of any of these may discard rows, or what an engine was writing
+        epochs |= {one.id: one.generation for one in self._state.instances.values()}
         return taken, epochs, {tenants.payer(p.tenant).name for p in promotions}
 
     def observe(self, event: fx.Event) -> None:
@@ -94,8 +97,6 @@ class TenantWitness:
         if isinstance(event, fx.Received) and isinstance(event.message, m.Lookup):
             asking = asking | {self._state.tenants.payer(event.message.tenant).name}
         cleared = any(epochs_now.get(ns) != epoch for ns, epoch in epochs.items())
-        if isinstance(event, fx.Received) and isinstance(event.message, m.Register):
-            cleared = cleared or event.message.generation != b""  # what it leaves may be cleared
         for tenant in self._state.tenants.all.values():
             had, has = before.get(tenant.name, 0), taken[tenant.name]
             if has > max(had, tenant.cap_bytes):

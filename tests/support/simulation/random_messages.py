@@ -38,6 +38,8 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "groups": (1, 1, 1, 3, 0, -1, 1 << 62),
     "instance": ("",),
     "namespace": (b"", b"x", bytes(32)),
+    "min_tokens": (0, 0, 1, CHUNK_TOKENS, -1, 1 << 62),
+    "predecessor": (b"", b"", bytes(WIDTH), b"x"),
     "prefill_tokens_s": _TIMES,
     "protocol_max": (1, 1, 1, 9, 2, 0),
     "protocol_min": (1, 1, 1, 2, 9, -5),
@@ -45,11 +47,13 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "ranks": (2, 129, 0, -1),
     "request": ("r", "r", "r", "", "r" * 600),
     "shard": (1, -1),
+    "space": (b"", b"salt", bytes(32), bytes(33)),
     "spare": (0, 0, 0, 1, -1, 1 << 30),
     "tiers": (False, True),
     "wants_arena": (False, False, True),
     "width": (*[WIDTH] * 5, 2 * WIDTH, 0, -8, 7, 128),
     "world_size": (2, 0),
+    "writing": (False, True),
 }
 """By the name of a field. ``_Maker.value`` makes those that are not here."""
 
@@ -77,7 +81,9 @@ class _Maker:
                 return rng.choice([b"", b"", b"x", bytes(WIDTH), rng.randbytes(40 * WIDTH)])
             case "present":
                 return tuple(self.value("digests") for _ in range(rng.choice([0, 1, 2])))
-            case "first" | "since":
+            case "tokens":
+                return bytes(4 * CHUNK_TOKENS * rng.randint(0, 8) + (odd < 0.1))
+            case "first" | "since" | "start":
                 return self.number() if odd < 0.25 else 0
             case "lease" | "reservation":
                 return self.number()

@@ -57,6 +57,8 @@ class ChildEngine:
             }
         if config["layout_only"]:
             instruments.pack_no_weights()
+        if config.get("fork_ranks"):
+            instruments.fork_ranks()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**args))
         core = self.engine.engine_core.engine_core
         self.scheduler, self._executor = core.scheduler, core.model_executor

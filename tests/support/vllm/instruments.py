@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import multiprocessing
 import os
 import threading
 import time
@@ -149,6 +150,13 @@ def pack_no_weights() -> None:
 
     attention: Any = cpu_sparse.DeepseekV4CPUAttention
     attention._wrap_wo_a_process_weights_after_loading = lambda self: None
+
+
+def fork_ranks() -> None:
+    """Have the executor fork its workers, as vLLM does by default; on a CPU it spawns them."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def prepare(connector: Any, patient: bool, late: bool) -> None:

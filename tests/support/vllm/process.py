@@ -21,6 +21,8 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
+from tests.support.vllm.template import Forked, Template
+
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -141,6 +143,8 @@ class EngineProcess:
 
     all_on_gpu: ClassVar[bool | None] = None
     """If not None, it replaces ``gpu`` for every engine."""
+    template: ClassVar[Template | None] = None
+    """Forks engines that have no ``environment`` of their own; these fork their ranks."""
 
     def __init__(
         self,
@@ -172,14 +176,22 @@ class EngineProcess:
         """The child's processes, each with its start time, because pids are reused."""
         self._start_timeout_s = start_timeout_s
         self._ready = False
+        self._child: subprocess.Popen[bytes] | Forked
+        env = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        module = "tests.support.vllm.child"
         with log.open("wb") as stderr:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.vllm.child", json.dumps(config)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
-            )
+            if self.template is not None and environment is None:
+                config["fork_ranks"] = True
+                command = [module, json.dumps(config)]
+                self._child = self.template.fork(command, env, stderr.fileno())
+            else:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", module, json.dumps(config)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env=env,
+                )
 
     @property
     def pid(self) -> int:
@@ -313,7 +325,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             pass
         self.kill()  # the workers that are left
-        return self._child.returncode
+        return self._child.wait()
 
     def __enter__(self) -> EngineProcess:
         return self

@@ -66,6 +66,8 @@ class ReadWitness:
             self._check_origin(key, source)
             rows.append((key, source, place))
         self._check_length(namespace, keys, msg.first, msg.spare, reply.chunks, late)
+        if late is None and state.roomy:
+            self.waiting.check_answered_at_once(namespace, msg, reply.chunks)
         rows += self._blocks(namespace, msg, reply, late)
         if hit:
             self._lease(instance, readers, reply, rows)

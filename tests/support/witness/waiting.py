@@ -24,7 +24,7 @@ class WaitingWitness:
     def begin(self, session: int, message: m.Request) -> Pending:
         """``message`` was not answered in its step."""
         state = self.state
-        if not state.config.tiers or (session, message.seq) in state.pending:
+        if (session, message.seq) in state.pending:
             raise BrokenLawError(f"law 11: {message} was not answered")
         one = state.pending[session, message.seq] = Pending(session, message)
         if isinstance(message, m.Lookup | m.Prefetch):
@@ -41,6 +41,31 @@ class WaitingWitness:
             one.sure_until = self._sure_until(one, one.namespace, message, keys)
             self._promise(one, one.namespace, keys)
         return one
+
+    def _written(self, one: Pending) -> bool:
+        """Whether a lookup that waits for such rows names one that is being written."""
+        message, written = one.message, self.state.being_written()
+        if not isinstance(message, m.Lookup) or not message.writing:
+            return False
+        keys = {*split(message.digests, message.width), *split(message.blocks, message.width)}
+        return any(row[0] is one.namespace and row[2] in keys for row in written)
+
+    def check_answered_at_once(self, namespace: Namespace, msg: m.Lookup, chunks: int) -> None:
+        """A lookup that waits for rows that are being written is not answered while they would make
+        its hit longer."""
+        state, written = self.state, self.state.being_written()
+        wait_s = (msg.budget_ms or state.config.timing.lookup_budget_ms) / 1000
+        many_may_wait = state.config.limits.waiting_bytes >= 1 << 20
+        if not msg.writing or msg.again or state.now + wait_s <= state.now or not many_may_wait:
+            return
+        longer = namespace.longest(
+            lambda g, k: (namespace, g, k) in written or state.surely_ready((namespace, g, k)),
+            split(msg.digests, msg.width),
+            msg.first,
+            msg.spare,
+        )
+        if longer > chunks:
+            raise BrokenLawError(f"{longer} chunks are written, but {chunks} told at once: {msg}")
 
     def _sure_until(
         self,
@@ -98,6 +123,8 @@ class WaitingWitness:
                 return False
             if row in one.promised and state.now < one.sure_until:
                 return True
+            if not state.config.tiers:
+                return state.surely_ready(row)
             return state.surely_ready(row) and state.ready[row][0] is one.before.get(row)
 
         return there
@@ -124,6 +151,8 @@ class WaitingWitness:
             clears = isinstance(one.message, m.Clear)
             if one.due <= state.now or (clears and not one.awaits):
                 raise BrokenLawError(f"law 5: {one.message} is not answered at {state.now}")
+            if not (state.config.tiers or self._written(one)):
+                raise BrokenLawError(f"law 11: {one.message} waits for nothing")
             if not any(x.namespace is one.namespace for x in state.instances.values()):
                 one.promised.clear()  # the core may forget a namespace without instances
 

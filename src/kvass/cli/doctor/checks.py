@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
-from kvass._version import TESTED_VLLM, __version__
+from kvass._version import TESTED_VLLM, __version__, code_version
 from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
@@ -294,7 +294,7 @@ def vllm(m: Machine) -> Finding:
         return note("not installed in this environment", "other environments' engines", do=do)
     theirs = m.packages[package]
     found = f"{package} {theirs}, torch {m.packages.get('torch', 'unknown')}"
-    tested = theirs.partition("+")[0] in TESTED_VLLM
+    tested = code_version(theirs) in TESTED_VLLM
     differs = [] if m.vllm is None else differences(m.vllm, theirs)
     found += "" if tested else ": never tested"
     if m.vllm is not None:

@@ -166,6 +166,10 @@ class VllmRequest:
         return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:16]}" if salt else ""
 
     @property
+    def trace(self) -> str:
+        return (self._request.trace_headers or {}).get("traceparent", "")
+
+    @property
     def reads_cache(self) -> bool:
         return not self._request.skip_reading_prefix_cache  # set for prompt logprobs
 

@@ -24,7 +24,7 @@ import vllm
 from msgspec import Meta
 
 from kvass import vllm_contract
-from kvass._version import TESTED_VLLM
+from kvass._version import TESTED_VLLM, code_version
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import groups, namespace, weight_files
@@ -145,7 +145,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
 
 def _untested(options: Options) -> str:
     """Why this version of vLLM is not served; empty if it is. Read before anything else of vLLM."""
-    version = vllm.__version__.partition("+")[0]
+    version = code_version(vllm.__version__)
     if version in TESTED_VLLM:
         return ""
     said = f"vLLM {version} was never tested (tested: {', '.join(sorted(TESTED_VLLM))})"

@@ -26,12 +26,10 @@ from typing import Any, Final
 
 import torch
 
+from kvass._version import code_version
 from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
 from kvass.connectors.vllm.groups import all_specs
 from kvass.engine import identity
-
-WHEEL: Final = re.compile(r"(^|\.)(cpu|cu\d+|rocm[\d.]*|xpu|tpu|empty)(?=\.|$)")
-"""What vLLM's own builds add to its version: the kind of device, which is a field of its own."""
 
 NOT_THE_MODELS: Final = frozenset(
     re.findall(
@@ -91,13 +89,6 @@ def adapter_settings(lora: Any) -> str:
     """Settings that change what LoRA adapters compute, of an engine that has some."""
     taken = taken_of(lora, "lora_config") if lora is not None else {}
     return identity.canonical(taken, "lora_config") if taken else ""
-
-
-def code_version(version: str) -> str:
-    """vLLM's version. What a build of somebody else adds to it is kept: its code may differ."""
-    release, _, local = version.partition("+")
-    local = WHEEL.sub("", local).strip(".")
-    return f"{release}+{local}" if local else release
 
 
 def _positions(model: Any) -> str:

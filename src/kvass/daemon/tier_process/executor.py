@@ -32,10 +32,12 @@ from kvass.daemon.tier_process.operations import failure, perform
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Tier
 from kvass.tiers.url import shown
+from kvass.types import MOST_QUOTAS
 
 FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 30.0
 _LINE_CHARS: Final = 200
+_MOST_ENTRIES: Final = MOST_QUOTAS + 1
 _REGISTRATION: Final = 0
 """In place of a thread: the tier is being told of the arena."""
 _log = logging.getLogger("kvass.tiers")
@@ -279,6 +281,10 @@ def _can_be_reported(value: object) -> bool:
     """Whether it can go into a status, however strange the tier."""
     if type(value) is str:
         return len(value) <= _LINE_CHARS and value.isprintable()
+    if type(value) is dict:
+        return len(value) <= _MOST_ENTRIES and all(
+            _can_be_reported(part) for pair in value.items() for part in pair
+        )
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 63
     return type(value) is bool or (type(value) is float and math.isfinite(value))

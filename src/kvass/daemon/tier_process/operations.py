@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from kvass.core import effects
 from kvass.core.epochs import to_note
 from kvass.errors import TierDown
-from kvass.tiers.base import Buffer, Shards, Tier
+from kvass.tiers.base import Buffer, DividedTier, Shards, Tier
 from kvass.tiers.codec import record_key
 from kvass.types import Slots
 
@@ -84,7 +85,9 @@ def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[
     missing = np.flatnonzero(~held).tolist()
     if missing:
         data = shards(arena, effect.slots, effect.shard_bytes)
-        done = tier.store([keys[i] for i in missing], [data[i] for i in missing])
+        divided = isinstance(tier, DividedTier)
+        store = partial(tier.store_for, effect.tenant) if divided else tier.store
+        done = store([keys[i] for i in missing], [data[i] for i in missing])
         held[missing] = _flags(done, len(missing))
     return held
 

@@ -8,13 +8,18 @@ A slot is free; or it holds a record that can be found (its fingerprint is not 0
 has no record and its last pin goes. A segment that is *gone* holds no record any more, and is dead
 when its last pin goes.
 
+Each *owner* has segments of its own: a tenant with a quota in this tier, or the default tenant for
+all others. Free bytes that are reserved for an owner are given to nobody else, and no owner loses a
+segment to another one if it has less than its reservation then. Other segments are one pool, of
+which the least recently used leaves first. Records are found whoever owns them.
+
 A record is found by a 60-bit fingerprint of its key. Two keys with the same fingerprint replace
 each other. A load compares the whole key, which the record's header has: a collision is a miss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,13 +28,15 @@ import xxhash
 
 from kvass.tiers.disk.notes import NOTES_BYTES
 from kvass.tiers.disk.segment import SegmentFile, disk_bytes, most_slots
-from kvass.types import I64Array, U64Array
+from kvass.types import DEFAULT_TENANT, I64Array, Quota, U64Array
 
 _FOLDER_BYTES: Final = (16 << 10) + 2 * NOTES_BYTES
 """What the folder, its lock, the notes and a newer copy of them take at most, without segments."""
 _FEWEST_VICTIMS: Final = 64
 _MOST_VICTIMS: Final = 4096
 _NEVER: Final = 1 << 62
+_PARTS: Final = 16
+"""An owner's segments are at most this part of its quota, so that it has some of each size."""
 
 
 def fingerprint(key: bytes) -> int:
@@ -40,8 +47,9 @@ def fingerprint(key: bytes) -> int:
 class Segment:
     """Columns over the slots of one file."""
 
-    def __init__(self, file: SegmentFile) -> None:
+    def __init__(self, file: SegmentFile, owner: Owner) -> None:
         self.file = file
+        self.owner = owner
         self.gone = False
         self.used = 0
         """Slots that are not free."""
@@ -95,10 +103,31 @@ class _SizeClass:
         return int(oldest[0, 0])
 
 
+class Owner:
+    """``spent``: bytes of its segments, those that are gone not included."""
+
+    def __init__(self, quota: Quota) -> None:
+        self.name = quota.tenant
+        self.cap, self.reserved = quota.cap_bytes, quota.reserved_bytes
+        self.spent = 0
+        self.classes: dict[int, _SizeClass] = {}
+
+    def class_of(self, slot_bytes: int) -> _SizeClass:
+        return self.classes.setdefault(slot_bytes, _SizeClass())
+
+    def lacks(self, size: int) -> bool:
+        """Whether so many bytes more are still reserved for it."""
+        return self.spent + size <= self.reserved
+
+    def spares(self, segment: Segment) -> bool:
+        """Whether it has what is reserved for it without this segment of its own."""
+        return self.spent - segment.file.bytes >= self.reserved
+
+
 class DiskIndex:
     """All segments of one tier."""
 
-    def __init__(self, capacity: int, clock: int) -> None:
+    def __init__(self, capacity: int, clock: int, quotas: Iterable[Quota] = ()) -> None:
         """``capacity``: bytes on disk; ``clock``: above every sequence number given before."""
         self.capacity = capacity - _FOLDER_BYTES
         self.spent = 0
@@ -108,7 +137,8 @@ class DiskIndex:
         self.dead: list[Segment] = []
         """Gone, without pins: to be unlinked and closed."""
         self._target = max(min(1 << 30, self.capacity // 16), self.capacity // 1024)
-        self._classes: dict[int, _SizeClass] = {}
+        every = [Quota(DEFAULT_TENANT), *quotas]
+        self.owners = {quota.tenant: Owner(quota) for quota in every}
         self._places: dict[int, int] = {}
         """Fingerprint -> ``Segment.place``."""
         self._clock = clock
@@ -143,7 +173,7 @@ class DiskIndex:
             if not segment.users:
                 self.dead.append(segment)
         elif not segment.pins[slot] and not segment.fingerprint[slot]:
-            self._class_of(segment.file.slot_bytes).free.append(segment.place(slot))
+            segment.owner.class_of(segment.file.slot_bytes).free.append(segment.place(slot))
             segment.used -= 1
             if not segment.used:
                 self.drop(segment)
@@ -157,23 +187,32 @@ class DiskIndex:
         del self._places[key]
         return self._empty(place)
 
-    def take(self, slot_bytes: int) -> Place | None:
+    def owner(self, tenant: str) -> Owner:
+        """Whose segments have a tenant's records."""
+        return self.owners.get(tenant) or self.owners[DEFAULT_TENANT]
+
+    def take(self, slot_bytes: int, owner: Owner) -> Place | None:
         """A free slot of that size, now pinned."""
-        free = self._class_of(slot_bytes).free
+        free = owner.class_of(slot_bytes).free
         if not free:
             return None
         place = self._place(free.pop())
         place.segment.used += 1
         return self._pin(place)
 
-    def evict(self, slot_bytes: int) -> Place | Segment | None:
-        """Make room: the slot of the least recently used record of that size, now pinned; or a
-        segment of another size, used less recently as a whole, now gone; or nothing."""
-        size_class = self._class_of(slot_bytes)
+    def evict(self, slot_bytes: int, owner: Owner) -> Place | Segment | None:
+        """Make room: the slot of the owner's least recently used record of that size, now pinned;
+        or a segment of another size or owner, used less recently as a whole, now gone; or nothing.
+        """
+        size_class, size = owner.class_of(slot_bytes), disk_bytes(slot_bytes, 1)
+        if owner.lacks(size) and (other := _oldest(self._of_others(owner, size), _NEVER)):
+            self.drop(other)
+            return other
         if place := self._next_victim(size_class):
             return place
         oldest = size_class.list_victims()
-        if other := self._older_segment(size_class, oldest):
+        own = [s for c in owner.classes.values() if c is not size_class for s in c.segments]
+        if other := _oldest(own + self._of_others(owner, size), oldest):
             size_class.victims = iter(())  # to be asked again, before one of its own leaves
             self.drop(other)
             return other
@@ -190,9 +229,6 @@ class DiskIndex:
             segment.fingerprint[slot], segment.stamp[slot] = key, stamp
         self.unpin(place)
         return old
-
-    def _class_of(self, slot_bytes: int) -> _SizeClass:
-        return self._classes.setdefault(slot_bytes, _SizeClass())
 
     def _place(self, at: int) -> Place:
         return Place(self.segments[at >> 32], at & 0xFFFF_FFFF)
@@ -221,33 +257,49 @@ class DiskIndex:
 
     # ------------------------------------------------------------ segments
 
-    def reserve(self, slot_bytes: int) -> int:
+    def reserve(self, slot_bytes: int, owner: Owner) -> int:
         """Set bytes aside for a new segment; returns how many slots it may have, 0 for none."""
-        room = self.capacity - self.spent
-        slots = min(max(1, self._target // slot_bytes), most_slots(slot_bytes, room))
-        if slots:
-            self.spent += disk_bytes(slot_bytes, slots)
+        others = [o for o in self.owners.values() if o is not owner]
+        room = self.capacity - self.spent - sum(max(0, o.reserved - o.spent) for o in others)
+        quota = owner.reserved if owner.spent < owner.reserved else owner.cap
+        most = most_slots(slot_bytes, min(room, owner.cap - owner.spent))
+        slots = min(max(1, min(self._target, quota // _PARTS) // slot_bytes), most)
+        self.account(owner, disk_bytes(slot_bytes, slots) if slots else 0)
         return slots
 
-    def fits(self, slot_bytes: int) -> bool:
+    def account(self, owner: Owner, size: int) -> None:
+        """A live segment comes, or, below 0, one that was set aside does not."""
+        self.spent += size
+        owner.spent += size
+
+    def fits(self, slot_bytes: int, owner: Owner) -> bool:
         """Whether one record of that size fits an empty tier."""
-        return most_slots(slot_bytes, self.capacity) > 0
+        return most_slots(slot_bytes, min(self.capacity, owner.cap)) > 0
+
+    def excess(self) -> Segment | None:
+        """The segment to give up because the capacity or its owner's cap was lowered: the least
+        recently used of those that may go."""
+        every, owners = self.segments.values(), self.owners.values()
+        over = [s for s in every if s.owner.spent > s.owner.cap]
+        if not over and sum(owner.spent for owner in owners) > self.capacity:
+            over = [s for s in every if s.owner.spent > s.owner.reserved]
+        return min(over, key=Segment.last_use, default=None)
 
     def add(self, segment: Segment) -> None:
         """Use a segment whose bytes are set aside; slots without a fingerprint are free."""
         self.segments[segment.file.number] = segment
         free = np.flatnonzero(segment.fingerprint == 0)
         segment.used = segment.file.slots - len(free)
-        size_class = self._class_of(segment.file.slot_bytes)
+        size_class = segment.owner.class_of(segment.file.slot_bytes)
         size_class.segments.append(segment)
         size_class.free += (free[::-1] + segment.place(0)).tolist()
 
     def restore(self, file: SegmentFile) -> None:
         """Use a segment of an earlier life, with the records that its table names. Of two records
         of one key the newer one counts. Raises ``OSError``."""
-        segment = Segment(file)
+        segment = Segment(file, self.owner(file.tenant))
         segment.fingerprint[:], segment.stamp[:] = file.entries()
-        self.spent += file.bytes
+        self.account(segment.owner, file.bytes)
         self.add(segment)
         self._clock = max(self._clock, int(segment.stamp.max()))
         slots = np.flatnonzero(segment.fingerprint)
@@ -272,15 +324,23 @@ class DiskIndex:
         segment.fingerprint[:] = 0
         number = segment.file.number
         del self.segments[number]
-        size_class = self._class_of(segment.file.slot_bytes)
+        segment.owner.spent -= segment.file.bytes
+        size_class = segment.owner.class_of(segment.file.slot_bytes)
         size_class.segments.remove(segment)
         size_class.free = [at for at in size_class.free if at >> 32 != number]
         if not segment.users:
             self.dead.append(segment)
 
-    def _older_segment(self, size_class: _SizeClass, stamp: int) -> Segment | None:
-        """The segment of another size, without pins, that was used least recently; ``None`` if
-        that was not before ``stamp``."""
-        others = (s for c in self._classes.values() if c is not size_class for s in c.segments)
-        found = min(others, key=Segment.last_use, default=None)
-        return found if found is not None and found.last_use() < stamp else None
+    def _of_others(self, owner: Owner, size: int) -> list[Segment]:
+        """Segments of other owners that may go so that this one gets ``size`` bytes more."""
+        if owner.spent + size > owner.cap:
+            return []
+        others = [o for o in self.owners.values() if o is not owner]
+        each = [s for o in others for c in o.classes.values() for s in c.segments]
+        return [s for s in each if s.owner.spares(s)]
+
+
+def _oldest(segments: list[Segment], stamp: int) -> Segment | None:
+    """The one without pins that was used least recently, if that was before ``stamp``."""
+    found = min(segments, key=Segment.last_use, default=None)
+    return found if found is not None and found.last_use() < stamp else None

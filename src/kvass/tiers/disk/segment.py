@@ -4,6 +4,8 @@
 header (``codec``), then the shards, each padded to ``PAGE``. It is moved by ``pwritev`` or
 ``preadv``, a few MiB a call, past the page cache (O_DIRECT) where the file system can.
 
+The page also says whose records these are (``tenant``), under a checksum of its own.
+
 ``NNNNNNNN.idx``, the table: the same page, then 24 bytes per slot (little-endian): fingerprint of
 the record's key (0: the slot is free), sequence number, 8 bytes that are not used.
 
@@ -29,7 +31,7 @@ from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.buffers import page_buffer, split
 from kvass.tiers.disk.folder import Folder
 from kvass.tiers.pacing import IO_BYTES, yield_cpu
-from kvass.types import PAGE, I64Array, U64Array, align_up
+from kvass.types import DEFAULT_TENANT, PAGE, I64Array, U64Array, align_up
 
 FORMAT: Final = 1
 
@@ -38,6 +40,9 @@ TABLE: Final = ".idx"
 _MAGIC: Final = b"kvassseg"
 _DESCRIPTION: Final = struct.Struct("<8sHHIQQ")  # magic, version, 0, number, slot bytes, slots
 _CHECK: Final = struct.Struct("<Q")
+_TENANT: Final = struct.Struct("<64sQ")
+_TENANT_AT: Final = 64
+"""Behind the description: an older kvass does not look there, and finds every segment its own."""
 _ENTRY: Final = struct.Struct("<QQ8x")
 
 # What a file system may take beside the bytes: two extents per slot (a write in the middle of
@@ -76,9 +81,12 @@ def body_of(shards: Shards) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
 class SegmentFile:
     """An open segment. Methods raise ``OSError``; a slot is used by one thread at a time."""
 
-    def __init__(self, folder: Folder, number: int, slot_bytes: int, slots: int) -> None:
+    def __init__(
+        self, folder: Folder, number: int, slot_bytes: int, slots: int, tenant: str = DEFAULT_TENANT
+    ) -> None:
         """``create`` and ``reopen`` make one."""
         self.number = number
+        self.tenant = tenant
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.bytes = disk_bytes(slot_bytes, slots)
@@ -89,11 +97,15 @@ class SegmentFile:
         self._table_fd = -1
 
     @classmethod
-    def create(cls, folder: Folder, number: int, slot_bytes: int, slots: int) -> SegmentFile:
+    def create(
+        cls, folder: Folder, number: int, slot_bytes: int, slots: int, tenant: str = DEFAULT_TENANT
+    ) -> SegmentFile:
         """A new segment, every slot free. Raises ``OSError`` and leaves nothing behind."""
-        new = cls(folder, number, slot_bytes, slots)
+        new = cls(folder, number, slot_bytes, slots, tenant)
         body = _DESCRIPTION.pack(_MAGIC, FORMAT, 0, number, slot_bytes, slots)
-        page = (body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))).ljust(PAGE, b"\0")
+        head = (body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))).ljust(_TENANT_AT, b"\0")
+        whose = tenant.encode()
+        page = (head + _TENANT.pack(whose, _tenant_check(body, whose))).ljust(PAGE, b"\0")
         try:
             folder.check()
             new._table_fd = folder.open(new._table_name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -126,7 +138,7 @@ class SegmentFile:
             if described is None or described[0] != number:
                 old.close()
                 return None
-            _, old.slot_bytes, old.slots = described
+            _, old.slot_bytes, old.slots, old.tenant = described
             old.bytes = disk_bytes(old.slot_bytes, old.slots)
             if os.fstat(old._fd).st_size != (size := PAGE + old.slot_bytes * old.slots):
                 os.ftruncate(old._fd, size)
@@ -212,8 +224,8 @@ def _move(
     return done
 
 
-def _describe(path: str, page: bytes) -> tuple[int, int, int] | None:
-    """(number, slot bytes, slots) from a segment's first page."""
+def _describe(path: str, page: bytes) -> tuple[int, int, int, str] | None:
+    """(number, slot bytes, slots, tenant) from a segment's first page."""
     if len(page) < PAGE:
         return None
     magic, version, _, number, slot_bytes, slots = _DESCRIPTION.unpack_from(page)
@@ -227,7 +239,14 @@ def _describe(path: str, page: bytes) -> tuple[int, int, int] | None:
         )
     if version < FORMAT or slot_bytes < PAGE or slot_bytes % PAGE or slots < 1:
         return None
-    return number, slot_bytes, slots
+    padded, whose_check = _TENANT.unpack_from(page, _TENANT_AT)
+    whose = padded.rstrip(b"\0")
+    sound = whose_check == _tenant_check(page[: _DESCRIPTION.size], whose)
+    return number, slot_bytes, slots, whose.decode() if sound else DEFAULT_TENANT
+
+
+def _tenant_check(description: bytes, tenant: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(description + tenant)
 
 
 def _write(fd: int, data: bytes, at: int) -> None:

@@ -21,16 +21,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvass.errors import ConfigError
 from kvass.tiers.base import Shards
 from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import decode_header, encode_header, header_of, payload_check
 from kvass.tiers.disk.folder import Folder
-from kvass.tiers.disk.index import DiskIndex, Place, Segment, fingerprint
+from kvass.tiers.disk.index import DiskIndex, Owner, Place, Segment, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
 from kvass.tiers.disk.segment import (
     SEGMENT,
@@ -43,7 +43,7 @@ from kvass.tiers.disk.segment import (
 from kvass.tiers.options import DiskOptions
 from kvass.tiers.record_tier import Outcome, RecordTier
 from kvass.tiers.worker_pool import WorkerPool, as_down
-from kvass.types import PAGE, Size
+from kvass.types import DEFAULT_TENANT, NO_CAP, PAGE, Quota, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
 """Of one record, its header included."""
@@ -72,18 +72,27 @@ class _Scratch(threading.local):
 
 
 class DiskTier(RecordTier):
-    """``Tier`` over a folder. Raises ``ConfigError`` for one that cannot be used so."""
+    """``Tier`` over a folder, divided among the tenants of ``quotas``. Raises ``ConfigError`` for
+    one that cannot be used so."""
 
-    def __init__(self, folder: str | Path, capacity: int, *, threads: int = 4) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        capacity: int,
+        *,
+        threads: int = 4,
+        quotas: Sequence[Quota] = (),
+    ) -> None:
         super().__init__(str(folder))
-        self._index = DiskIndex(capacity, time.time_ns())
+        self._index = DiskIndex(capacity, time.time_ns(), quotas)
+        self._divided = bool(quotas)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._noting = threading.Lock()
         self._grow_after = 0.0
         self._scratch = _Scratch()
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
-        if not self._index.fits(2 * PAGE):
+        if not self._index.fits(2 * PAGE, self._index.owner(DEFAULT_TENANT)):
             raise ConfigError(f"{folder}: a capacity of {Size(capacity)} holds not one row")
         self._folder = Folder(Path(folder))
         try:
@@ -105,8 +114,9 @@ class DiskTier(RecordTier):
     def _reopen(self) -> int:
         """Use the segments of earlier lives; returns the highest number ever used.
 
-        Damaged ones are removed, and the oldest ones beyond the capacity. Raises ``ConfigError``
-        for a format newer than ours, having removed nothing, and for what the disk refuses.
+        Damaged ones are removed, and what is beyond the capacity or a quota. Raises
+        ``ConfigError`` for a format newer than ours, having removed nothing, and for what the disk
+        refuses.
         """
         opened: list[SegmentFile] = []
         try:
@@ -116,13 +126,13 @@ class DiskTier(RecordTier):
                 with suppress(FileNotFoundError):  # a table whose segment is gone
                     if (file := SegmentFile.reopen(self._folder, number)) is not None:
                         opened.append(file)
-            totals = accumulate(file.bytes for file in opened)
-            count = sum(total <= self._index.capacity for total in totals)
-            for number in numbers - {file.number for file in opened[:count]}:
+            for number in numbers - {file.number for file in opened}:
                 for suffix in (SEGMENT, TABLE):
                     self._folder.unlink(f"{number:08x}{suffix}")
-            for file in opened[:count]:
+            for file in opened:
                 self._index.restore(file)
+            while (segment := self._index.excess()) is not None:
+                self._index.drop(segment)
         except (OSError, ConfigError) as error:
             for file in opened:
                 file.close()
@@ -130,9 +140,11 @@ class DiskTier(RecordTier):
                 raise
             where = f"{error.filename}: " if error.filename else ""
             raise ConfigError(f"{self.name}: {where}{error.strerror}") from error
-        for file in opened[count:]:
-            file.close()
         return max(numbers, default=0)
+
+    def store_for(self, tenant: str, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        """See ``DividedTier``."""
+        return self._store_all(keys, data, partial(self._put, tenant=tenant))
 
     # ------------------------------------------------------------ batches
 
@@ -143,8 +155,11 @@ class DiskTier(RecordTier):
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
         return self._pool.each(lambda i: self._load(keys[i], into[i]), [0] * len(keys))
 
-    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
-        return self._pool.each(lambda i: self._store(keys[i], data[i]), [0] * len(keys))
+    def _put(
+        self, keys: Sequence[bytes], data: Sequence[Shards], tenant: str = DEFAULT_TENANT
+    ) -> list[Outcome]:
+        owner = self._index.owner(tenant)
+        return self._pool.each(lambda i: self._store(keys[i], data[i], owner), [0] * len(keys))
 
     def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         for key in keys:
@@ -197,10 +212,20 @@ class DiskTier(RecordTier):
         self._folder.check()
         self._checked = time.monotonic()
 
-    def report(self) -> dict[str, int]:
-        """For ``kvass status``: records, segments, bytes, and what went wrong since opening."""
+    def report(self) -> dict[str, Any]:
+        """For ``kvass status``: records, segments, bytes, what went wrong since opening; and with
+        quotas what each tenant has."""
         with self._lock:
+            tenants = {
+                o.name: {
+                    "bytes": o.spent,
+                    "reserved_bytes": o.reserved,
+                    **({} if o.cap == NO_CAP else {"cap_bytes": o.cap}),
+                }
+                for o in self._index.owners.values()
+            }
             return {
+                **({"tenants": tenants} if self._divided else {}),
                 "records": len(self._index),
                 "segments": len(self._index.segments),
                 "bytes": self._index.spent,
@@ -248,8 +273,8 @@ class DiskTier(RecordTier):
             shard[:] = part
         return "" if payload_check(into) == header.payload_check else "damaged"
 
-    def _store(self, key: bytes, shards: Shards) -> bool:
-        place = self._room(slot_bytes_of(shards))
+    def _store(self, key: bytes, shards: Shards, owner: Owner) -> bool:
+        place = self._room(slot_bytes_of(shards), owner)
         if place is None:
             return False
         segment, slot = place
@@ -292,49 +317,54 @@ class DiskTier(RecordTier):
 
     # ------------------------------------------------------------ room
 
-    def _room(self, size: int) -> Place | None:
+    def _room(self, size: int, owner: Owner) -> Place | None:
         """A slot of that size, pinned: a free one, else of a new segment, else of an old record."""
-        if size > _MOST_BYTES or not self._index.fits(size):
+        if size > _MOST_BYTES or not self._index.fits(size, owner):
             with self._lock:
                 self._counts["too_large"] += 1
                 first = self._counts["too_large"] == 1
             if first:  # how large rows are shows only now: whoever chose the capacity is told, once
-                line = "%s: rows that take %s are not kept: one is more than the capacity or %s"
+                line = (
+                    "%s: rows that take %s are not kept: one is more than the capacity, its "
+                    "tenant's cap or %s"
+                )
                 _log.warning(line, self.name, Size(size), Size(_MOST_BYTES))
             return None
         with self._lock:
-            if place := self._index.take(size):
+            if place := self._index.take(size, owner):
                 return place
         with self._growing:  # one thread makes room, and none makes it twice
             self._remove_dead()
             while True:
                 with self._lock:
-                    if place := self._index.take(size):
+                    if place := self._index.take(size, owner):
                         return place
                     may_grow = time.monotonic() >= self._grow_after
-                    slots = self._index.reserve(size) if may_grow else 0
-                    made = None if slots else self._index.evict(size)
+                    slots = self._index.reserve(size, owner) if may_grow else 0
+                    made = None if slots else self._index.evict(size, owner)
                     self._counts["evicted"] += made is not None
                     self._counts["full"] += made is None and not slots
                 if slots:
-                    self._grow(size, slots)
+                    self._grow(size, slots, owner)
                 elif not isinstance(made, Segment) or not self._remove_dead():
                     return made if isinstance(made, Place) else None
+                else:
+                    self._grow_after = 0.0  # the disk has room again
 
-    def _grow(self, size: int, slots: int) -> None:
+    def _grow(self, size: int, slots: int, owner: Owner) -> None:
         """Make a segment of bytes that are set aside; if the disk has them not, wait a while."""
         self._number += 1
         try:
-            file = SegmentFile.create(self._folder, self._number, size, slots)
+            file = SegmentFile.create(self._folder, self._number, size, slots, owner.name)
         except OSError as error:
             _log.warning("%s: no new segment: %s", self.name, error.strerror)
             self._grow_after = time.monotonic() + _GROW_AGAIN_S
             with self._lock:
-                self._index.spent -= disk_bytes(size, slots)
+                self._index.account(owner, -disk_bytes(size, slots))
                 self._counts["write_errors"] += 1
         else:
             with self._lock:
-                self._index.add(Segment(file))
+                self._index.add(Segment(file, owner))
 
     def _remove_dead(self) -> bool:
         """Remove dead segments, and give their bytes back; whether the disk let us."""
@@ -358,4 +388,4 @@ class DiskTier(RecordTier):
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:
     """``disk:PATH?...``. Raises ``ConfigError``."""
-    return DiskTier(path, options.capacity, threads=options.threads)
+    return DiskTier(path, options.capacity, threads=options.threads, quotas=options.quotas)

@@ -1,0 +1,336 @@
+"""Finds known chunks at any offset of a prompt.
+
+``H(i) = sum_j m(x[i+j]) B^(k-1-j) mod 2^64`` is the rolling hash of the ``k`` tokens from ``i`` on
+(Karp and Rabin 1987). ``m`` mixes a token's bits. All offsets take one prefix sum, because ``B`` is
+odd and has an inverse: ``H(i) = B^(i+k-1) (S[i+k] - S[i])``, ``S[n] = sum_i<n m(x[i]) B^-i``.
+``B`` is secret, but for long chunks there are pairs of texts that collide for every ``B``
+(Thue-Morse). So the hash only says where to look, and the tokens of each match are compared.
+
+The table is set-associative: a hash has a bucket of ``WAYS`` entries. In a full one, and where all
+places are taken, a new entry replaces one that was used long ago. So memory is bounded, nothing
+grows, and a text that is known under many keys is kept under the last few. Untouched memory costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.types import I64Array, U32Array, U64Array
+
+WAYS: Final = 8
+KEY_WORDS: Final = 4
+"""A key or a space is a digest of up to 32 bytes: this many uint64."""
+_CELLS: Final = 16
+"""Cells of the filter for each bucket. Of what is not known, one offset in 16 at most passes it."""
+_BLOCK: Final = 8192
+_ROUNDS: Final = 3
+"""So often offsets are chosen anew because the chunks at some of them do not match after all."""
+_SAMPLE: Final = 4
+"""Of so many entries for each one that must go, those used longest ago go."""
+_ENTRY_BYTES: Final = 160
+"""What an entry takes beside its tokens."""
+
+BoolArray = npt.NDArray[np.bool_]
+Usable = Callable[[I64Array], BoolArray]
+
+
+class Run(NamedTuple):
+    """Entries ``ids``, neighbours when they were stored, stand in the prompt from ``new_start``."""
+
+    new_start: int
+    ids: list[int]
+
+
+class Chunks(NamedTuple):
+    """Chunks to be added: ``tokens`` ``(n, chunk_tokens)``; ``keys`` and ``before``, the keys of
+    the chunks before them, zero if there is none, ``(n, KEY_WORDS)``; ``starts``, the positions of
+    their first tokens."""
+
+    tokens: U32Array
+    keys: U64Array
+    before: U64Array
+    starts: I64Array
+
+    def of(self, which: I64Array | BoolArray) -> Chunks:
+        return Chunks(self.tokens[which], self.keys[which], self.before[which], self.starts[which])
+
+
+def entry_bytes(chunk_tokens: int) -> int:
+    """Memory of one entry."""
+    return 4 * chunk_tokens + _ENTRY_BYTES
+
+
+class ChunkMatcher:
+    """Chunks of ``chunk_tokens`` tokens, ``capacity`` at most.
+
+    An entry belongs to a *place*, a number above 0, and in it to a *space*: ``KEY_WORDS`` words. A
+    prompt finds those of its own place and space only. ``key``, ``before``, ``start``, ``space``
+    and ``place`` are columns by entry id. ``removing`` is told of entries before they go. Ids are
+    used again.
+    """
+
+    def __init__(
+        self,
+        chunk_tokens: int,
+        capacity: int,
+        removing: Callable[[I64Array], None],
+        seed: bytes = b"",
+    ) -> None:
+        self.chunk_tokens, self.capacity = chunk_tokens, max(1, capacity)
+        self.count = 0
+        self.replaced = 0
+        """Entries that made room for others."""
+        size = self.capacity + 1  # id 0 is nobody's
+        self.key: U64Array = np.zeros((size, KEY_WORDS), np.uint64)
+        self.before: U64Array = np.zeros((size, KEY_WORDS), np.uint64)
+        self.space: U64Array = np.zeros((size, KEY_WORDS), np.uint64)
+        self.start: I64Array = np.zeros(size, np.int64)
+        self.place: I64Array = np.zeros(size, np.int64)
+        self._tokens: U32Array = np.zeros((size, chunk_tokens), np.uint32)
+        self._hash: U64Array = np.zeros(size, np.uint64)
+        self._used: I64Array = np.zeros(size, np.int64)
+        self._clock = 0
+        self._next, self._free, self._hand = 1, list[int](), 0
+        buckets = 1 << (self.capacity - 1).bit_length()
+        self._table: npt.NDArray[np.int32] = np.zeros((buckets, WAYS), np.int32)
+        self._filter: npt.NDArray[np.uint8] = np.zeros(buckets * _CELLS, np.uint8)
+        self._shift = np.uint64(65 - (buckets * _CELLS).bit_length())
+        self._removing, self._seed = removing, seed
+        self._base = int.from_bytes(hashlib.sha256(seed + b"base").digest()[:8], "little") | 1
+        self._powers(chunk_tokens + _BLOCK)
+
+    def keys_of(self, ids: I64Array) -> U64Array:
+        return self.key[ids]
+
+    # ------------------------------------------------------------ entries
+
+    def add(self, place: int, space: U64Array, chunks: Chunks) -> I64Array:
+        """Add entries, ``capacity`` at most. Returns the ids of those that had room."""
+        tokens = chunks.tokens
+        count = len(tokens)
+        fresh = min(count, self.capacity + 1 - self._next)
+        if (short := count - fresh - len(self._free)) > 0:
+            self._replace(self._oldest(short))
+        recycled = [self._free.pop() for _ in range(count - fresh)]
+        ids = np.array([*recycled, *range(self._next, self._next + fresh)], np.int64)
+        self._next += fresh
+        self.count += count
+        self._tokens[ids], self.key[ids] = tokens, chunks.keys
+        self.before[ids], self.start[ids] = chunks.before, chunks.starts
+        self.space[ids], self.place[ids] = space, place
+        self._hash[ids] = self._hash_chunks(tokens, self._salt(place, space))
+        self.touch(ids)
+        cells = self._cells(self._hash[ids])
+        np.add.at(self._filter, cells, 1)
+        for entry, bucket in zip(ids.tolist(), (cells // _CELLS).tolist(), strict=True):
+            ways = self._table[bucket]
+            if ways.all():
+                self._replace(ways[[self._used[ways].argmin()]].astype(np.int64))
+            ways[ways.argmin()] = entry
+        there: I64Array = ids[self.place[ids] == place]  # those alike may have replaced each other
+        return there
+
+    def remove(self, ids: I64Array) -> None:
+        """Take distinct entries out; their ids will be others'."""
+        self._removing(ids)
+        cells = self._cells(self._hash[ids])
+        np.subtract.at(self._filter, cells, 1)
+        buckets = cells // _CELLS
+        which, way = (self._table[buckets] == ids[:, None]).nonzero()
+        self._table[buckets[which], way] = 0
+        self.place[ids] = 0
+        self._free += ids.tolist()
+        self.count -= len(ids)
+
+    def _replace(self, ids: I64Array) -> None:
+        self.replaced += len(ids)
+        self.remove(ids)
+
+    def touch(self, ids: I64Array) -> None:
+        """``ids`` are used now."""
+        self._clock += 1
+        self._used[ids] = self._clock
+
+    def _oldest(self, count: int) -> I64Array:
+        """Of the next entries those that were used longest ago."""
+        sample = min(self.capacity, count * _SAMPLE)
+        ids = 1 + (self._hand + np.arange(sample)) % self.capacity
+        self._hand = (self._hand + sample) % self.capacity
+        ids = ids[self.place[ids] != 0]
+        if len(ids) < count:
+            ids = np.flatnonzero(self.place)
+        return ids[np.argsort(self._used[ids], kind="stable")[:count]]
+
+    # ------------------------------------------------------------ finding
+
+    def find(
+        self, place: int, space: U64Array, tokens: U32Array, first: int, usable: Usable
+    ) -> list[Run]:
+        """Runs of known chunks in ``tokens``, from offset ``first`` on: ascending, disjoint, each
+        token compared. Where chunks overlap, the longer run is chosen. ``usable`` says which
+        entries may be found."""
+        k = self.chunk_tokens
+        prompt = tokens[first:]
+        hits, hashes = self._hits(prompt, self._salt(place, space))
+        for _ in range(_ROUNDS):
+            if not len(hits):
+                return []
+            at = _choose(hits, len(prompt), k)
+            which, ids = self._verified(place, space, prompt, hits[at], hashes[at], usable)
+            found, wrong = hits[at[which]], np.delete(at, which)
+            if not len(wrong):
+                break
+            hits, hashes = np.delete(hits, wrong), np.delete(hashes, wrong)
+        self.touch(ids)
+        return self._runs(first + found, ids) if len(ids) else []
+
+    def _hits(self, prompt: U32Array, salt: np.uint64) -> tuple[I64Array, U64Array]:
+        """The offsets at which some entry has the hash of what stands there, and these hashes. In
+        blocks that fit a processor's cache: half the time."""
+        hits, hashes = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
+        last = len(prompt) - self.chunk_tokens + 1 if self.count else 0
+        for begin in range(0, last, _BLOCK):
+            end = min(begin + _BLOCK, last)
+            of_block = self._hash_offsets(prompt[begin : end + self.chunk_tokens - 1], salt)
+            maybe = self._filter.take(self._cells(of_block)).nonzero()[0]
+            of_block = of_block[maybe]
+            known = self._known(of_block)
+            hits.append(begin + maybe[known])
+            hashes.append(of_block[known])
+        return np.concatenate(hits), np.concatenate(hashes)
+
+    def _known(self, hashes: U64Array) -> I64Array:
+        """Which of ``hashes`` some entry has."""
+        buckets = self._cells(hashes) // _CELLS
+        known = np.zeros(len(hashes), np.bool_)
+        left = np.arange(len(hashes))
+        for way in range(WAYS):
+            found = self._hash.take(self._table[buckets[left], way]) == hashes[left]
+            known[left[found]] = True
+            left = left[~found]
+        return known.nonzero()[0]
+
+    def _verified(
+        self,
+        place: int,
+        space: U64Array,
+        prompt: U32Array,
+        offsets: I64Array,
+        hashes: U64Array,
+        usable: Usable,
+    ) -> tuple[I64Array, I64Array]:
+        """Pairs of an index in ``offsets``, ascending, and an entry that stands there."""
+        ways = self._table[self._cells(hashes) // _CELLS]
+        which, way = (self._hash[ways] == hashes[:, None]).nonzero()
+        ids = ways[which, way].astype(np.int64)
+        windows = np.lib.stride_tricks.sliding_window_view(prompt, self.chunk_tokens)
+        right = (windows[offsets[which]] == self._tokens[ids]).all(axis=1)
+        right &= (self.space[ids] == space).all(axis=1) & (self.place[ids] == place)
+        which, ids = which[right], ids[right]
+        right = usable(ids)
+        return which[right], ids[right]
+
+    def _runs(self, offsets: I64Array, ids: I64Array) -> list[Run]:
+        """``ids`` stand at ``offsets``, ascending; at one offset may stand several. A run goes on
+        as long as some entry there was stored after the one before."""
+        runs, k = list[Run](), self.chunk_tokens
+        ends: dict[tuple[bytes, int], list[int]] = {}
+        """By the key of its last chunk and the position behind it: each run that may go on."""
+        at = -1
+        keys, before = self.key[ids], self.before[ids]
+        cuts = np.flatnonzero(np.diff(offsets, prepend=-1))
+        starts = self.start[ids].tolist()
+        for begin, end in zip(cuts.tolist(), [*cuts[1:].tolist(), len(ids)], strict=True):
+            offset = int(offsets[begin])
+            there = range(begin, end)
+            longer = {}
+            if offset == at + k:
+                for i in there:
+                    run = ends.get((before[i].tobytes(), starts[i]))
+                    if run is not None:
+                        longer[keys[i].tobytes(), starts[i] + k] = [*run, int(ids[i])]
+            if not longer:
+                runs += _one_run(ends, at, k)
+                longer = {(keys[i].tobytes(), starts[i] + k): [int(ids[i])] for i in there}
+            ends, at = longer, offset
+        return runs + _one_run(ends, at, k)
+
+    # ------------------------------------------------------------ hashes
+
+    def _powers(self, count: int) -> None:
+        """Have ``count`` powers of the base and of its inverse ready."""
+        steps = np.full((2, count), self._base, np.uint64)
+        steps[1] = pow(self._base, -1, 1 << 64)
+        steps[:, 0] = 1
+        self._power, self._inverse = np.cumprod(steps, axis=1, dtype=np.uint64)
+
+    def _salt(self, place: int, space: U64Array) -> np.uint64:
+        """What tells the hashes of a space from those of others."""
+        text = place.to_bytes(8, "little", signed=True) + space.tobytes()
+        digest = hashlib.blake2b(text, digest_size=8, key=self._seed[:64]).digest()
+        return np.uint64(int.from_bytes(digest, "little"))
+
+    def _cells(self, hashes: U64Array) -> I64Array:
+        return (hashes >> self._shift).view(np.int64)
+
+    def _hash_chunks(self, tokens: U32Array, salt: np.uint64) -> U64Array:
+        powers = self._power[self.chunk_tokens - 1 :: -1]
+        sums: U64Array = (_mixed(tokens) * powers).sum(axis=1, dtype=np.uint64)
+        return _spread(sums, salt)
+
+    def _hash_offsets(self, prompt: U32Array, salt: np.uint64) -> U64Array:
+        """Of the chunk at each offset: uint64, ``(len(prompt) - chunk_tokens + 1,)``."""
+        size, k = len(prompt), self.chunk_tokens
+        sums = np.zeros(size + 1, np.uint64)
+        mixed = _mixed(prompt)
+        mixed *= self._inverse[:size]
+        np.cumsum(mixed, out=sums[1:])
+        windows = sums[k:] - sums[:-k]
+        windows *= self._power[k - 1 : size]
+        return _spread(windows, salt)
+
+
+def _mixed(tokens: U32Array) -> U64Array:
+    """``m``: other bits for each token, so that no sum of a few tokens is another's."""
+    mixed = tokens.astype(np.uint64)
+    mixed += np.uint64(0x9E3779B97F4A7C15)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+def _spread(hashes: U64Array, salt: np.uint64) -> U64Array:
+    """Have all bits of a sum count in the high ones, which choose the bucket."""
+    hashes ^= salt
+    hashes ^= hashes >> np.uint64(33)
+    hashes *= np.uint64(0xFF51AFD7ED558CCD)
+    return hashes
+
+
+def _choose(hits: I64Array, size: int, k: int) -> I64Array:
+    """Which of the offsets ``hits``, ascending, such that no two are less than ``k`` apart: from
+    left to right, of those that overlap the first one with the longest run of hits ``k`` apart."""
+    rows = -(-size // k)
+    lasts = np.repeat(np.arange(rows, dtype=np.int32), k)
+    lasts[hits] = rows
+    behind = np.minimum.accumulate(lasts.reshape(rows, k)[::-1], axis=0)[::-1].reshape(-1)[hits]
+    lengths = behind - hits // k
+    chosen, at = list[I64Array](), 0
+    while at < len(hits):
+        overlap = int(hits.searchsorted(hits[at] + k))
+        at += int(lengths[at:overlap].argmax())
+        run = hits.searchsorted(hits[at] + k * np.arange(lengths[at]))
+        chosen.append(run)
+        at = int(hits.searchsorted(hits[run[-1]] + k))
+    return np.concatenate(chosen)
+
+
+def _one_run(ends: dict[tuple[bytes, int], list[int]], at: int, k: int) -> list[Run]:
+    """The run that ends with the chunk at offset ``at``, if there is one."""
+    return [Run(at - k * (len(ids) - 1), ids) for ids in list(ends.values())[-1:]]

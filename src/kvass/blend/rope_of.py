@@ -1,0 +1,159 @@
+"""The ropes of a model: read from the engine's own modules, and measured where it can run.
+
+No name of a model is known here. An HF model computes one token at several positions: in each layer
+K then differs by its rotation alone. The description that turns one into the others is the rope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from kvass.blend.rope import Move, Part, Rope, RopeRefused, Style
+from kvass.types import GroupKind
+
+_CHANGES = "its frequencies change with the prompt's length"
+_REFUSED = {
+    "dynamic": ("dynamic NTK", _CHANGES),
+    "longrope": ("longrope", _CHANGES),
+    "mrope": ("mrope", "its positions have three parts"),
+}
+_NOT_WHOLE = "sliding windows", "the cache does not keep all tokens of a chunk"
+_NO_K = "state groups", "it has no K of each token"
+
+_AT = np.array([0, 1, 19, 251])
+"""Positions of the measured token."""
+_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""How far off a right description may be, as part of the largest number of K."""
+
+
+def ropes_of_model(model: Any, whole_chunks: bool = False) -> tuple[Rope, ...]:
+    """The rope of each layer of the HF causal LM ``model``; runs it once, on four tokens.
+
+    ``whole_chunks``: the caller keeps K of all tokens in layers with a sliding window too.
+    Raises ``RopeRefused``, by name: dynamic NTK, longrope, mrope, state groups, sliding windows, a
+    KV cache in fp8, and a layer whose K follows no rope that we know.
+    """
+    _refuse_types(model.config.get_text_config().to_dict())
+    ids = torch.ones((len(_AT), 1), dtype=torch.long, device=model.device)
+    places = torch.from_numpy(_AT).to(model.device)[:, None]
+    with torch.no_grad():
+        out = model(ids, position_ids=places, use_cache=True)
+    if (cache := getattr(out, "past_key_values", None)) is None:
+        raise RopeRefused(*_NO_K)
+    found = list(_frequencies(model))
+    ropes = tuple(
+        _measured(index, layer, found, whole_chunks) for index, layer in enumerate(cache.layers)
+    )
+    if not any(rope.inv_freq for rope in ropes):
+        raise RopeRefused("a model without rotary positions", "no layer's K is rotated")
+    return ropes
+
+
+def _refuse_types(config: Mapping[str, Any]) -> None:
+    """Raise for a type of rope by which a token's K depends on more than its position."""
+    parameters = config.get("rope_parameters") or {}
+    for one in (parameters, *(p for p in parameters.values() if isinstance(p, dict))):
+        kind = "mrope" if "mrope_section" in one else one.get("rope_type")
+        if kind in _REFUSED:
+            raise RopeRefused(*_REFUSED[kind])
+
+
+def _frequencies(model: Any) -> Iterator[tuple[tuple[float, ...], float]]:
+    """(inv_freq, mscale) that some layer may use; first none, for a layer without positions."""
+    yield (), 1.0
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            kind = name.removesuffix("inv_freq")
+            if kind != name and "original" not in kind:
+                scale = getattr(module, f"{kind}attention_scaling", 1.0)
+                yield tuple(buffer.float().flatten().tolist()), float(scale)
+    if dim := getattr(model.config, "rotary_dim", None):  # GPT-J has a table of sines instead
+        yield tuple((1.0 / 10_000 ** (torch.arange(0, dim, 2) / dim)).tolist()), 1.0
+
+
+def _measured(
+    index: int, layer: Any, found: list[tuple[tuple[float, ...], float]], whole_chunks: bool
+) -> Rope:
+    """The rope that explains ``layer``'s K and V [positions, heads, 1, numbers]."""
+    if getattr(layer, "keys", None) is None or not torch.is_tensor(layer.keys):
+        raise RopeRefused(*_NO_K)
+    if getattr(layer, "is_sliding", False) and not whole_chunks:
+        raise RopeRefused(*_NOT_WHOLE)
+    parts = {name: getattr(layer, name).permute(2, 1, 0, 3) for name in ("keys", "values")}
+    best, least = None, _ERROR.get(layer.keys.dtype, 0.0)
+    for rope in _descriptions(parts, found):
+        error = _error(rope, parts)
+        if error < least:
+            best, least = rope, error
+    if best is None:
+        raise RopeRefused(f"layer {index}", "its K follows no rope that kvass knows")
+    return best
+
+
+def _descriptions(
+    parts: Mapping[str, torch.Tensor], found: list[tuple[tuple[float, ...], float]]
+) -> Iterator[Rope]:
+    for inv_freq, mscale in found:
+        for part in get_args(Part):
+            numbers = parts[part].shape[-1]
+            for offset in sorted({0, numbers - 2 * len(inv_freq)}):
+                for style in get_args(Style):
+                    if offset >= 0:
+                        dtype = parts[part].dtype
+                        yield Rope(style, inv_freq, dtype, offset, part, mscale=mscale)
+
+
+def _error(rope: Rope, parts: Mapping[str, torch.Tensor]) -> float:
+    """The largest error when K and V at the first position are moved to the others, as part of the
+    largest number there is."""
+    errors = []
+    for name, there in parts.items():
+        moved = there[:, :, :1].expand_as(there)
+        if name == rope.part:
+            moved = Move(rope, np.repeat(_AT[:1], len(_AT)), _AT, there.device)(moved)
+        errors.append(float((moved - there).abs().max() / there.abs().max().clamp(min=1e-9)))
+    return max(errors)
+
+
+# ---------------------------------------------------------------- vLLM
+
+_SCALED = ("YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding")
+_BASED = ("RotaryEmbedding", "LinearScalingRotaryEmbedding", "Llama3RotaryEmbedding")
+_VLLM_REFUSED = {
+    "DynamicNTKScalingRotaryEmbedding": "dynamic",
+    "DynamicNTKAlphaRotaryEmbedding": "dynamic",
+    "Phi3LongRoPEScaledRotaryEmbedding": "longrope",
+    "MRotaryEmbedding": "mrope",
+}
+
+
+def rope_of_vllm(rotary: Any, dtype: torch.dtype, kind: GroupKind, latent: int = 0) -> Rope:
+    """The rope of a layer group of vLLM, from the module ``rotary`` that its layers call.
+
+    ``dtype`` is the KV cache's. ``latent``: the numbers before the rotated ones (MLA's latent).
+    Raises ``RopeRefused`` by name as ``ropes_of_model`` does.
+    """
+    assert kind in get_args(GroupKind), kind
+    if kind != "full":
+        raise RopeRefused(*(_NO_K if kind == "state" else _NOT_WHOLE))
+    name = type(rotary).__name__
+    if name in _VLLM_REFUSED:
+        raise RopeRefused(*_REFUSED[_VLLM_REFUSED[name]])
+    if name not in _SCALED + _BASED:
+        raise RopeRefused(name, "kvass does not know what this rope does to K")
+    inv_freq = rotary._compute_inv_freq(rotary.scaling_factor if name in _SCALED else rotary.base)
+    divisor = 1.0
+    if name == "LinearScalingRotaryEmbedding":
+        divisor = float(rotary.scaling_factors[0])
+    return Rope(
+        "neox" if rotary.is_neox_style else "gptj",
+        tuple(inv_freq.float().tolist()),
+        dtype,
+        latent,
+        divisor=divisor,
+        mscale=float(getattr(rotary, "mscale", 1.0)),
+    )

@@ -1,0 +1,74 @@
+"""Every field of a daemon's status for people: what it is, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from textwrap import wrap
+from typing import Any, Final
+
+from kvass.cli.report import WIDTH, printable, size
+from kvass.core import metrics
+
+_MEANINGS: Final[dict[str, dict[str, str]]] = {
+    "": metrics.GAUGES | {"messages": metrics.MESSAGES},
+    "counters": metrics.COUNTERS,
+    "histograms": metrics.HISTOGRAMS | metrics.LOOP_HISTOGRAMS,
+    "namespaces": metrics.NAMESPACE_COUNTERS | metrics.NAMESPACE_GAUGES,
+    "groups": metrics.GROUP_GAUGES,
+    "tenants": metrics.TENANT_COUNTERS | metrics.TENANT_GAUGES,
+    "tiers": metrics.TIER_COUNTERS | metrics.TIER_GAUGES | metrics.TIER_HISTOGRAMS,
+}
+"""Of the fields of each table of the status; ``""``: of those beside the tables."""
+
+
+def detail(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of at most ``WIDTH`` characters, unless a value is longer. Without what is 0 or empty,
+    but for the daemon's own gauges."""
+    return map(printable, _table("", "daemon", fields))
+
+
+def _table(name: str, title: str, fields: Mapping[str, Any]) -> Iterator[str]:
+    """What ``fields`` say themselves, then the tables in them."""
+    meanings = _MEANINGS.get(name, {})
+    tables = {n: v for n, v in fields.items() if n in _MEANINGS or _is_rows(v)}
+    shown = {n: v for n, v in fields.items() if n not in tables and _shows(v, not name)}
+    if shown:
+        yield from ("", title)
+    for field, value in shown.items():
+        line = f"  {field:<26} {_value(field, value)}"
+        meaning = meanings.get(field, "")
+        if meaning and len(line) + 2 + len(meaning) <= WIDTH:
+            yield f"{line}  {meaning}"
+        else:
+            yield line
+            yield from wrap(meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for of, table in tables.items():
+        rows = table if isinstance(table, list) else [table]
+        for number, row in enumerate(rows, 1):
+            yield from _table(of, f"{of} {number}" if table is rows else of, row)
+
+
+def _shows(value: Any, zero: bool) -> bool:
+    """Whether there is something to see; ``zero``: a number 0 is."""
+    if isinstance(value, dict) and "counts" in value:
+        return any(value["counts"])
+    return bool(value) or (zero and value == 0)
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(row, dict) for row in value)
+
+
+def _value(name: str, value: Any) -> str:
+    if isinstance(value, dict) and "counts" in value:  # a histogram
+        times = sum(value["counts"])
+        return f"{times:,} times, {value['sum'] / times:.3g} s on average"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {number:,}" for key, number in value.items() if number)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if name == "pid" or isinstance(value, bool | str):
+        return str(value)
+    if name.endswith(("_bytes", "bytes_s")) or name.startswith("bytes_"):
+        return size(value) + "/s" * name.endswith("_s")
+    return f"{value:,.4g} s" if name.endswith("_s") else f"{value:,}"

@@ -1,0 +1,161 @@
+"""Blend in transformers: segments are put where they stand in a prompt, and some tokens computed.
+
+Laws of this file:
+
+- Tensors that begin exact (``exact`` tokens) stay as they are up to there; all that comes after is
+  an approximation and is stored nowhere.
+- A token is computed with all tokens before it, and with none after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvass.blend.plan import FirstK, KvDev, Prompt, Segment, Selector, all_tokens, none, plan
+from kvass.blend.rope import Move, Rope, fingerprint
+from kvass.blend.rope_of import ropes_of_model
+from kvass.connectors.transformers.identity import attention
+from kvass.connectors.transformers.rows import KV
+from kvass.engine import identity
+from kvass.errors import UsageError
+
+AT_ONCE: Final = 1024
+"""So many tokens are computed in one pass: its mask has a number for each of them and each token of
+the prompt."""
+MASKED: Final = frozenset({"eager", "sdpa"})
+"""Implementations of attention that take any mask."""
+DEVIATING: Final = 1
+"""The layer whose K and V are compared for ``kv_dev``: the first that depends on other tokens."""
+
+
+Choice = Selector | float
+"""Which tokens of segments are computed again; a number: the ratio of ``kv_dev``."""
+
+
+def parse(text: str | Selector) -> Choice:
+    """``first_k:16``, ``kv_dev:0.15``, ``all``, ``none``, or a selector of one's own. Raises
+    ``UsageError`` for anything else."""
+    if not isinstance(text, str):
+        return text
+    name, _, value = text.partition(":")
+    try:
+        if name == "first_k":
+            return FirstK(int(value))
+        if name == "kv_dev":
+            return KvDev(float(value), none).ratio
+    except ValueError:
+        pass
+    if text in ("all", "none"):
+        return all_tokens if text == "all" else none
+    raise UsageError(f"blend {text!r}: give first_k:TOKENS, kv_dev:RATIO, all or none")
+
+
+class _ScatterLayer(DynamicLayer):
+    """K and V of a whole prompt, in which what is computed goes to the tokens ``at``."""
+
+    def __init__(self, keys: Any, values: Any, at: Any) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self._at = keys, values, at
+
+    def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        self.keys[:, :, self._at] = key_states
+        self.values[:, :, self._at] = value_states
+        return self.keys, self.values
+
+
+class _Measured(Exception):
+    """The layer that is asked for was reached."""
+
+
+class _MeasuredLayer(_ScatterLayer):
+    """Keeps what was computed, and ends the pass."""
+
+    def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        self.fresh = key_states, value_states
+        raise _Measured
+
+
+class Blender:
+    """Blends the prompts of one model. Raises ``UsageError`` (``RopeRefused``) for a model whose K
+    cannot be moved, or whose attention takes no mask."""
+
+    def __init__(self, model: Any) -> None:
+        if attention(model) not in MASKED:
+            raise UsageError(
+                f"blend needs attention with a mask, not {attention(model)!r}: load the model with "
+                "attn_implementation='sdpa'"
+            )
+        self._model = model
+        self._ropes: tuple[Rope, ...] = ropes_of_model(model)
+        self._fingerprint = fingerprint(self._ropes).hex()
+
+    def space(self, salt: str) -> bytes:
+        """32 bytes: segments are found only among chunks that were indexed with the same."""
+        return bytes.fromhex(identity.digest([self._fingerprint, salt]))
+
+    def move(self, kv: KV, segments: Sequence[Segment]) -> None:
+        """Turn the stored K of ``segments``, which lie in ``kv`` where they stand now."""
+        spans = [np.arange(s.length) for s in segments]
+        new = np.concatenate([a + s.new_start for a, s in zip(spans, segments, strict=True)])
+        old = np.concatenate([a + s.old_start for a, s in zip(spans, segments, strict=True)])
+        at = torch.from_numpy(new).to(kv[0].device)
+        moves: dict[Rope, Move] = {}
+        for layer, rope in enumerate(self._ropes):
+            if rope.inv_freq:
+                tensor = kv[2 * layer + (rope.part == "values")]
+                turn = moves.setdefault(rope, Move(rope, old, new, tensor.device))
+                tensor[:, :, at] = turn(tensor[:, :, at])
+
+    def recompute(self, ids: Any, kv: KV, prompt: Prompt, choice: Choice) -> int:
+        """Compute into ``kv`` what ``plan`` says, but for the last token: the caller computes that.
+        Returns how many were tokens of segments. ``ids`` ``(1, tokens)``; ``kv`` of all tokens but
+        the last, finite where nothing is yet."""
+        if isinstance(choice, float):
+            choice = KvDev(choice, lambda _: self._deviation(ids, kv))
+        positions = plan(prompt, choice)[:-1]
+        for begin in range(0, len(positions), AT_ONCE):
+            at = torch.from_numpy(positions[begin : begin + AT_ONCE]).to(ids.device)
+            layers = [_ScatterLayer(k, v, at) for k, v in zip(kv[::2], kv[1::2], strict=True)]
+            self._forward(ids, at, layers, kv[0].shape[2])
+        return int(prompt.in_segments()[positions].sum())
+
+    def _forward(self, ids: Any, at: Any, layers: list[Any], tokens: int) -> None:
+        """Compute the tokens at positions ``at``, of ``tokens`` in the cache."""
+        cache = DynamicCache()
+        cache.layers = layers
+        dtype = self._model.dtype
+        mask = torch.zeros(len(at), tokens, dtype=dtype, device=at.device)
+        later = torch.arange(tokens, device=at.device)[None] > at[:, None]
+        mask.masked_fill_(later, torch.finfo(dtype).min)
+        with torch.no_grad():
+            self._model.base_model(
+                input_ids=ids[:, at],
+                position_ids=at[None],
+                attention_mask=mask[None, None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+
+    def _deviation(self, ids: Any, kv: KV) -> npt.NDArray[np.float64]:
+        """How far ``kv`` is from what the first layers compute: of each token of the prompt."""
+        tokens = kv[0].shape[2]
+        at = torch.arange(tokens, device=ids.device)
+        pairs = list(zip(kv[::2], kv[1::2], strict=True))
+        last = min(DEVIATING, len(pairs) - 1)
+        layers = [_ScatterLayer(k.clone(), v.clone(), at) for k, v in pairs[:last]]
+        layers += [measured := _MeasuredLayer(*pairs[last], at)]
+        with suppress(_Measured):
+            self._forward(ids, at, layers, tokens)
+        found = np.zeros(tokens + 1)
+        for fresh, stored in zip(measured.fresh, pairs[last], strict=True):
+            found[:-1] += (fresh.double() - stored.double()).square().sum((0, 1, 3)).cpu().numpy()
+        return found

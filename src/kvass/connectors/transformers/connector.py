@@ -1,0 +1,219 @@
+"""``generate`` with a shared cache: what a prompt's beginning needs is loaded, the rest computed.
+
+Laws of this file:
+
+- No failure of kvass reaches a call of ``generate``: it is a miss, counted in ``counters``. Only
+  wrong arguments raise, before anything runs.
+- Nothing is stored that was computed in another state of the model than the namespace says, nor
+  what was computed with segments before it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from kvass.blend.plan import Prompt, Selector
+from kvass.config import default_socket
+from kvass.connectors.transformers import identity
+from kvass.connectors.transformers import model as models
+from kvass.connectors.transformers.blending import Blender, Choice, parse
+from kvass.connectors.transformers.kv_store import Hashed, KVStore
+from kvass.connectors.transformers.rows import BLOCK, KV, Rows
+from kvass.engine.boundary import Boundary, log
+from kvass.engine.setup import choose_chunk_tokens
+from kvass.errors import ConfigError, UsageError
+from kvass.types import MAX_BLOCKS
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What the last call reused, in tokens. Of ``prompt`` so many were ``loaded`` as a prefix, and
+    ``blended`` as segments, of which ``recomputed`` were computed again. ``stored`` of those in the
+    cache afterwards were new to the daemon."""
+
+    prompt: int = 0
+    loaded: int = 0
+    stored: int = 0
+    blended: int = 0
+    recomputed: int = 0
+
+
+@dataclass
+class Cached:
+    """K and V that a call begins with. They are exact up to token ``exact``: what is computed after
+    them is stored up to there only; None: all of it."""
+
+    kv: KV
+    reuse: Reuse
+    exact: int | None = None
+
+
+def connect(
+    model: Any,
+    *,
+    socket: str = "",
+    chunk_tokens: int = 0,
+    tag: str = "",
+    blend: str | Selector = "",
+    gpu: bool = False,
+    wait_s: float = 2.0,
+) -> CachedModel:
+    """Connect a causal language model of transformers to the daemon at ``socket``, by default
+    that of ``KVASS_SOCKET``. ``tag``: models with another share nothing with it. ``blend``: reuse
+    chunks that are no prefix, too, and compute some of their tokens again: ``first_k:TOKENS``,
+    ``kv_dev:RATIO``, ``all`` or ``none``.
+
+    Reads all weights once, to name them by content (0.5 to 2 GB/s and core), and computes two
+    prompts of four tokens. Waits up to ``wait_s`` for the daemon; without one calls run uncached
+    until it comes. Raises ``UsageError`` for a model that cannot be cached, with the reason.
+    """
+    chunk_tokens = choose_chunk_tokens(chunk_tokens, BLOCK, has_states=False)
+    if not BLOCK < chunk_tokens <= BLOCK * MAX_BLOCKS:
+        raise ConfigError(f"chunk_tokens {chunk_tokens}: give {2 * BLOCK} to {BLOCK * MAX_BLOCKS}")
+    choice = parse(blend) if blend else None
+    rows = Rows(models.probe(model, gpu), chunk_tokens)
+    blender = Blender(model) if choice is not None else None
+    before, began_s = identity.state(model), time.monotonic()
+    fields = identity.describe(model, rows, tag)
+    log.info("the weights were named by content in %.1f s", time.monotonic() - began_s)
+    path = socket or os.environ.get("KVASS_SOCKET") or default_socket()
+    name, boundary = str(model.config._name_or_path or type(model).__name__), Boundary()
+    store = KVStore(path, rows, fields, name, boundary)
+    cached = CachedModel(model, before, store, boundary, blender, choice)
+    cached.wait_connected(wait_s)
+    return cached
+
+
+class CachedModel:
+    """A model and its connection. Used from one thread. ``last``: what the last call reused;
+    ``counters``: failures, by name."""
+
+    def __init__(
+        self,
+        model: Any,
+        state: object,
+        store: KVStore,
+        boundary: Boundary,
+        blender: Blender | None,
+        choice: Choice | None,
+    ) -> None:
+        """``state``: of the model when it was named."""
+        self.model = model
+        self.last = Reuse()
+        self._state, self._attention = state, identity.attention(model)
+        self._store, self._boundary = store, boundary
+        self._blender, self._choice = blender, choice
+        self._calls = 0
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self._boundary.counters
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait for the daemon; whether it is there."""
+        return self._store.wait_connected(timeout_s)
+
+    def close(self) -> None:
+        """End the session. The model is as it was."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        input_ids: Any,
+        *,
+        salt: str = "",
+        tenant: str = "",
+        blend: str | Selector | None = None,
+        store_answer: bool = True,
+        **arguments: Any,
+    ) -> Any:
+        """``model.generate(input_ids, **arguments)`` for one prompt, with the longest stored prefix
+        loaded; then stores what is new, the answer too with ``store_answer``.
+
+        Prompts of another ``salt`` share nothing. ``tenant`` pays for what is stored. ``blend`` as
+        of ``connect``, for this call; empty: none. Raises ``UsageError`` for arguments with which a
+        prefix cannot be reused.
+        """
+        models.check_call(self.model, input_ids, arguments)
+        choice = self._choice if blend is None else (parse(blend) if blend else None)
+        if choice is not None and self._blender is None:
+            raise UsageError("blend was not prepared: give connect a blend, too")
+        self._calls += 1
+        name, usable, begin = f"call {self._calls}", self._unchanged(), None
+        if usable:
+            begin = self._boundary.run(None, self._begin, name, input_ids, salt, tenant, choice)
+        begin = begin or Cached([], Reuse(input_ids.shape[1]))
+        self.last = begin.reuse
+        cache = models.new_cache(self.model)
+        if begin.kv:
+            cache = models.filled(self.model, begin.kv)
+        output = self.model.generate(input_ids, past_key_values=cache, **arguments)
+        if usable and self._unchanged():
+            whole = getattr(output, "sequences", output) if store_answer else input_ids
+            tokens = whole[0, : cache.get_seq_length()].tolist()[: begin.exact]
+            saved = self._boundary.run(0, self._save, name, tokens, salt, tenant, cache, begin)
+            self.last = replace(begin.reuse, stored=saved)
+        return output
+
+    def add(self, input_ids: Any, *, salt: str = "", tenant: str = "") -> int:
+        """Compute a document and store it, so that prompts may blend it: without the special tokens
+        that begin a prompt. Returns how many of its tokens can be found: those of whole chunks.
+        Raises ``UsageError`` as ``generate``, and if ``connect`` was given no blend."""
+        if (blender := self._blender) is None:
+            raise UsageError("only blend finds a document: give connect a blend")
+        self.generate(
+            input_ids, salt=salt, tenant=tenant, blend="", store_answer=False, max_new_tokens=1
+        )
+        known = Hashed(input_ids[0].tolist(), salt)
+        return self._boundary.run(0, self._store.index, known, blender.space(salt), 0)
+
+    def _unchanged(self) -> bool:
+        """Whether the model computes now what its namespace says."""
+        why = models.passing_state(self.model)
+        if self._attention != identity.attention(self.model):
+            why = "its attention was changed after connect: connect again"
+        elif self._state != identity.state(self.model):
+            why = "its weights were changed after connect: connect again"
+        if why:
+            self._boundary.count("changed", "this call runs uncached: %s", why)
+        return not why
+
+    def _begin(
+        self, name: str, ids: Any, salt: str, tenant: str, choice: Choice | None
+    ) -> Cached | None:
+        """What a call can begin with; None: with nothing."""
+        prompt = Hashed(ids[0].tolist(), salt)
+        kv, loaded = self._store.prefix(name, prompt, tenant, choice is not None)
+        reuse = Reuse(ids.shape[1], loaded)
+        if choice is not None and self._blender is not None:
+            space = self._blender.space(salt)
+            segments = self._store.segments(name, prompt, space, tenant, loaded, kv)
+            if segments:
+                self._blender.move(kv, segments)
+                last = prompt.of_blocks(loaded // BLOCK - 1, loaded // BLOCK) if loaded else b""
+                stands = Prompt(ids.shape[1], loaded, segments, last)
+                again = self._blender.recompute(ids, kv, stands, choice)
+                blended = sum(segment.length for segment in segments)
+                reuse = replace(reuse, blended=blended, recomputed=again)
+                return Cached(kv, reuse, exact=segments[0].new_start)
+        return Cached([tensor[:, :, :loaded] for tensor in kv], reuse) if loaded else None
+
+    def _save(
+        self, name: str, tokens: list[int], salt: str, tenant: str, cache: Any, begin: Cached
+    ) -> int:
+        """Store what a call computed, and have its chunks found; how many tokens were new."""
+        known, loaded = Hashed(tokens, salt), begin.reuse.loaded
+        stored = self._store.save(name, known, models.tensors_of(cache), loaded, tenant)
+        if stored and self._blender is not None:
+            self._store.index(known, self._blender.space(salt), loaded)
+        return stored

@@ -1,0 +1,121 @@
+"""The namespace of a model in this process: everything that changes the bytes of its KV.
+
+Weights count by the content of the tensors in memory, whatever file they came from: whoever changed
+a model after it was loaded shares nothing with the original. The SHA-256 is computed once, in
+``connect``: 0.5 to 2 GB/s and core. What a model computes with besides tensors is in the fields
+``config`` and ``modules``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from kvass.connectors.transformers.rows import BLOCK, Rows
+from kvass.engine import identity
+
+PLACE: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
+"""Fields of a configuration that say where it came from."""
+THREADS: Final = 4
+
+
+def describe(model: Any, rows: Rows, tag: str) -> dict[str, str]:
+    """The fields. Reads all weights. Raises ``identity.Indescribable``."""
+    fields = {
+        "engine": f"transformers {transformers.__version__}, torch {torch.__version__}",
+        "device": _device(rows.device),
+        "precision": torch.get_float32_matmul_precision(),
+        "config": identity.canonical(_without_place(model.config.to_dict()), "config"),
+        "attention": attention(model),
+        "modules": identity.digest(_modules(model)),
+        "kv": identity.canonical([rows.shapes, str(rows.dtype)]),
+        "tokens": f"{rows.chunk_tokens}/{BLOCK}",
+        "tag": tag,
+        "weights": weights(model),
+    }
+    return {name: identity.short(text) for name, text in fields.items() if text}
+
+
+def attention(model: Any) -> str:
+    """The implementation of attention, which may be changed while a model lives."""
+    return str(model.config.get_text_config(decoder=True)._attn_implementation)
+
+
+def weights(model: Any) -> str:
+    """The digest of all parameters and buffers, those of rope among them."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = threads.map(_tensor, tensors(model))
+    return "sha256:" + identity.digest(text for texts in found for text in texts)
+
+
+def tensors(model: Any) -> Iterator[tuple[str, Any]]:
+    """All parameters and buffers, by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def state(model: Any) -> tuple[object, ...]:
+    """What differs after a weight was replaced, or changed in place, in whatever way torch counts:
+    a change through ``.data`` of a tensor is not counted."""
+    return tuple(
+        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        for _, tensor in tensors(model)
+    )
+
+
+def _tensor(named: tuple[str, Any]) -> tuple[str, str, str, str]:
+    name, tensor = named
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    content = hashlib.sha256(flat.numpy().data).hexdigest()
+    return name, str(tensor.dtype), str(tuple(tensor.shape)), content
+
+
+def _modules(model: Any) -> Iterator[str]:
+    """Each module's class, and its plain attributes: a scale, an epsilon. The source of a class
+    that is neither torch's nor transformers' counts too."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str)
+            and not key.startswith("_")
+            and key not in PLACE
+        }
+        yield from (name, f"{kind.__module__}.{kind.__qualname__}", identity.canonical(plain))
+        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+            yield _source(kind)
+
+
+def _source(kind: type) -> str:
+    """The digest of the file that defines ``kind``. Raises ``Indescribable``."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+    except (OSError, TypeError) as error:
+        raise identity.Indescribable(
+            f"the code of {kind.__qualname__} cannot be read ({error}): define it in a file"
+        ) from None
+
+
+def _device(device: Any) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, cuda {torch.version.cuda}"
+    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _without_place(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {str(k): _without_place(v) for k, v in config.items() if k not in PLACE}
+    return [_without_place(v) for v in config] if isinstance(config, list | tuple) else config
+
+
+assert sys.byteorder == "little", "rows and hashes of tokens are little endian"

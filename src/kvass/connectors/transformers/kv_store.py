@@ -1,0 +1,247 @@
+"""What one model has stored in the daemon: prefixes and segments are loaded, what is new is stored.
+
+Laws of this file:
+
+- What was loaded counts only if every byte was there before the lease's deadline. What comes late,
+  or from another boot of the daemon, is a miss.
+- Every lease and every reservation is settled before a call returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from contextlib import suppress
+from itertools import takewhile
+from typing import Final
+
+import numpy as np
+
+from kvass.blend.plan import Segment
+from kvass.client.parallel import ParallelStrategy
+from kvass.client.scheduler import BlockHashes, Match, Pending, SchedulerClient
+from kvass.client.segments import SegmentClient
+from kvass.client.worker import WorkerClient
+from kvass.connectors.transformers.rows import BLOCK, KV, Rows
+from kvass.engine.boundary import Boundary
+from kvass.errors import Unavailable
+from kvass.messages import Grant, Granted, Ping, ReserveItem
+
+WIDTH: Final = 32
+"""Bytes of a hash."""
+ASK_AGAIN_S: Final = 0.001
+WAIT_S: Final = 0.25
+"""How long a call waits for an answer that a daemon gives at once."""
+BLOCKS_PER_RESERVE: Final = 4096
+"""Longer prompts are stored in pieces: an engine may be writing a share of the memory only."""
+
+
+class Hashed:
+    """Tokens, and the chained hashes of their blocks: of a block with all that stands before it.
+    A chunk has the hash of its last block. Those of another ``salt`` are others."""
+
+    def __init__(self, tokens: list[int], salt: str) -> None:
+        self.tokens = np.asarray(tokens, "<u4")
+        raw, size = self.tokens.tobytes(), 4 * BLOCK
+        last = hashlib.sha256(salt.encode()).digest()
+        self._blocks: list[bytes] = []
+        for at in range(0, len(raw) // size * size, size):
+            last = hashlib.sha256(last + raw[at : at + size]).digest()
+            self._blocks.append(last)
+
+    def __len__(self) -> int:
+        """How many blocks."""
+        return len(self._blocks)
+
+    def of_blocks(self, first: int, end: int) -> bytes:
+        return b"".join(self._blocks[first:end])
+
+    def of_chunks(self, count: int, each: int) -> bytes:
+        """Of the first ``count`` chunks of ``each`` blocks."""
+        return b"".join(self._blocks[each - 1 : count * each : each])
+
+
+class KVStore:
+    """One model's connection. Used from one thread. No call raises for an absent daemon."""
+
+    def __init__(
+        self, socket: str, rows: Rows, fields: dict[str, str], name: str, boundary: Boundary
+    ) -> None:
+        """``fields``: the namespace; ``name``: the model's, for people."""
+        self._rows, self._boundary = rows, boundary
+        one, told = ParallelStrategy(), (uuid.uuid4().hex, fields, rows.chunk_tokens)
+        self._client = SchedulerClient(
+            socket, one.register(*told, model=name), reserve_wait_s=WAIT_S, step_wait_s=WAIT_S
+        )
+        self._worker = WorkerClient(socket, one.at(0).register(*told, rows.layout, model=name))
+        self._segments = SegmentClient(self._client, rows.chunk_tokens)
+        self._client.start()
+        self._worker.start()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait for the daemon; whether it is there."""
+        until_s = time.monotonic() + timeout_s
+        while not (self._client.connected and self._worker.connected):
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(ASK_AGAIN_S)
+        return True
+
+    def close(self) -> None:
+        self._client.close()
+        self._worker.close()
+
+    # ------------------------------------------------------------ loads
+
+    def prefix(self, name: str, prompt: Hashed, tenant: str, whole: bool) -> tuple[KV, int]:
+        """K and V of the longest stored prefix, and its tokens: never the last one, which is always
+        computed. ``whole``: with room for all other tokens."""
+        each, most = self._rows.chunk_blocks, len(prompt.tokens) - 1
+        end = most // BLOCK
+
+        def blocks_of(chunk: int) -> bytes:
+            return prompt.of_blocks(chunk * each, min((chunk + 1) * each - 1, end))
+
+        chunks = prompt.of_chunks(len(prompt) // each, each)
+        match = self._match(name, chunks, tenant, blocks_of)
+        blocks = 0 if match is None else min(match.chunks * each + match.blocks, end)
+        room = max(blocks * BLOCK, most if whole else 0)
+        if match is not None:
+            kv, firsts = self._rows.zeros(room), range(0, blocks, each)
+            places = [
+                (row, first * BLOCK, min(each, blocks - first)) for row, first in enumerate(firsts)
+            ]
+            if self._read(match, places, kv):
+                return kv, blocks * BLOCK
+        return self._rows.zeros(room if whole else 0), 0
+
+    def segments(
+        self, name: str, prompt: Hashed, space: bytes, tenant: str, first: int, kv: KV
+    ) -> tuple[Segment, ...]:
+        """Load indexed chunks that stand in the prompt after token ``first``, but for its last
+        token, into ``kv``: where they stand, as they were stored."""
+        each = self._rows.chunk_tokens
+        self._client.new_step()
+        ask = name, space, prompt.tokens[:-1].tobytes(), WIDTH, first, each
+        while isinstance(found := self._segments.find_segments(*ask), Pending):
+            time.sleep(ASK_AGAIN_S)
+            self._client.new_step()
+        digests = [found.digests[at : at + WIDTH] for at in range(0, len(found.digests), WIDTH)]
+        unique = list(dict.fromkeys(digests))  # a chunk may stand in the prompt several times
+        match = self._match(f"{name}, segments", b"".join(unique), tenant) if unique else None
+        if match is None:
+            return ()
+        rows = {digest: row for row, digest in enumerate(unique[: match.chunks])}
+        segments, places, at = list[Segment](), list[tuple[int, int, int]](), 0
+        for one in found.segments:
+            of_one = digests[at : at + one.length // each]
+            there = [rows[digest] for digest in takewhile(rows.__contains__, of_one)]
+            if there:
+                length, last = len(there) * each, of_one[len(there) - 1]
+                kept = Segment(one.new_start, one.old_start, length, one.predecessor, last)
+                segments.append(kept)
+                starts = range(kept.new_start, kept.new_end, each)
+                places += [(row, t, each // BLOCK) for row, t in zip(there, starts, strict=True)]
+            at += len(of_one)
+        return tuple(segments) if self._read(match, places, kv) else ()
+
+    def _match(
+        self, name: str, digests: bytes, tenant: str, blocks: BlockHashes | None = None
+    ) -> Match | None:
+        """The rows of the longest prefix of ``digests``; the caller owns the lease."""
+        self._client.new_step()
+        ask = name, digests, WIDTH, 0, 0.0, tenant, blocks
+        try:
+            while isinstance(self._client.match(*ask), Pending):
+                time.sleep(ASK_AGAIN_S)
+                self._client.new_step()
+            return self._client.take(name)
+        finally:
+            self._client.settle(name)
+
+    def _read(self, match: Match, places: list[tuple[int, int, int]], kv: KV) -> bool:
+        """Copy rows of ``match``: row, first token, blocks. Whether all was there in time. Settles
+        the lease."""
+        if not self._client.handed_over([match.lease], [], match.boot):
+            self._client.release(match.boot, match.lease)
+            return False
+        try:
+            arena = self._worker.arena(match.boot, match.given_s)
+            if arena is None:
+                return False
+            offsets = match.slots[0].offsets(0, self._rows.shard_bytes).tolist()
+            with arena as memory:
+                for row, token, blocks in places:
+                    self._rows.load(memory, offsets[row], kv, token, blocks)
+            if time.monotonic() < match.deadline_s:
+                return True
+            self._boundary.count("load_late", "a load ended late and counts as a miss")
+            return False
+        finally:
+            self._worker.release(match.boot, match.lease)
+
+    # ------------------------------------------------------------ stores
+
+    def save(self, name: str, known: Hashed, kv: KV, loaded: int, tenant: str) -> int:
+        """Store all whole blocks after the first ``loaded`` tokens; how many tokens were new."""
+        each, blocks, stored = self._rows.chunk_blocks, len(known), 0
+        chunks = blocks // each
+        if not self._client.knows_blocks:
+            blocks = chunks * each
+        first = loaded // BLOCK // each
+        while max(first * each, loaded // BLOCK) < blocks:
+            end = min(chunks, first + max(1, BLOCKS_PER_RESERVE // each))
+            last = blocks if end == chunks else end * each
+            item = ReserveItem(name, known.of_chunks(end, each), first, 1, tenant)
+            if self._client.knows_blocks:
+                item.blocks = known.of_blocks(first * each, last)
+            self._client.new_step()
+            granted = self._client.reserve([item], WIDTH)
+            if granted is None:
+                break
+            grant = granted.grants[0]
+            if grant.reservation:
+                stored += self._write(granted, grant, kv, last)
+            after = end if grant.later < 0 else grant.later
+            if after == first or (last == blocks and grant.later < 0):
+                break
+            first = after
+        if stored:  # what was just stored is there for whoever asks from now on
+            with suppress(Unavailable):
+                self._worker.call(Ping(), WAIT_S)
+        return stored
+
+    def index(self, known: Hashed, space: bytes, first: int) -> int:
+        """Have what is stored of the whole chunks from token ``first`` on found in other prompts;
+        how many tokens the daemon was asked to find."""
+        each = self._rows.chunk_tokens
+        begin, end = first // each, len(known.tokens) // each
+        if end <= begin:
+            return 0
+        digests = known.of_chunks(end, self._rows.chunk_blocks)
+        packed = known.tokens[begin * each : end * each].tobytes()
+        at = begin * WIDTH
+        place = begin * each, digests[max(0, at - WIDTH) : at]
+        asked = self._segments.index_chunks(space, digests[at:], WIDTH, packed, *place)
+        return (end - begin) * each if asked else 0
+
+    def _write(self, granted: Granted, grant: Grant, kv: KV, end: int) -> int:
+        """Copy into granted rows, up to block ``end``, and settle them; the tokens written."""
+        if not self._client.handed_over([], [grant.reservation], granted.boot):
+            self._client.abort(granted.boot, grant.reservation)
+            return 0
+        written, each, settle = 0, self._rows.chunk_blocks, self._worker.abort
+        try:
+            arena = self._worker.arena(granted.boot, granted.given_s)
+            if arena is not None:
+                offsets = grant.slots[0].offsets(0, self._rows.shard_bytes).tolist()
+                with arena as memory:
+                    for offset, chunk in zip(offsets, grant.rows()[0], strict=True):
+                        blocks = min(each, end - chunk * each)
+                        self._rows.store(memory, offset, kv, chunk * each * BLOCK, blocks)
+                        written += blocks * BLOCK
+                settle = self._worker.commit
+        finally:
+            settle(granted.boot, grant.reservation)
+        return written

@@ -1,0 +1,131 @@
+"""Indexing chunks by their tokens, and finding them anywhere in a prompt (blend).
+
+A function per message. It returns the reply or raises ``Refused`` before it changed anything. Only
+namespaces whose groups are all ``full`` take part: of other groups a chunk alone is of no use.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvass.blend.match import ChunkMatcher, Chunks
+from kvass.core import epochs
+from kvass.core.checks import scheduler_of, split_keys
+from kvass.core.coverage import BoolArray
+from kvass.core.index import ABSENT, digests_of, key_array
+from kvass.core.registry import ClientSession
+from kvass.core.row_classes import Namespace
+from kvass.core.rows import KEY_WORDS, LOADING
+from kvass.core.state import State
+from kvass.core.tier_state import IN_NO_TIER, Promotion
+from kvass.errors import Refused
+from kvass.messages import FindSegments, IndexChunks, Indexed, Segment, Segments
+from kvass.types import I64Array, U32Array, U64Array
+
+_WIDEST: Final = 8 * KEY_WORDS
+
+
+def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Indexed:
+    """Index those of the chunks that have a row in every group."""
+    ns = state.namespace_of(scheduler_of(state, session))
+    space = _space(msg.space)
+    keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
+    tokens = _tokens(state, msg.tokens)
+    if len(keys) > (most := state.config.limits.segment_chunks):
+        raise Refused("limit", f"digests: index at most {most} chunks at a time")
+    if len(msg.predecessor) not in (0, msg.width):
+        raise Refused("bad_value", f"predecessor: no digest of width {msg.width}")
+    if not 0 <= msg.start < 1 << 62:
+        raise Refused("bad_value", f"start: {msg.start} is no position")
+    if ns is None:
+        return Indexed()
+    if len(tokens) != len(keys) * ns.chunk_tokens:
+        text = f"{len(tokens)} tokens for {len(keys)} chunks of {ns.chunk_tokens}"
+        raise Refused("bad_value", f"tokens: {text}")
+    _check_full(ns)
+    indexed = state.store.segments.begin(ns.id, ns.chunk_tokens, bool(ns.tier_epochs))
+    if indexed is None:
+        raise Refused("limit", f"chunks of {ns.chunk_tokens} tokens: other sizes are indexed")
+    before = key_array(msg.predecessor.ljust(msg.width, b"\0") + msg.digests, msg.width)[:-1]
+    starts = msg.start + ns.chunk_tokens * np.arange(len(keys))
+    known = np.all([c.index.find(keys) != ABSENT for c in ns.classes], axis=0)
+    chunks = Chunks(tokens.reshape(len(keys), ns.chunk_tokens), keys, before, starts)
+    replaced = indexed.matcher.replaced
+    state.counters["chunks_indexed"] += indexed.add(space, chunks.of(known))
+    state.counters["chunks_unindexed"] += indexed.matcher.replaced - replaced
+    return Indexed(chunks=int(known.sum()))
+
+
+def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Segments:
+    """Indexed chunks in a prompt, as far as they can be had now or from a tier."""
+    ns = state.namespace_of(scheduler_of(state, session))
+    space = _space(msg.space)
+    tokens = _tokens(state, msg.tokens)
+    split_keys(b"", msg.width, 0, state.config.limits)
+    if not 0 <= msg.first <= len(tokens):
+        raise Refused("bad_value", f"first: {msg.first} is not in 0..{len(tokens)}")
+    state.counters["segment_searches"] += 1
+    state.counters["segment_search_tokens"] += len(tokens) - msg.first
+    indexed = None if ns is None else state.store.segments.of.get(ns.id)
+    if ns is None or indexed is None:
+        return Segments()
+    matcher = indexed.matcher
+    runs = matcher.find(
+        indexed.place, space, tokens, msg.first, partial(_usable, state, ns, matcher)
+    )
+    segments, found = [], []
+    for new_start, ids in runs:
+        if (length := len(ids) * ns.chunk_tokens) >= msg.min_tokens:
+            before, old_start = matcher.before[ids[:1]], int(matcher.start[ids[0]])
+            predecessor = digests_of(before, msg.width) if before.any() else b""
+            segments.append(Segment(new_start, old_start, length, predecessor))
+            found += ids
+            state.counters["segment_tokens"] += length
+    return Segments(segments=tuple(segments), digests=digests_of(matcher.key[found], msg.width))
+
+
+def forget_lost(state: State, promotion: Promotion) -> None:
+    """A promotion was told what the tiers hold: what neither they nor L1 have is found no more."""
+    ns = promotion.namespace
+    if ns.id not in state.store.segments.of or len(epochs.usable(state, ns)) < len(state.tiers.all):
+        return
+    if not all(tier.report.get("up", True) for tier in state.tiers.all):
+        return  # it may have them
+    for c, home in zip(ns.classes, promotion.homes, strict=True):
+        keys = promotion.keys[home == IN_NO_TIER]
+        state.store.segments.forget(ns.id, keys[c.index.find(keys) == ABSENT])
+
+
+def _usable(state: State, ns: Namespace, matcher: ChunkMatcher, ids: I64Array) -> BoolArray:
+    """Which entries' chunks have a row in every group that is READY, or may come from a tier."""
+    keys, usable = matcher.key[ids], np.ones(len(ids), np.bool_)
+    for c in ns.classes:
+        rows = c.index.find(keys)
+        usable &= state.store.there(rows, LOADING) | ((rows == ABSENT) & bool(ns.tier_epochs))
+    return usable
+
+
+def _space(space: bytes) -> U64Array:
+    if len(space) > _WIDEST:
+        raise Refused("bad_value", f"space: at most {_WIDEST} bytes, not {len(space)}")
+    words: U64Array = key_array(space.ljust(_WIDEST, b"\0"), _WIDEST)[0]
+    return words
+
+
+def _tokens(state: State, tokens: bytes) -> U32Array:
+    count, most = len(tokens) // 4, state.config.limits.segment_tokens
+    if len(tokens) % 4:
+        raise Refused("bad_value", f"tokens: {len(tokens)} bytes are no multiple of 4")
+    if count > most:
+        raise Refused("limit", f"tokens: at most {most} a message, not {count}")
+    return np.frombuffer(tokens, "<u4")
+
+
+def _check_full(ns: Namespace) -> None:
+    for c in ns.classes:
+        if (kind := c.spec.layout.kind) != "full":
+            text = f"segments: group {c.spec.group} is {kind}; chunks are reused only where all "
+            raise Refused("bad_value", text + "groups are full")

@@ -1,0 +1,135 @@
+"""``kvass serve --record``: what engines look up and store, as a file that may be given away.
+
+Laws of this file: nobody waits for the disk: a thread hashes and writes, and what it has no room
+for is left out and counted. A full disk or a full file ends the recording, not the daemon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from kvass.core.row_classes import Namespace
+from kvass.errors import ConfigError
+from kvass.messages import FromClient, Lookup, Reserve
+from kvass.recording import KEY_BYTES, AnyLine, Engine, Group, Looked, Lost, Stored
+
+WAITING_BYTES: Final = 16 << 20
+"""Of messages that wait for the thread."""
+_AT_ONCE: Final = 128
+"""Hashes computed before the thread lets the daemon's others go on."""
+_END_S: Final = 2.0
+_log: Final = logging.getLogger("kvass")
+
+
+class Recorder:
+    """Writes ``path``, which must not exist, up to ``limit_bytes``. Raises ``ConfigError``."""
+
+    def __init__(self, path: str, limit_bytes: int) -> None:
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise ConfigError(f"record {path}: {error.strerror}") from error
+        self._path, self._left = path, limit_bytes
+        self._key, self._began = os.urandom(16), time.monotonic()
+        self._engines: set[int] = set()
+        self._queue = queue.SimpleQueue[tuple[float, Namespace, Lookup | Reserve] | None]()
+        self._waiting = self._lost = 0
+        self._lock = threading.Lock()
+        """Over ``_waiting``."""
+        self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+        self._thread.start()
+
+    def take(self, now: float, namespace: Namespace | None, message: FromClient) -> None:
+        """A message of a scheduler was carried out at ``now``."""
+        if namespace is None or not isinstance(message, Lookup | Reserve) or not self._left:
+            return
+        if isinstance(message, Lookup) and message.again:
+            return
+        if self._waiting > WAITING_BYTES:
+            self._lost += 1
+            return
+        with self._lock:
+            self._waiting += _size(message)
+        self._queue.put((now, namespace, message))
+
+    def close(self) -> None:
+        """Write what waits, for two seconds at most."""
+        self._queue.put(None)
+        self._thread.join(_END_S)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            with self._lock:
+                self._waiting -= _size(entry[2])
+            if self._left:
+                self._write(self._lines(*entry))
+        os.close(self._fd)
+
+    def _write(self, lines: Iterator[AnyLine]) -> None:
+        text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        why = "it has reached --record-size"
+        if len(text) <= self._left:
+            try:
+                while text:
+                    written = os.write(self._fd, text)
+                    text, self._left = text[written:], self._left - written
+                return
+            except OSError as error:
+                why = str(error.strerror)
+        self._left = 0
+        _log.warning("the recording %s has ended: %s", self._path, why)
+
+    def _lines(self, now: float, ns: Namespace, message: Lookup | Reserve) -> Iterator[AnyLine]:
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            yield Lost(ns.id, lost)
+        if ns.id not in self._engines:
+            self._engines.add(ns.id)
+            yield Engine(ns.id, ns.chunk_tokens, tuple(_groups(ns)))
+        t, width = round(now - self._began, 6), message.width
+        if isinstance(message, Lookup):
+            keys = self._keys(message.digests, width)
+            yield Looked(ns.id, t, self._request(message.request), keys)
+            return
+        for item in message.items:
+            keys = self._keys(item.digests[item.first * width :], width)
+            request = self._request(item.request)
+            yield Stored(ns.id, t, request, item.first, keys, item.groups)
+
+    def _keys(self, digests: bytes, width: int) -> bytes:
+        keys = []
+        for i in range(0, len(digests), width):
+            if i % (_AT_ONCE * width) == 0:
+                time.sleep(0)  # the owner thread may have the interpreter
+            keys.append(self._hash(digests[i : i + width]))
+        return b"".join(keys)
+
+    def _request(self, name: str) -> int:
+        return int.from_bytes(self._hash(name.encode()), "little") >> 1
+
+    def _hash(self, secret: bytes) -> bytes:
+        return hashlib.blake2b(secret, digest_size=KEY_BYTES, key=self._key).digest()
+
+
+def _size(message: Lookup | Reserve) -> int:
+    if isinstance(message, Lookup):
+        return len(message.digests)
+    return sum(len(item.digests) for item in message.items)
+
+
+def _groups(ns: Namespace) -> Iterator[Group]:
+    for row_class in ns.classes:
+        group, row_bytes = row_class.spec.layout, row_class.spec.row_bytes
+        yield Group(group.kind, group.block_tokens, row_bytes, group.window_tokens)

@@ -1,0 +1,337 @@
+"""Plays a trace through the daemon's core: engines of one rank, one request after the other.
+
+A request looks its prompt up, gives the lease back, and stores what it did not find, as the vLLM
+connector does. Copies between the engine and L1 take no time; a tier takes what its speed says. So
+what hits and what is evicted is what the daemon would have decided for these requests in this
+order. Hits end with a chunk here; the daemon's may be longer by a part of a chunk.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvass.core import effects
+from kvass.core.effects import Event, Opened, PopulatedTo, Received, Send, Tick
+from kvass.core.ledger import soonest
+from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.errors import UsageError
+from kvass.messages import (
+    Commit,
+    FromClient,
+    Granted,
+    Hello,
+    Lookup,
+    Matched,
+    OneWay,
+    Promoting,
+    Register,
+    Registered,
+    Release,
+    Reserve,
+    ReserveItem,
+)
+from kvass.recording import Engine
+from kvass.simulate.traces import Request, Trace
+from kvass.types import SCHEDULER, GroupLayout, RankLayout
+
+WIDTH: Final = 16
+_PROBE_S: Final = 0.0002
+_PATIENCE_MS: Final = 60_000.0
+_REMEMBERED: Final = 10_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration. ``l2_bytes`` 0: no tier. ``l2_bytes_s``: what it loads, and what it
+    stores. ``prefill_tokens_s`` 0: what a tier has is always loaded."""
+
+    l1_bytes: int
+    chunk_tokens: int
+    l2_bytes: int = 0
+    l2_bytes_s: float = 2e9
+    prefill_tokens_s: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """What one configuration did. ``hits``: tokens found, by request; ``from_l2`` of them came from
+    the tier. ``waited_s``: how long requests waited for it."""
+
+    setting: Setting
+    input_tokens: int = 0
+    hit_tokens: int = 0
+    from_l2_tokens: int = 0
+    stored_rows: int = 0
+    evicted_rows: int = 0
+    waited_s: float = 0.0
+    hits: list[int] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens of all input tokens, 0 to 1."""
+        return self.hit_tokens / max(1, self.input_tokens)
+
+
+def digests(request: Request, piece_tokens: int, chunk_tokens: int) -> bytes:
+    """The hashes of a prompt's whole chunks, ``WIDTH`` bytes each: the id of a chunk's last piece,
+    and which part of it the chunk ends in."""
+    each, parts = max(1, chunk_tokens // piece_tokens), max(1, piece_tokens // chunk_tokens)
+    ids = np.repeat(request.pieces[each - 1 :: each], parts)
+    keys = np.empty((len(ids), 2), np.uint64)
+    keys[:, 0] = ids
+    keys[:, 1] = np.arange(len(ids)) % parts
+    return keys.tobytes()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What an engine registers: its chunks and its layer groups."""
+
+    chunk_tokens: int
+    groups: tuple[GroupLayout, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a chunk, all groups together."""
+        return sum(group.shard_bytes(self.chunk_tokens) for group in self.groups)
+
+
+def recorded(engine: Engine) -> Model:
+    """As one rank that has all shards. Raises ``UsageError`` for what no engine can have."""
+    groups = []
+    for i, group in enumerate(engine.groups):
+        layout = GroupLayout(group.kind, group.block_tokens, (str(i),), (1,), group.window_tokens)
+        blocks = layout.row_blocks(engine.chunk_tokens) if group.block_tokens > 0 else 0
+        if not blocks or group.row_bytes <= 0:
+            raise UsageError(f"engine {engine.engine} of the recording has no layout that can be")
+        page = max(1, group.row_bytes // blocks)
+        groups.append(msgspec.structs.replace(layout, page_bytes=(page,)))
+    return Model(engine.chunk_tokens, tuple(groups))
+
+
+@dataclass
+class Sessions:
+    """An engine's. ``found``: by request, the chunks that its last lookup found."""
+
+    model: Model
+    scheduler: int
+    worker: int
+    found: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def mask(self) -> int:
+        """All groups."""
+        return (1 << len(self.model.groups)) - 1
+
+
+class Tier:
+    """A store of ``capacity_bytes`` that drops what was stored or loaded longest ago."""
+
+    def __init__(self, capacity_bytes: int, bytes_s: float) -> None:
+        self._records = OrderedDict[bytes, int]()
+        self._room, self._bytes_s = capacity_bytes, bytes_s
+        self._free_s = {effects.TierLoad: 0.0, effects.TierStore: 0.0}
+
+    def carry_out(self, effect: effects.ToTier, now: float) -> tuple[float, Event]:
+        """When ``effect`` ends, and how."""
+        match effect:
+            case effects.TierProbe():
+                held = [k in self._records for batch in effect.batches for k in _keys(batch)]
+                return now + _PROBE_S, effects.Probed(effect.op, np.array(held, np.bool_))
+            case effects.TierLoad() | effects.TierStore():
+                size = sum(effect.shard_bytes)
+                keys = _keys(effect.records)
+                begin = max(now, self._free_s[type(effect)])
+                end = self._free_s[type(effect)] = begin + len(keys) * size / self._bytes_s
+                if isinstance(effect, effects.TierStore):
+                    which = [self._store(key, size) for key in keys]
+                    return end, effects.Stored(effect.op, np.array(which, np.bool_))
+                which = [key in self._records for key in keys]
+                for key, there in zip(keys, which, strict=True):
+                    if there:
+                        self._records.move_to_end(key)
+                return end, effects.Loaded(effect.op, np.array(which, np.bool_))
+            case effects.TierEpoch():
+                return now, effects.EpochIs(effect.op, 1)
+            case effects.TierClear():
+                self._records.clear()
+                return now, effects.Emptied(effect.op, True)
+
+    def _store(self, key: bytes, size: int) -> bool:
+        if key not in self._records:
+            self._room -= size
+        self._records[key] = size
+        self._records.move_to_end(key)
+        while self._room < 0:
+            self._room += self._records.popitem(last=False)[1]
+        return key in self._records
+
+
+def _keys(records: effects.Records) -> list[bytes]:
+    head = bytes([records.group])
+    return [head + key.tobytes() for key in records.keys]
+
+
+class Player:
+    """A daemon's core with ``models``: of a recording by engine, else one, under 0. Raises
+    ``UsageError`` if one does not fit."""
+
+    def __init__(self, setting: Setting, models: Mapping[int, Model]) -> None:
+        self.setting, self.outcome = setting, Outcome(setting)
+        self.machine = CacheMachine(
+            CoreConfig(
+                boot=bytes(16),
+                arena_bytes=setting.l1_bytes,
+                tiers=("l2",) if setting.l2_bytes else (),
+            )
+        )
+        self.now = 0.0
+        self._seq, self._order, self._session = count(1), count(), count(1)
+        self._tier = Tier(setting.l2_bytes, setting.l2_bytes_s)
+        self._due: list[tuple[float, int, Event]] = []
+        self._answers: list[Any] = []
+        self._step(PopulatedTo(setting.l1_bytes))
+        self._engines = {number: self._engine(number, model) for number, model in models.items()}
+
+    def _engine(self, number: int, model: Model) -> Sessions:
+        engine = Sessions(model, self._connect(), self._connect())
+        for rank, session in ((SCHEDULER, engine.scheduler), (0, engine.worker)):
+            reply = self._ask(
+                session,
+                Register(
+                    instance=f"engine {number}",
+                    identity={"model": str(number)},
+                    chunk_tokens=model.chunk_tokens,
+                    rank=rank,
+                    layout=None if rank == SCHEDULER else RankLayout(model.groups),
+                ),
+            )
+            if not isinstance(reply, Registered):
+                raise UsageError(f"a cache of {self.setting.l1_bytes} bytes: {reply.text}")
+        return engine
+
+    def play(self, trace: Trace) -> Iterator[Outcome]:
+        """The outcome so far, after each request."""
+        begin_s, counters = trace.requests[0].time_s, self.machine.state.counters
+        for request in trace.requests:
+            self._until(max(self.now, request.time_s - begin_s))
+            engine = self._engines[request.engine]
+            keys = digests(request, trace.tokens_of(request.engine), engine.model.chunk_tokens)
+            first = request.first
+            if request.looks_up:
+                self._look_up(engine, request, keys)
+                first = max(first, engine.found[request.name])
+            self._store(engine, request, keys, first)
+            self.outcome.evicted_rows = sum(
+                n for name, n in counters.items() if name.startswith("evicted_")
+            )
+            yield self.outcome
+
+    def _look_up(self, engine: Sessions, request: Request, keys: bytes) -> None:
+        outcome, chunk_tokens, found = self.outcome, engine.model.chunk_tokens, 0
+        outcome.input_tokens += request.input_tokens
+        if keys:
+            began_s, loaded = self.now, self._loaded_rows
+            matched = self._ask(
+                engine.scheduler,
+                Lookup(
+                    request=str(request.name),
+                    digests=keys,
+                    width=WIDTH,
+                    budget_ms=_PATIENCE_MS,
+                    prefill_tokens_s=self.setting.prefill_tokens_s,
+                ),
+            )
+            assert isinstance(matched, Matched), matched
+            found = matched.chunks
+            outcome.waited_s += self.now - began_s
+            rows = (self._loaded_rows - loaded) // len(engine.model.groups)
+            outcome.from_l2_tokens += min(rows, found) * chunk_tokens
+            if matched.lease:
+                self._ask(engine.worker, Release(boot=matched.boot, lease=matched.lease, rank=0))
+        engine.found[request.name] = found
+        if len(engine.found) > _REMEMBERED:
+            del engine.found[next(iter(engine.found))]
+        outcome.hit_tokens += found * chunk_tokens
+        outcome.hits.append(found * chunk_tokens)
+
+    @property
+    def _loaded_rows(self) -> int:
+        return sum(tier.counters["loaded_rows"] for tier in self.machine.state.tiers.all)
+
+    def _store(self, engine: Sessions, request: Request, keys: bytes, first: int) -> None:
+        """Write the chunks from ``first`` on, or from where this cache's hit ended. One step of the
+        core decides so many, and says where it left off."""
+        chunks, mask = len(keys) // WIDTH, request.groups or engine.mask
+        if not request.looks_up:
+            first = min(first, engine.found.get(request.name, first))
+        while 0 <= first < chunks:
+            item = ReserveItem(request=str(request.name), digests=keys, first=first, groups=mask)
+            granted = self._ask(engine.scheduler, Reserve(items=[item], width=WIDTH))
+            assert isinstance(granted, Granted), granted
+            grant = granted.grants[0]
+            if grant.reservation:
+                self.outcome.stored_rows += sum(map(len, grant.slots))
+                commit = Commit(boot=granted.boot, reservation=grant.reservation, rank=0)
+                self._ask(engine.worker, commit)
+            first = grant.later if grant.later > first else -1
+
+    # ------------------------------------------------------------ the machine and its time
+
+    def _connect(self) -> int:
+        session = next(self._session)
+        self._step(Opened(session))
+        self._ask(session, Hello(clock_s=self.now))
+        return session
+
+    def _ask(self, session: int, message: FromClient) -> Any:
+        """The answer; time goes on until it is there. None to a one-way message."""
+        message.seq = next(self._seq)
+        self._answers.clear()
+        self._step(Received(session, message))
+        self._work()
+        while not isinstance(message, OneWay):
+            for answer in self._answers:
+                if not isinstance(answer, Promoting):
+                    return answer
+            due = self._next_due()
+            assert due is not None, "a request is never answered"
+            self._until(due)
+        return None
+
+    def _next_due(self) -> float | None:
+        of_tier = self._due[0][0] if self._due else None
+        return soonest(of_tier, self.machine.next_deadline())
+
+    def _until(self, end: float) -> None:
+        """Let time go on to ``end``, and do what is due by then."""
+        while (due := self._next_due()) is not None and due <= end:
+            self.now = max(self.now, due)
+            self._work()
+        self.now = end
+
+    def _work(self) -> None:
+        """Do all that is due now."""
+        while True:
+            if self._due and self._due[0][0] <= self.now:
+                self._step(heapq.heappop(self._due)[2])
+            elif (due := self.machine.next_deadline()) is not None and due <= self.now:
+                self._step(Tick())
+            else:
+                return
+
+    def _step(self, event: Event) -> None:
+        for effect in self.machine.step(event, self.now):
+            if isinstance(effect, Send):
+                self._answers.append(effect.message)
+            elif isinstance(effect, effects.ToTier):
+                end, result = self._tier.carry_out(effect, self.now)
+                heapq.heappush(self._due, (end, next(self._order), result))

@@ -1,0 +1,198 @@
+"""The results of a sweep: as a table, as JSON-able values, and as one HTML page with plots."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import log2
+from typing import Any, Final
+
+from kvass.simulate.player import Outcome
+from kvass.simulate.traces import Trace
+from kvass.types import Size
+
+KNEE: Final = 0.9
+"""The size to buy has this share of the hits of a cache that evicts nothing."""
+_SLICES: Final = 60
+_WIDTH, _HEIGHT, _MARGIN = 720, 300, 48
+_COLOURS: Final = ("#1f6fb4", "#d1581c", "#2c8c4a", "#8a4fb0", "#b02a4c", "#6b6b6b")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one setting did with one trace. ``optimal``: the best hit rate that any policy could
+    have with that L1, or that L1 and L2 together; ``infinite``: that of a cache without end."""
+
+    trace: Trace
+    outcome: Outcome
+    optimal: float
+    infinite: float
+
+    def fields(self) -> dict[str, Any]:
+        """For ``--json``. Rates are 0 to 1."""
+        o, s = self.outcome, self.outcome.setting
+        return {
+            "trace": self.trace.name,
+            "requests": len(self.trace.asking),
+            "l1_bytes": s.l1_bytes,
+            "l2_bytes": s.l2_bytes,
+            "chunk_tokens": s.chunk_tokens,
+            "input_tokens": o.input_tokens,
+            "hit_tokens": o.hit_tokens,
+            "hit_rate": o.hit_rate,
+            "from_l2_tokens": o.from_l2_tokens,
+            "waited_for_l2_s": o.waited_s,
+            "stored_rows": o.stored_rows,
+            "evicted_rows": o.evicted_rows,
+            "optimal_hit_rate": self.optimal,
+            "infinite_hit_rate": self.infinite,
+            "saved_prefill_s": o.hit_tokens / s.prefill_tokens_s if s.prefill_tokens_s else None,
+        }
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """Lines of at most 79 characters."""
+    for trace, of_trace in _by_trace(results):
+        unit = f"{trace.input_tokens:,} tokens in, {trace.unique_tokens:,} of them different"
+        yield f"{trace.name}: {len(trace.asking):,} requests, {unit}"
+        if trace.wrong:
+            yield f"  {trace.wrong} lines were skipped, the first: {trace.why[0]}"
+        yield (
+            f"{'L1':>10} {'L2':>10} {'chunk':>6} {'hit rate':>9} {'of L2':>7} {'optimal':>8} "
+            f"{'saved':>9} {'evicted':>10}"
+        )
+        for result in of_trace:
+            o, s = result.outcome, result.outcome.setting
+            saved = o.hit_tokens / s.prefill_tokens_s if s.prefill_tokens_s else 0.0
+            yield (
+                f"{Size(s.l1_bytes).rounded():>10} "
+                f"{Size(s.l2_bytes).rounded() if s.l2_bytes else '-':>10} "
+                f"{s.chunk_tokens:>6} {o.hit_rate:>9.2%} "
+                f"{o.from_l2_tokens / max(1, o.input_tokens):>7.1%} {result.optimal:>8.2%} "
+                f"{f'{saved:,.0f} s' if saved else '-':>9} {o.evicted_rows:>10,}"
+            )
+        yield f"a cache that evicts nothing: {of_trace[0].infinite:.2%}"
+        yield advice(of_trace)
+
+
+def advice(results: Sequence[Result]) -> str:
+    """Which size to buy, in one sentence."""
+    infinite = results[0].infinite
+    if not infinite:
+        return "no prompt repeats the beginning of another: a cache finds nothing here"
+    enough = [r for r in results if r.outcome.hit_rate >= KNEE * infinite]
+    if not enough:
+        most = max(results, key=lambda r: r.outcome.hit_rate).outcome
+        return (
+            f"none of these sizes has {KNEE:.0%} of the hits that are possible; the best, "
+            f"{most.hit_rate / infinite:.0%}, is L1 of {Size(most.setting.l1_bytes).rounded()}"
+        )
+    least = min(enough, key=lambda r: (r.outcome.setting.l1_bytes, r.outcome.setting.l2_bytes))
+    s = least.outcome.setting
+    l2 = f" and L2 of {Size(s.l2_bytes).rounded()}" if s.l2_bytes else ""
+    share = least.outcome.hit_rate / infinite
+    return f"L1 of {Size(s.l1_bytes).rounded()}{l2} has {share:.0%} of the hits that are possible"
+
+
+def _by_trace(results: Sequence[Result]) -> Iterator[tuple[Trace, list[Result]]]:
+    for name in dict.fromkeys(id(r.trace) for r in results):
+        of_trace = [r for r in results if id(r.trace) == name]
+        yield of_trace[0].trace, of_trace
+
+
+# ---------------------------------------------------------------- HTML
+
+_Line = tuple[str, list[tuple[float, float]]]
+"""What it shows, and its points; y is 0 to 1."""
+
+
+def page(results: Sequence[Result]) -> str:
+    """One HTML page that needs nothing else."""
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><title>kvass simulate</title>",
+        "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:760px;margin:2em auto;"
+        "padding:0 1em}pre{overflow-x:auto}svg{width:100%;height:auto}"
+        "svg text{font:12px system-ui,sans-serif;fill:currentColor}"
+        "@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}}</style>",
+        "<h1>kvass simulate</h1>",
+    ]
+    for trace, of_trace in _by_trace(results):
+        parts.append(f"<h2>{html.escape(trace.name)}</h2>")
+        parts.append(f"<p><b>{html.escape(advice(of_trace))}.</b></p>")
+        parts.append("<h3>Hit rate by size of L1</h3>")
+        parts.append(_plot(_by_size(of_trace), "size of L1", sizes=True))
+        parts.append("<h3>Hit rate over time</h3>")
+        parts.append(_plot(_over_time(trace, of_trace), "time (s)", sizes=False))
+        parts.append(f"<pre>{html.escape(chr(10).join(table(of_trace)))}</pre>")
+    return "\n".join(parts) + "</html>\n"
+
+
+def _by_size(results: Sequence[Result]) -> list[_Line]:
+    """A curve for each chunk size and L2, and the optimal one for each L2."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for r in results:
+        s = r.outcome.setting
+        l2 = f", L2 {Size(s.l2_bytes).rounded()}" if s.l2_bytes else ""
+        at = log2(s.l1_bytes)
+        curves.setdefault(f"chunks of {s.chunk_tokens}{l2}", []).append((at, r.outcome.hit_rate))
+        curves.setdefault(f"optimal{l2}", []).append((at, r.optimal))
+    return [(name, sorted(set(points))) for name, points in curves.items()]
+
+
+def _over_time(trace: Trace, results: Sequence[Result]) -> list[_Line]:
+    """A curve for each of the largest few settings: tokens hit of tokens asked, by slice."""
+    begin, each = trace.requests[0].time_s, max(trace.seconds / _SLICES, 1e-9)
+    asked = [0] * (_SLICES + 1)
+    slices = [min(int((r.time_s - begin) / each), _SLICES) for r in trace.asking]
+    for at, request in zip(slices, trace.asking, strict=True):
+        asked[at] += request.input_tokens
+    lines = []
+    for result in results[-len(_COLOURS) :]:
+        hit = [0] * (_SLICES + 1)
+        for at, tokens in zip(slices, result.outcome.hits, strict=True):
+            hit[at] += tokens
+        s = result.outcome.setting
+        name = f"{Size(s.l1_bytes).rounded()}, chunks of {s.chunk_tokens}"
+        points = [(i * each, hit[i] / asked[i]) for i in range(_SLICES + 1) if asked[i]]
+        lines.append((name, points))
+    return lines
+
+
+def _plot(lines: Sequence[_Line], label: str, sizes: bool) -> str:
+    """An SVG picture; x runs from the least to the greatest of all points, y from 0 to 100 %."""
+    xs = [x for _, points in lines for x, _ in points]
+    low, span = min(xs), max(xs) - min(xs) or 1.0
+    left, right, bottom = _MARGIN, _WIDTH - 8, _HEIGHT - _MARGIN
+
+    def place(x: float, y: float) -> str:
+        across = left + (x - low) / span * (right - left)
+        return f"{across:.1f},{bottom - y * (bottom - 8):.1f}"
+
+    legend = _HEIGHT + 18 * len(lines)
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {legend}" role="img" aria-label="hit rate by {label}">']
+    for percent in range(0, 101, 25):
+        at = place(low, percent / 100).split(",")[1]
+        parts.append(
+            f'<path d="M{left} {at}H{right}" stroke="#8884"/>'
+            f'<text x="{left - 6}" y="{at}" text-anchor="end">{percent} %</text>'
+        )
+    for i in range(5):
+        x = low + span * i / 4
+        text = Size(int(2**x)).rounded() if sizes else f"{x:,.0f}"
+        across = place(x, 0).split(",")[0]
+        parts.append(f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{text}</text>')
+    parts.append(f'<text x="{_WIDTH // 2}" y="{bottom + 36}" text-anchor="middle">{label}</text>')
+    for i, (name, points) in enumerate(lines):
+        colour = _COLOURS[i % len(_COLOURS)]
+        path = " ".join(place(x, y) for x, y in points)
+        row = _HEIGHT + 18 * i
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for x, y in points if sizes else []:
+            cx, cy = place(x, y).split(",")
+            parts.append(f'<circle cx="{cx}" cy="{cy}" r="3" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{left}" y="{row}" width="12" height="12" fill="{colour}"/>'
+            f'<text x="{left + 18}" y="{row + 11}">{html.escape(name)}</text>'
+        )
+    return "".join(parts) + "</svg>"

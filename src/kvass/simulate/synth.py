@@ -1,0 +1,61 @@
+"""Made-up traces that may be shared: chat of many turns, questions about documents, agents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from kvass.errors import UsageError
+from kvass.simulate.traces import MOONCAKE_TOKENS
+
+KINDS: Final = ("chat", "rag", "agents")
+_Turn = tuple[float, int, int, list[int]]
+"""Seconds, tokens of the prompt, tokens of the answer, ids of the prompt's whole pieces."""
+
+
+def write(path: Path, kind: str, requests: int, seed: int) -> None:
+    """Write ``requests`` requests as Mooncake's JSON lines. Raises ``UsageError``."""
+    turns = sorted(_turns(kind, requests, Random(seed)), key=lambda turn: turn[0])[:requests]
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            for turn in turns:
+                file.write(json.dumps(_line(*turn)) + "\n")
+    except OSError as error:
+        raise UsageError(f"--synth {path}: {error.strerror}") from error
+
+
+def _line(time_s: float, given: int, output: int, ids: list[int]) -> dict[str, Any]:
+    return {
+        "timestamp": int(time_s * 1000),
+        "input_length": given,
+        "output_length": output,
+        "hash_ids": ids,
+    }
+
+
+def _turns(kind: str, requests: int, random: Random) -> Iterator[_Turn]:
+    """More than ``requests`` turns, in any order: sessions come at random, one a second."""
+    fresh, made, begin_s = count(), 0, 0.0
+    systems = [_ids(fresh, random.randint(1, 4)) for _ in range(8)]
+    documents = [_ids(fresh, random.randint(4, 24)) for _ in range(200)]
+    while made < 2 * requests:
+        begin_s += random.expovariate(1.0)
+        prompt, at_s = list(random.choice(systems)), begin_s
+        if kind == "rag":  # a popular document is asked for more often
+            prompt += documents[int(len(documents) * random.random() ** 2)]
+        turns = {"chat": random.randint(1, 8), "rag": random.randint(1, 3)}.get(kind, 20)
+        for _ in range(turns):
+            prompt = prompt + _ids(fresh, random.randint(1, 6 if kind == "agents" else 2))
+            output = random.randint(20, 400)
+            given = len(prompt) * MOONCAKE_TOKENS + random.randrange(MOONCAKE_TOKENS)
+            yield at_s, given, output, prompt
+            made += 1
+            at_s += random.expovariate(1 / (5.0 if kind == "agents" else 60.0))
+
+
+def _ids(fresh: count[int], pieces: int) -> list[int]:
+    return [next(fresh) for _ in range(pieces)]

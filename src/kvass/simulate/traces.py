@@ -1,0 +1,241 @@
+"""Traces: requests in order of time, each with the ids of its prompt's pieces. Three file formats.
+
+A *piece* is ``piece_tokens`` tokens of the engine. Equal ids mean equal prompts up to the piece's
+end, as in vLLM's block hashes.
+
+- ``mooncake``: JSON lines with ``timestamp`` (ms), ``input_length``, ``output_length`` and
+  ``hash_ids``, one for 512 tokens (https://github.com/kvcache-ai/Mooncake, FAST25-release).
+- ``csv``: a header, then ``time_s,input_tokens,output_tokens,prefix_id,prefix_tokens``. Prompts
+  with one ``prefix_id`` have their first ``prefix_tokens`` tokens in common.
+- A recording of ``kvass serve --record`` (``kvass/recording.py``).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+import numpy as np
+
+from kvass.errors import UsageError
+from kvass.recording import KEY_BYTES, AnyLine, Engine, Looked, Lost
+from kvass.types import U64Array
+
+MOONCAKE_TOKENS: Final = 512
+CSV_TOKENS: Final = 16
+MOST_WRONG: Final = 100
+"""So many lines of a trace may be wrong; they are skipped and counted."""
+MOST_TOKENS: Final = 16 << 20
+"""Of one prompt."""
+NEVER: Final = 1 << 40
+_PROMPTS: Final = 10_000
+"""Of so many requests the last lookup is remembered."""
+_CSV: Final = ("time_s", "input_tokens", "output_tokens", "prefix_id", "prefix_tokens")
+
+
+class WrongLine(ValueError):
+    """Why a line is no request."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """``pieces``: ids of the whole pieces of its prompt, uint64. ``first``: -1: it is looked up,
+    and what was not found is stored; else it is only looked up (``NEVER``), or only stored, from
+    this chunk on. ``groups``: a bit mask of what is stored; 0: all."""
+
+    time_s: float
+    input_tokens: int
+    output_tokens: int
+    pieces: U64Array
+    engine: int = 0
+    name: int = 0
+    first: int = -1
+    groups: int = 0
+
+    @property
+    def looks_up(self) -> bool:
+        return self.first in (-1, NEVER)
+
+
+@dataclass
+class Trace:
+    """A file's requests. ``wrong``: lines that were skipped; the first few are told in ``why``.
+    ``engines``: of a recording, what each engine registered; a piece is a chunk there."""
+
+    name: str
+    piece_tokens: int
+    requests: list[Request] = field(default_factory=list)
+    wrong: int = 0
+    why: list[str] = field(default_factory=list)
+    engines: dict[int, Engine] = field(default_factory=dict)
+
+    @property
+    def asking(self) -> list[Request]:
+        """The requests that look something up."""
+        return [request for request in self.requests if request.looks_up]
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(r.input_tokens for r in self.asking)
+
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens of all different pieces: what a cache that evicts nothing holds at the end."""
+        return sum(
+            len(np.unique(np.concatenate([r.pieces for r in self.requests if r.engine == engine])))
+            * self.tokens_of(engine)
+            for engine in {r.engine for r in self.requests}
+        )
+
+    def tokens_of(self, engine: int) -> int:
+        """The tokens of one of its pieces."""
+        return self.engines[engine].chunk_tokens if self.engines else self.piece_tokens
+
+    @property
+    def seconds(self) -> float:
+        return self.requests[-1].time_s - self.requests[0].time_s if self.requests else 0.0
+
+
+def read(path: Path) -> Trace:
+    """Read a trace, line by line. Raises ``UsageError`` if it cannot be read, is empty, or more
+    than ``MOST_WRONG`` of its lines are wrong."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first = file.readline(4096)
+            file.seek(0)
+            is_csv = first.strip().startswith("time_s")
+            trace = Trace(path.name, CSV_TOKENS if is_csv else MOONCAKE_TOKENS)
+            if is_csv:
+                found = _csv(file)
+            elif first.startswith('{"kind":'):
+                found = _recorded(file, trace.engines)
+            else:
+                found = _mooncake(file)
+            for number, request in found:
+                _take(trace, number, request)
+    except OSError as error:
+        raise UsageError(f"trace {path}: {error.strerror}") from error
+    if not trace.requests:
+        why = f": {trace.why[0]}" if trace.why else ""
+        raise UsageError(f"trace {path}: it has no requests{why}")
+    return trace
+
+
+def _take(trace: Trace, number: int, found: Request | WrongLine) -> None:
+    if isinstance(found, Request):
+        if not trace.requests or found.time_s >= trace.requests[-1].time_s:
+            trace.requests.append(found)
+            return
+        found = WrongLine(f"its time {found.time_s:g} s is before that of the line before")
+    trace.wrong += 1
+    if len(trace.why) < 5:
+        trace.why.append(f"line {number}: {found}")
+    if trace.wrong > MOST_WRONG:
+        raise UsageError(
+            f"trace {trace.name}: {trace.wrong} lines are wrong, the first: {trace.why[0]}"
+        )
+
+
+def _mooncake(file: IO[str]) -> Iterator[tuple[int, Request | WrongLine]]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, _mooncake_request(line)
+        except WrongLine as wrong:
+            yield number, wrong
+
+
+def _mooncake_request(line: str) -> Request:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        raise WrongLine("it is no JSON") from None
+    if not isinstance(fields, dict):
+        raise WrongLine("it is no JSON object")
+    ids = fields.get("hash_ids")
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 63 for i in ids):
+        raise WrongLine("hash_ids is no list of numbers from 0 on")
+    time_s, given, output = (
+        _number(fields, name) for name in ("timestamp", "input_length", "output_length")
+    )
+    whole = min(len(ids), int(given) // MOONCAKE_TOKENS)
+    return Request(time_s / 1000, int(given), int(output), np.array(ids[:whole], np.uint64))
+
+
+def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKENS)) -> float:
+    value = fields.get(name)
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            value = None
+    limit = most if name.endswith(("length", "tokens")) else 1e15
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limit:
+        raise WrongLine(f"{name} is no number from 0 to {limit:g}")
+    return float(value)
+
+
+def _recorded(
+    file: IO[str], engines: dict[int, Engine]
+) -> Iterator[tuple[int, Request | WrongLine]]:
+    """A store's line has no keys of what comes before: its request's lookup had them."""
+    decoder = msgspec.json.Decoder(AnyLine)
+    prompts: dict[tuple[int, int], U64Array] = {}
+    for number, text in enumerate(file, 1):
+        try:
+            line = decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeError):
+            yield number, WrongLine("it is no line of a recording")
+            continue
+        if isinstance(line, Engine):
+            engines[line.engine] = line
+        elif isinstance(line, Lost):
+            yield number, WrongLine(f"{line.messages} messages are missing before it")
+        elif line.engine not in engines or len(line.keys) % KEY_BYTES:
+            yield number, WrongLine("its engine is not known, or its keys are not whole")
+        else:
+            keys, name = np.frombuffer(line.keys, np.uint64), (line.engine, line.request)
+            before = prompts.get(name, keys[:0])
+            if isinstance(line, Looked):
+                tokens = len(keys) * engines[line.engine].chunk_tokens
+                prompts[name] = keys
+                yield number, Request(line.t, tokens, 0, keys, *name, NEVER)
+            elif line.first > len(before):
+                yield number, WrongLine("a store of a request that was not looked up")
+            else:
+                keys = prompts[name] = np.concatenate([before[: line.first], keys])
+                yield number, Request(line.t, 0, 0, keys, *name, line.first, line.groups)
+            if len(prompts) > _PROMPTS:
+                del prompts[next(iter(prompts))]
+
+
+def _csv(file: IO[str]) -> Iterator[tuple[int, Request | WrongLine]]:
+    rows = csv.DictReader(file)
+    if tuple(rows.fieldnames or ())[: len(_CSV)] != _CSV:
+        raise UsageError(f"trace: the columns of a CSV file are {','.join(_CSV)}")
+    prefixes: dict[str, int] = {}
+    for count, row in enumerate(rows):
+        try:
+            yield rows.line_num, _csv_request(row, prefixes, count)
+        except WrongLine as wrong:
+            yield rows.line_num, wrong
+
+
+def _csv_request(row: dict[str, object], prefixes: dict[str, int], count: int) -> Request:
+    """The pieces of a prefix are numbered by it; all others belong to one request alone."""
+    time_s, given, output, shared = (_number(row, n) for n in _CSV if n != "prefix_id")
+    if shared > given:
+        raise WrongLine("prefix_tokens is more than input_tokens")
+    name = str(row.get("prefix_id") or "")
+    prefix = prefixes.setdefault(name, len(prefixes)) if name else 0
+    whole, common = int(given) // CSV_TOKENS, int(shared) // CSV_TOKENS if name else 0
+    pieces = np.arange(whole, dtype=np.uint64)
+    pieces[:common] += np.uint64(prefix << 21 | 1 << 62)
+    pieces[common:] += np.uint64(count << 21)
+    return Request(time_s, int(given), int(output), pieces)

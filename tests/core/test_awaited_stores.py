@@ -1,0 +1,178 @@
+"""A lookup that asks for it waits for rows that an engine is writing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvass import messages as m
+from tests.core.rig import RESERVE_S, WIDTH, Engine, digests, layout
+from tests.core.tier_rig import TierRig
+
+BUDGET_S = 5.0
+
+
+def ask(e: Engine, *names: object, seq: int = 7, **fields: Any) -> list[Any]:
+    """What comes back at once."""
+    fields = {"budget_ms": 1000 * BUDGET_S, "writing": True, **fields}
+    message = m.Lookup(seq=seq, request="r", digests=digests(*names), width=WIDTH, **fields)
+    return e.rig.say(e.scheduler, message)
+
+
+@pytest.fixture
+def rig() -> TierRig:
+    """It has no tier. It notes what is said later."""
+    return TierRig(tiers=0)
+
+
+@pytest.fixture
+def writer(rig: TierRig) -> Engine:
+    return rig.engine("w")
+
+
+@pytest.fixture
+def reader(rig: TierRig, writer: Engine) -> Engine:
+    reader = rig.engine("r")
+    assert reader.namespace == writer.namespace
+    rig.replies(reader.scheduler)
+    return reader
+
+
+def begin(e: Engine, *names: object, **item: Any) -> int:
+    """A reservation of ``names`` that was handed over."""
+    grant = e.reserve(*names, **item)
+    e.hand_over(reservations=(grant.reservation,))
+    return int(grant.reservation)
+
+
+def test_the_answer_comes_with_the_commit(rig: TierRig, writer: Engine, reader: Engine) -> None:
+    one = begin(writer, "a", "b")
+    assert ask(reader, "a", "b") == []
+    assert rig.gauge("promotions", "pins") == (1, 0)
+    rig.wait(BUDGET_S / 2)
+    assert rig.replies(reader.scheduler) == []
+    writer.commit(one)
+    (reply,) = rig.replies(reader.scheduler)
+    assert (reply.seq, reply.chunks, len(reply.slots[0].slot) // 4) == (7, 2, 2)
+    assert rig.gauge("promotions", "leases", "pins") == (0, 1, 2)
+    assert rig.count("lookups_await_stores") == 1
+
+
+def test_who_does_not_ask_for_it_is_answered_at_once(writer: Engine, reader: Engine) -> None:
+    begin(writer, "a")
+    assert [r.chunks for r in ask(reader, "a", writing=False)] == [0]
+
+
+@pytest.mark.parametrize(("names", "first"), [("xa", 0), ("ax", 1)])
+def test_what_makes_no_hit_longer_is_not_waited_for(
+    writer: Engine, reader: Engine, names: str, first: int
+) -> None:
+    """Behind a chunk that nobody has or writes; or of the chunks that the engine has itself."""
+    begin(writer, "a")
+    assert [r.chunks for r in ask(reader, *names, first=first)] == [first]
+
+
+def test_at_the_deadline_the_answer_is_what_is_ready(
+    rig: TierRig, writer: Engine, reader: Engine
+) -> None:
+    writer.store("a")
+    rig.replies(reader.scheduler)
+    begin(writer, "a", "b", first=1)
+    assert ask(reader, "a", "b", prefill_tokens_s=16 / BUDGET_S) == []
+    assert rig.machine.next_deadline() == pytest.approx(rig.now + BUDGET_S)
+    rig.wait(BUDGET_S)
+    assert [r.chunks for r in rig.replies(reader.scheduler)] == [1]
+    assert rig.count("promotions_late") == 1
+
+
+def test_what_computing_brings_sooner_is_not_waited_for_longer(
+    rig: TierRig, writer: Engine, reader: Engine
+) -> None:
+    writer.store("a")
+    begin(writer, "a", "b", first=1)
+    assert ask(reader, "a", "b", prefill_tokens_s=160.0) == []
+    assert rig.machine.next_deadline() == pytest.approx(rig.now + 0.1)
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel", "lost", "late", "clear"])
+def test_rows_that_will_not_be_there_are_waited_for_no_longer(
+    rig: TierRig, writer: Engine, reader: Engine, how: str
+) -> None:
+    one = writer.reserve("a").reservation
+    assert ask(reader, "a", budget_ms=1000 * 2 * RESERVE_S) == []
+    if how == "abort":
+        writer.hand_over(reservations=(one,))
+        writer.abort(one, rank=0)
+    elif how == "cancel":
+        writer.abort(one)
+    elif how == "lost":
+        writer.hand_over(reservations=(one,))
+        rig.lose(*writer.workers)
+    elif how == "late":
+        rig.wait(RESERVE_S)
+    else:
+        writer.clear()
+    assert [r.chunks for r in rig.replies(reader.scheduler)] == [0]
+    assert rig.gauge("promotions") == (0,)
+
+
+def test_one_wait_is_for_all_that_is_written_meanwhile(
+    rig: TierRig, writer: Engine, reader: Engine
+) -> None:
+    """The writer's prefill takes several steps."""
+    one = begin(writer, "a")
+    assert ask(reader, "a", "b") == []
+    two = begin(writer, "a", "b", first=1)
+    writer.commit(one)
+    assert rig.replies(reader.scheduler) == []
+    writer.commit(two)
+    assert [r.chunks for r in rig.replies(reader.scheduler)] == [2]
+
+
+def test_many_that_wait_for_one_are_answered_in_slices(rig: TierRig, writer: Engine) -> None:
+    readers = [rig.engine(f"r{n}") for n in range(40)]
+    one = begin(writer, "a")
+    for reader in readers:
+        rig.replies(reader.scheduler)
+        assert ask(reader, "a") == []
+    writer.commit(one)
+    assert rig.gauge("promotions") == (8,)
+    assert rig.machine.next_deadline() == rig.now
+    rig.wait(0)
+    assert [r.chunks for e in readers for r in rig.replies(e.scheduler)] == [1] * 40
+
+
+def test_who_leaves_waits_no_more(rig: TierRig, writer: Engine, reader: Engine) -> None:
+    one = begin(writer, "a")
+    assert ask(reader, "a") == []
+    reader.quit()
+    assert rig.gauge("promotions") == (0,)
+    writer.commit(one)
+    assert rig.gauge("rows", "pins", "leases") == (1, 0, 0)
+
+
+def test_tiers_are_asked_for_what_was_not_written() -> None:
+    rig = TierRig()
+    writer = rig.ready("w")
+    writer.store("a", "b")
+    rig.settle()
+    rig.forget_l1()
+    reader = rig.ready("r")
+    one = begin(writer, "a")
+    assert [type(r) for r in ask(reader, "a", "b")] == []
+    assert rig.asked == []
+    writer.commit(one)
+    rig.settle()
+    assert [r.chunks for r in rig.replies(reader.scheduler)] == [2]
+
+
+def test_who_knows_promoting_is_told(rig: TierRig, writer: Engine) -> None:
+    begin(writer, "a")
+    scheduler = rig.open(features=("promoting",))
+    rig.register(scheduler, "r")
+    worker = rig.open()
+    rig.register(worker, "r", rank=0, layout=layout(1))
+    rig.replies(scheduler)
+    e = Engine(rig, scheduler, [worker], b"")
+    assert [type(r) for r in ask(e, "a")] == [m.Promoting]

@@ -1,0 +1,151 @@
+"""``kvass serve --record``: a recording that is played again gives the hits and evictions that the
+daemon gave, and tells nothing of what was asked."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvass.cli.main import main
+from kvass.client.parallel import ParallelStrategy
+from kvass.daemon import recording
+from kvass.daemon.recording import Recorder
+from kvass.errors import ConfigError
+from kvass.messages import Lookup
+from kvass.simulate.player import Player, Setting, recorded
+from kvass.simulate.traces import Trace, read
+from kvass.testing.daemon import running_daemon
+from kvass.testing.fake_engine import FakeEngine, chunk_keys
+from kvass.types import GroupLayout, RankLayout
+
+CHUNK = 16
+DENSE = RankLayout((GroupLayout("full", 4, ("a", "b"), (1024, 1024)),))
+TWO = RankLayout((*DENSE.groups, GroupLayout("full", 8, ("c",), (4096,))))
+ALONE = ParallelStrategy()
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    random = Random(seed)
+    stems = [[random.randrange(1000) for _ in range(CHUNK * 6)] for _ in range(5)]
+    return [
+        random.choice(stems)[: random.randrange(CHUNK * 6)]
+        + [random.randrange(1000) for _ in range(random.randrange(CHUNK, CHUNK * 3))]
+        for _ in range(count)
+    ]
+
+
+def play(trace: Trace, l1_bytes: int) -> Player:
+    models = {number: recorded(engine) for number, engine in trace.engines.items()}
+    player = Player(Setting(l1_bytes, CHUNK), models)
+    for _ in player.play(trace):
+        pass
+    return player
+
+
+def test_a_recording_gives_the_same_hits_and_evictions_as_the_daemon(tmp_path: Path) -> None:
+    file, size = tmp_path / "run.jsonl", 1 << 20
+    hits = []
+    with running_daemon(tmp_path, "1MiB", record=file) as daemon:
+        with (
+            FakeEngine(daemon.socket, ALONE, (DENSE,), chunk_tokens=CHUNK) as one,
+            FakeEngine(daemon.socket, ALONE, (TWO,), chunk_tokens=CHUNK) as two,
+        ):
+            for i, prompt in enumerate(prompts(1, 80)):
+                engine = (one, two)[i % 3 == 0]
+                hits.append(engine.load(prompt) * CHUNK)
+                engine.store(prompt)
+            status = daemon.status()
+        daemon.stop()
+    trace = read(file)
+    assert trace.wrong == 0
+    player = play(trace, size)
+    assert player.outcome.hits == hits
+    assert sum(hits) > 0
+    there = {name: n for name, n in status["counters"].items() if name.startswith("evicted_")}
+    assert player.outcome.evicted_rows == sum(there.values()) > 0
+    assert player.machine.status()["l1_used_bytes"] == status["l1_used_bytes"]
+    larger = play(trace, 4 * size).outcome
+    assert larger.hit_tokens > player.outcome.hit_tokens, "negative control: the size matters"
+
+
+def test_a_recording_tells_no_hash_and_no_request_and_nobody_else_reads_it(tmp_path: Path) -> None:
+    file, prompt = tmp_path / "run.jsonl", list(range(CHUNK * 4))
+    with running_daemon(tmp_path, "1MiB", record=file) as daemon:
+        with FakeEngine(daemon.socket, ALONE, (DENSE,), chunk_tokens=CHUNK) as engine:
+            engine.store(prompt)
+            engine.load(prompt)
+        daemon.stop()
+    text = file.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["kind"] for line in lines] == ["engine", "store", "lookup"]
+    assert lines[1]["keys"] == lines[2]["keys"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for key in chunk_keys(prompt, CHUNK):
+        for n in range(len(key) - 7):
+            assert key[n : n + 8] not in _binary(lines[1]["keys"])
+
+
+def _binary(text: str) -> bytes:
+    import base64
+
+    return base64.b64decode(text)
+
+
+def test_what_cannot_be_recorded_is_said_and_nobody_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.jsonl"
+    namespace: Any = _Namespace()
+    recorder = Recorder(str(file), 400)
+    for i in range(100):
+        recorder.take(float(i), namespace, Lookup(request="r", digests=bytes(64), width=16))
+    recorder.close()
+    assert 0 < file.stat().st_size <= 400
+    assert [r.getMessage() for r in caplog.records] == [
+        f"the recording {file} has ended: it has reached --record-size"
+    ]
+    assert len(read(file).asking) > 1
+    with pytest.raises(ConfigError, match="File exists"):
+        Recorder(str(file), 400)
+    monkeypatch.setattr(recording, "WAITING_BYTES", -1)  # the thread is too slow
+    slow = Recorder(str(tmp_path / "slow.jsonl"), 1 << 20)
+    slow.take(0.0, namespace, Lookup(request="r", digests=bytes(64), width=16))
+    monkeypatch.undo()
+    slow.take(0.0, namespace, Lookup(request="r", digests=bytes(64), width=16))
+    slow.close()
+    trace = read(tmp_path / "slow.jsonl")
+    assert trace.why == ["line 1: 1 messages are missing before it"]
+
+
+class _Namespace:
+    id, chunk_tokens = 1, CHUNK
+    classes = ()
+
+
+def test_a_recording_with_wrong_lines_is_played_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.jsonl"
+    group = '{"kind":"full","block_tokens":16,"row_bytes":4096}'
+    engine = f'{{"kind":"engine","engine":1,"chunk_tokens":16,"groups":[{group}]}}'
+    look = '{"kind":"lookup","engine":1,"t":1.0,"request":5,"keys":"AAAAAAAAAAA="}'
+    wrong = [
+        "{",
+        look.replace('"engine":1', '"engine":2'),
+        look.replace("AAA=", "AA=="),
+        '{"kind":"store","engine":1,"t":1.0,"request":6,"first":3,"keys":""}',
+    ]
+    file.write_text("\n".join([engine, look, *wrong, look]))
+    trace = read(file)
+    assert len(trace.asking) == 2
+    assert trace.wrong == len(wrong)
+    assert main(["simulate", str(file), "--l1", "1MiB", "--chunk-tokens", "16"]) == 2
+    assert main(["simulate", str(file), "--l1", "1MiB"]) == 0
+    file.write_text(engine.replace("4096", "0") + "\n" + look)
+    assert main(["simulate", str(file), "--l1", "1MiB"]) == 2
+    assert "has no layout that can be" in capsys.readouterr().err

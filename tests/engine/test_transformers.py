@@ -1,0 +1,264 @@
+"""kvass in transformers: real models, real daemons, prompts whose beginning another computed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kvass.connectors.transformers import CachedModel, connect
+from kvass.connectors.transformers.rows import BLOCK, KV, Rows
+from kvass.errors import UsageError
+from kvass.testing.daemon import Daemon, running_daemon
+from tests.support.hf_models import (
+    CHUNK,
+    FAMILIES,
+    GREEDY,
+    LATENT,
+    PROMPT,
+    SIZES,
+    join,
+    logits,
+    make,
+    prompt,
+)
+
+WHOLE = (PROMPT.shape[1] - 1) // BLOCK * BLOCK
+"""The longest hit of ``PROMPT``: to its last block, without its last token."""
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("daemon")
+    with running_daemon(folder, l1_size="64MiB", lookup_budget_ms=10_000) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def computed(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The logits of a process of its own, which computed ``PROMPT`` with each model and ended."""
+    folder = tmp_path_factory.mktemp("computed")
+    command = [sys.executable, "-m", "tests.support.hf_models", daemon.socket, str(folder)]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def run(cached: CachedModel, ids: Any = PROMPT, **options: Any) -> tuple[Any, int]:
+    """The logits, and how many tokens were loaded. kvass failed in nothing."""
+    output = cached.generate(ids, **GREEDY, **options)
+    assert not cached.counters
+    return logits(output), cached.last.loaded
+
+
+def plain(model: Any, ids: Any = PROMPT) -> Any:
+    return logits(model.generate(ids, **GREEDY))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_another_process_computed_is_loaded_and_right(
+    daemon: Daemon, computed: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(family)
+    right = plain(model)
+    with join(model, daemon.socket) as cached:
+        found, loaded = run(cached)
+        assert loaded == WHOLE
+        assert (found.argmax(1) == right.argmax(1)).all()
+        np.testing.assert_allclose(found, right, **CLOSE)
+        np.testing.assert_allclose(np.load(computed / f"{family}.npy"), right, **CLOSE)
+
+        load = Rows.load
+
+        def zero_one_row(self: Rows, arena: Any, offset: int, kv: KV, at: int, n: int) -> None:
+            load(self, arena, offset, kv, at, n)
+            for tensor in kv if at == CHUNK else ():
+                tensor[:, :, at : at + n * BLOCK] = 0
+
+        monkeypatch.setattr(Rows, "load", zero_one_row)
+        wrong, loaded = run(cached)
+        assert loaded == WHOLE
+        assert not np.allclose(wrong, right, **CLOSE), "control: a row that is not there"
+    daemon.wait_until(leases=0, reservations=0, pins=0)
+
+
+def test_a_hit_ends_at_the_block_where_prompts_part(daemon: Daemon) -> None:
+    model = make()
+    ids = prompt(150, seed=2)
+    other = torch.cat([ids[:, :103], prompt(60, seed=3)], 1)
+    with join(model, daemon.socket) as cached:
+        run(cached, ids, store_answer=False)
+        assert cached.last.stored == 144, "a tail to the last whole block"
+        found, loaded = run(cached, other)
+        assert loaded == 96
+        np.testing.assert_allclose(found, plain(model, other), **CLOSE)
+        answered = cached.model.generate(other, max_new_tokens=20, do_sample=False)
+        cached.generate(other, max_new_tokens=20, do_sample=False)
+        _, loaded = run(cached, torch.cat([answered, ids[:, :3]], 1))
+        assert loaded == (163 + 19) // BLOCK * BLOCK, "the answer was stored, too"
+
+
+def changed_byte(model: Any) -> Any:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        weight.view(torch.uint8)[5, 8] ^= 1
+    return model
+
+
+OTHERS = {
+    "one byte of a weight": lambda: changed_byte(make()),
+    "attention": lambda: make(attn_implementation="eager"),
+    "rope": lambda: make(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+    "precision": lambda: make().to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_model_that_differs_shares_nothing(daemon: Daemon, computed: Path, what: str) -> None:
+    with join(OTHERS[what](), daemon.socket) as cached:
+        assert run(cached)[1] == 0
+
+
+def test_a_tag_or_a_salt_shares_nothing(daemon: Daemon, computed: Path) -> None:
+    with join(make(), daemon.socket) as cached:
+        assert run(cached, salt="mine")[1] == 0
+        assert run(cached, salt="mine")[1] == WHOLE
+        assert run(cached)[1] == WHOLE
+    with join(make(), daemon.socket, tag="another") as cached:
+        assert run(cached)[1] == 0
+
+
+def test_a_model_that_changed_after_connect_runs_uncached(daemon: Daemon, computed: Path) -> None:
+    model = make()
+    with join(model, daemon.socket) as cached:
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(2)
+        rows = daemon.status()["rows"]
+        found = logits(cached.generate(PROMPT, **GREEDY))
+        np.testing.assert_array_equal(found, plain(model))
+        assert cached.last == type(cached.last)(PROMPT.shape[1], 0, 0)
+        assert cached.counters == {"changed": 1}
+        assert daemon.status()["rows"] == rows
+
+
+def test_a_daemon_that_dies_costs_hits_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
+    right = plain(model)
+    with (
+        running_daemon(tmp_path, l1_size="64MiB", lookup_budget_ms=10_000) as daemon,
+        join(model, daemon.socket) as cached,
+    ):
+        run(cached)
+        taken = cached._store._client.take
+
+        def take_and_kill(name: str) -> Any:
+            match = taken(name)
+            daemon.kill()
+            return match
+
+        monkeypatch.setattr(cached._store._client, "take", take_and_kill)
+        np.testing.assert_allclose(logits(cached.generate(PROMPT, **GREEDY)), right, **CLOSE)
+        monkeypatch.undo()
+        np.testing.assert_array_equal(logits(cached.generate(PROMPT, **GREEDY)), right)
+        assert cached.last.loaded == 0
+        daemon.start()
+        assert cached.wait_connected(30.0)
+        run(cached)
+        assert run(cached)[1] == WHOLE
+
+
+def test_a_load_that_ends_late_is_a_miss(
+    daemon: Daemon, computed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
+    with join(model, daemon.socket) as cached:
+        take = cached._store._client.take
+
+        def late(name: str) -> Any:
+            match = take(name)
+            return match and msgspec.structs.replace(match, deadline_s=0.0)
+
+        monkeypatch.setattr(cached._store._client, "take", late)
+        np.testing.assert_array_equal(logits(cached.generate(PROMPT, **GREEDY)), plain(model))
+        assert cached.last.loaded == 0
+        assert cached.counters == {"load_late": 1}
+    daemon.wait_until(leases=0, pins=0)
+
+
+CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "give one prompt": (torch.ones(2, 5, dtype=torch.int64), {}),
+    "token ids": ([1, 2, 3], {}),
+    "with position_ids": (PROMPT, {"position_ids": torch.arange(9)[None]}),
+    "with past_key_values": (PROMPT, {"past_key_values": None}),
+    "with padding": (PROMPT, {"attention_mask": (PROMPT > 5).long()}),
+    "with the padding token": (PROMPT, {"pad_token_id": int(PROMPT[0, 3])}),
+    "with cache_implementation": (PROMPT, {"cache_implementation": "static"}),
+    "without use_cache": (PROMPT, {"use_cache": False}),
+    "as beam_search": (PROMPT, {"num_beams": 2}),
+    "with assistant_model": (PROMPT, {"assistant_model": None}),
+}
+
+
+@pytest.mark.parametrize("text", CALLS)
+def test_a_call_that_cannot_be_served_is_refused(text: str, tmp_path: Path) -> None:
+    ids, arguments = CALLS[text]
+    with connect(make(), socket=str(tmp_path / "none"), wait_s=0) as cached:
+        with pytest.raises(UsageError, match=text):
+            cached.generate(ids, **arguments)
+        assert run(cached, store_answer=True)[1] == 0, "without a daemon it still serves"
+
+
+def tiny(name: str, config: str, **settings: Any) -> Any:
+    return getattr(transformers, name)(getattr(transformers, config)(**settings)).eval()
+
+
+MODELS: dict[str, Any] = {
+    "encoder-decoder": lambda: tiny("T5Model", "T5Config", d_model=8, d_ff=8, num_layers=1),
+    "DynamicSlidingWindowLayer": lambda: make("mistral", sliding_window=32),
+    "states besides K and V": lambda: tiny(
+        "MambaForCausalLM", "MambaConfig", hidden_size=8, num_hidden_layers=1
+    ),
+    "the prompt's length": lambda: make(
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    ),
+    "training mode": lambda: make().train(),
+    "device 'meta'": lambda: make().to("meta"),
+    "later tokens": lambda: make(is_causal=False),
+    "does not use the cache": lambda: tiny("BertLMHeadModel", "BertConfig", **SIZES),
+}
+
+
+@pytest.mark.parametrize("text", MODELS)
+def test_a_model_that_cannot_be_cached_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        connect(MODELS[text]())
+
+
+def test_a_hook_on_a_module_makes_a_call_uncached(daemon: Daemon, computed: Path) -> None:
+    model = make()
+    with join(model, daemon.socket) as cached:
+        hook = model.model.layers[0].register_forward_hook(lambda *_: None)
+        cached.generate(PROMPT, **GREEDY)
+        assert cached.last.loaded == 0
+        assert cached.counters == {"changed": 1}
+        hook.remove()
+        cached.generate(PROMPT, **GREEDY)
+        assert cached.last.loaded == WHOLE
+
+
+def test_rows_are_of_the_models_own_shapes() -> None:
+    """Of MLA the latent is stored, and not what is made of it."""
+    from kvass.connectors.transformers.model import probe
+
+    kv = probe(make("deepseek"), gpu=False)
+    assert Rows(kv, CHUNK).shapes == [(1, LATENT["kv_lora_rank"]), (1, 16)] * 2

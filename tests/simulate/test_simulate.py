@@ -1,0 +1,256 @@
+"""``kvass simulate``: traces are read whole, the core plays them as a plain LRU would, and no
+policy beats the optimal one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvass.cli.main import main
+from kvass.errors import UsageError
+from kvass.simulate.models import MODELS, Layers, layout
+from kvass.simulate.optimal import optimal_hits
+from kvass.simulate.player import Model, Outcome, Player, Setting
+from kvass.simulate.report import Result, advice
+from kvass.simulate.traces import MOONCAKE_TOKENS, MOST_WRONG, Request, Trace, read
+
+CHUNK = MOONCAKE_TOKENS
+MODEL = Model(CHUNK, layout((Layers(1, 8),), CHUNK))
+ROW = MODEL.row_bytes
+
+
+def trace_of(prompts: Sequence[Sequence[int]], every_s: float = 1.0) -> Trace:
+    requests = [
+        Request(i * every_s, len(ids) * CHUNK, 1, np.array(ids, np.uint64))
+        for i, ids in enumerate(prompts)
+    ]
+    return Trace("made up", CHUNK, requests)
+
+
+def random_prompts(seed: int, count: int = 60) -> list[list[int]]:
+    """Branches of a few trees: what comes after a chunk depends on it."""
+    random, ids, prompts = Random(seed), dict[tuple[int, ...], int](), []
+    for _ in range(count):
+        path: tuple[int, ...] = (random.randrange(4),)
+        prompt = []
+        for _ in range(random.randint(1, 6)):
+            prompt.append(ids.setdefault(path, len(ids)))
+            path += (random.randrange(2),)
+        prompts.append(prompt)
+    return prompts
+
+
+def play(trace: Trace, setting: Setting) -> Outcome:
+    *_, outcome = Player(setting, {0: MODEL}).play(trace)
+    return outcome
+
+
+def lru(prompts: Sequence[Sequence[int]], rows: int) -> Iterator[int]:
+    """Chunks hit by each prompt, with LRU by whole prompts, the deepest chunk of each first."""
+    held: list[int] = []  # the least recently used first
+    for prompt in prompts:
+        hit = 0
+        while hit < len(prompt) and prompt[hit] in held:
+            hit += 1
+        yield hit
+        held = [c for c in held if c not in prompt]
+        held = [*held[max(0, len(held) + len(prompt) - rows) :], *reversed(prompt)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_core_plays_a_trace_as_lru_does(seed: int) -> None:
+    prompts = random_prompts(seed)
+    rows = 24
+    outcome = play(trace_of(prompts), Setting(rows * ROW, CHUNK))
+    assert outcome.hits == [hit * CHUNK for hit in lru(prompts, rows)]
+    assert outcome.evicted_rows == outcome.stored_rows - rows
+
+
+def test_what_evicts_nothing_hits_all_that_repeats() -> None:
+    prompts = random_prompts(7)
+    outcome = play(trace_of(prompts), Setting(4096 * ROW, CHUNK))
+    assert outcome.hit_tokens == sum(optimal_hits(prompts, 1 << 40)) * CHUNK > 0
+    assert outcome.evicted_rows == 0
+
+
+def test_smaller_chunks_than_the_trace_tells_hit_as_much() -> None:
+    prompts = random_prompts(8)
+    half = Model(CHUNK // 2, layout((Layers(1, 16),), CHUNK // 2))
+    *_, outcome = Player(Setting(4096 * ROW, CHUNK // 2), {0: half}).play(trace_of(prompts))
+    assert outcome.hit_tokens == sum(optimal_hits(prompts, 1 << 40)) * CHUNK
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_no_choice_of_what_to_keep_beats_the_optimal_one(rows: int) -> None:
+    for seed in range(20):
+        prompts = random_prompts(seed, 5)
+        assert sum(optimal_hits(prompts, rows)) == best_of_all(prompts, rows), (seed, rows)
+
+
+def best_of_all(prompts: Sequence[Sequence[int]], rows: int) -> int:
+    """By trying everything: any ``rows`` chunks of those held and those just used may be kept."""
+    best = {frozenset[int](): 0}
+    for prompt in prompts:
+        after: dict[frozenset[int], int] = {}
+        for held, hits in best.items():
+            hit = 0
+            while hit < len(prompt) and prompt[hit] in held:
+                hit += 1
+            there = held | set(prompt)
+            for kept in combinations(sorted(there), min(rows, len(there))):
+                key = frozenset(kept)
+                after[key] = max(after.get(key, 0), hits + hit)
+        best = after
+    return max(best.values())
+
+
+def test_a_tier_gives_what_l1_evicted_and_takes_time_for_it() -> None:
+    prompts = random_prompts(9)
+    outcome = play(trace_of(prompts), Setting(24 * ROW, CHUNK, 4096 * ROW, ROW * 10.0))
+    assert outcome.hit_tokens == sum(optimal_hits(prompts, 1 << 40)) * CHUNK
+    assert outcome.from_l2_tokens > 0
+    assert outcome.waited_s >= outcome.from_l2_tokens / CHUNK / 10
+    alone = play(trace_of(prompts), Setting(24 * ROW, CHUNK))
+    assert alone.hit_tokens < outcome.hit_tokens
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_model_plays(model: str) -> None:
+    played = Model(256, layout(MODELS[model], 16))
+    *_, outcome = Player(Setting(64 * played.row_bytes, 256), {0: played}).play(
+        trace_of([[1, 2], [1, 2], [1, 3]])
+    )
+    assert outcome.hits == [0, 2 * CHUNK, CHUNK]
+
+
+# ---------------------------------------------------------------- files
+
+
+def line(**changed: object) -> str:
+    fields = {"timestamp": 5, "input_length": 1100, "output_length": 3, "hash_ids": [4, 9, 7]}
+    return json.dumps(fields | changed)
+
+
+def test_lines_that_are_no_requests_are_skipped_counted_and_named(tmp_path: Path) -> None:
+    wrong = [
+        "{",
+        "7",
+        line(hash_ids=[1.5]),
+        line(hash_ids=[-1]),
+        line(timestamp=-1),
+        line(timestamp="soon"),
+        line(input_length=1 << 60),
+        line(timestamp=4),
+        line(input_length=None),
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join([line(), *wrong, "", line(timestamp=6)]))
+    trace = read(file)
+    assert [r.pieces.tolist() for r in trace.requests] == [[4, 9]] * 2  # the third is not whole
+    assert trace.wrong == len(wrong)
+    assert trace.why[0] == "line 2: it is no JSON"
+    file.write_text("\n".join(["{"] * (MOST_WRONG + 1)))
+    with pytest.raises(UsageError, match=f"{MOST_WRONG + 1} lines are wrong, the first: line 1"):
+        read(file)
+
+
+def test_a_csv_file_shares_what_its_prefix_ids_say(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    head = "time_s,input_tokens,output_tokens,prefix_id,prefix_tokens\n"
+    file.write_text(head + "0,100,1,a,64\n1,100,1,a,64\n2,100,1,b,64\n3,100,1,,64\n4,1,1,a,9\n")
+    trace = read(file)
+    first, second, other, alone = [r.pieces.tolist() for r in trace.requests]
+    assert first[:4] == second[:4]
+    assert not set(first[4:]) & set(second[4:])
+    assert not set(other) & set(first + second)
+    assert not set(alone) & set(first + second + other)
+    assert trace.why == ["line 6: prefix_tokens is more than input_tokens"]
+    file.write_text("time_s,tokens\n0,1\n")
+    with pytest.raises(UsageError, match="the columns of a CSV file are time_s,input_tokens"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "gpt-5"], "--model gpt-5: it is one of llama-3-8b"),
+        (["--l1", "0"], "--l1"),
+        (["--l1", "1KiB"], "a cache of 1024 bytes"),
+        (["--chunk-tokens", "300"], "it must be a multiple of 16"),
+        (["--token-bytes", "0"], "--token-bytes"),
+        (["--html", "/proc/none/r.html"], "--html /proc/none/r.html: No such file"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(line() + "\n")
+    assert main(["simulate", str(file), "--token-bytes", "8", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", None])
+def test_a_trace_without_requests_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    if text is not None:
+        file.write_text(text)
+    assert main(["simulate", str(file)]) == 2
+    assert ("it has no requests" if text is not None else "No such file") in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_a_made_up_trace_is_written_played_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, seed in product(("chat", "rag", "agents"), ("0", "1")):
+        file = tmp_path / f"{kind}{seed}.jsonl"
+        write = ["simulate", "--synth", kind, "--requests", "40", "--seed", seed, str(file)]
+        assert main(write) == 0
+        assert main(write) == 2  # it is there
+    assert (tmp_path / "chat0.jsonl").read_text() != (tmp_path / "chat1.jsonl").read_text()
+    capsys.readouterr()
+    files, html = (
+        [str(tmp_path / f"{kind}0.jsonl") for kind in ("chat", "rag")],
+        tmp_path / "r.html",
+    )
+    flags = ["--l1", "8MiB,64MiB", "--l2", "1GiB", "--token-bytes", "1024"]
+    speed = ["--prefill-tokens-s", "1000"]
+    assert main(["simulate", *files, *flags, *speed, "--json", "--html", str(html)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["trace"] for row in rows] == ["chat0.jsonl"] * 2 + ["rag0.jsonl"] * 2
+    for row in rows:
+        assert 0 < row["hit_rate"] <= row["infinite_hit_rate"] < 1
+        assert row["saved_prefill_s"] == pytest.approx(row["hit_tokens"] / 1000)
+    page = html.read_text()
+    assert page.count("<svg") == 4
+    assert "http" not in page
+    assert main(["simulate", *files[:1], *flags[2:]]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert max(map(len, table)) <= 79
+    assert "L1 of" in table[-1]
+
+
+def test_the_advice_names_the_least_size_that_has_most_of_the_hits() -> None:
+    trace = trace_of([[1]])
+
+    def result(l1: int, hit_tokens: int) -> Result:
+        outcome = Outcome(Setting(l1 << 30, CHUNK), input_tokens=100, hit_tokens=hit_tokens)
+        return Result(trace, outcome, optimal=0.5, infinite=0.5)
+
+    sweep = [result(1, 20), result(2, 46), result(4, 50)]
+    assert advice(sweep) == "L1 of 2GiB has 92% of the hits that are possible"
+    assert "the best, 40%, is L1 of 1GiB" in advice(sweep[:1])
+    assert "finds nothing" in advice([Result(trace, sweep[0].outcome, 0.0, 0.0)])

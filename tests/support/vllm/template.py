@@ -1,0 +1,140 @@
+"""A process that has imported vLLM and forks: what is forked needs no import, 6 s of a core each.
+
+Every fork is a Python program of its own, as ``python -m`` runs it, with pipes, an environment and
+a process id of its own. Forks of one template share the seed of Python's ``hash()``; processes that
+do not are in ``tests/engine/test_recipes.py`` (two servers) and ``test_scheduler_identity.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import IO, Final
+
+PRELOADED: Final = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+"""Nothing of kvass, which notes when it is imported: weights must be older than that."""
+_STARTED_S: Final = 180.0
+_LONGEST_REQUEST: Final = 1 << 17
+
+
+class Forked:
+    """A fork, with what ``subprocess.Popen`` would say of it."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], status: int) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+        self._status = status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status. :raises subprocess.TimeoutExpired: if it runs on."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a fork of vLLM", timeout or 0)
+            self.returncode = int(os.read(self._status, 16))
+            os.close(self._status)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Template:
+    """Forks; it starts with the first fork. ``environment``: of its imports."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    @cached_property
+    def _control(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_STARTED_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.vllm.template", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+            )
+        return ours  # when it is closed, the template ends
+
+    def fork(self, command: Sequence[str], env: Mapping[str, str], stderr: int) -> Forked:
+        """Run ``command``, a module and its arguments, in a fork; stdin and stdout are pipes."""
+        (stdin, to_it), (from_it, its), (status, told) = os.pipe(), os.pipe(), os.pipe()
+        request = json.dumps([command, dict(env)]).encode()
+        try:
+            socket.send_fds(self._control, [request], [stdin, its, stderr, told])
+        finally:
+            for fd in (stdin, its, told):
+                os.close(fd)
+        if not (pid := self._control.recv(16)):
+            raise RuntimeError("the template has ended: see its stderr")
+        return Forked(int(pid), os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb"), status)
+
+
+def _serve(control: socket.socket) -> list[str]:
+    """Fork until the parent has ended. Returns in a fork, with its module and arguments."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks' parents
+    while True:
+        request, fds, _, _ = socket.recv_fds(control, _LONGEST_REQUEST, 4)
+        if not request:
+            os._exit(0)
+        if os.fork() == 0:
+            return _forked(control, request, fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def _forked(control: socket.socket, request: bytes, fds: Sequence[int]) -> list[str]:
+    """Fork once more; the parent stays, to tell the process id, and the exit status at the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    *streams, told = fds
+    if pid := os.fork():
+        for fd in streams:
+            os.close(fd)
+        control.send(b"%d" % pid)
+        control.close()
+        os.write(told, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os._exit(0)
+    control.close()
+    os.close(told)
+    for number, fd in enumerate(streams):
+        os.dup2(fd, number)
+        os.close(fd)
+    command: list[str]
+    command, environment = json.loads(request)
+    os.environ.clear()
+    os.environ.update(environment)
+    return command
+
+
+if __name__ == "__main__":
+    sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
