@@ -366,7 +366,6 @@ def _answer(state: State, promotion: Promotion) -> None:
         _count(state, promotion)
         reply = state.matched(
             promotion.instance,
-            promotion.namespace,
             promotion.request,
             promotion.first,
             promotion.hit,

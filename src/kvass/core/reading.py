@@ -91,9 +91,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         asked = given = ns.tokens(0, hit.blocks)
     state.answered(instance, ns, asked, given, why, _speed(msg), msg.again)
     state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why, again=msg.again)
-    return state.matched(
-        instance.id, ns, msg.request, msg.first, hit, readers, msg.spare, msg.again
-    )
+    return state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:

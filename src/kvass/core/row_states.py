@@ -170,21 +170,15 @@ class RowStates(RowClasses):
                 for owner in np.unique(owners):
                     self.free(rows[owners == owner])
                 return
-        if self.removed.noted:
-            self._note_removed(rows)
+        owner, states = self.class_of(rows), self.table.state[rows]
+        if owner is not None and self.removed.noted:
+            left = self.table.keys_of(rows[states >= READY])
+            self.removed.note(owner.namespace, owner.spec.group, left)
         self._unindex(rows)
-        states = self.table.state[rows]
         for before in np.flatnonzero(np.bincount(states)).tolist():
             self._move(rows[states == before], before, FREE)
-        owner = self.class_of(rows)
         if owner is not None:
             owner.free.give_back(rows)
-
-    def _note_removed(self, rows: I64Array) -> None:
-        owner = self.class_of(rows)
-        if owner is not None:
-            left = rows[self.table.state[rows] >= READY]
-            self.removed.note(owner.namespace, owner.spec.group, self.table.keys_of(left))
 
     def _move(self, rows: I64Array, before: int, after: int) -> None:
         """Move ``rows``, all of one class and in state ``before``, and count them."""

@@ -104,7 +104,6 @@ class State:
     def matched(
         self,
         instance: str,
-        ns: Namespace,
         request: str,
         first: int,
         hit: Hit,
