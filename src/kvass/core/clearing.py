@@ -27,9 +27,8 @@ def clear(state: State, session: ClientSession, msg: Clear) -> None:
 
 
 def go_on(state: State) -> None:
-    """The next namespaces of the oldest clear that is not done."""
-    if state.clears:
-        _clear_some(state, state.clears[0])
+    """The next namespaces of the oldest clear that is not done; there must be one."""
+    _clear_some(state, state.clears[0])
 
 
 def _clear_some(state: State, clearing: Clearing) -> None:

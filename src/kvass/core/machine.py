@@ -86,9 +86,11 @@ def _received(state: State, event: effects.Received) -> None:
 def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
     epochs.read_again(state)
-    clearing.go_on(state)
-    state.store.reclaim()
-    state.store.warm()
+    if state.clears:
+        clearing.go_on(state)
+    else:
+        state.store.reclaim()
+        state.store.warm()
     promote.go_on(state)
 
 

@@ -153,8 +153,9 @@ def _tier(name: str, tier: TierState, now: float) -> dict[str, Any]:
 
 
 def _group(row_class: RowClass) -> dict[str, Any]:
-    counts = [each.rows for each in row_class.of_tenants.values()]
-    rows, size = [*map(sum, zip(*counts, strict=True))], row_class.spec.row_bytes
+    rows, size = row_class.rows, row_class.spec.row_bytes
+    if not row_class.undivided:
+        rows = [*map(sum, zip(*(c.rows for c in row_class.of_tenants.values()), strict=True))]
     return {
         "group": row_class.spec.group,
         "kind": row_class.spec.layout.kind,
