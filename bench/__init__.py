@@ -10,12 +10,16 @@ From the root of the repository, with what ``make setup`` installs:
                                             NVIDIA GPU with 6 GiB, 8 GiB of memory, torch, Triton
     python -m bench --engine                real vLLM engines: time to the first token, with kvass
                                             and without
+    python -m bench --blend                 transformers: prompts of shuffled documents, with blend
+                                            and without
+    python -m bench.blend_quality           how right answers are with blend; a small trained model
 
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed
 from what was stored. Nothing is left behind on a disk or a server.
 
 What the names mean: those of ``kvass bench`` stand in ``kvass.cli.bench``, those of ``--tier`` in
-``bench.tiers``, those of ``--gpu`` in ``bench.gpu``, those of ``--engine`` in ``bench.engine``.
+``bench.tiers``, those of ``--gpu`` in ``bench.gpu``, those of ``--engine`` in ``bench.engine``,
+those of ``--blend`` in ``bench.blend``.
 ``python -m bench`` alone has, besides:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.
@@ -25,6 +29,8 @@ What the names mean: those of ``kvass bench`` stand in ``kvass.cli.bench``, thos
   sessions release, and all eight pings must have come back.
 - ``coverage_3x512_us``: how far 512 chunks reach in three layer groups at once (full, a window, a
   state), once the rows are found: the arithmetic alone, in the bench's own process.
+- ``segments_ms``: to find segments (``bench.segments``); ``segments_found``: whether exactly those
+  that stand in the prompt were found.
 - ``ping_rps``: empty round trips a second by 1 client, and by 16 that each wait for their own.
 - ``longest_step_ms``: of the core with 1 TiB of 1 MiB rows, by what it is asked, in processor time;
   nobody else is answered meanwhile. It takes a minute.

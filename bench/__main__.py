@@ -14,6 +14,7 @@ from bench.figures import add
 from bench.footprint import first_touch_gbps, measure_footprint
 from bench.gpu import torch_device
 from bench.pings import measure_pings
+from bench.segments import measure_segments
 from kvass._version import __version__
 from kvass.cli import bench as shipped
 from kvass.cli.bench.copies import measure_copies
@@ -42,8 +43,13 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
     parser.add_argument("--gpu", action="store_true", help="measure copies to and from this GPU")
     parser.add_argument("--engine", action="store_true", help="measure vLLM with and without kvass")
+    parser.add_argument("--blend", action="store_true", help="measure transformers with blend")
     args = shipped.parse(parser, argv)
-    if args.engine:
+    if args.blend:
+        from bench import blend  # transformers is slow to import
+
+        figures = blend.measure_blend(args.l1_size, args.rounds)
+    elif args.engine:
         figures = engine.measure_engine(args.l1_size, args.rounds)
     elif args.gpu:
         if args.tier is not None:
@@ -63,6 +69,8 @@ def measure(l1_bytes: int, rounds: int) -> dict[str, Any]:
     say("first touch of fresh shared memory")
     figures: dict[str, Any] = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
     figures["first_touch_gbps"] = first_touch_gbps()
+    say("segments of prompts of 128k tokens among 100,000 chunks and 1,000,000")
+    figures |= measure_segments()
     say("a daemon")
     with start_daemon(l1_bytes) as daemon:
         figures["ready_s"] = daemon.ready_s

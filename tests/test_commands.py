@@ -27,13 +27,14 @@ from kvass.testing.daemon import running_daemon
 from tests.reference_page import parser_of
 from tests.test_documents import DOCS, ROOT
 
-ONLY_PARSED: Final = ("bench", "web")
+ONLY_PARSED: Final = ("bench", "web", "blend")
 
 
 def commands(text: str) -> Iterator[str]:
     """The lines of a document that begin with ``kvass``, without comments and prompts."""
-    fenced = re.findall(r"^```(?:sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in fenced for line in block.replace("\\\n", " ").splitlines()]
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    shell = [block for kind, block in fenced if kind in ("", "sh", "console")]
+    lines = [line for block in shell for line in block.replace("\\\n", " ").splitlines()]
     for line in lines + re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE):
         if re.match(r"(\$ )?kvass [a-z]", line):
             yield line.removeprefix("$ ").partition(" #")[0].rstrip("& ")
@@ -72,7 +73,8 @@ def here(line: str, folder: Path) -> str:
     line = re.sub(r"/tmp/kvass-tier|/var/cache/kvass", f"{folder}/tier", line)
     line = re.sub(r"(?<![\w/])/(tmp|run/kvass|etc)/(?=kvass\b)", f"{folder}/", line)
     line = re.sub(r"(\d+)MiB", r"\1KiB", line)
-    return re.sub(r"(\d+)GiB", r"\1MiB", line).replace("127.0.0.1:9273", "127.0.0.1:0")
+    line = re.sub(r"(\d+)GiB", r"\1MiB", line)
+    return re.sub(r"(\d+)TiB", r"\1GiB", line).replace("127.0.0.1:9273", "127.0.0.1:0")
 
 
 def run(line: str, folder: Path) -> str:

@@ -14,6 +14,7 @@ from bench import core_time, footprint, pings
 from bench.__main__ import MLA, main
 from bench.core_time import measure_longest
 from bench.figures import add
+from bench.segments import measure_segments
 from kvass.cli.bench import lookups
 from kvass.cli.bench.copies import measure_copies
 from kvass.cli.bench.rig import CHUNK_TOKENS
@@ -45,7 +46,7 @@ NAMES = {
     *COPIES,
     *(f"mla_{name}" for name in COPIES),
     *("lookup_128k_us", "release_128k_us", "lookup_128k_tp8_us", "release_128k_tp8_us"),
-    *("coverage_3x512_us", "ping_rps", "longest_step_ms"),
+    *("coverage_3x512_us", "ping_rps", "longest_step_ms", "segments_ms", "segments_found"),
     *("daemon_rss_mib", "daemon_idle_cpu_percent"),
 }
 
@@ -59,11 +60,14 @@ def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.setattr(lookups, "ASKS", 10)
     monkeypatch.setattr(command, "measure_longest", lambda: {"longest_step_ms": {"fill": 1.0}})
+    few_chunks = partial(measure_segments, sizes=(1000,), rounds=1)
+    monkeypatch.setattr(command, "measure_segments", few_chunks)
     monkeypatch.setattr(pings, "PING_S", 0.05)
     monkeypatch.setattr(footprint, "IDLE_S", 0.1)
     figures = command.measure(256 << 20, 1)
     assert set(figures) == NAMES
     assert figures["bytes_equal"] is True
+    assert figures["segments_found"] is True
     assert set(figures["ping_rps"]) == {"1", "16"}
     assert 1 < figures["daemon_rss_mib"] < 1000
     assert 0 <= figures["daemon_idle_cpu_percent"] < 100

@@ -155,6 +155,7 @@ def test_a_tail_that_is_being_written_is_waited_for(rig: Rig, engine: Engine) ->
     assert rig.say(engine.scheduler, message) == []
     engine.commit(one.reservation)
     (reply,) = (e.message for e in rig.last if isinstance(e, Send))
+    assert isinstance(reply, m.Matched)
     assert (reply.chunks, reply.blocks) == (1, 3)
 
 

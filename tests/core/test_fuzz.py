@@ -27,6 +27,7 @@ CONFIG = CoreConfig(
         sessions=5,
         namespaces=3,
         instance_write_share=0.5,
+        segment_index_bytes=1024,
     ),
 )
 

@@ -74,7 +74,8 @@ def test_a_folder_is_one_daemons(tmp_path: Path, folder: Path) -> None:
         assert owner, got
         status = Path(f"/proc/{owner[1]}/status").read_text()
         assert f"PPid:\t{daemon.pid}\n" in status, "the tier's process is the daemon's"
-        taken = refused(serve("--socket", daemon.socket, "--l1-size", "1MiB", "--tier", "disk:/x"))
+        there = ("--socket", daemon.socket, *flags[2:])
+        taken = refused(serve(*there, "disk:/dev/null/x?capacity=1GiB"))
         assert "live daemon" in taken, "who has no socket opens no tier"
     assert "in use by process" in refused(serve(*flags, disk(folder), "--tier", disk(folder)))
 

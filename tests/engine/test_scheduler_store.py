@@ -459,6 +459,20 @@ def test_without_an_answer_the_blocks_come_back(asynchronous: bool, what: str) -
     assert all_free(world)
 
 
+def test_a_tail_without_an_answer_is_offered_again() -> None:
+    """A short prompt has nothing else to store."""
+    client, world = rig()
+    client.knows_blocks = client.silent = True
+    world.add("a", range(16), max_tokens=12)
+    while not client.given_up:
+        world.step()
+    client.silent = False
+    asked = len(client.reserves)
+    world.run(client)
+    assert [len(item.blocks) // 32 for items in client.reserves[asked:] for item in items] == [1]
+    assert all_free(world)
+
+
 def test_vllm_gets_the_blocks_when_it_has_too_few() -> None:
     """It preempts nobody for a grant that may come."""
     client, world = rig(blocks=11)

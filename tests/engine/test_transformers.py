@@ -29,11 +29,17 @@ from tests.support.hf_models import (
     logits,
     make,
     prompt,
+    wait_for_answers,
 )
 
 WHOLE = (PROMPT.shape[1] - 1) // BLOCK * BLOCK
 """The longest hit of ``PROMPT``: to its last block, without its last token."""
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_answers(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +131,7 @@ OTHERS = {
 def test_a_model_that_differs_shares_nothing(daemon: Daemon, computed: Path, what: str) -> None:
     with join(OTHERS[what](), daemon.socket) as cached:
         assert run(cached)[1] == 0
+        assert run(cached)[1] == WHOLE, "control: it has a namespace of its own"
 
 
 def test_a_tag_or_a_salt_shares_nothing(daemon: Daemon, computed: Path) -> None:
@@ -166,9 +173,9 @@ def test_a_daemon_that_dies_costs_hits_only(
             daemon.kill()
             return match
 
-        monkeypatch.setattr(cached._store._client, "take", take_and_kill)
-        np.testing.assert_allclose(logits(cached.generate(PROMPT, **GREEDY)), right, **CLOSE)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(cached._store._client, "take", take_and_kill)
+            np.testing.assert_allclose(logits(cached.generate(PROMPT, **GREEDY)), right, **CLOSE)
         np.testing.assert_array_equal(logits(cached.generate(PROMPT, **GREEDY)), right)
         assert cached.last.loaded == 0
         daemon.start()
@@ -204,7 +211,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "with the padding token": (PROMPT, {"pad_token_id": int(PROMPT[0, 3])}),
     "with cache_implementation": (PROMPT, {"cache_implementation": "static"}),
     "without use_cache": (PROMPT, {"use_cache": False}),
-    "as beam_search": (PROMPT, {"num_beams": 2}),
+    "as beam_search": (PROMPT, {"generation_config": transformers.GenerationConfig(num_beams=2)}),
     "with assistant_model": (PROMPT, {"assistant_model": None}),
 }
 

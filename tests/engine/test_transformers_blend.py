@@ -16,7 +16,16 @@ from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.model import new_cache, tensors_of
 from kvass.errors import UsageError
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.support.hf_models import CHUNK, FAMILIES, GREEDY, join, logits, make, prompt
+from tests.support.hf_models import (
+    CHUNK,
+    FAMILIES,
+    GREEDY,
+    join,
+    logits,
+    make,
+    prompt,
+    wait_for_answers,
+)
 
 DOCUMENTS = [prompt(2 * CHUNK, 10), prompt(CHUNK + 5, 11), prompt(3 * CHUNK, 12)]
 QUESTION = prompt(23, 13)
@@ -25,6 +34,11 @@ RAG = torch.cat([SYSTEM, DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[2], DOCUMENTS[1],
 """One of the documents stands in it twice, and of another the end is no whole chunk."""
 BLENDED = 9 * CHUNK
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_answers(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +127,10 @@ def test_only_what_is_planned_is_computed(
         assert computed == last.prompt - last.loaded - last.blended + again
 
 
-def test_selectors_approximate_and_are_told_apart(cached: CachedModel) -> None:
+def test_selectors_approximate_and_are_told_apart(
+    cached: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvass.connectors.transformers.blending.AT_ONCE", 100)
     right, found = plain(cached), []
     for blend in ("none", "first_k:16", "kv_dev:0.5", "kv_dev:1"):
         found.append(logits(cached.generate(RAG, blend=blend, **GREEDY))[0])

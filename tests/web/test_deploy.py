@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,6 +66,33 @@ def test_the_unit_is_valid_and_confined(tmp_path: Path) -> None:
     assert (verified.returncode, verified.stderr) == (0, "")
     checked = [analyze, "security", "--offline=true", "--threshold=20", str(unit)]
     assert subprocess.run(checked, capture_output=True).returncode == 0, "exposure above 2.0"
+
+
+@pytest.mark.parametrize(
+    ("tool", "flags", "file", "right", "wrong"),
+    [
+        ("hadolint", "", "Dockerfile", "USER", "USR"),
+        (
+            *("check-jsonschema", "--builtin-schema=vendor.compose-spec", "compose.yml"),
+            *("mem_limit", "memlimit"),
+        ),
+        (
+            *("kubernetes-validate", "--strict", "daemonset.yml"),
+            *("livenessProbe", "livenesProbe"),
+        ),
+    ],
+)
+def test_what_containers_are_made_of_is_valid(
+    tool: str, flags: str, file: str, right: str, wrong: str, tmp_path: Path
+) -> None:
+    program = shutil.which(tool, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip(f"no {tool} here")
+    text, broken = (DEPLOY / file).read_text(), tmp_path / file
+    broken.write_text(text.replace(right, wrong))
+    for path, good in ((DEPLOY / file, True), (broken, False)):
+        said = subprocess.run([program, *flags.split(), path], capture_output=True, text=True)
+        assert (said.returncode == 0) == good, said.stdout + said.stderr
 
 
 def environments() -> list[Any]:

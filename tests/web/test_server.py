@@ -357,7 +357,7 @@ def test_many_scrapes_and_dashboards_leave_nothing_behind(web: WebServer) -> Non
     with ThreadPoolExecutor(30) as browsers:
         assert {status for status, _ in browsers.map(lambda p: ask(web, "GET", p), paths)} == {200}
     assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    assert eventually(lambda: threading.active_count() < 10)
+    assert eventually(lambda: threading.active_count() < 10 and not web.places._open)
 
 
 # ---------------------------------------------------------------- kvass serve --http

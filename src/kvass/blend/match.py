@@ -31,8 +31,8 @@ _CELLS: Final = 16
 _BLOCK: Final = 8192
 _ROUNDS: Final = 3
 """So often offsets are chosen anew because the chunks at some of them do not match after all."""
-_SAMPLE: Final = 4
-"""Of so many entries for each one that must go, those used longest ago go."""
+_SAMPLE: Final = 64
+"""Of so many entries, and four for each one that must go, those used longest ago go."""
 _ENTRY_BYTES: Final = 160
 """What an entry takes beside its tokens."""
 
@@ -75,13 +75,8 @@ class ChunkMatcher:
     used again.
     """
 
-    def __init__(
-        self,
-        chunk_tokens: int,
-        capacity: int,
-        removing: Callable[[I64Array], None],
-        seed: bytes = b"",
-    ) -> None:
+    def __init__(self, chunk_tokens: int, capacity: int, seed: bytes = b"") -> None:
+        self.removing: Callable[[I64Array], None] = lambda ids: None
         self.chunk_tokens, self.capacity = chunk_tokens, max(1, capacity)
         self.count = 0
         self.replaced = 0
@@ -101,12 +96,20 @@ class ChunkMatcher:
         self._table: npt.NDArray[np.int32] = np.zeros((buckets, WAYS), np.int32)
         self._filter: npt.NDArray[np.uint8] = np.zeros(buckets * _CELLS, np.uint8)
         self._shift = np.uint64(65 - (buckets * _CELLS).bit_length())
-        self._removing, self._seed = removing, seed
+        self._seed = seed
         self._base = int.from_bytes(hashlib.sha256(seed + b"base").digest()[:8], "little") | 1
         self._powers(chunk_tokens + _BLOCK)
 
     def keys_of(self, ids: I64Array) -> U64Array:
-        return self.key[ids]
+        """What tells entries apart: the words of their keys, and their places."""
+        return self.named(self.place[ids], self.key[ids])
+
+    @staticmethod
+    def named(place: int | I64Array, keys: U64Array) -> U64Array:
+        """``keys`` of a place, or of one each, as ``keys_of``: ``(n, KEY_WORDS + 1)``."""
+        names = np.empty((len(keys), KEY_WORDS + 1), np.uint64)
+        names[:, :KEY_WORDS], names[:, KEY_WORDS] = keys, place
+        return names
 
     # ------------------------------------------------------------ entries
 
@@ -138,7 +141,7 @@ class ChunkMatcher:
 
     def remove(self, ids: I64Array) -> None:
         """Take distinct entries out; their ids will be others'."""
-        self._removing(ids)
+        self.removing(ids)
         cells = self._cells(self._hash[ids])
         np.subtract.at(self._filter, cells, 1)
         buckets = cells // _CELLS
@@ -159,7 +162,7 @@ class ChunkMatcher:
 
     def _oldest(self, count: int) -> I64Array:
         """Of the next entries those that were used longest ago."""
-        sample = min(self.capacity, count * _SAMPLE)
+        sample = min(self.capacity, _SAMPLE + 4 * count)
         ids = 1 + (self._hand + np.arange(sample)) % self.capacity
         self._hand = (self._hand + sample) % self.capacity
         ids = ids[self.place[ids] != 0]
@@ -175,13 +178,12 @@ class ChunkMatcher:
         """Runs of known chunks in ``tokens``, from offset ``first`` on: ascending, disjoint, each
         token compared. Where chunks overlap, the longer run is chosen. ``usable`` says which
         entries may be found."""
-        k = self.chunk_tokens
         prompt = tokens[first:]
         hits, hashes = self._hits(prompt, self._salt(place, space))
         for _ in range(_ROUNDS):
             if not len(hits):
                 return []
-            at = _choose(hits, len(prompt), k)
+            at = _choose(hits, self.chunk_tokens)
             which, ids = self._verified(place, space, prompt, hits[at], hashes[at], usable)
             found, wrong = hits[at[which]], np.delete(at, which)
             if not len(wrong):
@@ -193,28 +195,22 @@ class ChunkMatcher:
     def _hits(self, prompt: U32Array, salt: np.uint64) -> tuple[I64Array, U64Array]:
         """The offsets at which some entry has the hash of what stands there, and these hashes. In
         blocks that fit a processor's cache: half the time."""
-        hits, hashes = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
+        offsets, hashes = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
         last = len(prompt) - self.chunk_tokens + 1 if self.count else 0
         for begin in range(0, last, _BLOCK):
             end = min(begin + _BLOCK, last)
             of_block = self._hash_offsets(prompt[begin : end + self.chunk_tokens - 1], salt)
-            maybe = self._filter.take(self._cells(of_block)).nonzero()[0]
-            of_block = of_block[maybe]
-            known = self._known(of_block)
-            hits.append(begin + maybe[known])
-            hashes.append(of_block[known])
-        return np.concatenate(hits), np.concatenate(hashes)
-
-    def _known(self, hashes: U64Array) -> I64Array:
-        """Which of ``hashes`` some entry has."""
-        buckets = self._cells(hashes) // _CELLS
-        known = np.zeros(len(hashes), np.bool_)
-        left = np.arange(len(hashes))
+            passed = (self._filter.take(self._cells(of_block)) != 0).nonzero()[0]
+            offsets.append(begin + passed)
+            hashes.append(of_block[passed])
+        maybe, of_maybe = np.concatenate(offsets), np.concatenate(hashes)
+        buckets = self._cells(of_maybe) // _CELLS
+        known, left = np.zeros(len(maybe), np.bool_), np.arange(len(maybe))
         for way in range(WAYS):
-            found = self._hash.take(self._table[buckets[left], way]) == hashes[left]
-            known[left[found]] = True
-            left = left[~found]
-        return known.nonzero()[0]
+            alike = self._hash.take(self._table[buckets[left], way]) == of_maybe[left]
+            known[left[alike]] = True
+            left = left[~alike]
+        return maybe[known], of_maybe[known]
 
     def _verified(
         self,
@@ -243,7 +239,7 @@ class ChunkMatcher:
         ends: dict[tuple[bytes, int], list[int]] = {}
         """By the key of its last chunk and the position behind it: each run that may go on."""
         at = -1
-        keys, before = self.key[ids], self.before[ids]
+        keys, before = _each(self.key[ids]), _each(self.before[ids])
         cuts = np.flatnonzero(np.diff(offsets, prepend=-1))
         starts = self.start[ids].tolist()
         for begin, end in zip(cuts.tolist(), [*cuts[1:].tolist(), len(ids)], strict=True):
@@ -252,12 +248,12 @@ class ChunkMatcher:
             longer = {}
             if offset == at + k:
                 for i in there:
-                    run = ends.get((before[i].tobytes(), starts[i]))
+                    run = ends.get((before[i], starts[i]))
                     if run is not None:
-                        longer[keys[i].tobytes(), starts[i] + k] = [*run, int(ids[i])]
+                        longer[keys[i], starts[i] + k] = [*run, int(ids[i])]
             if not longer:
                 runs += _one_run(ends, at, k)
-                longer = {(keys[i].tobytes(), starts[i] + k): [int(ids[i])] for i in there}
+                longer = {(keys[i], starts[i] + k): [int(ids[i])] for i in there}
             ends, at = longer, offset
         return runs + _one_run(ends, at, k)
 
@@ -287,7 +283,8 @@ class ChunkMatcher:
     def _hash_offsets(self, prompt: U32Array, salt: np.uint64) -> U64Array:
         """Of the chunk at each offset: uint64, ``(len(prompt) - chunk_tokens + 1,)``."""
         size, k = len(prompt), self.chunk_tokens
-        sums = np.zeros(size + 1, np.uint64)
+        sums = np.empty(size + 1, np.uint64)
+        sums[0] = 0
         mixed = _mixed(prompt)
         mixed *= self._inverse[:size]
         np.cumsum(mixed, out=sums[1:])
@@ -299,7 +296,6 @@ class ChunkMatcher:
 def _mixed(tokens: U32Array) -> U64Array:
     """``m``: other bits for each token, so that no sum of a few tokens is another's."""
     mixed = tokens.astype(np.uint64)
-    mixed += np.uint64(0x9E3779B97F4A7C15)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)
     return mixed
@@ -313,22 +309,32 @@ def _spread(hashes: U64Array, salt: np.uint64) -> U64Array:
     return hashes
 
 
-def _choose(hits: I64Array, size: int, k: int) -> I64Array:
+def _choose(hits: I64Array, k: int) -> I64Array:
     """Which of the offsets ``hits``, ascending, such that no two are less than ``k`` apart: from
     left to right, of those that overlap the first one with the longest run of hits ``k`` apart."""
-    rows = -(-size // k)
-    lasts = np.repeat(np.arange(rows, dtype=np.int32), k)
-    lasts[hits] = rows
-    behind = np.minimum.accumulate(lasts.reshape(rows, k)[::-1], axis=0)[::-1].reshape(-1)[hits]
-    lengths = behind - hits // k
+    order = np.argsort((hits % k).astype(np.min_scalar_type(k)), kind="stable")
+    ends = np.flatnonzero(np.diff(hits[order], append=-1) != k)
+    lengths, place = np.empty(len(hits), np.int64), np.empty(len(hits), np.int64)
+    place[order] = np.arange(len(hits))
+    lengths[order] = np.repeat(ends + 1, np.diff(ends, prepend=-1)) - np.arange(len(hits))
     chosen, at = list[I64Array](), 0
     while at < len(hits):
-        overlap = int(hits.searchsorted(hits[at] + k))
-        at += int(lengths[at:overlap].argmax())
-        run = hits.searchsorted(hits[at] + k * np.arange(lengths[at]))
+        overlap = at + 1
+        if overlap < len(hits) and hits.item(overlap) < hits.item(at) + k:
+            overlap = int(hits.searchsorted(hits.item(at) + k))
+            at += int(lengths[at:overlap].argmax())
+        run = order[place.item(at) : place.item(at) + lengths.item(at)]
         chosen.append(run)
-        at = int(hits.searchsorted(hits[run[-1]] + k))
+        last = run.item(-1)
+        at = last + 1
+        if at < len(hits) and hits.item(at) < hits.item(last) + k:
+            at = int(hits.searchsorted(hits.item(last) + k))
     return np.concatenate(chosen)
+
+
+def _each(keys: U64Array) -> list[bytes]:
+    """The bytes of each key."""
+    return [*map(bytes, keys.view(f"V{keys.itemsize * keys.shape[1]}").ravel().tolist())]
 
 
 def _one_run(ends: dict[tuple[bytes, int], list[int]], at: int, k: int) -> list[Run]:

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "top": "watch a daemon",
     "web": "serve a daemon's metrics and dashboard over HTTP",
     "quota": "change the quotas of tenants",
+    "blend": "store documents that prompts may have anywhere",
     "clear": "make a daemon forget all rows",
     "simulate": "say how much memory a recorded workload needs",
     "bench": "measure copies and lookups on this machine",

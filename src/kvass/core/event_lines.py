@@ -12,7 +12,8 @@ from typing import Any, Final, get_args
 import msgspec
 import numpy as np
 
-from kvass.core.effects import Event
+from kvass.core.effects import Event, Received
+from kvass.messages import FindSegments, IndexChunks
 
 MAX_CHARS: Final = 8 << 20
 """A longer line is cut in a log. The largest frame fits."""
@@ -21,7 +22,13 @@ _KINDS: Final[dict[str, type[Event]]] = {kind.__name__: kind for kind in get_arg
 
 
 def line(now: float, event: Event, max_chars: int | None = MAX_CHARS) -> str:
-    """One line of at most ``max_chars`` characters (and a remark, if it was cut)."""
+    """One line of at most ``max_chars`` characters (and a remark, if it was cut). With a limit it
+    is for a log: zeros stand in it for the tokens of prompts."""
+    if max_chars is not None and isinstance(event, Received):
+        message = event.message
+        if isinstance(message, IndexChunks | FindSegments):
+            hidden = msgspec.structs.replace(message, tokens=bytes(len(message.tokens)))
+            event = msgspec.structs.replace(event, message=hidden)
     plain = msgspec.to_builtins(event, enc_hook=_plain)
     text = json.dumps([now, type(event).__name__, plain])
     if max_chars is None or len(text) <= max_chars:

@@ -36,7 +36,7 @@ _HALF: Final = np.uint64(32)
 _LOW: Final = np.uint64(0xFFFF_FFFF)
 _ONE: Final = np.uint64(1)
 _SMALLEST: Final = 64
-_FILL: Final = 0.4
+FILL: Final = 0.4
 _NOTHING: Final[U32Array] = np.zeros((0, SLOTS), np.uint32)
 """Of an index that was never used: it has no memory."""
 
@@ -52,12 +52,13 @@ class KeyIndex:
 
     ``odd``: as many ``odd_numbers`` of the seed as a key has words. ``rows``: for so many there is
     room at the first use. To make room later takes long for many: 0.3 s for a million. So does
-    memory that nobody has touched before: ``warm`` touches it.
+    memory that nobody has touched before: ``warm`` touches it. ``fill``: of its entries at most so
+    many are used. The fewer, the fewer buckets spill; the more, the less memory.
     """
 
-    def __init__(self, table: Keyed, odd: U64Array, rows: int = 0) -> None:
-        self._table, self._odd = table, odd
-        self._least = max(_SMALLEST, _buckets(rows))
+    def __init__(self, table: Keyed, odd: U64Array, rows: int = 0, fill: float = FILL) -> None:
+        self._table, self._odd, self._fill = table, odd, fill
+        self._least = max(_SMALLEST, self._buckets(rows))
         self._count = 0
         self._mask, self._mark, self._row = 0, _NOTHING, _NOTHING
         self._cold = 0 if self._least > WARMED else self._least
@@ -69,7 +70,7 @@ class KeyIndex:
     @property
     def room(self) -> int:
         """For how many rows there is room at the first use."""
-        return int(self._least * SLOTS * _FILL)
+        return int(self._least * SLOTS * self._fill)
 
     def rows(self) -> I64Array:
         rows: I64Array = self._row[self._mark != _EMPTY].astype(np.int64)
@@ -105,9 +106,9 @@ class KeyIndex:
 
     def add(self, rows: I64Array) -> None:
         """Index ``rows`` under their keys in the table, distinct and none of them in the index."""
-        if self._count + len(rows) > _FILL * self._mark.size:
+        if self._count + len(rows) > self._fill * self._mark.size:
             known = self.rows()
-            self._make(_buckets(len(known) + len(rows)))
+            self._make(self._buckets(len(known) + len(rows)))
             self._insert(known)
         self._insert(rows)
 
@@ -124,6 +125,11 @@ class KeyIndex:
             rows, bucket, mark = rows[~here], (bucket[~here] + 1) & self._mask, mark[~here]
 
     # ------------------------------------------------------------ buckets
+
+    def _buckets(self, rows: int) -> int:
+        """How many buckets are room for so many rows: a power of two."""
+        least = int(rows / (self._fill * SLOTS)) + 1
+        return 1 << (least - 1).bit_length()
 
     def _make(self, buckets: int) -> None:
         size = max(self._least, buckets)
@@ -197,12 +203,6 @@ class KeyIndex:
             self._row[bucket[fits], slot[fits]] = rows[fits]
             np.add.at(self._spilled, bucket[~fits], 1)
             rows, bucket, mark = rows[~fits], (bucket[~fits] + 1) & self._mask, mark[~fits]
-
-
-def _buckets(rows: int) -> int:
-    """How many buckets are room for so many rows: a power of two."""
-    least = int(rows / (_FILL * SLOTS)) + 1
-    return 1 << (least - 1).bit_length()
 
 
 def odd_numbers(seed: bytes) -> U64Array:

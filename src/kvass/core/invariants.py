@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvass.core.index import ABSENT
 from kvass.core.promote import LOADING_SHARE
 from kvass.core.rows import (
     FAILED,
@@ -54,6 +55,7 @@ def validate(state: State) -> None:
     _tenants(state)
     _sums(state)
     _instances(state)
+    _segments(state)
 
 
 def _behind(part: Settlement | Promotions, now: float) -> bool:
@@ -277,3 +279,24 @@ def _instances(state: State) -> None:
             who = state.sessions[session].registered
             assert who is not None, "an instance counts a session that never registered"
             assert (who.instance, who.rank) == (instance.id, rank), "a session is someone else"
+
+
+def _segments(state: State) -> None:
+    """Indexed chunks have rows, or are of a namespace that has tiers; none is counted twice."""
+    segments, count = state.store.segments, Counter[int]()
+    for namespace, place in segments.of.items():
+        ns, matcher = state.namespaces[namespace], place.chunks.matcher
+        assert place.chunks is segments.sizes[ns.chunk_tokens], "chunks of another size are indexed"
+        keys = matcher.key[matcher.place == place.number]
+        assert (place.chunks.find(place.number, keys) != ABSENT).all(), "an entry has no key"
+        count[ns.chunk_tokens] += len(keys)
+        for c in ns.classes:
+            known = ns.tier_epochs or (c.index.find(keys) != ABSENT).all()
+            assert known, "law 4: a chunk is indexed whose row left"
+    for number, chunks, _ in segments.cleared:
+        count[chunks.matcher.chunk_tokens] += int((chunks.matcher.place == number).sum())
+    for size, chunks in segments.sizes.items():
+        matcher = chunks.matcher
+        counts = {matcher.count, count[size], int((matcher.place > 0).sum()), len(chunks.by_key)}
+        assert len(counts) == 1, "entries were miscounted"
+        assert matcher.count <= matcher.capacity, "law 12: too many chunks are indexed"

@@ -106,7 +106,8 @@ class PrefixView:
             used = rows[first_chunk(c.spec.layout, end, tokens) if self._first else begin : upto]
             hit = rows[begin:end]
             if len(row):
-                used, hit = np.concatenate([used, row]), np.concatenate([hit, row])
+                hit = np.concatenate([hit, row])
+                used = np.concatenate([used, row]) if self._first else hit
             self._store.touch(c, used[used != ABSENT])
             parts.append(ClassRows(c.id, hit))
             spares.append(ClassRows(c.id, rows[end:upto]))

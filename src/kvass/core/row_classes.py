@@ -16,7 +16,7 @@ import numpy as np
 from kvass.core.blocks import BlockIndex, BlockPrints
 from kvass.core.eviction import Lru
 from kvass.core.extents import ExtentMap
-from kvass.core.index import Keyed, KeyIndex, odd_numbers
+from kvass.core.index import FILL, Keyed, KeyIndex, odd_numbers
 from kvass.core.registry import RowClassSpec
 from kvass.core.removed import RemovedRows
 from kvass.core.rows import NEVER, READY, STATE_NAMES, RowTable
@@ -34,6 +34,8 @@ holds, and for so many at most: 1 TiB and an eighth. For more they grow, in step
 INDEX_ROOM: Final = 4 * ROOM
 """All indexes together have room from the beginning for so many rows (160 MiB). A class that comes
 when that is spent begins with a small index, which grows: there may be thousands of classes."""
+BLOCKS_FILL: Final = 0.6
+"""Of the index of blocks, in which a lookup finds a few keys, and no hundreds."""
 GONE_A_STEP: Final = 64
 """Removed classes whose memory one step gives back: that of 1,000 takes 6 ms. But only one with an
 index of ``ROOM`` rows, which takes 2 ms."""
@@ -137,7 +139,7 @@ class RowClasses:
         self._counters = counters
         self._extent_bytes = extent_bytes
         self._odd = odd_numbers(seed)
-        self.segments = SegmentIndex(segment_index_bytes, seed, self._odd)
+        self.segments = SegmentIndex(segment_index_bytes, seed)
         self._odd_of_blocks = odd_numbers(seed + b"blocks")
         self._prints: dict[int, BlockPrints] = {}
         """By the blocks of a chunk."""
@@ -196,12 +198,15 @@ class RowClasses:
         prints = self._prints.setdefault(
             spec.chunk_blocks, BlockPrints(self.table, spec.chunk_blocks - 1)
         )
-        return BlockIndex(prints, self._new_index(spec, prints, self._odd_of_blocks[:1]))
+        odd = self._odd_of_blocks[:1]
+        return BlockIndex(prints, self._new_index(spec, prints, odd, BLOCKS_FILL))
 
-    def _new_index(self, spec: RowClassSpec, table: Keyed, odd: U64Array) -> KeyIndex:
+    def _new_index(
+        self, spec: RowClassSpec, table: Keyed, odd: U64Array, fill: float = FILL
+    ) -> KeyIndex:
         """With room for all rows of the class that the arena holds, if that much is left."""
         most = min(self.extents.size // spec.row_bytes, ROOM)
-        index = KeyIndex(table, odd, most if most <= self._index_room else 0)
+        index = KeyIndex(table, odd, most if most <= self._index_room else 0, fill)
         self._index_room -= index.room
         return index
 

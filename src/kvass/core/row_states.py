@@ -213,8 +213,9 @@ class RowStates(RowClasses):
     def _unindex(self, rows: I64Array) -> None:
         owner = self.class_of(rows)
         if owner is not None:
-            known = rows[owner.index.find(self.table.key[rows]) == rows]
-            self.segments.left(owner.namespace, self.table.keys_of(known))
-            owner.index.remove(known)
+            keys = self.table.keys_of(rows)
+            known = owner.index.find(keys) == rows
+            self.segments.left(owner.namespace, keys[known])
+            owner.index.remove(rows[known])
             if owner.blocks is not None:
                 owner.blocks.remove(rows)

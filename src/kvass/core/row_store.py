@@ -77,7 +77,7 @@ class RowStore(RowStates):
     def unfinished(self) -> bool:
         """Whether ``reclaim`` or ``warm`` has something to do now."""
         idle = self.sets.cleared and len(self.sets.idle_cleared())
-        return bool(self._cold or self._gone or idle or self.segments.unfinished)
+        return bool(self._cold or self._gone or idle or self.segments.cleared)
 
     def reclaim(self) -> None:
         """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or

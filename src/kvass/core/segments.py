@@ -46,16 +46,17 @@ def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Inde
         text = f"{len(tokens)} tokens for {len(keys)} chunks of {ns.chunk_tokens}"
         raise Refused("bad_value", f"tokens: {text}")
     _check_full(ns)
-    indexed = state.store.segments.begin(ns.id, ns.chunk_tokens, bool(ns.tier_epochs))
-    if indexed is None:
+    place = state.store.segments.begin(ns.id, ns.chunk_tokens, bool(ns.tier_epochs))
+    if place is None:
         raise Refused("limit", f"chunks of {ns.chunk_tokens} tokens: other sizes are indexed")
     before = key_array(msg.predecessor.ljust(msg.width, b"\0") + msg.digests, msg.width)[:-1]
     starts = msg.start + ns.chunk_tokens * np.arange(len(keys))
     known = np.all([c.index.find(keys) != ABSENT for c in ns.classes], axis=0)
     chunks = Chunks(tokens.reshape(len(keys), ns.chunk_tokens), keys, before, starts)
-    replaced = indexed.matcher.replaced
-    state.counters["chunks_indexed"] += indexed.add(space, chunks.of(known))
-    state.counters["chunks_unindexed"] += indexed.matcher.replaced - replaced
+    matcher = place.chunks.matcher
+    replaced = matcher.replaced
+    state.counters["chunks_indexed"] += place.chunks.add(place.number, space, chunks.of(known))
+    state.counters["chunks_unindexed"] += matcher.replaced - replaced
     return Indexed(chunks=int(known.sum()))
 
 
@@ -69,13 +70,12 @@ def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Se
         raise Refused("bad_value", f"first: {msg.first} is not in 0..{len(tokens)}")
     state.counters["segment_searches"] += 1
     state.counters["segment_search_tokens"] += len(tokens) - msg.first
-    indexed = None if ns is None else state.store.segments.of.get(ns.id)
-    if ns is None or indexed is None:
+    place = None if ns is None else state.store.segments.of.get(ns.id)
+    if ns is None or place is None:
         return Segments()
-    matcher = indexed.matcher
-    runs = matcher.find(
-        indexed.place, space, tokens, msg.first, partial(_usable, state, ns, matcher)
-    )
+    matcher = place.chunks.matcher
+    usable = partial(_usable, state, ns, matcher)
+    runs = matcher.find(place.number, space, tokens, msg.first, usable)
     segments, found = [], []
     for new_start, ids in runs:
         if (length := len(ids) * ns.chunk_tokens) >= msg.min_tokens:

@@ -43,7 +43,7 @@ def status(state: State) -> dict[str, Any]:
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.store.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing
-    matchers = state.store.segments.matchers.values()
+    matchers = [chunks.matcher for chunks in state.store.segments.sizes.values()]
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,

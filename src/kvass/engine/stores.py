@@ -75,7 +75,8 @@ class RequestState:
     store_since: tuple[int, int] | None = None
 
     def offer_again(self, since: int = 0) -> None:
-        """Offer the chunks from ``since`` on once more."""
+        """Offer the chunks from ``since`` on once more, and the tail."""
+        self.tail = 0
         if self.offered != NEVER:
             self.offered = min(self.offered, since)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvass import messages as m
 from kvass.types import DEVICE_S, SCHEDULER, Slots
 from tests.support.simulation.random_models import WIDTH, Model
+from tests.support.simulation.segments import SegmentUser
 from tests.support.witness.records import BrokenLawError, Place, Tag, list_places
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class SimulatedEngine:
         self.complete = False  # the scheduler was told that all ranks have registered
         self.generation, self.generations = b"", 0
         self.trainer: random.Random | None = None  # when its weights are replaced in place
+        self.segments: SegmentUser | None = None
         self.requests = self.reads = self.late_reads = self.deaths = 0
 
     @property
@@ -189,8 +191,19 @@ class SimulatedEngine:
         if isinstance(reply, m.Matched) and isinstance(asked, m.Lookup):
             if reply.lease:
                 self._matched(asked, reply)
+                if self.segments is not None and asked.request != "s":
+                    peer.ask(self.segments.index(asked.digests[: reply.chunks * WIDTH]))
         elif isinstance(reply, m.Granted) and isinstance(asked, m.Reserve):
             self._granted(asked, reply)
+            if self.segments is not None:
+                for item in asked.items:
+                    peer.ask(self.segments.index(item.digests))
+        elif isinstance(reply, m.Indexed) and reply.chunks and self.segments is not None:
+            self.segments.indexed = True
+        elif isinstance(reply, m.Segments) and isinstance(asked, m.FindSegments):
+            assert self.segments is not None, "it searched nothing"
+            if (found := self.segments.check(asked, reply)) is not None:
+                peer.ask(found)
         elif isinstance(reply, m.Registered):
             peer.since = min(peer.since, self.world.now)  # of several replies the first
             if process is self.scheduler:
@@ -250,6 +263,9 @@ class SimulatedEngine:
             self.generations += 1
             self.generation = f"{self.name} {self.generations}".encode()
             peer.ask(self._register(SCHEDULER))
+            return
+        if self.segments is not None and self.complete and self.segments.wants():
+            peer.ask(self.segments.search())
             return
         what = rng.random()
         if what < 0.6 and self.held:

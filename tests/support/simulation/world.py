@@ -21,6 +21,7 @@ from kvass.types import Limits, Timing
 from tests.support.simulation.clients import ArenaContents, ClientConnection, SimulatedEngine
 from tests.support.simulation.quotas import Quotas, TenantWitness
 from tests.support.simulation.random_models import random_model
+from tests.support.simulation.segments import SegmentUser
 from tests.support.simulation.tiers import SimTiers
 from tests.support.witness.records import Archive, Tag
 from tests.support.witness.witness import Witness
@@ -64,6 +65,10 @@ class World:
         if chance.random() < 0.2:
             for engine in self.engines:
                 engine.trainer = chance
+        for engine in self.engines:
+            shared = [x for x in self.models if x.identity == engine.model.identity]
+            user = SegmentUser(chance, engine.model, shared)
+            engine.segments = user if user.able else None
         crowd = sum(len(engine.processes) for engine in self.engines)
         self.crowd = rng.choice([3, 3, 3, 40])
         """The most strangers at a time."""
@@ -74,6 +79,7 @@ class World:
             sessions_per_uid=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
             keys_per_message=rng.choice([8, 1000]),
             waiting_bytes=rng.choice([9_000, 30_000, 1 << 20]),
+            segment_index_bytes=chance.choice([100, *[1_000] * 4, *[20_000] * 5]),
         )
         self.strangers: list[ClientConnection] = []
         self.said: list[tuple[int, m.FromClient]] = []

@@ -148,14 +148,17 @@ class Blender:
     def _deviation(self, ids: Any, kv: KV) -> npt.NDArray[np.float64]:
         """How far ``kv`` is from what the first layers compute: of each token of the prompt."""
         tokens = kv[0].shape[2]
-        at = torch.arange(tokens, device=ids.device)
         pairs = list(zip(kv[::2], kv[1::2], strict=True))
         last = min(DEVIATING, len(pairs) - 1)
-        layers = [_ScatterLayer(k.clone(), v.clone(), at) for k, v in pairs[:last]]
-        layers += [measured := _MeasuredLayer(*pairs[last], at)]
-        with suppress(_Measured):
-            self._forward(ids, at, layers, tokens)
+        fresh = [(keys.clone(), values.clone()) for keys, values in pairs[:last]]
         found = np.zeros(tokens + 1)
-        for fresh, stored in zip(measured.fresh, pairs[last], strict=True):
-            found[:-1] += (fresh.double() - stored.double()).square().sum((0, 1, 3)).cpu().numpy()
+        for begin in range(0, tokens, AT_ONCE):
+            at = torch.arange(begin, min(begin + AT_ONCE, tokens), device=ids.device)
+            measured = _MeasuredLayer(*pairs[last], at)
+            layers = [_ScatterLayer(keys, values, at) for keys, values in fresh]
+            with suppress(_Measured):
+                self._forward(ids, at, [*layers, measured], tokens)
+            for computed, stored in zip(measured.fresh, pairs[last], strict=True):
+                off = (computed.double() - stored[:, :, at].double()).square().sum((0, 1, 3))
+                found[begin : begin + len(at)] += off.cpu().numpy()
         return found

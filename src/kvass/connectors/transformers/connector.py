@@ -167,15 +167,22 @@ class CachedModel:
 
     def add(self, input_ids: Any, *, salt: str = "", tenant: str = "") -> int:
         """Compute a document and store it, so that prompts may blend it: without the special tokens
-        that begin a prompt. Returns how many of its tokens can be found: those of whole chunks.
-        Raises ``UsageError`` as ``generate``, and if ``connect`` was given no blend."""
-        if (blender := self._blender) is None:
+        that begin a prompt. Returns how many of its tokens can be found now: those of whole chunks,
+        if there is a daemon and room. Raises ``UsageError`` as ``generate``, and if ``connect`` was
+        given no blend."""
+        if self._blender is None:
             raise UsageError("only blend finds a document: give connect a blend")
         self.generate(
             input_ids, salt=salt, tenant=tenant, blend="", store_answer=False, max_new_tokens=1
         )
-        known = Hashed(input_ids[0].tolist(), salt)
-        return self._boundary.run(0, self._store.index, known, blender.space(salt), 0)
+        return self._boundary.run(0, self._found, input_ids, salt, self._blender.space(salt))
+
+    def _found(self, ids: Any, salt: str, space: bytes) -> int:
+        """Index a document that is stored; how many of its tokens are found in it."""
+        known = Hashed(ids[0].tolist(), salt)
+        self._store.index(known, space, 0)
+        found = self._store.find(f"call {self._calls}", known.tokens, space)
+        return sum(segment.length for segment in found.segments)
 
     def _unchanged(self) -> bool:
         """Whether the model computes now what its namespace says."""

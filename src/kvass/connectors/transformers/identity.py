@@ -23,8 +23,11 @@ import transformers
 from kvass.connectors.transformers.rows import BLOCK, Rows
 from kvass.engine import identity
 
-PLACE: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
-"""Fields of a configuration that say where it came from."""
+LEFT_OUT: Final = frozenset(
+    ["_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "use_cache"]
+)
+"""Fields of a configuration that say where it came from, or are set when a model is saved or run:
+classes and data types count by what is in memory."""
 THREADS: Final = 4
 
 
@@ -34,7 +37,7 @@ def describe(model: Any, rows: Rows, tag: str) -> dict[str, str]:
         "engine": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "device": _device(rows.device),
         "precision": torch.get_float32_matmul_precision(),
-        "config": identity.canonical(_without_place(model.config.to_dict()), "config"),
+        "config": identity.canonical(_that_counts(model.config.to_dict()), "config"),
         "attention": attention(model),
         "modules": identity.digest(_modules(model)),
         "kv": identity.canonical([rows.shapes, str(rows.dtype)]),
@@ -89,7 +92,7 @@ def _modules(model: Any) -> Iterator[str]:
             for key, value in vars(module).items()
             if isinstance(value, bool | int | float | str)
             and not key.startswith("_")
-            and key not in PLACE
+            and key not in LEFT_OUT
         }
         yield from (name, f"{kind.__module__}.{kind.__qualname__}", identity.canonical(plain))
         if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
@@ -112,10 +115,10 @@ def _device(device: Any) -> str:
     return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _without_place(config: Any) -> Any:
+def _that_counts(config: Any) -> Any:
     if isinstance(config, dict):
-        return {str(k): _without_place(v) for k, v in config.items() if k not in PLACE}
-    return [_without_place(v) for v in config] if isinstance(config, list | tuple) else config
+        return {str(k): _that_counts(v) for k, v in config.items() if k not in LEFT_OUT}
+    return [_that_counts(v) for v in config] if isinstance(config, list | tuple) else config
 
 
 assert sys.byteorder == "little", "rows and hashes of tokens are little endian"

@@ -26,7 +26,8 @@ from kvass.client.worker import WorkerClient
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows
 from kvass.engine.boundary import Boundary
 from kvass.errors import Unavailable
-from kvass.messages import Grant, Granted, Ping, ReserveItem
+from kvass.messages import Grant, Granted, Ping, ReserveItem, Segments
+from kvass.types import U32Array
 
 WIDTH: Final = 32
 """Bytes of a hash."""
@@ -42,7 +43,7 @@ class Hashed:
     A chunk has the hash of its last block. Those of another ``salt`` are others."""
 
     def __init__(self, tokens: list[int], salt: str) -> None:
-        self.tokens = np.asarray(tokens, "<u4")
+        self.tokens: U32Array = np.asarray(tokens, "<u4")
         raw, size = self.tokens.tobytes(), 4 * BLOCK
         last = hashlib.sha256(salt.encode()).digest()
         self._blocks: list[bytes] = []
@@ -122,11 +123,7 @@ class KVStore:
         """Load indexed chunks that stand in the prompt after token ``first``, but for its last
         token, into ``kv``: where they stand, as they were stored."""
         each = self._rows.chunk_tokens
-        self._client.new_step()
-        ask = name, space, prompt.tokens[:-1].tobytes(), WIDTH, first, each
-        while isinstance(found := self._segments.find_segments(*ask), Pending):
-            time.sleep(ASK_AGAIN_S)
-            self._client.new_step()
+        found = self.find(name, prompt.tokens[:-1], space, first)
         digests = [found.digests[at : at + WIDTH] for at in range(0, len(found.digests), WIDTH)]
         unique = list(dict.fromkeys(digests))  # a chunk may stand in the prompt several times
         match = self._match(f"{name}, segments", b"".join(unique), tenant) if unique else None
@@ -145,6 +142,15 @@ class KVStore:
                 places += [(row, t, each // BLOCK) for row, t in zip(there, starts, strict=True)]
             at += len(of_one)
         return tuple(segments) if self._read(match, places, kv) else ()
+
+    def find(self, name: str, tokens: U32Array, space: bytes, first: int = 0) -> Segments:
+        """Indexed chunks that stand in ``tokens`` from token ``first`` on."""
+        self._client.new_step()
+        ask = name, space, tokens.tobytes(), WIDTH, first
+        while isinstance(found := self._segments.find_segments(*ask), Pending):
+            time.sleep(ASK_AGAIN_S)
+            self._client.new_step()
+        return found
 
     def _match(
         self, name: str, digests: bytes, tenant: str, blocks: BlockHashes | None = None
@@ -212,19 +218,16 @@ class KVStore:
                 self._worker.call(Ping(), WAIT_S)
         return stored
 
-    def index(self, known: Hashed, space: bytes, first: int) -> int:
-        """Have what is stored of the whole chunks from token ``first`` on found in other prompts;
-        how many tokens the daemon was asked to find."""
+    def index(self, known: Hashed, space: bytes, first: int) -> None:
+        """Have what is stored of whole chunks from token ``first`` on found in other prompts."""
         each = self._rows.chunk_tokens
         begin, end = first // each, len(known.tokens) // each
-        if end <= begin:
-            return 0
-        digests = known.of_chunks(end, self._rows.chunk_blocks)
-        packed = known.tokens[begin * each : end * each].tobytes()
-        at = begin * WIDTH
-        place = begin * each, digests[max(0, at - WIDTH) : at]
-        asked = self._segments.index_chunks(space, digests[at:], WIDTH, packed, *place)
-        return (end - begin) * each if asked else 0
+        if begin < end:
+            digests = known.of_chunks(end, self._rows.chunk_blocks)
+            packed = known.tokens[begin * each : end * each].tobytes()
+            at = begin * WIDTH
+            place = begin * each, digests[max(0, at - WIDTH) : at]
+            self._segments.index_chunks(space, digests[at:], WIDTH, packed, *place)
 
     def _write(self, granted: Granted, grant: Grant, kv: KV, end: int) -> int:
         """Copy into granted rows, up to block ``end``, and settle them; the tokens written."""

@@ -151,8 +151,9 @@ def check_call(model: Any, ids: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _uncachable(model: Any, ids: Any, arguments: dict[str, Any]) -> Iterator[str]:
-    given = arguments.pop("generation_config", None)
-    settings = copy.deepcopy(given if given is not None else model.generation_config)
+    settings = copy.deepcopy(model.generation_config)
+    if (given := arguments.pop("generation_config", None)) is not None:
+        settings.update(**{k: v for k, v in given.to_dict().items() if v is not None})
     unused = settings.update(**arguments)
     if unknown := sorted(unused.keys() - HARMLESS):
         yield f"with {unknown[0]}"

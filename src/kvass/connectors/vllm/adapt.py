@@ -167,7 +167,7 @@ class VllmRequest:
 
     @property
     def trace(self) -> str:
-        return (self._request.trace_headers or {}).get("traceparent", "")
+        return str((self._request.trace_headers or {}).get("traceparent", ""))
 
     @property
     def reads_cache(self) -> bool:

@@ -85,8 +85,9 @@ def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[
     missing = np.flatnonzero(~held).tolist()
     if missing:
         data = shards(arena, effect.slots, effect.shard_bytes)
-        divided = isinstance(tier, DividedTier)
-        store = partial(tier.store_for, effect.tenant) if divided else tier.store
+        store = tier.store
+        if isinstance(tier, DividedTier):
+            store = partial(tier.store_for, effect.tenant)
         done = store([keys[i] for i in missing], [data[i] for i in missing])
         held[missing] = _flags(done, len(missing))
     return held

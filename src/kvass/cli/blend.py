@@ -1,0 +1,54 @@
+"""``kvass blend``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvass.config import Parser, add_flags, load
+from kvass.errors import ConfigError
+
+
+def run(argv: list[str]) -> int:
+    """Compute documents with transformers and store them, so that prompts may blend them. Raises
+    ``Unavailable`` if there is no daemon, ``UsageError`` for a model or a file that cannot be used.
+    """
+    parser = Parser(
+        prog="kvass blend",
+        description="Compute documents with a model of transformers and store them, for prompts in "
+        "which they stand anywhere. Those prompts must be computed with the same model, data type, "
+        "attention and chunk size, on the same kind of device.",
+    )
+    add_flags(parser, "socket")
+    parser.add_argument("action", choices=["add"], help="what to do")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="documents: text in UTF-8")
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH", help="the model's folder, or its name on the Hub")
+    add("--dtype", default="auto", metavar="TYPE", help="as of from_pretrained (default: auto)")
+    add("--attention", default="sdpa", metavar="NAME", help="sdpa or eager (default: sdpa)")
+    add("--chunk-tokens", default=0, type=int, metavar="N", help="as of connect (default: 256)")
+    add("--tag", default="", metavar="TEXT", help="as of connect")
+    add("--salt", default="", metavar="TEXT", help="of the prompts that may use the documents")
+    options = vars(parser.parse_args(argv))
+    names = ("action", "files", "model", "dtype", "attention", "chunk_tokens", "tag", "salt")
+    own = {name: options.pop(name) for name in names}
+    socket, texts = load(options, os.environ).socket, {file: _read(file) for file in own["files"]}
+    try:  # slow to import, and an extra
+        from kvass.connectors.transformers import documents
+    except ImportError as error:
+        raise ConfigError(f"{error}: pip install 'kvass[transformers]'") from None
+    loading = {"dtype": own["dtype"], "attn_implementation": own["attention"]}
+    terms = {"socket": socket, "chunk_tokens": own["chunk_tokens"], "tag": own["tag"]}
+    for name, found, tokens in documents.add(own["model"], loading, texts, own["salt"], **terms):
+        print(f"{name}: {found} of {tokens} tokens can be found", flush=True)
+    return 0
+
+
+def _read(file: str) -> str:
+    try:
+        text = Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if not text.strip():
+        raise ConfigError(f"{file}: it is empty")
+    return text

@@ -1,0 +1,36 @@
+"""``kvass blend add``: documents are computed and stored, ahead of the prompts that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvass.connectors.transformers.connector import connect
+from kvass.errors import ConfigError, Unavailable
+
+PATIENCE_S = 5.0
+"""How long to wait for the daemon."""
+
+
+def add(
+    path: str, loading: Mapping[str, Any], texts: Mapping[str, str], salt: str, **terms: Any
+) -> Iterator[tuple[str, int, int]]:
+    """Load the model and the tokenizer at ``path`` and store ``texts``, by name. Yields of each its
+    name, how many of its tokens can be found, and how many it has.
+
+    ``loading``: for ``from_pretrained``; ``terms``: for ``connect``. Raises ``ConfigError`` for a
+    model that cannot be loaded, ``Unavailable`` if there is no daemon.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, **loading).eval()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {path}: {str(error).splitlines()[0]}") from None
+    with connect(model, blend="none", **terms) as cached:
+        for name, text in texts.items():
+            if not cached.wait_connected(PATIENCE_S):
+                raise Unavailable("the daemon cannot be reached")
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+            yield name, cached.add(ids.to(model.device), salt=salt), ids.shape[1]

@@ -1,0 +1,47 @@
+"""The benchmark of blend: its questions need two documents, and its model answers them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from bench.blend_quality import first_token, model, quality, task
+from bench.blend_quality.plot import plot
+
+
+def test_an_answer_is_the_value_where_the_entity_took_it() -> None:
+    asked = task.prompt(np.random.default_rng(3))
+    now: dict[int, int] = {}
+    taken: dict[int, int] = {}
+    for token, label in zip(asked.tokens.tolist(), asked.labels.tolist(), strict=True):
+        if task.GIVES <= token < task.TAKES:
+            now[(token - task.GIVES) // task.VALUES] = (token - task.GIVES) % task.VALUES
+        elif task.TAKES <= token < task.ASKS:
+            entity, variable = divmod(token - task.TAKES, task.VARIABLES)
+            taken[entity] = now[variable]
+            assert label == task.VALUE + now[variable]
+        elif task.ASKS <= token < task.VALUE:
+            assert label == task.VALUE + taken[token - task.ASKS]
+        else:
+            assert label == task.NO_LABEL
+    assert len(asked.tokens) == task.TOKENS
+
+
+def test_the_model_answers_and_blend_without_recompute_does_not() -> None:
+    small = model.trained()
+    scores = quality.measure(small, quality.cases(small, 5, 7))
+    assert scores["full"][0].accuracy >= 0.95
+    assert scores["none"][0].accuracy < 0.7
+    assert scores["all"][0].accuracy == scores["full"][0].accuracy
+    assert scores["all"][0].kl < 1e-6
+    assert scores["wrong chunks"][0].accuracy < scores["kv_dev"][quality.CONTROL].accuracy
+    for less, more in pairwise(scores["kv_dev"]):
+        assert less.ratio < more.ratio
+
+
+def test_the_race_runs_each_way_and_the_plot_names_each_line() -> None:
+    race = first_token.Race(hidden=32, layers=3, length=16)
+    took = first_token.measure(race, (0.25,), 1)
+    assert set(took) == {"full", "none", "first_k 0.25", "kv_dev 0.25"}
+    assert "<polyline" in plot({"a": [(0.0, 0.0), (1.0, 1.0)]}, {"a": "red"})
