@@ -80,13 +80,15 @@ VERSIONS = $(shell $(BIN)/python -c 'from kvass._version import *; import vllm._
 
 test-versions: $(READY)
 	@bash requirements/overlays.sh $(VENV) $(VERSIONS)
-	@for version in $(VERSIONS); do echo "== vLLM $$version"; \
+	@failed=; for version in $(VERSIONS); do echo "== vLLM $$version"; \
 	  export VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(VENV)/overlays/$$version; \
-	  $(BIN)/python -m pytest -n $(WORKERS) -q $(SCHEDULERS) || exit; \
+	  $(BIN)/python -m pytest -n $(WORKERS) -q $(SCHEDULERS) || failed+=" $$version"; \
 	  [[ -e $$PYTHONPATH/vllm/_C.abi3.so ]] || { echo "no build for a CPU: no engines"; continue; }; \
-	  $(BIN)/python -m pytest -n $(WORKERS) -q $(ENGINES) || exit; \
-	done
-	KVASS_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -q tests/engine/test_two_versions.py
+	  $(BIN)/python -m pytest -n $(WORKERS) -q $(ENGINES) || failed+=" $$version (engines)"; \
+	done; unset PYTHONPATH VLLM_TARGET_DEVICE; \
+	KVASS_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -q tests/engine/test_two_versions.py \
+	  || failed+=" two versions"; \
+	[[ -z $$failed ]] || { echo "failed:$$failed" >&2; exit 1; }
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -53,28 +53,22 @@ def main() -> int:
 
 
 def table(scores: dict[str, list[quality.Score]], took: dict[str, float]) -> str:
-    """Of each selector and ratio: accuracy, divergence, time to the first token."""
-    rows = ["| recomputed | | accuracy | KL, nats | first token |", "|---|---|---|---|---|"]
-
-    def row(name: str, score: quality.Score, way: str = "") -> None:
-        time = f"{took[way] / took['full']:.2f}" if way else ""
-        shown = f"{score.accuracy:.3f} | {score.kl:.3f} | {time} |"
-        rows.append(f"| {100 * score.ratio:.0f} % | {name} | {shown}")
-
-    row("`none`", scores["none"][0], "none")
+    """Accuracy, and in brackets the divergence in nats, of each selector by ratio; then what the
+    first token takes, as a share of a full prefill."""
+    timed = [name for name in quality.SELECTORS if f"{name} {quality.RATIOS[0]:g}" in took]
+    names = [*quality.SELECTORS, *(f"first token, {name}" for name in timed)]
+    rows = [f"| computed again | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for index, ratio in enumerate(quality.RATIOS):
-        for name in quality.SELECTORS:
-            way = f"{name} {ratio:g}"
-            row(
-                f"`{name}`" if way in took else name,
-                scores[name][index],
-                way if way in took else "",
-            )
-    row("`all`", scores["all"][0])
-    row("full prefill", scores["full"][0], "full")
-    for name in ("K not moved", "wrong chunks"):
-        row(f"`kv_dev`, {name}", scores[name][0])
-    return "\n".join(rows)
+        cells = [shown(scores[name][index]) for name in quality.SELECTORS]
+        cells += [f"{took[f'{name} {ratio:g}'] / took['full']:.2f}" for name in timed]
+        rows.append(f"| {100 * ratio:g} % | {' | '.join(cells)} |")
+    single = ("full", "all", "none", "K not moved", "wrong chunks")
+    rows += [f"{name}: {shown(scores[name][0])}" for name in single]
+    return "\n".join([*rows, f"none, first token: {took['none'] / took['full']:.2f}"])
+
+
+def shown(score: quality.Score) -> str:
+    return f"{score.accuracy:.3f} ({abs(score.kl):.2f})"
 
 
 if __name__ == "__main__":

@@ -54,13 +54,14 @@ FEATURES: Final[tuple[str, ...]] = (
     "quotas",
     "blocks",
     "segments",
+    "one_tier",
 )
 """Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
 ``generations``: ``Register.generation``. ``promoting``: ``Promoting``. Every daemon of protocol 1
 names these three, so clients do not ask for them. ``removals``: ``Removals``. ``quotas``:
 ``SetQuota``; without it a daemon takes no notice of ``Lookup.tenant``, ``ReserveItem.tenant``.
 ``blocks``: hits that end inside of a chunk (``Lookup.blocks``, ``ReserveItem.blocks``).
-``segments``: ``IndexChunks`` and ``FindSegments``."""
+``segments``: ``IndexChunks`` and ``FindSegments``. ``one_tier``: ``EmptyTier``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -261,7 +262,8 @@ class Indexed(Message, tag="indexed"):
 
 class FindSegments(Message, tag="find_segments"):
     """Which indexed chunks of ``space`` stand in a prompt's ``tokens`` (uint32, little endian) from
-    token ``first`` on? Segments of fewer than ``min_tokens`` tokens are left out.
+    token ``first`` on? Segments of fewer than ``min_tokens`` tokens are left out. The tokens of
+    1,024 chunks are searched at most.
 
     Nothing is pinned: name the digests in a ``Lookup``, each once, after those of the exact prefix.
     """
@@ -409,6 +411,13 @@ class Cleared(Message, tag="cleared"):
     rows: int = 0
 
 
+class EmptyTier(Message, tag="empty_tier"):
+    """Forget all records of the tier of this name, and nothing else: only in a session that only
+    looks. Answered by ``Cleared``, or by an ``Error`` of ``tier_down``: say it again."""
+
+    tier: Name
+
+
 class SetQuota(Message, tag="set_quota"):
     """Give a tenant this quota from now on, or with ``remove`` none: only of the daemon's own user,
     in a session that only looks."""
@@ -482,6 +491,7 @@ Request = (
     | Reserve
     | Ping
     | Clear
+    | EmptyTier
     | SetQuota
     | Removals
     | Status

@@ -175,6 +175,7 @@ class World:
             m.Status(seq=3),
             m.Clear(seq=3),
             m.SetQuota(seq=3, quota=Quota("t", 5, 1)),
+            m.EmptyTier(seq=3, tier="t"),
         ]
 
     def say(self, session: int, kind: type, fields: dict[str, Any]) -> list[Any]:

@@ -9,6 +9,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.blend.match import entry_bytes
+from kvass.core import segments
 from kvass.core.effects import Received, TierReport
 from kvass.core.event_lines import line, parse
 from kvass.types import PAGE, GroupLayout, RankLayout
@@ -159,6 +160,29 @@ def test_a_clear_ends_all_entries_at_once_and_their_memory_comes_back_in_slices(
     assert found(engine, 1) == digests(1)
 
 
+def test_a_clear_of_one_namespace_leaves_the_entries_of_others() -> None:
+    rig = Rig()
+    engine, other = rig.engine(), rig.engine("o", identity={"model": "other"})
+    stored(engine, "a", "b")
+    stored(other, "c")
+    engine.clear()
+    rig.wait(0)
+    assert rig.gauge("indexed_chunks") == (1,)
+    assert found(other, "c") == digests("c")
+
+
+def test_a_namespace_that_makes_way_for_another_takes_its_entries_along() -> None:
+    rig = Rig(namespaces=1)
+    engine = rig.engine()
+    stored(engine, "a")
+    engine.quit()
+    rig.wait(GRACE_S)
+    other = rig.engine("o", identity={"model": "other"})
+    rig.wait(0)
+    assert rig.gauge("indexed_chunks") == (0,)
+    assert found(other, "a") == b""
+
+
 def test_a_new_generation_finds_nothing_of_the_one_before() -> None:
     rig = Rig()
     engine = rig.engine()
@@ -177,7 +201,10 @@ def test_spaces_and_namespaces_do_not_find_each_others_chunks() -> None:
     assert found(twin, "a", space=b"salt") == digests("a")
     for space in (b"", b"other", b"salt\1", bytes(32)):
         assert found(engine, "a", space=space) == b""
-    assert found(other, "a", space=b"salt") == b""
+    other.store("b")
+    index(other, "b", space=b"salt")
+    assert found(other, "a", "b", space=b"salt") == digests("b")
+    assert found(engine, "a", "b", space=b"salt") == digests("a")
     index(engine, "a", space=b"other")
     assert found(engine, "a", space=b"salt") == b""
     assert found(engine, "a", space=b"other") == digests("a")
@@ -243,6 +270,16 @@ def test_a_search_from_outside_the_prompt_is_refused(first: int) -> None:
     engine = Rig().engine()
     message = m.FindSegments(seq=1, space=b"", tokens=text("a"), width=WIDTH, first=first)
     assert engine.rig.code(engine.scheduler, message) == "bad_value"
+
+
+def test_the_tokens_of_so_many_chunks_are_searched_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "MOST_CHUNKS", 2)
+    engine = Rig().engine()
+    stored(engine, "a", "b", "c")
+    assert search(engine, text("a", "b", "c")).digests == digests("a", "b")
+    assert search(engine, text("a", "b", "c"), first=16).digests == digests("b", "c")
 
 
 def test_only_so_many_sizes_of_chunks_are_indexed() -> None:

@@ -109,13 +109,17 @@ def test_a_file_with_an_error_changes_nothing(tmp_path: Path, text: str, why: st
         assert hup(daemon) == "INFO SIGHUP: nothing has changed"
 
 
+async def no_other_tiers(urls: list[str]) -> None:
+    raise AssertionError(urls)
+
+
 def test_quotas_are_held_against_the_l1_that_there_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = Config(socket=str(tmp_path / "s"), l1_size=Size(1 << 20))
     wanted = msgspec.structs.replace(now, l1_size=Size(4 << 20), quota=["a=:2MiB"])
     live = LiveConfig(now, Access(now), lambda: wanted)
-    asyncio.run(live.reload())
+    asyncio.run(live.reload(no_other_tiers))
     assert live.now == now
     assert "2MiB are reserved of an l1_size of 1MiB" in caplog.text
 

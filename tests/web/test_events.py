@@ -47,6 +47,11 @@ def fields(**more: Any) -> dict[str, Any]:
             ["tier disk:/d is well again"],
         ),
         (
+            fields(tiers=[TIER]),
+            fields(tiers=[{**TIER, "place": 0, "up": False}, {**TIER, "tier": "redis:h"}]),
+            ["tier redis:h was added", "tier disk:/d was removed"],
+        ),
+        (
             fields(namespaces=[NAMESPACE]),
             fields(namespaces=[{**NAMESPACE, "epoch": 1}]),
             ["namespace aaaaaaaa (m) was cleared"],

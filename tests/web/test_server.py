@@ -184,6 +184,44 @@ def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:
         assert rows.find(keys).chunks == 0
 
 
+def test_tiers(tmp_path: Path) -> None:
+    (folder := tmp_path / "disk").mkdir(mode=0o755)
+    tier = f"disk:{folder}?capacity=64MiB&quota=default=:1MiB"
+    with (
+        running_daemon(tmp_path, "16MiB", tier=[tier]) as daemon,
+        serving(daemon.socket, tmp_path) as web,
+        ExitStack() as ending,
+    ):
+        rows = Rows(daemon.socket, "mine", 64 << 10, ending)
+        rows.store([os.urandom(WIDTH) for _ in range(2)])
+
+        def listed() -> dict[str, Any]:
+            status, said = ask(web, "GET", "/api/v1/tiers")
+            assert status == 200
+            (one,) = said["tiers"]
+            return dict(one)
+
+        assert eventually(lambda: listed().get("records") == 2)
+        one = listed()
+        assert (one["tier"], one["state"], one["place"]) == (f"disk:{folder}", "up", 1)
+        assert one["tenants"]["default"]["reserved_bytes"] == 1 << 20
+        body = json.dumps({"tier": f"disk:{folder}", "clear": True}).encode()
+        assert ask(web, "POST", "/api/v1/tiers", body)[0] == 401
+        assert ask(web, "POST", "/api/v1/tiers", body, **WRITE)[0] == 200
+        assert eventually(lambda: listed()["records"] == 0)
+        assert daemon.status()["rows"] == 2
+        for wrong, why in (
+            ({"tier": "redis:h", "clear": True}, f"there is no such; there are: disk:{folder}"),
+            ({"tier": f"disk:{folder}"}, "clear: say true"),
+            ({"tier": f"disk:{folder}", "clear": 1}, "clear: say true"),
+            ({"tier": 1, "clear": True}, "give the name of a tier"),
+            ({"clear": True}, "give the name of a tier"),
+            ({"tier": f"disk:{folder}", "retry": True}, "unknown field"),
+        ):
+            status, said = ask(web, "POST", "/api/v1/tiers", json.dumps(wrong).encode(), **WRITE)
+            assert (status, why in said["error"]) == (400, True), said
+
+
 def test_quotas(web: WebServer, daemon: Daemon) -> None:
     body = json.dumps({"tenant": "team-a", "cap": "8MiB", "reserved": 1 << 20}).encode()
     assert ask(web, "POST", "/api/v1/quotas", body)[0] == 401

@@ -33,8 +33,8 @@ _ROUNDS: Final = 3
 """So often offsets are chosen anew because the chunks at some of them do not match after all."""
 _SAMPLE: Final = 64
 """Of so many entries, and four for each one that must go, those used longest ago go."""
-_ENTRY_BYTES: Final = 160
-"""What an entry takes beside its tokens."""
+_ENTRY_BYTES: Final = 224
+"""What an entry takes beside its tokens, with its share of the tables of a full matcher."""
 
 BoolArray = npt.NDArray[np.bool_]
 Usable = Callable[[I64Array], BoolArray]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any, Final
 
-from kvass.client.health import tier_trouble, troubles
+from kvass.client.health import tier_state, troubles, used_tiers
 
 WIDTH: Final = 79
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -116,14 +116,16 @@ def _tenants(tenants: list[dict[str, Any]]) -> Iterator[str]:
 
 def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:
     rows = []
+    tiers = used_tiers(tiers)
     for tier in tiers:
         speed = tier["load_bytes_s"]
-        state = ("degraded" if tier_trouble(tier) else "up") if tier.get("up") else "down"
         holds = size(tier["bytes"]) if "bytes" in tier else "?"
         if tier.get("capacity_bytes"):
             holds += f" of {size(tier['capacity_bytes'])}"
         queue = f"{tier['flush_queue_rows']:,}"
-        rows.append((tier["tier"], state, holds, queue, f"{size(speed)}/s" if speed else "-"))
+        rows.append(
+            (tier["tier"], tier_state(tier), holds, queue, f"{size(speed)}/s" if speed else "-")
+        )
     yield from _table(("tier", "state", "holds", "queue", "speed"), rows)
     for tier in tiers:
         tenants = [

@@ -1,4 +1,4 @@
-"""What anybody may ask of a daemon: its status, a clear, a prefetch, a quota."""
+"""What anybody may ask of a daemon: its status, a clear, an empty tier, a prefetch, a quota."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from typing import Any, Self
 
 from kvass.client.endpoint import Endpoint
 from kvass.errors import Incompatible
-from kvass.messages import Clear, Cleared, Prefetch, Prefetched, SetQuota, Status, StatusReply
+from kvass.messages import (
+    Clear,
+    Cleared,
+    EmptyTier,
+    Prefetch,
+    Prefetched,
+    SetQuota,
+    Status,
+    StatusReply,
+)
 from kvass.types import MOST_SECONDS, Quota
 
 
@@ -46,6 +55,13 @@ class Client(Endpoint):
         reply = self.call(message, timeout_s)
         assert isinstance(reply, Cleared)
         return reply.rows
+
+    def empty_tier(self, tier: str, *, timeout_s: float = 30.0) -> None:
+        """Forget all records of the tier of that name (``kvass status``). Raises as ``call``;
+        ``Refused`` if there is none, or it could not, ``Incompatible`` for an older daemon."""
+        if "one_tier" not in self.connect(timeout_s).features:
+            raise Incompatible("this daemon cannot empty one tier: install a newer kvass there")
+        self.call(EmptyTier(tier=tier), timeout_s)
 
     def prefetch(
         self, namespace: bytes, digests: bytes, width: int = 32, *, budget_s: float = 60.0

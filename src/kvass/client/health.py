@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 REFUSED_S: Final = 60.0
@@ -24,8 +24,19 @@ def troubles(fields: Mapping[str, Any]) -> list[str]:
         for refusal in fields.get("refusals", [])
         if refusal["age_s"] < REFUSED_S
     ]
-    lines = {tier["tier"]: tier_trouble(tier) for tier in fields.get("tiers", [])}
+    lines = {tier["tier"]: tier_trouble(tier) for tier in used_tiers(fields.get("tiers", []))}
     return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
+
+
+def used_tiers(tiers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without removed ones, in the order in which they are asked."""
+    used = [tier for tier in tiers if tier.get("place") != 0]
+    return sorted(used, key=lambda tier: tier.get("place", 1))
+
+
+def tier_state(tier: dict[str, Any]) -> str:
+    """In a word."""
+    return ("degraded" if tier_trouble(tier) else "up") if tier.get("up") else "down"
 
 
 def tier_trouble(tier: dict[str, Any]) -> str:

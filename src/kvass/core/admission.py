@@ -118,7 +118,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         model=model,
         like=like,
         differs_in=differs_in,
-        traffic=Traffic(from_tiers=[0] * len(state.config.tiers)),
+        traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
     )
     state.by_digest[digest] = new
     epochs.namespace_added(state, state.namespaces[new])
@@ -151,6 +151,7 @@ def _drop(state: State, gone: list[Namespace]) -> None:
     promote.cancel(state, gone)  # a tier may not have said yet what it holds
     for ns in gone:
         state.forget(ns)
+        state.store.segments.clear(ns.id)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
     state.store.remove([c for ns in gone for c in ns.classes])
     state.store.reclaim()

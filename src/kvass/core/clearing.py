@@ -1,4 +1,4 @@
-"""What is said of the cache as a whole: clearing a namespace or all of them, and quotas."""
+"""What is said of the cache as a whole: clearing namespaces, emptying a tier, and quotas."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvass.core.checks import instance_of, named_namespace
 from kvass.core.registry import ClientSession
 from kvass.core.row_classes import Namespace
 from kvass.core.state import State
-from kvass.core.tier_state import Clearing
+from kvass.core.tier_state import Clearing, Emptying
 from kvass.errors import Refused
-from kvass.messages import Clear, QuotaSet, SetQuota
+from kvass.messages import Clear, EmptyTier, QuotaSet, SetQuota
 
 MOST_CLEARS: Final = 64
 """So many clears of everything may be unfinished at a time."""
@@ -49,12 +49,12 @@ def _clear_some(state: State, clearing: Clearing) -> None:
         return
     state.clears.remove(clearing)
     if clearing.tiers:
-        epochs.empty(state, clearing)
+        epochs.empty(state, clearing, state.tiers.used)
     epochs.answer_clear(state, clearing)
 
 
 def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespace]:
-    if msg.tiers and not (msg.everything and state.config.tiers):
+    if msg.tiers and not (msg.everything and state.tiers.used):
         raise Refused("bad_value", "tiers: are emptied with everything, and there must be some")
     if session.registered is not None:
         if msg.everything or msg.namespace:
@@ -69,6 +69,20 @@ def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespac
             raise Refused("limit", f"{MOST_CLEARS} clears are under way: wait for their answers")
         return list(state.namespaces.values())
     return [named_namespace(state, msg.namespace)]
+
+
+def empty_tier(state: State, session: ClientSession, msg: EmptyTier) -> None:
+    """It is answered when the tier has forgotten all. L1 keeps what it has."""
+    if session.registered is not None:
+        raise Refused("forbidden", "an engine empties no tier")
+    chosen = [tier for tier in state.tiers.used if tier.name == msg.tier]
+    if not chosen:
+        names = ", ".join(tier.name for tier in state.tiers.used) or "none"
+        raise Refused("bad_value", f"tier {msg.tier[:80]!r}: there is no such; there are: {names}")
+    numbers = {tier.number for tier in chosen}
+    if any(isinstance(op, Emptying) and op.tier in numbers for op in state.tiers.ops.values()):
+        raise Refused("limit", f"{msg.tier} is being emptied")
+    epochs.empty(state, Clearing(session.id, msg.seq, [], True, of_l1=False), chosen)
 
 
 def set_quota(state: State, session: ClientSession, msg: SetQuota) -> QuotaSet:

@@ -82,6 +82,16 @@ class QuotasAre(msgspec.Struct, frozen=True):
     quotas: tuple[Quota, ...]
 
 
+class TiersAre(msgspec.Struct, frozen=True):
+    """These tiers are used from now on, in this order. A number that is new is the next one; that
+    of a removed tier comes back with the same name and only when it owes no answer. ``renewed``: of
+    a tier that stays, whose store may be another one or may have changed."""
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+    renewed: tuple[int, ...] = ()
+
+
 class Stopping(msgspec.Struct, frozen=True):
     """The daemon was told to stop: what is queued for tiers is flushed, and nothing new."""
 
@@ -138,7 +148,8 @@ class TierReport(msgspec.Struct, frozen=True, tag=True):
 
 FromTier = Probed | Loaded | Stored | EpochIs | Emptied
 FromSession = Opened | Received | Faulted | Lost | ProcessEnded
-Event = FromSession | PopulatedTo | QuotasAre | Tick | Stopping | TierReport | FromTier
+Told = QuotasAre | TiersAre | Stopping
+Event = FromSession | PopulatedTo | Told | Tick | TierReport | FromTier
 
 
 # ---------------------------------------------------------------- effects

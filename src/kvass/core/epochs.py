@@ -22,7 +22,7 @@ from typing import Final
 from kvass.core.effects import Emptied, EpochIs, Records, TierClear, TierEpoch
 from kvass.core.row_classes import Namespace, RowClass
 from kvass.core.state import State
-from kvass.core.tier_state import Asking, Clearing, Emptying
+from kvass.core.tier_state import Asking, Clearing, Emptying, TierState
 from kvass.messages import Cleared, Error
 from kvass.types import U64Array
 
@@ -56,18 +56,19 @@ def namespace_added(state: State, ns: Namespace) -> None:
     """A new namespace: ask every tier what it goes by there. A private one uses none."""
     if ns.private:
         return
-    ns.tier_epochs = [None] * len(state.config.tiers)
-    ns.asked_s = [-math.inf] * len(state.config.tiers)
-    for tier in range(len(state.config.tiers)):
-        _ask(state, ns, tier)
+    ns.tier_epochs = [None] * len(state.tiers.all)
+    ns.asked_s = [-math.inf] * len(state.tiers.all)
+    for tier in state.tiers.used:
+        ask(state, ns, tier.number)
 
 
 def usable(state: State, ns: Namespace) -> list[int]:
     """The tiers whose epoch is known, in order; those that failed to tell are asked again."""
-    for tier, epoch in enumerate(ns.tier_epochs):
-        if epoch is None and state.now - ns.asked_s[tier] >= ASK_AGAIN_S:
-            _ask(state, ns, tier)
-    return [tier for tier, epoch in enumerate(ns.tier_epochs) if epoch is not None]
+    used = [] if ns.private else [tier.number for tier in state.tiers.used]
+    for tier in used:
+        if ns.tier_epochs[tier] is None and state.now - ns.asked_s[tier] >= ASK_AGAIN_S:
+            ask(state, ns, tier)
+    return [tier for tier in used if ns.tier_epochs[tier] is not None]
 
 
 def retry_now(state: State) -> None:
@@ -80,9 +81,10 @@ def read_again(state: State, back: int | None = None) -> None:
     """Read every note that was not read for ``LOOK_AGAIN_S``, and at once those of the tier
     ``back``: it was down, and its store may have gone back to an older state."""
     for ns in state.namespaces.values():
-        for tier, when in enumerate(ns.asked_s):
+        for tier in [] if ns.private else [tier.number for tier in state.tiers.used]:
+            when = ns.asked_s[tier]
             if when != math.inf and (tier == back or state.now - when >= LOOK_AGAIN_S - 1):
-                _ask(state, ns, tier)
+                ask(state, ns, tier)
 
 
 def pending(ns: Namespace) -> bool:
@@ -95,15 +97,16 @@ def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
     for tier in range(len(ns.tier_epochs)):
         ns.tier_epochs[tier] = None
         state.tiers.owed.add((ns.digest, tier))
-        clearing.awaits += 1
-        _ask(state, ns, tier, clearing)
+        if state.tiers.all[tier].place:
+            clearing.awaits += 1
+            ask(state, ns, tier, clearing)
 
 
-def empty(state: State, clearing: Clearing) -> None:
-    for tier in range(len(state.config.tiers)):
+def empty(state: State, clearing: Clearing, tiers: list[TierState]) -> None:
+    for tier in tiers:
         clearing.awaits += 1
-        op = state.tiers.begin(Emptying(tier, clearing))
-        state.out.append(TierClear(tier, op))
+        op = state.tiers.begin(Emptying(tier.number, clearing))
+        state.out.append(TierClear(tier.number, op))
 
 
 def records(ns: Namespace, tier: int, row_class: RowClass, keys: U64Array) -> Records:
@@ -113,7 +116,7 @@ def records(ns: Namespace, tier: int, row_class: RowClass, keys: U64Array) -> Re
     return Records(ns.digest, epoch, row_class.spec.group, keys)
 
 
-def _ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None) -> None:
+def ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None) -> None:
     """Ask a tier for its note. But for a clear's, only one question is open at a time."""
     ns.asked_s[tier] = math.inf  # not again before the answer
     named = ns.digest, tier
@@ -135,7 +138,7 @@ def epoch_told(state: State, event: EpochIs) -> int:
         tiers.all[tier].counters["epochs_unknown"] += 1
     else:
         tiers.known[named] = max(event.epoch, tiers.known.get(named, 0))
-    if op.epoch == ns.epoch:
+    if op.epoch == ns.epoch and tiers.all[tier].place:
         ns.asked_s[tier] = state.now
         if event.epoch is not None and (op.renew or ns.tier_epochs[tier] is None):
             tiers.owed.discard(named)
@@ -165,9 +168,11 @@ def answer_clear(state: State, clearing: Clearing) -> None:
     if not clearing.failed:
         state.send(clearing.session, Cleared(seq=clearing.seq, rows=clearing.rows))
         return
-    names = ", ".join(state.config.tiers[i] for i in sorted(clearing.failed))
-    text = (
-        f"L1 is cleared ({clearing.rows} rows), but not {names}, which is not used until it could "
-        "note it: clear again"
-    )
+    names = ", ".join(state.tiers.all[i].name for i in sorted(clearing.failed))
+    text = f"{names} could not be emptied: say it again"
+    if clearing.of_l1:
+        text = (
+            f"L1 is cleared ({clearing.rows} rows), but not {names}, which is not used until it "
+            "could note it: clear again"
+        )
     state.send(clearing.session, Error(seq=clearing.seq, code="tier_down", text=text))

@@ -34,6 +34,8 @@ REST_S: Final = 1.0
 _ROOM_SHARE: Final = 8
 """``on_evict`` keeps the oldest part of L1, one of so many, flushed."""
 _AHEAD: Final = 256
+_FORGET: Final = 4096
+"""How many parts of a removed tier's queue a step forgets: 1 ms of work."""
 _LOOK: Final = 16
 """How much of a queue is looked at for rows whose epoch is known: a dead tier's may be long."""
 
@@ -48,13 +50,13 @@ def queue_published(state: State) -> None:
         ns = None if row_class is None else state.namespaces[row_class.namespace]
         if ns is not None and ns.classes[0] is row_class:
             ns.traffic.stored += len(part.rows) * ns.chunk_tokens
-        queue_written(state, part, len(state.tiers.all))
+        queue_written(state, part, state.tiers.used)
 
 
-def queue_written(state: State, part: ClassRows, tiers: int) -> None:
-    """``write_through``: queue rows that became READY for the first ``tiers`` tiers."""
+def queue_written(state: State, part: ClassRows, tiers: list[TierState]) -> None:
+    """``write_through``: queue rows that became READY for ``tiers``."""
     if len(part.rows) and state.config.flush == "write_through" and not state.stopping:
-        _queue(state, part, state.tiers.all[:tiers])
+        _queue(state, part, tiers)
 
 
 def queue_next_victims(state: State) -> None:
@@ -70,7 +72,7 @@ def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
     """Queue what no tier was given yet, for all of them."""
     rows = rows[~state.store.table.offered[rows]]
     if len(rows):
-        _queue(state, ClassRows(row_class.id, rows), state.tiers.all)
+        _queue(state, ClassRows(row_class.id, rows), state.tiers.used)
 
 
 def _queue(state: State, part: ClassRows, tiers: list[TierState]) -> None:
@@ -96,9 +98,9 @@ def _append(state: State, tier: TierState, part: ClassRows) -> None:
 
 def store_next(state: State, tier: TierState, look: int = _LOOK) -> None:
     """Have a tier store the next rows of its queue, up to the limit of what it stores at a time."""
-    if tier.rests_until is not None:
+    if tier.rests_until is not None or not tier.place:
         return
-    most = min(FLUSH_BYTES, state.config.arena_bytes // 8 // len(state.tiers.all))
+    most = min(FLUSH_BYTES, state.config.arena_bytes // 8 // len(state.tiers.used))
     look, waiting = len(tier.queue) if state.stopping else look, 0
     while len(tier.queue) > waiting and waiting < look and tier.storing_bytes < most:
         row_class = state.store.classes.get(tier.queue[0].row_class)
@@ -184,9 +186,12 @@ def stored(state: State, event: Stored) -> None:
 
 
 def retry_due(state: State) -> None:
-    """Ask tiers again that were down a while ago."""
+    """Ask tiers again that were down a while ago; forget what was queued for removed ones."""
     for tier in state.tiers.all:
-        if tier.rests_until is not None and tier.rests_until <= state.now:
+        if not tier.place:
+            for _ in range(min(len(tier.queue), _FORGET)):
+                state.counters["flushes_lost"] += len(_pop(tier, tier.queued_rows).rows)
+        elif tier.rests_until is not None and tier.rests_until <= state.now:
             tier.rests_until = None
             store_next(state, tier)
             if tier.queue and not tier.storing_bytes:  # it has not told its epochs either
@@ -198,7 +203,7 @@ def stop(state: State) -> None:
     no tier was given is queued."""
     state.stopping = True
     epochs.retry_now(state)
-    for tier in state.tiers.all:
+    for tier in state.tiers.used:
         tier.rests_until = None
         store_next(state, tier)
     if state.config.flush == "on_evict":

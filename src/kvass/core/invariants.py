@@ -49,6 +49,7 @@ def validate(state: State) -> None:
     _loading(state)
     _promotions(state)
     _flushes(state)
+    _tiers(state)
     _extents(state)
     _rows(state)
     _counts(state, pinned)
@@ -146,6 +147,19 @@ def _flushes(state: State) -> None:
         assert tier.storing_bytes == storing, "flushed bytes were miscounted"
         queued = sum(len(queued.rows) for queued in tier.queue)
         assert tier.queued_rows == queued, "a queue miscounts"
+
+
+def _tiers(state: State) -> None:
+    """Their places, and that a removed one is of no use."""
+    tiers = state.tiers
+    assert [t.place for t in tiers.used] == [*range(1, len(tiers.used) + 1)], "tiers have places"
+    assert sum(t.place > 0 for t in tiers.all) == len(tiers.used), "a removed tier has a place"
+    for ns in state.namespaces.values():
+        assert len(ns.traffic.from_tiers) == len(tiers.all), "hits of a tier have no column"
+        epochs = ns.tier_epochs
+        assert len(epochs) == (0 if ns.private else len(tiers.all)), "a tier has no epoch's column"
+        known = [t.place for t, epoch in zip(tiers.all, epochs, strict=False) if epoch is not None]
+        assert all(known), "a removed tier would be used"
 
 
 def _extents(state: State) -> None:

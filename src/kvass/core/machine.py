@@ -6,12 +6,13 @@ once, refusals included (law 11), and a refused message changed nothing.
 Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
 ``row_classes``, ``row_states``, ``row_store``. Leases and reservations: ``settlement``. What
 messages do: ``reading``, ``promote``, ``segments``, ``writing``, ``clearing``. Tiers: ``flush``,
-``epochs``.
+``epochs``, ``tier_changes``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from itertools import chain, count
 from typing import Any, Final
 
 from kvass import messages
@@ -26,6 +27,7 @@ from kvass.core import (
     reading,
     segments,
     sessions,
+    tier_changes,
     writing,
 )
 from kvass.core import status as fields
@@ -54,6 +56,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
     messages.Clear: clearing.clear,
+    messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
     messages.Removals: reading.removals,
     messages.Ping: lambda *_: Pong(),
@@ -103,6 +106,8 @@ def _epoch_is(state: State, event: effects.EpochIs) -> None:
 
 def _tier_report(state: State, event: effects.TierReport) -> None:
     tier = state.tiers.all[event.tier]
+    if not tier.place:
+        return
     back = event.fields.get("up") and not tier.report.get("up", True)
     tier.report = event.fields
     if back:
@@ -124,6 +129,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Emptied: epochs.emptied,
     effects.TierReport: _tier_report,
     effects.QuotasAre: lambda state, event: state.tenants.replace(event.quotas),
+    effects.TiersAre: tier_changes.change,
     effects.Stopping: lambda state, _: flush.stop(state),
 }
 
@@ -158,7 +164,7 @@ class CacheMachine:
         if state.store.unfinished or state.promotions.going or state.clears:
             return state.now  # a slice of work is left to do
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
-        if not (state.config.tiers or state.promotions.all):
+        if not (state.tiers.all or state.promotions.all):
             return due
         return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
@@ -187,9 +193,15 @@ class CacheMachine:
 
     def unflushed(self) -> list[tuple[str, int]]:
         """Of a daemon that ends: tiers, and how many rows each was promised and has not taken."""
-        tiers = zip(self.state.config.tiers, self.state.tiers.all, strict=True)
-        left = [(name, flush.rows_left(self.state, tier)) for name, tier in tiers]
+        left = [(t.name, flush.rows_left(self.state, t)) for t in self.state.tiers.used]
         return [(name, rows) for name, rows in left if rows]
+
+    def tier_number(self, name: str, taken: Container[int]) -> int:
+        """The number of a tier of that name that is added, not one of ``taken``: a removed one's,
+        or the next."""
+        every = self.state.tiers.all
+        removed = (t.number for t in every if t.name == name and not t.place)
+        return next(n for n in chain(removed, count(len(every))) if n not in taken)
 
     @property
     def quotas(self) -> frozenset[Quota]:

@@ -99,6 +99,7 @@ GAUGES: Final[dict[str, str]] = {
 }
 
 TIER_GAUGES: Final[dict[str, str]] = {
+    "place": "Order in which tiers are asked, from 1; 0: removed while the daemon runs.",
     "flush_queue_rows": "Rows queued for the tier.",
     "flush_queue_oldest_s": "How long the first row of that queue has waited, in seconds.",
     "storing_bytes": "Bytes being stored now.",

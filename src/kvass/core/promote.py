@@ -101,8 +101,9 @@ def _probe_next(state: State, promotion: Promotion) -> None:
         return
     view, first, end = _view(state, promotion), promotion.first, len(promotion.keys)
     coming = view.there(LOADING)
+    asked_last = state.tiers.all[promotion.probing].place if promotion.probing >= 0 else 0
     for tier in tiers:
-        if tier > promotion.probing:
+        if state.tiers.all[tier].place > asked_last:
             promotion.probing, promotion.reach = tier, first
         while tier == promotion.probing and promotion.reach < end and not _gap(promotion, coming):
             begin = promotion.reach
@@ -198,10 +199,12 @@ def _plan(state: State, promotion: Promotion) -> None:
     """Have loaded what the longest hit needs beyond L1, as far as it fits."""
     segments.forget_lost(state, promotion)
     protect, n, weighed = state.store.table.clock, len(promotion.keys), False
+    # A tier may have been removed since it was asked; the last ones are for homes that are no tier.
+    known = np.array([e is not None for e in promotion.namespace.tier_epochs] + [False] * 3)
     while n > promotion.first:
         view = _view(state, promotion, n)
         lacking = [
-            (rows == ABSENT) & (home[:n] >= 0)
+            (rows == ABSENT) & known[home[:n]]
             for rows, home in zip(view.found, promotion.homes, strict=True)
         ]
         coming = view.there(LOADING)
@@ -302,7 +305,8 @@ def loaded(state: State, event: Loaded) -> None:
     tier.counters["loaded_bytes"] += size
     tier.counters["load_misses"] += len(failed)
     state.store.promoted(good, state.config.retain_promoted)
-    flush.queue_written(state, ClassRows(op.part.row_class, good), op.tier)  # asked before it
+    asked_before = state.tiers.used[: max(0, tier.place - 1)]
+    flush.queue_written(state, ClassRows(op.part.row_class, good), asked_before)
     state.store.fail(failed)
     waiting = [p for p in map(state.promotions.all.get, sorted(op.waiters)) if p is not None]
     for promotion in waiting:
@@ -381,7 +385,7 @@ def _count(state: State, promotion: Promotion) -> None:
     """What it asked for and is given, and which tokens of that its tiers loaded: a chunk's, where
     its first group came from one."""
     ns, why, first, hit = promotion.namespace, promotion.why, promotion.first, promotion.hit
-    if why == "absent" and not all(tier.report.get("up", True) for tier in state.tiers.all):
+    if why == "absent" and not all(tier.report.get("up", True) for tier in state.tiers.used):
         why = "tier_down"
     asked = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
     given = ns.tokens(hit.chunks - first, hit.blocks)

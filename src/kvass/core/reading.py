@@ -78,7 +78,9 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     hit = view.use(chunks)
     more = chunks < len(keys) - msg.spare
     lacks = not msg.again and (more or hit.blocks < len(blocks))
-    if lacks and ((more and ns.tier_epochs) or (msg.writing and view.writers())):
+    if lacks and (
+        (more and state.tiers.used and ns.tier_epochs) or (msg.writing and view.writers())
+    ):
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, blocks)
         if promotion.deadline > state.now:
@@ -132,7 +134,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
         return Prefetched()
     view = PrefixView(state.store, ns, keys, 0)
     chunks = view.use(view.longest(view.there())).chunks
-    if ns.tier_epochs and chunks < len(keys):
+    if state.tiers.used and ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
         promotion = _promotion(state, session, msg, ns, keys, set(), wait_s)
         if promotion.deadline > state.now and promote.begin(state, promotion):

@@ -239,7 +239,6 @@ class RowClasses:
             del self.classes[row_class.id]
         for row_class in gone:
             self.removed.note_all(row_class.namespace)
-            self.segments.clear(row_class.namespace)
             self._index_room += row_class.index.room
             if row_class.blocks is not None:
                 self._index_room += row_class.blocks.index.room

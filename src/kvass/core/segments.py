@@ -26,6 +26,8 @@ from kvass.messages import FindSegments, IndexChunks, Indexed, Segment, Segments
 from kvass.types import I64Array, U32Array, U64Array
 
 _WIDEST: Final = 8 * KEY_WORDS
+MOST_CHUNKS: Final = 1024
+"""The tokens of so many chunks are searched at most: each that is found takes a microsecond."""
 
 
 def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Indexed:
@@ -46,7 +48,8 @@ def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Inde
         text = f"{len(tokens)} tokens for {len(keys)} chunks of {ns.chunk_tokens}"
         raise Refused("bad_value", f"tokens: {text}")
     _check_full(ns)
-    place = state.store.segments.begin(ns.id, ns.chunk_tokens, bool(ns.tier_epochs))
+    tiered = bool(state.tiers.used and ns.tier_epochs)
+    place = state.store.segments.begin(ns.id, ns.chunk_tokens, tiered)
     if place is None:
         raise Refused("limit", f"chunks of {ns.chunk_tokens} tokens: other sizes are indexed")
     before = key_array(msg.predecessor.ljust(msg.width, b"\0") + msg.digests, msg.width)[:-1]
@@ -75,6 +78,7 @@ def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Se
         return Segments()
     matcher = place.chunks.matcher
     usable = partial(_usable, state, ns, matcher)
+    tokens = tokens[: msg.first + MOST_CHUNKS * ns.chunk_tokens]
     runs = matcher.find(place.number, space, tokens, msg.first, usable)
     segments, found = [], []
     for new_start, ids in runs:
@@ -90,9 +94,11 @@ def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Se
 def forget_lost(state: State, promotion: Promotion) -> None:
     """A promotion was told what the tiers hold: what neither they nor L1 have is found no more."""
     ns = promotion.namespace
-    if ns.id not in state.store.segments.of or len(epochs.usable(state, ns)) < len(state.tiers.all):
+    if ns.id not in state.store.segments.of or len(epochs.usable(state, ns)) < len(
+        state.tiers.used
+    ):
         return
-    if not all(tier.report.get("up", True) for tier in state.tiers.all):
+    if not all(tier.report.get("up", True) for tier in state.tiers.used):
         return  # it may have them
     for c, home in zip(ns.classes, promotion.homes, strict=True):
         keys = promotion.keys[home == IN_NO_TIER]
@@ -102,9 +108,10 @@ def forget_lost(state: State, promotion: Promotion) -> None:
 def _usable(state: State, ns: Namespace, matcher: ChunkMatcher, ids: I64Array) -> BoolArray:
     """Which entries' chunks have a row in every group that is READY, or may come from a tier."""
     keys, usable = matcher.key[ids], np.ones(len(ids), np.bool_)
+    in_tiers = bool(state.tiers.used and ns.tier_epochs)
     for c in ns.classes:
         rows = c.index.find(keys)
-        usable &= state.store.there(rows, LOADING) | ((rows == ABSENT) & bool(ns.tier_epochs))
+        usable &= state.store.there(rows, LOADING) | ((rows == ABSENT) & in_tiers)
     return usable
 
 

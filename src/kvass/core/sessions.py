@@ -124,6 +124,6 @@ def hello(state: State, session: ClientSession, msg: Hello) -> None:
         populated_bytes=state.populated_bytes,
         limits=state.config.limits,
         timing=state.config.timing,
-        tiers=len(state.config.tiers),
+        tiers=len(state.tiers.used),
     )
     state.send(session.id, welcome, with_arena=msg.wants_arena)

@@ -41,7 +41,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     seed: bytes = b""
     """Secret: what spreads the index's keys. Told to nobody, unlike ``boot``."""
     tiers: tuple[str, ...] = ()
-    """Names of the tiers, in the order in which they are asked."""
+    """Names of the tiers at the start, in the order in which they are asked."""
     flush: FlushMode = "write_through"
     retain_promoted: bool = True
     """Whether promoted rows stay in L1 when nobody reads them any more."""
@@ -94,7 +94,7 @@ class State:
         self.now = float("-inf")
         self.out: list[Effect] = []
         """What the step in progress has the daemon do."""
-        self.tiers = Tiers(len(config.tiers), config.boot)
+        self.tiers = Tiers(config.tiers, config.boot)
         self.promotions = Promotions()
         self.stopping = False
 
@@ -161,7 +161,7 @@ class State:
     def forget(self, ns: Namespace) -> None:
         """A namespace is dropped: what it counted stays, for so many models at most."""
         model = ns.model if len(self.forgotten) < _MODELS or ns.model in self.forgotten else "other"
-        fresh = Traffic(from_tiers=[0] * len(self.config.tiers))
+        fresh = Traffic(from_tiers=[0] * len(self.tiers.all))
         self.forgotten.setdefault(model, fresh).add(ns.traffic)
 
     @property

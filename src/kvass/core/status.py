@@ -77,9 +77,7 @@ def status(state: State) -> dict[str, Any]:
             {"model": model, **_traffic(traffic, state.now)}
             for model, traffic in state.forgotten.items()
         ],
-        "tiers": [
-            _tier(*one, state.now) for one in zip(state.config.tiers, state.tiers.all, strict=True)
-        ],
+        "tiers": [_tier(tier, state.now) for tier in state.tiers.all],
         "histograms": {name: h.fields() for name, h in state.histograms.items()},
         "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
         "counters": dict(state.counters),
@@ -137,9 +135,10 @@ def _age(state: State, entry: Entry | None, lasts_s: float) -> float:
     return 0.0 if entry is None else round(state.now - entry.deadline + lasts_s, 3)
 
 
-def _tier(name: str, tier: TierState, now: float) -> dict[str, Any]:
+def _tier(tier: TierState, now: float) -> dict[str, Any]:
     return {
-        "tier": name,
+        "tier": tier.name,
+        "place": tier.place,
         "flush_queue_rows": tier.queued_rows,
         "flush_queue_oldest_s": round(now - tier.queue[0].since, 3) if tier.queue else 0.0,
         "storing_bytes": tier.storing_bytes,

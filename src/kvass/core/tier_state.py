@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -84,7 +85,7 @@ class Emptying(msgspec.Struct):
 
 class Clearing(msgspec.Struct, eq=False):
     """A ``Clear``: ``left`` is still to be cleared, and then ``tiers``, if set, are emptied. It is
-    answered when that is done and the tiers have taken note."""
+    answered when that is done and the tiers have taken note. Not ``of_l1``: an ``EmptyTier``."""
 
     session: int
     seq: int
@@ -93,6 +94,7 @@ class Clearing(msgspec.Struct, eq=False):
     rows: int = 0
     awaits: int = 0
     failed: set[int] = set()
+    of_l1: bool = True
 
 
 Op = Probing | Loading | Flushing | Asking | Emptying
@@ -148,7 +150,8 @@ class Queued(msgspec.Struct, frozen=True):
 
 
 class TierState(msgspec.Struct):
-    """One tier. ``report``: what its process told last (``effects.TierReport``).
+    """One tier. ``report``: what its process told last (``effects.TierReport``). ``place``: 1 is
+    asked first; 0: it was removed (``tier_changes``).
 
     ``queue``: what it is to store, first come first served; ``queued_rows`` in all. ``rests_until``
     is set while it is not asked to store, because it was down. ``failing_rows``: it could not store
@@ -156,7 +159,9 @@ class TierState(msgspec.Struct):
     """
 
     number: int
+    name: str
     counters: dict[str, int]
+    place: int = 0
     report: dict[str, Any] = {}
     histograms: dict[str, Histogram] = msgspec.field(
         default_factory=lambda: {name: Histogram() for name in TIER_HISTOGRAMS}
@@ -170,10 +175,11 @@ class TierState(msgspec.Struct):
 
 
 class Tiers:
-    """All tiers, by number; the first is asked first."""
+    """``all`` that there were in this boot, by number; those ``used``, the first is asked first."""
 
-    def __init__(self, tiers: int, boot: bytes) -> None:
-        self.all = [TierState(i, dict.fromkeys(TIER_COUNTERS, 0)) for i in range(tiers)]
+    def __init__(self, names: Sequence[str], boot: bytes) -> None:
+        self.all: list[TierState] = []
+        self.become(range(len(names)), names)
         self.ops: dict[int, Op] = {}
         self.owed: set[tuple[bytes, int]] = set()
         """(namespace digest, tier) that were cleared, and whose tier does not know yet."""
@@ -183,6 +189,18 @@ class Tiers:
         self._boot = boot
         self._numbers = itertools.count(1)
         self._epochs = 0
+
+    def become(self, numbers: Sequence[int], names: Sequence[str]) -> None:
+        """See ``effects.TiersAre``."""
+        for number, name in sorted(zip(numbers, names, strict=True)):
+            if number == len(self.all):
+                self.all.append(TierState(number, name, dict.fromkeys(TIER_COUNTERS, 0)))
+            assert self.all[number].name == name, "a number is another tier's"
+        self.used = [self.all[number] for number in numbers]
+        for tier in self.all:
+            tier.place = 0
+        for place, tier in enumerate(self.used, 1):
+            tier.place = place
 
     def begin(self, op: Op) -> int:
         """The number of a new operation."""

@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -36,7 +36,8 @@ from kvass.daemon.journal import LOGGED, Journal
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.recording import Recorder
-from kvass.daemon.tier_process.supervisor import TierProcess, task
+from kvass.daemon.tier_process.supervisor import task
+from kvass.daemon.tier_set import TierSet
 from kvass.errors import FrameError
 from kvass.messages import Lookup, StatusReply
 from kvass.wire import framing
@@ -57,8 +58,8 @@ _log = logging.getLogger("kvass")
 class Server:
     """Serves one machine on one listening socket until it is stopped.
 
-    ``tiers``: in the core's order, opened first and closed at the end. ``live``: the options that
-    change while it serves; SIGHUP reloads them.
+    ``tiers``: opened first and closed at the end. ``live``: the options that change while it
+    serves; SIGHUP reloads them.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Server:
         arena: Arena,
         listener: socket.socket,
         live: LiveConfig,
-        tiers: Sequence[TierProcess] = (),
+        tiers: TierSet,
         recorder: Recorder | None = None,
     ) -> None:
         self._machine = machine
@@ -103,13 +104,10 @@ class Server:
         self._stopped = self._loop.create_future()
         self._loop.set_exception_handler(self._broken)
         try:
-            opening = (tier.open(self._handle) for tier in self._tiers)
-            for error in await asyncio.gather(*opening, return_exceptions=True):
-                if error is not None:
-                    raise error
+            await self._tiers.open(self._handle)
             await self._serve_until_stopped(on_ready)
         finally:
-            await asyncio.gather(*(tier.close() for tier in self._tiers))
+            await self._tiers.close()
         for name, rows in self._machine.unflushed():
             _log.warning("tier %s: %d rows were not flushed", name, rows)
 
@@ -121,8 +119,7 @@ class Server:
         reloads = task(self._reload(hangups))
         self._listener.setblocking(False)
         self._listen()
-        if self._tiers:
-            self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
+        self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         self._look_at_lag(self._loop.time())
         on_ready()
         notify.tell("READY=1")
@@ -148,12 +145,15 @@ class Server:
         while await hangups.wait():
             hangups.clear()
             before = self._live.now.quota
-            await self._live.reload()
+            await self._live.reload(self._change_tiers)
             if self._live.now.quota != before:
                 wanted = quotas(self._live.now)
                 self._handle(effects.QuotasAre(wanted))
                 if self._machine.quotas != {*wanted}:
                     _log.error("SIGHUP: the quotas stay as they were: too many other tenants")
+
+    async def _change_tiers(self, urls: list[str]) -> None:
+        await self._tiers.change(urls, self._machine.tier_number, self._handle)
 
     def _stop(self) -> None:
         """A signal: flush what was promised, within ``stop_s``; a second one: leave now."""
@@ -313,7 +313,7 @@ class Server:
         elif type(effect) is effects.Watch:
             self._watch(effect)
         elif isinstance(effect, effects.ToTier):
-            self._tiers[effect.tier].submit(effect)
+            self._tiers.submit(effect)
 
     def _finish_turn(self) -> None:
         """Flush what was queued for sessions, and have a tick when the core needs one."""

@@ -26,7 +26,7 @@ from kvass.daemon.listen import Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
 from kvass.daemon.recording import Recorder
-from kvass.daemon.tier_process.supervisor import TierProcess
+from kvass.daemon.tier_set import TierSet
 from kvass.errors import ConfigError
 from kvass.tiers.url import tier_name
 from kvass.types import PAGE, Timing
@@ -58,10 +58,7 @@ def serve(
             raise ConfigError(f"no arena of {config.l1_size}: {error.strerror}") from error
         huge = arena.advise_huge()
         core = core_config(config, size)
-        tiers = [
-            TierProcess(i, url, tier_name(url), arena.fileno(), size, log_format=config.log_format)
-            for i, url in enumerate(config.tier)
-        ]
+        tiers = TierSet(config.tier, arena.fileno(), size, config.log_format)
         ready = (
             f"ready socket={config.socket} l1={Size(size).rounded()} l1_bytes={size}"
             f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from kvass.client.health import tier_trouble
+from kvass.client.health import tier_trouble, used_tiers
 
 Fields = dict[str, Any]
 
@@ -56,8 +56,12 @@ def _engines(before: Fields, after: Fields) -> Iterator[str]:
 
 
 def _tiers(before: list[Fields], after: list[Fields]) -> Iterator[str]:
-    was = {tier["tier"]: tier_trouble(tier) for tier in before}
-    for tier in after:
+    was = {tier["tier"]: tier_trouble(tier) for tier in used_tiers(before)}
+    names = [tier["tier"] for tier in used_tiers(after)]
+    if was:
+        yield from (f"tier {name} was added" for name in names if name not in was)
+    yield from (f"tier {name} was removed" for name in was if name not in names)
+    for tier in used_tiers(after):
         line = tier_trouble(tier)
         known = was.get(tier["tier"], "")
         if line and not known:

@@ -22,6 +22,7 @@ from importlib.resources import files
 from typing import Any, Final, NamedTuple, cast
 
 from kvass._version import __version__
+from kvass.client.health import tier_state, tier_trouble, used_tiers
 from kvass.config import Config
 from kvass.errors import ConfigError, KvassError, Refused
 from kvass.types import NO_CAP, Quota, Size
@@ -32,6 +33,12 @@ from kvass.web.source import Source
 
 BODY_BYTES: Final = 4 << 20
 _CLEAR_S: Final = 300.0
+_OF_TIER: Final = (
+    *("tier", "place", "bytes", "capacity_bytes", "records", "tenants", "flush_queue_rows"),
+    *("flush_queue_oldest_s", "storing_bytes", "loading_bytes", "load_bytes_s"),
+    *("stored_rows", "loaded_rows", "store_failures"),
+)
+"""What ``/api/v1/tiers`` says of each, where it is known."""
 _log = logging.getLogger("kvass.web")
 
 _POLICY: Final = (
@@ -89,7 +96,7 @@ def _ready(source: Source, _query: str) -> HttpReply:
     if fields is not None:
         if fields["l1_populated_bytes"] < fields["l1_capacity_bytes"]:
             trouble = "the arena is not populated yet"
-        down = [tier["tier"] for tier in fields["tiers"] if not tier.get("up")]
+        down = [tier["tier"] for tier in used_tiers(fields["tiers"]) if not tier.get("up")]
         trouble = f"tiers down: {', '.join(down)}" if down else trouble
     if trouble:
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
@@ -125,6 +132,40 @@ def _prefetch(source: Source, asked: dict[str, Any]) -> HttpReply:
 def _quotas(source: Source, query: str) -> HttpReply:
     reply = _status(source, query)
     return reply._replace(body={"tenants": reply.body["tenants"]}) if reply.status == 200 else reply
+
+
+def _tiers(source: Source, query: str) -> HttpReply:
+    """In the order in which they are asked."""
+    reply = _status(source, query)
+    if reply.status != HTTPStatus.OK:
+        return reply
+    tiers = [
+        {
+            "state": tier_state(tier),
+            "trouble": tier_trouble(tier),
+            **{name: tier[name] for name in _OF_TIER if name in tier},
+        }
+        for tier in used_tiers(reply.body["tiers"])
+    ]
+    return reply._replace(body={"tiers": tiers})
+
+
+def _empty_tier(source: Source, asked: dict[str, Any]) -> HttpReply:
+    """``{"tier": NAME, "clear": true}``."""
+    tier, clear = asked.pop("tier", ""), asked.pop("clear", False)
+    _nothing_else(asked)
+    if not isinstance(tier, str) or not tier:
+        raise ValueError("tier: give the name of a tier, as in the list")
+    if clear is not True:
+        raise ValueError("clear: say true; a tier that is down is tried again by itself")
+    try:
+        with source.another_client() as client:
+            client.empty_tier(tier, timeout_s=_CLEAR_S)
+    except Refused as no:
+        if no.code != "bad_value":
+            raise
+        raise ValueError(no.text) from no
+    return HttpReply(HTTPStatus.OK, {"tier": tier})
 
 
 def _set_quota(source: Source, asked: dict[str, Any]) -> HttpReply:
@@ -167,11 +208,13 @@ READS: Final[dict[str, tuple[Need, Callable[[Source, str], HttpReply]]]] = {
     "/api/v1/status": ("read", _status),
     "/api/v1/history": ("read", _history),
     "/api/v1/quotas": ("read", _quotas),
+    "/api/v1/tiers": ("read", _tiers),
 }
 WRITES: Final[dict[str, Callable[[Source, dict[str, Any]], HttpReply]]] = {
     "/api/v1/clear": _clear,
     "/api/v1/prefetch": _prefetch,
     "/api/v1/quotas": _set_quota,
+    "/api/v1/tiers": _empty_tier,
 }
 
 

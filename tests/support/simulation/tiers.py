@@ -11,6 +11,7 @@ it reads such a note later, it must correct it; if it ends before, the note is c
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,7 +74,7 @@ class Operation:
 class SimTiers:
     """All tiers of a world, and their open operations."""
 
-    def __init__(self, world: World, count: int, healthy: bool) -> None:
+    def __init__(self, world: World, seed: int, count: int, healthy: bool) -> None:
         rng = world.rng
         self.world = world
         self.healthy = healthy
@@ -81,6 +82,12 @@ class SimTiers:
             SimTier(0.0 if healthy else rng.choice([0.02, 0.1, 0.3]), rng.choice([0.002, 0.02]))
             for _ in range(count)
         ]
+        self._chance = random.Random(f"tiers {seed}")  # the histories of other worlds stay
+        self._at_start, self.used = count, [*range(count)]
+        self.changing = bool(count) and not healthy and self._chance.random() < 0.5
+        """Whether an operator adds tiers, removes them and names them in another order."""
+        if self.changing:
+            self.tiers.append(SimTier(0.1, 0.002))
         self.goes_back = rng.choice([0.0, 0.02, 0.1])
         self.open: dict[int, Operation] = {}
         self.unsettled = False
@@ -88,7 +95,7 @@ class SimTiers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(f"tier{i}" for i in range(len(self.tiers)))
+        return tuple(f"tier{i}" for i in range(self._at_start))
 
     def holds(self, digest: bytes, epoch: int, group: int, key: bytes, tier: int) -> bool:
         """Whether a tier has the record."""
@@ -108,6 +115,24 @@ class SimTiers:
             tier.notes.update(tier.put_back)
             tier.put_back.clear()
             tier.told.clear()
+        for number in {*range(len(self.tiers))} - {*self.used}:
+            self.tiers[number].records.clear()  # as its operator is told: it missed clears
+        self.used = [*range(self._at_start)]
+
+    def change(self) -> None:
+        """Now and then other tiers are used. One that owes answers does not come back yet."""
+        if not self.changing or self._chance.random() > 0.02:
+            return
+        busy = {under.effect.tier for under in self.open.values()}
+        numbers = self._chance.sample(
+            range(len(self.tiers)), self._chance.randint(0, len(self.tiers))
+        )
+        numbers = [n for n in numbers if n in self.used or n not in busy]
+        idle = [n for n in numbers if n in self.used and n not in busy]
+        self.used = numbers
+        names = tuple(f"tier{n}" for n in numbers)
+        renewed = tuple(n for n in idle if self._chance.random() < 0.3)
+        self.world.step(fx.TiersAre(tuple(numbers), names, renewed))
 
     def _outlives(self, under: Operation) -> None:
         effect, tier = under.effect, under.tier

@@ -36,7 +36,7 @@ def put_back_tiers(sim: World) -> None:
             peer.ask(m.Clear())
             sim.deliver(peer)
     sim.catch_up(inf)
-    for number in range(len(sim.tiers.tiers)):
+    for number in sim.tiers.used:
         sim.tiers.go_back(number)
     sim.catch_up(inf)
 

@@ -85,7 +85,7 @@ class World:
         self.said: list[tuple[int, m.FromClient]] = []
         """Every message that the daemon of this boot has read, with its session."""
         modes: list[FlushMode] = ["write_through", "write_through", "on_evict", "none"]
-        self.tiers = SimTiers(self, rng.choice([0, 1, 1, 2]), rng.random() < 0.4)
+        self.tiers = SimTiers(self, seed, rng.choice([0, 1, 1, 2]), rng.random() < 0.4)
         self.flush: FlushMode = rng.choice(modes)
         self.warm = rng.random() < 0.8
         """Whether an earlier daemon has filled the tiers."""

@@ -46,6 +46,8 @@ class ObservedState:
         self.roomy = roomy
         self.archive = archive or Archive()
         self.holds = holds
+        self.tiers = [*range(len(config.tiers))]
+        """The numbers of those that are used."""
         self.quota = config.arena_bytes * config.limits.instance_write_share
         self.now = 0.0
         """When the last event came."""
@@ -137,7 +139,7 @@ class ObservedState:
 
     def known_epochs(self, digest: bytes) -> list[list[int]]:
         """The epochs that each tier told."""
-        return [self.epochs.get((digest, tier), []) for tier in range(len(self.config.tiers))]
+        return [self.epochs.get((digest, tier), []) for tier in self.tiers]
 
     def expected(self, lease: int) -> dict[int, Tag | None]:
         """What the pages of a lease must hold."""

@@ -58,7 +58,7 @@ class TierWitness:
     def began(self, effect: fx.ToTier, clear: Pending | None) -> None:
         """An operation begins; ``clear`` is the clear that caused it, if one did."""
         state = self.state
-        if effect.op <= self._last_op or not 0 <= effect.tier < len(state.config.tiers):
+        if effect.op <= self._last_op or effect.tier not in state.tiers:
             raise BrokenLawError(f"an operation's number, or its tier: {effect}")
         self._last_op = effect.op
         state.ops[effect.op] = effect
@@ -78,6 +78,12 @@ class TierWitness:
             self._clears[effect.op] = state.archive.clears[namespace.key]
         if isinstance(effect, fx.TierEpoch | fx.TierClear) and clear is not None:
             clear.awaits.add(effect.op)
+
+    def changed(self, event: fx.TiersAre) -> None:
+        """Others are used: what comes, or may have changed, is to tell its epochs first."""
+        kept = {*self.state.tiers} & {*event.numbers} - {*event.renewed}
+        self.state.tiers = [*event.numbers]
+        self.state.epochs = {of: told for of, told in self.state.epochs.items() if of[1] in kept}
 
     def ended(self, event: fx.FromTier) -> None:
         """An operation is over."""

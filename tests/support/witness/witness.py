@@ -82,6 +82,8 @@ class Witness:
         prompt = [effect for i, effect in enumerate(effects) if i not in late]
         if isinstance(event, fx.FromTier):
             self.tiers.ended(event)
+        elif isinstance(event, fx.TiersAre):
+            self.tiers.changed(event)
         if isinstance(event, fx.Opened):
             self.sessions.opened(event, effects, now)
         elif isinstance(event, fx.Tick):
@@ -249,6 +251,9 @@ class Witness:
         least = sum(map(state.surely_ready, state.ready)) if state.roomy else 0
         if not least <= status["rows"] <= stay:
             raise BrokenLawError(f"{status['rows']} rows are READY, not {least} to {stay}")
+        lost = [tier for tier in status["tiers"] if not tier["place"]]
+        if any(tier["flush_queue_rows"] for tier in lost):
+            raise BrokenLawError(f"law 7: rows are queued for tiers that were removed: {lost}")
         if state.holds is None:
             return
         if any(tier["flush_queue_rows"] for tier in status["tiers"]):

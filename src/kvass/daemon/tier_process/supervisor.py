@@ -111,6 +111,40 @@ class TierProcess:
         else:
             self._loop.call_soon(self._post, failure(effect))
 
+    @property
+    def number(self) -> int:
+        return self._start.number
+
+    @property
+    def url(self) -> str:
+        return self._start.url
+
+    async def renew(self, url: str) -> None:
+        """Have a process with other options instead of this one, which ends. Raises ``ConfigError``
+        if it cannot be opened; then there is none (``go_back``)."""
+        await self.end()
+        self._start = msgspec.structs.replace(self._start, url=url)
+        self._supervision = task(self._supervise(await self._launch()))
+
+    async def go_back(self, url: str) -> None:
+        """After a change that failed: a process with these options follows in a moment."""
+        await self.end()
+        self._start = msgspec.structs.replace(self._start, url=url)
+        self._supervision = task(self._supervise(None))
+
+    async def end(self) -> None:
+        """``close``, and all that it was asked fails, questions at once. It may be renewed."""
+        self._health.failed(self._loop.time())
+        self._report_down("its options change")
+        self._fail_questions()
+        await self.close()
+        self._silent = False
+        owed, self._owed = list(self._owed.values()), {}
+        if any(isinstance(effect, TierLoad) for effect in owed):
+            await asyncio.sleep(self._periods.device_s)
+        for effect in owed:
+            self._post(failure(effect))
+
     async def close(self) -> None:
         """Hang up, and return when the process has ended: it refuses what is queued, ends what
         runs and closes the tier. One that takes too long is killed."""
@@ -122,8 +156,9 @@ class TierProcess:
 
     # ------------------------------------------------------------ one process after another
 
-    async def _supervise(self, hearing: asyncio.Task[None]) -> None:
-        trouble = await self._watch(hearing)
+    async def _supervise(self, hearing: asyncio.Task[None] | None) -> None:
+        """``hearing`` None: it has no process now."""
+        trouble = await self._watch(hearing) if hearing is not None else "its options were refused"
         while True:
             await self._end_process(trouble)
             await asyncio.sleep(self._health.pause_s)
@@ -186,6 +221,10 @@ class TierProcess:
         self._silent = True
         self._report_down("its process does not answer")
         _log.warning("%s", self._text("its process does not answer"))
+        self._fail_questions()
+
+    def _fail_questions(self) -> None:
+        """End what it was asked that uses no slot."""
         questions = [e for e in self._owed.values() if not isinstance(e, TierLoad | TierStore)]
         for effect in questions:
             del self._owed[effect.op]

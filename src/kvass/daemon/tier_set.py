@@ -1,0 +1,116 @@
+"""The processes of all tiers, and their change while the daemon serves.
+
+Law of this file: a change that fails leaves the tiers as they were. A tier with other options gets
+another process: two cannot have one store, so its old process ends before the new one begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Container, Sequence
+
+from kvass.core.effects import FromTier, TierReport, TiersAre, ToTier
+from kvass.daemon.tier_process.supervisor import TierProcess
+from kvass.errors import ConfigError
+from kvass.tiers.url import tier_name
+
+Post = Callable[[FromTier | TierReport | TiersAre], None]
+NumberOf = Callable[[str, Container[int]], int]
+"""The number of an added tier of that name, which is none of those."""
+
+
+class TierSet:
+    """Tiers over the arena behind ``arena_fd``; ``urls`` as of ``Config.tier``. Everything is
+    called in the loop's thread."""
+
+    def __init__(
+        self, urls: Sequence[str], arena_fd: int, arena_bytes: int, log_format: str = "text"
+    ) -> None:
+        self._arena_fd, self._arena_bytes, self._log_format = arena_fd, arena_bytes, log_format
+        self._used = [self._process(number, url) for number, url in enumerate(urls)]
+        self._by_number = dict(enumerate(self._used))
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def _process(self, number: int, url: str) -> TierProcess:
+        where = self._arena_fd, self._arena_bytes
+        return TierProcess(number, url, tier_name(url), *where, log_format=self._log_format)
+
+    async def open(self, post: Post) -> None:
+        """Open all. Raises ``ConfigError`` for one that cannot be opened."""
+        opening = (tier.open(post) for tier in self._used)
+        for error in await asyncio.gather(*opening, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def close(self) -> None:
+        """The daemon ends."""
+        await asyncio.gather(*(tier.close() for tier in self._by_number.values()))
+
+    def submit(self, effect: ToTier) -> None:
+        self._by_number[effect.tier].submit(effect)
+
+    async def change(self, urls: Sequence[str], number_of: NumberOf, post: Post) -> None:
+        """From now on the tiers are those of ``urls``; the core hears of it by ``TiersAre``.
+
+        What a tier that is removed, or has other options, was asked fails. Raises ``ConfigError``
+        if one cannot be opened.
+        """
+        early: dict[int, TierReport] = {}
+
+        def post_once_used(event: FromTier | TierReport) -> None:
+            """The core knows no report of a tier that it was not told of."""
+            if isinstance(event, TierReport) and event.tier not in {t.number for t in self._used}:
+                early[event.tier] = event
+            else:
+                post(event)
+
+        paired = _pair(urls, self._used)
+        added: list[TierProcess] = []
+        renewed: dict[TierProcess, str] = {}
+        try:
+            for url, tier in paired:
+                if tier is None:
+                    number = number_of(tier_name(url), self._by_number)
+                    added.append(self._process(number, url))
+                    self._by_number[number] = added[-1]
+                    await added[-1].open(post_once_used)
+            for url, tier in paired:
+                if tier is not None and tier.url != url:
+                    renewed[tier] = tier.url
+                    await tier.renew(url)
+        except ConfigError:
+            for tier in added:
+                await tier.close()
+                del self._by_number[tier.number]
+            for tier, url in renewed.items():
+                await tier.go_back(url)
+            raise
+        before, new = self._used, iter(added)
+        self._used = [tier or next(new) for _, tier in paired]
+        numbers = tuple(tier.number for tier in self._used)
+        names = tuple(tier_name(tier.url) for tier in self._used)
+        post(TiersAre(numbers, names, tuple(tier.number for tier in renewed)))
+        for report in early.values():
+            post(report)
+        for tier in before:
+            if tier not in self._used:
+                await tier.end()
+                del self._by_number[tier.number]
+
+
+def _pair(
+    urls: Sequence[str], tiers: Sequence[TierProcess]
+) -> list[tuple[str, TierProcess | None]]:
+    """Each URL with the tier that it names: of the same URL, else of the same name, else none."""
+    left = list(tiers)
+
+    def take(url: str, name_of: Callable[[str], str]) -> TierProcess | None:
+        tier = next((t for t in left if name_of(t.url) == name_of(url)), None)
+        if tier is not None:
+            left.remove(tier)
+        return tier
+
+    exact = [take(url, str) for url in urls]
+    return [(url, t or take(url, tier_name)) for url, t in zip(urls, exact, strict=True)]
