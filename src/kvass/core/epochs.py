@@ -62,6 +62,11 @@ def namespace_added(state: State, ns: Namespace) -> None:
         ask(state, ns, tier.number)
 
 
+def in_tiers(state: State, ns: Namespace) -> bool:
+    """Whether its rows may be in tiers."""
+    return bool(state.tiers.used and ns.tier_epochs)
+
+
 def usable(state: State, ns: Namespace) -> list[int]:
     """The tiers whose epoch is known, in order; those that failed to tell are asked again."""
     used = [] if ns.private else [tier.number for tier in state.tiers.used]
