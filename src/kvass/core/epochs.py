@@ -20,7 +20,7 @@ import math
 from typing import Final
 
 from kvass.core.effects import Emptied, EpochIs, Records, TierClear, TierEpoch
-from kvass.core.row_store import Namespace, RowClass
+from kvass.core.row_classes import Namespace, RowClass
 from kvass.core.state import State
 from kvass.core.tier_state import Asking, Clearing, Emptying, TierState
 from kvass.messages import Cleared, Error

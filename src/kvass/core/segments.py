@@ -17,7 +17,7 @@ from kvass.core.checks import scheduler_of, split_keys
 from kvass.core.coverage import BoolArray
 from kvass.core.index import ABSENT, digests_of, key_array
 from kvass.core.registry import ClientSession
-from kvass.core.row_store import Namespace
+from kvass.core.row_classes import Namespace
 from kvass.core.rows import KEY_WORDS, LOADING
 from kvass.core.state import State
 from kvass.core.tier_state import IN_NO_TIER, Promotion
