@@ -24,7 +24,6 @@ from kvass.types import GroupLayout
 from tests.support.vllm.scheduler import make_configs
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-COMPACT = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 BLOCK, CHUNK, BLOCKS = 16, 48, 20
 
 

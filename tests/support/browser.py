@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -66,11 +65,6 @@ class Page:
         """A key, down and up."""
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
-    def png(self) -> bytes:
-        """What is in sight."""
-        shot = self.call("Page.captureScreenshot", format="png")
-        return base64.b64decode(shot["data"])
 
     def told(self, method: str, params: dict[str, Any]) -> None:
         """An event of the page."""

@@ -24,8 +24,8 @@ def put(
 
 
 def noise(tier: DiskTier, name: str, shape: tuple[int, ...] = SHAPE) -> None:
-    """Twice the 8 MiB of the tier, and all of it is kept for a while."""
-    for i in range(16):
+    """10 MiB, more than the tier has, and all of it is kept for a while."""
+    for i in range(10):
         assert all(put(tier, "noisy", keys_of(64, f"{name} {i}"), shape))
 
 
