@@ -220,12 +220,14 @@ def test_what_computes_something_else_shares_nothing(
         cached.generate(PROMPT, max_new_tokens=1)
         assert (cached.last.loaded, cached.last.stored) == (0, 0)
         assert cached.counters == {"changed": 1}
+    refused = ""
     try:
         with join(model, daemon.socket) as cached:
             cached.generate(PROMPT, max_new_tokens=1, store_answer=False)
             assert cached.last.loaded == 0
     except UsageError as error:
-        assert re.search("forward|attention|hook|layers of kind", str(error))
+        refused = str(error)
+    assert not refused or re.search("forward|attention|hook|layers of kind", refused)
 
 
 def test_a_daemon_that_dies_costs_hits_only(
