@@ -10,7 +10,7 @@ import pytest
 from kvass import messages as m
 from kvass.blend.match import entry_bytes
 from kvass.core import segments
-from kvass.core.effects import Received, TierReport
+from kvass.core.effects import Received, TierReport, TiersAre
 from kvass.core.event_lines import line, parse
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import GRACE_S, RESERVE_S, WIDTH, Engine, Rig, digests, key, layout
@@ -354,3 +354,28 @@ def test_a_clear_ends_entries_whose_rows_are_in_a_tier_only() -> None:
     assert found(engine, "old") == b""
     rig.wait(GRACE_S)
     assert rig.gauge("indexed_chunks") == (0,)
+
+
+def test_when_the_last_tier_is_removed_its_chunks_are_found_no_more() -> None:
+    rig, engine = evicted()
+    index(engine, 7)
+    assert found(engine, 7, "old") == digests(7, "old")
+    rig.step(TiersAre((), ()))
+    assert found(engine, 7, "old") == b""
+    index(engine, 7)
+    assert found(engine, 7) == digests(7)
+
+
+def test_after_a_tier_is_added_an_entry_stays_when_its_row_leaves_l1() -> None:
+    rig = TierRig(pages=8, extent=1, tiers=0)
+    engine = rig.ready()
+    stored(engine, "old")
+    rig.shelves.append(set())
+    rig.notes.append({})
+    rig.step(TiersAre((0,), ("tier0",)))
+    rig.settle()
+    for number in range(8):
+        engine.store(number)
+        rig.settle()
+    assert found(engine, "old") == digests("old")
+    assert rig.gauge("indexed_chunks") == (1,)

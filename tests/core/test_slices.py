@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import clearing, index, row_store, writing
+from kvass.core import clearing, index, row_classes, writing
 from kvass.core.effects import Send, TierLoad, TierProbe, TierStore
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
@@ -307,7 +307,7 @@ def test_a_clear_of_everything_goes_on_though_its_asker_is_gone(few: Rig) -> Non
 
 def test_all_indexes_together_begin_with_so_much_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand namespaces would take as many times the memory of one."""
-    monkeypatch.setattr(row_store, "INDEX_ROOM", 1030)
+    monkeypatch.setattr(row_classes, "INDEX_ROOM", 1030)
     rig = Rig(pages=400, extent=4, instance_write_share=1.0)
     engines = [rig.engine(f"e{i}", identity={"model": f"m{i}"}) for i in range(3)]
     classes = rig.machine.state.store.classes.values()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -235,12 +236,14 @@ class ChunkMatcher:
     def _runs(self, offsets: I64Array, ids: I64Array) -> list[Run]:
         """``ids`` stand at ``offsets``, ascending; at one offset may stand several. A run goes on
         as long as some entry there was stored after the one before."""
+        cuts = np.flatnonzero(np.diff(offsets, prepend=-1))
+        if len(cuts) == len(ids):
+            return self._plain_runs(offsets, ids)
         runs, k = list[Run](), self.chunk_tokens
         ends: dict[tuple[bytes, int], list[int]] = {}
         """By the key of its last chunk and the position behind it: each run that may go on."""
         at = -1
         keys, before = _each(self.key[ids]), _each(self.before[ids])
-        cuts = np.flatnonzero(np.diff(offsets, prepend=-1))
         starts = self.start[ids].tolist()
         for begin, end in zip(cuts.tolist(), [*cuts[1:].tolist(), len(ids)], strict=True):
             offset = int(offsets[begin])
@@ -256,6 +259,14 @@ class ChunkMatcher:
                 longer = {(keys[i], starts[i] + k): [int(ids[i])] for i in there}
             ends, at = longer, offset
         return runs + _one_run(ends, at, k)
+
+    def _plain_runs(self, offsets: I64Array, ids: I64Array) -> list[Run]:
+        """As ``_runs``, quicker: at each offset stands one entry."""
+        joined = (self.before[ids[1:]] == self.key[ids[:-1]]).all(axis=1)
+        joined &= np.diff(offsets) == self.chunk_tokens
+        joined &= np.diff(self.start[ids]) == self.chunk_tokens
+        cuts = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(ids)]
+        return [Run(int(offsets[a]), ids[a:b].tolist()) for a, b in pairwise(cuts)]
 
     # ------------------------------------------------------------ hashes
 

@@ -6,8 +6,7 @@ it was writing is published.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -23,7 +22,7 @@ from kvass.core.registry import (
     namespace_digest,
     row_class_specs,
 )
-from kvass.core.row_store import Namespace, RowClass
+from kvass.core.row_classes import Namespace
 from kvass.core.rows import NEVER
 from kvass.core.settlement import MOVED
 from kvass.core.state import State
@@ -131,21 +130,19 @@ def _make_place(state: State) -> None:
     the one that was used longest ago and nobody reads or writes."""
     live = {i.namespace for i in state.instances.values()}
     idle = [ns for ns in state.namespaces.values() if ns.id not in live]
-    empty = (ns for ns in idle if not any(map(state.store.in_use, ns.classes)))
+    empty = (ns for ns in idle if not any(c.in_use for c in ns.classes))
     _drop(state, [*islice(empty, state.config.slice_ends)])
     if len(state.namespaces) < state.config.limits.namespaces:
         return
-    uses = state.store.last_uses()
-    last = {ns.id: max(uses.get(c.id, NEVER) for c in _every_class(ns)) for ns in idle}
+    uses = state.store.sets.last_uses()
+    last = {
+        ns.id: max(uses.get(t.id, NEVER) for c in ns.classes for t in c.of_tenants.values())
+        for ns in idle
+    }
     oldest = min(idle, key=lambda ns: last[ns.id], default=None)
     if oldest is None or last[oldest.id] >= state.store.table.clock:
         raise Refused("limit", f"at most {state.config.limits.namespaces} namespaces")
     _drop(state, [oldest])
-
-
-def _every_class(ns: Namespace) -> Iterator[RowClass]:
-    """Those of all tenants."""
-    return chain.from_iterable(c.of_tenants.values() for c in ns.classes)
 
 
 def _drop(state: State, gone: list[Namespace]) -> None:

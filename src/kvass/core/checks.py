@@ -15,7 +15,7 @@ from kvass.errors import ErrorCode, Refused
 from kvass.types import MAX_RANKS, SCHEDULER, Limits, U64Array
 
 if TYPE_CHECKING:
-    from kvass.core.row_store import Namespace
+    from kvass.core.row_classes import Namespace
     from kvass.core.state import State
 
 

@@ -7,7 +7,7 @@ from typing import Final
 from kvass.core import epochs, promote
 from kvass.core.checks import instance_of, named_namespace
 from kvass.core.registry import ClientSession
-from kvass.core.row_store import Namespace
+from kvass.core.row_classes import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import Clearing, Emptying
 from kvass.errors import Refused
@@ -27,9 +27,8 @@ def clear(state: State, session: ClientSession, msg: Clear) -> None:
 
 
 def go_on(state: State) -> None:
-    """The next namespaces of the oldest clear that is not done."""
-    if state.clears:
-        _clear_some(state, state.clears[0])
+    """The next namespaces of the oldest clear that is not done; there must be one."""
+    _clear_some(state, state.clears[0])
 
 
 def _clear_some(state: State, clearing: Clearing) -> None:

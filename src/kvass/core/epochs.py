@@ -20,7 +20,7 @@ import math
 from typing import Final
 
 from kvass.core.effects import Emptied, EpochIs, Records, TierClear, TierEpoch
-from kvass.core.row_store import Namespace, RowClass
+from kvass.core.row_classes import Namespace, RowClass
 from kvass.core.state import State
 from kvass.core.tier_state import Asking, Clearing, Emptying, TierState
 from kvass.messages import Cleared, Error
@@ -60,6 +60,11 @@ def namespace_added(state: State, ns: Namespace) -> None:
     ns.asked_s = [-math.inf] * len(state.tiers.all)
     for tier in state.tiers.used:
         ask(state, ns, tier.number)
+
+
+def in_tiers(state: State, ns: Namespace) -> bool:
+    """Whether its rows may be in tiers."""
+    return bool(state.tiers.used and ns.tier_epochs)
 
 
 def usable(state: State, ns: Namespace) -> list[int]:

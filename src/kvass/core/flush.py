@@ -19,7 +19,7 @@ import numpy as np
 from kvass.core import epochs
 from kvass.core.effects import Stored, TierStore
 from kvass.core.ledger import ClassRows
-from kvass.core.row_store import RowClass
+from kvass.core.row_classes import RowClass
 from kvass.core.rows import READY
 from kvass.core.state import State
 from kvass.core.tier_state import Flushing, Queued, TierState

@@ -162,13 +162,12 @@ class KeyIndex:
     def _in_bucket(self, bucket: I64Array, mark: U64Array) -> I64Array:
         """The row of the first entry with this mark in this bucket, or ``ABSENT``."""
         entries = self._entry.take(bucket, axis=0)
-        each, alike = np.arange(len(bucket)), (entries >> _HALF) == mark[:, None]
-        at = np.flatnonzero(alike)
-        if len(at) == len(bucket) and ((at >> 3) == each).all():  # the usual hit: one each
+        at = np.flatnonzero((entries >> _HALF) == mark[:, None])
+        if len(at) == len(bucket) and ((at >> 3) == np.arange(len(at))).all():  # one each
             return (entries.reshape(-1).take(at) & _LOW).view(np.int64)
-        slot = alike.argmax(axis=1)
-        rows: I64Array = (entries[each, slot] & _LOW).astype(np.int64)
-        rows[~alike[each, slot]] = ABSENT
+        rows = np.full(len(bucket), ABSENT)
+        at = at[::-1]  # of several in a bucket the first is written last
+        rows[at >> 3] = entries.reshape(-1).take(at) & _LOW
         return rows
 
     def _may_be_elsewhere(self, bucket: I64Array, mark: U64Array) -> npt.NDArray[np.bool_]:

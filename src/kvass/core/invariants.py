@@ -300,12 +300,13 @@ def _segments(state: State) -> None:
     segments, count = state.store.segments, Counter[int]()
     for namespace, place in segments.of.items():
         ns, matcher = state.namespaces[namespace], place.chunks.matcher
+        assert place.in_tiers == bool(state.tiers.used and ns.tier_epochs), "tiers came or went"
         assert place.chunks is segments.sizes[ns.chunk_tokens], "chunks of another size are indexed"
         keys = matcher.key[matcher.place == place.number]
         assert (place.chunks.find(place.number, keys) != ABSENT).all(), "an entry has no key"
         count[ns.chunk_tokens] += len(keys)
         for c in ns.classes:
-            known = ns.tier_epochs or (c.index.find(keys) != ABSENT).all()
+            known = place.in_tiers or (c.index.find(keys) != ABSENT).all()
             assert known, "law 4: a chunk is indexed whose row left"
     for number, chunks, _ in segments.cleared:
         count[chunks.matcher.chunk_tokens] += int((chunks.matcher.place == number).sum())

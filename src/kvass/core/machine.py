@@ -4,8 +4,9 @@
 once, refusals included (law 11), and a refused message changed nothing.
 
 Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
-``row_store``. Leases and reservations: ``settlement``. What messages do: ``reading``, ``promote``,
-``segments``, ``writing``, ``clearing``. Tiers: ``flush``, ``epochs``, ``tier_changes``.
+``row_classes``, ``row_states``, ``row_store``. Leases and reservations: ``settlement``. What
+messages do: ``reading``, ``promote``, ``segments``, ``writing``, ``clearing``. Tiers: ``flush``,
+``epochs``, ``tier_changes``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvass.core import status as fields
 from kvass.core.effects import Effect, Event, SessionId
 from kvass.core.ledger import soonest
 from kvass.core.registry import ClientSession
-from kvass.core.row_store import Namespace
+from kvass.core.row_classes import Namespace
 from kvass.core.state import CoreConfig, State
 from kvass.core.tier_state import Asking
 from kvass.errors import Refused
@@ -88,9 +89,11 @@ def _received(state: State, event: effects.Received) -> None:
 def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
     epochs.read_again(state)
-    clearing.go_on(state)
-    state.store.reclaim()
-    state.store.warm()
+    if state.clears:
+        clearing.go_on(state)
+    else:
+        state.store.reclaim()
+        state.store.warm()
     promote.go_on(state)
 
 

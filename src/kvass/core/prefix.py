@@ -9,7 +9,8 @@ import numpy as np
 from kvass.core.coverage import BoolArray, checked_groups, first_chunk, longest_hit
 from kvass.core.index import ABSENT
 from kvass.core.ledger import ClassRows
-from kvass.core.row_store import Namespace, RowStore
+from kvass.core.row_classes import Namespace
+from kvass.core.row_store import RowStore
 from kvass.core.rows import KEY_WORDS, READY, WRITING
 from kvass.types import I64Array, U64Array
 

@@ -25,7 +25,7 @@ from kvass.core.effects import Loaded, Probed, TierLoad, TierProbe
 from kvass.core.index import ABSENT, repeated
 from kvass.core.ledger import ClassRows
 from kvass.core.prefix import NO_BLOCKS, NO_HIT, PrefixView
-from kvass.core.row_store import Namespace, RowClass
+from kvass.core.row_classes import Namespace, RowClass
 from kvass.core.rows import FAILED, LOADING, READY
 from kvass.core.state import State
 from kvass.core.tier_state import (
@@ -370,7 +370,6 @@ def _answer(state: State, promotion: Promotion) -> None:
         _count(state, promotion)
         reply = state.matched(
             promotion.instance,
-            promotion.namespace,
             promotion.request,
             promotion.first,
             promotion.hit,

@@ -25,7 +25,7 @@ from kvass.core.index import digests_of
 from kvass.core.prefix import NO_BLOCKS, PrefixView
 from kvass.core.registry import ClientSession
 from kvass.core.removed import AT_ONCE
-from kvass.core.row_store import Namespace
+from kvass.core.row_classes import Namespace
 from kvass.core.state import State
 from kvass.core.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.errors import Refused
@@ -93,9 +93,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         asked = given = ns.tokens(0, hit.blocks)
     state.answered(instance, ns, asked, given, why, _speed(msg), msg.again)
     state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why, again=msg.again)
-    return state.matched(
-        instance.id, ns, msg.request, msg.first, hit, readers, msg.spare, msg.again
-    )
+    return state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:

@@ -96,6 +96,15 @@ class SegmentIndex:
         self.of[namespace] = made
         return made
 
+    def reaches_tiers(self, namespace: int, in_tiers: bool) -> None:
+        """Whether a namespace's rows may be in tiers changes. If they may not any more, its entries
+        go: rows of some of them were there only."""
+        place = self.of.get(namespace)
+        if place is not None and in_tiers and not place.in_tiers:
+            self.of[namespace] = place._replace(in_tiers=True)
+        elif place is not None and place.in_tiers and not in_tiers:
+            self.clear(namespace)
+
     def left(self, namespace: int, keys: U64Array) -> None:
         """Rows with these keys left L1."""
         place = self.of.get(namespace)

@@ -17,7 +17,7 @@ from kvass.core.checks import scheduler_of, split_keys
 from kvass.core.coverage import BoolArray
 from kvass.core.index import ABSENT, digests_of, key_array
 from kvass.core.registry import ClientSession
-from kvass.core.row_store import Namespace
+from kvass.core.row_classes import Namespace
 from kvass.core.rows import KEY_WORDS, LOADING
 from kvass.core.state import State
 from kvass.core.tier_state import IN_NO_TIER, Promotion
@@ -48,8 +48,8 @@ def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Inde
         text = f"{len(tokens)} tokens for {len(keys)} chunks of {ns.chunk_tokens}"
         raise Refused("bad_value", f"tokens: {text}")
     _check_full(ns)
-    tiered = bool(state.tiers.used and ns.tier_epochs)
-    place = state.store.segments.begin(ns.id, ns.chunk_tokens, tiered)
+    in_tiers = epochs.in_tiers(state, ns)
+    place = state.store.segments.begin(ns.id, ns.chunk_tokens, in_tiers)
     if place is None:
         raise Refused("limit", f"chunks of {ns.chunk_tokens} tokens: other sizes are indexed")
     before = key_array(msg.predecessor.ljust(msg.width, b"\0") + msg.digests, msg.width)[:-1]
@@ -94,12 +94,12 @@ def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Se
 def forget_lost(state: State, promotion: Promotion) -> None:
     """A promotion was told what the tiers hold: what neither they nor L1 have is found no more."""
     ns = promotion.namespace
-    if ns.id not in state.store.segments.of or len(epochs.usable(state, ns)) < len(
-        state.tiers.used
-    ):
+    if ns.id not in state.store.segments.of:
         return
-    if not all(tier.report.get("up", True) for tier in state.tiers.used):
-        return  # it may have them
+    if len(epochs.usable(state, ns)) < len(state.tiers.used) or not all(
+        tier.report.get("up", True) for tier in state.tiers.used
+    ):
+        return  # one may have them
     for c, home in zip(ns.classes, promotion.homes, strict=True):
         keys = promotion.keys[home == IN_NO_TIER]
         state.store.segments.forget(ns.id, keys[c.index.find(keys) == ABSENT])
@@ -108,7 +108,7 @@ def forget_lost(state: State, promotion: Promotion) -> None:
 def _usable(state: State, ns: Namespace, matcher: ChunkMatcher, ids: I64Array) -> BoolArray:
     """Which entries' chunks have a row in every group that is READY, or may come from a tier."""
     keys, usable = matcher.key[ids], np.ones(len(ids), np.bool_)
-    in_tiers = bool(state.tiers.used and ns.tier_epochs)
+    in_tiers = epochs.in_tiers(state, ns)
     for c in ns.classes:
         rows = c.index.find(keys)
         usable &= state.store.there(rows, LOADING) | ((rows == ABSENT) & in_tiers)

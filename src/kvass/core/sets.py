@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.extents import ExtentSet
+from kvass.core.extents import STAYS, ExtentSet
 from kvass.core.rows import NEVER, NOBODY
 from kvass.types import I64Array
 
@@ -54,6 +54,24 @@ class SetTable:
         before = np.cumsum(slots) - slots
         rows: I64Array = np.repeat(self.first[sets] - before, slots)
         return rows + np.arange(len(rows))
+
+    def idle_cleared(self) -> I64Array:
+        """Those cleared ones in which nobody reads or writes."""
+        return np.flatnonzero((self.owner == CLEARED) & (self.held == 0))
+
+    @property
+    def cleared_bytes(self) -> int:
+        """What cleared sets still take of the arena."""
+        return int(self.bytes[self.owner == CLEARED].sum()) if self.cleared else 0
+
+    def last_uses(self) -> dict[int, int]:
+        """When a row of each class that has sets was last used; ``STAYS`` while any is in use."""
+        sets = np.flatnonzero(self.owner >= 0)
+        used = np.where(self.held[sets] > 0, STAYS, self.newest[sets])
+        classes, which = np.unique(self.owner[sets], return_inverse=True)
+        last = np.full(len(classes), NEVER)
+        np.maximum.at(last, which, used)
+        return dict(zip(classes.tolist(), last.tolist(), strict=True))
 
 
 class FreeSlots:

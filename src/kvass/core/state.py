@@ -12,7 +12,8 @@ from kvass.core.histogram import Histogram
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
 from kvass.core.prefix import Hit
 from kvass.core.registry import ClientSession, Instance, Refusal
-from kvass.core.row_store import Namespace, RowStore
+from kvass.core.row_classes import Namespace
+from kvass.core.row_store import RowStore
 from kvass.core.session_limits import SessionLimits
 from kvass.core.settlement import Settlement
 from kvass.core.tier_state import Clearing, FlushMode, Promotions, Tiers
@@ -103,7 +104,6 @@ class State:
     def matched(
         self,
         instance: str,
-        ns: Namespace,
         request: str,
         first: int,
         hit: Hit,

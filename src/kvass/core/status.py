@@ -13,7 +13,7 @@ from kvass.types import NO_CAP, SCHEDULER
 if TYPE_CHECKING:
     from kvass.core.ledger import Entry
     from kvass.core.registry import Instance
-    from kvass.core.row_store import RowClass
+    from kvass.core.row_classes import RowClass
     from kvass.core.state import State
     from kvass.core.tenants import Tenant
     from kvass.core.traffic import Traffic
@@ -41,7 +41,7 @@ def status(state: State) -> dict[str, Any]:
         for ns in state.namespaces.values()
     ]
     groups = [g for ns in namespaces for g in ns["groups"]]
-    reservations, cleared_bytes = state.reservations.all.values(), state.store.cleared_bytes
+    reservations, cleared_bytes = state.reservations.all.values(), state.store.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing
     matchers = [chunks.matcher for chunks in state.store.segments.sizes.values()]
     return {
@@ -152,8 +152,9 @@ def _tier(tier: TierState, now: float) -> dict[str, Any]:
 
 
 def _group(row_class: RowClass) -> dict[str, Any]:
-    counts = [each.rows for each in row_class.of_tenants.values()]
-    rows, size = [*map(sum, zip(*counts, strict=True))], row_class.spec.row_bytes
+    rows, size = row_class.rows, row_class.spec.row_bytes
+    if not row_class.undivided:
+        rows = [*map(sum, zip(*(c.rows for c in row_class.of_tenants.values()), strict=True))]
     return {
         "group": row_class.spec.group,
         "kind": row_class.spec.layout.kind,

@@ -18,7 +18,7 @@ from kvass.core.histogram import Histogram
 from kvass.core.ledger import ClassRows, Entry, Ledger
 from kvass.core.metrics import TIER_COUNTERS, TIER_HISTOGRAMS
 from kvass.core.prefix import NO_BLOCKS, NO_HIT, Hit
-from kvass.core.row_store import Namespace
+from kvass.core.row_classes import Namespace
 from kvass.types import I64Array, U64Array
 
 FlushMode = Literal["write_through", "on_evict", "none"]

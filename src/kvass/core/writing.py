@@ -25,7 +25,7 @@ from kvass.core.coverage import first_chunk
 from kvass.core.index import ABSENT, repeated
 from kvass.core.ledger import ClassRows
 from kvass.core.registry import ClientSession, Instance
-from kvass.core.row_store import Namespace, RowClass
+from kvass.core.row_classes import Namespace, RowClass
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import Abort, Commit, Grant, Granted, HandedOver, Reserve, ReserveItem

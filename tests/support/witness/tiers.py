@@ -76,7 +76,8 @@ class TierWitness:
             if namespace.private:
                 raise BrokenLawError(f"a tier is to note an epoch of one instance's own: {effect}")
             self._clears[effect.op] = state.archive.clears[namespace.key]
-        if isinstance(effect, fx.TierEpoch | fx.TierClear) and clear is not None:
+        notes = isinstance(effect, fx.TierEpoch) and effect.renew
+        if clear is not None and (notes or isinstance(effect, fx.TierClear)):
             clear.awaits.add(effect.op)
 
     def changed(self, event: fx.TiersAre) -> None:

@@ -102,6 +102,9 @@ class Witness:
         clear = None
         if isinstance(event, fx.Received) and isinstance(event.message, m.Clear):
             clear = state.pending.get((event.session, event.message.seq))
+        elif isinstance(event, fx.Tick):  # one of everything goes on, namespace by namespace
+            clears = (p for p in state.pending.values() if isinstance(p.message, m.Clear))
+            clear = next((p for p in clears if getattr(p.message, "everything", False)), None)
         for i, effect in enumerate(effects):
             if isinstance(effect, fx.Watch):
                 self.writes.watched(effect)
