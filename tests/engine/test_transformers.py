@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvass.connectors.transformers import CachedModel, connect
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows
@@ -156,6 +158,78 @@ def test_a_model_that_changed_after_connect_runs_uncached(daemon: Daemon, comput
         assert daemon.status()["rows"] == rows
 
 
+def other_scale(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(model.model.layers[0].self_attn, "scaling", 0.9)
+
+
+def other_activation(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(model.model.layers[0].mlp, "act_fn", torch.nn.ReLU())
+
+
+def other_config(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(model.config, "sliding_window", 32, raising=False)
+
+
+def other_precision(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+
+
+def other_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    patch.setattr(mlp, "forward", lambda x: forward(x) / 2)
+
+
+def other_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    kind = type(model.model.layers[0].mlp)
+    forward = kind.forward
+    patch.setattr(kind, "forward", lambda self, x: forward(self, x) / 2)
+
+
+def other_attention(model: Any, patch: pytest.MonkeyPatch) -> None:
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    mine = {"sdpa": lambda *given, **named: sdpa(*given, **(named | {"scaling": 0.9}))}
+    patch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", mine)
+
+
+def hook_on_all(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(torch.nn.modules.module._global_forward_hooks, 0, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_scale,
+        other_activation,
+        other_config,
+        other_precision,
+        other_forward,
+        other_class,
+        other_attention,
+        hook_on_all,
+    ],
+)
+def test_what_computes_something_else_shares_nothing(
+    daemon: Daemon, computed: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    """A change after ``connect`` makes calls uncached. One before it is another namespace, or is
+    refused."""
+    model = make()
+    with join(model, daemon.socket) as cached:
+        change(model, monkeypatch)
+        cached.generate(PROMPT, max_new_tokens=1)
+        assert (cached.last.loaded, cached.last.stored) == (0, 0)
+        assert cached.counters == {"changed": 1}
+    refused = ""
+    try:
+        with join(model, daemon.socket) as cached:
+            cached.generate(PROMPT, max_new_tokens=1, store_answer=False)
+            assert cached.last.loaded == 0
+    except UsageError as error:
+        refused = str(error)
+    assert not refused or re.search("forward|attention|hook|layers of kind", refused)
+
+
 def test_a_daemon_that_dies_costs_hits_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +287,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "without use_cache": (PROMPT, {"use_cache": False}),
     "as beam_search": (PROMPT, {"generation_config": transformers.GenerationConfig(num_beams=2)}),
     "with assistant_model": (PROMPT, {"assistant_model": None}),
+    "with token_healing": (PROMPT, {"token_healing": True, "tokenizer": None}),
 }
 
 
@@ -223,6 +298,9 @@ def test_a_call_that_cannot_be_served_is_refused(text: str, tmp_path: Path) -> N
         with pytest.raises(UsageError, match=text):
             cached.generate(ids, **arguments)
         assert run(cached, store_answer=True)[1] == 0, "without a daemon it still serves"
+
+
+VISION = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "image_size": 32}
 
 
 def tiny(name: str, config: str, **settings: Any) -> Any:
@@ -239,6 +317,12 @@ MODELS: dict[str, Any] = {
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     ),
     "training mode": lambda: make().train(),
+    "more than text": lambda: tiny(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        text_config=transformers.LlamaConfig(**SIZES),
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+    ),
     "device 'meta'": lambda: make().to("meta"),
     "later tokens": lambda: make(is_causal=False),
     "does not use the cache": lambda: tiny("BertLMHeadModel", "BertConfig", **SIZES),

@@ -43,9 +43,9 @@ Choice = Selector | float
 def parse(text: str | Selector) -> Choice:
     """``first_k:16``, ``kv_dev:0.15``, ``all``, ``none``, or a selector of one's own. Raises
     ``UsageError`` for anything else."""
-    if not isinstance(text, str):
+    if callable(text):
         return text
-    name, _, value = text.partition(":")
+    name, _, value = str(text).partition(":")
     try:
         if name == "first_k":
             return FirstK(int(value))
@@ -55,7 +55,7 @@ def parse(text: str | Selector) -> Choice:
         pass
     if text in ("all", "none"):
         return all_tokens if text == "all" else none
-    raise UsageError(f"blend {text!r}: give first_k:TOKENS, kv_dev:RATIO, all or none")
+    raise UsageError(f"blend {text!r}: give first_k:TOKENS, kv_dev:RATIO, all, none or a function")
 
 
 class _ScatterLayer(DynamicLayer):

@@ -104,7 +104,7 @@ class CachedModel:
         """``state``: of the model when it was named."""
         self.model = model
         self.last = Reuse()
-        self._state, self._attention = state, identity.attention(model)
+        self._state = state
         self._store, self._boundary = store, boundary
         self._blender, self._choice = blender, choice
         self._calls = 0
@@ -187,10 +187,8 @@ class CachedModel:
     def _unchanged(self) -> bool:
         """Whether the model computes now what its namespace says."""
         why = models.passing_state(self.model)
-        if self._attention != identity.attention(self.model):
-            why = "its attention was changed after connect: connect again"
-        elif self._state != identity.state(self.model):
-            why = "its weights were changed after connect: connect again"
+        if self._state != identity.state(self.model):
+            why = "its weights, settings or code were changed after connect: connect again"
         if why:
             self._boundary.count("changed", "this call runs uncached: %s", why)
         return not why

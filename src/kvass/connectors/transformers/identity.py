@@ -67,12 +67,22 @@ def tensors(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def state(model: Any) -> tuple[object, ...]:
-    """What differs after a weight was replaced, or changed in place, in whatever way torch counts:
-    a change through ``.data`` of a tensor is not counted."""
-    return tuple(
+    """What differs after a field of ``describe`` changed: a weight was replaced, or changed in
+    place in whatever way torch counts (through ``.data`` of a tensor it does not), or a setting,
+    or the code of a module."""
+    config = _that_counts(model.config.to_dict())
+    modules = [_state(module) for module in model.modules()]
+    return attention(model), torch.get_float32_matmul_precision(), config, modules
+
+
+def _state(module: Any) -> tuple[object, ...]:
+    own = (*module._parameters.values(), *module._buffers.values())
+    versions = [
         (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for _, tensor in tensors(model)
-    )
+        for tensor in own
+        if tensor is not None
+    ]
+    return type(module), type(module).forward, _plain(module), versions
 
 
 def _tensor(named: tuple[str, Any]) -> tuple[str, str, str, str]:
@@ -83,23 +93,32 @@ def _tensor(named: tuple[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _modules(model: Any) -> Iterator[str]:
-    """Each module's class, and its plain attributes: a scale, an epsilon. The source of a class
-    that is neither torch's nor transformers' counts too."""
+    """Each module's class, its ``forward``, and its plain attributes: a scale, an epsilon. The
+    source of what is neither torch's nor transformers' counts too."""
     for name, module in model.named_modules():
-        kind = type(module)
-        plain = {
-            key: value
-            for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str)
-            and not key.startswith("_")
-            and key not in LEFT_OUT
-        }
-        yield from (name, f"{kind.__module__}.{kind.__qualname__}", identity.canonical(plain))
-        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
-            yield _source(kind)
+        yield from (name, identity.canonical(_plain(module)))
+        for code in (type(module), type(module).forward):
+            yield f"{code.__module__}.{code.__qualname__}"
+            if not is_known(code):
+                yield _source(code)
 
 
-def _source(kind: type) -> str:
+def _plain(module: Any) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+        and not key.startswith("_")
+        and key not in LEFT_OUT
+    }
+
+
+def is_known(code: Any) -> bool:
+    """Whether a class or a function is torch's or transformers': their versions are a field."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] in ("torch", "transformers")
+
+
+def _source(kind: Any) -> str:
     """The digest of the file that defines ``kind``. Raises ``Indescribable``."""
     try:
         return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()

@@ -7,10 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
+from torch.nn.modules import module as all_modules
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvass.connectors.transformers.identity import attention, is_known
 from kvass.connectors.transformers.rows import KV
 from kvass.errors import UsageError
 from kvass.transfer import DEVICES, ON_REQUEST
@@ -32,6 +36,7 @@ SETTINGS: Final = {
     "cache_implementation": "with a cache of another kind",
     "prefill_chunk_size": "with a prefill in pieces, which expects an empty cache",
     "guidance_scale": "with guidance, which has a second cache",
+    "token_healing": "which changes the prompt",
     "output_attentions": "which has none of what is loaded",
     "output_hidden_states": "which has none of what is loaded",
 }
@@ -93,6 +98,8 @@ def _unsupported(model: Any, gpu: bool) -> Iterator[str]:
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         yield "an encoder-decoder has two caches"
+    if text is not config:
+        yield "it takes more than text, and positions may depend on an earlier call: not tested"
     if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
         yield "it has states besides K and V"
     kinds = {type(layer) for layer in new_cache(model).layers} - {DynamicLayer}
@@ -129,8 +136,15 @@ def passing_state(model: Any) -> str:
         return "it is in training mode: call model.eval()"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast changes the precision"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    hooks = all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks
+    if any(hooks) or any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
         return "a hook on one of its modules may change what it computes"
+    if any("forward" in vars(module) for module in model.modules()):
+        return "the forward of one of its modules was replaced, and may compute something else"
+    name = attention(model)
+    for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        if name in registered and not is_known(registered[name]):
+            return f"other code than transformers' was registered as attention {name!r}"
     return ""
 
 
