@@ -213,7 +213,7 @@ class SimulatedEngine:
             if full or reply.code in ("rank_taken", "contradiction"):
                 self.die(process)
 
-    def _index(self, peer: Peer, digests: bytes) -> None:
+    def _index(self, peer: ClientConnection, digests: bytes) -> None:
         if self.segments is not None and self.segments.is_prompt(digests):
             peer.ask(self.segments.index(digests))
 
