@@ -262,6 +262,8 @@ def test_quotas(web: WebServer, daemon: Daemon) -> None:
         ("POST", "/api/v1/clear", b'{"namespace": ""}', WRITE, 400),
         ("POST", "/api/v1/clear", b'{"tiers": "no"}', WRITE, 400),
         ("POST", "/api/v1/prefetch", b'{"width": "x"}', WRITE, 400),
+        ("POST", "/api/v1/prefetch", b'{"width": %d}' % (1 << 70), WRITE, 400),
+        ("POST", "/api/v1/tiers", b'{"tier": "%s", "clear": true}' % (b"x" * 100_000), WRITE, 400),
         ("POST", "/api/v1/clear", b'{"tiers": true}', WRITE, 503),
         ("POST", "/api/v1/clear", b"", {**WRITE, "Content-Length": str(BODY_BYTES + 1)}, 413),
         ("POST", "/api/v1/clear", b"", {**WRITE, "Content-Length": "-1"}, 411),

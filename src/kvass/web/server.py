@@ -33,6 +33,8 @@ from kvass.web.source import Source
 
 BODY_BYTES: Final = 4 << 20
 _CLEAR_S: Final = 300.0
+_TIER_CHARS: Final = 4096
+"""No name of a tier is longer."""
 _OF_TIER: Final = (
     *("tier", "place", "bytes", "capacity_bytes", "records", "tenants", "flush_queue_rows"),
     *("flush_queue_oldest_s", "storing_bytes", "loading_bytes", "load_bytes_s"),
@@ -122,8 +124,8 @@ def _prefetch(source: Source, asked: dict[str, Any]) -> HttpReply:
     namespace, digests = _hex(asked, "namespace"), _hex(asked, "digests")
     width = asked.pop("width", 32)
     _nothing_else(asked)
-    if type(width) is not int:
-        raise ValueError("width: give a number of bytes")
+    if type(width) is not int or not 8 <= width <= 32:
+        raise ValueError("width: give a number of bytes, 8 to 32")
     with source.another_client() as client:
         chunks = client.prefetch(namespace, digests, width)
     return HttpReply(HTTPStatus.OK, {"chunks": chunks})
@@ -154,7 +156,7 @@ def _empty_tier(source: Source, asked: dict[str, Any]) -> HttpReply:
     """``{"tier": NAME, "clear": true}``."""
     tier, clear = asked.pop("tier", ""), asked.pop("clear", False)
     _nothing_else(asked)
-    if not isinstance(tier, str) or not tier:
+    if not isinstance(tier, str) or not 0 < len(tier) <= _TIER_CHARS:
         raise ValueError("tier: give the name of a tier, as in the list")
     if clear is not True:
         raise ValueError("clear: say true; a tier that is down is tried again by itself")
