@@ -142,6 +142,17 @@ def _binary(text: str) -> bytes:
     return base64.b64decode(text)
 
 
+def test_a_daemon_that_starts_again_serves_and_leaves_the_recording(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    file.write_text("before")
+    with running_daemon(tmp_path, "1MiB", record=file) as daemon:
+        with FakeEngine(daemon.socket, ALONE, (DENSE,), chunk_tokens=CHUNK) as engine:
+            assert engine.store(list(range(CHUNK))) == 1
+        daemon.stop()
+        assert "it is there already, so nothing is recorded" in daemon.log()
+    assert file.read_text() == "before"
+
+
 def test_what_cannot_be_recorded_is_said_and_nobody_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,8 +167,8 @@ def test_what_cannot_be_recorded_is_said_and_nobody_waits(
         f"the recording {file} has ended: it has reached --record-size"
     ]
     assert len(read(file).asking) > 1
-    with pytest.raises(ConfigError, match="File exists"):
-        Recorder(str(file), 400)
+    with pytest.raises(ConfigError, match="No such file"):
+        Recorder(str(tmp_path / "none" / "run.jsonl"), 400)
     monkeypatch.setattr(recording, "WAITING_BYTES", -1)  # the thread is too slow
     slow = Recorder(str(tmp_path / "slow.jsonl"), 1 << 20)
     slow.take(0.0, namespace, Lookup(request="r", digests=bytes(64), width=16))

@@ -65,7 +65,7 @@ def serve(
             f" boot={core.boot.hex()}"
         )
         live = LiveConfig(config, access, read_again)
-        recorder = Recorder(config.record, config.record_size) if config.record else None
+        recorder = _recorder(config)
         server = Server(CacheMachine(core), arena, listener, live, tiers, recorder)
         try:
             server.run(lambda: announce(ready))
@@ -73,6 +73,17 @@ def serve(
             if recorder is not None:
                 recorder.close()
         arena.close()
+
+
+def _recorder(config: Config) -> Recorder | None:
+    """Raises ``ConfigError``. A daemon that starts again serves, and leaves the recording as it is."""
+    if not config.record:
+        return None
+    try:
+        return Recorder(config.record, config.record_size)
+    except FileExistsError:
+        _log.warning("record %s: it is there already, so nothing is recorded", config.record)
+        return None
 
 
 def core_config(config: Config, arena_bytes: int) -> CoreConfig:

@@ -33,12 +33,14 @@ _log: Final = logging.getLogger("kvass")
 
 
 class Recorder:
-    """Writes ``path``, which must not exist, up to ``limit_bytes``. Raises ``ConfigError``."""
+    """Writes ``path``, up to ``limit_bytes``. Raises ``FileExistsError``, or ``ConfigError``."""
 
     def __init__(self, path: str, limit_bytes: int) -> None:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(path, flags, 0o600)
+        except FileExistsError:
+            raise
         except OSError as error:
             raise ConfigError(f"record {path}: {error.strerror}") from error
         self._path, self._left = path, limit_bytes
