@@ -4,9 +4,11 @@ daemon gave, and tells nothing of what was asked."""
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from random import Random
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.daemon import recording
 from kvass.daemon.recording import Recorder
 from kvass.errors import ConfigError
-from kvass.messages import Lookup
+from kvass.messages import Lookup, Reserve, ReserveItem
 from kvass.simulate.player import Player, Setting, recorded
 from kvass.simulate.traces import Trace, read
 from kvass.testing.daemon import running_daemon
@@ -90,6 +92,50 @@ def test_a_recording_tells_no_hash_and_no_request_and_nobody_else_reads_it(tmp_p
             assert key[n : n + 8] not in _binary(lines[1]["keys"])
 
 
+def test_what_the_daemon_refuses_is_not_recorded(tmp_path: Path) -> None:
+    """It may say anything, also what cannot be recorded."""
+    file, prompt = tmp_path / "run.jsonl", list(range(CHUNK * 4))
+    with running_daemon(tmp_path, "1MiB", record=file) as daemon:
+        with FakeEngine(daemon.socket, ALONE, (DENSE,), chunk_tokens=CHUNK) as engine:
+            engine.load(prompt)
+            for wrong in (
+                Lookup(request="r", digests=bytes(64), width=0),
+                Lookup(request="r", digests=bytes(64), width=16, first=9),
+                Reserve(items=[ReserveItem(request="r", digests=bytes(64), first=-3)], width=16),
+            ):
+                assert engine.scheduler.submit(wrong)
+            engine.store(prompt)
+        daemon.stop()
+        assert daemon.log().count("refused: bad_value") == 3
+        assert "Traceback" not in daemon.log()
+    kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
+    assert kinds == ["engine", "lookup", "store"]
+
+
+def test_small_messages_do_not_wait_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits is bounded in memory, not only in hashes."""
+    writes, go_on = Event(), Event()
+
+    def write(_: int, text: bytes) -> int:
+        writes.set()
+        go_on.wait()
+        return len(text)
+
+    monkeypatch.setattr(recording, "WAITING_BYTES", 100 << 10)
+    monkeypatch.setattr(os, "write", write)
+    namespace: Any = _Namespace()
+    recorder = Recorder(str(tmp_path / "run.jsonl"), 1 << 20)
+    recorder.take(0.0, namespace, Lookup(request="r", digests=b"", width=16))
+    writes.wait()
+    for _ in range(1000):
+        recorder.take(0.0, namespace, Lookup(request="r", digests=b"", width=16))
+    assert recorder._queue.qsize() <= 101
+    go_on.set()
+    recorder.close()
+
+
 def _binary(text: str) -> bytes:
     import base64
 
@@ -134,11 +180,15 @@ def test_a_recording_with_wrong_lines_is_played_without_them(
     group = '{"kind":"full","block_tokens":16,"row_bytes":4096}'
     engine = f'{{"kind":"engine","engine":1,"chunk_tokens":16,"groups":[{group}]}}'
     look = '{"kind":"lookup","engine":1,"t":1.0,"request":5,"keys":"AAAAAAAAAAA="}'
+    store = look.replace("lookup", "store").replace('"keys"', '"first":0,"keys"')
     wrong = [
         "{",
         look.replace('"engine":1', '"engine":2'),
         look.replace("AAA=", "AA=="),
-        '{"kind":"store","engine":1,"t":1.0,"request":6,"first":3,"keys":""}',
+        store.replace('"first":0', '"first":1').replace('"request":5', '"request":6'),
+        store.replace('"first":0', '"first":-1'),
+        store.replace('"t"', '"groups":2,"t"'),
+        store.replace('"t"', '"groups":-1,"t"'),
     ]
     file.write_text("\n".join([engine, look, *wrong, look]))
     trace = read(file)
@@ -146,6 +196,7 @@ def test_a_recording_with_wrong_lines_is_played_without_them(
     assert trace.wrong == len(wrong)
     assert main(["simulate", str(file), "--l1", "1MiB", "--chunk-tokens", "16"]) == 2
     assert main(["simulate", str(file), "--l1", "1MiB"]) == 0
-    file.write_text(engine.replace("4096", "0") + "\n" + look)
-    assert main(["simulate", str(file), "--l1", "1MiB"]) == 2
-    assert "has no layout that can be" in capsys.readouterr().err
+    for good, bad in (("4096", "0"), ("4096", str(1 << 62)), (':16,"g', f':{1 << 62},"g')):
+        file.write_text(engine.replace(good, bad) + "\n" + look)
+        assert main(["simulate", str(file)]) == 2
+        assert "has no layout that can be" in capsys.readouterr().err

@@ -4,10 +4,12 @@ policy beats the optimal one."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -148,6 +150,7 @@ def test_lines_that_are_no_requests_are_skipped_counted_and_named(tmp_path: Path
         line(input_length=1 << 60),
         line(timestamp=4),
         line(input_length=None),
+        "[" * 100_000,
     ]
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join([line(), *wrong, "", line(timestamp=6)]))
@@ -177,13 +180,49 @@ def test_a_csv_file_shares_what_its_prefix_ids_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (" " * (5 << 20), "a line has more than 4194304 characters"),
+        (
+            "time_s,input_tokens,output_tokens,prefix_id,prefix_tokens\n1,9,1," + "a" * 200_000,
+            "no CSV",
+        ),
+    ],
+)
+def test_a_file_that_is_no_trace_is_said_so(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "trace"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=why):
+        read(file)
+
+
+def test_a_trace_may_come_through_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_text, args=(line() + "\n",))
+    writer.start()
+    assert len(read(pipe).requests) == 1
+    writer.join()
+
+
+def test_a_prompt_of_more_chunks_than_a_lookup_may_have_is_cut() -> None:
+    model = Model(16, layout((Layers(1, 8),), 16))
+    trace = trace_of([range(1100)] * 2)
+    *_, outcome = Player(Setting(1 << 28, 16), {0: model}).play(trace)
+    assert outcome.hits == [0, 32_768 * 16]
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--model", "gpt-5"], "--model gpt-5: it is one of llama-3-8b"),
-        (["--l1", "0"], "--l1"),
+        (["--l1", "0"], "--l1: 0 is not between 1 byte and"),
+        (["--l1", "1GiB,"], "--l1: no size: ''; write it like"),
+        (["--l1", "99999999TiB"], "--l1: 99999999TiB is not between"),
+        (["--l2", "1GiB", "--l2-speed", "0"], "--l2-speed: 0 is not between"),
         (["--l1", "1KiB"], "a cache of 1024 bytes"),
         (["--chunk-tokens", "300"], "it must be a multiple of 16"),
-        (["--token-bytes", "0"], "--token-bytes"),
+        (["--token-bytes", "0"], "--token-bytes: '0' is no number between 1 and"),
         (["--html", "/proc/none/r.html"], "--html /proc/none/r.html: No such file"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -24,6 +24,7 @@ _BLOCK_TOKENS: Final = 16
 _CHUNK_TOKENS: Final = 256
 _LEAST_CHUNKS: Final = 64
 _EVERY: Final = 200
+_MOST_BYTES: Final = 1 << 60
 
 
 def run(argv: list[str]) -> int:
@@ -135,10 +136,17 @@ def _check_chunk(chunk_tokens: int, trace: Trace) -> None:
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = [int(Size.parse(each)) for each in text.split(",")]
-    if min(sizes) <= 0:
-        raise ValueError("a size of 0 holds nothing")
-    return sizes
+    return [_size(each) for each in text.split(",")]
+
+
+def _size(text: str) -> int:
+    try:
+        size = Size.parse(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    if not 0 < size <= _MOST_BYTES:
+        raise ArgumentTypeError(f"{text} is not between 1 byte and {Size(_MOST_BYTES)}")
+    return int(size)
 
 
 def _counts(text: str) -> list[int]:
@@ -146,9 +154,9 @@ def _counts(text: str) -> list[int]:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
     if not 0 < number <= 1 << 31:
-        raise ValueError(f"{number} is not between 1 and {1 << 31}")
+        raise ArgumentTypeError(f"{text!r} is no number between 1 and {1 << 31}")
     return number
 
 
@@ -177,8 +185,8 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--l2-speed",
-        type=Size.parse,
-        default=Size(2_000_000_000),
+        type=_size,
+        default=2_000_000_000,
         metavar="SIZE",
         help="what the tier loads, and stores, in a second; default: 2GB",
     )

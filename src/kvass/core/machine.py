@@ -174,9 +174,12 @@ class CacheMachine:
         return None if known is None else known.registered
 
     def namespace(self, session: SessionId) -> Namespace | None:
-        """The namespace of a session's instance; None while ranks are missing."""
-        who = self.registered(session)
-        return None if who is None else self.state.namespace_of(self.state.instances[who.instance])
+        """The namespace of a session's instance; None while ranks are missing, and if nothing that
+        the session says is done any more."""
+        who, known = self.registered(session), self.state.sessions.get(session)
+        if who is None or known is None or known.ending:
+            return None
+        return self.state.namespace_of(self.state.instances[who.instance])
 
     def owes(self, session: SessionId) -> bool:
         """Whether a session is a worker's that may still read or write the arena."""

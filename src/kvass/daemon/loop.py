@@ -39,7 +39,7 @@ from kvass.daemon.recording import Recorder
 from kvass.daemon.tier_process.supervisor import task
 from kvass.daemon.tier_set import TierSet
 from kvass.errors import FrameError
-from kvass.messages import Lookup, StatusReply
+from kvass.messages import Error, Lookup, StatusReply
 from kvass.wire import framing
 from kvass.wire.channel import peer_of
 
@@ -285,7 +285,7 @@ class Server:
         if type(event) is effects.Received:
             if type(event.message) is Lookup:
                 self._times["lookup_core_seconds"].observe(time.monotonic() - now)
-            if self._recorder is not None:
+            if self._recorder is not None and not _refused(todo):
                 namespace = self._machine.namespace(event.session)
                 self._recorder.take(now, namespace, event.message)
         for effect in todo:
@@ -346,3 +346,8 @@ class Server:
         """The core reads the tiers' notes again in a tick, also where nothing else is due."""
         self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         self._handle(effects.Tick())
+
+
+def _refused(todo: list[effects.Effect]) -> bool:
+    """Whether the message that led to ``todo`` was refused."""
+    return any(type(e) is effects.Send and type(e.message) is Error for e in todo)

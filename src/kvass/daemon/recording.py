@@ -24,6 +24,8 @@ from kvass.recording import KEY_BYTES, AnyLine, Engine, Group, Looked, Lost, Sto
 
 WAITING_BYTES: Final = 16 << 20
 """Of messages that wait for the thread."""
+_EACH_BYTES: Final = 1 << 10
+"""What a message, or an item of it, takes beside its hashes."""
 _AT_ONCE: Final = 128
 """Hashes computed before the thread lets the daemon's others go on."""
 _END_S: Final = 2.0
@@ -50,7 +52,7 @@ class Recorder:
         self._thread.start()
 
     def take(self, now: float, namespace: Namespace | None, message: FromClient) -> None:
-        """A message of a scheduler was carried out at ``now``."""
+        """A message of a scheduler was carried out at ``now``; a refused one may say anything."""
         if namespace is None or not isinstance(message, Lookup | Reserve) or not self._left:
             return
         if isinstance(message, Lookup) and message.again:
@@ -125,8 +127,8 @@ class Recorder:
 
 def _size(message: Lookup | Reserve) -> int:
     if isinstance(message, Lookup):
-        return len(message.digests)
-    return sum(len(item.digests) for item in message.items)
+        return _EACH_BYTES + len(message.digests) + len(message.blocks)
+    return _EACH_BYTES + sum(_EACH_BYTES + len(item.digests) for item in message.items)
 
 
 def _groups(ns: Namespace) -> Iterator[Group]:

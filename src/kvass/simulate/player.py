@@ -39,13 +39,15 @@ from kvass.messages import (
     ReserveItem,
 )
 from kvass.recording import Engine
-from kvass.simulate.traces import Request, Trace
+from kvass.simulate.traces import MOST_TOKENS, Request, Trace
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
 
 WIDTH: Final = 16
 _PROBE_S: Final = 0.0002
 _PATIENCE_MS: Final = 60_000.0
 _REMEMBERED: Final = 10_000
+_ROW_BYTES: Final = 1 << 40
+"""More no row of a recording can have."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def recorded(engine: Engine) -> Model:
     for i, group in enumerate(engine.groups):
         layout = GroupLayout(group.kind, group.block_tokens, (str(i),), (1,), group.window_tokens)
         blocks = layout.row_blocks(engine.chunk_tokens) if group.block_tokens > 0 else 0
-        if not blocks or group.row_bytes <= 0:
+        possible = engine.chunk_tokens <= MOST_TOKENS and 0 < group.row_bytes <= _ROW_BYTES
+        if blocks <= 0 or not possible:
             raise UsageError(f"engine {engine.engine} of the recording has no layout that can be")
         page = max(1, group.row_bytes // blocks)
         groups.append(msgspec.structs.replace(layout, page_bytes=(page,)))
@@ -221,10 +224,12 @@ class Player:
     def play(self, trace: Trace) -> Iterator[Outcome]:
         """The outcome so far, after each request."""
         begin_s, counters = trace.requests[0].time_s, self.machine.state.counters
+        limits = self.machine.state.config.limits
         for request in trace.requests:
             self._until(max(self.now, request.time_s - begin_s))
             engine = self._engines[request.engine]
             keys = digests(request, trace.tokens_of(request.engine), engine.model.chunk_tokens)
+            keys = keys[: limits.keys_per_message * WIDTH]  # clients ask for no more
             first = request.first
             if request.looks_up:
                 self._look_up(engine, request, keys)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Final
 
@@ -32,6 +33,7 @@ MOST_WRONG: Final = 100
 """So many lines of a trace may be wrong; they are skipped and counted."""
 MOST_TOKENS: Final = 16 << 20
 """Of one prompt."""
+_LINE_CHARS: Final = 4 << 20
 NEVER: Final = 1 << 40
 _PROMPTS: Final = 10_000
 """Of so many requests the last lookup is remembered."""
@@ -106,16 +108,17 @@ def read(path: Path) -> Trace:
     than ``MOST_WRONG`` of its lines are wrong."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            first = file.readline(4096)
-            file.seek(0)
+            lines = _lines(file, path)
+            first = next(lines, "")
+            lines = chain([first], lines)
             is_csv = first.strip().startswith("time_s")
             trace = Trace(path.name, CSV_TOKENS if is_csv else MOONCAKE_TOKENS)
             if is_csv:
-                found = _csv(file)
+                found = _csv(lines)
             elif first.startswith('{"kind":'):
-                found = _recorded(file, trace.engines)
+                found = _recorded(lines, trace.engines)
             else:
-                found = _mooncake(file)
+                found = _mooncake(lines)
             for number, request in found:
                 _take(trace, number, request)
     except OSError as error:
@@ -124,6 +127,14 @@ def read(path: Path) -> Trace:
         why = f": {trace.why[0]}" if trace.why else ""
         raise UsageError(f"trace {path}: it has no requests{why}")
     return trace
+
+
+def _lines(file: IO[str], path: Path) -> Iterator[str]:
+    """Raises ``UsageError`` for a line without an end."""
+    while line := file.readline(_LINE_CHARS):
+        if len(line) == _LINE_CHARS:
+            raise UsageError(f"trace {path}: a line has more than {_LINE_CHARS} characters")
+        yield line
 
 
 def _take(trace: Trace, number: int, found: Request | WrongLine) -> None:
@@ -141,8 +152,8 @@ def _take(trace: Trace, number: int, found: Request | WrongLine) -> None:
         )
 
 
-def _mooncake(file: IO[str]) -> Iterator[tuple[int, Request | WrongLine]]:
-    for number, line in enumerate(file, 1):
+def _mooncake(lines: Iterable[str]) -> Iterator[tuple[int, Request | WrongLine]]:
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -154,7 +165,7 @@ def _mooncake(file: IO[str]) -> Iterator[tuple[int, Request | WrongLine]]:
 def _mooncake_request(line: str) -> Request:
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise WrongLine("it is no JSON") from None
     if not isinstance(fields, dict):
         raise WrongLine("it is no JSON object")
@@ -182,15 +193,15 @@ def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKEN
 
 
 def _recorded(
-    file: IO[str], engines: dict[int, Engine]
+    lines: Iterable[str], engines: dict[int, Engine]
 ) -> Iterator[tuple[int, Request | WrongLine]]:
     """A store's line has no keys of what comes before: its request's lookup had them."""
     decoder = msgspec.json.Decoder(AnyLine)
     prompts: dict[tuple[int, int], U64Array] = {}
-    for number, text in enumerate(file, 1):
+    for number, text in enumerate(lines, 1):
         try:
             line = decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeError):
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
             yield number, WrongLine("it is no line of a recording")
             continue
         if isinstance(line, Engine):
@@ -206,8 +217,10 @@ def _recorded(
                 tokens = len(keys) * engines[line.engine].chunk_tokens
                 prompts[name] = keys
                 yield number, Request(line.t, tokens, 0, keys, *name, NEVER)
-            elif line.first > len(before):
+            elif not 0 <= line.first <= len(before):
                 yield number, WrongLine("a store of a request that was not looked up")
+            elif line.groups >> len(engines[line.engine].groups):
+                yield number, WrongLine("a store of groups that its engine does not have")
             else:
                 keys = prompts[name] = np.concatenate([before[: line.first], keys])
                 yield number, Request(line.t, 0, 0, keys, *name, line.first, line.groups)
@@ -215,16 +228,19 @@ def _recorded(
                 del prompts[next(iter(prompts))]
 
 
-def _csv(file: IO[str]) -> Iterator[tuple[int, Request | WrongLine]]:
-    rows = csv.DictReader(file)
-    if tuple(rows.fieldnames or ())[: len(_CSV)] != _CSV:
-        raise UsageError(f"trace: the columns of a CSV file are {','.join(_CSV)}")
+def _csv(lines: Iterable[str]) -> Iterator[tuple[int, Request | WrongLine]]:
+    rows = csv.DictReader(lines)
     prefixes: dict[str, int] = {}
-    for count, row in enumerate(rows):
-        try:
-            yield rows.line_num, _csv_request(row, prefixes, count)
-        except WrongLine as wrong:
-            yield rows.line_num, wrong
+    try:
+        if tuple(rows.fieldnames or ())[: len(_CSV)] != _CSV:
+            raise UsageError(f"trace: the columns of a CSV file are {','.join(_CSV)}")
+        for count, row in enumerate(rows):
+            try:
+                yield rows.line_num, _csv_request(row, prefixes, count)
+            except WrongLine as wrong:
+                yield rows.line_num, wrong
+    except csv.Error as error:
+        raise UsageError(f"trace: line {rows.line_num} is no CSV: {error}") from None
 
 
 def _csv_request(row: dict[str, object], prefixes: dict[str, int], count: int) -> Request:

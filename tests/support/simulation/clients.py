@@ -191,13 +191,11 @@ class SimulatedEngine:
         if isinstance(reply, m.Matched) and isinstance(asked, m.Lookup):
             if reply.lease:
                 self._matched(asked, reply)
-                if self.segments is not None and asked.request != "s":
-                    peer.ask(self.segments.index(asked.digests[: reply.chunks * WIDTH]))
+                self._index(peer, asked.digests[: reply.chunks * WIDTH])
         elif isinstance(reply, m.Granted) and isinstance(asked, m.Reserve):
             self._granted(asked, reply)
-            if self.segments is not None:
-                for item in asked.items:
-                    peer.ask(self.segments.index(item.digests))
+            for item in asked.items:
+                self._index(peer, item.digests)
         elif isinstance(reply, m.Indexed) and reply.chunks and self.segments is not None:
             self.segments.indexed = True
         elif isinstance(reply, m.Segments) and isinstance(asked, m.FindSegments):
@@ -214,6 +212,10 @@ class SimulatedEngine:
             full = isinstance(asked, m.Register) and reply.code == "limit"
             if full or reply.code in ("rank_taken", "contradiction"):
                 self.die(process)
+
+    def _index(self, peer: ClientConnection, digests: bytes) -> None:
+        if self.segments is not None and self.segments.is_prompt(digests):
+            peer.ask(self.segments.index(digests))
 
     def _matched(self, asked: m.Lookup, reply: m.Matched) -> None:
         ranks = (0,) if asked.readers is None else asked.readers

@@ -49,6 +49,11 @@ class SegmentUser:
         """Whether it is time for a search."""
         return self.rng.random() < (0.5 if self.indexed else 0.1)
 
+    def is_prompt(self, digests: bytes) -> bool:
+        """Whether a message names chunks that follow each other: some do not, for mischief."""
+        steps = enumerate(pairwise((b"", *split(digests))))
+        return all((i * CHUNK_TOKENS, *step) in self.follows for i, step in steps)
+
     def index(self, digests: bytes) -> m.IndexChunks:
         """To index the chunks of a prompt, or its last ones."""
         prompt = split(digests)

@@ -78,9 +78,7 @@ class TierProcess:
         self._periods = p = periods or Periods()
         self._start = frames.Start(number, url, name, arena_bytes, p.close_s, log_format)
         self._arena_fd = arena_fd
-        self._health = Health(
-            p.first_pause_s, p.longest_pause_s, p.longest_pause_s, HealthState.RETRYING
-        )
+        self._health = self._new_health()
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._supervision: asyncio.Task[None] | None = None
@@ -92,6 +90,10 @@ class TierProcess:
         """What was asked and not answered, by operation."""
         self._restarts = 0
         self._fields: dict[str, Any] = {"name": name}
+
+    def _new_health(self) -> Health:
+        p = self._periods
+        return Health(p.first_pause_s, p.longest_pause_s, p.longest_pause_s, HealthState.RETRYING)
 
     async def open(self, post: Post) -> None:
         """Return when the tier is open; from then on ``submit`` is called and ``post`` calls back.
@@ -134,7 +136,7 @@ class TierProcess:
 
     async def end(self) -> None:
         """``close``, and all that it was asked fails, questions at once. It may be renewed."""
-        self._health.failed(self._loop.time())
+        self._health = self._new_health()  # it did not fail: no pause grows by this
         self._report_down("its options change")
         self._fail_questions()
         await self.close()
