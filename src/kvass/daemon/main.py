@@ -76,7 +76,7 @@ def serve(
 
 
 def _recorder(config: Config) -> Recorder | None:
-    """Raises ``ConfigError``. A daemon that starts again serves, and leaves the recording as it is."""
+    """Raises ``ConfigError``. A daemon that starts again leaves the recording as it is."""
     if not config.record:
         return None
     try:
