@@ -202,6 +202,7 @@ def measure_longest(rounds: int = 3, arena_bytes: int = ARENA_BYTES) -> dict[str
 
 def _run(arena_bytes: int) -> dict[str, float]:
     """What the longest step of each kind took, in ms."""
+    gc.collect()  # the core of the round before: no daemon ever drops its own
     core, figures = Core(arena_bytes), dict[str, float]()
 
     @contextmanager

@@ -205,12 +205,15 @@ class ChunkMatcher:
             offsets.append(begin + passed)
             hashes.append(of_block[passed])
         maybe, of_maybe = np.concatenate(offsets), np.concatenate(hashes)
-        buckets = self._cells(of_maybe) // _CELLS
-        known, left = np.zeros(len(maybe), np.bool_), np.arange(len(maybe))
+        begins = np.flatnonzero(np.diff(of_maybe, prepend=~of_maybe[:1]))  # of one token: few
+        once = of_maybe[begins]
+        buckets = self._cells(once) // _CELLS
+        known, left = np.zeros(len(once), np.bool_), np.arange(len(once))
         for way in range(WAYS):
-            alike = self._hash.take(self._table[buckets[left], way]) == of_maybe[left]
+            alike = self._hash.take(self._table[buckets[left], way]) == once[left]
             known[left[alike]] = True
             left = left[~alike]
+        known = np.repeat(known, np.diff(begins, append=len(maybe)))
         return maybe[known], of_maybe[known]
 
     def _verified(
