@@ -33,14 +33,14 @@ class Group(msgspec.Struct, omit_defaults=True):
     window_tokens: int = 0
 
 
-class Engine(Line, tag="engine"):
+class EngineLine(Line, tag="engine"):
     """A namespace: comes before the first of its other lines."""
 
     chunk_tokens: int
     groups: tuple[Group, ...]
 
 
-class Looked(Line, tag="lookup"):
+class LookupLine(Line, tag="lookup"):
     """A prompt was looked up: the keys of all its chunks."""
 
     t: float
@@ -48,7 +48,7 @@ class Looked(Line, tag="lookup"):
     keys: bytes
 
 
-class Stored(Line, tag="store"):
+class StoreLine(Line, tag="store"):
     """Rows were asked for, of groups ``groups`` (a bit mask), for a request's chunks from ``first``
     on."""
 
@@ -59,10 +59,10 @@ class Stored(Line, tag="store"):
     groups: int = 1
 
 
-class Lost(Line, tag="lost"):
+class LostLine(Line, tag="lost"):
     """So many messages before this one are not in the recording: the disk was too slow."""
 
     messages: int
 
 
-AnyLine = Engine | Looked | Stored | Lost
+AnyLine = EngineLine | LookupLine | StoreLine | LostLine

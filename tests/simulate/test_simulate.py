@@ -20,7 +20,7 @@ from kvass.simulate.models import MODELS, Layers, layout
 from kvass.simulate.optimal import optimal_hits
 from kvass.simulate.player import Model, Outcome, Player, Setting
 from kvass.simulate.report import Result, advice
-from kvass.simulate.traces import MOONCAKE_TOKENS, MOST_WRONG, Request, Trace, read
+from kvass.simulate.traces import MOONCAKE_TOKENS, MOST_WRONG, Trace, TraceRequest, read
 
 CHUNK = MOONCAKE_TOKENS
 MODEL = Model(CHUNK, layout((Layers(1, 8),), CHUNK))
@@ -29,7 +29,7 @@ ROW = MODEL.row_bytes
 
 def trace_of(prompts: Sequence[Sequence[int]], every_s: float = 1.0) -> Trace:
     requests = [
-        Request(i * every_s, len(ids) * CHUNK, 1, np.array(ids, np.uint64))
+        TraceRequest(i * every_s, len(ids) * CHUNK, 1, np.array(ids, np.uint64))
         for i, ids in enumerate(prompts)
     ]
     return Trace("made up", CHUNK, requests)

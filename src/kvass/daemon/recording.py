@@ -20,7 +20,7 @@ import msgspec
 from kvass.core.row_classes import Namespace
 from kvass.errors import ConfigError
 from kvass.messages import FromClient, Lookup, Reserve
-from kvass.recording import KEY_BYTES, AnyLine, Engine, Group, Looked, Lost, Stored
+from kvass.recording import KEY_BYTES, AnyLine, EngineLine, Group, LookupLine, LostLine, StoreLine
 
 WAITING_BYTES: Final = 16 << 20
 """Of messages that wait for the thread."""
@@ -98,19 +98,19 @@ class Recorder:
     def _lines(self, now: float, ns: Namespace, message: Lookup | Reserve) -> Iterator[AnyLine]:
         if self._lost:
             lost, self._lost = self._lost, 0
-            yield Lost(ns.id, lost)
+            yield LostLine(ns.id, lost)
         if ns.id not in self._engines:
             self._engines.add(ns.id)
-            yield Engine(ns.id, ns.chunk_tokens, tuple(_groups(ns)))
+            yield EngineLine(ns.id, ns.chunk_tokens, tuple(_groups(ns)))
         t, width = round(now - self._began, 6), message.width
         if isinstance(message, Lookup):
             keys = self._keys(message.digests, width)
-            yield Looked(ns.id, t, self._request(message.request), keys)
+            yield LookupLine(ns.id, t, self._request(message.request), keys)
             return
         for item in message.items:
             keys = self._keys(item.digests[item.first * width :], width)
             request = self._request(item.request)
-            yield Stored(ns.id, t, request, item.first, keys, item.groups)
+            yield StoreLine(ns.id, t, request, item.first, keys, item.groups)
 
     def _keys(self, digests: bytes, width: int) -> bytes:
         keys = []

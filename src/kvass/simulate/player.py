@@ -38,8 +38,8 @@ from kvass.messages import (
     Reserve,
     ReserveItem,
 )
-from kvass.recording import Engine
-from kvass.simulate.traces import MOST_TOKENS, Request, Trace
+from kvass.recording import EngineLine
+from kvass.simulate.traces import MOST_TOKENS, Trace, TraceRequest
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
 
 WIDTH: Final = 16
@@ -82,7 +82,7 @@ class Outcome:
         return self.hit_tokens / max(1, self.input_tokens)
 
 
-def digests(request: Request, piece_tokens: int, chunk_tokens: int) -> bytes:
+def digests(request: TraceRequest, piece_tokens: int, chunk_tokens: int) -> bytes:
     """The hashes of a prompt's whole chunks, ``WIDTH`` bytes each: the id of a chunk's last piece,
     and which part of it the chunk ends in."""
     each, parts = max(1, chunk_tokens // piece_tokens), max(1, piece_tokens // chunk_tokens)
@@ -106,7 +106,7 @@ class Model:
         return sum(group.shard_bytes(self.chunk_tokens) for group in self.groups)
 
 
-def recorded(engine: Engine) -> Model:
+def recorded(engine: EngineLine) -> Model:
     """As one rank that has all shards. Raises ``UsageError`` for what no engine can have."""
     groups = []
     for i, group in enumerate(engine.groups):
@@ -135,7 +135,7 @@ class Sessions:
         return (1 << len(self.model.groups)) - 1
 
 
-class Tier:
+class SimulatedTier:
     """A store of ``capacity_bytes`` that drops what was stored or loaded longest ago."""
 
     def __init__(self, capacity_bytes: int, bytes_s: float) -> None:
@@ -198,7 +198,7 @@ class Player:
         )
         self.now = 0.0
         self._seq, self._order, self._session = count(1), count(), count(1)
-        self._tier = Tier(setting.l2_bytes, setting.l2_bytes_s)
+        self._tier = SimulatedTier(setting.l2_bytes, setting.l2_bytes_s)
         self._due: list[tuple[float, int, Event]] = []
         self._answers: list[Any] = []
         self._step(PopulatedTo(setting.l1_bytes))
@@ -240,7 +240,7 @@ class Player:
             )
             yield self.outcome
 
-    def _look_up(self, engine: Sessions, request: Request, keys: bytes) -> None:
+    def _look_up(self, engine: Sessions, request: TraceRequest, keys: bytes) -> None:
         outcome, chunk_tokens, found = self.outcome, engine.model.chunk_tokens, 0
         outcome.input_tokens += request.input_tokens
         if keys:
@@ -272,7 +272,7 @@ class Player:
     def _loaded_rows(self) -> int:
         return sum(tier.counters["loaded_rows"] for tier in self.machine.state.tiers.all)
 
-    def _store(self, engine: Sessions, request: Request, keys: bytes, first: int) -> None:
+    def _store(self, engine: Sessions, request: TraceRequest, keys: bytes, first: int) -> None:
         """Write the chunks from ``first`` on, or from where this cache's hit ended. One step of the
         core decides so many, and says where it left off."""
         chunks, mask = len(keys) // WIDTH, request.groups or engine.mask

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from kvass.errors import UsageError
-from kvass.recording import KEY_BYTES, AnyLine, Engine, Looked, Lost
+from kvass.recording import KEY_BYTES, AnyLine, EngineLine, LookupLine, LostLine
 from kvass.types import U64Array
 
 MOONCAKE_TOKENS: Final = 512
@@ -45,7 +45,7 @@ class WrongLine(ValueError):
 
 
 @dataclass(frozen=True)
-class Request:
+class TraceRequest:
     """``pieces``: ids of the whole pieces of its prompt, uint64. ``first``: -1: it is looked up,
     and what was not found is stored; else it is only looked up (``NEVER``), or only stored, from
     this chunk on. ``groups``: a bit mask of what is stored; 0: all."""
@@ -71,13 +71,13 @@ class Trace:
 
     name: str
     piece_tokens: int
-    requests: list[Request] = field(default_factory=list)
+    requests: list[TraceRequest] = field(default_factory=list)
     wrong: int = 0
     why: list[str] = field(default_factory=list)
-    engines: dict[int, Engine] = field(default_factory=dict)
+    engines: dict[int, EngineLine] = field(default_factory=dict)
 
     @property
-    def asking(self) -> list[Request]:
+    def asking(self) -> list[TraceRequest]:
         """The requests that look something up."""
         return [request for request in self.requests if request.looks_up]
 
@@ -137,8 +137,8 @@ def _lines(file: IO[str], path: Path) -> Iterator[str]:
         yield line
 
 
-def _take(trace: Trace, number: int, found: Request | WrongLine) -> None:
-    if isinstance(found, Request):
+def _take(trace: Trace, number: int, found: TraceRequest | WrongLine) -> None:
+    if isinstance(found, TraceRequest):
         if not trace.requests or found.time_s >= trace.requests[-1].time_s:
             trace.requests.append(found)
             return
@@ -152,7 +152,7 @@ def _take(trace: Trace, number: int, found: Request | WrongLine) -> None:
         )
 
 
-def _mooncake(lines: Iterable[str]) -> Iterator[tuple[int, Request | WrongLine]]:
+def _mooncake(lines: Iterable[str]) -> Iterator[tuple[int, TraceRequest | WrongLine]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -162,7 +162,7 @@ def _mooncake(lines: Iterable[str]) -> Iterator[tuple[int, Request | WrongLine]]
             yield number, wrong
 
 
-def _mooncake_request(line: str) -> Request:
+def _mooncake_request(line: str) -> TraceRequest:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -176,7 +176,7 @@ def _mooncake_request(line: str) -> Request:
         _number(fields, name) for name in ("timestamp", "input_length", "output_length")
     )
     whole = min(len(ids), int(given) // MOONCAKE_TOKENS)
-    return Request(time_s / 1000, int(given), int(output), np.array(ids[:whole], np.uint64))
+    return TraceRequest(time_s / 1000, int(given), int(output), np.array(ids[:whole], np.uint64))
 
 
 def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKENS)) -> float:
@@ -193,8 +193,8 @@ def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKEN
 
 
 def _recorded(
-    lines: Iterable[str], engines: dict[int, Engine]
-) -> Iterator[tuple[int, Request | WrongLine]]:
+    lines: Iterable[str], engines: dict[int, EngineLine]
+) -> Iterator[tuple[int, TraceRequest | WrongLine]]:
     """A store's line has no keys of what comes before: its request's lookup had them."""
     decoder = msgspec.json.Decoder(AnyLine)
     prompts: dict[tuple[int, int], U64Array] = {}
@@ -204,31 +204,31 @@ def _recorded(
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             yield number, WrongLine("it is no line of a recording")
             continue
-        if isinstance(line, Engine):
+        if isinstance(line, EngineLine):
             engines[line.engine] = line
-        elif isinstance(line, Lost):
+        elif isinstance(line, LostLine):
             yield number, WrongLine(f"{line.messages} messages are missing before it")
         elif line.engine not in engines or len(line.keys) % KEY_BYTES:
             yield number, WrongLine("its engine is not known, or its keys are not whole")
         else:
             keys, name = np.frombuffer(line.keys, np.uint64), (line.engine, line.request)
             before = prompts.get(name, keys[:0])
-            if isinstance(line, Looked):
+            if isinstance(line, LookupLine):
                 tokens = len(keys) * engines[line.engine].chunk_tokens
                 prompts[name] = keys
-                yield number, Request(line.t, tokens, 0, keys, *name, NEVER)
+                yield number, TraceRequest(line.t, tokens, 0, keys, *name, NEVER)
             elif not 0 <= line.first <= len(before):
                 yield number, WrongLine("a store of a request that was not looked up")
             elif line.groups >> len(engines[line.engine].groups):
                 yield number, WrongLine("a store of groups that its engine does not have")
             else:
                 keys = prompts[name] = np.concatenate([before[: line.first], keys])
-                yield number, Request(line.t, 0, 0, keys, *name, line.first, line.groups)
+                yield number, TraceRequest(line.t, 0, 0, keys, *name, line.first, line.groups)
             if len(prompts) > _PROMPTS:
                 del prompts[next(iter(prompts))]
 
 
-def _csv(lines: Iterable[str]) -> Iterator[tuple[int, Request | WrongLine]]:
+def _csv(lines: Iterable[str]) -> Iterator[tuple[int, TraceRequest | WrongLine]]:
     rows = csv.DictReader(lines)
     prefixes: dict[str, int] = {}
     try:
@@ -243,7 +243,7 @@ def _csv(lines: Iterable[str]) -> Iterator[tuple[int, Request | WrongLine]]:
         raise UsageError(f"trace: line {rows.line_num} is no CSV: {error}") from None
 
 
-def _csv_request(row: dict[str, object], prefixes: dict[str, int], count: int) -> Request:
+def _csv_request(row: dict[str, object], prefixes: dict[str, int], count: int) -> TraceRequest:
     """The pieces of a prefix are numbered by it; all others belong to one request alone."""
     time_s, given, output, shared = (_number(row, n) for n in _CSV if n != "prefix_id")
     if shared > given:
@@ -254,4 +254,4 @@ def _csv_request(row: dict[str, object], prefixes: dict[str, int], count: int) -
     pieces = np.arange(whole, dtype=np.uint64)
     pieces[:common] += np.uint64(prefix << 21 | 1 << 62)
     pieces[common:] += np.uint64(count << 21)
-    return Request(time_s, int(given), int(output), pieces)
+    return TraceRequest(time_s, int(given), int(output), pieces)
