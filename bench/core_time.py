@@ -256,6 +256,10 @@ def _run(arena_bytes: int) -> dict[str, float]:
     with timed("a namespace makes way for another"):
         Model(core, "c")
         Model(core, "d")
+    core = Core(arena_bytes)
+    *_, last = [Model(core, name) for name in "abc"]  # the first ones take the room for indexes
+    with timed("fill, with an index that grows"):
+        last.fill()
     core = Core(arena_bytes, NAMESPACES)
     for i in range(NAMESPACES):
         model = Model(core, f"e{i}", groups=GROUPS)
