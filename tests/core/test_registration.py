@@ -10,11 +10,6 @@ from kvass.types import GroupLayout, RankLayout
 from tests.core.rig import Rig, layout
 
 
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
 def group(**fields: Any) -> RankLayout:
     good = {"kind": "full", "block_tokens": 16, "layers": ("a",), "page_bytes": (4096,)}
     return RankLayout(groups=(GroupLayout(**{**good, **fields}),))
