@@ -143,7 +143,7 @@ class Subscriber:
         remembers it. What comes after it is on its way without asking."""
         if not self._replay_endpoint:
             return
-        # A socket of its own: an answer that comes too late is not read as that of the next request.
+        # A socket of its own: an answer that comes too late is not taken for the next one.
         with zmq.Context.instance().socket(zmq.DEALER) as replay:
             replay.linger = 0
             replay.connect(self._replay_endpoint)

@@ -201,8 +201,13 @@ def test_a_prompt_below_a_chunk_keeps_nothing_from_being_withdrawn(
     b.close()
 
 
-def test_each_engine_announces_what_it_stored_or_loaded(daemon: Daemon, engine: Any) -> None:
+def test_each_engine_announces_what_it_stored_or_loaded(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row after its parent: the second router hears of nothing but kvass."""
     a, b = engine("a"), engine("b")
+    index, apply = b.router.index, b.router.index.apply
+    monkeypatch.setattr(index, "apply", lambda e: apply(e) if e["medium"] == "CPU" else None)
     a.generate("a", prompt(0))
     a.settle(lambda: a.rows() == 3, "it stored three rows")
     b.step()
