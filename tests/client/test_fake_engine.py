@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvass.errors import UsageError
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.fake_engine import FakeEngine, spread
 from kvass.testing.pages import WrongPageError
+from kvass.transfer.base import Job
 from kvass.types import SCHEDULER, GroupLayout, RankLayout
 
 MODEL = RankLayout(
@@ -96,6 +98,17 @@ def test_a3_every_dense_rank_reads_its_own_shard(daemon: Daemon, make: Make) -> 
     assert row_bytes(daemon, engine) == [sum(group) for group in zip(*sizes, strict=True)]
     assert engine.load(PROMPT) == CHUNKS
     assert engine.verify() == DENSE.tp * CHUNKS * 4 * (4 + 2)
+
+
+def test_copies_that_ended_are_kept_no_longer(make: Make) -> None:
+    engine = make(DENSE)
+    engine.store(PROMPT)
+    for _ in range(5):
+        assert engine.load(PROMPT) == CHUNKS
+        engine.verify()
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, Job)]
+    assert len(kept) <= DENSE.ranks, "the last copy of each rank"
 
 
 def test_b3_messages_per_stored_chunk_do_not_grow_with_tp(daemon: Daemon, make: Make) -> None:

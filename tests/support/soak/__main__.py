@@ -15,8 +15,8 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
@@ -27,7 +27,7 @@ from kvass.simulate.synth import KINDS, write
 from tests.support.soak.engine import Setup
 from tests.support.soak.record import HELD, Check, page, process_figures, sample, verdict
 from tests.support.soak.vllm_engine import write_answers
-from tests.support.soak.world import EARLY, MISCHIEF, SELDOM, Begin, End, SoakError, World
+from tests.support.soak.world import EARLY, MISCHIEF, PROGRAM, SELDOM, Begin, End, SoakError, World
 
 GAP_S: Final = 4.0
 """Between the beginnings of two, on average."""
@@ -37,7 +37,8 @@ AGAIN_S: Final = 0.1
 """What cannot begin now is tried again so much later."""
 REQUESTS: Final = 300
 """Of a made-up trace, which is played again and again."""
-QUIET_S: Final = 30.0
+QUIET_S: Final = 90.0
+"""A tier that failed often is tried again after a minute."""
 _EVENTS: Final = 40
 
 
@@ -50,14 +51,14 @@ class Planned(NamedTuple):
     number: int
 
 
-def plan(seed: int, seconds: float) -> Iterator[Planned]:
+def plan(seed: int, seconds: float, mischief: Collection[str]) -> Iterator[Planned]:
     """All kinds in turn, in a new order each time; ``EARLY`` ones in the first quarter only."""
     random, at_s = Random(seed), 0.0
-    gap_s = min(GAP_S, 0.7 * seconds / len(MISCHIEF))
+    gap_s = min(GAP_S, 0.7 * seconds / len(mischief))
     while at_s < seconds:
         late = at_s > seconds / 4
         left_out = (EARLY if late else ()) + (SELDOM if at_s and random.random() < 2 / 3 else ())
-        kinds = [what for what in MISCHIEF if what not in left_out]
+        kinds = [what for what in mischief if what not in left_out]
         first = () if at_s else (*EARLY, *SELDOM)  # so they are over soon in a short run, too
         for what in sorted(kinds, key=lambda what: (what not in first, random.random())):
             lasts_s = min(random.expovariate(2 / gap_s), LONGEST_S)
@@ -86,6 +87,13 @@ class Soak:
     def note(self, text: str) -> None:
         self.events.append(f"{self.now_s:8.2f} {text}")
 
+    @contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        """A daemon takes its time to end and to start; meanwhile nothing else is done."""
+        began_s = time.monotonic()
+        yield
+        self._began_s += time.monotonic() - began_s
+
     def run(self, planned: Iterator[Planned], seconds: float) -> list[Check]:
         """Returns the verdict. Raises ``SoakError``."""
         due = list(planned)
@@ -94,7 +102,7 @@ class Soak:
             time.sleep(0.02)
         self._began_s = time.monotonic()
         every_s, sample_s = min(1.0, seconds / 40), 0.0
-        while self.now_s < seconds:
+        while self.now_s < seconds or (not all(self.tally.values()) and self.now_s < 4 * seconds):
             while due and due[0].at_s <= self.now_s:
                 one = heapq.heappop(due)
                 if not self._begin(one):
@@ -120,7 +128,8 @@ class Soak:
         needs, begin = self.mischief[one.what]
         if self._busy & set(needs.split()):
             return False
-        end = begin(self.world, one.number)
+        with self._clock_stopped():
+            end = begin(self.world, one.number)
         if end is None:
             return False
         self.tally[one.what] += 1
@@ -134,7 +143,8 @@ class Soak:
     def _end(self, by_s: float) -> None:
         while self._ends and self._ends[0][0] <= by_s:
             _, _, what, end = heapq.heappop(self._ends)
-            end()
+            with self._clock_stopped():
+                end()
             self.note(f"no longer: {what}")
             self._busy -= set(self.mischief[what][0].split())
 
@@ -145,8 +155,11 @@ class Soak:
         while True:
             status = world.client.status(QUIET_S)
             held = {name: status[name] for name in HELD if status[name]}
-            queued = sum(t["flush_queue_rows"] + t["storing_bytes"] for t in status["tiers"])
-            if time.monotonic() > deadline_s or not (held or queued or status["sessions"] > 1):
+            for tier in status["tiers"]:
+                left = tier["flush_queue_rows"] + tier["storing_bytes"]
+                if left or not tier.get("up"):
+                    held[tier["tier"]] = f"{left} to store, {tier.get('trouble') or 'up'}"
+            if time.monotonic() > deadline_s or not (held or status["sessions"] > 1):
                 break
             time.sleep(0.05)
         used = _open(world)
@@ -177,8 +190,10 @@ def soak(
     vllm: int = 0,
     rate: float = 5.0,
     mischief: Mapping[str, tuple[str, Begin]] = MISCHIEF,
+    program: Sequence[str] = PROGRAM,
 ) -> list[Check]:
-    """One run; its verdict. ``rate``: requests a second of one engine."""
+    """The verdict of one run. ``rate``: requests a second of each engine. ``program``: as for
+    ``Daemon``."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "trace.jsonl").unlink(missing_ok=True)
     if trace is None:
@@ -189,9 +204,9 @@ def soak(
         answers = write_answers(trace, Path(folder)) if vllm else ""
         base = Setup(socket, 0, total, str(trace), seed, rate=rate)
         setups = [replace(base, number=n, answers=answers * (n >= engines)) for n in range(total)]
-        with closing(World(Path(folder), setups, "32MiB" if vllm else "16MiB")) as world:
+        with closing(World(Path(folder), setups, "32MiB" if vllm else "16MiB", program)) as world:
             run = Soak(world, out, mischief)
-            planned = plan(seed, seconds)
+            planned = plan(seed, seconds, mischief)
             try:
                 checks = run.run(planned, seconds)
             except SoakError as error:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -94,7 +94,9 @@ class World:
     """All of it. ``MISCHIEF``'s functions begin something and return how it ends, or None if it
     cannot be done now."""
 
-    def __init__(self, folder: Path, setups: list[Setup], l1_size: str) -> None:
+    def __init__(
+        self, folder: Path, setups: list[Setup], l1_size: str, program: Sequence[str]
+    ) -> None:
         self.socket = str(folder / "kvass.sock")
         self.engines: list[Engine] = []
         self.daemon_expected = False
@@ -105,7 +107,7 @@ class World:
             f"disk:{self.disk}?capacity={DISK_BYTES}",
             f"redis:{self.redis.address}?timeout_s=2",
         ]
-        self.daemon = Daemon(folder, {**OPTIONS, "l1_size": l1_size, "tier": tiers}, PROGRAM)
+        self.daemon = Daemon(folder, {**OPTIONS, "l1_size": l1_size, "tier": tiers}, program)
         self.client = Client(self.socket)
         try:
             self.start_daemon()
