@@ -36,7 +36,8 @@ LONGEST_S: Final = 8.0
 AGAIN_S: Final = 0.1
 """What cannot begin now is tried again so much later."""
 REQUESTS: Final = 300
-"""Of a made-up trace, which is played again and again."""
+REQUESTS_S: Final = 8
+"""Of a made-up trace, which is played again and again: so many, and no more for each second."""
 QUIET_S: Final = 90.0
 """A tier that failed often is tried again after a minute."""
 _EVENTS: Final = 40
@@ -150,34 +151,35 @@ class Soak:
 
     def _quiet(self) -> list[Check]:
         """The engines end: nothing may be held, and the daemon is as a new one."""
-        world, deadline_s = self.world, time.monotonic() + QUIET_S
-        world.end_engines()
+        self.world.end_engines()
+        held, used = self._at_rest()
+        self.world.stop_daemon()
+        self.world.start_daemon()
+        _, new = self._at_rest()
+        text = f"the daemon's descriptors and threads: {used}, of a new one: {new}"
+        return [
+            Check(not held, f"held after the engines ended: {held or 'nothing'}"),
+            Check(used == new, text),
+        ]
+
+    def _at_rest(self) -> tuple[dict[str, object], tuple[int, int]]:
+        """What the daemon still holds when it should hold nothing, and what it has open."""
+        deadline_s = time.monotonic() + QUIET_S
         while True:
-            status = world.client.status(QUIET_S)
+            status = self.world.client.status(QUIET_S)
             held = {name: status[name] for name in HELD if status[name]}
+            if status["sessions"] > 1:  # ours
+                held["sessions"] = status["sessions"]
+            if status["l1_populated_bytes"] < status["l1_capacity_bytes"]:
+                held["populated"] = status["l1_populated_bytes"]
             for tier in status["tiers"]:
                 left = tier["flush_queue_rows"] + tier["storing_bytes"]
                 if left or not tier.get("up"):
                     held[tier["tier"]] = f"{left} to store, {tier.get('trouble') or 'up'}"
-            if time.monotonic() > deadline_s or not (held or status["sessions"] > 1):
-                break
+            if not held or time.monotonic() > deadline_s:
+                figures = process_figures(self.world.daemon.pid)
+                return held, (figures["descriptors"], figures["threads"])
             time.sleep(0.05)
-        used = _open(world)
-        world.stop_daemon()
-        world.start_daemon()
-        world.daemon.wait_until(l1_populated_bytes=status["l1_capacity_bytes"])
-        new = _open(world)
-        return [
-            Check(not held, f"held after the engines ended: {held or 'nothing'}"),
-            Check(
-                used == new, f"the daemon's descriptors and threads: {used}, of a new one: {new}"
-            ),
-        ]
-
-
-def _open(world: World) -> tuple[int, int]:
-    figures = process_figures(world.daemon.pid)
-    return figures["descriptors"], figures["threads"]
 
 
 def soak(
@@ -198,7 +200,8 @@ def soak(
     (out / "trace.jsonl").unlink(missing_ok=True)
     if trace is None:
         trace = out / "trace.jsonl"
-        write(trace, KINDS[seed % len(KINDS)], REQUESTS, seed)
+        count = min(REQUESTS, int(REQUESTS_S * seconds))
+        write(trace, KINDS[seed % len(KINDS)], count, seed)
     with tempfile.TemporaryDirectory(prefix="kvass-soak-") as folder:
         socket, total = str(Path(folder) / "kvass.sock"), engines + vllm
         answers = write_answers(trace, Path(folder)) if vllm else ""
