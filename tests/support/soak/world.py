@@ -64,14 +64,22 @@ class Engine:
 
     def kill(self) -> None:
         """SIGKILL. Idempotent."""
+        assert self.process.stdout is not None
+        if self.killed:
+            return
         self.send(signal.SIGKILL)
         self.process.wait()
-        self.hear()
-        self.serves, self.killed = False, True
+        try:
+            self.hear()
+        finally:
+            self.process.stdout.close()
+            self.serves, self.killed = False, True
 
     def hear(self) -> list[Line]:
         """What it said since. Raises ``SoakError`` for a wrong page."""
         assert self.process.stdout is not None
+        if self.killed:
+            return []
         data = self.process.stdout.read() or b""
         *lines, self._heard = (self._heard + data).split(b"\n")
         said = [msgspec.json.decode(line, type=Line) for line in lines]
@@ -159,7 +167,9 @@ class World:
             engine.kill()
 
     def close(self) -> None:
-        self.end_engines()
+        for engine in self.engines:
+            with suppress(SoakError):  # the first one was told
+                engine.kill()
         self.client.close()
         self.daemon_expected = False
         self.daemon.kill()
