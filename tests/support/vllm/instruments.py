@@ -183,6 +183,17 @@ def fork_ranks() -> None:
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def scan_dicts_only() -> None:
+    """Keep vLLM from failing where llvmlite is imported, as by LMCache: on a CPU it looks at the
+    attributes of everything in every module, and takes what ``vars`` returns for a dict."""
+    from vllm.triton_utils import dispatcher
+
+    def dicts_only(value: object) -> dict[str, Any]:
+        return found if isinstance(found := vars(value), dict) else {}
+
+    vars(dispatcher)["vars"] = dicts_only
+
+
 def prepare(connector: Any, patient: bool, late: bool) -> None:
     """Make the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set. If
     ``patient``, it waits for answers without a timeout; if ``late``, not for grants."""
