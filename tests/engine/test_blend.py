@@ -6,6 +6,7 @@ The oracle is the same engine without blend, with a salt that shares nothing.
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -34,8 +35,14 @@ def text(tokens: int, seed: int) -> list[int]:
 
 DOCUMENTS: Final = [text(200, 1), text(140, 2), text(256, 3)]
 FIRST, SECOND, THIRD = DOCUMENTS
-RAG: Final = [*text(77, 4), *THIRD, *text(5, 5), *FIRST, *THIRD, *SECOND, *text(30, 6)]
-"""One document stands in it twice. Of two the end is no whole chunk. Nothing begins at a block."""
+
+
+def rag(seed: int) -> list[int]:
+    """A prompt of them that no other test has. One document stands in it twice. Of two the end is
+    no whole chunk. None begins at a block."""
+    return [*text(77, seed), *THIRD, *text(5, 5), *FIRST, *THIRD, *SECOND, *text(30, 6)]
+
+
 FOUND: Final = (4 + 3 + 4 + 2) * SIZE
 
 
@@ -91,12 +98,19 @@ def ask(
 
 
 def test_shuffled_documents_are_not_computed(engine: EngineProcess) -> None:
-    right = cold(engine, RAG)
-    for select, again in (("none", 0), ("first_k:16", 4 * 16), ("all", FOUND)):
-        answer, counts = ask(engine, RAG, select)
-        assert counts["computed"] == len(RAG) - FOUND + again + 3, "three tokens are generated"
-        assert (answer.local, answer.external) == (0, FOUND - again)
-        assert (counts["blends"], counts["blended_tokens"]) == (1, FOUND - again)
+    prompt = rag(100)
+    right = cold(engine, prompt)
+    for select, prefix, again in (
+        ("none", 0, 0),
+        ("none", SIZE, 0),  # what stands before the first segment was stored
+        ("first_k:16", SIZE, 4 * 16),
+        ("all", SIZE, FOUND),
+    ):
+        answer, counts = ask(engine, prompt, select)
+        spared = prefix + FOUND - again
+        assert counts["computed"] == len(prompt) - spared + 3, "three tokens are generated"
+        assert (answer.local, answer.external) == (0, spared)
+        assert (counts["blends"], counts.get("blended_tokens")) == (1, FOUND - again)
         assert same(answer, right) == (select == "all")
 
 
@@ -111,29 +125,30 @@ def test_exact_kv_at_its_own_place_gives_what_a_full_prefill_gives(engine: Engin
 
 def test_k_is_moved_to_where_vllm_would_have_put_it(engine: EngineProcess) -> None:
     for control, error in (("", 1e-4), ("not moved", 100.0)):
-        ask(engine, RAG, "all", control)  # what was placed is computed over it
+        ask(engine, rag(101), "all", control)  # what was placed is computed over it
         k, v = engine.call("first_layer_error")
         assert v < 1e-4
         assert (k < 1e-4) == (error < 1), control
 
 
-def test_a_later_prompt_gets_no_blended_kv(engine: EngineProcess, daemon: Daemon) -> None:
-    right = cold(engine, RAG)
-    for control, hit in (("", 2 * BLOCK), ("no salt", (len(RAG) - 1) // BLOCK * BLOCK)):
-        tokens = RAG if control else RAG[:]
+@pytest.mark.parametrize("local", [True, False])
+def test_a_later_prompt_gets_no_blended_kv(engine: EngineProcess, local: bool) -> None:
+    for control in ("", "no salt"):
+        prompt = rag(102 + len(control) + local)
+        right = cold(engine, prompt)
         engine.blend("none", control)
-        assert not same(engine.one(tokens, 4), right)
+        assert not same(engine.one(prompt, 4), right)
         engine.blend("none", "off")
-        near = engine.one(tokens, 4)
-        assert engine.reset()
-        far = engine.one(tokens, 4)
-        assert (near.local, far.external) == (hit, hit)
-        assert same(near, right) == same(far, right) == (not control)
-        assert engine.reset(connector=True)
+        assert local or engine.reset()
+        later = engine.one(prompt, 4)
+        hit = (len(prompt) - 1) // BLOCK * BLOCK if control else 2 * BLOCK
+        assert (later.local, later.external) == ((hit, 0) if local else (0, hit))
+        assert same(later, right) == (not control)
 
 
 def test_prompts_blend_side_by_side(engine: EngineProcess) -> None:
     prompts = [[*text(50 + i, 20 + i), *SECOND, *text(i, 30 + i), *FIRST, 7] for i in range(4)]
+    prompts.append(text(300, 40))
     alone = [ask(engine, one, "first_k:16")[0] for one in prompts]
     engine.blend("first_k:16")
     together = engine.generate(*[Prompt(one, 4) for one in prompts])
@@ -142,15 +157,31 @@ def test_prompts_blend_side_by_side(engine: EngineProcess) -> None:
 
 
 def test_a_lease_that_lapsed_costs_a_full_prefill(engine: EngineProcess) -> None:
-    right = cold(engine, RAG)
+    prompt = rag(120)
+    right = cold(engine, prompt)
     engine.disturb(Settings(ahead_s=1e6))
-    answer, counts = ask(engine, RAG, "none")
+    answer, counts = ask(engine, prompt, "none")
     assert same(answer, right)
-    assert counts["computed"] == len(RAG) + 3
+    assert counts["computed"] == len(prompt) + 3
     assert counts["blends_failed"] == 1
 
 
 def test_salts_do_not_find_each_others_documents(engine: EngineProcess) -> None:
     engine.blend()
-    answer = engine.one(RAG, 4, salt="other")
-    assert (answer.cached, engine.blend()["computed"]) == (0, len(RAG) + 3)
+    answer = engine.one(rag(121), 4, salt="other")
+    assert (answer.cached, engine.blend()["computed"]) == (0, len(rag(121)) + 3)
+    assert ask(engine, rag(121), "none")[0].external == FOUND
+
+
+def test_a_daemon_that_dies_between_search_and_load_costs_no_answer(
+    engine: EngineProcess, daemon: Daemon
+) -> None:
+    prompt = rag(122)
+    right, blended = cold(engine, prompt), ask(engine, prompt, "none")[0]
+    engine.blend("none")
+    engine.arm("update_state_after_alloc", "before", [(daemon.pid, signal.SIGKILL, 0.0)])
+    answer = engine.one(prompt, 4)
+    counts = engine.blend()
+    assert not daemon.running
+    assert same(answer, right if counts.get("blends_failed") else blended)
+    daemon.start()
