@@ -244,6 +244,11 @@ class EngineProcess:
         """
         return bool(self.call("reset", connector=connector))
 
+    def blend(self, select: str = "none", control: str = "") -> dict[str, int]:
+        """``instruments.BlendControls.set``."""
+        counts: dict[str, int] = self.call("blend", select=select, control=control)
+        return counts
+
     def hooks(self) -> Hooks:
         """Times of the connector's hooks since ``reset_hooks``."""
         return msgspec.convert(self.call("hooks"), Hooks)
