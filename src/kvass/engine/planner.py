@@ -208,10 +208,10 @@ class Planner:
                 state.offered = max(state.offered, match.chunks)
             if load.lease and self.events is not None and isinstance(salt, bytes):
                 digests, width = state.digests(match.chunks, salt)
-                rows = [
-                    (group, match.chunks - 1 - i)
+                rows = [  # in order: a router ignores a block whose parent it does not know
+                    (group, chunk)
                     for group, slots in enumerate(match.slots)
-                    for i in range(len(slots) - (match.blocks > 0))
+                    for chunk in range(match.chunks - len(slots) + (match.blocks > 0), match.chunks)
                 ]
                 self.events.expect(state.request, digests, width, rows, match.deadline_s)
         self._loads.append(load)

@@ -55,6 +55,9 @@ class ChildEngine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": config["connector"],
             }
+        if "transfer" in config:
+            args["kv_transfer_config"] = config["transfer"]
+            instruments.scan_dicts_only()
         if config["layout_only"]:
             instruments.pack_no_weights()
         if config.get("fork_ranks"):
@@ -65,7 +68,9 @@ class ChildEngine:
         if "connector" in config:
             self.probe.wrap(self.scheduler.connector)
             instruments.prepare(self.scheduler.connector, config["patient"], config["late"])
-        self.pids: list[int] = self.ranks(instruments.install)
+        self.pids: list[int] = [os.getpid()]
+        if "transfer" not in config:
+            self.pids = self.ranks(instruments.install)
         self.probe.count_preemptions(self.scheduler)
         blends = getattr(self.scheduler, "blends", False)
         self.blend = instruments.BlendControls(self.scheduler) if blends else None

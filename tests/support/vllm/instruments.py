@@ -47,10 +47,34 @@ HOOKS: Final = (
 PATIENCE_S: Final = 10.0
 
 
+class RunningClock:
+    """Time, but that in which this process's Python threads wait for a CPU: what a busy machine
+    takes. An idle one takes none."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+        self._waited: dict[int, int] = {}
+
+    def __call__(self) -> float:
+        for thread in threading.enumerate():
+            self._read(thread.native_id or 0)
+        return time.monotonic() - sum(self._waited.values()) / 1e9
+
+    def _read(self, thread: int) -> None:
+        """proc(5), schedstat: time on a CPU, and time spent waiting for one, in ns."""
+        try:
+            if thread not in self._files:
+                self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+            self._waited[thread] = int(os.pread(self._files[thread], 64, 0).split()[1])
+        except OSError:
+            return  # it has just ended; what it had waited still counts
+
+
 class Probe:
     """Times every hook of a connector, and sends armed signals when hooks are called."""
 
     def __init__(self) -> None:
+        self._now_s = RunningClock()
         self.clear()
 
     def clear(self) -> None:
@@ -97,11 +121,11 @@ class Probe:
     def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._fire(name, "before")
-            start = time.monotonic()
+            start = self._now_s()
             try:
                 result = hook(*args, **kwargs)
             finally:
-                took = time.monotonic() - start
+                took = self._now_s() - start
                 self.longest[name] = max(took, self.longest.get(name, 0.0))
                 self.calls[name] = self.calls.get(name, 0) + 1
                 self._fire(name, "after")
@@ -112,7 +136,7 @@ class Probe:
         return timed
 
     def _asked(self, request: str, answer: int | None) -> None:
-        now = time.monotonic()
+        now = self._now_s()
         if answer is None:
             self.told_none[request] = now - self.none_since.setdefault(request, now)
         elif request in self.none_since:
@@ -159,6 +183,17 @@ def fork_ranks() -> None:
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def scan_dicts_only() -> None:
+    """Keep vLLM from failing where llvmlite is imported, as by LMCache: on a CPU it looks at the
+    attributes of everything in every module, and takes what ``vars`` returns for a dict."""
+    from vllm.triton_utils import dispatcher
+
+    def dicts_only(value: object) -> dict[str, Any]:
+        return found if isinstance(found := vars(value), dict) else {}
+
+    vars(dispatcher)["vars"] = dicts_only
 
 
 def prepare(connector: Any, patient: bool, late: bool) -> None:
