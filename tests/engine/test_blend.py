@@ -159,11 +159,12 @@ def test_prompts_blend_side_by_side(engine: EngineProcess) -> None:
     assert engine.blend()["blends"] == 4
 
 
-def test_a_lease_that_lapsed_costs_a_full_prefill(engine: EngineProcess) -> None:
-    prompt = rag(120)
+@pytest.mark.parametrize("control", ["", "not placed"])
+def test_a_load_that_fails_costs_a_full_prefill(engine: EngineProcess, control: str) -> None:
+    prompt = rag(120 + len(control))
     right = cold(engine, prompt)
-    engine.disturb(Settings(ahead_s=1e6))
-    answer, counts = ask(engine, prompt, "none")
+    engine.disturb(Settings(ahead_s=0 if control else 1e6))  # else its lease lapsed
+    answer, counts = ask(engine, prompt, "none", control)
     assert same(answer, right)
     assert counts["computed"] == len(prompt) + 3
     assert counts["blends_failed"] == 1
@@ -171,15 +172,15 @@ def test_a_lease_that_lapsed_costs_a_full_prefill(engine: EngineProcess) -> None
 
 def test_salts_do_not_find_each_others_documents(engine: EngineProcess) -> None:
     engine.blend()
-    answer = engine.one(rag(121), 4, salt="other")
-    assert (answer.cached, engine.blend()["computed"]) == (0, len(rag(121)) + 3)
-    assert ask(engine, rag(121), "none")[0].external == FOUND
+    answer = engine.one(rag(140), 4, salt="other")
+    assert (answer.cached, engine.blend()["computed"]) == (0, len(rag(140)) + 3)
+    assert ask(engine, rag(140), "none")[0].external == FOUND
 
 
 def test_a_daemon_that_dies_between_search_and_load_costs_no_answer(
     engine: EngineProcess, daemon: Daemon
 ) -> None:
-    prompt = rag(122)
+    prompt = rag(141)
     right, blended = cold(engine, prompt), ask(engine, prompt, "none")[0]
     engine.blend("none")
     engine.arm("update_state_after_alloc", "before", [(daemon.pid, signal.SIGKILL, 0.0)])
