@@ -177,7 +177,8 @@ def _engines(
                     start_timeout_s=_SLOW_S,
                 )
                 ending.callback(engine.kill)
-                engine.wait_ready().one(words(1500, ("warm-up", number)), 2, timeout_s=_SLOW_S)
+                first = Prompt(words(1500, ("warm-up", number)), 2)
+                engine.wait_ready().generate(first, timeout_s=_SLOW_S)
                 found[mode] = engine
         yield Engines(found, number)
 
@@ -285,9 +286,9 @@ def measure_new(engines: Engines, rounds: int, first: Row, crowd: Row) -> None:
         answers = engines.found[mode].generate(*prompts, timeout_s=_SLOW_S)
         return max(answer.total_s for answer in answers)
 
-    for row, measure in ((first, alone), (crowd, together)):
+    for row, measure, times in ((first, alone, 2 * rounds), (crowd, together, rounds)):
         took: dict[int, dict[str, float]] = {}
-        for number, mode in in_turns(tuple(engines.found), rounds, row):
+        for number, mode in in_turns(tuple(engines.found), times, row):
             with attempt(mode, row):
                 name = (row.name, engines.repetition, number, mode)
                 took.setdefault(number, {})[mode] = measure(mode, name)

@@ -20,6 +20,7 @@ NAMES: Final = {
     "none": "no cache",
     "again": "no cache, 2nd engine",
     "lmcache": "LMCache",
+    "lmcache_1": "LMCache, 1 thread",
     "kvass": "kvass",
     "offloading": "vLLM offloading",
     "local": "vLLM's own cache",
@@ -30,8 +31,8 @@ ALIKE: Final = 1.02
 """Medians that differ by less are alike, whatever the spread."""
 GOAL_PERCENT: Final = 1.0
 WHY: Final = {
-    "store": "kvass copies with one thread, LMCache's client with one per core. More copy threads "
-    "would change it, where one does not use all of the memory's bandwidth",
+    "store": "kvass copies with one thread, torch with one per core. More copy threads would "
+    "change it, where one does not use all of the memory's bandwidth",
     "load": "as for the store: more copy threads",
     "ping": "the daemon answers from one Python thread. A faster loop would change it; an engine "
     "sends a few requests a step",
@@ -65,8 +66,10 @@ def verdict(row: Row) -> tuple[str, bool]:
         return _cost(row)
     if "lmcache" not in row.samples:
         return "", True
-    ours, theirs = row.median("kvass"), row.median("lmcache")
-    (low, high), (their_low, their_high) = row.spread("kvass"), row.spread("lmcache")
+    best = max if row.more else min
+    peer = best((name for name in ("lmcache", "lmcache_1") if name in row.samples), key=row.median)
+    ours, theirs = row.median("kvass"), row.median(peer)
+    (low, high), (their_low, their_high) = row.spread("kvass"), row.spread(peer)
     near, far = sorted((abs(ours), abs(theirs)))
     if not (low > their_high or their_low > high) or far <= near * ALIKE:
         return "no clear lead", False

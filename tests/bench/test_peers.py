@@ -32,6 +32,7 @@ def row(part: str = "engine", *, more: bool = False, **samples: list[float]) -> 
         (row(kvass=[1.0, 1.1], lmcache=[3.0, 3.3]), ("**kvass** 3x", True)),
         (row(kvass=[1.0, 1.1], lmcache=[3.0, 3.3], more=True), ("LMCache 3x", False)),
         (row(kvass=[3.0, 3.3], lmcache=[1.0, 1.1]), ("LMCache 3x", False)),
+        (row(kvass=[1.0], lmcache=[3.0], lmcache_1=[0.5]), ("LMCache 2x", False)),
         (row(kvass=[0.0], lmcache=[1.0]), ("**kvass**", True)),
         (row(kvass=[1.0, 2.0], lmcache=[1.9, 4.0]), ("no clear lead", False)),
         (row(kvass=[1.0, 9.0, 1.0, 1.0, 1.0], lmcache=[2.0] * 4), ("**kvass** 2x", True)),
@@ -175,8 +176,9 @@ def test_what_new_prompts_cost_is_relative_to_none() -> None:
     rows = engines.new_rows(Results({}, {}, 3, ""))
     engines.measure_new(some(none=Engine(), again=Engine(), kvass=Engine(slow=1.5)), 3, *rows)
     first, crowd = (one.samples for one in rows)
-    assert first["again"] == crowd["again"] == pytest.approx([0.0] * 3)
-    assert first["kvass"] == pytest.approx([50.0] * 3)
+    assert first["again"] == pytest.approx([0.0] * 6)
+    assert crowd["again"] == pytest.approx([0.0] * 3)
+    assert first["kvass"] == pytest.approx([50.0] * 6)
     assert 40 < crowd["kvass"][0] < 50
     assert "none" not in first
     assert words(3, "x") != words(3, "y")
