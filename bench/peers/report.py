@@ -43,6 +43,7 @@ WHY: Final = {
     "the page cache, and the kernel still has to write it. Giving up O_DIRECT would change it",
     "disk_read": "kvass checks every record before it is used. More threads (`?threads=`) or a "
     "cheaper check would change it",
+    "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
     "document": "what is left is the engine's own work on the last tokens",
     "rag": "all compute the question's tokens, and that takes most of the time",
@@ -65,7 +66,7 @@ def verdict(row: Row) -> tuple[str, bool]:
     if row.part == "new":
         return _cost(row)
     if "lmcache" not in row.samples:
-        return "", True
+        return ("**kvass**" if " within " in row.trouble.get("lmcache", "") else ""), True
     best = max if row.more else min
     peer = best((name for name in ("lmcache", "lmcache_1") if name in row.samples), key=row.median)
     ours, theirs = row.median("kvass"), row.median(peer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,7 +71,8 @@ def attempt(system: str, *rows: Row) -> Iterator[None]:
     try:
         yield
     except (KvassError, EngineDied, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:240]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = re.sub(r"^engine process \d+ |; the end of its log:$", "", reason)[:240]
         say(f"nothing more of {system} here: {reason}")
         for row in rows:
             row.trouble.setdefault(system, reason)
