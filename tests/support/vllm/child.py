@@ -72,6 +72,8 @@ class ChildEngine:
         if "transfer" not in config:
             self.pids = self.ranks(instruments.install)
         self.probe.count_preemptions(self.scheduler)
+        blends = getattr(self.scheduler, "blends", False)
+        self.blend = instruments.BlendControls(self.scheduler) if blends else None
         self.hits: dict[str, tuple[int, int]] = {}
         self.engine.engine_core.get_output = self._noting_hits(self.engine.engine_core.get_output)
         self.count = 0
@@ -231,6 +233,12 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
             case "generate":
                 prompts = msgspec.convert(fields["prompts"], list[Prompt])
                 answer(msgspec.to_builtins(engine.generate(prompts)))
+            case "blend":
+                assert engine.blend is not None
+                answer(engine.blend.set(fields["select"], fields["control"]))
+            case "first_layer_error":
+                assert engine.blend is not None
+                answer(engine.blend.first_layer_error())
             case "reset":
                 answer(engine.reset(fields["connector"]))
             case "hooks":

@@ -69,7 +69,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Hooks(msgspec.Struct, frozen=True):
-    """Times of the connector's hooks since the last ``reset_hooks``, in seconds."""
+    """Times of the connector's hooks since the last ``reset_hooks``, in seconds, without the time
+    in which the machine ran none of the engine's threads that were ready to run."""
 
     longest_s: dict[str, float]
     calls: dict[str, int]
@@ -157,7 +158,7 @@ class EngineProcess:
         args: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
-        start_timeout_s: float = 180.0,
+        start_timeout_s: float = 600.0,
         patient: bool = False,
         late: bool = False,
         layout_only: bool = False,
@@ -219,7 +220,7 @@ class EngineProcess:
             self._workers = _children(self.pid)
         return self
 
-    def generate(self, *prompts: Prompt, timeout_s: float = 120.0) -> list[Answer]:
+    def generate(self, *prompts: Prompt, timeout_s: float = 300.0) -> list[Answer]:
         """Run the prompts together, greedily, to the end; answers in the same order."""
         self.submit(*prompts)
         return self.answers(timeout_s)
@@ -232,7 +233,7 @@ class EngineProcess:
         """Start ``generate`` without waiting; ``answers`` must follow before anything else."""
         self._send("generate", prompts=msgspec.to_builtins(prompts))
 
-    def answers(self, timeout_s: float = 120.0) -> list[Answer]:
+    def answers(self, timeout_s: float = 300.0) -> list[Answer]:
         """Wait for what ``submit`` started."""
         return msgspec.convert(self._read(timeout_s), list[Answer])
 
@@ -242,6 +243,11 @@ class EngineProcess:
         False if a block was still held.
         """
         return bool(self.call("reset", connector=connector))
+
+    def blend(self, select: str = "none", control: str = "") -> dict[str, int]:
+        """``instruments.BlendControls.set``."""
+        counts: dict[str, int] = self.call("blend", select=select, control=control)
+        return counts
 
     def hooks(self) -> Hooks:
         """Times of the connector's hooks since ``reset_hooks``."""
@@ -299,7 +305,7 @@ class EngineProcess:
         """vLLM's KV cache groups, by id."""
         return msgspec.convert(self.call("groups"), list[CacheGroup])
 
-    def call(self, op: str, timeout_s: float = 60.0, **fields: Any) -> Any:
+    def call(self, op: str, timeout_s: float = 300.0, **fields: Any) -> Any:
         """One command and its answer. :raises EngineDied: if none comes."""
         self._send(op, **fields)
         return self._read(timeout_s)
