@@ -31,11 +31,12 @@ IDLE_S: Final = 10.0
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a run measures with. ``python``: an interpreter with LMCache. ``folder``: for sockets,
-    logs and disks. ``rounds`` for each figure."""
+    """What a run measures with. ``python``: an interpreter with LMCache. ``folder``: for sockets
+    and logs; ``disk``: for tiers. ``rounds`` for each figure."""
 
     python: str
     folder: Path
+    disk: Path
     rounds: int
 
     def server(self, system: str, l1_bytes: int, disk: Path | None = None) -> Server:
@@ -188,7 +189,7 @@ def measure_disk(results: Results, plan: Plan) -> None:
     rows = (write, read, restart)
     for number, system in in_turns(SYSTEMS, max(2, plan.rounds // 3), *rows):
         with attempt(system, *rows), ExitStack() as ending:
-            disk = plan.folder / f"{system}-disk"
+            disk = plan.disk / system
             disk.mkdir()
             ending.callback(shutil.rmtree, disk)
             server = plan.server(system, DISK_L1_BYTES, disk)

@@ -77,8 +77,8 @@ def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
     assert "](" not in web
 
 
-def test_an_unknown_part_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--only", "copies,nothing"]) == 2
+def test_an_unknown_part_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--only", "copies,nothing", "--out", str(tmp_path)]) == 2
     assert "--only nothing: the parts are copies, lookups," in capsys.readouterr().err
 
 
@@ -94,7 +94,7 @@ def test_kvass_is_measured_though_its_peer_does_not_start(
     monkeypatch.setattr(engineless, "LOOKUPS", (512, 1024))
     monkeypatch.setattr(engineless, "IDLE_S", 0.1)
     results = Results({}, {}, 1, "")
-    plan = Plan(sys.executable, tmp_path, 1)
+    plan = Plan(sys.executable, tmp_path, tmp_path, 1)
     for part in ("copies", "lookups", "requests", "kills"):
         engineless.PARTS[part](results, plan)
     for one in results.rows:
