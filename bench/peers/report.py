@@ -9,6 +9,7 @@ import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 from markdown_it import MarkdownIt
@@ -29,6 +30,9 @@ NAMES: Final = {
 """The columns, in this order."""
 ALIKE: Final = 1.02
 """Medians that differ by less are alike, whatever the spread."""
+BELOW: Final = "see below"
+SHORT: Final = 40
+"""Characters of a reason that stands in the table itself."""
 GOAL_PERCENT: Final = 1.0
 WHY: Final = {
     "store": "kvass copies with one thread, torch with one per core. More copy threads would "
@@ -116,26 +120,36 @@ def markdown(results: Results) -> str:
 
 
 def table(rows: Sequence[Row], part: str) -> str:
-    """One line a row, a column for each system that any of them has."""
+    """One line a row, a column for each system that any of them has; below it, what is too long
+    for a cell."""
     rows = [row for row in rows if row.part == part]
     systems = [s for s in NAMES if any(s in row.samples or s in row.trouble for row in rows)]
     lines = [["", "unit", *(NAMES[system] for system in systems), "leads", "load"]]
     lines.append(["---"] * len(lines[0]))
     for row in rows:
         cells = [cell(row, system) for system in systems]
-        lines.append([row.what, row.unit, *cells, verdict(row)[0], f"{row.load:.1f}"])
-    return "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in lines)
+        load = f"{median(row.loads):.1f}" if row.loads else ""
+        lines.append([row.what, row.unit, *cells, verdict(row)[0], load])
+    reasons = {
+        f"- {NAMES[system]}: {_plain(row.trouble[system])}"
+        for row in rows
+        for system in row.trouble
+        if cell(row, system) == BELOW
+    }
+    text = "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in lines)
+    return "\n".join([text, *([""] if reasons else []), *sorted(reasons)])
 
 
 def cell(row: Row, system: str) -> str:
     """``median (low to high)``, the reason why there is none, or nothing."""
     if system not in row.samples:
-        return row.trouble.get(system, "")
-    median = number(row.median(system))
+        reason = row.trouble.get(system, "")
+        return reason if len(reason) <= SHORT else BELOW
+    middle = number(row.median(system))
     if len(row.samples[system]) == 1:
-        return median
+        return middle
     low, high = map(number, row.spread(system))
-    return f"{median} ({low} to {high})"
+    return f"{middle} ({low} to {high})"
 
 
 def number(value: float) -> str:

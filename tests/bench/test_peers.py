@@ -58,6 +58,8 @@ def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
     first = results.row("engine", "document", "a document again", "s")
     first.samples = {"none": [12.0], "kvass": [2.0, 4.0, 3.0], "lmcache": [1.0, 1.0, 1.0]}
     first.trouble = {"offloading": "only on | GPUs"}
+    long = "failed: Exception: only on | GPUs of other makers, and only there"
+    results.row("new", "new_first", "a new document", "%").trouble = {"offloading": long}
     path = tmp_path / "run.json"
     results.save(path)
     assert command.main(["--render", str(path), "--out", str(tmp_path)]) == 0
@@ -69,7 +71,9 @@ def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
     assert f"- a document again (LMCache 3x): {report.WHY['document']}." in page
     assert "today, 42 minutes, 9 rounds" in page
     assert "- Cores: 2\n- LMCache: 0.5.6" in page
-    assert page.count("Not measured.") == 7  # every other part's table
+    assert "| a new document | % | see below | no figure of kvass |  |\n\n- vLLM off" in page
+    assert f"- vLLM offloading: {long.replace('|', '/')}" in page
+    assert page.count("Not measured.") == 6  # every other part's table
     assert "{" not in page
     web = (tmp_path / "benchmarks.html").read_text()
     assert "<td>3 (2 to 4)</td>" in web
