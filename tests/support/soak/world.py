@@ -273,5 +273,5 @@ MISCHIEF: Final[dict[str, tuple[str, Mischief]]] = {
 """By name, and what no other may touch meanwhile."""
 EARLY: Final = ("daemon killed", "daemon ended", "disk tier killed")
 """In a run's first quarter only: the memory of these processes is watched from then on."""
-SELDOM: Final = ("cleared",)
-"""Once in three rounds: it takes all hits."""
+SELDOM: Final = ("cleared", "redis tier killed")
+"""Once in three rounds: one takes all hits, and pauses get longer after the other."""
