@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +110,13 @@ def test_copies_that_ended_are_kept_no_longer(make: Make) -> None:
     gc.collect()
     kept = [one for one in gc.get_objects() if isinstance(one, Job)]
     assert len(kept) <= DENSE.ranks, "the last copy of each rank"
+    memory = weakref.ref(engine.ranks[1].memory)
+    gc.disable()
+    engine.kill(1)
+    engine.revive(1)
+    ended = memory() is None
+    gc.enable()
+    assert ended, "a dead rank's memory is no garbage"
 
 
 def test_b3_messages_per_stored_chunk_do_not_grow_with_tp(daemon: Daemon, make: Make) -> None:
