@@ -214,18 +214,6 @@ def test_an_abort_leaves_nothing_behind(
     settled(client, world)
 
 
-def test_ten_thousand_aborted_matches_leave_no_pin() -> None:
-    client, world = stored(blocks=32)
-    matched(client, world)
-    world.abort("b")
-    for _ in range(2_000):
-        world.connector.on_new_request(request := world.add("b", PROMPT))
-        assert world.connector.get_num_new_matched_tokens(request, 0) == (96, True)
-        world.abort("b")
-    assert client.held == {}
-    assert len(client.released) == 2_001
-
-
 @BOTH
 def test_a_failed_load_is_recomputed_and_asks_nothing_again(asynchronous: bool) -> None:
     client, world = stored(asynchronous=asynchronous)

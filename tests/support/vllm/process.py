@@ -138,8 +138,10 @@ class EngineProcess:
     ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: steps
     wait for the daemon's answers without a timeout; with ``late`` not for grants, which come in a
     later step. ``layout_only``: it will never compute, so it needs no kernels of its model.
-    ``gpu``: its pages are on a fake GPU (``fake_gpu_connector``). The constructor returns at once;
-    the first call waits until the engine is up.
+    ``gpu``: its pages are on a fake GPU (``fake_gpu_connector``). ``transfer``: vLLM's
+    ``kv_transfer_config`` of any connector, which nothing then measures or disturbs; with
+    ``python``, in another interpreter. The constructor returns at once; the first call waits until
+    the engine is up.
     """
 
     all_on_gpu: ClassVar[bool | None] = None
@@ -161,6 +163,8 @@ class EngineProcess:
         late: bool = False,
         layout_only: bool = False,
         gpu: bool = False,
+        transfer: Mapping[str, Any] | None = None,
+        python: str = sys.executable,
     ) -> None:
         config: dict[str, Any] = {"model": str(model), "args": dict(args or {})}
         config |= {"patient": patient, "late": late, "layout_only": layout_only}
@@ -170,6 +174,8 @@ class EngineProcess:
             # tests ``reset`` vLLM's own cache, so that the next hit comes from kvass
             fixed = {"kvass.fixed_weights": True}
             config["connector"] = {"kvass.socket": str(socket), **fixed, **(options or {})}
+        if transfer is not None:
+            config["transfer"] = dict(transfer)
         self._log = log
         self._buffer = b""
         self._ranks: list[int] = []
@@ -187,7 +193,7 @@ class EngineProcess:
                 self._child = self.template.fork(command, env, stderr.fileno())
             else:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", module, json.dumps(config)],
+                    [python, "-m", module, json.dumps(config)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
@@ -237,6 +243,11 @@ class EngineProcess:
         False if a block was still held.
         """
         return bool(self.call("reset", connector=connector))
+
+    def blend(self, select: str = "none", control: str = "") -> dict[str, int]:
+        """``instruments.BlendControls.set``."""
+        counts: dict[str, int] = self.call("blend", select=select, control=control)
+        return counts
 
     def hooks(self) -> Hooks:
         """Times of the connector's hooks since ``reset_hooks``."""
