@@ -144,8 +144,8 @@ class Subscriber:
         if not self._replay_endpoint:
             return
         # A socket of its own: an answer that comes too late is not taken for the next one.
-        replay: zmq.Socket[bytes]
-        with zmq.Context.instance().socket(zmq.DEALER) as replay:
+        replay: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.DEALER)
+        with replay:
             replay.linger = 0
             replay.connect(self._replay_endpoint)
             replay.send_multipart([b"", self._next.to_bytes(8, "big")])
