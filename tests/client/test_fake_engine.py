@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from kvass.errors import UsageError
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.fake_engine import FakeEngine, spread
 from kvass.testing.pages import WrongPageError
+from kvass.transfer.base import Job
 from kvass.types import GroupLayout, RankLayout
 
 MODEL = RankLayout(
@@ -102,3 +104,14 @@ def test_what_does_not_fit_the_world_is_refused(tmp_path: Path) -> None:
         spread(ParallelStrategy(pp=8), MODEL)
     thirds = [layout.groups[0].layers for layout in spread(ParallelStrategy(pp=3), MODEL)]
     assert thirds == [("a",), ("b",), ("c", "d")]
+
+
+def test_copies_that_ended_are_kept_no_longer(make: Make) -> None:
+    engine = make(DENSE)
+    engine.store(PROMPT)
+    for _ in range(5):
+        assert engine.load(PROMPT) == CHUNKS
+        engine.verify()
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, Job)]
+    assert len(kept) <= DENSE.ranks, "the last copy of each rank"

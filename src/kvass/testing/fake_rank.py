@@ -90,6 +90,7 @@ class FakeRank:
         if not self.alive:
             what.report(self.rank, "dead")
             return
+        self.mover.poll()  # or it keeps what has ended, and so the arenas of daemons that are gone
         arena = self.client.arena(what.boot, what.given_s)
         if arena is None:
             self._settle(what, ok=False)

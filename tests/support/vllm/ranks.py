@@ -21,7 +21,7 @@ from kvass.client.scheduler import PENDING
 from kvass.testing.daemon import Daemon
 from tests.support.vllm.scheduler import ALONE, CHUNK, SchedulerHarness, make_configs
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class StubModelRank:

@@ -161,18 +161,28 @@ class EngineSessions:
     """A session for the scheduler and one for each of ``tp`` ranks, without an engine; rank 0 maps
     the arena for all of them.
 
-    ``ending`` closes them. ``name``: of the namespace; by default one of its own. Raises
-    ``KvassError``.
+    ``ending`` closes them. ``name``: of the namespace; by default one of its own. ``instance``: of
+    the engine; by default ``name``. Raises ``KvassError``.
     """
 
     def __init__(
-        self, socket: str, layout: GroupLayout, ending: ExitStack, *, tp: int = 1, name: str = ""
+        self,
+        socket: str,
+        layout: GroupLayout,
+        ending: ExitStack,
+        *,
+        tp: int = 1,
+        name: str = "",
+        instance: str = "",
     ) -> None:
         name = name or fresh_name()
         self.tp = tp
         self.shard_bytes = layout.shard_bytes(CHUNK_TOKENS)
         self._readers = tuple(range(tp))
-        strategy, terms = ParallelStrategy(tp=tp), (name, {"weights": name}, CHUNK_TOKENS)
+        strategy, terms = (
+            ParallelStrategy(tp=tp),
+            (instance or name, {"weights": name}, CHUNK_TOKENS),
+        )
         self.workers = [
             Client(
                 socket,
