@@ -265,7 +265,7 @@ class BlendControls:
 
         for one in self._patches:
             one.stop()
-        broken = {
+        broken: dict[str, list[tuple[Any, str, Any]]] = {
             "": [],
             "off": [(BlendPlanner, "_find", lambda *_: False)],
             "not moved": [(Move, "__call__", lambda _, stored, tokens: stored.clone())],
