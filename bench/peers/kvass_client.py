@@ -6,7 +6,7 @@ import hashlib
 import time
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from kvass.cli.bench.rig import (
 )
 from kvass.errors import KvassError, Unavailable
 from kvass.messages import Lookup, Matched
+
+MEMCPY_BYTES: Final = 128 << 20
+"""More than processors' caches hold."""
 
 
 class KvassClient:
@@ -46,20 +49,19 @@ class KvassClient:
         if large:
             self._cache = KvCache(self._engine, layout, tokens // CHUNK_TOKENS)
             self._ending.callback(self._cache.mover.close)
-            size = tokens * layout.shard_bytes(CHUNK_TOKENS) // CHUNK_TOKENS
-            arena = shared_memory(size)
-            self._memcpy = (arena, private_memory(size))
+            self._memcpy = (shared_memory(MEMCPY_BYTES), private_memory(MEMCPY_BYTES))
 
     def copy(self, seed: str, tokens: int, threads: int) -> dict[str, Any]:
-        """Store a new prompt and load it into other blocks; memcpy of the same bytes. All of it by
-        one thread, whatever ``threads`` says."""
+        """Store a new prompt and load it into other blocks. All of it by one thread, whatever
+        ``threads`` says. ``memcpy_s``: of a part, for as many bytes."""
         keys, pages = digests(seed, tokens), self._cache.pages
         pages[:, self._cache.source, 0] += 1
         pages[:, self._cache.target] = 0
         store_s = seconds(partial(self._cache.store, keys))
         load_s = seconds(partial(self._cache.load, keys))
         arena, private = self._memcpy
-        memcpy_s = seconds(partial(np.copyto, arena.buffer, private))
+        share = pages[:, 0].nbytes * len(self._cache.source) / MEMCPY_BYTES
+        memcpy_s = seconds(partial(np.copyto, arena.buffer, private)) * share
         equal = self._cache.same_bytes()
         return {"store_s": store_s, "load_s": load_s, "memcpy_s": memcpy_s, "equal": equal}
 

@@ -16,7 +16,6 @@ from bench.peers import engineless, engines, report
 from bench.peers.engineless import Plan
 from bench.peers.engines import SHORT, Engines
 from bench.peers.results import Results, Row, in_turns
-from kvass.cli.bench import copies
 from tests.support.vllm.process import Answer, EngineDied, Prompt
 
 # ---------------------------------------------------------------- the page
@@ -92,7 +91,7 @@ def test_an_unknown_part_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 def test_kvass_is_measured_though_its_peer_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engineless, "COPY_L1_BYTES", 256 << 20)
+    monkeypatch.setattr(engineless, "LARGE_L1_BYTES", 256 << 20)
     monkeypatch.setattr(engineless, "SMALL_L1_BYTES", 64 << 20)
     monkeypatch.setattr(engineless, "TOKENS", 512)
     monkeypatch.setattr(engineless, "LOOKUPS", (512, 1024))
@@ -106,7 +105,6 @@ def test_kvass_is_measured_though_its_peer_does_not_start(
         assert min(one.samples["kvass"]) >= 0
         assert "No module named" in one.trouble["lmcache"], one
         assert "kvass" not in one.trouble
-    assert copies.CHUNKS == 16  # 4,096 tokens outside of this test
 
 
 def test_turns_begin_with_another_and_leave_out_who_failed() -> None:
