@@ -15,7 +15,7 @@ SEEDS  ?= 10000
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo quick test test-versions check docs sim bench clean
+.PHONY: help setup demo quick test test-versions check docs sim bench bench-check clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -26,6 +26,7 @@ help:
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
+	@echo "make bench-check   kvass bench against the ratios of bench/baseline.json (a minute)"
 	@echo "make bench   all figures of a daemon; bench/__init__.py has those of tiers and GPUs"
 
 setup: $(READY)
@@ -107,6 +108,10 @@ sim: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench
+
+bench-check: $(READY)
+	@mkdir -p .cache
+	$(BIN)/kvass bench --tier disk:.cache --check bench/baseline.json
 
 clean:
 	rm -rf $(VENV) .cache dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
