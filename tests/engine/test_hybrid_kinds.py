@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.engine.conftest import BLOCK
-from tests.engine.hybrid import ARGS, GPT_OSS, QWEN3_NEXT, ROOT, Pair, red
+from tests.engine.conftest import ARGS, BLOCK, ROOT
+from tests.engine.hybrid import GPT_OSS, QWEN3_NEXT, Pair, red
 from tests.support.vllm import hybrid_models
 from tests.support.vllm.models import Blueprint, build
 from tests.support.vllm.process import EngineProcess, Settings
