@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,5 +114,12 @@ def test_copies_that_ended_are_kept_no_longer(make: Make) -> None:
         assert engine.load(PROMPT) == CHUNKS
         engine.verify()
     gc.collect()
-    kept = [one for one in gc.get_objects() if isinstance(one, Job)]
-    assert len(kept) <= DENSE.ranks, "the last copy of each rank"
+    kept = sum(isinstance(one, Job) for one in gc.get_objects())
+    assert kept <= DENSE.ranks, "the last copy of each rank"
+    memory = weakref.ref(engine.ranks[1].memory)
+    gc.disable()
+    engine.kill(1)
+    engine.revive(1)
+    ended = memory() is None
+    gc.enable()
+    assert ended, "a dead rank's memory is no garbage"

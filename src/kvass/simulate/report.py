@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import floor, log2, log10
 from typing import Any, Final
 
 from kvass.simulate.player import Outcome
@@ -164,13 +164,19 @@ def _over_time(trace: Trace, results: Sequence[Result]) -> list[Line]:
     return lines
 
 
+def _top(most: float) -> float:
+    """Four steps of a round number, which reach ``most``."""
+    unit = 10.0 ** floor(log10(max(most, 1.0) / 4))
+    return next(4 * n * unit for n in (1, 2, 2.5, 5, 10) if 4 * n * unit >= most)
+
+
 def plot(lines: Sequence[Line], label: str, sizes: bool = False, what: str = "hit rate") -> str:
     """An SVG picture of ``what``; x runs from the least to the greatest of all points. A hit rate
-    runs from 0 to 100 %, all else from 0 to the greatest. ``sizes``: x is log2 of bytes."""
+    runs from 0 to 100 %, all else from 0 to a round number. ``sizes``: x is log2 of bytes."""
     xs = [x for _, points in lines for x, _ in points]
     low, span = min(xs), max(xs) - min(xs) or 1.0
     rate = what == "hit rate"
-    top = 1.0 if rate else max((y for _, points in lines for _, y in points), default=0) or 1.0
+    top = 1.0 if rate else _top(max(y for _, points in lines for _, y in points))
     left, right, bottom = _MARGIN, _WIDTH - 8, _HEIGHT - _MARGIN
 
     def place(x: float, y: float) -> str:

@@ -27,7 +27,7 @@ from kvass.simulate.synth import KINDS, write
 from tests.support.soak.engine import Setup
 from tests.support.soak.record import HELD, Check, page, process_figures, sample, verdict
 from tests.support.soak.vllm_engine import write_answers
-from tests.support.soak.world import EARLY, MISCHIEF, PROGRAM, SELDOM, Begin, End, SoakError, World
+from tests.support.soak.world import EARLY, MISCHIEF, PROGRAM, SELDOM, Mischief, SoakError, World
 
 GAP_S: Final = 4.0
 """Between the beginnings of two, on average."""
@@ -72,13 +72,15 @@ def plan(seed: int, seconds: float, mischief: Collection[str]) -> Iterator[Plann
 class Soak:
     """One run. ``mischief``: as ``MISCHIEF``."""
 
-    def __init__(self, world: World, out: Path, mischief: Mapping[str, tuple[str, Begin]]) -> None:
+    def __init__(
+        self, world: World, out: Path, mischief: Mapping[str, tuple[str, Mischief]]
+    ) -> None:
         self.world, self.out, self.mischief = world, out, mischief
         self.samples: list[dict[str, object]] = []
         self.tally = Counter(dict.fromkeys(mischief, 0))
         self.events: list[str] = []
         self._busy = set[str]()
-        self._ends: list[tuple[float, int, str, End]] = []
+        self._ends: list[tuple[float, int, str, Iterator[None]]] = []
         self._began_s = time.monotonic()
 
     @property
@@ -126,26 +128,25 @@ class Soak:
         self.world.check_alive()
 
     def _begin(self, one: Planned) -> bool:
-        needs, begin = self.mischief[one.what]
+        needs, mischief = self.mischief[one.what]
         if self._busy & set(needs.split()):
             return False
+        done = mischief(self.world, one.number)
         with self._clock_stopped():
-            end = begin(self.world, one.number)
-        if end is None:
-            return False
-        self.tally[one.what] += 1
+            if next(done, self) is self:
+                return False
         self.note(f"{one.what} for {one.lasts_s:.2f} s")
+        self.tally[one.what] += 1
         self._busy |= set(needs.split())
-        heapq.heappush(
-            self._ends, (self.now_s + one.lasts_s, sum(self.tally.values()), one.what, end)
-        )
+        number = sum(self.tally.values())
+        heapq.heappush(self._ends, (self.now_s + one.lasts_s, number, one.what, done))
         return True
 
     def _end(self, by_s: float) -> None:
         while self._ends and self._ends[0][0] <= by_s:
-            _, _, what, end = heapq.heappop(self._ends)
+            _, _, what, done = heapq.heappop(self._ends)
             with self._clock_stopped():
-                end()
+                next(done, None)
             self.note(f"no longer: {what}")
             self._busy -= set(self.mischief[what][0].split())
 
@@ -191,7 +192,7 @@ def soak(
     engines: int = 4,
     vllm: int = 0,
     rate: float = 5.0,
-    mischief: Mapping[str, tuple[str, Begin]] = MISCHIEF,
+    mischief: Mapping[str, tuple[str, Mischief]] = MISCHIEF,
     program: Sequence[str] = PROGRAM,
 ) -> list[Check]:
     """The verdict of one run. ``rate``: requests a second of each engine. ``program``: as for
@@ -207,7 +208,13 @@ def soak(
         answers = write_answers(trace, Path(folder)) if vllm else ""
         base = Setup(socket, 0, total, str(trace), seed, rate=rate)
         setups = [replace(base, number=n, answers=answers * (n >= engines)) for n in range(total)]
-        with closing(World(Path(folder), setups, "32MiB" if vllm else "16MiB", program)) as world:
+        random = Random(seed)
+        daemon = {
+            "l1_size": "32MiB" if vllm else "16MiB",
+            "flush": random.choice(["write_through", "on_evict"]),
+            "keep_loaded": random.choice(["yes", "no"]),
+        }
+        with closing(World(Path(folder), setups, daemon, program)) as world:
             run = Soak(world, out, mischief)
             planned = plan(seed, seconds, mischief)
             try:
@@ -217,7 +224,7 @@ def soak(
             pages = sum(e.total["pages"] for e in world.engines)
             checks.insert(0, Check(pages > 0, f"{pages:,} pages were loaded, and each was right"))
             longest = max(e.longest_s for e in world.engines)
-            text = f"seed {seed}, {seconds:.0f} s\nlongest request {longest:.1f} s\n"
+            text = f"seed {seed}, {seconds:.0f} s, {daemon}\nlongest request {longest:.1f} s\n"
             text += "\n".join(f"{n:6} {what}" for what, n in run.tally.items())
             last = "\n".join(run.events[-_EVENTS:])
             (out / "events.txt").write_text("\n".join(run.events) + "\n")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -99,11 +99,10 @@ class Engine:
 
 
 class World:
-    """All of it. ``MISCHIEF``'s functions begin something and return how it ends, or None if it
-    cannot be done now."""
+    """All of it, from a folder of its own. ``program``: as for ``Daemon``."""
 
     def __init__(
-        self, folder: Path, setups: list[Setup], l1_size: str, program: Sequence[str]
+        self, folder: Path, setups: list[Setup], options: dict[str, str], program: Sequence[str]
     ) -> None:
         self.socket = str(folder / "kvass.sock")
         self.engines: list[Engine] = []
@@ -115,7 +114,7 @@ class World:
             f"disk:{self.disk}?capacity={DISK_BYTES}",
             f"redis:{self.redis.address}?timeout_s=2",
         ]
-        self.daemon = Daemon(folder, {**OPTIONS, "l1_size": l1_size, "tier": tiers}, program)
+        self.daemon = Daemon(folder, {**OPTIONS, **options, "tier": tiers}, program)
         self.client = Client(self.socket)
         try:
             self.start_daemon()
@@ -176,101 +175,94 @@ class World:
         self.redis.close()
 
 
-End = Callable[[], None]
-Begin = Callable[[World, int], End | None]
+Mischief = Callable[[World, int], Iterator[None]]
+"""Does something, yields, and undoes it; or yields never, if it cannot be done now. The number says
+to which engine."""
 
 
-def _nothing() -> None:
-    """It ended when it began."""
-
-
-def engine_killed(world: World, number: int) -> End | None:
+def engine_killed(world: World, number: int) -> Iterator[None]:
     """Never the first, whose memory is watched."""
     engine = world.engines[1 + number % (len(world.engines) - 1)]
-    if not engine.serves:
-        return None
-    engine.kill()
-    return engine.start
+    if engine.serves:
+        engine.kill()
+        yield
+        engine.start()
 
 
-def engine_suspended(world: World, number: int) -> End | None:
+def engine_suspended(world: World, number: int) -> Iterator[None]:
     engine = world.engines[number % len(world.engines)]
-    if not engine.serves:
-        return None
-    engine.send(signal.SIGSTOP)
-    return lambda: engine.send(signal.SIGCONT)
+    if engine.serves:
+        engine.send(signal.SIGSTOP)
+        yield
+        engine.send(signal.SIGCONT)
 
 
-def rank_killed(world: World, number: int) -> End | None:
+def rank_killed(world: World, number: int) -> Iterator[None]:
     fake = [engine for engine in world.engines if engine.serves and not engine.setup.answers]
-    if not fake:
-        return None
-    fake[number % len(fake)].process.send_signal(signal.SIGUSR1)
-    return _nothing
+    if fake:
+        fake[number % len(fake)].process.send_signal(signal.SIGUSR1)
+        yield
 
 
-def daemon_killed(world: World, number: int) -> End:
+def daemon_killed(world: World, _: int) -> Iterator[None]:
     world.daemon_expected = False
     world.daemon.kill()
-    return world.start_daemon
+    yield
+    world.start_daemon()
 
 
-def daemon_ended(world: World, number: int) -> End:
+def daemon_ended(world: World, _: int) -> Iterator[None]:
     world.stop_daemon()
-    return world.start_daemon
+    yield
+    world.start_daemon()
 
 
-def daemon_suspended(world: World, number: int) -> End:
+def daemon_suspended(world: World, _: int) -> Iterator[None]:
     world.daemon.suspend()
-    return world.daemon.resume
+    yield
+    world.daemon.resume()
 
 
-def cleared(world: World, number: int) -> End | None:
-    try:
-        world.client.clear(everything=True, timeout_s=0.5)
-    except Unavailable:
-        return None
-    except Refused:
-        pass  # a tier is down: it is told later
-    return _nothing
+def cleared(world: World, _: int) -> Iterator[None]:
+    with suppress(Unavailable):
+        with suppress(Refused):  # a tier is down: it is told later
+            world.client.clear(everything=True, timeout_s=0.5)
+        yield
 
 
-def _tier(name: str, number: signal.Signals) -> Begin:
-    def begin(world: World, _: int) -> End | None:
-        pid = world.tier_pid(name)
-        if pid is None:
-            return None
-        process = os.pidfd_open(pid)
-        signal.pidfd_send_signal(process, number)
-
-        def end() -> None:
+def tier(name: str, signal_: signal.Signals) -> Mischief:
+    def of_its_process(world: World, _: int) -> Iterator[None]:
+        if (pid := world.tier_pid(name)) is not None:
+            process = os.pidfd_open(pid)
+            signal.pidfd_send_signal(process, signal_)
+            yield
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGCONT)
             os.close(process)
 
-        return end
-
-    return begin
+    return of_its_process
 
 
-def redis_killed(world: World, number: int) -> End:
+def redis_killed(world: World, _: int) -> Iterator[None]:
     world.redis.kill()
-    return world.redis.start
+    yield
+    world.redis.start()
 
 
-def redis_suspended(world: World, number: int) -> End:
+def redis_suspended(world: World, _: int) -> Iterator[None]:
     world.redis.pause(True)
-    return lambda: world.redis.pause(False)
+    yield
+    world.redis.pause(False)
 
 
-MISCHIEF: Final[dict[str, tuple[str, Begin]]] = {
+MISCHIEF: Final[dict[str, tuple[str, Mischief]]] = {
     "daemon killed": ("daemon redis", daemon_killed),
     "daemon ended": ("daemon redis", daemon_ended),
-    "disk tier killed": ("disk", _tier("disk", signal.SIGKILL)),
+    "disk tier killed": ("disk", tier("disk", signal.SIGKILL)),
     "daemon suspended": ("daemon", daemon_suspended),
-    "disk tier suspended": ("disk", _tier("disk", signal.SIGSTOP)),
-    "redis tier killed": ("tier", _tier("redis", signal.SIGKILL)),
-    "redis tier suspended": ("tier", _tier("redis", signal.SIGSTOP)),
+    "disk tier suspended": ("disk", tier("disk", signal.SIGSTOP)),
+    "redis tier killed": ("tier", tier("redis", signal.SIGKILL)),
+    "redis tier suspended": ("tier", tier("redis", signal.SIGSTOP)),
     "redis killed": ("redis", redis_killed),
     "redis suspended": ("redis", redis_suspended),
     "engine killed": ("engine", engine_killed),
@@ -278,8 +270,8 @@ MISCHIEF: Final[dict[str, tuple[str, Begin]]] = {
     "rank killed": ("engine", rank_killed),
     "cleared": ("daemon", cleared),
 }
-"""By name: what it needs for itself, and how it begins."""
+"""By name, and what no other may touch meanwhile."""
 EARLY: Final = ("daemon killed", "daemon ended", "disk tier killed")
 """In a run's first quarter only: the memory of these processes is watched from then on."""
-SELDOM: Final = ("cleared",)
-"""Once in three rounds: it takes all hits."""
+SELDOM: Final = ("cleared", "redis tier killed")
+"""Once in three rounds: one takes all hits, and pauses get longer after the other."""
