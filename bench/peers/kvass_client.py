@@ -8,10 +8,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
 from bench.pings import measure_pings
-from kvass.cli.bench.copies import LLAMA_8B, KvCache
+from kvass.cli.bench.copies import KvCache, Prompt
 from kvass.cli.bench.lookups import LAYOUT
 from kvass.cli.bench.rig import (
     CHUNK_TOKENS,
@@ -19,15 +17,14 @@ from kvass.cli.bench.rig import (
     WIDTH,
     EngineSessions,
     fresh_name,
-    private_memory,
     seconds,
-    shared_memory,
 )
 from kvass.errors import KvassError, Unavailable
-from kvass.messages import Lookup, Matched
+from kvass.types import GroupLayout
 
-MEMCPY_BYTES: Final = 128 << 20
-"""More than processors' caches hold."""
+_PAGE_BYTES: Final = 16 * 8 * 128 * 2
+LLAMA_8B: Final = GroupLayout("full", 16, tuple(map(str, range(64))), (_PAGE_BYTES,) * 64)
+"""K and V of 32 layers, each in a plane of its own: 16 tokens, 8 heads, 128 wide, bf16."""
 
 
 class KvassClient:
@@ -38,60 +35,58 @@ class KvassClient:
 
     def connect(self, address: str, large: bool, tokens: int) -> None:
         """``large``: rows of Llama-8B, for prompts of ``tokens``; else of 4 KiB."""
-        layout = LLAMA_8B if large else LAYOUT
+        groups = (LLAMA_8B if large else LAYOUT,)
         self._socket = address
-        name = (
-            f"bench-peers-{'large' if large else 'small'}"  # a later client finds what is on disk
-        )
+        # one name in each run: a later client finds what is on disk
+        name = f"bench-peers-{'large' if large else 'small'}"
         self._engine = EngineSessions(
-            address, layout, self._ending, name=name, instance=fresh_name()
+            address, groups, self._ending, name=name, instance=fresh_name()
         )
         if large:
-            self._cache = KvCache(self._engine, layout, tokens // CHUNK_TOKENS)
-            self._ending.callback(self._cache.mover.close)
-            self._memcpy = (shared_memory(MEMCPY_BYTES), private_memory(MEMCPY_BYTES))
+            whole = Prompt(groups, CHUNK_TOKENS, tokens // CHUNK_TOKENS)
+            self._cache = KvCache(whole, self._engine, self._ending)
 
     def copy(self, seed: str, tokens: int, threads: int) -> dict[str, Any]:
-        """Store a new prompt and load it into other blocks. All of it by one thread, whatever
-        ``threads`` says. ``memcpy_s``: of a part, for as many bytes."""
-        keys, pages = digests(seed, tokens), self._cache.pages
-        pages[:, self._cache.source, 0] += 1
-        pages[:, self._cache.target] = 0
-        store_s = seconds(partial(self._cache.store, keys))
-        load_s = seconds(partial(self._cache.load, keys))
-        arena, private = self._memcpy
-        share = pages[:, 0].nbytes * len(self._cache.source) / MEMCPY_BYTES
-        memcpy_s = seconds(partial(np.copyto, arena.buffer, private)) * share
-        equal = self._cache.same_bytes()
-        return {"store_s": store_s, "load_s": load_s, "memcpy_s": memcpy_s, "equal": equal}
+        """Store a new prompt and load it into other blocks, all by one thread, whatever ``threads``
+        says; memcpy of the same bytes."""
+        cache = self._cache
+        cache.renew()
+        took = {
+            "store_s": seconds(cache.store),
+            "load_s": seconds(cache.load),
+            "memcpy_s": seconds(cache.copy_out),
+        }
+        return {**took, "equal": cache.right()}
 
     def store(self, seed: str, tokens: int) -> float:
         """Store a prompt; the seconds."""
+        keys = digests(seed, tokens)
         if hasattr(self, "_cache"):
-            return seconds(partial(self._cache.store, digests(seed, tokens)))
-        return seconds(lambda: self._engine.commit(self._engine.reserve(digests(seed, tokens))))
+            self._cache.digests = keys
+            return seconds(self._cache.store)
+        return seconds(lambda: self._engine.commit(self._engine.reserve(keys)))
 
     def look_up(self, seed: str, tokens: int, times: int) -> dict[str, Any]:
         """Seconds of each lookup until it is answered, and of its release until it is done."""
         keys, found, lookups, releases = digests(seed, tokens), 0, [], []
         for _ in range(times):
             began_s = time.perf_counter()
-            matched = self._ask(keys, 0.0)
+            matched = self._engine.ask(keys)
             lookups.append(time.perf_counter() - began_s)
             found = matched.chunks * CHUNK_TOKENS
-            releases.append(seconds(partial(self._release, matched)))
+            releases.append(seconds(partial(self._engine.release, matched)))
         return {"found": found, "lookup_s": lookups, "release_s": releases}
 
     def promote(self, seed: str, tokens: int) -> float:
         """Seconds until a prompt on disk is in memory. A daemon that just began finds nothing until
         its tier has answered once: that time counts."""
         keys, began_s = digests(seed, tokens), time.perf_counter()
-        while (matched := self._ask(keys, PATIENCE_S)).chunks * CHUNK_TOKENS < tokens:
-            self._release(matched)
+        while (matched := self._engine.ask(keys)).chunks * CHUNK_TOKENS < tokens:
+            self._engine.release(matched)
             if time.perf_counter() - began_s > PATIENCE_S:
                 raise Unavailable(f"{matched.chunks * CHUNK_TOKENS} of {tokens} tokens came back")
         took_s = time.perf_counter() - began_s
-        self._release(matched)
+        self._engine.release(matched)
         return took_s
 
     def requests(self, clients: int) -> float:
@@ -100,7 +95,7 @@ class KvassClient:
 
     def hold(self, seed: str, tokens: int) -> int:
         """Look a prompt up and keep it; how many of its tokens were found."""
-        return self._ask(digests(seed, tokens), 0.0).chunks * CHUNK_TOKENS
+        return self._engine.ask(digests(seed, tokens)).chunks * CHUNK_TOKENS
 
     def held(self, seed: str, tokens: int) -> bool:
         """Whether anybody still keeps anything."""
@@ -110,26 +105,16 @@ class KvassClient:
         """Seconds until a lookup is answered in any way."""
         began_s = time.perf_counter()
         try:
-            self._ask(digests(seed, tokens), 0.0)
+            self._engine.ask(digests(seed, tokens))
         except KvassError:
             pass  # a miss, to an engine
         return time.perf_counter() - began_s
 
     def clear(self) -> None:
-        self._engine.scheduler.clear(timeout_s=PATIENCE_S)
+        self._engine.clear()
 
     def close(self) -> None:
         self._ending.close()
-
-    def _ask(self, keys: bytes, budget_s: float) -> Matched:
-        asked = Lookup(request="load", digests=keys, width=WIDTH, budget_ms=budget_s * 1000)
-        matched = self._engine.scheduler.call(asked, PATIENCE_S + budget_s)
-        assert isinstance(matched, Matched), matched
-        return matched
-
-    def _release(self, matched: Matched) -> None:
-        if matched.lease:
-            self._engine.release(matched)
 
 
 def digests(seed: str, tokens: int) -> bytes:
