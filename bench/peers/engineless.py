@@ -28,6 +28,7 @@ full: three prompts fit."""
 SMALL_L1_BYTES: Final = 1 << 30
 KILL_WAIT_S: Final = 40.0
 HOLD_WAIT_S: Final = 20.0
+TIDY_S: Final = 2.0
 IDLE_S: Final = 10.0
 
 
@@ -228,9 +229,10 @@ def measure_kills(results: Results, plan: Plan) -> None:
                     _measure_held(held, system, side, ending)
                 with attempt(system, left, answer):
                     side.server.kill()
-                    left.add(system, side.server.left_behind() / (1 << 20))
                     took_s = side.client.call("ask", KILL_WAIT_S, seed="b", tokens=LOOKUPS[1])
                     answer.add(system, took_s)
+                    time.sleep(TIDY_S)  # Python's resource tracker may still clean up
+                    left.add(system, side.server.left_behind() / (1 << 20))
 
 
 def _measure_held(held: Row, system: str, side: Side, ending: ExitStack) -> None:

@@ -78,7 +78,7 @@ def verdict(row: Row) -> tuple[str, bool]:
     near, far = sorted((abs(ours), abs(theirs)))
     if not (low > their_high or their_low > high) or far <= near * ALIKE:
         return "no clear lead", False
-    by = f" {far / near:.3g}x" if near else ""
+    by = f" {number(far / near)}x" if near else ""
     return (f"**kvass**{by}", True) if (ours > theirs) == row.more else (f"LMCache{by}", False)
 
 

@@ -96,6 +96,7 @@ def test_kvass_is_measured_though_its_peer_does_not_start(
     monkeypatch.setattr(engineless, "TOKENS", 512)
     monkeypatch.setattr(engineless, "LOOKUPS", (512, 1024))
     monkeypatch.setattr(engineless, "IDLE_S", 0.1)
+    monkeypatch.setattr(engineless, "TIDY_S", 0.0)
     results = Results({}, {}, 1, "")
     plan = Plan(sys.executable, tmp_path, tmp_path, 1)
     for part in ("copies", "lookups", "requests", "kills"):
