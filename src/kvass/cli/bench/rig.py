@@ -169,8 +169,9 @@ class EngineSessions:
     """A session for the scheduler and one for each of ``tp`` ranks, without an engine; rank 0 maps
     the arena for all of them.
 
-    ``ending`` closes them. ``name``: of the namespace; by default one of its own. ``private``: no
-    tier gets any of its rows. Raises ``KvassError``.
+    ``ending`` closes them. ``name``: of the namespace; by default one of its own. ``instance``: of
+    the engine; by default ``name``. ``private``: no tier gets any of its rows. Raises
+    ``KvassError``.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class EngineSessions:
         *,
         tp: int = 1,
         name: str = "",
+        instance: str = "",
         chunk_tokens: int = CHUNK_TOKENS,
         private: bool = False,
     ) -> None:
@@ -188,8 +190,8 @@ class EngineSessions:
         self.row_bytes = tp * sum(group.shard_bytes(chunk_tokens) for group in groups)
         self._mask = (1 << len(groups)) - 1
         self._readers = tuple(range(tp))
-        strategy, terms = ParallelStrategy(tp=tp), (name, {"weights": name}, chunk_tokens)
-        layout = RankLayout(tuple(groups))
+        identity, layout = {"weights": name}, RankLayout(tuple(groups))
+        strategy, terms = ParallelStrategy(tp=tp), (instance or name, identity, chunk_tokens)
         self.workers = [
             Client(
                 socket,
