@@ -116,15 +116,15 @@ soak: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench
 
-bench-check: $(READY)
-	@mkdir -p .cache
-	$(BIN)/kvass bench --tier disk:.cache --check bench/baseline.json
-
 # bench/peers/__init__.py says what ONLY, ROUNDS, REPETITIONS, SHORT and PAGE are.
 bench-peers: $(READY)
 	@bash requirements/lmcache.sh $(VENV) .cache/lmcache || echo "LMCache is not installed: its rows will say so" >&2
 	$(BIN)/python -m bench.peers $(if $(SHORT),--short) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(REPETITIONS),--repetitions $(REPETITIONS)) $(if $(PAGE),--page $(PAGE))
+
+bench-check: $(READY)
+	@mkdir -p .cache
+	$(BIN)/kvass bench --tier disk:.cache --check bench/baseline.json
 
 clean:
 	rm -rf $(VENV) .cache dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

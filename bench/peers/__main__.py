@@ -109,11 +109,12 @@ def machine() -> dict[str, str]:
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
+    kernel = platform.release().partition("-")[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return {
         "Cores": f"{os.cpu_count()} ({models[0] if models else platform.machine()})",
         "Memory": f"{memory:.0f} GiB",
-        "System": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "System": f"{platform.system()} {kernel}, Python {platform.python_version()}",
     }
 
 

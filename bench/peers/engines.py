@@ -26,7 +26,8 @@ from tests.support.vllm.process import Answer, EngineProcess, Prompt
 
 MODES: Final = ("none", "again", "lmcache", "kvass", "offloading")
 """``again``: a second engine without any cache. What it differs from the first is noise."""
-CACHED: Final = ("lmcache", "kvass", "offloading")
+SERVED: Final = ("lmcache", "kvass")
+CACHED: Final = (*SERVED, "offloading")
 L1_BYTES: Final = 2 << 30
 NEW_TOKENS: Final = 1511
 CROWD: Final = 4
@@ -125,7 +126,7 @@ def measure_engines(
     model = build(MODELS, SHAPE)
     with ExitStack() as ending:
         servers: dict[str, Server] = {}
-        for system in ("lmcache", "kvass"):
+        for system in SERVED:
             with attempt(system, *rows):
                 server = plan.server(system, L1_BYTES)
                 ending.callback(server.close)
@@ -173,9 +174,10 @@ def _engines(
     with ExitStack() as ending:
         found: dict[str, EngineProcess] = {}
         for mode in MODES:
-            if rows and all(mode in row.trouble for row in rows):
+            mine = [row for row in rows if row.part != "down" or mode in SERVED]
+            if all(mode in row.trouble for row in mine):
                 continue
-            with attempt(mode, *rows):
+            with attempt(mode, *mine):
                 engine = EngineProcess(
                     model,
                     plan.folder / f"engine-{mode}-{number}.log",
@@ -312,9 +314,7 @@ def measure_new(engines: Engines, rounds: int, first: Row, crowd: Row) -> None:
 def measure_down(engines: Engines, servers: dict[str, Server], next_: Row, back: Row) -> None:
     """A new prompt right after the cache's server was killed; and how long after the server's new
     start a prompt that is asked over and over hits again."""
-    for mode in ("none", "lmcache", "kvass"):
-        if mode not in engines.found:
-            continue
+    for mode in [one for one in engines.found if one in ("none", *SERVED)]:
         with attempt(mode, next_, back):
             engines.ask(mode, words(NEW_TOKENS, ("before", mode)), empty=False)
             if mode in servers:

@@ -39,8 +39,9 @@ def setup(**changes: Any) -> Any:
     [
         (
             {"kvass.chunk": 256},
-            "use one of kvass.chunk_tokens, kvass.fixed_weights, kvass.global_media_ids, "
-            "kvass.gpu, kvass.gpu_copies, kvass.kv_layout, kvass.model_id, kvass.socket, kvass.tag",
+            "use one of kvass.blend, kvass.chunk_tokens, kvass.fixed_weights, "
+            "kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, kvass.kv_layout, kvass.model_id, "
+            "kvass.socket, kvass.tag",
         ),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
         ({"kvass.chunk_tokens": "256"}, "Expected `int`, got `str`"),

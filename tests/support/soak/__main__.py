@@ -13,7 +13,7 @@ import json
 import signal
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from kvass.errors import KvassError
 from kvass.simulate.synth import KINDS, write
 from tests.support.soak.engine import Setup
 from tests.support.soak.record import HELD, Check, page, process_figures, sample, verdict
@@ -64,9 +65,8 @@ def plan(seed: int, seconds: float, mischief: Collection[str]) -> Iterator[Plann
         for what in sorted(kinds, key=lambda what: (what not in first, random.random())):
             lasts_s = min(random.expovariate(2 / gap_s), LONGEST_S)
             yield Planned(at_s, what, lasts_s, random.randrange(1 << 16))
-            at_s += (
-                random.expovariate(1 / gap_s) if late else min(gap_s, random.expovariate(1 / gap_s))
-            )
+            pause_s = random.expovariate(1 / gap_s)
+            at_s += pause_s if late else min(gap_s, pause_s)
 
 
 class Soak:
@@ -116,8 +116,7 @@ class Soak:
                 self.samples.append(sample(self.world, self.now_s))
                 sample_s = self.now_s + every_s
             time.sleep(0.02)
-        while self._ends:
-            self._end(float("inf"))
+        self._end(float("inf"))
         checks = verdict(self.samples, self.tally, self.world.daemon.log())
         return [*checks, *self._quiet()]
 
@@ -198,11 +197,10 @@ def soak(
     """The verdict of one run. ``rate``: requests a second of each engine. ``program``: as for
     ``Daemon``."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "trace.jsonl").unlink(missing_ok=True)
     if trace is None:
         trace = out / "trace.jsonl"
-        count = min(REQUESTS, int(REQUESTS_S * seconds))
-        write(trace, KINDS[seed % len(KINDS)], count, seed)
+        trace.unlink(missing_ok=True)
+        write(trace, KINDS[seed % len(KINDS)], min(REQUESTS, int(REQUESTS_S * seconds)), seed)
     with tempfile.TemporaryDirectory(prefix="kvass-soak-") as folder:
         socket, total = str(Path(folder) / "kvass.sock"), engines + vllm
         answers = write_answers(trace, Path(folder)) if vllm else ""
@@ -216,48 +214,27 @@ def soak(
         }
         with closing(World(Path(folder), setups, daemon, program)) as world:
             run = Soak(world, out, mischief)
-            planned = plan(seed, seconds, mischief)
             try:
-                checks = run.run(planned, seconds)
-            except SoakError as error:
+                checks = run.run(plan(seed, seconds, mischief), seconds)
+            except (SoakError, KvassError, RuntimeError) as error:
                 checks = [Check(False, str(error))]
             pages = sum(e.total["pages"] for e in world.engines)
-            checks.insert(0, Check(pages > 0, f"{pages:,} pages were loaded, and each was right"))
+            checks.append(Check(pages > 0, f"{pages:,} loaded pages were right"))
             longest = max(e.longest_s for e in world.engines)
             text = f"seed {seed}, {seconds:.0f} s, {daemon}\nlongest request {longest:.1f} s\n"
             text += "\n".join(f"{n:6} {what}" for what, n in run.tally.items())
-            last = "\n".join(run.events[-_EVENTS:])
+            if not all(check.ok for check in checks):
+                text += "\n".join(["\n\nthe last events:", *run.events[-_EVENTS:]])
             (out / "events.txt").write_text("\n".join(run.events) + "\n")
             (out / "daemon.log").write_text(world.daemon.log())
     with (out / "samples.jsonl").open("w") as file:
         file.writelines(json.dumps(one) + "\n" for one in run.samples)
-    title = f"kvass soak, seed {seed}"
-    (out / "soak.html").write_text(page(title, checks, run.samples, f"{text}\n\n{last}"))
+    (out / "soak.html").write_text(page(f"kvass soak, seed {seed}", checks, run.samples, text))
     print(text)
-    if not all(check.ok for check in checks):
-        print(f"the last events:\n{last}")
     return checks
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = _options(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all processes are ended
-    print(f"seed {options.seed}: {options.minutes:g} minutes, into {options.out}", flush=True)
-    checks = soak(
-        options.seed,
-        options.minutes * 60,
-        options.out,
-        trace=options.trace,
-        engines=options.engines,
-        vllm=options.vllm,
-        rate=options.rate,
-    )
-    for check in checks:
-        print("ok " if check.ok else "NOT", check.what)
-    return 0 if all(check.ok for check in checks) else 1
-
-
-def _options(argv: Sequence[str] | None) -> Namespace:
+def main() -> int:
     parser = ArgumentParser(prog="python -m tests.support.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -266,7 +243,14 @@ def _options(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--engines", type=int, default=4, help="fake engines, 2 or more")
     parser.add_argument("--vllm", type=int, default=0, help="real vLLM engines beside them")
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second of each engine")
-    return parser.parse_args(argv)
+    options = vars(parser.parse_args())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all processes are ended
+    minutes = options.pop("minutes")
+    print(f"seed {options['seed']}: {minutes:g} minutes, into {options['out']}", flush=True)
+    checks = soak(seconds=minutes * 60, **options)
+    for check in checks:
+        print("ok " if check.ok else "NOT", check.what)
+    return 0 if all(check.ok for check in checks) else 1
 
 
 if __name__ == "__main__":

@@ -17,15 +17,20 @@ from typing import Final
 import msgspec
 
 from kvass.client.parallel import ParallelStrategy
+from kvass.layout.copy_plan import RowCopy
+from kvass.layout.describe import GroupPlanes
 from kvass.simulate.traces import read
 from kvass.testing.fake_engine import FakeEngine, spread
 from kvass.testing.fake_rank import Transfer
 from kvass.testing.pages import WrongPageError
+from kvass.transfer.base import Job
+from kvass.transfer.host import HostMover
 from kvass.types import GroupLayout, RankLayout
 
 CHUNK_TOKENS: Final = 16
 MOST_CHUNKS: Final = 24
 """Of a prompt; longer ones are cut."""
+ROW_S: Final = 0.001
 MODEL: Final = RankLayout(
     (
         GroupLayout("full", 4, ("a", "b"), (2048, 1500)),
@@ -86,6 +91,14 @@ def tell(line: Line) -> None:
     sys.stdout.flush()
 
 
+class SlowMover(HostMover):
+    """So slow that what stops or kills an engine often does so in the middle of a copy."""
+
+    def _copy(self, job: Job, planes: GroupPlanes, row: RowCopy) -> None:
+        time.sleep(ROW_S)
+        super()._copy(job, planes, row)
+
+
 class SoakEngine(FakeEngine):
     """Loses ``doomed`` ranks in the middle of a copy."""
 
@@ -110,7 +123,12 @@ def play(setup: Setup) -> None:
     world = WORLDS[setup.number // 2 % len(WORLDS)]
     identity = {"model": f"soak tp={world.tp} pp={world.pp} replicas={world.replicas}"}
     layouts = spread(world, MODEL)
-    options = {"chunk_tokens": CHUNK_TOKENS, "identity": identity, "seed": setup.seed}
+    options = {
+        "chunk_tokens": CHUNK_TOKENS,
+        "identity": identity,
+        "seed": setup.seed,
+        "mover": SlowMover,
+    }
     with SoakEngine(setup.socket, world, layouts, **options) as engine:  # type: ignore[arg-type]
 
         def lose_a_rank(*_: object) -> None:

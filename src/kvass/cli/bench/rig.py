@@ -190,8 +190,9 @@ class EngineSessions:
         self.row_bytes = tp * sum(group.shard_bytes(chunk_tokens) for group in groups)
         self._mask = (1 << len(groups)) - 1
         self._readers = tuple(range(tp))
-        identity, layout = {"weights": name}, RankLayout(tuple(groups))
-        strategy, terms = ParallelStrategy(tp=tp), (instance or name, identity, chunk_tokens)
+        strategy = ParallelStrategy(tp=tp)
+        terms = (instance or name, {"weights": name}, chunk_tokens)
+        layout = RankLayout(tuple(groups))
         self.workers = [
             Client(
                 socket,
