@@ -209,9 +209,10 @@ def test_a_tier_that_stores_nothing_is_told(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     tier = [f"disk:{tmp_path}/tier?capacity=1MiB"]
     with running_daemon(tmp_path, "64MiB", tier=tier) as daemon, ExitStack() as ending:
-        engine = EngineSessions(daemon.socket, GPT_OSS.groups, ending, chunk_tokens=32)
+        prompt = Prompt(layout((Layers(1, 1 << 14),), 16), 256)  # a row of 4 MiB
+        engine = EngineSessions(daemon.socket, prompt.groups, ending)
         with pytest.raises(TierDown, match="rows were not stored"):
-            Tiered(GPT_OSS, engine, ending).flush()
+            Tiered(prompt, engine, ending).flush()
 
 
 def test_a_raw_file_holds_what_was_put(tmp_path: Path) -> None:
