@@ -18,12 +18,13 @@ from bench.peers.servers import MALLOC, KvassServer, LMCacheServer, Server, drop
 from kvass.cli.bench.rig import wait_for
 
 SYSTEMS: Final = ("kvass", "lmcache")
-TOKENS: Final = 4096
+TOKENS: Final = 2048
 PROMPT_BYTES: Final = TOKENS * (128 << 10)
 """Llama-8B: 128 KiB a token."""
 LOOKUPS: Final = (1024, 8192, 32_768, 131_072)
-COPY_L1_BYTES: Final = 2 << 30
-DISK_L1_BYTES: Final = 3 << 30
+LARGE_L1_BYTES: Final = 1 << 30
+"""A quarter of kvass's may be written at a time: one prompt. LMCache's evicts when four fifths are
+full: three prompts fit."""
 SMALL_L1_BYTES: Final = 1 << 30
 KILL_WAIT_S: Final = 40.0
 HOLD_WAIT_S: Final = 20.0
@@ -82,10 +83,10 @@ def sides(plan: Plan, *rows: Row, large: bool, l1: int) -> Iterator[dict[str, Si
 
 
 def measure_copies(results: Results, plan: Plan) -> None:
-    """Store and load of 4,096 tokens."""
-    store = results.row("copies", "store", "store 4,096 tokens, Llama-8B", "GB/s", more=True)
+    """Store and load of a prompt."""
+    store = results.row("copies", "store", f"store {TOKENS:,} tokens, Llama-8B", "GB/s", more=True)
     load = results.row("copies", "load", "look up and load them", "GB/s", more=True)
-    with sides(plan, store, load, large=True, l1=COPY_L1_BYTES) as both:
+    with sides(plan, store, load, large=True, l1=LARGE_L1_BYTES) as both:
         for number, system in in_turns(tuple(both), plan.rounds + 1, store, load):
             several = {"lmcache": os.cpu_count(), "lmcache_1": 1} if system != "kvass" else {}
             with attempt(system, store, load):
@@ -192,7 +193,7 @@ def measure_disk(results: Results, plan: Plan) -> None:
             disk = plan.disk / system
             disk.mkdir()
             ending.callback(shutil.rmtree, disk)
-            server = plan.server(system, DISK_L1_BYTES, disk)
+            server = plan.server(system, LARGE_L1_BYTES, disk)
             ending.callback(server.close)
             server.start()
             seeds = [f"disk {number} {i}" for i in range(2)]

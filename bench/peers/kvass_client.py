@@ -20,7 +20,6 @@ from kvass.cli.bench.rig import (
     seconds,
 )
 from kvass.errors import KvassError, Unavailable
-from kvass.messages import Lookup, Matched
 from kvass.simulate.models import MODELS, layout
 
 LLAMA_8B: Final = layout(MODELS["llama-3-8b"], 16)
@@ -36,9 +35,8 @@ class KvassClient:
         """``large``: rows of Llama-8B, for prompts of ``tokens``; else of 4 KiB."""
         groups = LLAMA_8B if large else (LAYOUT,)
         self._socket = address
-        name = (
-            f"bench-peers-{'large' if large else 'small'}"  # a later client finds what is on disk
-        )
+        # one name in each run: a later client finds what is on disk
+        name = f"bench-peers-{'large' if large else 'small'}"
         self._engine = EngineSessions(
             address, groups, self._ending, name=name, instance=fresh_name()
         )
@@ -56,32 +54,33 @@ class KvassClient:
 
     def store(self, seed: str, tokens: int) -> float:
         """Store a prompt; the seconds."""
+        keys = digests(seed, tokens)
         if hasattr(self, "_cache"):
-            self._cache.renew(digests(seed, tokens))
+            self._cache.renew(keys)
             return seconds(self._cache.store)
-        return seconds(lambda: self._engine.commit(self._engine.reserve(digests(seed, tokens))))
+        return seconds(lambda: self._engine.commit(self._engine.reserve(keys)))
 
     def look_up(self, seed: str, tokens: int, times: int) -> dict[str, Any]:
         """Seconds of each lookup until it is answered, and of its release until it is done."""
         keys, found, lookups, releases = digests(seed, tokens), 0, [], []
         for _ in range(times):
             began_s = time.perf_counter()
-            matched = self._ask(keys, 0.0)
+            matched = self._engine.ask(keys)
             lookups.append(time.perf_counter() - began_s)
             found = matched.chunks * CHUNK_TOKENS
-            releases.append(seconds(partial(self._release, matched)))
+            releases.append(seconds(partial(self._engine.release, matched)))
         return {"found": found, "lookup_s": lookups, "release_s": releases}
 
     def promote(self, seed: str, tokens: int) -> float:
         """Seconds until a prompt on disk is in memory. A daemon that just began finds nothing until
         its tier has answered once: that time counts."""
         keys, began_s = digests(seed, tokens), time.perf_counter()
-        while (matched := self._ask(keys, PATIENCE_S)).chunks * CHUNK_TOKENS < tokens:
-            self._release(matched)
+        while (matched := self._engine.ask(keys)).chunks * CHUNK_TOKENS < tokens:
+            self._engine.release(matched)
             if time.perf_counter() - began_s > PATIENCE_S:
                 raise Unavailable(f"{matched.chunks * CHUNK_TOKENS} of {tokens} tokens came back")
         took_s = time.perf_counter() - began_s
-        self._release(matched)
+        self._engine.release(matched)
         return took_s
 
     def requests(self, clients: int) -> float:
@@ -90,7 +89,7 @@ class KvassClient:
 
     def hold(self, seed: str, tokens: int) -> int:
         """Look a prompt up and keep it; how many of its tokens were found."""
-        return self._ask(digests(seed, tokens), 0.0).chunks * CHUNK_TOKENS
+        return self._engine.ask(digests(seed, tokens)).chunks * CHUNK_TOKENS
 
     def held(self, seed: str, tokens: int) -> bool:
         """Whether anybody still keeps anything."""
@@ -100,26 +99,16 @@ class KvassClient:
         """Seconds until a lookup is answered in any way."""
         began_s = time.perf_counter()
         try:
-            self._ask(digests(seed, tokens), 0.0)
+            self._engine.ask(digests(seed, tokens))
         except KvassError:
             pass  # a miss, to an engine
         return time.perf_counter() - began_s
 
     def clear(self) -> None:
-        self._engine.scheduler.clear(timeout_s=PATIENCE_S)
+        self._engine.clear()
 
     def close(self) -> None:
         self._ending.close()
-
-    def _ask(self, keys: bytes, budget_s: float) -> Matched:
-        asked = Lookup(request="load", digests=keys, width=WIDTH, budget_ms=budget_s * 1000)
-        matched = self._engine.scheduler.call(asked, PATIENCE_S + budget_s)
-        assert isinstance(matched, Matched), matched
-        return matched
-
-    def _release(self, matched: Matched) -> None:
-        if matched.lease:
-            self._engine.release(matched)
 
 
 def digests(seed: str, tokens: int) -> bytes:

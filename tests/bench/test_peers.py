@@ -91,7 +91,7 @@ def test_an_unknown_part_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 def test_kvass_is_measured_though_its_peer_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engineless, "COPY_L1_BYTES", 256 << 20)
+    monkeypatch.setattr(engineless, "LARGE_L1_BYTES", 256 << 20)
     monkeypatch.setattr(engineless, "SMALL_L1_BYTES", 64 << 20)
     monkeypatch.setattr(engineless, "TOKENS", 512)
     monkeypatch.setattr(engineless, "LOOKUPS", (512, 1024))
