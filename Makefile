@@ -17,7 +17,7 @@ MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo quick test test-versions check docs sim soak bench bench-peers clean
+.PHONY: help setup demo quick test test-versions check docs sim soak bench bench-check bench-peers clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -29,6 +29,7 @@ help:
 	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
 	@echo "make soak    MINUTES=$(MINUTES) of a trace while daemon, tiers and engines are killed and suspended"
+	@echo "make bench-check   kvass bench against the ratios of bench/baseline.json (a minute)"
 	@echo "make bench   all figures of a daemon; bench/__init__.py has those of tiers and GPUs"
 	@echo "make bench-peers   kvass, LMCache and vLLM alone, side by side (an hour; SHORT=1 for a try)"
 
@@ -120,6 +121,10 @@ bench-peers: $(READY)
 	@bash requirements/lmcache.sh $(VENV) .cache/lmcache || echo "LMCache is not installed: its rows will say so" >&2
 	$(BIN)/python -m bench.peers $(if $(SHORT),--short) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(REPETITIONS),--repetitions $(REPETITIONS)) $(if $(PAGE),--page $(PAGE))
+
+bench-check: $(READY)
+	@mkdir -p .cache
+	$(BIN)/kvass bench --tier disk:.cache --check bench/baseline.json
 
 clean:
 	rm -rf $(VENV) .cache dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -44,9 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.render:
         results = msgspec.json.decode(args.render.read_bytes(), type=Results)
     else:
-        results = measure(args)
         args.out.mkdir(parents=True, exist_ok=True)
-        results.save(args.out / "benchmarks.json")
+        results = measure(args)
     write(results, args.out, args.page)
     return 0
 
@@ -60,22 +61,29 @@ def measure(args: argparse.Namespace) -> Results:
     repetitions = args.repetitions or (1 if args.short else 2)
     began_s = time.monotonic()
     results = Results(machine(), versions(), rounds, now())
-    with tempfile.TemporaryDirectory(prefix="kvass-peers-") as folder:
-        plan = Plan(python(), Path(folder), rounds)
+    with ExitStack() as ending:
+        folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="kvass-peers-")))
+        disk = Path(ending.enter_context(tempfile.TemporaryDirectory(dir=args.out.absolute())))
+        ending.callback(save, results, args, folder, began_s)
+        plan = Plan(python(), folder, disk, rounds)
         for part in parts:
             if part in engineless.PARTS:
                 say(part)
                 engineless.PARTS[part](results, plan)
         if mine := set(parts) & set(ENGINE_PARTS):
-            engines.measure_engines(
-                results, plan, repetitions, SHORT if args.short else Sizes(), mine
-            )
-        if args.logs:
-            args.logs.mkdir(parents=True, exist_ok=True)
-            for log in Path(folder).glob("*.log"):
-                (args.logs / log.name).write_bytes(log.read_bytes())
-    results.minutes = (time.monotonic() - began_s) / 60
+            sizes = SHORT if args.short else Sizes()
+            engines.measure_engines(results, plan, repetitions, sizes, mine)
     return results
+
+
+def save(results: Results, args: argparse.Namespace, folder: Path, began_s: float) -> None:
+    """What there is, also of a run that was ended early."""
+    results.minutes = (time.monotonic() - began_s) / 60
+    results.save(args.out / "benchmarks.json")
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
+        for log in folder.glob("*.log"):
+            shutil.copy(log, args.logs)
 
 
 def write(results: Results, out: Path, page: Path | None) -> None:
@@ -101,11 +109,12 @@ def machine() -> dict[str, str]:
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
+    kernel = platform.release().partition("-")[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return {
         "Cores": f"{os.cpu_count()} ({models[0] if models else platform.machine()})",
         "Memory": f"{memory:.0f} GiB",
-        "System": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "System": f"{platform.system()} {kernel}, Python {platform.python_version()}",
     }
 
 

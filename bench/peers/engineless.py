@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -30,11 +31,12 @@ IDLE_S: Final = 10.0
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a run measures with. ``python``: an interpreter with LMCache. ``folder``: for sockets,
-    logs and disks. ``rounds`` for each figure."""
+    """What a run measures with. ``python``: an interpreter with LMCache. ``folder``: for sockets
+    and logs; ``disk``: for tiers. ``rounds`` for each figure."""
 
     python: str
     folder: Path
+    disk: Path
     rounds: int
 
     def server(self, system: str, l1_bytes: int, disk: Path | None = None) -> Server:
@@ -85,18 +87,24 @@ def measure_copies(results: Results, plan: Plan) -> None:
     load = results.row("copies", "load", "look up and load them", "GB/s", more=True)
     with sides(plan, store, load, large=True, l1=COPY_L1_BYTES) as both:
         for number, system in in_turns(tuple(both), plan.rounds + 1, store, load):
+            several = {"lmcache": os.cpu_count(), "lmcache_1": 1} if system != "kvass" else {}
             with attempt(system, store, load):
-                client = both[system].client
-                took = client.call("copy", seed=f"copy {number}", tokens=TOKENS)
-                if not took["equal"]:
-                    raise OSError("the bytes loaded differ from those stored")
-                client.call("clear")
-                if number:  # the first warms up
-                    store.add(system, PROMPT_BYTES / took["store_s"] / 1e9)
-                    load.add(system, PROMPT_BYTES / took["load_s"] / 1e9)
-                    if "memcpy_s" in took:
-                        for row in (store, load):
-                            row.add("memcpy", PROMPT_BYTES / took["memcpy_s"] / 1e9)
+                for name, threads in (several or {system: 1}).items():
+                    took = _copy(both[system].client, f"{name} {number}", threads)
+                    if number:  # the first warms up
+                        for row, gbps in zip((store, load), took, strict=False):
+                            row.add(name, gbps)
+                            if len(took) > 2:
+                                row.add("memcpy", took[2])
+
+
+def _copy(client: Driver, seed: str, threads: int | None) -> list[float]:
+    """GB/s of a store, of its load, and, where the client measures that, of memcpy."""
+    took = client.call("copy", seed=seed, tokens=TOKENS, threads=threads)
+    if not took.pop("equal"):
+        raise OSError("the bytes loaded differ from those stored")
+    client.call("clear")
+    return [PROMPT_BYTES / took_s / 1e9 for took_s in took.values()]
 
 
 def measure_lookups(results: Results, plan: Plan) -> None:
@@ -181,7 +189,7 @@ def measure_disk(results: Results, plan: Plan) -> None:
     rows = (write, read, restart)
     for number, system in in_turns(SYSTEMS, max(2, plan.rounds // 3), *rows):
         with attempt(system, *rows), ExitStack() as ending:
-            disk = plan.folder / f"{system}-disk"
+            disk = plan.disk / system
             disk.mkdir()
             ending.callback(shutil.rmtree, disk)
             server = plan.server(system, DISK_L1_BYTES, disk)

@@ -26,7 +26,8 @@ from tests.support.vllm.process import Answer, EngineProcess, Prompt
 
 MODES: Final = ("none", "again", "lmcache", "kvass", "offloading")
 """``again``: a second engine without any cache. What it differs from the first is noise."""
-CACHED: Final = ("lmcache", "kvass", "offloading")
+SERVED: Final = ("lmcache", "kvass")
+CACHED: Final = (*SERVED, "offloading")
 L1_BYTES: Final = 2 << 30
 NEW_TOKENS: Final = 1511
 CROWD: Final = 4
@@ -34,6 +35,7 @@ CROWD_TOKENS: Final = 411
 OUTPUT: Final = 24
 _SLOW_S: Final = 300.0
 _BACK_S: Final = 60.0
+_DOWN_S: Final = 120.0
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -59,12 +61,20 @@ class Engines:
     def __init__(self, found: dict[str, EngineProcess], repetition: int) -> None:
         self.found, self.repetition = found, repetition
 
-    def ask(self, mode: str, prompt: list[int], tokens: int = 1, *, empty: bool = True) -> Answer:
+    def ask(
+        self,
+        mode: str,
+        prompt: list[int],
+        tokens: int = 1,
+        *,
+        empty: bool = True,
+        within_s: float = _SLOW_S,
+    ) -> Answer:
         """One request; ``empty``: vLLM's own cache first."""
         engine = self.found[mode]
         if empty and not engine.reset():
             raise Unavailable("vLLM's own cache could not be emptied")
-        (answer,) = engine.generate(Prompt(prompt, tokens), timeout_s=_SLOW_S)
+        (answer,) = engine.generate(Prompt(prompt, tokens), timeout_s=within_s)
         return answer
 
 
@@ -116,7 +126,7 @@ def measure_engines(
     model = build(MODELS, SHAPE)
     with ExitStack() as ending:
         servers: dict[str, Server] = {}
-        for system in ("lmcache", "kvass"):
+        for system in SERVED:
             with attempt(system, *rows):
                 server = plan.server(system, L1_BYTES)
                 ending.callback(server.close)
@@ -164,9 +174,10 @@ def _engines(
     with ExitStack() as ending:
         found: dict[str, EngineProcess] = {}
         for mode in MODES:
-            if rows and all(mode in row.trouble for row in rows):
+            mine = [row for row in rows if row.part != "down" or mode in SERVED]
+            if all(mode in row.trouble for row in mine):
                 continue
-            with attempt(mode, *rows):
+            with attempt(mode, *mine):
                 engine = EngineProcess(
                     model,
                     plan.folder / f"engine-{mode}-{number}.log",
@@ -176,8 +187,9 @@ def _engines(
                     environment=ENVIRONMENT,
                     start_timeout_s=_SLOW_S,
                 )
-                ending.callback(engine.kill)
-                engine.wait_ready().one(words(1500, ("warm-up", number)), 2, timeout_s=_SLOW_S)
+                ending.callback(engine.close)
+                first = Prompt(words(1500, ("warm-up", number)), 2)
+                engine.wait_ready().generate(first, timeout_s=_SLOW_S)
                 found[mode] = engine
         yield Engines(found, number)
 
@@ -285,9 +297,9 @@ def measure_new(engines: Engines, rounds: int, first: Row, crowd: Row) -> None:
         answers = engines.found[mode].generate(*prompts, timeout_s=_SLOW_S)
         return max(answer.total_s for answer in answers)
 
-    for row, measure in ((first, alone), (crowd, together)):
+    for row, measure, times in ((first, alone, 2 * rounds), (crowd, together, rounds)):
         took: dict[int, dict[str, float]] = {}
-        for number, mode in in_turns(tuple(engines.found), rounds, row):
+        for number, mode in in_turns(tuple(engines.found), times, row):
             with attempt(mode, row):
                 name = (row.name, engines.repetition, number, mode)
                 took.setdefault(number, {})[mode] = measure(mode, name)
@@ -302,14 +314,13 @@ def measure_new(engines: Engines, rounds: int, first: Row, crowd: Row) -> None:
 def measure_down(engines: Engines, servers: dict[str, Server], next_: Row, back: Row) -> None:
     """A new prompt right after the cache's server was killed; and how long after the server's new
     start a prompt that is asked over and over hits again."""
-    for mode in ("none", "lmcache", "kvass"):
-        if mode not in engines.found:
-            continue
+    for mode in [one for one in engines.found if one in ("none", *SERVED)]:
         with attempt(mode, next_, back):
             engines.ask(mode, words(NEW_TOKENS, ("before", mode)), empty=False)
             if mode in servers:
                 servers[mode].kill()
-            killed = engines.ask(mode, words(NEW_TOKENS, ("killed", mode)), empty=False)
+            prompt = words(NEW_TOKENS, ("killed", mode))
+            killed = engines.ask(mode, prompt, empty=False, within_s=_DOWN_S)
             next_.add(mode, killed.first_token_s)
             if mode not in servers:
                 continue

@@ -50,8 +50,9 @@ class KvassClient:
             arena = shared_memory(size)
             self._memcpy = (arena, private_memory(size))
 
-    def copy(self, seed: str, tokens: int) -> dict[str, Any]:
-        """Store a new prompt and load it into other blocks; memcpy of the same bytes."""
+    def copy(self, seed: str, tokens: int, threads: int) -> dict[str, Any]:
+        """Store a new prompt and load it into other blocks; memcpy of the same bytes. All of it by
+        one thread, whatever ``threads`` says."""
         keys, pages = digests(seed, tokens), self._cache.pages
         pages[:, self._cache.source, 0] += 1
         pages[:, self._cache.target] = 0

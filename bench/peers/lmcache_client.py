@@ -59,8 +59,9 @@ class LMCacheClient:
         order = random.Random(0).sample(range(1, shape[1]), shape[1] - 1)
         self._source, self._target = order[: self._table], order[self._table :]
 
-    def copy(self, seed: str, tokens: int) -> dict[str, Any]:
-        """Store a new prompt and load it into other blocks."""
+    def copy(self, seed: str, tokens: int, threads: int) -> dict[str, Any]:
+        """Store a new prompt and load it into other blocks, with so many of torch's threads."""
+        torch.set_num_threads(threads)
         words = prompt(seed, tokens)
         for layer in self._kv.values():
             pages = layer.view(torch.int16)

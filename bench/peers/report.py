@@ -9,6 +9,7 @@ import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 from markdown_it import MarkdownIt
@@ -20,6 +21,7 @@ NAMES: Final = {
     "none": "no cache",
     "again": "no cache, 2nd engine",
     "lmcache": "LMCache",
+    "lmcache_1": "LMCache, 1 thread",
     "kvass": "kvass",
     "offloading": "vLLM offloading",
     "local": "vLLM's own cache",
@@ -28,10 +30,13 @@ NAMES: Final = {
 """The columns, in this order."""
 ALIKE: Final = 1.02
 """Medians that differ by less are alike, whatever the spread."""
+BELOW: Final = "see below"
+SHORT: Final = 40
+"""Characters of a reason that stands in the table itself."""
 GOAL_PERCENT: Final = 1.0
 WHY: Final = {
-    "store": "kvass copies with one thread, LMCache's client with one per core. More copy threads "
-    "would change it, where one does not use all of the memory's bandwidth",
+    "store": "kvass copies with one thread, torch with one per core. More copy threads would "
+    "change it, where one does not use all of the memory's bandwidth",
     "load": "as for the store: more copy threads",
     "ping": "the daemon answers from one Python thread. A faster loop would change it; an engine "
     "sends a few requests a step",
@@ -42,6 +47,7 @@ WHY: Final = {
     "the page cache, and the kernel still has to write it. Giving up O_DIRECT would change it",
     "disk_read": "kvass checks every record before it is used. More threads (`?threads=`) or a "
     "cheaper check would change it",
+    "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
     "document": "what is left is the engine's own work on the last tokens",
     "rag": "all compute the question's tokens, and that takes most of the time",
@@ -64,9 +70,11 @@ def verdict(row: Row) -> tuple[str, bool]:
     if row.part == "new":
         return _cost(row)
     if "lmcache" not in row.samples:
-        return "", True
-    ours, theirs = row.median("kvass"), row.median("lmcache")
-    (low, high), (their_low, their_high) = row.spread("kvass"), row.spread("lmcache")
+        return ("**kvass**" if " within " in row.trouble.get("lmcache", "") else ""), True
+    best = max if row.more else min
+    peer = best((name for name in ("lmcache", "lmcache_1") if name in row.samples), key=row.median)
+    ours, theirs = row.median("kvass"), row.median(peer)
+    (low, high), (their_low, their_high) = row.spread("kvass"), row.spread(peer)
     near, far = sorted((abs(ours), abs(theirs)))
     if not (low > their_high or their_low > high) or far <= near * ALIKE:
         return "no clear lead", False
@@ -112,26 +120,36 @@ def markdown(results: Results) -> str:
 
 
 def table(rows: Sequence[Row], part: str) -> str:
-    """One line a row, a column for each system that any of them has."""
+    """One line a row, a column for each system that any of them has; below it, what is too long
+    for a cell."""
     rows = [row for row in rows if row.part == part]
     systems = [s for s in NAMES if any(s in row.samples or s in row.trouble for row in rows)]
     lines = [["", "unit", *(NAMES[system] for system in systems), "leads", "load"]]
     lines.append(["---"] * len(lines[0]))
     for row in rows:
         cells = [cell(row, system) for system in systems]
-        lines.append([row.what, row.unit, *cells, verdict(row)[0], f"{row.load:.1f}"])
-    return "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in lines)
+        load = f"{median(row.loads):.1f}" if row.loads else ""
+        lines.append([row.what, row.unit, *cells, verdict(row)[0], load])
+    reasons = {
+        f"- {NAMES[system]}: {_plain(row.trouble[system])}"
+        for row in rows
+        for system in row.trouble
+        if cell(row, system) == BELOW
+    }
+    text = "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in lines)
+    return "\n".join([text, *([""] if reasons else []), *sorted(reasons)])
 
 
 def cell(row: Row, system: str) -> str:
     """``median (low to high)``, the reason why there is none, or nothing."""
     if system not in row.samples:
-        return row.trouble.get(system, "")
-    median = number(row.median(system))
+        reason = row.trouble.get(system, "")
+        return reason if len(reason) <= SHORT else BELOW
+    middle = number(row.median(system))
     if len(row.samples[system]) == 1:
-        return median
+        return middle
     low, high = map(number, row.spread(system))
-    return f"{median} ({low} to {high})"
+    return f"{middle} ({low} to {high})"
 
 
 def number(value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,9 @@ from tests.support.vllm.process import EngineDied
 
 
 class Row(msgspec.Struct):
-    """One figure. ``samples``: by system, in the order in which they were taken; ``trouble``: why a
-    system has none. ``more`` is better, or
-    less. ``load``: the machine's 1-minute load when it began."""
+    """One figure; ``more`` is better, or less. ``samples``: by system, in the order in which they
+    were taken; ``loads``: the machine's 1-minute load at each. ``trouble``: why a system has none.
+    """
 
     part: str
     name: str
@@ -29,10 +30,11 @@ class Row(msgspec.Struct):
     more: bool
     samples: dict[str, list[float]] = {}
     trouble: dict[str, str] = {}
-    load: float = 0.0
+    loads: list[float] = []
 
     def add(self, system: str, value: float) -> None:
         self.samples.setdefault(system, []).append(value)
+        self.loads.append(os.getloadavg()[0])
 
     def median(self, system: str) -> float:
         return median(self.samples[system])
@@ -57,7 +59,7 @@ class Results(msgspec.Struct):
     minutes: float = 0.0
 
     def row(self, part: str, name: str, what: str, unit: str, *, more: bool = False) -> Row:
-        self.rows.append(Row(part, name, what, unit, more, load=os.getloadavg()[0]))
+        self.rows.append(Row(part, name, what, unit, more))
         return self.rows[-1]
 
     def save(self, path: Path) -> None:
@@ -70,7 +72,8 @@ def attempt(system: str, *rows: Row) -> Iterator[None]:
     try:
         yield
     except (KvassError, EngineDied, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:240]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = re.sub(r"^engine process \d+ |; the end of its log:$", "", reason)[:240]
         say(f"nothing more of {system} here: {reason}")
         for row in rows:
             row.trouble.setdefault(system, reason)

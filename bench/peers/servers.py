@@ -29,6 +29,7 @@ MALLOC: Final = {
 are mapped and faulted in anew each time."""
 START_S: Final = 120.0
 STOP_S: Final = 30.0
+STATUS_S: Final = 10.0
 _SHM: Final = Path("/dev/shm")
 
 
@@ -166,7 +167,7 @@ class KvassServer(Server):
 
     def _status(self) -> dict[str, Any]:
         with Client(self._socket) as client:
-            return client.status(1.0)
+            return client.status(STATUS_S)
 
 
 class LMCacheServer(Server):

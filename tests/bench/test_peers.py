@@ -32,6 +32,7 @@ def row(part: str = "engine", *, more: bool = False, **samples: list[float]) -> 
         (row(kvass=[1.0, 1.1], lmcache=[3.0, 3.3]), ("**kvass** 3x", True)),
         (row(kvass=[1.0, 1.1], lmcache=[3.0, 3.3], more=True), ("LMCache 3x", False)),
         (row(kvass=[3.0, 3.3], lmcache=[1.0, 1.1]), ("LMCache 3x", False)),
+        (row(kvass=[1.0], lmcache=[3.0], lmcache_1=[0.5]), ("LMCache 2x", False)),
         (row(kvass=[0.0], lmcache=[1.0]), ("**kvass**", True)),
         (row(kvass=[1.0, 2.0], lmcache=[1.9, 4.0]), ("no clear lead", False)),
         (row(kvass=[1.0, 9.0, 1.0, 1.0, 1.0], lmcache=[2.0] * 4), ("**kvass** 2x", True)),
@@ -46,11 +47,19 @@ def test_a_lead_is_outside_of_the_spread(what: Row, found: tuple[str, bool]) -> 
     assert report.verdict(what) == found
 
 
+def test_whom_nobody_waited_for_longer_does_not_lead() -> None:
+    one = row(kvass=[0.1])
+    one.trouble["lmcache"] = "not within 20 s"
+    assert report.verdict(one) == ("**kvass**", True)
+
+
 def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
     results = Results({"Cores": "2"}, {"LMCache": "0.5.6"}, 9, "today", minutes=41.6)
     first = results.row("engine", "document", "a document again", "s")
     first.samples = {"none": [12.0], "kvass": [2.0, 4.0, 3.0], "lmcache": [1.0, 1.0, 1.0]}
     first.trouble = {"offloading": "only on | GPUs"}
+    long = "failed: Exception: only on | GPUs of other makers, and only there"
+    results.row("new", "new_first", "a new document", "%").trouble = {"offloading": long}
     path = tmp_path / "run.json"
     results.save(path)
     assert command.main(["--render", str(path), "--out", str(tmp_path)]) == 0
@@ -62,7 +71,9 @@ def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
     assert f"- a document again (LMCache 3x): {report.WHY['document']}." in page
     assert "today, 42 minutes, 9 rounds" in page
     assert "- Cores: 2\n- LMCache: 0.5.6" in page
-    assert page.count("Not measured.") == 7  # every other part's table
+    assert "| a new document | % | see below | no figure of kvass |  |\n\n- vLLM off" in page
+    assert f"- vLLM offloading: {long.replace('|', '/')}" in page
+    assert page.count("Not measured.") == 6  # every other part's table
     assert "{" not in page
     web = (tmp_path / "benchmarks.html").read_text()
     assert "<td>3 (2 to 4)</td>" in web
@@ -70,8 +81,8 @@ def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
     assert "](" not in web
 
 
-def test_an_unknown_part_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--only", "copies,nothing"]) == 2
+def test_an_unknown_part_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--only", "copies,nothing", "--out", str(tmp_path)]) == 2
     assert "--only nothing: the parts are copies, lookups," in capsys.readouterr().err
 
 
@@ -87,7 +98,7 @@ def test_kvass_is_measured_though_its_peer_does_not_start(
     monkeypatch.setattr(engineless, "LOOKUPS", (512, 1024))
     monkeypatch.setattr(engineless, "IDLE_S", 0.1)
     results = Results({}, {}, 1, "")
-    plan = Plan(sys.executable, tmp_path, 1)
+    plan = Plan(sys.executable, tmp_path, tmp_path, 1)
     for part in ("copies", "lookups", "requests", "kills"):
         engineless.PARTS[part](results, plan)
     for one in results.rows:
@@ -135,7 +146,7 @@ class Engine:
 
 class Broken(Engine):
     def generate(self, *prompts: Prompt, timeout_s: float) -> list[Answer]:
-        raise EngineDied("it ended\nmore")
+        raise EngineDied("engine process 7 ended; the end of its log:\nmore")
 
 
 def found(cache: list[list[int]], tokens: list[int]) -> int:
@@ -161,7 +172,7 @@ def test_a_workload_hits_what_it_says(name: str) -> None:
     assert set(hits["none"]) == {0}
     assert wait["kvass"] == pytest.approx(wait["local"]), "no cache is better than one's own"
     assert max(wait["kvass"]) < min(wait["none"])
-    assert [one.trouble for one in rows] == [{"lmcache": "it ended"}] * 2
+    assert [one.trouble for one in rows] == [{"lmcache": "ended"}] * 2
     assert name == "document" or max(wait["kvass"]) > 0.05  # what is new is computed
 
 
@@ -175,8 +186,9 @@ def test_what_new_prompts_cost_is_relative_to_none() -> None:
     rows = engines.new_rows(Results({}, {}, 3, ""))
     engines.measure_new(some(none=Engine(), again=Engine(), kvass=Engine(slow=1.5)), 3, *rows)
     first, crowd = (one.samples for one in rows)
-    assert first["again"] == crowd["again"] == pytest.approx([0.0] * 3)
-    assert first["kvass"] == pytest.approx([50.0] * 3)
+    assert first["again"] == pytest.approx([0.0] * 6)
+    assert crowd["again"] == pytest.approx([0.0] * 3)
+    assert first["kvass"] == pytest.approx([50.0] * 6)
     assert 40 < crowd["kvass"][0] < 50
     assert "none" not in first
     assert words(3, "x") != words(3, "y")

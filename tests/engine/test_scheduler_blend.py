@@ -10,7 +10,7 @@ import pytest
 import vllm
 
 from kvass.blend.plan import FirstK
-from kvass.connectors.vllm import configuration
+from kvass.connectors.vllm import configuration, namespace
 from kvass.errors import UsageError
 from kvass.types import GroupLayout
 from tests.support.vllm.scheduler import before, make_configs, read_setup
@@ -78,5 +78,5 @@ def test_models_versions_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
     assert "never tried with vLLM 0.31.0, only 0.32.0" in refuse(config)
     monkeypatch.undo()
-    monkeypatch.setattr(configuration.namespace, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(namespace, "device_kind", lambda: "cuda")
     assert "'cuda'" in refuse(config)

@@ -259,17 +259,19 @@ class BlendControls:
         (``0-20,100-150``), and ``control`` is broken; returns the counts since the last call."""
         from kvass.blend import plan
         from kvass.blend.rope import Move
+        from kvass.connectors.vllm.blend_pages import LayerPages
         from kvass.connectors.vllm.blend_planner import BlendPlanner
         from kvass.engine.planner import Planner
 
         for one in self._patches:
             one.stop()
-        broken = {
+        broken: dict[str, list[tuple[Any, str, Any]]] = {
             "": [],
             "off": [(BlendPlanner, "_find", lambda *_: False)],
             "not moved": [(Move, "__call__", lambda _, stored, tokens: stored.clone())],
             "no salt": [(BlendPlanner, "_salt", lambda *_: None)],
             "no prefix": [(Planner, "match", lambda *_: 0)],
+            "not placed": [(LayerPages, "place", mock.Mock(side_effect=RuntimeError("control")))],
         }
         self._patches = [mock.patch.object(*one) for one in broken[control]]
         for one in self._patches:

@@ -292,9 +292,9 @@ class StubModelEngine:
             rank.close()
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
+def until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
     """Wait for ``condition``. Raises ``AssertionError`` naming ``what``."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"in vain: {what}"
         time.sleep(0.005)

@@ -198,7 +198,8 @@ class VllmRequest:
             return 0
         if self._texts is not None and self._texts.ambiguous(self._request):
             return 0
-        return len(self._request.block_hashes[: self.exact_blocks])
+        known = len(self._request.block_hashes)
+        return known if self.exact_blocks is None else min(known, self.exact_blocks)
 
     def chunk_hashes(self, first: int, end: int) -> Sequence[bytes]:
         step = self._setup.chunk_tokens // self._setup.hash_tokens

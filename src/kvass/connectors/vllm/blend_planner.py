@@ -37,10 +37,10 @@ from kvass.types import U32Array
 
 @dataclass
 class BlendRequest:
-    """``prefix``: tokens of the exact prefix, of which vLLM has ``local``. ``match``: the rows of
-    the chunks of ``segments``, in the order in which each comes first. ``runs``: what is to be
-    computed, in tokens ``[begin, end)``, without what is behind. ``blended``: its segments are, or
-    were, loaded, after so many ``preemptions``. ``searches``: it had no blocks yet."""
+    """``prefix``: tokens of the exact prefix, of which vLLM has ``local``. ``rows``: of each of the
+    ``segments``, where its chunks stand in the match. ``runs``: what is still to be computed, in
+    tokens ``[begin, end)``. ``blended``: its segments were, or are being, loaded, after so many
+    ``preemptions``. ``searches``: it had no blocks yet."""
 
     request: VllmRequest
     space: bytes
@@ -99,14 +99,15 @@ class BlendPlanner:
             return external
         if one.prefix != local + external:
             self._settle(name)
-            one.found, one.local, one.prefix = None, local, local + external
+            one.found, one.prefix = None, local + external
+        one.local = local
         if (ready := self._find(one)) is None:
             return None
         return one.segments[-1].new_end - local if ready else external
 
     def _find(self, one: BlendRequest) -> bool | None:
-        """Whether segments are worth it: then they, their rows' lease and the runs are known. None:
-        ask again later."""
+        """Whether it has segments: then these and the runs are known, and the rows are leased.
+        None: ask again later."""
         name, one.segments = one.request.name, []
         width = len(one.request.block_hashes(0, 1)[0]) if one.request.hashed_blocks else 0
         if not width:
@@ -133,7 +134,7 @@ class BlendPlanner:
         return bool(one.segments)
 
     def _plan(self, one: BlendRequest, digests: list[bytes], there: dict[bytes, int]) -> None:
-        """The segments of which all rows are ``there``, and the runs; none if all is computed."""
+        """The segments, as far as their rows are ``there``, and the runs."""
         assert one.found is not None
         segments, rows, at = list[Segment](), list[list[int]](), 0
         for seg in one.found.segments:
@@ -193,22 +194,17 @@ class BlendPlanner:
         segment that begins inside of a block these are the next ones: the block may have tokens of
         others before it, and what follows in the last one is written later."""
         size, name = self._chunk // self._block, _second(one.request.name)
-        blocks: dict[int, Sequence[int]] = {}
+        blocks, spans = dict[int, Sequence[int]](), list[Span]()
         for segment, rows in zip(one.segments, one.rows, strict=True):
             first = -(-segment.new_start // self._block)
-            for number, row in enumerate(rows):
-                at = first + number * size
-                blocks.setdefault(row, table[at : at + size])
-        spans = tuple(
-            Span(
-                tuple(i for row in rows for i in blocks[row]), segment.old_start, segment.new_start
-            )
-            for segment, rows in zip(one.segments, one.rows, strict=True)
-        )
+            for at, row in enumerate(rows):
+                blocks.setdefault(row, table[first + at * size : first + (at + 1) * size])
+            held = tuple(i for row in rows for i in blocks[row])
+            spans.append(Span(held, segment.old_start, segment.new_start))
         if match is None or sorted(blocks) != list(range(match.chunks)):
             if match is not None:
                 self._client.release(match.boot, match.lease)
-            return Load(name), spans
+            return Load(name), tuple(spans)
         copied = tuple(i for row in range(match.chunks) for i in blocks[row])
         load = Load(
             request=name,
@@ -221,7 +217,7 @@ class BlendPlanner:
             skip=(0,),
             trace=one.request.trace,
         )
-        return load, spans
+        return load, tuple(spans)
 
     def take_placements(self) -> list[Placement]:
         """What was planned since the last call, for the step's metadata."""
