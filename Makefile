@@ -1,5 +1,6 @@
 # Every target works from a clean clone and does its own set-up, once, into .venv.
-# Knobs: PYTHON (an interpreter >= 3.11), SEEDS (make sim), PYTEST_ARGS and WORKERS (make test).
+# Knobs: PYTHON (an interpreter >= 3.11), SEEDS (make sim), PYTEST_ARGS and WORKERS (make test),
+# MINUTES and SOAK_ARGS (make soak).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -12,10 +13,11 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 QUIET  := | sed -u '/^Requirement already satisfied/d'
 SEEDS  ?= 10000
+MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo quick test test-versions check docs sim bench clean
+.PHONY: help setup demo quick test test-versions check docs sim soak bench bench-check bench-peers clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -26,7 +28,10 @@ help:
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
+	@echo "make soak    MINUTES=$(MINUTES) of a trace while daemon, tiers and engines are killed and suspended"
+	@echo "make bench-check   kvass bench against the ratios of bench/baseline.json (a minute)"
 	@echo "make bench   all figures of a daemon; bench/__init__.py has those of tiers and GPUs"
+	@echo "make bench-peers   kvass, LMCache and vLLM alone, side by side (an hour; SHORT=1 for a try)"
 
 setup: $(READY)
 
@@ -105,8 +110,21 @@ docs: $(READY)
 sim: $(READY)
 	$(BIN)/python -m tests.support.simulation.simulator --seeds $(SEEDS) --jobs $$(nproc)
 
+soak: $(READY)
+	$(BIN)/python -m tests.support.soak --minutes $(MINUTES) $(SOAK_ARGS)
+
 bench: $(READY)
 	$(BIN)/python -m bench
+
+# bench/peers/__init__.py says what ONLY, ROUNDS, REPETITIONS, SHORT and PAGE are.
+bench-peers: $(READY)
+	@bash requirements/lmcache.sh $(VENV) .cache/lmcache || echo "LMCache is not installed: its rows will say so" >&2
+	$(BIN)/python -m bench.peers $(if $(SHORT),--short) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+	  $(if $(REPETITIONS),--repetitions $(REPETITIONS)) $(if $(PAGE),--page $(PAGE))
+
+bench-check: $(READY)
+	@mkdir -p .cache
+	$(BIN)/kvass bench --tier disk:.cache --check bench/baseline.json
 
 clean:
 	rm -rf $(VENV) .cache dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -2,6 +2,7 @@
 
 From the root of the repository, with what ``make setup`` installs:
 
+    make bench-check                        kvass bench against bench/baseline.json
     make bench                              the daemon, all figures; some five minutes
     python -m bench                         the same; --json, --l1-size, --rounds
     python -m bench --tier disk:/some/path  a tier, alone and behind a daemon; also redis:, s3:,
@@ -23,8 +24,7 @@ those of ``--blend`` in ``bench.blend``.
 ``python -m bench`` alone has, besides:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.
-- ``mla_...``: store and load as DeepSeek-V3 does: 61 layers of one plane, scattered runs of 18 KiB,
-  rows of 17 MiB, 274 MiB in all.
+- ``mla_...``: store and load as DeepSeek-V3 does: scattered runs of 18 KiB, rows of 17 MiB.
 - ``lookup_128k_tp8_us``, ``release_128k_tp8_us``: for eight ranks and rows of eight shards; eight
   sessions release, and all eight pings must have come back.
 - ``coverage_3x512_us``: how far 512 chunks reach in three layer groups at once (full, a window, a

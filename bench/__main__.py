@@ -17,15 +17,14 @@ from bench.pings import measure_pings
 from bench.segments import measure_segments
 from kvass._version import __version__
 from kvass.cli import bench as shipped
-from kvass.cli.bench.copies import measure_copies
+from kvass.cli.bench.copies import Prompt, measure_copies
 from kvass.cli.bench.lookups import measure_lookups
-from kvass.cli.bench.rig import say, start_daemon, table
+from kvass.cli.bench.rig import CHUNK_TOKENS, say, start_daemon, table
+from kvass.cli.geometry import BLOCK_TOKENS
 from kvass.errors import ConfigError, KvassError, UsageError
-from kvass.types import GroupLayout
+from kvass.simulate.models import layers_of, layout
 
-_LATENT: Final = 16 * 576 * 2
-MLA: Final = GroupLayout("full", 16, tuple(map(str, range(61))), (_LATENT,) * 61)
-"""DeepSeek-V3's: a page is 16 tokens, 512 + 64 wide, bf16."""
+_MODELS: Final = {"": "llama-3-8b", "mla_": "deepseek-v3"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,10 +73,10 @@ def measure(l1_bytes: int, rounds: int) -> dict[str, Any]:
     say("a daemon")
     with start_daemon(l1_bytes) as daemon:
         figures["ready_s"] = daemon.ready_s
-        say(f"store and load, {rounds} rounds of 512 MiB")
-        add(figures, measure_copies(daemon.socket, rounds))
-        say(f"store and load under MLA, {rounds} rounds of 274 MiB")
-        add(figures, measure_copies(daemon.socket, rounds, layout=MLA), "mla_")
+        for prefix, model in _MODELS.items():
+            prompt = Prompt(layout(layers_of(model), BLOCK_TOKENS), CHUNK_TOKENS)
+            prompt = prompt.within(l1_bytes // 4)
+            add(figures, measure_copies(daemon.socket, rounds, prompt), prefix)
         for tp in (1, 8):
             say(f"lookups among 65,536 rows, ranks: {tp}")
             figures |= measure_lookups(daemon.socket, tp=tp)

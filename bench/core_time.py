@@ -24,6 +24,7 @@ import numpy as np
 
 from kvass.cli.bench.lookups import ASKS, KEYS, WARM_UP
 from kvass.cli.bench.rig import WIDTH, percentiles_us, seconds
+from kvass.core.admission import GROUPS
 from kvass.core.coverage import longest_hit
 from kvass.core.effects import Event, Lost, Opened, Received, Send, Tick
 from kvass.core.machine import CacheMachine, CoreConfig
@@ -124,14 +125,14 @@ class Core:
 
 
 class Model:
-    """An engine of one rank whose rows are of ``row_bytes``."""
+    """An engine of one rank whose rows are of ``row_bytes``, of so many layer groups."""
 
-    def __init__(self, core: Core, name: str, row_bytes: int = ROW_BYTES) -> None:
+    def __init__(self, core: Core, name: str, row_bytes: int = ROW_BYTES, groups: int = 1) -> None:
         self.core = core
         self.scheduler, self.worker = core.connect(), core.connect()
         page = GroupLayout("full", _CHUNK_TOKENS // _BLOCKS, ("0",), (row_bytes // _BLOCKS,))
         for rank, session in ((SCHEDULER, self.scheduler), (0, self.worker)):
-            layout = None if rank == SCHEDULER else RankLayout((page,))
+            layout = None if rank == SCHEDULER else RankLayout((page,) * groups)
             terms = Register(
                 seq=2,
                 instance=name,
@@ -255,11 +256,17 @@ def _run(arena_bytes: int) -> dict[str, float]:
     with timed("a namespace makes way for another"):
         Model(core, "c")
         Model(core, "d")
+    core = Core(arena_bytes)
+    *_, last = [Model(core, name) for name in "abc"]  # the first ones take the room for indexes
+    with timed("fill, with an index that grows"):
+        last.fill()
     core = Core(arena_bytes, NAMESPACES)
     for i in range(NAMESPACES):
-        model = Model(core, f"e{i}")
+        model = Model(core, f"e{i}", groups=GROUPS)
         model.store(4)
         model.quit()
+    with timed(f"status of {NAMESPACES:,} namespaces"):
+        core.ask(core.connect(), Status(seq=6))
     with timed(f"clear of {NAMESPACES:,} namespaces"):
         core.ask(core.connect(), Clear(seq=5, everything=True))
         core.go_on()

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Part, describe_group, join_layers
+from kvass.simulate.models import MODELS, layout
 from kvass.types import GroupKind, GroupLayout, I64Array
 
 KIB: Final = 1 << 10
@@ -135,13 +136,10 @@ def _kv(heads: int, width: int, block_tokens: int = 16) -> int:
     return block_tokens * heads * width * 2 * 2
 
 
-_LLAMA_8B: Final = _group("full", 16, [_kv(8, 128)] * 32)
+_LLAMA_8B: Final = layout(MODELS["llama-3-8b"], 16)
 _LLAMA_70B_TP8: Final = _group("full", 16, [_kv(1, 128)] * 80)
-_DEEPSEEK_V3: Final = _group("full", 16, [16 * 576 * 2] * 61)
-_GPT_OSS: Final = (
-    _group("full", 16, [_kv(8, 64)] * 12),
-    _group("sliding_window", 16, [_kv(8, 64)] * 12, 128),
-)
+_DEEPSEEK_V3: Final = layout(MODELS["deepseek-v3"], 16)
+_GPT_OSS: Final = layout(MODELS["gpt-oss-20b"], 16)
 # Attention's block is made as long as a state, so that all pages are of one size: 544 tokens.
 _QWEN3_NEXT: Final = (
     _group("full", 544, [_kv(2, 256, 544)] * 12),
@@ -158,9 +156,9 @@ _DEEPSEEK_V4: Final = (
 )
 
 GEOMETRIES: Final[tuple[Geometry, ...]] = (
-    *_both("llama_8b", _LLAMA_8B),
+    *_both("llama_8b", *_LLAMA_8B),
     *_both("llama_70b_tp8", _LLAMA_70B_TP8),
-    *_both("deepseek_v3", _DEEPSEEK_V3),
+    *_both("deepseek_v3", *_DEEPSEEK_V3),
     *_both("gpt_oss", *_GPT_OSS),
     *_both("qwen3_next", *_QWEN3_NEXT, chunk_tokens=544),
     Geometry("deepseek_v4", _DEEPSEEK_V4, 256, "blocks"),

@@ -35,7 +35,7 @@ def measure_pressure(todo: Flood, seconds: float) -> dict[str, Any]:
     """p50 and p99 of a lookup's round trip with nothing else to do, and during ``todo``, for which
     ``seconds`` or until it ends; and how fast the tier stored and loaded meanwhile."""
     with ExitStack() as ending:
-        rows = EngineSessions(todo.socket, LAYOUT, ending)
+        rows = EngineSessions(todo.socket, (LAYOUT,), ending)
         prompt = b"".join(fill(rows, CHUNKS))
         _lookups(rows, prompt, min(seconds, _IDLE_S))  # warms up
         idle = _lookups(rows, prompt, min(seconds, _IDLE_S))

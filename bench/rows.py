@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.cli.bench.rig import CHUNK_TOKENS, PATIENCE_S, WIDTH, EngineSessions
+from kvass.cli.bench.rig import CHUNK_TOKENS, PATIENCE_S, EngineSessions
 from kvass.client.client import Client
 from kvass.errors import TierDown, Unavailable
-from kvass.messages import Lookup, Matched
+from kvass.messages import Matched
 from kvass.transfer.base import U8Array
 from kvass.types import GroupLayout, Slots, U64Array
 
@@ -30,8 +30,7 @@ class Rows(EngineSessions):
     def __init__(self, socket: str, name: str, row_bytes: int, ending: ExitStack) -> None:
         page_bytes = row_bytes * _BLOCK_TOKENS // CHUNK_TOKENS
         layout = GroupLayout("full", _BLOCK_TOKENS, ("0",), (page_bytes,))
-        super().__init__(socket, layout, ending, name=name)
-        self.row_bytes = row_bytes
+        super().__init__(socket, (layout,), ending, name=name)
         self._noise: U64Array = np.random.default_rng(0).integers(
             0, 1 << 63, row_bytes // 8, np.uint64
         )
@@ -51,17 +50,7 @@ class Rows(EngineSessions):
 
     def find(self, keys: Sequence[bytes]) -> Matched:
         """One lookup, that waits for the tiers and may find less than all."""
-        asked = Lookup(
-            request="prompt", digests=b"".join(keys), width=WIDTH, budget_ms=PATIENCE_S * 1000
-        )
-        matched = self.scheduler.call(asked, PATIENCE_S + 1)
-        assert isinstance(matched, Matched), matched
-        return matched
-
-    def release(self, matched: Matched) -> None:
-        """Give it back, if it holds anything; returns once the daemon has carried it out."""
-        if matched.lease:
-            super().release(matched)
+        return self.ask(b"".join(keys))
 
     def holds(self, matched: Matched, keys: Sequence[bytes]) -> bool:
         """Whether every row of the match is the one that was stored."""

@@ -1,23 +1,20 @@
-"""``python -m bench --tier URL``: a tier, against what the same bytes take without one.
+"""``python -m bench --tier URL``: a tier behind a daemon; one on a server also against its library.
 
 Law of this file: nothing of the user's is touched. A disk is measured in a new folder inside of the
 one that is named, a server under a prefix of its own, and neither outlives the measuring.
 
 What the names mean. Every one is there twice: for rows of 32 MiB (a chunk of Llama-8B; 8 MiB where
-there is a server), and with ``_small`` for rows of 1 MiB.
+there is a server), and with ``_small`` for rows of 1 MiB. ``kvass bench --tier`` compares a disk
+tier with a raw file.
 
-- ``disk_write_vs_raw``, ``disk_read_vs_raw``: storing and loading 512 MiB in the tier, which is
-  full and evicts, against writing and reading as much of a fallocated file beside it, past the page
-  cache (``direct_io``), with as many threads.
 - ``redis_put_vs_client``, ``redis_get_vs_client``: against ``set`` and ``get`` of redis-py, one
   value after the other; ``s3_...`` (``gcs_``, ``azure_``): against obstore's ``put`` and ``get``,
   from as many threads as the tier has connections; ``mooncake_put_vs_own``,
   ``mooncake_get_vs_own``: against ``put_from`` and ``get_into``, one object after the other.
   Those of redis and S3 end with bytes in the library's memory; the tier's are where they belong,
   verified.
-- ``promote_16_rows_vs_raw_read``: from a lookup of 16 rows to its match, by a daemon that was
-  restarted and has none of them in L1, against reading as much raw into the same memory. Servers
-  have the rate only.
+- ``promote_16_rows_gbps``: from a lookup of 16 rows to its match, by a daemon that was restarted
+  and has none of them in L1.
 - ``lookup_p99_under_tier_load_us``: round trip of a lookup of 8,192 tokens (32 rows, all of them in
   L1), one a millisecond, while the same daemon flushes and promotes as fast as its tier can
   (``tier_load_store_gbps``, ``tier_load_load_gbps``); ``..._idle_us``: while it does nothing else.
@@ -26,23 +23,30 @@ there is a server), and with ``_small`` for rows of 1 MiB.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from bench import counterparts, records
 from bench.figures import add
 from bench.flood import QUEUE_BYTES, Flood
 from bench.pressure import measure_pressure
-from bench.promotion import find, measure_promotion
 from bench.rows import Rows, flushed, wait_tier
 from kvass._version import __version__
-from kvass.cli.bench.rig import WIDTH, fresh_name, say, shared_memory, start_daemon
-from kvass.errors import ConfigError
+from kvass.cli.bench.disk import own_folder, spelled
+from kvass.cli.bench.rig import (
+    PATIENCE_S,
+    WIDTH,
+    fresh_name,
+    say,
+    shared_memory,
+    start_daemon,
+)
+from kvass.errors import ConfigError, Unavailable
 from kvass.tiers.base import Tier
 from kvass.tiers.url import TierUrl, open_tier, parse_tier_url, shown
 from kvass.types import PAGE, Size
@@ -60,7 +64,7 @@ class Plan(msgspec.Struct, frozen=True):
     load_s: float = 8.0
 
 
-DISK: Final = Plan(records.DISK, 2 << 30, 1 << 40)
+DISK: Final = Plan((("", 32 << 20, 16), ("_small", 1 << 20, 256)), 2 << 30, 1 << 40)
 SERVER: Final = Plan((("", 8 << 20, 16), ("_small", 1 << 20, 64)), 0, 1 << 30)
 _SCHEMES: Final = ("disk", "redis", "s3", "gcs", "azure", "mooncake")
 
@@ -74,19 +78,17 @@ def measure_tier(text: str, l1_bytes: int, rounds: int, plan: Plan | None = None
     figures = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
     figures["tier"] = shown(text)
     if url.scheme == "disk":
-        need = plan.tier_bytes + records.most_bytes(plan.sizes)
-        with records.own_folder(Path(url.where), need) as folder:
-            add(figures, records.measure_disk(url, folder, rounds, plan.sizes))
+        with own_folder(Path(url.where), plan.tier_bytes) as folder:
             (folder / "tier").mkdir()
             capacity = str(plan.tier_bytes)
             own = TierUrl("disk", str(folder / "tier"), url.options | {"capacity": capacity})
-            _measure_daemons(figures, own, l1_bytes, rounds, plan)
+            _measure_daemons(figures, own, l1_bytes, plan)
     else:
         with _own_prefix(url) as own:
             for suffix, size, count in plan.sizes:
                 say(f"{count} records of {Size(size)}, {rounds} rounds")
                 add(figures, _measure_server(own, size, count, rounds), suffix=suffix)
-            _measure_daemons(figures, own, l1_bytes, rounds, plan)
+            _measure_daemons(figures, own, l1_bytes, plan)
     return figures
 
 
@@ -114,16 +116,14 @@ def _measure_server(url: TierUrl, size: int, count: int, rounds: int) -> dict[st
 # ---------------------------------------------------------------- behind a daemon
 
 
-def _measure_daemons(
-    figures: dict[str, Any], url: TierUrl, l1_bytes: int, rounds: int, plan: Plan
-) -> None:
+def _measure_daemons(figures: dict[str, Any], url: TierUrl, l1_bytes: int, plan: Plan) -> None:
     for suffix, size, count in plan.sizes:
         say(f"a daemon on that tier, {count} rows of {Size(size)}")
-        add(figures, _measure_daemon(url, l1_bytes, size, count, rounds, plan), suffix=suffix)
+        add(figures, _measure_daemon(url, l1_bytes, size, count, plan), suffix=suffix)
 
 
 def _measure_daemon(
-    url: TierUrl, l1_bytes: int, size: int, count: int, rounds: int, plan: Plan
+    url: TierUrl, l1_bytes: int, size: int, count: int, plan: Plan
 ) -> dict[str, Any]:
     """The tier behind a daemon, which has rows of an earlier one there."""
     name = fresh_name()
@@ -136,28 +136,29 @@ def _measure_daemon(
     with start_daemon(l1_bytes, *flags) as daemon:
         with ExitStack() as ending:
             rows = Rows(daemon.socket, name, size, ending)
-            figures = _measure_promotion(url, rows, keys, rounds)
+            figures = _measure_promotion(rows, keys)
         flood = Flood(daemon.socket, name, keys, size, plan.flood_bytes, plan.queue_bytes)
         return figures | measure_pressure(flood, plan.load_s)
 
 
-def _measure_promotion(url: TierUrl, rows: Rows, keys: list[bytes], rounds: int) -> dict[str, Any]:
-    """Against a raw read, if there is a disk."""
-    size = rows.row_bytes
-    if url.scheme != "disk":
-        took_s, matched = find(rows, keys)
-        same = rows.holds(matched, keys)
+def _measure_promotion(rows: Rows, keys: list[bytes]) -> dict[str, Any]:
+    """Once: what was promoted is in L1 then. Asked until all is found, because a daemon that has
+    just begun does not know its tier's epoch yet."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        began_s = time.perf_counter()
+        matched = rows.find(keys)
+        took_s = time.perf_counter() - began_s
+        if matched.chunks == len(keys):
+            break
         rows.release(matched)
-        gbps = len(keys) * size / took_s / 1e9
-        return {f"promote_{len(keys)}_rows_gbps": gbps, "bytes_equal": same}
-    threads = int(url.options.get("threads", "4"))
-    raw = records.RawFile(Path(url.where).with_name("raw"), size, len(keys), threads)
-    try:
-        noise = np.random.default_rng(1).integers(0, 256, size + PAGE, np.uint8)
-        raw.put([noise[-noise.ctypes.data % PAGE :][:size]] * len(keys))
-        return measure_promotion(rows, keys, raw.get, rounds)
-    finally:
-        raw.close()
+        if time.monotonic() > deadline_s:
+            raise Unavailable(f"the tier gives back {matched.chunks} of {len(keys)} rows")
+        time.sleep(0.02)
+    same = rows.holds(matched, keys)
+    rows.release(matched)
+    gbps = len(keys) * rows.row_bytes / took_s / 1e9
+    return {f"promote_{len(keys)}_rows_gbps": gbps, "bytes_equal": same}
 
 
 # ---------------------------------------------------------------- a server
@@ -198,4 +199,4 @@ def _opened(url: TierUrl, ending: ExitStack) -> Tier:
 
 
 def _text(url: TierUrl) -> str:
-    return records.spelled(url.scheme, url.where, url.options)
+    return spelled(url.scheme, url.where, url.options)

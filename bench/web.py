@@ -54,7 +54,7 @@ class Daemon:
     def __init__(self, ending: ExitStack) -> None:
         self.socket = ending.enter_context(start_daemon(L1_BYTES)).socket
         self.pid = pid_behind(self.socket)
-        self._engine = EngineSessions(self.socket, LAYOUT, ending)
+        self._engine = EngineSessions(self.socket, (LAYOUT,), ending)
         self._keys = fill(self._engine, ROWS)
         self._at = 0
 

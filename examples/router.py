@@ -108,10 +108,8 @@ class Subscriber:
         self._events = context.socket(zmq.SUB)
         self._events.subscribe(b"")
         self._events.connect(endpoint)
-        self._replay = context.socket(zmq.DEALER) if replay else None
-        if self._replay is not None:
-            self._replay.connect(replay)
-            self._ask_again()
+        self._replay_endpoint = replay
+        self._ask_again()
 
     def poll(self, timeout_ms: int = 0) -> KVIndex:
         """Take in what has arrived; the index."""
@@ -124,13 +122,11 @@ class Subscriber:
     def _take(self, seq: int, payload: bytes) -> None:
         if 0 < seq < self._next:
             return  # a replay had it
-        if seq != self._next and self._replay is not None:
-            if seq == 0:
-                self._next = 0  # the engine was started again
-                self.index.clear()
-            self._ask_again()
-            if seq < self._next:
-                return
+        if seq == 0:
+            self._next = 0  # the engine was started again
+            self.index.clear()
+        if seq != self._next:
+            self._ask_again(seq)
         if seq != self._next:
             self.gaps += self._next > 0
             self.index.clear()
@@ -142,25 +138,30 @@ class Subscriber:
             self.index.apply(event)
         self._next = seq + 1
 
-    def _ask_again(self) -> None:
-        """Have all that is missing sent once more, as far as the engine remembers it."""
-        assert self._replay is not None
-        self._replay.send_multipart([b"", self._next.to_bytes(8, "big")])
-        while self._replay.poll(REPLAY_MS):
-            *_, seq, payload = self._replay.recv_multipart()
-            if seq == END:
-                return
-            if (number := int.from_bytes(seq, "big")) >= self._next:
-                if number != self._next:
-                    self.gaps += self._next > 0
-                    self.index.clear()
-                self._apply(number, payload)
+    def _ask_again(self, before: int = sys.maxsize) -> None:
+        """Have what is missing before message ``before`` sent once more, as far as the engine
+        remembers it. What comes after it is on its way without asking."""
+        if not self._replay_endpoint:
+            return
+        # A socket of its own: an answer that comes too late is not taken for the next one.
+        replay: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.DEALER)
+        with replay:
+            replay.linger = 0
+            replay.connect(self._replay_endpoint)
+            replay.send_multipart([b"", self._next.to_bytes(8, "big")])
+            while replay.poll(REPLAY_MS):
+                *_, seq, payload = replay.recv_multipart()
+                if seq == END:
+                    return
+                if self._next <= (number := int.from_bytes(seq, "big")) < before:
+                    if number != self._next:
+                        self.gaps += self._next > 0
+                        self.index.clear()
+                    self._apply(number, payload)
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the socket."""
         self._events.close(linger=0)
-        if self._replay is not None:
-            self._replay.close(linger=0)
 
 
 class Router:

@@ -12,8 +12,8 @@ import torch
 
 from bench.blend_quality.model import llama
 from bench.blend_quality.quality import compute, cut, joined
-from kvass.blend.plan import FirstK, Prompt, Segment, none
-from kvass.connectors.transformers.blending import Blender, Choice
+from kvass.blend.plan import Choice, FirstK, Prompt, Segment, none
+from kvass.connectors.transformers.blending import Blender
 from kvass.types import I64Array
 
 DOCUMENTS, LENGTH, QUESTION = 8, 256, 32

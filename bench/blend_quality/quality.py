@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from bench.blend_quality import task
-from kvass.blend.plan import FirstK, Prompt, Segment, Selector, all_tokens, none
-from kvass.connectors.transformers.blending import Blender, Choice
+from kvass.blend.plan import Choice, FirstK, Prompt, Segment, Selector, all_tokens, none
+from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.model import filled, tensors_of
 from kvass.connectors.transformers.rows import KV
 from kvass.types import I64Array

@@ -11,18 +11,11 @@ import pytest
 
 import bench.__main__ as command
 from bench import core_time, footprint, pings
-from bench.__main__ import MLA, main
+from bench.__main__ import main
 from bench.core_time import measure_longest
 from bench.figures import add
 from bench.segments import measure_segments
-from kvass.cli.bench import lookups
-from kvass.cli.bench.copies import measure_copies
-from kvass.cli.bench.rig import CHUNK_TOKENS
-
-
-def test_the_layout_is_what_it_is_called() -> None:
-    assert set(MLA.page_bytes) == {18_432}
-    assert MLA.shard_bytes(CHUNK_TOKENS) == 61 * 16 * 18_432
+from kvass.cli.bench import copies, lookups
 
 
 def test_one_difference_is_a_difference() -> None:
@@ -40,12 +33,14 @@ def test_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 COPIES = {
     *("store_vs_memcpy", "load_vs_memcpy", "store_gbps", "load_gbps", "memcpy_gbps"),
+    *("store_us", "load_us"),
 }
 NAMES = {
     *("version", "cores", "rounds", "first_touch_gbps", "ready_s", "bytes_equal"),
     *COPIES,
     *(f"mla_{name}" for name in COPIES),
     *("lookup_128k_us", "release_128k_us", "lookup_128k_tp8_us", "release_128k_tp8_us"),
+    *("lookup_128k_vs_dict", "lookup_128k_tp8_vs_dict"),
     *("coverage_3x512_us", "ping_rps", "longest_step_ms", "segments_ms", "segments_found"),
     *("daemon_rss_mib", "daemon_idle_cpu_percent"),
 }
@@ -53,8 +48,7 @@ NAMES = {
 
 def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under these names: others compare them."""
-    few = partial(measure_copies, chunks=1)
-    monkeypatch.setattr(command, "measure_copies", few)
+    monkeypatch.setattr(copies, "PROMPT_BYTES", 1)
     monkeypatch.setattr(
         command, "measure_lookups", partial(lookups.measure_lookups, resident=lookups.BATCH)
     )
@@ -88,4 +82,4 @@ def test_output_and_exit_status(
     assert main(["--rounds", "7"]) == 1
     assert asked == [(4 << 30, 9), (3 << 30, 7)]
     assert main(["--rounds", "3"]) == 2
-    assert capsys.readouterr().err == "bench: --rounds 3: use 7 or more, or medians are noise\n"
+    assert capsys.readouterr().err == "bench: --rounds 3: use 7 or more, or figures are noise\n"

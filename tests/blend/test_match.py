@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvass.blend.match import KEY_WORDS, WAYS, ChunkMatcher, Chunks, Run
+from kvass.blend.match import KEY_WORDS, WAYS, ChunkMatcher, Chunks, Run, _thinned
 from kvass.types import I64Array, U32Array, U64Array
 
 SPACE = np.zeros(KEY_WORDS, np.uint64)
@@ -169,6 +169,37 @@ def test_a_chunk_is_found_as_often_as_it_stands_in_a_prompt() -> None:
     known = Known(4)
     known.add(1, [1, 2, 3, 4])
     assert known.find([1, 2, 3, 4, 1, 2, 3, 4, 0, 1, 2, 3, 4]) == [(0, [1]), (4, [1]), (9, [1])]
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5])
+def test_in_a_text_that_repeats_itself_few_offsets_are_looked_at_and_no_match_is_missed(
+    period: int,
+) -> None:
+    """All of its offsets match. Documents stand before, between and behind."""
+    rng = np.random.default_rng(period)
+    k, known = 64, Known(64)
+    repeated = np.tile(np.arange(period, dtype=np.uint32), 1000)
+    known.add(1, np.concatenate([repeated[i : i + k] for i in range(period)]))
+    documents = rng.integers(100, 200, (3, 4 * k), dtype=np.uint32)
+    for number, document in enumerate(documents):
+        known.add(10 * (1 + number), document)
+    prompt = np.concatenate(
+        [documents[0], repeated[:803], documents[1], repeated[:717], documents[2]]
+    )
+    assert known.check(prompt) == 3 * 4 + 803 // k + 717 // k
+    found = known.find(prompt)
+    assert {(0, (10, 11, 12, 13)), (1059, (20, 21, 22, 23))} <= {(at, (*n,)) for at, n in found}
+    assert len(np.arange(10_000)[_thinned(np.arange(10_000), 256)]) < 500
+
+
+def test_what_only_passes_the_filter_hides_no_match_in_a_text_that_repeats_itself() -> None:
+    known = Known(64)
+    repeated = np.tile(np.array([5, 6], np.uint32), 200)
+    known.add(1, repeated[:64])
+    matcher = known.matcher
+    other = matcher._hash_offsets(repeated[1:65], matcher._salt(1, SPACE))
+    matcher._filter[matcher._cells(other)] += 1
+    assert known.check(repeated[1:-1]) == 397 // 64
 
 
 @pytest.mark.parametrize("ahead", [10, 20])

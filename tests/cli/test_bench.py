@@ -1,26 +1,31 @@
-"""``kvass bench`` measures what it says, and sees wrong bytes. Small; no figure is judged here."""
+"""``kvass bench`` measures what it says, sees wrong bytes and says what fell. Small; no figure of
+this machine is judged here."""
 
 from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvass.cli import bench
-from kvass.cli.bench import lookups
-from kvass.cli.bench.copies import LLAMA_8B, KvCache, measure_copies
-from kvass.cli.bench.lookups import BATCH, measure_lookups
-from kvass.cli.bench.rig import CHUNK_TOKENS, WIDTH, EngineSessions, start_daemon
+from kvass.cli.bench import baseline, copies, disk, lookups, rig
+from kvass.cli.bench.copies import KvCache, Prompt, measure_copies
+from kvass.cli.bench.disk import RawFile, Tiered
+from kvass.cli.bench.lookups import BATCH, fill, measure_lookups
+from kvass.cli.bench.rig import CHUNK_TOKENS, EngineSessions, start_daemon
 from kvass.cli.main import main
-from kvass.errors import ConfigError
+from kvass.errors import ConfigError, TierDown, Unavailable
+from kvass.simulate.models import MODELS, Layers, layout
 from kvass.testing.daemon import Daemon, running_daemon
 
+SMALL = ("--token-bytes", "1024", "--rounds", "1")
+GPT_OSS = Prompt(layout(MODELS["gpt-oss-20b"], 16), 32)
 FIGURES = {
     "version": "0.1.0",
     "none": None,
@@ -28,75 +33,207 @@ FIGURES = {
     "store_vs_memcpy": 0.98765,
     "lookup_128k_us": {"p50": 200.0, "p99": 1234.5},
 }
+COPIED = {
+    *("store_vs_memcpy", "load_vs_memcpy", "store_gbps", "load_gbps", "memcpy_gbps"),
+    *("store_us", "load_us"),
+}
+FOUND = {"lookup_128k_us", "release_128k_us", "lookup_128k_vs_dict"}
+SET = {"model", "chunk_tokens", "engines", "tier"}
+TIER = {
+    *("direct_io", "tier_store_vs_raw", "tier_load_vs_raw"),
+    *("tier_store_gbps", "tier_load_gbps", "raw_write_gbps", "raw_read_gbps"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running_daemon(tmp_path_factory.mktemp("daemon"), "64MiB") as daemon:
+        yield daemon
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path, "256MiB") as daemon:
-        yield daemon
-        daemon.wait_until(rows=0, leases=0, reservations=0, pins=0, sessions=1)
+def daemon(one_daemon: Daemon) -> Iterator[Daemon]:
+    yield one_daemon
+    one_daemon.wait_until(rows=0, leases=0, reservations=0, pins=0, sessions=1)
 
 
-def test_store_and_load_bring_the_bytes_back(daemon: Daemon) -> None:
-    figures = measure_copies(daemon.socket, rounds=2, chunks=1)
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "MIN_ROUNDS", 1)
+    monkeypatch.setattr(copies, "PROMPT_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "RESIDENT", BATCH)
+    monkeypatch.setattr(disk, "WARM_UP", 1)
+    monkeypatch.setattr(lookups, "ASKS", 10)
+
+
+@pytest.mark.parametrize(("engines", "private"), [(1, False), (3, True)])
+def test_store_and_load_bring_the_bytes_back(engines: int, private: bool, daemon: Daemon) -> None:
+    prompt = GPT_OSS._replace(chunks=6)
+    figures = measure_copies(daemon.socket, 2, prompt, engines=engines, private=private)
     assert figures.pop("bytes_equal") is True
-    assert all(value > 0 for value in figures.values())
-    with pytest.raises(ConfigError, match="granted 2 of 3 rows of 32MiB"):
-        measure_copies(daemon.socket, rounds=1, chunks=3)
+    assert set(figures) == COPIED
+
+
+def test_what_does_not_fit_is_refused(daemon: Daemon) -> None:
+    with pytest.raises(ConfigError, match="granted 2 of 3 rows of 8MiB"):
+        measure_copies(daemon.socket, 1, Prompt(layout((Layers(1, 1 << 15),), 16), 256, 3))
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "deepseek-v3"])
+def test_a_model_is_loaded_as_far_as_a_hit_needs(model: str, daemon: Daemon) -> None:
+    prompt = Prompt(layout(MODELS[model], 16), 32, 6)
+    with ExitStack() as ending:
+        engine = EngineSessions(daemon.socket, prompt.groups, ending, chunk_tokens=32)
+        ending.callback(engine.clear)
+        cache = KvCache(prompt, engine, ending)
+        cache.renew()
+        cache.store()
+        cache.load()
+        assert cache.right()
+        assert not cache.right(), "they are made wrong again"
+    windows = sum(group.kind == "sliding_window" for group in prompt.groups)
+    assert cache.loaded == 6 * (len(prompt.groups) - windows) + 4 * windows
+    assert cache.loaded_bytes < prompt.bytes if windows else cache.loaded_bytes == prompt.bytes
 
 
 def test_negative_control_a_changed_byte_is_seen(daemon: Daemon) -> None:
+    prompt = GPT_OSS._replace(chunks=2)
     with ExitStack() as ending:
-        engine = EngineSessions(daemon.socket, LLAMA_8B, ending)
-        ending.callback(engine.scheduler.clear)
-        cache = KvCache(engine, LLAMA_8B, chunks=1)
-        ending.callback(cache.mover.close)
-        digests = os.urandom(WIDTH)
-        assert not cache.same_bytes()
-        cache.store(digests)
-        cache.load(digests)
-        assert cache.same_bytes()
-        cache.pages[5, cache.target[3], 1] ^= 1
-        assert not cache.same_bytes()
+        engine = EngineSessions(daemon.socket, prompt.groups, ending, chunk_tokens=32)
+        ending.callback(engine.clear)
+        cache = KvCache(prompt, engine, ending)
+        cache.renew()
+        cache.store()
+        for group in cache.groups:
+            cache.load()
+            group.pages[5, group.target[3], 1] ^= 1
+            assert not cache.right()
 
 
 @pytest.mark.parametrize(("tp", "name"), [(1, "128k"), (8, "128k_tp8")])
 def test_round_trips(tp: int, name: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "ASKS", 100)
     figures = measure_lookups(daemon.socket, resident=BATCH, tp=tp)
+    assert figures.pop(f"lookup_{name}_vs_dict") > 0
     assert set(figures) == {f"lookup_{name}_us", f"release_{name}_us"}
     assert all(0 < one["p50"] <= one["p99"] for one in figures.values())
 
 
 def test_its_own_daemon_goes_or_says_why_it_did_not_come() -> None:
-    with start_daemon(16 << 20) as daemon:
+    with start_daemon(4 << 20) as daemon:
         assert os.path.exists(daemon.socket)
     assert not os.path.exists(daemon.socket)
     with pytest.raises(ConfigError, match="did not start: --l1-size 1: "), start_daemon(1):
         pass
 
 
-def test_the_layout_is_what_it_is_called() -> None:
-    assert LLAMA_8B.shard_bytes(CHUNK_TOKENS) == 32 << 20
+def test_the_layouts_are_what_they_are_called() -> None:
+    llama, mla = (layout(MODELS[name], 16) for name in ("llama-3-8b", "deepseek-v3"))
+    assert Prompt(llama, CHUNK_TOKENS).bytes == 32 << 20
+    assert set(mla[0].page_bytes) == {18_432}
+
+
+def test_a_prompt_has_one_chunk_at_least_and_as_much_as_an_engine_may_have() -> None:
+    small, large = (Prompt(layout((Layers(1, n),), 16), 256) for n in (1 << 13, 1 << 20))
+    assert small.within(1 << 30).chunks == 32
+    assert small.within(1 << 30, engines=4).chunks == 8
+    assert small.within(5 << 20).chunks == 2
+    assert large.within(1 << 30).chunks == 1
+
+
+def test_the_fastest_rounds_count() -> None:
+    assert rig.best_ratio([9, 2, 5], [7, 6, 3]) == 1.5
+
+
+# ---------------------------------------------------------------- a daemon that others use
+
+
+def test_a_daemon_in_use_loses_a_sixteenth_at_most(
+    few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L1 is full of others' rows. The bench gives back what it takes, and no tier gets its rows."""
+    (tmp_path / "tier").mkdir()
+    tier = [f"disk:{tmp_path}/tier?capacity=128MiB"]
+    with running_daemon(tmp_path, "64MiB", tier=tier) as daemon, ExitStack() as ending:
+        theirs = EngineSessions(daemon.socket, layout((Layers(1, 1024),), 16), ending)
+        for _ in range(4):  # a quarter of L1 at a time
+            fill(theirs, 64)
+        rig.wait_for(lambda: stored(daemon) == 256, "the flush")
+        used = daemon.status()["l1_used_bytes"]
+        flags = ("--socket", daemon.socket, "--json", "--engines", "2")
+        assert main(["bench", *flags, *SMALL, "--rounds", "9"]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        status = daemon.wait_until(instances=1, l1_cleared_bytes=0)
+    assert set(figures) == {"version", "cores", "rounds", "bytes_equal"} | SET | COPIED | FOUND
+    evicted = status["counters"]["bytes_evicted_handed_over"]
+    assert 0 < evicted <= 64 << 20 >> 4
+    assert status["l1_used_bytes"] == used - evicted
+    assert status["tiers"][0]["stored_rows"] == 256
+
+
+def stored(daemon: Daemon) -> int:
+    """Rows that the daemon's tier got."""
+    return int(daemon.status()["tiers"][0].get("stored_rows", 0))
+
+
+# ---------------------------------------------------------------- a tier
+
+
+@pytest.mark.usefixtures("few")
+def test_a_tier_against_a_raw_file(tmp_path: Path, capsys: Any) -> None:
+    flags = ["--tier", f"disk:{tmp_path}", "--json", "--l1-size", "64MiB", *SMALL]
+    assert main(["bench", *flags]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["bytes_equal"] is True
+    assert figures["tier"] == "disk"
+    assert set(figures) >= TIER
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_did_not_come_from_the_tier_are_told(tmp_path: Path) -> None:
+    """Rows that L1 still has would be promoted in no time."""
+    (tmp_path / "tier").mkdir()
+    tier = [f"disk:{tmp_path}/tier?capacity=64MiB"]
+    with running_daemon(tmp_path, "64MiB", tier=tier) as daemon, ExitStack() as ending:
+        prompt = GPT_OSS._replace(chunks=2)
+        engine = EngineSessions(daemon.socket, prompt.groups, ending, chunk_tokens=32)
+        mine = Tiered(prompt, engine, ending)
+        assert mine.flush() > 0
+        assert stored(daemon) == 4
+        with pytest.raises(Unavailable, match="loaded 0 of 4 rows"):
+            mine.promote()
+        assert mine.same
+
+
+def test_a_tier_that_stores_nothing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
+    tier = [f"disk:{tmp_path}/tier?capacity=1MiB"]
+    with running_daemon(tmp_path, "64MiB", tier=tier) as daemon, ExitStack() as ending:
+        engine = EngineSessions(daemon.socket, GPT_OSS.groups, ending, chunk_tokens=32)
+        with pytest.raises(TierDown, match="rows were not stored"):
+            Tiered(GPT_OSS, engine, ending).flush()
+
+
+def test_a_raw_file_holds_what_was_put(tmp_path: Path) -> None:
+    memory = rig.private_memory(4 * 8192).reshape(4, 8192)
+    memory[:2] = 7
+    raw = RawFile(tmp_path / "raw", 8192, 2, 2)
+    raw.put([*memory[:2]])
+    raw.get([*memory[2:]])
+    raw.close()
+    assert (memory == 7).all()
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------- the command
 
 
-def test_every_figure_is_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("few")
+def test_every_figure_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Under these names: others compare them."""
-    monkeypatch.setattr(bench, "measure_copies", partial(measure_copies, chunks=1))
-    monkeypatch.setattr(bench, "measure_lookups", partial(measure_lookups, resident=BATCH))
-    monkeypatch.setattr(bench, "MIN_ROUNDS", 1)
-    monkeypatch.setattr(lookups, "ASKS", 10)
-    assert main(["bench", "--json", "--rounds", "1", "--l1-size", "256MiB"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {
-        *("version", "cores", "rounds", "ready_s", "bytes_equal"),
-        *("store_vs_memcpy", "load_vs_memcpy", "store_gbps", "load_gbps", "memcpy_gbps"),
-        *("lookup_128k_us", "release_128k_us"),
-    }
+    assert main(["bench", "--json", "--l1-size", "64MiB", *SMALL]) == 0
+    ours = {"version", "cores", "rounds", "ready_s", "bytes_equal"}
+    assert set(json.loads(capsys.readouterr().out)) == ours | SET | COPIED | FOUND
 
 
 @pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
@@ -105,15 +242,15 @@ def test_output_and_exit_status(
 ) -> None:
     asked: list[Any] = []
 
-    def measure(*given: Any) -> dict[str, Any]:
-        asked.append(given)
+    def measure(args: Namespace) -> dict[str, Any]:
+        asked.append((args.l1_size, args.rounds))
         return FIGURES | {"bytes_equal": equal}
 
     monkeypatch.setattr(bench, "measure", measure)
     assert main(["bench", "--json", "--l1-size", "4GiB"]) == status
     assert json.loads(capsys.readouterr().out) == FIGURES | {"bytes_equal": equal}
     assert main(["bench", "--rounds", "7"]) == status
-    assert asked == [(4 << 30, 9), (3 << 30, 7)]
+    assert asked == [(4 << 30, 40), (3 << 30, 7)]
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["bytes_equal", "yes" if equal else "NO"] in words
     assert ["store_vs_memcpy", "0.988"] in words
@@ -128,12 +265,98 @@ def test_output_and_exit_status(
         (["--l1-size", "much"], "write it like 8GiB"),
         (["--what"], "unrecognized"),
         (["--gpu"], "unrecognized"),
+        (["--model", "gpt-2"], "it is one of llama-3-8b, "),
+        (["--chunk-tokens", "100"], "use a multiple of 16"),
+        (["--engines", "0"], "no number between"),
+        (["--engines", "65"], "use 64 at most"),
+        (["--l1-size", "16MiB"], "takes 32MiB, and an engine may use 4MiB of this L1"),
+        (["--socket", "{tmp}/none", "--l1-size", "1GiB"], "has its own"),
+        (["--socket", "{tmp}/none", "--tier", "disk:{tmp}"], "leave out --socket"),
+        (["--tier", "redis:127.0.0.1"], "measures disks"),
+        (["--tier", "disk:{tmp}?what=1"], "what"),
+        (["--tier", "disk:{tmp}/none"], "{tmp}/none: No such file"),
+        (["--check", "{tmp}/none"], "{tmp}/none: No such file"),
+        (["--check", "{tmp}/text"], "no baseline of kvass bench: JSON is malformed"),
+        (["--check", "{tmp}/json"], "no baseline of kvass bench: "),
+        (["--check", "{tmp}/other"], "its model is gpt-oss-20b, and here it is llama-3-8b"),
+        (["--check", "a", "--write-baseline", "b"], "one at a time"),
+        (["--write-baseline", "{tmp}/none/file"], "there is no such folder"),
     ],
 )
-def test_bad_flags_get_one_line(
-    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_bad_input_gets_one_line(
+    flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *flags]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
+    (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "json").write_text('{"ratios": {}}')
+    theirs = {"kvass_bench": 1, "settings": {"model": "gpt-oss-20b"}, "ratios": {}}
+    (tmp_path / "other").write_text(json.dumps(theirs))
+    assert main(["bench", *(flag.format(tmp=tmp_path) for flag in flags)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    (error,) = [line for line in lines if not line.startswith("measuring")]
     assert error.startswith("kvass: ")
-    assert says in error
+    assert says.format(tmp=tmp_path) in error
+
+
+def test_no_daemon_at_the_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--socket", f"{tmp_path}/none"]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/none" in error
+    assert "start kvass serve" in error
+
+
+# ---------------------------------------------------------------- a baseline
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What ``store_vs_memcpy`` will be in the next runs."""
+    values: list[float] = []
+
+    def measure(_: Namespace) -> dict[str, Any]:
+        return FIGURES | {"store_vs_memcpy": values.pop(0), "load_vs_memcpy": 1.0}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    return values
+
+
+def test_a_baseline_allows_what_was_measured(runs: list[float], tmp_path: Path) -> None:
+    runs += [0.9, 0.8, 0.3, 0.82, 0.85]
+    assert main(["bench", "--write-baseline", f"{tmp_path}/file"]) == 0
+    written = json.loads((tmp_path / "file").read_text())
+    assert written["ratios"] == {
+        "store_vs_memcpy": {"ratio": 0.82, "least": 0.7},  # 0.3 alone does not count
+        "load_vs_memcpy": {"ratio": 1.0, "least": 0.9},
+    }
+
+
+@pytest.mark.parametrize(
+    ("measured", "fell"),
+    [
+        ([0.71], ""),
+        ([0.5, 0.71, 0.8], ""),
+        ([0.5, 0.8, 0.615], "store_vs_memcpy fell by 25%: it is 0.615, was 0.820 and may be 0.700"),
+    ],
+)
+def test_a_ratio_that_falls_is_measured_again_and_told(
+    measured: list[float],
+    fell: str,
+    runs: list[float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "file"
+    settings: dict[str, str | int] = {
+        "model": "llama-3-8b",
+        "chunk_tokens": 256,
+        "engines": 1,
+        "tier": "none",
+    }
+    before = [{"store_vs_memcpy": each} for each in (0.9, 0.8, 0.3, 0.82, 0.85)]
+    baseline.write(path, settings, before)
+    runs += measured
+    assert main(["bench", "--check", str(path)]) == bool(fell)
+    assert not runs, "all runs were measured"
+    assert capsys.readouterr().out.splitlines()[-1] == (fell or "no ratio fell")
+    runs += measured
+    assert main(["bench", "--json", "--check", str(path)]) == bool(fell)
+    assert json.loads(capsys.readouterr().out)["fallen"] == ([fell] if fell else [])

@@ -123,23 +123,15 @@ def test_what_is_wrong_with_a_tier(fields: dict[str, Any], line: str) -> None:
     assert tier_trouble(broken(**fields)) == line
 
 
-def test_long_names_give_way(tmp_path: Path) -> None:
+def test_long_names_give_way_and_no_name_moves_the_cursor(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "16MiB") as daemon:
         fields = daemon.status()
-    name = "a" * 300
-    engine = {"instance": name, "model": name, "uids": [1], "ranks": 1, "missing_ranks": []}
-    fields["engines"] = [engine]
-    fields["namespaces"] = [{"model": name, "namespace": "0" * 64, "groups": []}]
-    assert max(map(len, report(fields))) <= COLUMNS
-
-
-def test_a_name_moves_no_cursor(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "16MiB") as daemon:
-        fields = daemon.status()
-    name = "a\x1b[2J\nkvass  OK"
-    engine = {"instance": name, "model": name, "uids": [1], "ranks": 1, "missing_ranks": [0]}
-    fields["engines"] = [engine]
-    assert all(line.isprintable() for line in report(fields))
+    for name in ("a" * 300, "a\x1b[2J\nkvass  OK"):
+        engine = {"instance": name, "model": name, "uids": [1], "ranks": 1, "missing_ranks": [0]}
+        fields["engines"] = [engine]
+        fields["namespaces"] = [{"model": name, "namespace": "0" * 64, "groups": []}]
+        assert max(map(len, report(fields))) <= COLUMNS
+        assert all(line.isprintable() for line in report(fields))
 
 
 def test_what_two_namespaces_of_a_model_differ_in(tmp_path: Path, capsys: Captured) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from kvass.errors import UsageError
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.fake_engine import FakeEngine, spread
 from kvass.testing.pages import WrongPageError
-from kvass.types import SCHEDULER, GroupLayout, RankLayout
+from kvass.transfer.base import Job
+from kvass.types import GroupLayout, RankLayout
 
 MODEL = RankLayout(
     (
@@ -55,88 +57,6 @@ def make(daemon: Daemon) -> Iterator[Make]:
 def quiet(daemon: Daemon) -> None:
     """Nothing is held by anybody, long before any lease or reservation lapses."""
     daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
-
-
-def row_bytes(daemon: Daemon, engine: FakeEngine) -> list[int]:
-    """Of each group of the engine's namespace, what the daemon says a row takes."""
-    spaces = daemon.status()["namespaces"]
-    mine = next(s for s in spaces if s["model"] == engine.identity["model"])
-    return [group["row_bytes"] for group in mine["groups"]]
-
-
-def said(daemon: Daemon) -> Counter[str]:
-    """Messages that the daemon has got from engines, by kind."""
-    told = Counter(daemon.status()["messages"])
-    for name in ("hello", "status", "ping"):
-        del told[name]
-    return told
-
-
-def test_a1_one_shared_shard_is_read_by_every_rank_under_one_lease(
-    daemon: Daemon, make: Make
-) -> None:
-    engine = make(MLA)
-    assert engine.store(PROMPT) == CHUNKS
-    shard = [group.shard_bytes(16) for group in MODEL.groups]
-    assert row_bytes(daemon, engine) == shard, "the replicas' bytes are kept once"
-    match = engine.match(PROMPT)
-    assert match is not None
-    assert daemon.status()["leases"] == 1
-    assert engine.hand_over(match)
-    engine.copy(match)
-    assert engine.wait(match) == CHUNKS
-    pages = CHUNKS * 4 * (4 + 2)
-    assert engine.verify() == MLA.ranks * pages
-
-
-def test_a3_every_dense_rank_reads_its_own_shard(daemon: Daemon, make: Make) -> None:
-    engine = make(DENSE)
-    assert engine.store(PROMPT) == CHUNKS
-    sizes = [[g.shard_bytes(16) for g in layout.groups] for layout in engine.layouts]
-    assert row_bytes(daemon, engine) == [sum(group) for group in zip(*sizes, strict=True)]
-    assert engine.load(PROMPT) == CHUNKS
-    assert engine.verify() == DENSE.tp * CHUNKS * 4 * (4 + 2)
-
-
-def test_b3_messages_per_stored_chunk_do_not_grow_with_tp(daemon: Daemon, make: Make) -> None:
-    def cost(world: ParallelStrategy) -> Counter[str]:
-        engine = make(world)
-        before = said(daemon)
-        for n in range(3):
-            assert engine.store([n, *PROMPT]) == CHUNKS
-        after = said(daemon)
-        after.subtract(before)
-        return +after
-
-    for pp in (1, 2):
-        for tp in (1, 2, 4, 8):
-            each = {"reserve": 3, "handed_over": 3, "commit": 3 * pp}
-            assert cost(ParallelStrategy(tp, pp, replicas=tp)) == each
-    assert cost(ParallelStrategy(4, 2))["commit"] == 3 * 8, "the control: dense ranks all write"
-
-
-@pytest.mark.parametrize("handed_over", [False, True])
-def test_the_schedulers_death_cancels_only_what_no_rank_heard_of(
-    make: Make, daemon: Daemon, handed_over: bool
-) -> None:
-    engine = make(DENSE)
-    assert engine.store(PROMPT) == CHUNKS
-    match, grant = engine.match(PROMPT), engine.reserve([9, *PROMPT])
-    assert match is not None
-    assert grant is not None
-    if handed_over:
-        assert engine.hand_over(match, grant)
-    engine.kill(SCHEDULER)
-    if handed_over:
-        for what in (match, grant):
-            engine.copy(what)
-            assert engine.wait(what) == CHUNKS
-    else:
-        quiet(daemon)
-    engine.revive(SCHEDULER)
-    assert engine.store([9, *PROMPT]) == (0 if handed_over else CHUNKS)
-    assert engine.load([9, *PROMPT]) == engine.load(PROMPT) == CHUNKS
-    assert engine.verify()
 
 
 # ---------------------------------------------------------------- the engine itself
@@ -185,3 +105,21 @@ def test_what_does_not_fit_the_world_is_refused(tmp_path: Path) -> None:
         spread(ParallelStrategy(pp=8), MODEL)
     thirds = [layout.groups[0].layers for layout in spread(ParallelStrategy(pp=3), MODEL)]
     assert thirds == [("a",), ("b",), ("c", "d")]
+
+
+def test_copies_that_ended_are_kept_no_longer(make: Make) -> None:
+    engine = make(DENSE)
+    engine.store(PROMPT)
+    for _ in range(5):
+        assert engine.load(PROMPT) == CHUNKS
+        engine.verify()
+    gc.collect()
+    kept = sum(isinstance(one, Job) for one in gc.get_objects())
+    assert kept <= DENSE.ranks, "the last copy of each rank"
+    memory = weakref.ref(engine.ranks[1].memory)
+    gc.disable()
+    engine.kill(1)
+    engine.revive(1)
+    ended = memory() is None
+    gc.enable()
+    assert ended, "a dead rank's memory is no garbage"

@@ -52,27 +52,6 @@ def check_apart(a: Engine, b: Engine) -> None:
     assert not b.load("of a")
 
 
-def test_from_a_new_generation_on_two_engines_share_nothing(pair: Pair) -> None:
-    a, b = pair
-    a.scheduler.new_generation()
-    assert not a.load("old")
-    assert b.load("old"), "b has the weights of before"
-    check_apart(a, b)
-    assert a.store("old"), "nobody of this generation has it"
-    assert eventually(lambda: a.load("old"))
-    a.scheduler.new_generation()
-    assert not a.load("of a")
-
-
-def test_a_clear_before_it_is_for_everybody(pair: Pair) -> None:
-    a, b = pair
-    assert a.scheduler.clear(10)
-    a.scheduler.new_generation()
-    assert not a.load("old")
-    assert not b.load("old")
-    check_apart(a, b)
-
-
 @pytest.mark.parametrize("restart", [False, True])
 def test_whoever_connects_again_is_of_the_same_generation(
     real: Daemon, pair: Pair, restart: bool

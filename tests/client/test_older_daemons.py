@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass.client import endpoint, session
+from kvass.client import session
 from kvass.client.client import Client
 from kvass.client.scheduler import Match
 from kvass.errors import Incompatible, Refused
@@ -32,7 +32,6 @@ from kvass.messages import (
 from kvass.testing.daemon import running_daemon
 from kvass.wire.framing import HEADER
 from tests.client.test_real_daemon import Engine
-from tests.support.waiting import eventually
 from tests.support.wire.scripted_daemon import ARENA_BYTES, ScriptedDaemon
 
 KEYS, WIDTH = b"a" * 32 + b"b" * 32, 32
@@ -107,37 +106,6 @@ def test_a8_an_unheard_of_code_is_a_refusal_like_any(
 
 
 # ---------------------------------------------------------------- ranges that do not meet
-
-
-def test_a8_a_daemon_out_of_range_is_logged_once_and_everything_is_a_miss(
-    daemon: ScriptedDaemon,
-    registration: Register,
-    worker_registration: Register,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(endpoint, "BACKOFF_LASTING_S", 0.02)  # many attempts, still one line
-    said = "this daemon speaks protocol 7..9, you 1..1: install matching versions"
-    daemon.answers[Hello] = lambda m: [
-        Error(seq=m.seq, code="incompatible_version", text=said, fatal=True)
-    ]
-    engine = Engine(daemon.path, registration, worker_registration)
-    daemon.got(Hello, 2)
-    for _ in range(20):
-        engine.scheduler.new_step()
-        assert engine.scheduler.match("r", KEYS, WIDTH, 0) is None
-        assert engine.scheduler.reserve([ReserveItem("r", KEYS)], WIDTH) is None
-        assert engine.worker.arena(daemon.boot) is None
-    for client in (engine.scheduler, engine.worker):
-        assert eventually(lambda client=client: client.counters["failed_incompatible"] > 3)  # type: ignore[misc]
-    engine.close()
-    lines = [line for r in caplog.records if "speaks protocol" in (line := r.getMessage())]
-    assert len(lines) == 2, "one of the scheduler's process, one of the rank's"
-    for line in lines:
-        assert "7..9" in line
-        assert "1 to 1" in line
-        assert "uncached" in line
-        assert "\n" not in line
 
 
 @pytest.mark.parametrize("ours", [(2, 3), (0, 0)])

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from kvass.client import endpoint
 from kvass.client.endpoint import Endpoint
-from kvass.client.scheduler import PENDING, Match, SchedulerClient
+from kvass.client.scheduler import Match, SchedulerClient
 from kvass.client.session import open_session
 from kvass.client.worker import WorkerClient
 from kvass.errors import Unavailable
@@ -25,8 +25,6 @@ from tests.support.waiting import eventually
 
 WIDTH, CHUNKS = 32, 4
 PATIENCE_S = 20.0
-BOUND_S = 0.25
-"""What one call of ours may cost an engine, with a daemon in any condition."""
 
 
 class Engine:
@@ -39,7 +37,6 @@ class Engine:
         self.worker = WorkerClient(socket, worker)
         assert worker.layout is not None
         self.row_bytes = worker.layout.groups[0].shard_bytes(worker.chunk_tokens)
-        self.slowest_s = 0.0
         self.scheduler.start()
         self.worker.start()
 
@@ -51,39 +48,33 @@ class Engine:
     def connected(self) -> bool:
         return self.scheduler.connected and self.worker.connected
 
-    def timed(self, call: Callable[..., Any], *args: Any) -> Any:
-        began_s = time.monotonic()
-        result = call(*args)
-        self.slowest_s = max(self.slowest_s, time.monotonic() - began_s)
-        return result
-
     def store(self, prompt: str) -> bool:
         """Store every chunk of ``prompt``; whether the daemon granted and took them."""
         item = ReserveItem(request=prompt, digests=digests(prompt))
-        granted = self.timed(self.scheduler.reserve, [item], WIDTH)
+        granted = self.scheduler.reserve([item], WIDTH)
         if granted is None or not granted.grants[0].reservation:
             return False
         grant = granted.grants[0]
-        lease = self.timed(self.worker.arena, granted.boot)
+        lease = self.worker.arena(granted.boot)
         if lease is None:  # registered, it does not know yet
             self.scheduler.abort(granted.boot, grant.reservation)
             return False
-        self.timed(self.scheduler.handed_over, [], [grant.reservation], granted.boot)
+        self.scheduler.handed_over([], [grant.reservation], granted.boot)
         with lease as buffer:
             offsets = grant.slots[0].offsets(0, self.row_bytes).tolist()
             for chunk, at in zip(grant.chunks, offsets, strict=True):
                 buffer[at : at + self.row_bytes] = value(prompt, chunk)
-        self.timed(self.worker.commit, granted.boot, grant.reservation)
+        self.worker.commit(granted.boot, grant.reservation)
         return True
 
     def load(self, prompt: str) -> bool:
         """Whether ``prompt`` is there, all of it; its bytes must be right."""
-        self.timed(self.scheduler.new_step)
-        found = self.timed(self.scheduler.match, prompt, digests(prompt), WIDTH, 0)
+        self.scheduler.new_step()
+        found = self.scheduler.match(prompt, digests(prompt), WIDTH, 0)
         if not isinstance(found, Match):
             return False
-        assert self.timed(self.scheduler.take, prompt) is found
-        lease = self.timed(self.worker.arena, found.boot)
+        assert self.scheduler.take(prompt) is found
+        lease = self.worker.arena(found.boot)
         if lease is None:
             self.scheduler.release(found.boot, found.lease)
             return False
@@ -91,7 +82,7 @@ class Engine:
             for chunk, at in enumerate(found.slots[0].offsets(0, self.row_bytes).tolist()):
                 got = np.unique(buffer[at : at + self.row_bytes]).tolist()
                 assert got == [value(prompt, chunk)]
-        self.timed(self.worker.release, found.boot, found.lease)
+        self.worker.release(found.boot, found.lease)
         return bool(found.chunks == CHUNKS)
 
 
@@ -132,49 +123,6 @@ def test_what_is_stored_is_read_back(daemon: Daemon, engine: Engine) -> None:
     quiet(daemon)
     assert engine.scheduler.clear(10)
     assert not engine.load("a")
-
-
-@pytest.mark.alone
-def test_a_suspended_daemon_is_never_in_the_way(daemon: Daemon, engine: Engine) -> None:
-    assert engine.store("a")
-    assert eventually(lambda: engine.load("a"))
-    engine.scheduler._step_wait_s, engine.scheduler._reserve_wait_s = 0.002, 0.001
-    engine.slowest_s = 0.0
-    daemon.suspend()
-    session = engine.scheduler.session
-    assert session is not None
-    pending_s = 0.0
-    for i in range(500):
-        began_s = time.monotonic()
-        engine.scheduler.new_step()
-        while engine.timed(engine.scheduler.match, f"r{i}", digests("a"), WIDTH, 0) is PENDING:
-            engine.timed(engine.scheduler.new_step)
-        pending_s = max(pending_s, time.monotonic() - began_s)
-        engine.timed(engine.scheduler.settle, f"r{i}")
-        engine.store(f"p{i}")
-        engine.timed(engine.worker.release, session.boot, 1)
-    assert engine.slowest_s < BOUND_S
-    assert pending_s < BOUND_S
-    daemon.resume()
-    engine.scheduler._step_wait_s = PATIENCE_S
-    assert eventually(lambda: engine.load("a"))
-    assert engine.scheduler.counters["connects"] == 1
-    quiet(daemon)
-
-
-def test_killed_and_restarted(daemon: Daemon, engine: Engine) -> None:
-    for life in range(3):
-        prompt = f"life {life}"
-        assert eventually(lambda: engine.connected)
-        assert eventually(lambda p=prompt: engine.store(p) or engine.load(p))  # type: ignore[misc]
-        assert eventually(lambda p=prompt: engine.load(p))  # type: ignore[misc]
-        daemon.kill()
-        assert not engine.load(prompt)
-        assert not engine.store("meanwhile")
-        daemon.start()
-        assert not engine.load(prompt)
-    assert eventually(lambda: engine.store("after") or engine.load("after"))
-    assert engine.scheduler.counters["connects"] >= 3
 
 
 def test_ten_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engine) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,25 +84,6 @@ def test_documents_in_another_order_are_found_and_loaded_under_one_lease(daemon:
         daemon.wait_until(leases=0, pins=0)
 
 
-def test_a_chunk_that_stands_twice_is_loaded_once(daemon: Daemon) -> None:
-    with engine(daemon) as one:
-        stored(one, 1)
-        prompt = QUESTION + document(1) + QUESTION + document(1)
-        assert len(split(one.find(prompt).digests)) == 8
-        assert loaded(one, prompt) == 4
-
-
-def test_another_engine_of_the_namespace_finds_them_and_one_of_another_does_not(
-    daemon: Daemon,
-) -> None:
-    with engine(daemon) as one, engine(daemon) as twin:
-        stored(one, 1)
-        assert loaded(twin, QUESTION + document(1)) == 4
-        assert not twin.find(QUESTION + document(1), space=b"another user's salt").segments
-        with engine(daemon, identity={"model": "other"}) as other:
-            assert not other.find(QUESTION + document(1)).segments
-
-
 def test_segments_are_promoted_from_a_disk_after_they_left_l1(tmp_path: Path) -> None:
     with tiered(tmp_path, "4MiB") as daemon, engine(daemon, model=LARGE) as one:
         for number in range(1, 9):  # twice what L1 holds
@@ -117,58 +93,6 @@ def test_segments_are_promoted_from_a_disk_after_they_left_l1(tmp_path: Path) ->
         assert loaded(one, document(2) + QUESTION + document(1)) == 8
         assert daemon.status()["counters"]["promoted_chunks"] >= 8
         daemon.wait_until(leases=0, pins=0)
-
-
-def test_after_kill_9_of_an_engine_nothing_is_held_and_its_chunks_are_found(
-    daemon: Daemon,
-) -> None:
-    """A process of its own holds a lease on segments when it is killed."""
-    child = (
-        "import sys, time\n"
-        "from types import SimpleNamespace\n"
-        "from tests.client.test_segments import *\n"
-        "with engine(SimpleNamespace(socket=sys.argv[1])) as one:\n"
-        "    stored(one, 1, 2)\n"
-        "    found = one.find(document(2) + QUESTION + document(1))\n"
-        "    assert one.match_keys(split(found.digests)) is not None\n"
-        "    print('held', flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    command = [sys.executable, "-c", child, daemon.socket]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        assert daemon.status()["leases"] == 1
-        os.kill(process.pid, signal.SIGKILL)
-    daemon.wait_until(leases=0, pins=0, reservations=0, quarantined_bytes=0)
-    with engine(daemon) as another:
-        assert loaded(another, document(2) + QUESTION + document(1)) == 8
-
-
-def test_a_lease_that_lapsed_between_lookup_and_copy_loads_nothing(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "16MiB", lease_s=0.3) as daemon, engine(daemon) as one:
-        stored(one, 1)
-        what = one.match_keys(split(one.find(QUESTION + document(1)).digests))
-        assert what is not None
-        assert one.hand_over(what)
-        time.sleep(0.4)
-        one.copy(what)
-        assert one.wait(what) == 0
-        daemon.wait_until(leases=0, pins=0)
-
-
-def test_a_new_daemon_knows_no_chunks_until_they_are_indexed_again(tmp_path: Path) -> None:
-    with tiered(tmp_path) as daemon, engine(daemon) as one:
-        stored(one, 1)
-        flushed(daemon)
-        daemon.stop()
-        daemon.start()
-        one.wait_connected()
-        assert not one.find(QUESTION + document(1)).segments
-        assert one.load(document(1)) == 4  # an exact hit, from the disk
-        one.verify()
-        one.index(document(1))
-        assert loaded(one, QUESTION + document(1)) == 4
 
 
 def test_without_a_daemon_nothing_is_found_and_nothing_raises(daemon: Daemon) -> None:

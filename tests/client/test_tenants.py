@@ -45,23 +45,6 @@ def calm(one: FakeEngine) -> int:
     return chunks
 
 
-@pytest.mark.parametrize("reserved", ["8MiB", "0"])
-def test_a_noisy_tenant_cannot_push_a_reserved_one_out(tmp_path: Path, reserved: str) -> None:
-    """The control reserves nothing."""
-    with running_daemon(tmp_path, "32MiB", quota=[f"calm=:{reserved}"]) as daemon:
-        with engine(daemon) as one:
-            one.tenant = "calm"
-            assert sum(map(one.store, CALM)) == 32
-            if reserved == "0":
-                with Client(daemon.socket) as client:
-                    client.set_quota(Quota("calm"), remove=True)
-            noise(one, 0)
-            assert calm(one) == (32 if reserved == "8MiB" else 0)
-        tenants = {t["tenant"]: t for t in daemon.status()["tenants"]}
-        assert tenants["default"]["l1_bytes"] >= 23 << 20, "all but what is reserved is used"
-        assert tenants["calm"]["lookups"] == 8
-
-
 @pytest.mark.parametrize("quota", ["&quota=calm=:16MiB", ""], ids=["reserved", "control"])
 def test_a_noisy_tenant_cannot_push_a_reserved_one_out_of_a_disk_tier(
     tmp_path: Path, quota: str, capsys: pytest.CaptureFixture[str]

@@ -37,11 +37,6 @@ class Prompt:
 
 
 @pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
-@pytest.fixture
 def engine(rig: Rig) -> Engine:
     return rig.engine(layout=full(4))
 

@@ -8,20 +8,13 @@ from kvass import messages as m
 from kvass.core.effects import EpochIs, TierEpoch, TierReport
 from kvass.core.epochs import LOOK_AGAIN_S, to_note
 from tests.core.rig import Engine
-from tests.core.tier_rig import TierRig
+from tests.core.tier_rig import TierRig, another_boot
 
 NOW_S = 1_800_000_000.0
 
 
 def asked(known: int = 0, renew: bool = False, fresh: int = 5) -> TierEpoch:
     return TierEpoch(0, 1, b"n" * 32, fresh=fresh, renew=renew, known=known)
-
-
-def another_boot(rig: TierRig) -> TierRig:
-    """A daemon that starts now, with the same tiers."""
-    again = TierRig(core={"boot": b"another boot 123"})
-    again.shelves, again.notes, again.now = rig.shelves, rig.notes, rig.now
-    return again
 
 
 def found_by_another_boot(rig: TierRig) -> int:

@@ -22,11 +22,6 @@ def move(engine: Engine, instance: str = "e", generation: bytes = NEW, **fields:
     return reply
 
 
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
 def test_neither_of_two_engines_finds_what_the_other_stored_after_one_moved(rig: Rig) -> None:
     a, b = rig.engine("a"), rig.engine("b")
     assert a.namespace == b.namespace

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvass.core import index as index_file
 from kvass.core.index import ABSENT, KeyIndex, key_array, odd_numbers
 from kvass.core.rows import KEY_WORDS, RowTable
 from kvass.types import I64Array, U64Array
@@ -23,13 +24,22 @@ class Crowded(KeyIndex):
         return (first % np.uint64(3)).astype(np.int64), first & np.uint64(2) | np.uint64(1)
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index has four buckets at first, and moves half a bucket for each row when it grows."""
+    monkeypatch.setattr(index_file, "_SMALLEST", 4)
+    monkeypatch.setattr(index_file, "MOVED", 0)
+
+
 def as_array(keys: list[tuple[int, ...]]) -> U64Array:
     return np.array(keys, np.uint64).reshape(-1, KEY_WORDS)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS)
-def test_agrees_with_a_dictionary(steps: list[tuple[bool, list[tuple[int, ...]]]]) -> None:
+def test_agrees_with_a_dictionary(
+    small: None, steps: list[tuple[bool, list[tuple[int, ...]]]]
+) -> None:
     table = RowTable()
     table.grow(512)
     index, model, fresh = (
@@ -51,6 +61,28 @@ def test_agrees_with_a_dictionary(steps: list[tuple[bool, list[tuple[int, ...]]]
         assert index.find(as_array(everything)).tolist() == want
         assert len(index) == len(model)
         assert sorted(index.rows().tolist()) == sorted(model.values())
+
+
+def test_grows_a_little_at_a_time(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest rows leave while others come; those that are left are found at each step."""
+    table = RowTable()
+    table.grow(2000)
+    table.key[:, 0] = np.arange(2000)
+    index, rows, inserted = KeyIndex(table, odd_numbers(b"")), np.arange(2000), [0]
+    insert = index._insert
+
+    def counted(some: I64Array) -> None:
+        inserted.append(len(some))
+        insert(some)
+
+    monkeypatch.setattr(index, "_insert", counted)
+    for step in range(250):
+        index.add(rows[8 * step : 8 * step + 8])
+        index.remove(rows[2 * step : 2 * step + 2])
+        found = index.find(table.key)
+        there = rows[2 * step + 2 : 8 * step + 8].tolist()
+        assert found[found != ABSENT].tolist() == there == sorted(index.rows().tolist())
+    assert max(inserted) <= 32, "four buckets of eight are moved at a time"
 
 
 def test_grows_and_empties() -> None:

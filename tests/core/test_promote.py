@@ -20,7 +20,7 @@ from kvass.core.flush import REST_S
 from kvass.core.tier_state import PROMOTION_BYTES, Speed
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, LEASE_S, WIDTH, Engine, Rig, digests, layout
-from tests.core.tier_rig import TierRig, names
+from tests.core.tier_rig import TierRig, another_boot, names
 
 BUDGET_S = 0.1
 
@@ -37,6 +37,10 @@ def stored(rig: TierRig, engine: Engine, *chunks: object) -> None:
     rig.forget_l1()
     assert rig.status["rows"] == 0
     rig.replies(engine.scheduler)
+
+
+def prefetch(e: Engine, *chunks: object) -> m.Prefetch:
+    return m.Prefetch("p", digests(*chunks), WIDTH, namespace=e.namespace, seq=5)
 
 
 def quiet(rig: Rig) -> bool:
@@ -251,8 +255,7 @@ def test_an_epoch_that_was_asked_for_before_a_clear_is_not_used_after_it(rig: Ti
     """The clear's own question fails, and the older one is answered after that."""
     e = rig.ready()
     stored(rig, e, "a")
-    again = TierRig(core={"boot": b"another boot 123"})
-    again.shelves, again.notes = rig.shelves, rig.notes
+    again = another_boot(rig)
     e = again.engine()
     again.say(e.scheduler, m.Clear(seq=11))
     first, renewal = again.open_ops(TierEpoch)
@@ -300,8 +303,7 @@ def test_a_clear_that_a_tier_does_not_note_is_refused_and_owed(rig: TierRig) -> 
 def test_an_epoch_outlives_the_daemon_and_a_lost_one_matches_nothing(rig: TierRig) -> None:
     e = rig.ready()
     stored(rig, e, "a")
-    again = TierRig(core={"boot": b"another boot 123"})
-    again.shelves, again.notes = rig.shelves, rig.notes
+    again = another_boot(rig)
     e = again.ready()
     assert again.look_up(e, "a")[0].chunks == 1
     third = TierRig(core={"boot": b"a third boot 456"})
@@ -313,8 +315,7 @@ def test_a_lookup_waits_for_the_tiers_first_word(rig: TierRig) -> None:
     """Right after a restart: the epoch is being asked for when the first lookup comes."""
     e = rig.ready()
     stored(rig, e, "a")
-    again = TierRig(core={"boot": b"another boot 123"})
-    again.shelves, again.notes = rig.shelves, rig.notes
+    again = another_boot(rig)
     e = again.engine()
     again.begin(e, "a")
     assert not again.replies(e.scheduler)
@@ -574,11 +575,7 @@ def test_what_was_prefetched_stays_for_its_first_reader() -> None:
     rig = TierRig(core={"retain_promoted": False})
     e = rig.ready()
     stored(rig, e, "a", "b")
-    looker = rig.open()
-    ask = m.Prefetch(
-        seq=5, request="p", digests=digests("a", "b"), width=WIDTH, namespace=e.namespace
-    )
-    rig.say(looker, ask)
+    rig.say(rig.open(), prefetch(e, "a", "b"))
     rig.settle()
     assert rig.gauge("rows", "pins") == (2, 0)
     (found,) = rig.look_up(e, "a", "b")
@@ -627,11 +624,8 @@ def test_a_prefetch_holds_nothing(rig: TierRig) -> None:
     e = rig.ready()
     stored(rig, e, "a", "b")
     looker = rig.open()
-    ask = m.Prefetch(
-        seq=5, request="p", digests=digests("a", "b"), width=WIDTH, namespace=e.namespace
-    )
     rig.replies(looker)
-    rig.say(looker, ask)
+    rig.say(looker, prefetch(e, "a", "b"))
     rig.settle()
     assert [(r.seq, r.chunks) for r in rig.replies(looker)] == [(5, 2)]
     assert quiet(rig)
@@ -644,8 +638,7 @@ def test_a_namespace_that_is_forgotten_meanwhile_is_a_miss(rig: TierRig) -> None
     e = rig.ready()
     stored(rig, e, "a")
     looker = rig.open()
-    ask = m.Prefetch(seq=5, request="p", digests=digests("a"), width=WIDTH, namespace=e.namespace)
-    rig.say(looker, ask)
+    rig.say(looker, prefetch(e, "a"))
     (probe,) = rig.open_ops(TierProbe)
     e.quit()
     rig.replies(looker)
@@ -658,8 +651,7 @@ def test_a_namespace_that_is_forgotten_meanwhile_is_a_miss(rig: TierRig) -> None
 
 def test_prefetching_for_others_is_forbidden(rig: TierRig) -> None:
     e = rig.ready()
-    wrong = m.Prefetch(seq=5, request="p", digests=digests("a"), width=WIDTH, namespace=e.namespace)
-    assert rig.code(e.scheduler, wrong) == "forbidden"
+    assert rig.code(e.scheduler, prefetch(e, "a")) == "forbidden"
     unknown = m.Prefetch(seq=5, request="p", digests=digests("a"), width=WIDTH, namespace=bytes(32))
     assert rig.code(rig.open(), unknown) == "bad_value"
     assert rig.code(e.workers[0], m.Prefetch(seq=5, request="p", digests=b"")) == "bad_rank"
@@ -762,9 +754,11 @@ def test_stopping_waits_for_an_epoch_that_is_asked_for(rig: TierRig, down: bool)
     assert not rig.flushing()
 
 
-def test_stopping_asks_a_tier_at_once_that_could_not_tell_its_epoch(rig: TierRig) -> None:
+@pytest.mark.parametrize("told", [False, True])
+def test_stopping_asks_a_tier_that_was_down_once_more(rig: TierRig, told: bool) -> None:
+    """Also one that has not ``told`` its epoch yet."""
+    e = rig.ready() if told else rig.engine()
     rig.down = True
-    e = rig.engine()
     rig.settle()
     e.store("a")
     rig.settle()
@@ -785,18 +779,6 @@ def test_what_a_tier_was_promised_and_did_not_take_is_told(rig: TierRig) -> None
     rig.settle()
     assert not rig.flushing()
     assert rig.machine.unflushed() == [("tier0", 3)]
-
-
-def test_stopping_asks_a_tier_that_was_left_alone_once_more(rig: TierRig) -> None:
-    e = rig.ready()
-    rig.down = True
-    e.store("a")
-    rig.settle()
-    rig.down = False
-    rig.step(Stopping())
-    assert rig.flushing()
-    rig.settle()
-    assert len(rig.shelves[0]) == 1
 
 
 def test_what_waits_for_a_dead_tiers_epoch_costs_little(rig: TierRig) -> None:

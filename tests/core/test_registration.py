@@ -10,11 +10,6 @@ from kvass.types import GroupLayout, RankLayout
 from tests.core.rig import Rig, layout
 
 
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
 def group(**fields: Any) -> RankLayout:
     good = {"kind": "full", "block_tokens": 16, "layers": ("a",), "page_bytes": (4096,)}
     return RankLayout(groups=(GroupLayout(**{**good, **fields}),))
@@ -173,6 +168,24 @@ def test_namespaces_are_limited_and_unused_empty_ones_make_way() -> None:
     empty.quit()
     assert rig.register(rig.open(), "h", rank=0, identity={"model": "h"}).namespace
     assert rig.engine("f").holds("a") == 1
+
+
+def test_a_namespace_of_many_groups_takes_the_places_of_several() -> None:
+    """A status names each group in one step."""
+    rig = Rig(pages=1024, namespaces=32)
+    engines = [
+        rig.engine(name, identity={"model": name}, layout=layout(*[1] * 20)) for name in "abc"
+    ]
+    for e in (engines[1], engines[0], engines[2]):
+        e.store("chunk")
+    session = rig.open()
+    wide: dict[str, Any] = {"rank": 0, "identity": {"model": "w"}, "layout": layout(*[1] * 40)}
+    for e in engines[:2]:
+        assert rig.register(session, "w", **wide).code == "limit"
+        e.quit()
+    engines[2].quit()
+    assert rig.register(session, "w", **wide).namespace
+    assert [ns["model"] for ns in rig.status["namespaces"]] == ["c", "w"]
 
 
 def test_at_the_limit_the_namespace_used_longest_ago_makes_way() -> None:

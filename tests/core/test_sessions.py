@@ -11,11 +11,6 @@ from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, Rig
 
 
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
 def fault(rig: Rig, session: int) -> None:
     rig.step(Faulted(session, "bad_frame", "too long"))
 

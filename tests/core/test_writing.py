@@ -14,11 +14,6 @@ from tests.core.rig import BOOT, GRACE_S, RESERVE_S, WIDTH, Rig, digests, layout
 CLEAN = (0, 0)
 
 
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
 def held(rig: Rig) -> tuple[int, ...]:
     return rig.gauge("reservations", "quarantined_bytes")
 

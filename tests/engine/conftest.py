@@ -138,6 +138,22 @@ def judge(start: Starter) -> Judge:
     return Judge(start("plain"))
 
 
+NOTHING_OWED: Final[dict[str, Any]] = {
+    "leases": 0,
+    "reservations": 0,
+    "pins": 0,
+    "quarantined_bytes": 0,
+    "rows_loading": 0,
+}
+
+
+@pytest.fixture
+def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
+    """Of one test, without engines. A module names it ``daemon``."""
+    with running_daemon(tmp_path) as one:
+        yield one
+
+
 @pytest.fixture(scope="session")
 def daemon(folder: Path) -> Iterator[Daemon]:
     # Patient, so that a busy machine makes no miss of a hit that a test is about.

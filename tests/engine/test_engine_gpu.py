@@ -87,14 +87,6 @@ def store_and_load(a: StubModelEngine, b: StubModelEngine) -> Any:
     return request
 
 
-def test_a_device_that_is_right_is_found_right(engine: Callable[[], StubModelEngine]) -> None:
-    a, b = engine(), engine()
-    b.check(store_and_load(a, b), 96)
-    for one in (a, b):
-        assert isinstance(one.copier._mover, EngineMover)
-        assert one.copier._mover.ways
-
-
 def test_other_calls_on_the_engines_thread_end_the_engine(
     engine: Callable[[], StubModelEngine],
 ) -> None:

@@ -6,27 +6,18 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from kvass.testing.daemon import GRACE_S, Daemon
-from tests.engine.conftest import Judge, Starter, store
+from tests.engine.conftest import NOTHING_OWED, Judge, Starter, store
 from tests.support.vllm.models import TINY, write_lora, write_model
 from tests.support.vllm.process import EngineProcess, Prompt
 
 pytestmark = pytest.mark.engine
 
 Make = Callable[[int], list[int]]
-
-NOTHING_OWED: Final[dict[str, Any]] = {
-    "leases": 0,
-    "reservations": 0,
-    "pins": 0,
-    "quarantined_bytes": 0,
-    "rows_loading": 0,
-}
-
 
 SMALL: Final = {
     "max_model_len": 640,

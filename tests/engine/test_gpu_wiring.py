@@ -130,23 +130,6 @@ def setup_of_a_worker(single_copies: bool = False) -> Any:
     )
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_a_rank_opens_its_gpu_in_the_mode_that_was_asked_for(
-    single: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = memory(tensor(1 << 30, 4 * 4096, "cuda", 2))
-    opened: list[tuple[int, bool]] = []
-
-    def open_gpu(device: int, single: bool) -> None:
-        opened.append((device, single))
-        raise MissingError("no more is needed")
-
-    monkeypatch.setattr(kv_memory, "open_gpu", open_gpu)
-    setup = setup_of_a_worker(single_copies=single)
-    copier.Copier(setup, 0, Boundary()).attach(found)
-    assert opened == [(2, single)]
-
-
 def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
     """Not even that it failed: it may be reading or writing still (law 3)."""
     told: list[str] = []

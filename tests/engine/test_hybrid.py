@@ -13,7 +13,6 @@ import pytest
 
 from kvass import Client
 from tests.engine.hybrid import (
-    BEFORE_0_31,
     GEMMA3,
     GPT_OSS,
     QWEN3_NEXT,
@@ -25,10 +24,7 @@ from tests.engine.hybrid import (
 )
 from tests.support.vllm.process import Prompt, Settings
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(BEFORE_0_31, reason="vLLM 0.30 fails on a CPU with gpt-oss in float32"),
-]
+pytestmark = pytest.mark.engine
 MODELS = [GPT_OSS, GEMMA3, QWEN3_NEXT]
 GPUS = ["ab", "a", "b"]
 """By model, which engines of its pair have their pages on fake GPUs."""
@@ -72,7 +68,7 @@ def test_the_next_turn(pair: Pair) -> None:
     warm = pair.load(turn)
     computed = 700 if pair.model.retained else 799  # the last token's KV was never computed
     assert warm.external == pair.model.hit(len(turn), computed)
-    pair.check(turn, warm)
+    pair.check(turn, warm, alike=computed == 700)  # else a step each computed the answer's tokens
 
 
 def test_branches(pair: Pair) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -21,9 +20,10 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from kvass.testing.daemon import GRACE_S, Daemon
-from tests.engine.conftest import ARGS, BLOCK, CHUNK, ROOT, Starter, store
+from tests.engine.conftest import ARGS, BLOCK, CHUNK, NOTHING_OWED, ROOT, Starter, store
 from tests.support.vllm.models import TINY_LATENT, build
 from tests.support.vllm.process import Answer, EngineDied, EngineProcess, Pages, Prompt, Settings
+from tests.support.vllm.ranks import until
 
 pytestmark = pytest.mark.engine
 
@@ -38,12 +38,6 @@ LATE: Final = Settings(ahead_s=1e6)
 LATENT_BLOCK: Final = 16
 """vLLM's block size for MLA on a CPU, whatever is asked for."""
 STEP: Final = int(ARGS["max_num_batched_tokens"])
-NOTHING_OWED: Final[dict[str, Any]] = {
-    "leases": 0,
-    "reservations": 0,
-    "pins": 0,
-    "quarantined_bytes": 0,
-}
 
 
 class Two(NamedTuple):
@@ -275,7 +269,7 @@ def test_a6_a_shared_shard_is_held_until_the_last_rank_has_read_it(
     os.kill(second, signal.SIGSTOP)
     try:
         engine.submit(Prompt(kept.tokens, 1))
-        poll(lambda: sent(daemon.status(), "release") == before + 1, "the first rank's release")
+        until(lambda: sent(daemon.status(), "release") == before + 1, "the first rank's release")
         held = daemon.status()
         assert (held["leases"], held["pins"]) == (1, 2)
         assert sent(held, "release") == before + 1
@@ -284,13 +278,6 @@ def test_a6_a_shared_shard_is_held_until_the_last_rank_has_read_it(
     assert engine.answers()[0].external == 512
     end = daemon.wait_until(**NOTHING_OWED)
     assert sent(end, "release") == before + 2
-
-
-def poll(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"in vain: {what}"
-        time.sleep(0.02)
 
 
 # ---------------------------------------------------------------- a rank dies
@@ -306,12 +293,12 @@ def strike(
     watched(engine, Settings(copy_delay_s=2.0))
     engine.arm(hook, "after", [(victim, signal.SIGSTOP, 3.0)], rank=rank)
     engine.submit(Prompt(tokens))
-    poll(lambda: state(victim) == "T", "the rank to stop in the middle")
+    until(lambda: state(victim) == "T", "the rank to stop in the middle")
     held = daemon.status()
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(EngineDied):
         engine.answers()
-    poll(lambda: all(state(pid) in "Z-" for pid in pids), "the engine's end", 60.0)
+    until(lambda: all(state(pid) in "Z-" for pid in pids), "the engine's end", 60.0)
     daemon.wait_until(1.0 + GRACE_S, **NOTHING_OWED)
     return held
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -17,7 +16,8 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import configuration
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.step_work import StepWork
-from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.daemon import Daemon
+from tests.engine import conftest
 from tests.support.vllm.ranks import CopyGate, StubModelEngine, StubModelRank, until
 from tests.support.vllm.scheduler import CHUNK, make_configs, read_setup
 
@@ -42,10 +42,7 @@ def name(strategy: ParallelStrategy) -> str:
     return f"tp{strategy.tp}-pp{strategy.pp}-replicas{strategy.replicas}"
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path) as one:
-        yield one
+daemon = conftest.own_daemon
 
 
 @pytest.fixture
@@ -92,44 +89,6 @@ def test_a3_every_rank_loads_what_its_shard_stored(
     empty(daemon)
 
 
-def test_a1_ranks_that_share_a_shard_read_it_under_one_lease(daemon: Daemon, engine: Make) -> None:
-    """... and it is free after the last of them, not before."""
-    a, b = engine(MLA), engine(MLA)
-    a.generate("a", PROMPT)
-    gate = CopyGate(b.ranks.all[1], shut=True)
-    request = b.world.add("b", PROMPT)
-    until(lambda: b.step() and sent(daemon, "release") == 1, "the first rank's release")
-    for _ in range(20):
-        b.step()
-    held = daemon.status()
-    assert (held["pins"], held["leases"]) == (CHUNKS, 1)
-    assert request.num_computed_tokens == CHUNKS * CHUNK, "blocks are there"
-    assert request.num_output_tokens == 0, "and nothing was computed on them yet"
-    gate.open()
-    until(lambda: b.step() and request.num_output_tokens, "the load")
-    until(lambda: sent(daemon, "release") == 2, "the second rank's release")
-    b.check(request, CHUNKS * CHUNK)
-    empty(daemon)
-
-
-def test_a7_an_aborted_request_gives_back_what_every_reader_held(
-    daemon: Daemon, engine: Make
-) -> None:
-    a, b = engine(MLA), engine(MLA)
-    a.generate("a", PROMPT)
-    free = b.world.free_blocks
-    gate = CopyGate(b.ranks.all[1], shut=True)
-    b.world.add("b", PROMPT)
-    until(lambda: b.step() and sent(daemon, "release") == 1, "the first rank's release")
-    b.world.abort("b")
-    b.step()
-    assert daemon.status()["pins"] == CHUNKS, "the second rank still reads"
-    assert b.world.free_blocks < free, "into blocks that are not reused"
-    gate.open()
-    until(lambda: b.step() and b.world.free_blocks == free, "the blocks back")
-    empty(daemon)
-
-
 @pytest.mark.parametrize("broken", [0, 1])
 @pytest.mark.parametrize("strategy", [DENSE, STAGES, MLA], ids=name)
 def test_one_ranks_failed_load_fails_it_on_all(
@@ -151,29 +110,6 @@ def test_one_ranks_failed_load_fails_it_on_all(
     empty(daemon)
 
 
-def store_messages(daemon: Daemon, engine: Make, strategy: ParallelStrategy) -> dict[str, int]:
-    """What one prompt's store came to in messages, by kind; without those of who asks, however
-    often that was."""
-    one = engine(strategy, tag=name(strategy))
-    before = daemon.status()["messages"]
-    one.generate("a", PROMPT)
-    after = daemon.status()["messages"]
-    kinds = after.keys() - {"hello", "status"}
-    counts = {kind: after[kind] - before.get(kind, 0) for kind in kinds}
-    return {kind: n for kind, n in counts.items() if n}
-
-
-def test_b3_ranks_with_equal_bytes_send_nothing_for_a_store(daemon: Daemon, engine: Make) -> None:
-    """... so what a chunk costs the daemon does not grow with them, as it does with shards."""
-    alone, two, four = (
-        store_messages(daemon, engine, ParallelStrategy(tp=tp, replicas=tp)) for tp in (1, 2, 4)
-    )
-    assert alone == two == four
-    assert alone["commit"] == alone["reserve"] == 1
-    dense = store_messages(daemon, engine, ParallelStrategy(tp=4))
-    assert dense == {**alone, "commit": 4}
-
-
 def test_b3_the_others_report_every_step_all_the_same(engine: Make) -> None:
     """The engine counts all ranks, and frees no block before the last."""
     a = engine(MLA)
@@ -188,23 +124,6 @@ def test_b3_the_others_report_every_step_all_the_same(engine: Make) -> None:
     assert a.world.free_blocks == free - CHUNKS * CHUNK // a.block
     gate.open()
     until(lambda: a.step() and a.world.free_blocks == free, "the blocks back")
-
-
-def test_b5_a_chunk_counts_when_every_stage_has_it(daemon: Daemon, engine: Make) -> None:
-    a, b = engine(STAGES), engine(STAGES)
-    a.daemon = None
-    gate = CopyGate(a.ranks.all[1], shut=True)
-    a.world.add("a", PROMPT)
-    until(lambda: a.step() and sent(daemon, "commit") == 1, "the first stage's commit")
-    assert b.load("early", PROMPT)[1] == len(PROMPT)
-    b.world.abort("early")
-    gate.open()
-    until(lambda: a.step() and not a.world.scheduler.has_requests(), "the second stage's store")
-    empty(daemon)
-    assert b.world.scheduler.reset_prefix_cache()
-    request, scheduled = b.load("b", PROMPT)
-    assert scheduled == 4
-    b.check(request, CHUNKS * CHUNK)
 
 
 def test_b5_a_stage_that_never_stores_discards_the_chunk(daemon: Daemon, engine: Make) -> None:

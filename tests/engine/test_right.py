@@ -33,24 +33,14 @@ def hit(tokens: int) -> int:
     return (tokens - 1) // BLOCK * BLOCK
 
 
+@pytest.mark.parametrize("size", [1000, *AROUND])
 def test_cold_and_warm_in_a_second_process(
-    a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
-) -> None:
-    tokens = prompt(1000)
-    cold = store(a, tokens, 8)
-    assert cold.cached == 0
-    judge.check(tokens, cold)
-    warm = b.one(tokens)
-    assert (warm.local, warm.external) == (0, hit(1000))
-    judge.check(tokens, warm)
-
-
-@pytest.mark.parametrize("size", AROUND)
-def test_around_every_boundary(
     a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make, size: int
 ) -> None:
     tokens = prompt(size)
-    judge.check(tokens, store(a, tokens, 4))
+    cold = store(a, tokens, 4)
+    assert cold.cached == 0
+    judge.check(tokens, cold)
     warm = b.one(tokens, 4)
     assert (warm.local, warm.external) == (0, hit(size))
     judge.check(tokens, warm)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvass.engine.copier import COPY_WAIT_S, Copier
 from kvass.engine.planner import Planner
-from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.daemon import Daemon
+from tests.engine import conftest
 from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
 
 PROMPT = list(range(100))
 
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path) as one:
-        yield one
+daemon = conftest.own_daemon
 
 
 @pytest.fixture
@@ -43,17 +38,6 @@ def empty(daemon: Daemon) -> None:
     daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
 
 
-def test_a_second_engine_loads_what_the_first_stored(daemon: Daemon, engine: Any) -> None:
-    a, b = engine(), engine()
-    a.generate("a", PROMPT)
-    assert daemon.status()["rows"] == 3
-    request, scheduled = b.load("b", PROMPT)
-    assert scheduled == 4
-    b.check(request, 96)
-    assert [load.skip for load in b.loads] == [(0,)]
-    empty(daemon)
-
-
 def test_the_check_sees_a_page_that_was_not_loaded(engine: Any) -> None:
     a, b = engine(), engine()
     a.generate("a", PROMPT)
@@ -61,21 +45,6 @@ def test_the_check_sees_a_page_that_was_not_loaded(engine: Any) -> None:
     b.rank.pages[:, b.table("b")[3]] = 0
     with pytest.raises(AssertionError, match="rank 0, block 3"):
         b.check(request, 96)
-
-
-def test_a_load_begins_inside_a_chunk_where_the_local_hit_ends(daemon: Daemon, engine: Any) -> None:
-    a, b = engine(), engine()
-    a.generate("a", PROMPT)
-    b.generate("short", PROMPT[:50])
-    before = b.rank.pages.copy()
-    b.loads.clear()
-    request, scheduled = b.load("b", PROMPT)
-    assert scheduled == 4
-    assert [load.skip for load in b.loads] == [(1,)]
-    b.check(request, 96)
-    local = b.table("b")[:3]
-    assert (b.rank.pages[:, local] == before[:, local]).all()
-    empty(daemon)
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -140,21 +109,6 @@ def test_a_daemon_that_died_between_match_and_load_is_a_miss(daemon: Daemon, eng
     until(lambda: b.step() and request.is_finished(), "the request's end")
     assert request.num_tokens == 104
     empty(daemon)
-
-
-def test_an_engine_starts_without_a_daemon_and_finds_it_later(tmp_path: Path) -> None:
-    a, b = (StubModelEngine(str(tmp_path / "kvass.sock")) for _ in range(2))
-    try:
-        assert a.generate("a", PROMPT).num_tokens == 102
-        with running_daemon(tmp_path) as daemon:
-            for one in (a, b):
-                one.wait_connected()
-            a.generate("a2", PROMPT, max_tokens=20)
-            daemon.wait_until(rows=4, reservations=0)
-            assert b.load("b", PROMPT)[1] == 4
-    finally:
-        a.close()
-        b.close()
 
 
 def test_a_load_that_cannot_even_be_refused_has_failed(
@@ -258,30 +212,3 @@ def test_what_a_failed_forward_pass_computed_is_not_stored_later_either(
     assert a.rank.connector._boundary.counters["store_refused"] == 1
     empty(daemon)
     assert daemon.status()["rows"] == 0
-
-
-def test_reset_cache_forgets_the_rows(daemon: Daemon, engine: Any) -> None:
-    a = engine()
-    a.generate("a", PROMPT)
-    assert daemon.status()["rows"] == 3
-    assert a.world.scheduler.reset_prefix_cache(reset_connector=True)
-    daemon.wait_until(rows=0)
-    daemon.kill()
-    assert a.world.connector.reset_cache() is True, "else sleeping would fail"
-
-
-def test_many_steps_leave_nothing_behind(daemon: Daemon, engine: Any) -> None:
-    a = engine(blocks=24)
-    rng = np.random.default_rng(7)
-    live: list[str] = []
-    for number in range(60):
-        a.world.add(str(number), rng.integers(0, 3, 70).tolist(), max_tokens=4)
-        live.append(str(number))
-        a.step()
-        if rng.random() < 0.3:
-            a.world.abort(live.pop(int(rng.integers(len(live)))))
-            live = [name for name in live if name in a.world.scheduler.requests]
-    until(lambda: a.step() and not a.world.scheduler.has_requests(), "the end")
-    assert a.world.scheduler.reset_prefix_cache()
-    empty(daemon)
-    assert not a.world.connector._boundary.counters

@@ -6,31 +6,22 @@ local hit would be is asked of vLLM's own KV cache manager, in the engine that c
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvass.connectors.vllm import configuration
-from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.daemon import Daemon
+from tests.engine import conftest
 from tests.engine.conftest import GPU
+from tests.engine.test_scheduler_groups import DEEPSEEK_V4, GPT_OSS, QWEN_NEXT, prompt
 from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
 from tests.support.vllm.ranks import until
 from tests.support.vllm.scheduler import before, read_setup
 
 FULL: list[GroupShape] = [("full", 16, 0, 2)]
-GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
 WINDOWS: list[GroupShape] = [("sliding_window", 16, 40, 1), ("sliding_window", 16, 70, 1)]
-QWEN_NEXT: list[GroupShape] = [("state", 64, 0, 2), ("full", 64, 0, 2)]
-DEEPSEEK_V4: list[GroupShape] = [
-    ("full", 64, 0, 2),
-    ("sliding_window", 16, 32, 1),
-    ("full", 64, 0, 1),
-    ("sliding_window", 4, 8, 1),
-    ("sliding_window", 8, 32, 1),
-]
 MODELS = {
     "llama": (FULL, 16),
     "gpt-oss": (GPT_OSS, 16),
@@ -41,11 +32,7 @@ MODELS = {
 """Groups, and the tokens to which vLLM aligns its own hits: here those of a chunk as well."""
 each_model = pytest.mark.parametrize(("shapes", "chunk"), MODELS.values(), ids=MODELS)
 
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path) as one:
-        yield one
+daemon = conftest.own_daemon
 
 
 @pytest.fixture
@@ -70,10 +57,6 @@ def pair(engine: Any, shapes: list[GroupShape], chunk: int) -> tuple[HybridEngin
     a, b = engine(shapes, chunk), engine(shapes, chunk, kv_role="kv_consumer")
     a.generate("a", prompt(1, 400))
     return a, b
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return random.Random(seed).choices(range(60), k=tokens)
 
 
 def local_hit(engine: HybridEngine, tokens: list[int]) -> int:

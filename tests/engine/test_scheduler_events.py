@@ -201,8 +201,13 @@ def test_a_prompt_below_a_chunk_keeps_nothing_from_being_withdrawn(
     b.close()
 
 
-def test_each_engine_announces_what_it_stored_or_loaded(daemon: Daemon, engine: Any) -> None:
+def test_each_engine_announces_what_it_stored_or_loaded(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row after its parent: the second router hears of nothing but kvass."""
     a, b = engine("a"), engine("b")
+    index, apply = b.router.index, b.router.index.apply
+    monkeypatch.setattr(index, "apply", lambda e: apply(e) if e["medium"] == "CPU" else None)
     a.generate("a", prompt(0))
     a.settle(lambda: a.rows() == 3, "it stored three rows")
     b.step()
@@ -229,27 +234,39 @@ def test_a_reset_of_vllms_cache_takes_all_and_a_load_brings_it_back(
 
 
 @pytest.mark.parametrize("remembered", [1000, 1])
-def test_lost_messages(daemon: Daemon, engine: Any, remembered: int) -> None:
+def test_lost_messages(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch, remembered: int
+) -> None:
     """They are replayed. If the engine does not remember them, the index begins anew, and never has
     what is not there."""
     a = engine(buffer_steps=remembered)
     prompts = churn(a, range(3))
     a.settle(lambda: agrees(a, daemon, prompts), "the index is right")
-    more = churn(a, range(3, 30))
-    while a.router._events.poll(100):
-        a.router._events.recv()
-    more += churn(a, range(1000, 1002))
+    publisher, lost = a.world.scheduler.kv_event_publisher, [-1]
+
+    def all_is_lost() -> bool:
+        sent = not (a.events._expected or publisher._event_queue.unfinished_tasks)
+        return sent and lost[-1] == publisher._buffer[-1][0]
+
+    with monkeypatch.context() as losing:
+        losing.setattr(a.router, "_take", lambda number, _: lost.append(number))
+        prompts += churn(a, range(3, 30))
+        a.settle(all_is_lost, "nothing is on its way any more")
+    assert len(lost) > 10
+    prompts += churn(a, range(1000, 1002))
     if remembered > 1:
-        a.settle(lambda: agrees(a, daemon, prompts + more), "the index is right")
+        a.settle(lambda: agrees(a, daemon, prompts), "the index is right")
         assert a.router.gaps == 0
     else:
-        a.settle(lambda: a.router.gaps > 0 and a.rows() > 0, "the gap is noticed")
-        found = {n: a.router.index.cached(p, ["CPU"]) for n, p in enumerate(prompts + more)}
-        assert all(n <= a.matched((prompts + more)[i]) for i, n in found.items())
+        known = a.router.index.cached
+        a.settle(lambda: all(known(p, ["CPU"]) == 96 for p in prompts[-2:]), "what came after it")
+        assert a.router.gaps == 1
+        found = [known(p, ["CPU"]) for p in prompts]
+        assert all(n <= a.matched(p) for n, p in zip(found, prompts, strict=True))
         assert found[0] == 0
-        a.world.scheduler.reset_prefix_cache()
+        a.settle(a.world.scheduler.reset_prefix_cache, "the tails are stored")
         a.load("again", prompts[0])
-        a.settle(lambda: a.router.index.cached(prompts[0], ["CPU"]) == 96, "a load tells it")
+        a.settle(lambda: known(prompts[0], ["CPU"]) == 96, "a load tells it")
 
 
 def test_a_daemon_that_cannot_tell_costs_the_events_and_nothing_else(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import adapt, configuration
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.setup import Inert
-from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.daemon import Daemon
+from tests.engine import conftest
 from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
 from tests.support.vllm.ranks import CopyGate, until
 
@@ -42,11 +42,7 @@ MODELS = {
 }
 each_model = pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
 
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path) as one:
-        yield one
+daemon = conftest.own_daemon
 
 
 @pytest.fixture
@@ -96,39 +92,6 @@ def test_d2_every_group_of_a_hit_is_right(
         assert found or tokens <= b.chunk
         finish(b)
         assert b.world.scheduler.kv_cache_manager.reset_prefix_cache()
-    empty(daemon)
-
-
-@each_model
-def test_a_hit_goes_on_where_the_local_one_ends(
-    daemon: Daemon, engine: Any, shapes: list[GroupShape]
-) -> None:
-    a, b = engine(shapes), engine(shapes)
-    tokens = prompt(1, 400)
-    a.generate("a", tokens)
-    b.generate("own", tokens[:150])
-    _, found = b.load("b", tokens)
-    assert found >= 256
-    assert b.loads[-1].request == "b"
-    empty(daemon)
-
-
-@each_model
-def test_turns_and_branches_of_a_conversation(
-    daemon: Daemon, engine: Any, shapes: list[GroupShape]
-) -> None:
-    a, b = engine(shapes), engine(shapes)
-    said = prompt(2, 200)
-    for turn in range(3):
-        request = a.generate(f"a{turn}", said, max_tokens=70)
-        said = [*request.all_token_ids, *prompt(10 + turn, 30)]
-        _, found = b.load(f"b{turn}", said)
-        assert found >= (turn + 1) * 128
-        finish(b)
-    a.generate("branch", [*said[:140], *prompt(3, 200)])
-    assert b.world.scheduler.kv_cache_manager.reset_prefix_cache()
-    _, found = b.load("branch", [*said[:140], *prompt(3, 200)])
-    assert found >= 256
     empty(daemon)
 
 
@@ -204,17 +167,6 @@ def test_the_check_sees_a_page_of_any_group_that_was_not_loaded(engine: Any, gro
     b.rank.page(group, 0, last)[:] = 0
     with pytest.raises(AssertionError, match=f"group {group}"):
         b.verify(request, found)
-
-
-@each_model
-def test_a_failed_load_is_computed(daemon: Daemon, engine: Any, shapes: list[GroupShape]) -> None:
-    a, b = engine(shapes), engine(shapes)
-    a.generate("a", prompt(8, 300))
-    CopyGate(b.rank, ahead_s=1e6)
-    _, found = b.load("b", prompt(8, 300))
-    assert found == 0
-    assert b.rank.connector._boundary.counters["load_late"] == 1
-    empty(daemon)
 
 
 def test_a_window_takes_its_share_of_the_arena(daemon: Daemon, engine: Any) -> None:

@@ -9,26 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.vllm.fake_client import FakeClient
-from tests.support.vllm.scheduler import CHUNK, FIXED, SchedulerHarness, make_configs, rig
+from tests.support.vllm.scheduler import FIXED, SchedulerHarness, make_multi_configs, rig
 
 PROMPT = range(100)
 OFTEN: dict[str, object] = {"kvass.fixed_weights": False}
 """The default: the weights may be replaced."""
-
-
-def multi() -> Any:
-    """Configurations in which our connector is one of a ``MultiConnector``."""
-    child = {
-        "kv_connector": "KvassConnector",
-        "kv_connector_module_path": "kvass.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK},
-    }
-    return make_configs(
-        kv_connector="MultiConnector",
-        kv_connector_module_path=None,
-        kv_connector_extra_config={"connectors": [child]},
-    )
 
 
 def stored(**options: Any) -> tuple[FakeClient, SchedulerHarness]:
@@ -46,7 +31,7 @@ def stored(**options: Any) -> tuple[FakeClient, SchedulerHarness]:
 def test_after_a_plain_reset_everything_is_computed_and_stored_anew(
     inside: str, asynchronous: bool
 ) -> None:
-    configs = multi() if inside == "MultiConnector" else None
+    configs = make_multi_configs() if inside == "MultiConnector" else None
     client, world = stored(asynchronous=asynchronous, configs=configs)
     assert world.scheduler.reset_prefix_cache()
     world.add("b", PROMPT, max_tokens=1)
@@ -111,20 +96,6 @@ def test_the_first_hook_after_a_reset_notices_it(hook: Callable[..., None]) -> N
     assert client.generations == 1
 
 
-def test_a_reset_that_vllm_refused_begins_a_generation_too() -> None:
-    """The weights may be others by now, even if vLLM has to keep its own cache."""
-    client, world = stored()
-    world.add("b", range(200, 264), max_tokens=64)
-    world.step()
-    reserves = len(client.reserves)
-    assert not world.scheduler.reset_prefix_cache(), "a running request has blocks"
-    for _ in range(50):
-        world.step()
-    assert client.generations == 1
-    assert len(client.reserves) == reserves, "what it computes attends to KV of the old weights"
-    assert client.rows == set()
-
-
 def test_a_reset_does_not_fail_at_blocks_of_an_unanswered_offer() -> None:
     """Without it an engine in one's own process, which stops stepping with its last request, would
     go on with the rows of the old weights."""
@@ -181,15 +152,21 @@ def test_requests_that_are_computed_again_are_stored_by_the_new_weights() -> Non
     assert len(client.writing) == rows + 1
 
 
-def test_what_runs_on_across_a_reset_of_the_connector_is_never_stored() -> None:
-    """vLLM keeps its blocks, so what it computes next attends to KV of the old weights."""
-    client, world = stored()
+@pytest.mark.parametrize(
+    ("options", "explicit"), [(OFTEN, False), (OFTEN, True), (FIXED, True)], ids=str
+)
+def test_what_runs_on_across_a_reset_is_never_stored(
+    options: dict[str, object], explicit: bool
+) -> None:
+    """vLLM refuses, and keeps the blocks of what runs. What is computed next attends to KV of the
+    old weights. ``explicit``: of the connector's cache too."""
+    client, world = stored(options=options)
     world.add("b", range(200, 264), max_tokens=64)
     world.step()
     reserves = len(client.reserves)
-    assert not world.scheduler.reset_prefix_cache(reset_connector=True), "blocks are in use"
-    assert client.generations == 1
+    assert not world.scheduler.reset_prefix_cache(reset_connector=explicit), "blocks are in use"
     for _ in range(50):
         world.step()
+    assert client.generations == (options is OFTEN)
     assert len(client.reserves) == reserves
-    assert client.generations == 1
+    assert client.rows == set()

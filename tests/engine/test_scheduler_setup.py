@@ -17,9 +17,11 @@ from kvass.types import GroupLayout
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.hybrid import make_hybrid_configs
 from tests.support.vllm.scheduler import (
+    FIXED,
     SchedulerHarness,
     inert_reason,
     make_configs,
+    make_multi_configs,
     read_setup,
     rig,
 )
@@ -37,8 +39,9 @@ def setup(**changes: Any) -> Any:
     [
         (
             {"kvass.chunk": 256},
-            "use one of kvass.chunk_tokens, kvass.fixed_weights, kvass.global_media_ids, "
-            "kvass.gpu, kvass.gpu_copies, kvass.kv_layout, kvass.model_id, kvass.socket, kvass.tag",
+            "use one of kvass.blend, kvass.chunk_tokens, kvass.fixed_weights, "
+            "kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, kvass.kv_layout, kvass.model_id, "
+            "kvass.socket, kvass.tag",
         ),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
         ({"kvass.chunk_tokens": "256"}, "Expected `int`, got `str`"),
@@ -280,18 +283,7 @@ def test_an_inert_engine_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_inside_a_multiconnector_failed_loads_are_recomputed_too() -> None:
     client = FakeClient()
-    child = {
-        "kv_connector": "KvassConnector",
-        "kv_connector_module_path": "kvass.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvass.chunk_tokens": 32, "kvass.fixed_weights": True},
-    }
-    config, caches = make_configs(
-        kv_connector="MultiConnector",
-        kv_connector_module_path=None,
-        kv_connector_extra_config={"connectors": [child]},
-    )
-    world = SchedulerHarness(client, configs=(config, caches))
+    world = SchedulerHarness(client, configs=make_multi_configs(FIXED))
     assert world.scheduler.recompute_kv_load_failures
     assert world.scheduler.requires_kv_delivery is False
     world.add("a", range(100), max_tokens=1)

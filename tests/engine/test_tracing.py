@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from opentelemetry import trace
@@ -20,6 +23,8 @@ from tests.support.tiers import faulty
 from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
 
 PROMPT = list(range(100))
+FIRST = "1_first-0-a9077a15"
+"""As a served engine names the second answer to the request ``first-0``."""
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 HEADERS = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
 
@@ -51,7 +56,7 @@ def connected(daemon: Daemon) -> StubModelEngine:
 def stored(daemon: Daemon) -> None:
     """By an engine that is gone, in the tier alone."""
     engine = connected(daemon)
-    engine.generate("first", PROMPT)
+    engine.generate(FIRST, PROMPT)
     engine.close()
     assert daemon.stop() == 0
     daemon.start()
@@ -69,7 +74,7 @@ def test_a_request_that_loads_from_a_tier(
     assert {s.name for s in exporter.get_finished_spans()} == {"kvass.lookup", "kvass.store"}
     store = exporter.get_finished_spans()[-1]
     assert store.attributes is not None
-    assert store.attributes["gen_ai.request.id"] == "first"
+    assert store.attributes["gen_ai.request.id"] == "first-0"
     assert store.parent is None
     exporter.clear()
 
@@ -115,6 +120,18 @@ def test_a_load_that_is_late_is_an_error(daemon: Daemon, exporter: InMemorySpanE
     assert load.attributes is not None
     assert load.attributes["kvass.outcome"] == "late"
     assert not load.status.is_ok
+
+
+def test_ids_do_not_repeat_where_random_is_seeded(exporter: InMemorySpanExporter) -> None:
+    """vLLM seeds it alike in all its processes."""
+    request: Any = SimpleNamespace(name="first", trace="")
+    for _ in range(2):
+        random.seed(0)
+        traced = tracing.begin()
+        assert traced is not None
+        traced.answered(request, 96, 0)
+    contexts = [span.context for span in exporter.get_finished_spans() if span.context]
+    assert len({one.span_id for one in contexts}) == len({one.trace_id for one in contexts}) == 2
 
 
 def test_an_engine_that_does_not_trace(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,8 +18,10 @@ from kvass.connectors.transformers import CachedModel, connect
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows
 from kvass.errors import UsageError
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.support import hf_models
 from tests.support.hf_models import (
     CHUNK,
+    CLOSE,
     FAMILIES,
     GREEDY,
     LATENT,
@@ -30,25 +30,13 @@ from tests.support.hf_models import (
     join,
     logits,
     make,
+    make_late,
     prompt,
-    wait_for_answers,
 )
 
+answers, daemon = hf_models.answers, hf_models.daemon
 WHOLE = (PROMPT.shape[1] - 1) // BLOCK * BLOCK
 """The longest hit of ``PROMPT``: to its last block, without its last token."""
-CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for_answers(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    folder = tmp_path_factory.mktemp("daemon")
-    with running_daemon(folder, l1_size="64MiB", lookup_budget_ms=10_000) as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -263,13 +251,7 @@ def test_a_load_that_ends_late_is_a_miss(
 ) -> None:
     model = make()
     with join(model, daemon.socket) as cached:
-        take = cached._store._client.take
-
-        def late(name: str) -> Any:
-            match = take(name)
-            return match and msgspec.structs.replace(match, deadline_s=0.0)
-
-        monkeypatch.setattr(cached._store._client, "take", late)
+        make_late(cached, monkeypatch)
         np.testing.assert_array_equal(logits(cached.generate(PROMPT, **GREEDY)), plain(model))
         assert cached.last.loaded == 0
         assert cached.counters == {"load_late": 1}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,37 +14,27 @@ from kvass.connectors.transformers import CachedModel, connect
 from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.model import new_cache, tensors_of
 from kvass.errors import UsageError
-from kvass.testing.daemon import Daemon, running_daemon
+from kvass.testing.daemon import Daemon
+from tests.support import hf_models
 from tests.support.hf_models import (
     CHUNK,
+    CLOSE,
     FAMILIES,
     GREEDY,
     join,
     logits,
     make,
+    make_late,
     prompt,
-    wait_for_answers,
 )
 
+answers, daemon = hf_models.answers, hf_models.daemon
 DOCUMENTS = [prompt(2 * CHUNK, 10), prompt(CHUNK + 5, 11), prompt(3 * CHUNK, 12)]
 QUESTION = prompt(23, 13)
 SYSTEM = prompt(CHUNK + 9, 14)
 RAG = torch.cat([SYSTEM, DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[2], DOCUMENTS[1], QUESTION], 1)
 """One of the documents stands in it twice, and of another the end is no whole chunk."""
 BLENDED = 9 * CHUNK
-CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for_answers(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    folder = tmp_path_factory.mktemp("daemon")
-    with running_daemon(folder, l1_size="64MiB", lookup_budget_ms=10_000) as one:
-        yield one
 
 
 @pytest.fixture
@@ -166,13 +155,7 @@ def test_another_salt_or_rope_finds_nothing(cached: CachedModel, daemon: Daemon)
 def test_a_lease_that_lapsed_before_the_segments_were_read(
     cached: CachedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = cached._store._client.take
-
-    def late(name: str) -> Any:
-        match = take(name)
-        return match and msgspec.structs.replace(match, deadline_s=0.0)
-
-    monkeypatch.setattr(cached._store._client, "take", late)
+    make_late(cached, monkeypatch)
     np.testing.assert_array_equal(
         logits(cached.generate(RAG, blend="none", **GREEDY)), plain(cached)
     )

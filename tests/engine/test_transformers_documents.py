@@ -13,15 +13,12 @@ import transformers
 
 from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
-from tests.support.hf_models import CHUNK, SIZES, join, make, prompt, wait_for_answers
+from tests.support import hf_models
+from tests.support.hf_models import CHUNK, SIZES, join, make, prompt
 from tests.test_documents import ROOT
 
+answers = hf_models.answers
 WORDS = {f"word{number}": number for number in range(SIZES["vocab_size"])}
-
-
-@pytest.fixture(autouse=True)
-def answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for_answers(monkeypatch)
 
 
 @pytest.fixture(scope="module")

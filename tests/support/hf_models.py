@@ -7,15 +7,18 @@ of ``FAMILIES`` through kvass and leaves its logits in ``FOLDER``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from kvass.connectors.transformers import CachedModel, connect
+from kvass.testing.daemon import Daemon, running_daemon
 
 torch.set_num_threads(1)  # models this small take ten times as long with two
 
@@ -81,11 +84,38 @@ def make(family: str = "llama", seed: int = 0, **settings: Any) -> Any:
     return model.eval()
 
 
+CLOSE: Final[dict[str, Any]] = {"rtol": 1e-4, "atol": 1e-4}
+
+
 def wait_for_answers(patch: pytest.MonkeyPatch) -> None:
     """Else what a busy machine answers late is a miss, as it should be."""
     for name in ("client.segments.LATE_S", "client.scheduler.LATE_S"):
         patch.setattr(f"kvass.{name}", 30.0)
     patch.setattr("kvass.connectors.transformers.kv_store.WAIT_S", 30.0)
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a module of tests that imports it."""
+    wait_for_answers(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("daemon")
+    with running_daemon(folder, l1_size="64MiB", lookup_budget_ms=10_000) as one:
+        yield one
+
+
+def make_late(cached: CachedModel, patch: pytest.MonkeyPatch) -> None:
+    """The deadline of each lease that ``cached`` takes from now on is over."""
+    take = cached._store._client.take
+
+    def late(name: str) -> Any:
+        match = take(name)
+        return match and msgspec.structs.replace(match, deadline_s=0.0)
+
+    patch.setattr(cached._store._client, "take", late)
 
 
 def join(model: Any, socket: str, **options: Any) -> CachedModel:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from itertools import count
 from typing import Any
 from urllib.parse import quote
@@ -11,10 +9,8 @@ from urllib.parse import quote
 import pytest
 
 from kvass.errors import TierDown
-from kvass.testing import TierSuite
-from kvass.testing.tier_suite import MakeTier
 from kvass.tiers import open_tier
-from tests.support.servers.redis import RedisCluster, RedisServer
+from tests.support.servers.redis import RedisServer
 from tests.tiers.conftest import Start
 from tests.tiers.records import KEYS, OpenAt, Raw, SharedSuite, down, fill, hits, keys_of, works
 
@@ -36,18 +32,6 @@ class TestRedis(SharedSuite):
             lambda prefix, key: client.get(prefix.encode() + b":r:" + key),
             lambda prefix, key, value: client.set(prefix.encode() + b":r:" + key, value),
         )
-
-
-class TestCluster(TierSuite):
-    @pytest.fixture(scope="class")
-    def cluster(self) -> Iterator[RedisCluster]:
-        with closing(RedisCluster()) as made:
-            yield made
-
-    @pytest.fixture
-    def make_tier(self, cluster: RedisCluster) -> MakeTier:
-        url = f"redis:{cluster.address}?cluster=yes&prefix=test{next(numbers)}:"
-        return lambda: open_tier(url)
 
 
 def test_a_value_of_another_type_is_a_miss(server: RedisServer) -> None:

@@ -38,10 +38,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestPieces(TierSuite):
+    """On a cluster: ``test_redis.py`` runs the suite on one server, with whole records."""
+
     @pytest.fixture
-    def make_tier(self, server: RedisServer, small_pieces: None) -> MakeTier:
-        prefix = f"suite{next(numbers)}:"
-        return lambda: open_tier(f"redis:{server.address}?prefix={prefix}")
+    def make_tier(self, cluster: RedisCluster, small_pieces: None) -> MakeTier:
+        url = f"redis:{cluster.address}?cluster=yes&prefix=suite{next(numbers)}:"
+        return lambda: open_tier(url)
 
 
 @pytest.fixture

@@ -30,6 +30,10 @@ KEY_WORDS: Final = 4
 _CELLS: Final = 16
 """Cells of the filter for each bucket. Of what is not known, one offset in 16 at most passes it."""
 _BLOCK: Final = 8192
+_DENSE: Final = 64
+_PERIOD: Final = 8
+"""At ``_DENSE`` offsets in a row stands something known only in a text that repeats itself. Of each
+chunk there ``_PERIOD`` offsets are looked at, and the last one: all would take too long."""
 _ROUNDS: Final = 3
 """So often offsets are chosen anew because the chunks at some of them do not match after all."""
 _SAMPLE: Final = 64
@@ -205,15 +209,14 @@ class ChunkMatcher:
             offsets.append(begin + passed)
             hashes.append(of_block[passed])
         maybe, of_maybe = np.concatenate(offsets), np.concatenate(hashes)
-        begins = np.flatnonzero(np.diff(of_maybe, prepend=~of_maybe[:1]))  # of one token: few
-        once = of_maybe[begins]
-        buckets = self._cells(once) // _CELLS
-        known, left = np.zeros(len(once), np.bool_), np.arange(len(once))
+        few = _thinned(maybe, self.chunk_tokens)
+        maybe, of_maybe = maybe[few], of_maybe[few]
+        buckets = self._cells(of_maybe) // _CELLS
+        known, left = np.zeros(len(maybe), np.bool_), np.arange(len(maybe))
         for way in range(WAYS):
-            alike = self._hash.take(self._table[buckets[left], way]) == once[left]
+            alike = self._hash.take(self._table[buckets[left], way]) == of_maybe[left]
             known[left[alike]] = True
             left = left[~alike]
-        known = np.repeat(known, np.diff(begins, append=len(maybe)))
         return maybe[known], of_maybe[known]
 
     def _verified(
@@ -321,6 +324,21 @@ def _spread(hashes: U64Array, salt: np.uint64) -> U64Array:
     hashes ^= hashes >> np.uint64(33)
     hashes *= np.uint64(0xFF51AFD7ED558CCD)
     return hashes
+
+
+def _thinned(offsets: I64Array, k: int) -> BoolArray | slice:
+    """Which of ``offsets``, ascending, are looked at: of ``_DENSE`` or more in a row only some."""
+    begins = np.flatnonzero(np.diff(offsets, prepend=-2) != 1)
+    sizes = np.diff(begins, append=len(offsets))
+    dense = np.flatnonzero(sizes >= _DENSE)
+    if not len(dense):
+        return slice(None)
+    kept = np.ones(len(offsets), np.bool_)
+    period = np.arange(sizes[dense].max()) % k < _PERIOD
+    for begin, size in zip(begins[dense].tolist(), sizes[dense].tolist(), strict=True):
+        kept[begin : begin + size] = period[:size]
+        kept[begin + size - 1 : max(0, begin - 1) : -k] = True
+    return kept
 
 
 def _choose(hits: I64Array, k: int) -> I64Array:

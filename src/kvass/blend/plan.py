@@ -178,3 +178,25 @@ class KvDev:
         order = np.argsort(-np.nan_to_num(measured[inside], nan=np.inf), kind="stable")
         chosen: I64Array = inside[order[: math.ceil(self.ratio * len(inside))]]
         return chosen
+
+
+Choice = Selector | float
+"""Which tokens of segments are computed again; a number: the ratio of ``kv_dev``."""
+
+
+def parse(text: str | Selector) -> Choice:
+    """``first_k:16``, ``kv_dev:0.15``, ``all``, ``none``, or a selector of one's own. Raises
+    ``UsageError`` for anything else."""
+    if callable(text):
+        return text
+    name, _, value = str(text).partition(":")
+    try:
+        if name == "first_k":
+            return FirstK(int(value))
+        if name == "kv_dev":
+            return KvDev(float(value), none).ratio
+    except ValueError:
+        pass
+    if text in ("all", "none"):
+        return all_tokens if text == "all" else none
+    raise UsageError(f"blend {text!r}: give first_k:TOKENS, kv_dev:RATIO, all, none or a function")

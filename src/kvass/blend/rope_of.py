@@ -7,7 +7,7 @@ K then differs by its rotation alone. The description that turns one into the ot
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ _REFUSED = {
 _NOT_WHOLE = "sliding windows", "the cache does not keep all tokens of a chunk"
 _NO_K = "state groups", "it has no K of each token"
 
-_AT = np.array([0, 1, 19, 251])
-"""Positions of the measured token."""
+MEASURED_AT: Final = np.array([0, 1, 19, 251])
+"""Positions of the token by which a rope is measured."""
 _ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """How far off a right description may be, as part of the largest number of K."""
 
@@ -38,8 +38,8 @@ def ropes_of_model(model: Any, whole_chunks: bool = False) -> tuple[Rope, ...]:
     KV cache in fp8, and a layer whose K follows no rope that we know.
     """
     _refuse_types(model.config.get_text_config().to_dict())
-    ids = torch.ones((len(_AT), 1), dtype=torch.long, device=model.device)
-    places = torch.from_numpy(_AT).to(model.device)[:, None]
+    ids = torch.ones((len(MEASURED_AT), 1), dtype=torch.long, device=model.device)
+    places = torch.from_numpy(MEASURED_AT).to(model.device)[:, None]
     with torch.no_grad():
         out = model(ids, position_ids=places, use_cache=True)
     if (cache := getattr(out, "past_key_values", None)) is None:
@@ -114,7 +114,9 @@ def _error(rope: Rope, parts: Mapping[str, torch.Tensor]) -> float:
     for name, there in parts.items():
         moved = there[:, :, :1].expand_as(there)
         if name == rope.part:
-            moved = Move(rope, np.repeat(_AT[:1], len(_AT)), _AT, there.device)(moved)
+            moved = Move(
+                rope, np.repeat(MEASURED_AT[:1], len(MEASURED_AT)), MEASURED_AT, there.device
+            )(moved)
         errors.append(float((moved - there).abs().max() / there.abs().max().clamp(min=1e-9)))
     return max(errors)
 
@@ -157,3 +159,16 @@ def rope_of_vllm(rotary: Any, dtype: torch.dtype, kind: GroupKind, latent: int =
         divisor=divisor,
         mscale=float(getattr(rotary, "mscale", 1.0)),
     )
+
+
+def rope_that_explains(name: str, layer: Any, keys: torch.Tensor, dtype: torch.dtype) -> Rope:
+    """The rope of the attention layer ``name`` of vLLM, whose module ``layer`` made ``keys``
+    [positions, heads, numbers] of one token at ``MEASURED_AT``. Raises ``RopeRefused`` as
+    ``rope_of_vllm``, and for K that follows none of the module's ropes."""
+    inside = [module for module in layer.modules() if hasattr(module, "_compute_inv_freq")]
+    found = [Rope("neox", (), dtype), *(rope_of_vllm(one, dtype, "full") for one in inside)]
+    there = {"keys": keys.transpose(0, 1)[None]}
+    for rope in found:
+        if _error(rope, there) < _ERROR[keys.dtype]:
+            return rope
+    raise RopeRefused(f"layer {name}", "its K follows no rope that kvass knows")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from kvass.cli.geometry import BLOCK_TOKENS, add_model, count, model_layers, size
 from kvass.config import Parser
 from kvass.errors import UsageError
-from kvass.simulate.models import MODELS, Layers, layers_of, layout
+from kvass.simulate.models import Layers, layout
 from kvass.simulate.optimal import optimal_hits
 from kvass.simulate.player import WIDTH, Model, Player, Setting, digests, recorded
 from kvass.simulate.report import Result, page, table
@@ -20,11 +21,9 @@ from kvass.simulate.traces import Trace, read
 from kvass.types import Size
 
 _SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_BLOCK_TOKENS: Final = 16
 _CHUNK_TOKENS: Final = 256
 _LEAST_CHUNKS: Final = 64
 _EVERY: Final = 200
-_MOST_BYTES: Final = 1 << 60
 
 
 def run(argv: list[str]) -> int:
@@ -36,9 +35,7 @@ def run(argv: list[str]) -> int:
         write(options.trace[0], options.synth, options.requests, options.seed)
         print(f"{options.requests} requests written to {options.trace[0]}")
         return 0
-    layers = layers_of(options.model)
-    if options.token_bytes:
-        layers = (Layers(1, options.token_bytes),)
+    layers = model_layers(options)
     results = []
     for path in options.trace:
         trace = read(path)
@@ -64,7 +61,7 @@ def _sweep(trace: Trace, options: Namespace, layers: tuple[Layers, ...]) -> Iter
         return
     for chunk_tokens in options.chunk_tokens or [_CHUNK_TOKENS]:
         _check_chunk(chunk_tokens, trace)
-        yield from _with(trace, options, {0: Model(chunk_tokens, layout(layers, _BLOCK_TOKENS))})
+        yield from _with(trace, options, {0: Model(chunk_tokens, layout(layers, BLOCK_TOKENS))})
 
 
 def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterator[Result]:
@@ -128,36 +125,19 @@ def _play(
 
 def _check_chunk(chunk_tokens: int, trace: Trace) -> None:
     piece = trace.piece_tokens
-    if chunk_tokens % _BLOCK_TOKENS or (chunk_tokens % piece and piece % chunk_tokens):
+    if chunk_tokens % BLOCK_TOKENS or (chunk_tokens % piece and piece % chunk_tokens):
         raise UsageError(
-            f"--chunk-tokens {chunk_tokens}: it must be a multiple of {_BLOCK_TOKENS}, and divide "
+            f"--chunk-tokens {chunk_tokens}: it must be a multiple of {BLOCK_TOKENS}, and divide "
             f"or be a multiple of the {piece} tokens of a piece of {trace.name}"
         )
 
 
 def _sizes(text: str) -> list[int]:
-    return [_size(each) for each in text.split(",")]
-
-
-def _size(text: str) -> int:
-    try:
-        size = Size.parse(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
-    if not 0 < size <= _MOST_BYTES:
-        raise ArgumentTypeError(f"{text} is not between 1 byte and {Size(_MOST_BYTES)}")
-    return int(size)
+    return [size(each) for each in text.split(",")]
 
 
 def _counts(text: str) -> list[int]:
-    return [_count(each) for each in text.split(",")]
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
-    if not 0 < number <= 1 << 31:
-        raise ArgumentTypeError(f"{text!r} is no number between 1 and {1 << 31}")
-    return number
+    return [count(each) for each in text.split(",")]
 
 
 def _parser() -> Parser:
@@ -171,12 +151,7 @@ def _parser() -> Parser:
         type=Path,
         help="a recording of kvass serve --record, Mooncake's JSON lines, or CSV (docs/sizing.md)",
     )
-    parser.add_argument(
-        "--model", default="llama-3-8b", metavar="NAME", help=f"one of {', '.join(MODELS)}"
-    )
-    parser.add_argument(
-        "--token-bytes", type=_count, metavar="N", help="bytes of KV of one token, for other models"
-    )
+    add_model(parser)
     parser.add_argument(
         "--l1", type=_sizes, metavar="SIZES", help="like 16GiB,64GiB; default: shares of the trace"
     )
@@ -185,7 +160,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--l2-speed",
-        type=_size,
+        type=size,
         default=2_000_000_000,
         metavar="SIZE",
         help="what the tier loads, and stores, in a second; default: 2GB",
@@ -195,7 +170,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--prefill-tokens-s",
-        type=_count,
+        type=count,
         default=0,
         metavar="N",
         help="tokens that the engine computes in a second: shows the time saved, and loads from "
@@ -207,7 +182,7 @@ def _parser() -> Parser:
         "--synth", choices=KINDS, help="write a made-up trace to the file instead of playing it"
     )
     parser.add_argument(
-        "--requests", type=_count, default=2000, metavar="N", help="of --synth; default: 2000"
+        "--requests", type=count, default=2000, metavar="N", help="of --synth; default: 2000"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --synth; default: 0")
     return parser

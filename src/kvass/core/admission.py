@@ -29,10 +29,13 @@ from kvass.core.state import State
 from kvass.core.traffic import Traffic
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
-from kvass.types import SCHEDULER
+from kvass.types import MAX_GROUPS, SCHEDULER
 
 _LIKE: Final = 16
 """A new namespace is compared with so many others of its model."""
+GROUPS: Final = 2
+"""At the limit of namespaces so many layer groups each, on average. In a status each takes 1 or
+2 us, and a status is one step."""
 
 
 def register(state: State, session: ClientSession, msg: Register) -> Registered:
@@ -101,7 +104,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
     digest = namespace_digest(instance)
     if digest in state.by_digest:
         return state.by_digest[digest]
-    _make_place(state)
+    _make_place(state, len(specs))
     new = max(state.namespaces, default=-1) + 1
     terms = msgspec.structs.replace(instance.terms, generation=instance.generation, layout=None)
     model = model_of(instance.terms)
@@ -125,24 +128,37 @@ def _namespace_for(state: State, instance: Instance) -> int:
     return new
 
 
-def _make_place(state: State) -> None:
-    """Forget namespaces that no live instance has: some whose slots are all free, and at the limit
-    the one that was used longest ago and nobody reads or writes."""
+def _make_place(state: State, groups: int) -> None:
+    """Have a place for a namespace of so many layer groups. Some namespaces go whose slots are all
+    free, and at a limit those that were used longest ago. One that a live instance has stays."""
     live = {i.namespace for i in state.instances.values()}
     idle = [ns for ns in state.namespaces.values() if ns.id not in live]
     empty = (ns for ns in idle if not any(c.in_use for c in ns.classes))
     _drop(state, [*islice(empty, state.config.slice_ends)])
-    if len(state.namespaces) < state.config.limits.namespaces:
-        return
+    limit, there = state.config.limits.namespaces, state.namespaces.values()
+    places = limit - 1 - len(there)
+    groups_left = max(MAX_GROUPS, GROUPS * limit) - groups - sum(len(ns.classes) for ns in there)
+    gone, may_go = list[Namespace](), None
+    while places < 0 or groups_left < 0:
+        may_go = _latest_first(state, idle) if may_go is None else may_go
+        if not may_go:
+            raise Refused("limit", f"at most {limit} namespaces of {GROUPS} groups on average")
+        gone.append(may_go.pop())
+        places, groups_left = places + 1, groups_left + len(gone[-1].classes)
+    _drop(state, gone)
+
+
+def _latest_first(state: State, idle: list[Namespace]) -> list[Namespace]:
+    """Those of ``idle`` that are still there and that nobody reads or writes, by their last use."""
     uses = state.store.sets.last_uses()
     last = {
         ns.id: max(uses.get(t.id, NEVER) for c in ns.classes for t in c.of_tenants.values())
         for ns in idle
     }
-    oldest = min(idle, key=lambda ns: last[ns.id], default=None)
-    if oldest is None or last[oldest.id] >= state.store.table.clock:
-        raise Refused("limit", f"at most {state.config.limits.namespaces} namespaces")
-    _drop(state, [oldest])
+    may_go = [
+        ns for ns in idle if ns.id in state.namespaces and last[ns.id] < state.store.table.clock
+    ]
+    return sorted(may_go, key=lambda ns: -last[ns.id])
 
 
 def _drop(state: State, gone: list[Namespace]) -> None:

@@ -298,15 +298,15 @@ def _instances(state: State) -> None:
 def _segments(state: State) -> None:
     """Indexed chunks have rows, or are of a namespace that has tiers; none is counted twice."""
     segments, count = state.store.segments, Counter[int]()
-    for namespace, place in segments.of.items():
-        ns, matcher = state.namespaces[namespace], place.chunks.matcher
-        assert place.in_tiers == bool(state.tiers.used and ns.tier_epochs), "tiers came or went"
-        assert place.chunks is segments.sizes[ns.chunk_tokens], "chunks of another size are indexed"
-        keys = matcher.key[matcher.place == place.number]
-        assert (place.chunks.find(place.number, keys) != ABSENT).all(), "an entry has no key"
+    for namespace, entries in segments.of.items():
+        ns, matcher = state.namespaces[namespace], entries.chunks.matcher
+        assert entries.in_tiers == bool(state.tiers.used and ns.tier_epochs), "tiers came or went"
+        assert entries.chunks is segments.sizes[ns.chunk_tokens], "chunks of another size"
+        keys = matcher.key[matcher.place == entries.number]
+        assert (entries.chunks.find(entries.number, keys) != ABSENT).all(), "an entry has no key"
         count[ns.chunk_tokens] += len(keys)
         for c in ns.classes:
-            known = place.in_tiers or (c.index.find(keys) != ABSENT).all()
+            known = entries.in_tiers or (c.index.find(keys) != ABSENT).all()
             assert known, "law 4: a chunk is indexed whose row left"
     for number, chunks, _ in segments.cleared:
         count[chunks.matcher.chunk_tokens] += int((chunks.matcher.place == number).sum())

@@ -54,9 +54,9 @@ class IndexedChunks(msgspec.Struct, eq=False):
         self.by_key.remove(ids[known])
 
 
-class Place(NamedTuple):
-    """Where a namespace's entries are, from one clear to the next. ``in_tiers``: its rows may be in
-    tiers, too."""
+class NamespaceEntries(NamedTuple):
+    """A namespace's entries, from one clear to the next: those of ``chunks`` whose place is
+    ``number``. ``in_tiers``: its rows may be in tiers, too."""
 
     number: int
     chunks: IndexedChunks
@@ -73,15 +73,14 @@ class SegmentIndex:
         self._odd: U64Array = np.concatenate(odd)
         self.sizes: dict[int, IndexedChunks] = {}
         """By the tokens of a chunk."""
-        self.of: dict[int, Place] = {}
+        self.of: dict[int, NamespaceEntries] = {}
         """By namespace."""
         self._numbers = itertools.count(1)
-        self.cleared: list[Place] = []
+        self.cleared: list[NamespaceEntries] = []
         """What was indexed of cleared namespaces, and has not been given back."""
 
-    def begin(self, namespace: int, chunk_tokens: int, in_tiers: bool) -> Place | None:
-        """Where a namespace's entries are; ``None``: it cannot have any, there are too many sizes
-        of chunks."""
+    def begin(self, namespace: int, chunk_tokens: int, in_tiers: bool) -> NamespaceEntries | None:
+        """A namespace's entries. ``None``: it can have none, there are too many sizes of chunks."""
         if namespace in self.of:
             return self.of[namespace]
         capacity = self._room_bytes // entry_bytes(chunk_tokens)
@@ -92,37 +91,37 @@ class SegmentIndex:
             chunks = IndexedChunks(matcher, KeyIndex(matcher, self._odd, capacity))
             matcher.removing = chunks.removing
             self.sizes[chunk_tokens] = chunks
-        made = Place(next(self._numbers), self.sizes[chunk_tokens], in_tiers)
+        made = NamespaceEntries(next(self._numbers), self.sizes[chunk_tokens], in_tiers)
         self.of[namespace] = made
         return made
 
     def reaches_tiers(self, namespace: int, in_tiers: bool) -> None:
         """Whether a namespace's rows may be in tiers changes. If they may not any more, its entries
         go: rows of some of them were there only."""
-        place = self.of.get(namespace)
-        if place is not None and in_tiers and not place.in_tiers:
-            self.of[namespace] = place._replace(in_tiers=True)
-        elif place is not None and place.in_tiers and not in_tiers:
+        entries = self.of.get(namespace)
+        if entries is not None and in_tiers and not entries.in_tiers:
+            self.of[namespace] = entries._replace(in_tiers=True)
+        elif entries is not None and entries.in_tiers and not in_tiers:
             self.clear(namespace)
 
     def left(self, namespace: int, keys: U64Array) -> None:
         """Rows with these keys left L1."""
-        place = self.of.get(namespace)
-        if place is not None and not place.in_tiers:
+        entries = self.of.get(namespace)
+        if entries is not None and not entries.in_tiers:
             self.forget(namespace, keys)
 
     def forget(self, namespace: int, keys: U64Array) -> None:
         """There are no rows with these keys any more, anywhere."""
-        place = self.of.get(namespace)
-        if place is not None:
-            found = np.unique(place.chunks.find(place.number, keys))
-            place.chunks.matcher.remove(found[found != ABSENT])
+        entries = self.of.get(namespace)
+        if entries is not None:
+            found = np.unique(entries.chunks.find(entries.number, keys))
+            entries.chunks.matcher.remove(found[found != ABSENT])
 
     def clear(self, namespace: int) -> None:
         """Nothing of a namespace is found any more. ``reclaim`` gives its entries back."""
-        place = self.of.pop(namespace, None)
-        if place is not None:
-            self.cleared.append(place)
+        entries = self.of.pop(namespace, None)
+        if entries is not None:
+            self.cleared.append(entries)
 
     def reclaim(self) -> None:
         """Give back some entries of cleared namespaces, and what nobody uses any more."""
@@ -133,5 +132,5 @@ class SegmentIndex:
         chunks.matcher.remove(ids)
         if len(ids) < SLICE:
             self.cleared.pop()
-        used = {id(place.chunks) for place in (*self.of.values(), *self.cleared)}
+        used = {id(entries.chunks) for entries in (*self.of.values(), *self.cleared)}
         self.sizes = {k: each for k, each in self.sizes.items() if id(each) in used}

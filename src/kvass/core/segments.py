@@ -49,16 +49,16 @@ def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Inde
         raise Refused("bad_value", f"tokens: {text}")
     _check_full(ns)
     in_tiers = epochs.in_tiers(state, ns)
-    place = state.store.segments.begin(ns.id, ns.chunk_tokens, in_tiers)
-    if place is None:
+    entries = state.store.segments.begin(ns.id, ns.chunk_tokens, in_tiers)
+    if entries is None:
         raise Refused("limit", f"chunks of {ns.chunk_tokens} tokens: other sizes are indexed")
     before = key_array(msg.predecessor.ljust(msg.width, b"\0") + msg.digests, msg.width)[:-1]
     starts = msg.start + ns.chunk_tokens * np.arange(len(keys))
     known = np.all([c.index.find(keys) != ABSENT for c in ns.classes], axis=0)
     chunks = Chunks(tokens.reshape(len(keys), ns.chunk_tokens), keys, before, starts)
-    matcher = place.chunks.matcher
+    matcher = entries.chunks.matcher
     replaced = matcher.replaced
-    state.counters["chunks_indexed"] += place.chunks.add(place.number, space, chunks.of(known))
+    state.counters["chunks_indexed"] += entries.chunks.add(entries.number, space, chunks.of(known))
     state.counters["chunks_unindexed"] += matcher.replaced - replaced
     return Indexed(chunks=int(known.sum()))
 
@@ -73,13 +73,13 @@ def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Se
         raise Refused("bad_value", f"first: {msg.first} is not in 0..{len(tokens)}")
     state.counters["segment_searches"] += 1
     state.counters["segment_search_tokens"] += len(tokens) - msg.first
-    place = None if ns is None else state.store.segments.of.get(ns.id)
-    if ns is None or place is None:
+    entries = None if ns is None else state.store.segments.of.get(ns.id)
+    if ns is None or entries is None:
         return Segments()
-    matcher = place.chunks.matcher
+    matcher = entries.chunks.matcher
     usable = partial(_usable, state, ns, matcher)
     tokens = tokens[: msg.first + MOST_CHUNKS * ns.chunk_tokens]
-    runs = matcher.find(place.number, space, tokens, msg.first, usable)
+    runs = matcher.find(entries.number, space, tokens, msg.first, usable)
     segments, found = [], []
     for new_start, ids in runs:
         if (length := len(ids) * ns.chunk_tokens) >= msg.min_tokens:

@@ -24,7 +24,7 @@ from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork
-from kvass.engine.stores import NEVER, RequestState, StorePlanner
+from kvass.engine.stores import NEVER, Answered, RequestState, StorePlanner
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
 
@@ -58,6 +58,8 @@ class Planner:
         self._adapters = Adapters(setup.adapters)
         self.traffic = EngineTraffic()
         self._tracing = tracing.begin()
+        self.when_answered: Answered | None = None
+        """Set it before ``bind``: it is called when the daemon answered what was offered."""
         self.events: RowEvents | None = None
         if make is not None:
             self.events = RowEvents(self._client, make, self.traffic)
@@ -73,7 +75,13 @@ class Planner:
             self._requests,
             pool,
             self.events,
+            self.when_answered,
         )
+
+    @property
+    def client(self) -> SchedulerClient:
+        """The connection, for what is asked beside prefixes."""
+        return self._client
 
     # ------------------------------------------------------------ requests
 
@@ -200,12 +208,16 @@ class Planner:
                 state.offered = max(state.offered, match.chunks)
             if load.lease and self.events is not None and isinstance(salt, bytes):
                 digests, width = state.digests(match.chunks, salt)
-                rows = [
-                    (group, match.chunks - 1 - i)
+                rows = [  # in order: a router ignores a block whose parent it does not know
+                    (group, chunk)
                     for group, slots in enumerate(match.slots)
-                    for i in range(len(slots) - (match.blocks > 0))
+                    for chunk in range(match.chunks - len(slots) + (match.blocks > 0), match.chunks)
                 ]
                 self.events.expect(state.request, digests, width, rows, match.deadline_s)
+        self._loads.append(load)
+
+    def add_load(self, load: Load) -> None:
+        """One more load, whose lease was taken from ``client``."""
         self._loads.append(load)
 
     def ensure_load(self, name: str) -> None:

@@ -16,7 +16,7 @@ import hashlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -45,6 +45,8 @@ MAX_PAUSE: Final = 8
 """At most this many steps pass before a daemon that refused a whole reserve is asked again."""
 HUNG_S: Final = 5.0
 """How long after its deadline a copy's report is awaited. A working copy ends at its deadline."""
+Answered = Callable[[Request, int, int], None]
+"""Told of a request that its chunks ``[first, end)`` have a row, if the daemon has room."""
 POOL_SHARE: Final = 4
 """Offers without an answer keep at most 1 / ``POOL_SHARE`` of the blocks from being free."""
 
@@ -165,6 +167,7 @@ class StorePlanner:
         requests: Mapping[str, RequestState],
         pool: BlockPool,
         events: RowEvents | None = None,
+        when_answered: Answered | None = None,
     ) -> None:
         self._setup = setup
         self._client = client
@@ -173,6 +176,7 @@ class StorePlanner:
         self._requests = requests
         self._pool = pool
         self._events = events
+        self._when_answered = when_answered
         self._number = self._step = 0
         self._pause = self._pause_left = 0
         self._boot = b""
@@ -263,6 +267,8 @@ class StorePlanner:
                 if grant.chunks:
                     self._add(work, offer, granted, grant, reserve.number)
                     owed.remove(grant.reservation)
+                if self._when_answered is not None:
+                    self._when_answered(offer.state.request, offer.item.first, offer.end)
         finally:  # what planning did not come to is given back; the rest rides in ``work``
             for reservation in owed:
                 self._client.abort(granted.boot, reservation)

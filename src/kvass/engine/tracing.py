@@ -11,7 +11,10 @@ Laws of this file:
 from __future__ import annotations
 
 import os
+import random
+import re
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from kvass.engine.boundary import log
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 REQUEST: Final = "gen_ai.request.id"
 """As vLLM names it in its own spans."""
+INTERNAL: Final = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}")
+"""What vLLM makes of a request's id: a number for each of several answers, and random digits. Its
+own spans have the id without."""
 
 
 def begin() -> Tracing | None:
@@ -37,6 +43,22 @@ def begin() -> Tracing | None:
         return None
 
 
+class Ids:
+    """Ids of spans and traces. The SDK takes them from Python's ``random``, which vLLM seeds with
+    the same number in every rank of every engine: they would repeat within a trace."""
+
+    _random = random.SystemRandom()
+
+    def generate_span_id(self) -> int:
+        return self._random.randrange(1, 1 << 64)
+
+    def generate_trace_id(self) -> int:
+        return self._random.randrange(1, 1 << 128)
+
+    def is_trace_id_random(self) -> bool:
+        return True
+
+
 class Tracing:
     """The spans of one half of the connector. Raises ``ImportError`` without OpenTelemetry. Spans
     of lookups are for one thread, those of copies for any."""
@@ -46,11 +68,18 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._trace = trace
-        self._tracer = trace.get_tracer("kvass")
         self._parent = TraceContextTextMapPropagator()
         self._asked: dict[str, int] = {}
         self._promoting: dict[str, int] = {}
         """Since when, in ns since the epoch, by request."""
+
+    @cached_property
+    def _tracer(self) -> Any:
+        """With the first span: by then the engine has set the provider."""
+        tracer = self._trace.get_tracer("kvass")
+        if type(getattr(tracer, "id_generator", None)).__name__ == "RandomIdGenerator":
+            vars(tracer)["id_generator"] = Ids()
+        return tracer
 
     def asked(self, request: str) -> None:
         """A lookup is asked for, maybe again."""
@@ -95,6 +124,8 @@ class Tracing:
         """``parent``: a context, or a header ``traceparent``, which may be empty."""
         if isinstance(parent, str):
             parent = self._parent.extract({"traceparent": parent})
+        if internal := INTERNAL.fullmatch(request):
+            request = internal[1]
         span = self._tracer.start_span(
             name, context=parent, start_time=began, attributes={REQUEST: request, **figures}
         )

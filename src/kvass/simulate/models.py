@@ -49,14 +49,14 @@ def layers_of(model: str) -> tuple[Layers, ...]:
 
 
 def layout(layers: tuple[Layers, ...], block_tokens: int) -> tuple[GroupLayout, ...]:
-    """As an engine whose blocks are of ``block_tokens`` registers it."""
+    """As an engine whose blocks are of ``block_tokens`` registers it, page by page."""
     return tuple(
         GroupLayout(
             each.kind,
             block_tokens,
-            (str(i),),
-            (block_tokens * each.count * each.token_bytes,),
+            tuple(map(str, range(each.count))),
+            (block_tokens * each.token_bytes,) * each.count,
             each.window_tokens,
         )
-        for i, each in enumerate(layers)
+        for each in layers
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import floor, log2, log10
 from typing import Any, Final
 
 from kvass.simulate.player import Outcome
@@ -103,32 +103,37 @@ def _by_trace(results: Sequence[Result]) -> Iterator[tuple[Trace, list[Result]]]
 
 # ---------------------------------------------------------------- HTML
 
-_Line = tuple[str, list[tuple[float, float]]]
+Line = tuple[str, list[tuple[float, float]]]
 """What it shows, and its points; y is 0 to 1."""
+
+
+def head(title: str) -> str:
+    """How a page begins that needs nothing else."""
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
+        "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:760px;margin:2em auto;"
+        "padding:0 1em}pre{overflow-x:auto}svg{width:100%;height:auto}"
+        "svg text{font:12px system-ui,sans-serif;fill:currentColor}"
+        f"@media(prefers-color-scheme:dark){{body{{background:#111;color:#ddd}}}}</style>"
+        f"<h1>{title}</h1>"
+    )
 
 
 def page(results: Sequence[Result]) -> str:
     """One HTML page that needs nothing else."""
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>kvass simulate</title>",
-        "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:760px;margin:2em auto;"
-        "padding:0 1em}pre{overflow-x:auto}svg{width:100%;height:auto}"
-        "svg text{font:12px system-ui,sans-serif;fill:currentColor}"
-        "@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}}</style>",
-        "<h1>kvass simulate</h1>",
-    ]
+    parts = [head("kvass simulate")]
     for trace, of_trace in _by_trace(results):
         parts.append(f"<h2>{html.escape(trace.name)}</h2>")
         parts.append(f"<p><b>{html.escape(advice(of_trace))}.</b></p>")
         parts.append("<h3>Hit rate by size of L1</h3>")
-        parts.append(_plot(_by_size(of_trace), "size of L1", sizes=True))
+        parts.append(plot(_by_size(of_trace), "size of L1", sizes=True))
         parts.append("<h3>Hit rate over time</h3>")
-        parts.append(_plot(_over_time(trace, of_trace), "time (s)", sizes=False))
+        parts.append(plot(_over_time(trace, of_trace), "time (s)"))
         parts.append(f"<pre>{html.escape(chr(10).join(table(of_trace)))}</pre>")
     return "\n".join(parts) + "</html>\n"
 
 
-def _by_size(results: Sequence[Result]) -> list[_Line]:
+def _by_size(results: Sequence[Result]) -> list[Line]:
     """A curve for each chunk size and L2, and the optimal one for each L2."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for r in results:
@@ -140,7 +145,7 @@ def _by_size(results: Sequence[Result]) -> list[_Line]:
     return [(name, sorted(set(points))) for name, points in curves.items()]
 
 
-def _over_time(trace: Trace, results: Sequence[Result]) -> list[_Line]:
+def _over_time(trace: Trace, results: Sequence[Result]) -> list[Line]:
     """A curve for each of the largest few settings: tokens hit of tokens asked, by slice."""
     begin, each = trace.requests[0].time_s, max(trace.seconds / _SLICES, 1e-9)
     asked = [0] * (_SLICES + 1)
@@ -159,23 +164,33 @@ def _over_time(trace: Trace, results: Sequence[Result]) -> list[_Line]:
     return lines
 
 
-def _plot(lines: Sequence[_Line], label: str, sizes: bool) -> str:
-    """An SVG picture; x runs from the least to the greatest of all points, y from 0 to 100 %."""
+def _top(most: float) -> float:
+    """Four steps of a round number, which reach ``most``."""
+    unit = 10.0 ** floor(log10(max(most, 1.0) / 4))
+    return next(4 * n * unit for n in (1, 2, 2.5, 5, 10) if 4 * n * unit >= most)
+
+
+def plot(lines: Sequence[Line], label: str, sizes: bool = False, what: str = "hit rate") -> str:
+    """An SVG picture of ``what``; x runs from the least to the greatest of all points. A hit rate
+    runs from 0 to 100 %, all else from 0 to a round number. ``sizes``: x is log2 of bytes."""
     xs = [x for _, points in lines for x, _ in points]
     low, span = min(xs), max(xs) - min(xs) or 1.0
+    rate = what == "hit rate"
+    top = 1.0 if rate else _top(max(y for _, points in lines for _, y in points))
     left, right, bottom = _MARGIN, _WIDTH - 8, _HEIGHT - _MARGIN
 
     def place(x: float, y: float) -> str:
         across = left + (x - low) / span * (right - left)
-        return f"{across:.1f},{bottom - y * (bottom - 8):.1f}"
+        return f"{across:.1f},{bottom - y / top * (bottom - 8):.1f}"
 
     legend = _HEIGHT + 18 * len(lines)
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {legend}" role="img" aria-label="hit rate by {label}">']
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {legend}" role="img" aria-label="{what} by {label}">']
     for percent in range(0, 101, 25):
-        at = place(low, percent / 100).split(",")[1]
+        at = place(low, top * percent / 100).split(",")[1]
+        value = f"{percent} %" if rate else f"{top * percent / 100:,.4g}"
         parts.append(
             f'<path d="M{left} {at}H{right}" stroke="#8884"/>'
-            f'<text x="{left - 6}" y="{at}" text-anchor="end">{percent} %</text>'
+            f'<text x="{left - 6}" y="{at}" text-anchor="end">{value}</text>'
         )
     for i in range(5):
         x = low + span * i / 4

@@ -90,6 +90,7 @@ class FakeRank:
         if not self.alive:
             what.report(self.rank, "dead")
             return
+        self.mover.poll()  # or it keeps what has ended, and so the arenas of daemons that are gone
         arena = self.client.arena(what.boot, what.given_s)
         if arena is None:
             self._settle(what, ok=False)
@@ -125,13 +126,17 @@ class FakeRank:
     def kill(self) -> None:
         """End as SIGKILL does: copies stop, nothing is settled, the daemon sees EOF."""
         self.alive = False
-        self.mover.close()
+        self._end_copies()
         hang_up(self.client)
 
     def close(self) -> None:
         """End copies, then the session."""
-        self.mover.close()
+        self._end_copies()
         self.client.close()
+
+    def _end_copies(self) -> None:
+        self.mover.close()
+        self.mover.poll()  # or they would keep this rank's memory until garbage is collected
 
 
 def hang_up(client: Endpoint) -> None:

@@ -126,12 +126,12 @@ def random_world(rng: random.Random) -> ParallelStrategy:
     return ParallelStrategy(tp, pp, rng.choice([1, tp, *(n for n in (2, 4) if tp % n == 0)]))
 
 
-def random_model(rng: random.Random, name: str, world: ParallelStrategy | None = None) -> Model:
-    """A model of random groups and prompts; its strategy is random unless ``world`` is given.
+def random_model(rng: random.Random, name: str) -> Model:
+    """A model of random groups, prompts and strategy.
 
     Shards differ in size, also within a stage, so that mixing them up is noticed.
     """
-    world = random_world(rng) if world is None else world
+    world = random_world(rng)
     shapes = random_shapes(rng, CHUNK_TOKENS)
     each_stage = world.world_size // world.pp
     layouts = tuple(

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -46,10 +46,10 @@ SLICES: Final = 1000
 
 
 class Simulation(World):
-    """A world and its history. ``options`` are those of ``World``."""
+    """A world and its history."""
 
-    def __init__(self, seed: int, **options: Any) -> None:
-        super().__init__(seed, **options)
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
         if self.tiers.names and self.warm:
             self._warm_up()
         self.boot()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 
 from kvass import messages as m
-from kvass.client.parallel import ParallelStrategy
 from kvass.core import effects as fx
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.core.tier_state import FlushMode
@@ -34,19 +33,16 @@ class World:
     """One seed's engines, tiers, strangers, clock and daemon. No daemon runs before ``boot``.
 
     ``trace`` holds the events that the core of the current boot has seen, with their times.
-    ``strategy``: the parallel strategy of every engine; by default a random one.
     """
 
-    def __init__(self, seed: int, strategy: ParallelStrategy | None = None) -> None:
+    def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
         self.now = 1000.0
         self.timing = Timing(lease_s=4.0, reserve_s=4.0, dma_grace_s=0.5)
         self.mischief = rng.choice([0.0, 0.02, 0.05, 0.15])
         self.stalls = rng.choice([0.0, 0.005, 0.02])
         name = rng.choice(["m{}", "m"])  # with one name, layouts alone tell namespaces apart
-        self.models = [
-            random_model(rng, name.format(i), strategy) for i in range(rng.choice([2, 2, 3]))
-        ]
+        self.models = [random_model(rng, name.format(i)) for i in range(rng.choice([2, 2, 3]))]
         self.roomy = rng.random() < 0.3
         rows = 5_000 if self.roomy else rng.choice([4, 5, 8, 12, 25])
         self.chunk_bytes = max(model.row_bytes for model in self.models)

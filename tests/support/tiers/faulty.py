@@ -5,8 +5,8 @@ X is ``open`` or a method, in the names of these files:
 - ``hold-X``: it waits while the file is there. ``crash-X``: the process dies of a bad pointer;
   ``exit-X``: it exits. ``stubborn-X``: a thread waits for ever, for which Python would wait.
 - ``dead``: every call raises ``TierDown``. ``raise``: every call raises what no tier may.
-- ``slow``: a load or store takes a second. ``promise``: a probe says that all is held. ``spoil``: a
-  load writes garbage into its buffers, and fails. ``shut``: it cannot be opened.
+- ``slow``: a load or store takes a second. ``spoil``: a load writes garbage into its buffers, and
+  fails. ``shut``: it cannot be opened.
 - ``fork-load``: a load forks a process that writes to the buffers, and waits.
 
 It makes ``in-X`` when X was called, ``stored`` (the number of records), ``forked``, ``closed``.
@@ -74,8 +74,6 @@ class FaultyTier:
             raise RuntimeError("told to raise what no tier may")
         if name in ("load", "store") and self._told("slow"):
             time.sleep(1.0)
-        if name == "probe" and self._told("promise"):
-            return [True] * len(arguments[0])
         if name == "load" and self._told("spoil"):
             for shards in arguments[1]:
                 for shard in shards:

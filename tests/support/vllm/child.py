@@ -55,6 +55,9 @@ class ChildEngine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": config["connector"],
             }
+        if "transfer" in config:
+            args["kv_transfer_config"] = config["transfer"]
+            instruments.scan_dicts_only()
         if config["layout_only"]:
             instruments.pack_no_weights()
         if config.get("fork_ranks"):
@@ -65,8 +68,12 @@ class ChildEngine:
         if "connector" in config:
             self.probe.wrap(self.scheduler.connector)
             instruments.prepare(self.scheduler.connector, config["patient"], config["late"])
-        self.pids: list[int] = self.ranks(instruments.install)
+        self.pids: list[int] = [os.getpid()]
+        if "transfer" not in config:
+            self.pids = self.ranks(instruments.install)
         self.probe.count_preemptions(self.scheduler)
+        blends = getattr(self.scheduler, "blends", False)
+        self.blend = instruments.BlendControls(self.scheduler) if blends else None
         self.hits: dict[str, tuple[int, int]] = {}
         self.engine.engine_core.get_output = self._noting_hits(self.engine.engine_core.get_output)
         self.count = 0
@@ -226,6 +233,12 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
             case "generate":
                 prompts = msgspec.convert(fields["prompts"], list[Prompt])
                 answer(msgspec.to_builtins(engine.generate(prompts)))
+            case "blend":
+                assert engine.blend is not None
+                answer(engine.blend.set(fields["select"], fields["control"]))
+            case "first_layer_error":
+                assert engine.blend is not None
+                answer(engine.blend.first_layer_error())
             case "reset":
                 answer(engine.reset(fields["connector"]))
             case "hooks":

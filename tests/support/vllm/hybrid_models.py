@@ -28,18 +28,13 @@ def _blueprint(
 
 
 def _model(
-    layers: Sequence[Callable[[str], Iterator[Tensor]]],
-    *,
-    norm: float = 1.0,
-    root: str = "model.",
-    embedding: str = "embed_tokens",
-    final: str = "norm",
+    layers: Sequence[Callable[[str], Iterator[Tensor]]], norm: float = 1.0
 ) -> Iterator[Tensor]:
     """Embeddings, ``layers`` (each told its prefix), a norm of weight ``norm``, and the output."""
-    yield weight(f"{root}{embedding}.weight", VOCAB, HIDDEN)
+    yield weight("model.embed_tokens.weight", VOCAB, HIDDEN)
     for number, layer in enumerate(layers):
-        yield from layer(f"{root}layers.{number}.")
-    yield weight(f"{root}{final}.weight", HIDDEN, mean=norm)
+        yield from layer(f"model.layers.{number}.")
+    yield weight("model.norm.weight", HIDDEN, mean=norm)
     yield weight("lm_head.weight", VOCAB, HIDDEN)
 
 
@@ -203,69 +198,6 @@ def _delta(at: str, keys: int = 128, values: int = 256, heads: int = 4) -> Itera
     yield weight(f"{at}in_proj_ba.weight", 2 * heads, HIDDEN)
     yield weight(f"{at}norm.weight", 64)
     yield weight(f"{at}out_proj.weight", HIDDEN, values)
-
-
-# ---------------------------------------------------------------- Nemotron-H
-
-
-def nemotron_h(pattern: str = "M-*M-*") -> Blueprint:
-    """Mamba 2 (M), attention (*) and feed-forward (-) layers."""
-    config: dict[str, object] = {
-        "model_type": "nemotron_h",
-        "intermediate_size": 256,
-        "num_hidden_layers": len(pattern),
-        "hybrid_override_pattern": pattern,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "attention_head_dim": 32,
-        "mamba_num_heads": 16,
-        "mamba_head_dim": 32,
-        "n_groups": 1,
-        "ssm_state_size": 64,
-        "conv_kernel": 4,
-        "chunk_size": 128,
-        "expand": 2,
-        "mamba_hidden_act": "silu",
-        "mlp_hidden_act": "relu2",
-        "layer_norm_epsilon": 1e-5,
-        "use_bias": False,
-        "mlp_bias": False,
-        "attention_bias": False,
-        "use_conv_bias": True,
-        "mamba_proj_bias": False,
-        "time_step_min": 0.001,
-        "time_step_max": 0.1,
-        "residual_in_fp32": False,
-    }
-    kinds = {"M": _mamba2, "*": _nemotron_attention, "-": _nemotron_mlp}
-    tensors = _model(
-        [kinds[kind] for kind in pattern], root="backbone.", embedding="embeddings", final="norm_f"
-    )
-    return _blueprint("nemotron-h", "NemotronHForCausalLM", config, tensors)
-
-
-def _mamba2(at: str, heads: int = 16, inner: int = 512, state: int = 64) -> Iterator[Tensor]:
-    yield weight(f"{at}norm.weight", HIDDEN)
-    yield weight(f"{at}mixer.A_log", heads, deviation=1.0, mean=0.0)
-    yield weight(f"{at}mixer.D", heads)
-    yield weight(f"{at}mixer.dt_bias", heads, deviation=1.0, mean=-5.0)
-    yield weight(f"{at}mixer.conv1d.weight", inner + 2 * state, 1, 4)
-    yield weight(f"{at}mixer.conv1d.bias", inner + 2 * state, deviation=0.1, mean=0.0)
-    yield weight(f"{at}mixer.in_proj.weight", 2 * inner + 2 * state + heads, HIDDEN)
-    yield weight(f"{at}mixer.norm.weight", inner)
-    yield weight(f"{at}mixer.out_proj.weight", HIDDEN, inner)
-
-
-def _nemotron_attention(at: str) -> Iterator[Tensor]:
-    yield weight(f"{at}norm.weight", HIDDEN)
-    yield from _attention(f"{at}mixer.", 8, 4, 32)
-
-
-def _nemotron_mlp(at: str) -> Iterator[Tensor]:
-    yield weight(f"{at}norm.weight", HIDDEN)
-    yield weight(f"{at}mixer.up_proj.weight", 256, HIDDEN)
-    yield weight(f"{at}mixer.down_proj.weight", HIDDEN, 256)
 
 
 # ---------------------------------------------------------------- DeepSeek-V4

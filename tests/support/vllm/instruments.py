@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -45,10 +47,34 @@ HOOKS: Final = (
 PATIENCE_S: Final = 10.0
 
 
+class RunningClock:
+    """Time, but that in which this process's Python threads wait for a CPU: what a busy machine
+    takes. An idle one takes none."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+        self._waited: dict[int, int] = {}
+
+    def __call__(self) -> float:
+        for thread in threading.enumerate():
+            self._read(thread.native_id or 0)
+        return time.monotonic() - sum(self._waited.values()) / 1e9
+
+    def _read(self, thread: int) -> None:
+        """proc(5), schedstat: time on a CPU, and time spent waiting for one, in ns."""
+        try:
+            if thread not in self._files:
+                self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+            self._waited[thread] = int(os.pread(self._files[thread], 64, 0).split()[1])
+        except OSError:
+            return  # it has just ended; what it had waited still counts
+
+
 class Probe:
     """Times every hook of a connector, and sends armed signals when hooks are called."""
 
     def __init__(self) -> None:
+        self._now_s = RunningClock()
         self.clear()
 
     def clear(self) -> None:
@@ -95,11 +121,11 @@ class Probe:
     def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._fire(name, "before")
-            start = time.monotonic()
+            start = self._now_s()
             try:
                 result = hook(*args, **kwargs)
             finally:
-                took = time.monotonic() - start
+                took = self._now_s() - start
                 self.longest[name] = max(took, self.longest.get(name, 0.0))
                 self.calls[name] = self.calls.get(name, 0) + 1
                 self._fire(name, "after")
@@ -110,7 +136,7 @@ class Probe:
         return timed
 
     def _asked(self, request: str, answer: int | None) -> None:
-        now = time.monotonic()
+        now = self._now_s()
         if answer is None:
             self.told_none[request] = now - self.none_since.setdefault(request, now)
         elif request in self.none_since:
@@ -159,6 +185,17 @@ def fork_ranks() -> None:
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def scan_dicts_only() -> None:
+    """Keep vLLM from failing where llvmlite is imported, as by LMCache: on a CPU it looks at the
+    attributes of everything in every module, and takes what ``vars`` returns for a dict."""
+    from vllm.triton_utils import dispatcher
+
+    def dicts_only(value: object) -> dict[str, Any]:
+        return found if isinstance(found := vars(value), dict) else {}
+
+    vars(dispatcher)["vars"] = dicts_only
+
+
 def prepare(connector: Any, patient: bool, late: bool) -> None:
     """Make the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set. If
     ``patient``, it waits for answers without a timeout; if ``late``, not for grants."""
@@ -175,6 +212,77 @@ def prepare(connector: Any, patient: bool, late: bool) -> None:
         client._reserve_wait_s = 0.0 if late else PATIENCE_S
         adapters = planner._adapters
         adapters._wait_s = adapters._left_s = PATIENCE_S
+
+
+class BlendControls:
+    """Breaks blend on purpose, in an engine of one process, and counts what is computed."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._blender = scheduler.connector.blender
+        self._patches: list[Any] = []
+        self._placed: tuple[Any, Any] | None = None
+        self.counts: Counter[str] = Counter()
+        schedule, count = scheduler.schedule, self._blender._planner.traffic.count
+
+        def counting(*args: Any) -> Any:
+            output = schedule(*args)
+            self.counts["computed"] += output.total_num_scheduled_tokens
+            return output
+
+        def noting(name: str, number: int = 1) -> None:
+            self.counts[name] += number
+            count(name, number)
+
+        scheduler.schedule, self._blender._planner.traffic.count = counting, noting
+        placer = connector()._placer
+        place = placer._place
+
+        def keeping(one: Any) -> Any:
+            done = place(one)
+            self._placed = one, placer._layers[0].read(list(one.table))
+            return done
+
+        placer._place = keeping
+
+    def first_layer_error(self) -> list[float]:
+        """How far K and V of the first layer were from what is in their place now, where segments
+        stand: the largest difference. Both depend on a token and its position alone."""
+        assert self._placed is not None
+        one, placed = self._placed
+        inside = [t for s in one.spans for t in range(s.new, s.new + len(s.blocks) * 32)]
+        there = connector()._placer._layers[0].read(list(one.table))
+        pairs = zip(placed, there, strict=True)
+        return [float((a[inside] - b[inside]).abs().max()) for a, b in pairs]
+
+    def set(self, select: str, control: str) -> dict[str, int]:
+        """From now on tokens are chosen by ``select``, or are those of its numbers
+        (``0-20,100-150``), and ``control`` is broken; returns the counts since the last call."""
+        from kvass.blend import plan
+        from kvass.blend.rope import Move
+        from kvass.connectors.vllm.blend_pages import LayerPages
+        from kvass.connectors.vllm.blend_planner import BlendPlanner
+        from kvass.engine.planner import Planner
+
+        for one in self._patches:
+            one.stop()
+        broken: dict[str, list[tuple[Any, str, Any]]] = {
+            "": [],
+            "off": [(BlendPlanner, "_find", lambda *_: False)],
+            "not moved": [(Move, "__call__", lambda _, stored, tokens: stored.clone())],
+            "no salt": [(BlendPlanner, "_salt", lambda *_: None)],
+            "no prefix": [(Planner, "match", lambda *_: 0)],
+            "not placed": [(LayerPages, "place", mock.Mock(side_effect=RuntimeError("control")))],
+        }
+        self._patches = [mock.patch.object(*one) for one in broken[control]]
+        for one in self._patches:
+            one.start()
+        if select[0].isdigit():
+            ranges = [range(*map(int, one.split("-"))) for one in select.split(",")]
+            self._blender._select = lambda _: [i for each in ranges for i in each]
+        else:
+            self._blender._select = plan.parse(select)
+        counts, self.counts = self.counts, Counter()
+        return dict(counts)
 
 
 # ---------------------------------------------------------------- in a rank's process
@@ -319,7 +427,7 @@ def _watch(connector: Any) -> None:
                 connector._copier.store(work)
         ended = results(finished)
         for request in ended.finished_recving or ():
-            blocks = loading.pop(request)
+            blocks = loading.pop(request, ())  # of a blended request these are others
             if _here.settings.watch:
                 _here.pages.loaded.extend(_digests(connector, blocks))
             for group, ids in enumerate(blocks):

@@ -69,7 +69,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Hooks(msgspec.Struct, frozen=True):
-    """Times of the connector's hooks since the last ``reset_hooks``, in seconds."""
+    """Times of the connector's hooks since the last ``reset_hooks``, in seconds, without the time
+    in which the machine ran none of the engine's threads that were ready to run."""
 
     longest_s: dict[str, float]
     calls: dict[str, int]
@@ -137,8 +138,10 @@ class EngineProcess:
     ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: steps
     wait for the daemon's answers without a timeout; with ``late`` not for grants, which come in a
     later step. ``layout_only``: it will never compute, so it needs no kernels of its model.
-    ``gpu``: its pages are on a fake GPU (``fake_gpu_connector``). The constructor returns at once;
-    the first call waits until the engine is up.
+    ``gpu``: its pages are on a fake GPU (``fake_gpu_connector``). ``transfer``: vLLM's
+    ``kv_transfer_config`` of any connector, which nothing then measures or disturbs; with
+    ``python``, in another interpreter. The constructor returns at once; the first call waits until
+    the engine is up.
     """
 
     all_on_gpu: ClassVar[bool | None] = None
@@ -155,11 +158,13 @@ class EngineProcess:
         args: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
-        start_timeout_s: float = 180.0,
+        start_timeout_s: float = 600.0,
         patient: bool = False,
         late: bool = False,
         layout_only: bool = False,
         gpu: bool = False,
+        transfer: Mapping[str, Any] | None = None,
+        python: str = sys.executable,
     ) -> None:
         config: dict[str, Any] = {"model": str(model), "args": dict(args or {})}
         config |= {"patient": patient, "late": late, "layout_only": layout_only}
@@ -169,6 +174,8 @@ class EngineProcess:
             # tests ``reset`` vLLM's own cache, so that the next hit comes from kvass
             fixed = {"kvass.fixed_weights": True}
             config["connector"] = {"kvass.socket": str(socket), **fixed, **(options or {})}
+        if transfer is not None:
+            config["transfer"] = dict(transfer)
         self._log = log
         self._buffer = b""
         self._ranks: list[int] = []
@@ -186,7 +193,7 @@ class EngineProcess:
                 self._child = self.template.fork(command, env, stderr.fileno())
             else:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", module, json.dumps(config)],
+                    [python, "-m", module, json.dumps(config)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
@@ -213,7 +220,7 @@ class EngineProcess:
             self._workers = _children(self.pid)
         return self
 
-    def generate(self, *prompts: Prompt, timeout_s: float = 120.0) -> list[Answer]:
+    def generate(self, *prompts: Prompt, timeout_s: float = 300.0) -> list[Answer]:
         """Run the prompts together, greedily, to the end; answers in the same order."""
         self.submit(*prompts)
         return self.answers(timeout_s)
@@ -226,7 +233,7 @@ class EngineProcess:
         """Start ``generate`` without waiting; ``answers`` must follow before anything else."""
         self._send("generate", prompts=msgspec.to_builtins(prompts))
 
-    def answers(self, timeout_s: float = 120.0) -> list[Answer]:
+    def answers(self, timeout_s: float = 300.0) -> list[Answer]:
         """Wait for what ``submit`` started."""
         return msgspec.convert(self._read(timeout_s), list[Answer])
 
@@ -236,6 +243,11 @@ class EngineProcess:
         False if a block was still held.
         """
         return bool(self.call("reset", connector=connector))
+
+    def blend(self, select: str = "none", control: str = "") -> dict[str, int]:
+        """``instruments.BlendControls.set``."""
+        counts: dict[str, int] = self.call("blend", select=select, control=control)
+        return counts
 
     def hooks(self) -> Hooks:
         """Times of the connector's hooks since ``reset_hooks``."""
@@ -293,7 +305,7 @@ class EngineProcess:
         """vLLM's KV cache groups, by id."""
         return msgspec.convert(self.call("groups"), list[CacheGroup])
 
-    def call(self, op: str, timeout_s: float = 60.0, **fields: Any) -> Any:
+    def call(self, op: str, timeout_s: float = 300.0, **fields: Any) -> Any:
         """One command and its answer. :raises EngineDied: if none comes."""
         self._send(op, **fields)
         return self._read(timeout_s)

@@ -21,7 +21,7 @@ from kvass.client.scheduler import PENDING
 from kvass.testing.daemon import Daemon
 from tests.support.vllm.scheduler import ALONE, CHUNK, SchedulerHarness, make_configs
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class StubModelRank:
@@ -292,9 +292,9 @@ class StubModelEngine:
             rank.close()
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
+def until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
     """Wait for ``condition``. Raises ``AssertionError`` naming ``what``."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"in vain: {what}"
         time.sleep(0.005)

@@ -72,6 +72,24 @@ def make_configs(
     return config, _cache_config(blocks, strategy, dcp)
 
 
+def make_multi_configs(options: Mapping[str, object] | None = None) -> tuple[Any, Any]:
+    """Configurations in which our connector is one of a ``MultiConnector``."""
+    return make_configs(
+        kv_connector="MultiConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={"connectors": [_connector(options or {})]},
+    )
+
+
+def _connector(options: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "kv_connector": "KvassConnector",
+        "kv_connector_module_path": "kvass.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK, **options},
+    }
+
+
 def _engine_config(
     options: dict[str, object] | None,
     batched: int,
@@ -94,12 +112,7 @@ def _engine_config(
         VllmConfig,
     )
 
-    connector = {
-        "kv_connector": "KvassConnector",
-        "kv_connector_module_path": "kvass.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvass.chunk_tokens": CHUNK, **FIXED, **(options or {})},
-    }
+    connector = _connector({**FIXED, **(options or {})})
     load = LoadConfig(load_format="auto" if folder else "dummy")
     folder = folder or tiny_model()
     model = ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=length)

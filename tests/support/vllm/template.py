@@ -29,7 +29,7 @@ PRELOADED: Final = (
     "vllm.v1.worker.cpu_worker",
 )
 """Nothing of kvass, which notes when it is imported: weights must be older than that."""
-_STARTED_S: Final = 180.0
+_STARTED_S: Final = 600.0
 _LONGEST_REQUEST: Final = 1 << 17
 
 

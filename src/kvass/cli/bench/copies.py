@@ -1,80 +1,139 @@
-"""Store and load of 4,096 tokens, against memcpy in the same rounds."""
+"""Store and load of a prompt's chunks, against memcpy in the same rounds."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from kvass.cli.bench.rig import (
-    CHUNK_TOKENS,
     PATIENCE_S,
     WIDTH,
     EngineSessions,
+    best_ratio,
+    percentiles_us,
     private_memory,
-    ratio,
+    say,
     seconds,
     shared_memory,
 )
-from kvass.errors import Unavailable
+from kvass.errors import ConfigError, Unavailable
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import describe_group
-from kvass.transfer.base import Job
+from kvass.messages import Matched
+from kvass.transfer.base import Job, U8Array
 from kvass.transfer.host import HostMover
 from kvass.transfer.runtime import Kind
-from kvass.types import GroupLayout, I64Array, Slots
+from kvass.types import GroupLayout, I64Array, Size, Slots
 
-CHUNKS: Final = 4096 // CHUNK_TOKENS
-_PAGE_BYTES: Final = 16 * 8 * 128 * 2
-LLAMA_8B: Final = GroupLayout(
-    "full", 16, tuple(f"{i // 2}.{'kv'[i % 2]}" for i in range(64)), (_PAGE_BYTES,) * 64
-)
-"""A page is 16 tokens, 8 heads, 128 wide, bf16: the K (or the V) of one block in one layer."""
+PROMPT_BYTES: Final = 64 << 20
+"""Of all engines together. Each step has memory of its own, so that a CPU's caches do not hold it;
+and it is short, so that some rounds are not interrupted."""
+
+
+class Prompt(NamedTuple):
+    """What an engine stores and loads at a time."""
+
+    groups: tuple[GroupLayout, ...]
+    chunk_tokens: int
+    chunks: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return self.chunks * sum(group.shard_bytes(self.chunk_tokens) for group in self.groups)
+
+    def within(self, room: int, engines: int = 1) -> Prompt:
+        """As many such chunks as there are in an engine's part of ``PROMPT_BYTES``, but one at
+        least. Raises ``ConfigError`` if ``room`` bytes do not hold it."""
+        if not (most := room // self.bytes):
+            raise ConfigError(
+                f"a chunk of {self.chunk_tokens} tokens takes {Size(self.bytes).rounded()}, and an "
+                f"engine may use {Size(room).rounded()} of this L1: use a larger L1, a smaller "
+                "--model, or fewer --chunk-tokens or --engines"
+            )
+        wanted = PROMPT_BYTES // engines // self.bytes
+        return self._replace(chunks=min(max(1, wanted), most))
 
 
 class KvCache:
-    """The pages of an ``EngineSessions``, in host memory, for a prompt of ``chunks`` chunks.
+    """The pages of an engine in host memory, for one prompt, and as much memory of the arena's
+    kind, ``shared``. ``ending`` ends it."""
 
-    It holds a block table to store from, one to load into, and the null block, in random order.
-    """
+    def __init__(self, prompt: Prompt, engine: EngineSessions, ending: ExitStack) -> None:
+        self.prompt, self.engine, self.digests = prompt, engine, b""
+        self.groups = [_Group(number, one, prompt) for number, one in enumerate(prompt.groups)]
+        self.mover = HostMover([g.memory for g in self.groups], [g.planes for g in self.groups])
+        ending.callback(self.mover.close)
+        shared = shared_memory(prompt.bytes)
+        ending.callback(shared.close)
+        self.shared: U8Array = shared.buffer
+        ending.callback(delattr, self, "shared")  # before that: a view keeps the mapping
+        self._private = private_memory(prompt.bytes)
+        self.loaded = 0
+        """Rows that the last load brought."""
 
-    def __init__(self, engine: EngineSessions, layout: GroupLayout, chunks: int) -> None:
-        self.engine, self.chunks = engine, chunks
-        table = chunks * layout.row_blocks(CHUNK_TOKENS)
-        layers, blocks = len(layout.layers), 2 * table + 1
-        (page_bytes,) = set(layout.page_bytes)
-        stride = blocks * page_bytes
-        bases = range(0, layers * stride, stride)
-        self.planes = describe_group(0, layout, CHUNK_TOKENS, blocks, bases, [page_bytes] * layers)
-        memory = private_memory(layers * stride)
-        self.pages = memory.view(np.uint64).reshape(layers, blocks, -1)
-        self.pages[:] = np.arange(self.pages.size, dtype=np.uint64).reshape(self.pages.shape)
-        order = np.random.default_rng(0).permutation(blocks - 1) + 1
-        self.source, self.target = order[:table], order[table:]
-        self.mover = HostMover([memory], [self.planes])
+    def renew(self) -> None:
+        """Another prompt, with other bytes in every page."""
+        self.digests = os.urandom(WIDTH * self.prompt.chunks)
+        for group in self.groups:
+            group.pages[:, group.source, 0] += 1
 
-    def store(self, digests: bytes) -> None:
-        granted = self.engine.reserve(digests)
-        self._copy("store", self.source, granted.grants[0].slots[0])
+    def store(self) -> None:
+        granted = self.engine.reserve(self.digests)
+        self._copy("store", [g.source for g in self.groups], granted.grants[0].slots)
         self.engine.commit(granted)
 
-    def load(self, digests: bytes) -> None:
-        matched = self.engine.look_up(digests)
-        self._copy("load", self.target, matched.slots[0])
+    def load(self) -> None:
+        self.fetch(self.engine.look_up(self.digests))
+
+    def fetch(self, matched: Matched) -> None:
+        """Copy what was matched, and release it. A hit may need the last rows of a group only."""
+        for group, slots in zip(self.groups, matched.slots, strict=True):
+            group.needed = len(slots) * group.planes.chunk_blocks
+        self.loaded = sum(map(len, matched.slots))
+        self._copy("load", [g.target[-g.needed :] for g in self.groups], matched.slots)
         self.engine.release(matched)
 
-    def same_bytes(self) -> bool:
-        return all(np.array_equal(plane[self.source], plane[self.target]) for plane in self.pages)
+    def copy_in(self) -> None:
+        """What a store is compared with."""
+        self._memcpy(self.shared, self._private)
 
-    def _copy(self, kind: Kind, table: I64Array, slots: Slots) -> None:
-        offsets = slots.offsets(0, self.planes.shard_bytes)
-        plan = plan_copy(self.planes, table.reshape(self.chunks, -1), offsets)
-        self.mover.submit(Job(kind, (plan,), self.engine.arena))
+    def copy_out(self) -> None:
+        """What the last load is compared with."""
+        self._memcpy(self._private[: self.loaded_bytes], self.shared[: self.loaded_bytes])
+
+    def _memcpy(self, to: U8Array, source: U8Array) -> None:
+        """A call for each chunk."""
+        step = -(-source.nbytes // self.prompt.chunks)
+        for at in range(0, source.nbytes, step):
+            to[at : at + step] = source[at : at + step]
+
+    def right(self) -> bool:
+        """Whether every page was loaded that the last hit needs. They are made wrong again."""
+        same = True
+        for group in self.groups:
+            source, target = group.source[-group.needed :], group.target[-group.needed :]
+            same &= all(np.array_equal(layer[source], layer[target]) for layer in group.pages)
+            group.pages[:, group.target] = 0
+        return same
+
+    @property
+    def loaded_bytes(self) -> int:
+        return sum(g.needed * g.memory.nbytes // g.planes.blocks for g in self.groups)
+
+    def _copy(self, kind: Kind, tables: list[I64Array], slots: tuple[Slots, ...]) -> None:
+        plans = []
+        for group, table, rows in zip(self.groups, tables, slots, strict=True):
+            ids = table.reshape(-1, group.planes.chunk_blocks)
+            offsets = rows.offsets(0, group.planes.shard_bytes)
+            plans.append(plan_copy(group.planes, ids, offsets))
+        self.mover.submit(Job(kind, tuple(plans), self.engine.arena))
         if not self.mover.drain(PATIENCE_S):
             raise Unavailable("the copies did not end")
         (done,) = self.mover.poll()
@@ -82,53 +141,71 @@ class KvCache:
             raise Unavailable(f"a {kind} ended {done.outcome}: {done.error}")
 
 
+class _Group:
+    """The pages of one layer group, each layer in one piece, as in vLLM: a block table to store
+    from, one to load to, and the null block, in random order."""
+
+    def __init__(self, number: int, layout: GroupLayout, prompt: Prompt) -> None:
+        table = prompt.chunks * layout.row_blocks(prompt.chunk_tokens)
+        layers, blocks = len(layout.layers), 2 * table + 1
+        (page_bytes,) = set(layout.page_bytes)
+        stride = blocks * page_bytes
+        bases, strides = range(0, layers * stride, stride), [page_bytes] * layers
+        self.planes = describe_group(
+            number, layout, prompt.chunk_tokens, blocks, bases, strides, [number] * layers
+        )
+        self.memory = private_memory(layers * stride)
+        self.pages = self.memory.view(np.uint64).reshape(layers, blocks, -1)
+        self.pages[:] = np.arange(self.pages.size, dtype=np.uint64).reshape(self.pages.shape)
+        order = np.random.default_rng(0).permutation(blocks - 1) + 1
+        self.source, self.target = order[:table], order[table:]
+        self.needed = table
+
+
 def measure_copies(
-    socket: str, rounds: int, chunks: int = CHUNKS, layout: GroupLayout = LLAMA_8B
+    socket: str, rounds: int, prompt: Prompt, *, engines: int = 1, private: bool = False
 ) -> dict[str, Any]:
-    """Ratios and rates, by the names in the package's docstring. Raises ``KvassError``."""
-    size = chunks * layout.shard_bytes(CHUNK_TOKENS)
+    """Ratios, rates and times, by the names in the package's docstring. Raises ``KvassError``.
+
+    ``private``: the daemon serves others, so nothing of one round is left in the next.
+    """
     with ExitStack() as ending:
-        engine = EngineSessions(socket, layout, ending)
-        ending.callback(engine.scheduler.clear, timeout_s=PATIENCE_S)
-        cache = KvCache(engine, layout, chunks)
-        ending.callback(cache.mover.close)
-        shared = shared_memory(size)
-        ending.callback(shared.close)
-        times, same = _rounds(cache, shared.buffer, rounds)
+        caches = [_cache(socket, prompt, private, ending) for _ in range(engines)]
+        pool = ending.enter_context(ThreadPoolExecutor(engines))
+        size = Size(prompt.bytes).rounded()
+        say(f"store and load, {rounds} rounds of {prompt.chunks} chunks, {size}")
+        times: dict[str, list[float]] = {}
+        same = True
+        for number in range(rounds + 1):  # the first warms up
+            for cache in caches:
+                cache.renew()
+            for step in (KvCache.store, KvCache.copy_in, KvCache.load, KvCache.copy_out):
+                took_s = seconds(partial(_all, pool, step, caches))
+                if number:
+                    times.setdefault(step.__name__, []).append(took_s)
+            for cache in caches:
+                same &= cache.right()
+                if private:
+                    cache.engine.clear()
+    stored, loaded = engines * prompt.bytes, engines * caches[0].loaded_bytes
     return {
         "bytes_equal": same,
-        "store_vs_memcpy": ratio(times["store"], times["in"]),
-        "load_vs_memcpy": ratio(times["load"], times["out"]),
-        "store_gbps": size / median(times["store"]) / 1e9,
-        "load_gbps": size / median(times["load"]) / 1e9,
-        "memcpy_gbps": size / median(times["in"] + times["out"]) / 1e9,
+        "store_vs_memcpy": best_ratio(times["store"], times["copy_in"]),
+        "load_vs_memcpy": best_ratio(times["load"], times["copy_out"]),
+        "store_gbps": stored / median(times["store"]) / 1e9,
+        "load_gbps": loaded / median(times["load"]) / 1e9,
+        "memcpy_gbps": stored / median(times["copy_in"]) / 1e9,
+        "store_us": percentiles_us(times["store"]),
+        "load_us": percentiles_us(times["load"]),
     }
 
 
-def _rounds(cache: KvCache, shared: Any, rounds: int) -> tuple[dict[str, list[float]], bool]:
-    """Seconds of each step in each round, and whether every load brought what was stored."""
-    private = private_memory(shared.nbytes)
-    same = True
-    times: dict[str, list[float]] = {}
-    for number in range(rounds + 1):  # the first warms up
-        digests = os.urandom(WIDTH * cache.chunks)
-        cache.pages[:, cache.source, 0] += 1  # other bytes in every page than last time
-        cache.pages[:, cache.target] = 0
-        steps: dict[str, Callable[[], object]] = {
-            "store": partial(cache.store, digests),
-            "in": partial(_memcpy, shared, private, cache.chunks),
-            "load": partial(cache.load, digests),
-            "out": partial(_memcpy, private, shared, cache.chunks),
-        }
-        for name, step in steps.items():
-            took_s = seconds(step)
-            if number:
-                times.setdefault(name, []).append(took_s)
-        same = same and cache.same_bytes()
-    return times, same
+def _cache(socket: str, prompt: Prompt, private: bool, ending: ExitStack) -> KvCache:
+    tokens = prompt.chunk_tokens
+    engine = EngineSessions(socket, prompt.groups, ending, chunk_tokens=tokens, private=private)
+    ending.callback(engine.clear)
+    return KvCache(prompt, engine, ending)
 
 
-def _memcpy(to: Any, source: Any, calls: int) -> None:
-    step = source.nbytes // calls
-    for at in range(0, source.nbytes, step):
-        to[at : at + step] = source[at : at + step]
+def _all(pool: ThreadPoolExecutor, step: Callable[[KvCache], None], caches: list[KvCache]) -> None:
+    list(pool.map(step, caches))

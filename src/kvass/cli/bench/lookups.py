@@ -3,45 +3,95 @@
 from __future__ import annotations
 
 import os
+import socket as sockets
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from random import Random
-from typing import Final
+from typing import Any, Final
 
-from kvass.cli.bench.rig import PATIENCE_S, WIDTH, EngineSessions, percentiles_us, seconds
+from kvass.cli.bench.rig import WIDTH, EngineSessions, percentiles_us, ratio, seconds
 from kvass.types import GroupLayout
 
 LAYOUT: Final = GroupLayout("full", 16, ("0",), (256,))
-"""16 blocks of 256 bytes in a chunk: shards of 4 KiB."""
+"""16 blocks of 256 bytes in a chunk."""
+ROW_BYTES: Final = 4096
 RESIDENT: Final = 65_536
 KEYS: Final = 512
 BATCH: Final = 512
 ASKS: Final = 2000
 WARM_UP: Final = 100
+_DICT: Final = """
+import socket, struct, sys
+count, size, width = map(int, sys.argv[1:])
+sock = socket.socket(fileno=0)
+keys = sock.recv(count * width, socket.MSG_WAITALL)
+rows = {keys[at : at + width]: at for at in range(0, len(keys), width)}
+while len(asked := sock.recv(size, socket.MSG_WAITALL)) == size:
+    found = [rows[asked[at : at + width]] for at in range(0, size, width)]
+    sock.sendall(struct.pack(f"{len(found)}I", *found))
+"""
+"""What lookups are compared with: a dict behind a socket, without anything of kvass."""
 
 
 def measure_lookups(
-    socket: str, resident: int = RESIDENT, tp: int = 1
-) -> dict[str, dict[str, float]]:
-    """``lookup_128k_us`` and ``release_128k_us`` (``..._128k_tp8_us`` for 8 ranks). Raises
-    ``KvassError``."""
-    random, lookups, releases = Random(0), list[float](), list[float]()
-    with ExitStack() as ending:
-        engine = EngineSessions(socket, LAYOUT, ending, tp=tp)
-        ending.callback(engine.scheduler.clear, timeout_s=PATIENCE_S)
-        keys = fill(engine, resident)
-        for _ in range(WARM_UP + ASKS):
-            digests = b"".join(random.sample(keys, KEYS))
-            began_s = time.perf_counter()
-            matched = engine.look_up(digests)
-            lookups.append(time.perf_counter() - began_s)
-            releases.append(seconds(partial(engine.release, matched)))
+    socket: str, resident: int = RESIDENT, tp: int = 1, *, engines: int = 1, private: bool = False
+) -> dict[str, Any]:
+    """``lookup_128k_us``, ``release_128k_us``, ``lookup_128k_vs_dict`` (``..._128k_tp8_...`` for 8
+    ranks). Each of ``engines`` has ``resident`` rows. Raises ``KvassError``."""
+    times: dict[str, list[float]] = {"lookup": [], "release": [], "dict": []}
+    with ExitStack() as ending, ThreadPoolExecutor(engines) as pool:
+        asks = []
+        for _ in range(engines):
+            engine = EngineSessions(socket, (LAYOUT,), ending, tp=tp, private=private)
+            ending.callback(engine.clear)
+            keys = fill(engine, resident)
+            asks.append(partial(_ask, engine, keys, _plain_dict(keys, ending)))
+        for measured in pool.map(lambda ask: ask(), asks):
+            for name, some in zip(times, zip(*measured, strict=True), strict=True):
+                times[name] += some[WARM_UP:]
+    both = [sum(pair) for pair in zip(times["lookup"], times["release"], strict=True)]
     name = "128k" if tp == 1 else f"128k_tp{tp}"
     return {
-        f"lookup_{name}_us": percentiles_us(lookups[WARM_UP:]),
-        f"release_{name}_us": percentiles_us(releases[WARM_UP:]),
+        f"lookup_{name}_us": percentiles_us(times["lookup"]),
+        f"release_{name}_us": percentiles_us(times["release"]),
+        f"lookup_{name}_vs_dict": ratio(both, times["dict"]),
     }
+
+
+def _ask(
+    engine: EngineSessions, keys: list[bytes], plain: sockets.socket
+) -> list[tuple[float, float, float]]:
+    """Seconds of lookups, of their releases, and of the dict's answers."""
+    random, times = Random(0), []
+
+    def ask_dict() -> None:
+        plain.sendall(digests)
+        plain.recv(KEYS * 4, sockets.MSG_WAITALL)
+
+    for _ in range(WARM_UP + ASKS):
+        digests = b"".join(random.sample(keys, KEYS))
+        plain_s = seconds(ask_dict)
+        began_s = time.perf_counter()
+        matched = engine.look_up(digests)
+        lookup_s = time.perf_counter() - began_s
+        times.append((lookup_s, seconds(partial(engine.release, matched)), plain_s))
+    return times
+
+
+def _plain_dict(keys: list[bytes], ending: ExitStack) -> sockets.socket:
+    """The socket of a process that runs ``_DICT``; ``ending`` ends both."""
+    ours, theirs = sockets.socketpair()
+    sizes = (str(size) for size in (len(keys), KEYS * WIDTH, WIDTH))
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-c", _DICT, *sizes], stdin=theirs.fileno())
+    ending.enter_context(process)
+    ending.callback(ours.close)  # first: this ends the process
+    ours.sendall(b"".join(keys))
+    return ours
 
 
 def fill(engine: EngineSessions, rows: int) -> list[bytes]:

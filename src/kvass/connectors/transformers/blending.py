@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from kvass.blend.plan import FirstK, KvDev, Prompt, Segment, Selector, all_tokens, none, plan
+from kvass.blend.plan import Choice, KvDev, Prompt, Segment, plan
 from kvass.blend.rope import Move, Rope, fingerprint
 from kvass.blend.rope_of import ropes_of_model
 from kvass.connectors.transformers.identity import attention
@@ -34,28 +34,6 @@ MASKED: Final = frozenset({"eager", "sdpa"})
 """Implementations of attention that take any mask."""
 DEVIATING: Final = 1
 """The layer whose K and V are compared for ``kv_dev``: the first that depends on other tokens."""
-
-
-Choice = Selector | float
-"""Which tokens of segments are computed again; a number: the ratio of ``kv_dev``."""
-
-
-def parse(text: str | Selector) -> Choice:
-    """``first_k:16``, ``kv_dev:0.15``, ``all``, ``none``, or a selector of one's own. Raises
-    ``UsageError`` for anything else."""
-    if callable(text):
-        return text
-    name, _, value = str(text).partition(":")
-    try:
-        if name == "first_k":
-            return FirstK(int(value))
-        if name == "kv_dev":
-            return KvDev(float(value), none).ratio
-    except ValueError:
-        pass
-    if text in ("all", "none"):
-        return all_tokens if text == "all" else none
-    raise UsageError(f"blend {text!r}: give first_k:TOKENS, kv_dev:RATIO, all, none or a function")
 
 
 class _ScatterLayer(DynamicLayer):

@@ -16,11 +16,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from kvass.blend.plan import Prompt, Selector
+from kvass.blend.plan import Choice, Prompt, Selector, parse
 from kvass.config import default_socket
 from kvass.connectors.transformers import identity
 from kvass.connectors.transformers import model as models
-from kvass.connectors.transformers.blending import Blender, Choice, parse
+from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.kv_store import Hashed, KVStore
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows
 from kvass.engine.boundary import Boundary, log

@@ -1,11 +1,11 @@
 """vLLM's base classes, and its requests, steps and block pool as ``kvass.engine`` sees them.
 
-Nine files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
+Twelve files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
 (what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups),
-``kv_caches.py`` (pages), ``stats.py`` (its metrics) and ``events.py`` (KV events). ``connector.py``
-knows the hooks of the base class, ``kvass/vllm_contract.py`` lists what all of them use, and no
-other file knows vLLM. For another version change these, then add it to ``TESTED_VLLM``
-(CONTRIBUTING.md has the recipe).
+``kv_caches.py`` (pages), ``stats.py`` (its metrics), ``events.py`` (KV events) and those of blend:
+``blend.py``, ``blend_planner.py``, ``blend_pages.py``. ``connector.py`` knows the hooks of the base
+class, ``kvass/vllm_contract.py`` lists what all but blend use, and no other file knows vLLM. For
+another version change these, then add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).
 
 Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -55,6 +55,9 @@ try:
 except ImportError:  # before 0.32
     HIT_SOURCE = None
 
+if TYPE_CHECKING:
+    from kvass.connectors.vllm.blend_pages import Placement
+
 __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorRole",
@@ -75,6 +78,8 @@ CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 @dataclass
 class StepMetadata(StepWork, KVConnectorMetadata):
     """Scheduler to workers: one step's loads and stores. vLLM's transport pickles it."""
+
+    placements: list[Placement] = field(default_factory=list)
 
 
 @dataclass
@@ -140,6 +145,8 @@ class VllmRequest:
         self._request = request
         self._setup = setup
         self._texts = texts
+        self.exact_blocks: int | None = None
+        """After so many blocks its KV is an approximation (``blend_planner.py``)."""
         if texts is not None:
             texts.note(request)
 
@@ -191,7 +198,8 @@ class VllmRequest:
             return 0
         if self._texts is not None and self._texts.ambiguous(self._request):
             return 0
-        return len(self._request.block_hashes)
+        known = len(self._request.block_hashes)
+        return known if self.exact_blocks is None else min(known, self.exact_blocks)
 
     def chunk_hashes(self, first: int, end: int) -> Sequence[bytes]:
         step = self._setup.chunk_tokens // self._setup.hash_tokens

@@ -13,11 +13,11 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import vllm
@@ -25,6 +25,7 @@ from msgspec import Meta
 
 from kvass import vllm_contract
 from kvass._version import TESTED_VLLM, code_version
+from kvass.blend.plan import Selector, parse
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import groups, namespace, weight_files
@@ -33,7 +34,10 @@ from kvass.engine.boundary import log
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES, ON_REQUEST
-from kvass.types import MAX_RANKS, chunk_blocks
+from kvass.types import MAX_RANKS, GroupLayout, chunk_blocks
+
+BLENDS: Final = frozenset({"0.32.0"})
+"""Versions of vLLM whose internals ``blend.py`` overrides."""
 
 
 class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
@@ -43,6 +47,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     socket: str = ""
     chunk_tokens: Annotated[int, Meta(ge=1)] = 0
     tag: str = ""
+    blend: str = ""
     model_id: Annotated[str, Meta(min_length=1)] = ""
     kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
     """``blocks``: whichever of the others suits the device's kernels."""
@@ -75,10 +80,12 @@ def read_options(extra: Mapping[str, object]) -> Options:
 @dataclass(frozen=True, kw_only=True)
 class VllmSetup(EngineSetup):
     """``hash_tokens``: tokens of one of vLLM's block hashes. ``global_media_ids``: whether clients'
-    ids of images and the like stand for the same content in all engines."""
+    ids of images and the like stand for the same content in all engines. ``blend``: which tokens of
+    segments are computed again; None: segments are not reused."""
 
     hash_tokens: int
     global_media_ids: bool = False
+    blend: Selector | None = None
 
 
 def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
@@ -119,6 +126,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
     spare = _spare_chunks(vllm_config, kv_cache_config, chunk_tokens)
     each_block = hash_tokens == blocks[0] == unit and not spare
+    blend = _blend(options.blend, vllm_config, layouts) if options.blend else None
     model = vllm_config.model_config
     source = str(model.model_weights or model.model)  # an address, a path, or a name on the Hub
     source = os.path.realpath(source) if os.path.exists(source) else source
@@ -138,9 +146,52 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         fixed_weights=options.fixed_weights,
         adapters=adapters,
         global_media_ids=options.global_media_ids,
+        blend=blend,
         model=options.model_id or source,
         weights=name,
     )
+
+
+def _blend(text: str, vllm_config: Any, layouts: Sequence[GroupLayout]) -> Selector:
+    """Raises :class:`ConfigError` with the reason for an engine that cannot be blended."""
+    choice = parse(text)
+    if not callable(choice):
+        raise ConfigError(f"kvass.blend {text!r}: use first_k:TOKENS, all or none in vLLM")
+    if reason := next(_unblended(vllm_config, layouts), ""):
+        raise ConfigError(f"kvass.blend: {reason}")
+    return choice
+
+
+def _unblended(vllm_config: Any, layouts: Sequence[GroupLayout]) -> Iterator[str]:
+    """Why segments cannot be reused here."""
+    parallel, schedules = vllm_config.parallel_config, vllm_config.scheduler_config
+    if code_version(vllm.__version__) not in BLENDS:
+        yield f"it was never tried with vLLM {vllm.__version__}, only {', '.join(sorted(BLENDS))}"
+    if vllm_config.use_v2_model_runner:
+        yield "model runner V2 is not supported: set VLLM_USE_V2_MODEL_RUNNER=0"
+    if (kind := namespace.device_kind()) != "cpu":
+        yield f"device {kind!r} is not supported, only cpu"
+    if vllm_config.compilation_config.cudagraph_mode.name != "NONE":
+        yield "CUDA graphs are not supported: set --enforce-eager"
+    if schedules.async_scheduling:
+        yield "asynchronous scheduling is not supported: set --no-async-scheduling"
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding is not supported"
+    if parallel.world_size > 1:
+        yield "several ranks (TP, PP) are not supported"
+    if vllm_config.lora_config is not None:
+        yield "LoRA adapters are not supported"
+    if vllm_config.model_config.runner_type != "generate":
+        yield f"models that do not generate ({vllm_config.model_config.runner_type})"
+    kinds = sorted({one.kind for one in layouts} - {"full"})
+    if kinds:
+        yield f"layers of kind {', '.join(kinds)} are not supported, only full attention"
+    if len(layouts) > 1 or vllm_config.model_config.use_mla:
+        yield "MLA, and models with several KV cache groups, are not supported"
+    if "fp8" in vllm_config.cache_config.cache_dtype:
+        yield "a KV cache in fp8 is not supported"
+    if not getattr(schedules.get_scheduler_cls(), "blends", False):
+        yield "set --scheduler-cls kvass.connectors.vllm.blend.BlendScheduler"
 
 
 def _untested(options: Options) -> str:

@@ -12,6 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvass.connectors.vllm import adapt, configuration, events
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
+from kvass.connectors.vllm.blend_pages import Placer
+from kvass.connectors.vllm.blend_planner import BlendPlanner
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.connectors.vllm.stats import PromMetrics, Stats
@@ -22,7 +24,7 @@ from kvass.engine.setup import Inert, log_naming, log_off
 from kvass.errors import UsageError
 
 P = ParamSpec("P")
-H = TypeVar("H", Planner, Copier)
+H = TypeVar("H", Planner, Copier, BlendPlanner)
 R = TypeVar("R")
 
 
@@ -41,6 +43,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._setup: VllmSetup | None = None
         self._planner: Planner | None = None
         self._copier: Copier | None = None
+        self._placer: Placer | None = None
+        self.blender: BlendPlanner | None = None
         plans = role == adapt.KVConnectorRole.SCHEDULER
         logs = plans or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
         setup = self._read(vllm_config, kv_cache_config)
@@ -53,6 +57,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         if plans:
             configuration.recompute_failed_loads(vllm_config)
             self._planner = Planner(setup, events.maker(vllm_config, kv_cache_config, setup))
+            if setup.blend is not None:
+                self.blender = BlendPlanner(setup, self._planner, setup.blend)
         else:
             self._copier = self._boundary.run(None, self._make_copier, setup, vllm_config)
         if logs and not setup.named:
@@ -136,18 +142,27 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         if self._setup is not None:
             theirs = adapt.VllmRequest(request, self._setup, self._texts)
             self._run(self._planner, None, Planner.track, theirs)
+            self._run(self.blender, None, BlendPlanner.track, theirs)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond the local hit (None: ask again); if any, asynchronously."""
-        tokens = self._run(self._planner, 0, Planner.match, request.request_id, num_computed_tokens)
+        asked = request.request_id, num_computed_tokens
+        if self.blender is not None:
+            tokens = self._run(self.blender, 0, BlendPlanner.match, *asked)
+        else:
+            tokens = self._run(self._planner, 0, Planner.match, *asked)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks; ``num_external_tokens`` of them are to be loaded."""
         name = request.request_id
         table = self._boundary.run((), adapt.block_table, blocks) if num_external_tokens else ()
+        if self.blender is not None:
+            given = name, table, num_external_tokens
+            left = self._run(self.blender, num_external_tokens, BlendPlanner.allocated, *given)
+            num_external_tokens = left
         self._run(self._planner, None, Planner.allocated, name, table, num_external_tokens)
         if num_external_tokens:  # vLLM waits for it now, whether planning it succeeded or not
             self._run(self._planner, None, Planner.ensure_load, name)
@@ -156,6 +171,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """The step's loads and stores, for the workers."""
         work = StepMetadata()
         self._run(self._planner, None, Planner.take_loads, work)
+        work.placements = self._run(self.blender, [], BlendPlanner.take_placements)
         self._run(self._planner, None, Planner.plan_stores, adapt.VllmStep(scheduler_output), work)
         if not self._run(self._planner, False, Planner.hand_over, work):
             self._run(self._planner, None, Planner.revoke, work)
@@ -181,6 +197,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: those being stored are held."""
         self._run(self._planner, None, Planner.forget, request.request_id, block_ids)
+        self._run(self.blender, None, BlendPlanner.forget, request.request_id)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
@@ -204,6 +221,9 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """The worker's KV caches exist; without them every lookup stays a miss."""
         if self._setup is not None:
+            if self._setup.blend is not None and self._copier is not None:
+                block = self._setup.hash_tokens
+                self._placer = Placer(self._vllm_config, kv_caches, block, self._boundary)
             self._run(self._copier, None, self._attach, self._setup, kv_caches)
 
     def _attach(self, copier: Copier, setup: VllmSetup, kv_caches: Mapping[str, Any]) -> None:
@@ -220,6 +240,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         the forward pass. On a GPU a load does not wait for what is launched after it."""
         super().bind_connector_metadata(connector_metadata)
         self._run(self._copier, None, Copier.load, connector_metadata)
+        if self._placer is not None:
+            self._placer.expect(connector_metadata.placements)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: loads have begun. vLLM calls this after the forward pass was launched."""
@@ -241,6 +263,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Loads that ended."""
         none: tuple[set[str], set[str]] = (set(), set())
         finished, failed = self._run(self._copier, none, Copier.results, not _raising())
+        if self._placer is not None:
+            finished, failed = self._placer.settle(finished, failed)
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:

@@ -44,7 +44,7 @@ def fingerprint(key: bytes) -> int:
     return xxhash.xxh3_64_intdigest(key) >> 4 or 1
 
 
-class Segment:
+class SegmentSlots:
     """Columns over the slots of one file."""
 
     def __init__(self, file: SegmentFile, owner: Owner) -> None:
@@ -68,10 +68,10 @@ class Segment:
         return _NEVER if self.users else int(self.stamp[self.fingerprint != 0].max(initial=0))
 
 
-class Place(NamedTuple):
+class DiskSlot(NamedTuple):
     """One slot."""
 
-    segment: Segment
+    segment: SegmentSlots
     slot: int
 
 
@@ -79,10 +79,10 @@ class _SizeClass:
     """The segments with slots of one size."""
 
     def __init__(self) -> None:
-        self.segments: list[Segment] = []
+        self.segments: list[SegmentSlots] = []
         self.free: list[int] = []
-        """``Segment.place`` of all free slots."""
-        self.victims: Iterator[tuple[Segment, int, int]] = iter(())
+        """``SegmentSlots.place`` of all free slots."""
+        self.victims: Iterator[tuple[SegmentSlots, int, int]] = iter(())
         """Records to evict: (segment, slot, the stamp that it had)."""
 
     def list_victims(self) -> int:
@@ -119,7 +119,7 @@ class Owner:
         """Whether so many bytes more are still reserved for it."""
         return self.spent + size <= self.reserved
 
-    def spares(self, segment: Segment) -> bool:
+    def spares(self, segment: SegmentSlots) -> bool:
         """Whether it has what is reserved for it without this segment of its own."""
         return self.spent - segment.file.bytes >= self.reserved
 
@@ -133,14 +133,14 @@ class DiskIndex:
         self.spent = 0
         """Bytes of all segments, those included that are being made or removed: the tier gives them
         back."""
-        self.segments: dict[int, Segment] = {}
-        self.dead: list[Segment] = []
+        self.segments: dict[int, SegmentSlots] = {}
+        self.dead: list[SegmentSlots] = []
         """Gone, without pins: to be unlinked and closed."""
         self._target = max(min(1 << 30, self.capacity // 16), self.capacity // 1024)
         every = [Quota(DEFAULT_TENANT), *quotas]
         self.owners = {quota.tenant: Owner(quota) for quota in every}
         self._places: dict[int, int] = {}
-        """Fingerprint -> ``Segment.place``."""
+        """Fingerprint -> ``SegmentSlots.place``."""
         self._clock = clock
 
     def __len__(self) -> int:
@@ -156,7 +156,7 @@ class DiskIndex:
     def holds(self, key: int) -> bool:
         return key in self._places
 
-    def pin(self, key: int) -> Place | None:
+    def pin(self, key: int) -> DiskSlot | None:
         """Where the record is; its slot stays as it is until ``unpin``."""
         place = self._find(key)
         if place is not None:
@@ -164,7 +164,7 @@ class DiskIndex:
             self._pin(place)
         return place
 
-    def unpin(self, place: Place) -> None:
+    def unpin(self, place: DiskSlot) -> None:
         """A slot without a record is free with its last pin, an empty segment is dropped."""
         segment, slot = place
         segment.pins[slot] -= 1
@@ -178,7 +178,7 @@ class DiskIndex:
             if not segment.used:
                 self.drop(segment)
 
-    def forget(self, key: int, at: Place | None = None) -> Place | None:
+    def forget(self, key: int, at: DiskSlot | None = None) -> DiskSlot | None:
         """Drop a record, if it is still ``at`` that place. The slot that is returned is pinned: the
         caller erases its entry, then unpins it."""
         place = self._find(key)
@@ -191,7 +191,7 @@ class DiskIndex:
         """Whose segments have a tenant's records."""
         return self.owners.get(tenant) or self.owners[DEFAULT_TENANT]
 
-    def take(self, slot_bytes: int, owner: Owner) -> Place | None:
+    def take(self, slot_bytes: int, owner: Owner) -> DiskSlot | None:
         """A free slot of that size, now pinned."""
         free = owner.class_of(slot_bytes).free
         if not free:
@@ -200,7 +200,7 @@ class DiskIndex:
         place.segment.used += 1
         return self._pin(place)
 
-    def evict(self, slot_bytes: int, owner: Owner) -> Place | Segment | None:
+    def evict(self, slot_bytes: int, owner: Owner) -> DiskSlot | SegmentSlots | None:
         """Make room: the slot of the owner's least recently used record of that size, now pinned;
         or a segment of another size or owner, used less recently as a whole, now gone; or nothing.
         """
@@ -218,7 +218,7 @@ class DiskIndex:
             return other
         return self._next_victim(size_class)
 
-    def publish(self, place: Place, key: int, stamp: int) -> Place | None:
+    def publish(self, place: DiskSlot, key: int, stamp: int) -> DiskSlot | None:
         """A pinned slot holds this record now; unpins it. Returns the slot of the record that it
         replaces, as ``forget`` does."""
         segment, slot = place
@@ -230,29 +230,29 @@ class DiskIndex:
         self.unpin(place)
         return old
 
-    def _place(self, at: int) -> Place:
-        return Place(self.segments[at >> 32], at & 0xFFFF_FFFF)
+    def _place(self, at: int) -> DiskSlot:
+        return DiskSlot(self.segments[at >> 32], at & 0xFFFF_FFFF)
 
-    def _find(self, key: int) -> Place | None:
+    def _find(self, key: int) -> DiskSlot | None:
         at = self._places.get(key)
         return None if at is None else self._place(at)
 
-    def _pin(self, place: Place) -> Place:
+    def _pin(self, place: DiskSlot) -> DiskSlot:
         place.segment.pins[place.slot] += 1
         place.segment.users += 1
         return place
 
-    def _empty(self, place: Place) -> Place:
+    def _empty(self, place: DiskSlot) -> DiskSlot:
         """Pin a slot whose record cannot be found any more."""
         place.segment.fingerprint[place.slot] = 0
         return self._pin(place)
 
-    def _next_victim(self, size_class: _SizeClass) -> Place | None:
+    def _next_victim(self, size_class: _SizeClass) -> DiskSlot | None:
         for segment, slot, stamp in size_class.victims:
             key = int(segment.fingerprint[slot])
             if key and segment.stamp[slot] == stamp and not segment.pins[slot]:
                 del self._places[key]
-                return self._empty(Place(segment, slot))
+                return self._empty(DiskSlot(segment, slot))
         return None
 
     # ------------------------------------------------------------ segments
@@ -276,16 +276,16 @@ class DiskIndex:
         """Whether one record of that size fits an empty tier."""
         return most_slots(slot_bytes, min(self.capacity, owner.cap)) > 0
 
-    def excess(self) -> Segment | None:
+    def excess(self) -> SegmentSlots | None:
         """The segment to give up because the capacity or its owner's cap was lowered: the least
         recently used of those that may go."""
         every, owners = self.segments.values(), self.owners.values()
         over = [s for s in every if s.owner.spent > s.owner.cap]
         if not over and sum(owner.spent for owner in owners) > self.capacity:
             over = [s for s in every if s.owner.spent > s.owner.reserved]
-        return min(over, key=Segment.last_use, default=None)
+        return min(over, key=SegmentSlots.last_use, default=None)
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: SegmentSlots) -> None:
         """Use a segment whose bytes are set aside; slots without a fingerprint are free."""
         self.segments[segment.file.number] = segment
         free = np.flatnonzero(segment.fingerprint == 0)
@@ -297,7 +297,7 @@ class DiskIndex:
     def restore(self, file: SegmentFile) -> None:
         """Use a segment of an earlier life, with the records that its table names. Of two records
         of one key the newer one counts. Raises ``OSError``."""
-        segment = Segment(file, self.owner(file.tenant))
+        segment = SegmentSlots(file, self.owner(file.tenant))
         segment.fingerprint[:], segment.stamp[:] = file.entries()
         self.account(segment.owner, file.bytes)
         self.add(segment)
@@ -305,7 +305,7 @@ class DiskIndex:
         slots = np.flatnonzero(segment.fingerprint)
         for key, slot in zip(segment.fingerprint[slots].tolist(), slots.tolist(), strict=True):
             other = self._find(key)
-            older: Place | None = Place(segment, slot)
+            older: DiskSlot | None = DiskSlot(segment, slot)
             if other is None or segment.stamp[slot] > other.segment.stamp[other.slot]:
                 self._places[key] = segment.place(slot)
                 older = other
@@ -315,7 +315,7 @@ class DiskIndex:
         if not segment.used and not segment.gone:
             self.drop(segment)
 
-    def drop(self, segment: Segment) -> None:
+    def drop(self, segment: SegmentSlots) -> None:
         """Forget a segment's records. It is dead as soon as it has no pins."""
         assert not segment.gone, "a segment went twice"
         segment.gone = True
@@ -331,7 +331,7 @@ class DiskIndex:
         if not segment.users:
             self.dead.append(segment)
 
-    def _of_others(self, owner: Owner, size: int) -> list[Segment]:
+    def _of_others(self, owner: Owner, size: int) -> list[SegmentSlots]:
         """Segments of other owners that may go so that this one gets ``size`` bytes more."""
         if owner.spent + size > owner.cap:
             return []
@@ -340,7 +340,7 @@ class DiskIndex:
         return [s for s in each if s.owner.spares(s)]
 
 
-def _oldest(segments: list[Segment], stamp: int) -> Segment | None:
+def _oldest(segments: list[SegmentSlots], stamp: int) -> SegmentSlots | None:
     """The one without pins that was used least recently, if that was before ``stamp``."""
-    found = min(segments, key=Segment.last_use, default=None)
+    found = min(segments, key=SegmentSlots.last_use, default=None)
     return found if found is not None and found.last_use() < stamp else None

@@ -30,7 +30,7 @@ from kvass.tiers.base import Shards
 from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import decode_header, encode_header, header_of, payload_check
 from kvass.tiers.disk.folder import Folder
-from kvass.tiers.disk.index import DiskIndex, Owner, Place, Segment, fingerprint
+from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
 from kvass.tiers.disk.segment import (
     SEGMENT,
@@ -255,7 +255,7 @@ class DiskTier(RecordTier):
             self._erase(bad)
         return not fault
 
-    def _read(self, place: Place, key: bytes, into: Shards) -> str:
+    def _read(self, place: DiskSlot, key: bytes, into: Shards) -> str:
         """Fill ``into`` from a pinned slot; which of ``_COUNTS`` went wrong, or nothing."""
         segment, slot = place
         if slot_bytes_of(into) != segment.file.slot_bytes:
@@ -302,7 +302,7 @@ class DiskTier(RecordTier):
         self._erase(old)
         return not segment.gone
 
-    def _erase(self, place: Place | None) -> None:
+    def _erase(self, place: DiskSlot | None) -> None:
         """Erase the entry of a slot that ``DiskIndex.forget`` returned."""
         if place is None:
             return
@@ -317,7 +317,7 @@ class DiskTier(RecordTier):
 
     # ------------------------------------------------------------ room
 
-    def _room(self, size: int, owner: Owner) -> Place | None:
+    def _room(self, size: int, owner: Owner) -> DiskSlot | None:
         """A slot of that size, pinned: a free one, else of a new segment, else of an old record."""
         if size > _MOST_BYTES or not self._index.fits(size, owner):
             with self._lock:
@@ -346,8 +346,8 @@ class DiskTier(RecordTier):
                     self._counts["full"] += made is None and not slots
                 if slots:
                     self._grow(size, slots, owner)
-                elif not isinstance(made, Segment) or not self._remove_dead():
-                    return made if isinstance(made, Place) else None
+                elif not isinstance(made, SegmentSlots) or not self._remove_dead():
+                    return made if isinstance(made, DiskSlot) else None
                 else:
                     self._grow_after = 0.0  # the disk has room again
 
@@ -364,7 +364,7 @@ class DiskTier(RecordTier):
                 self._counts["write_errors"] += 1
         else:
             with self._lock:
-                self._index.add(Segment(file, owner))
+                self._index.add(SegmentSlots(file, owner))
 
     def _remove_dead(self) -> bool:
         """Remove dead segments, and give their bytes back; whether the disk let us."""

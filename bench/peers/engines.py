@@ -1,0 +1,341 @@
+"""Whole vLLM engines on this machine's CPU: without a cache, with kvass, with the others.
+
+All modes share an interpreter, a model (``bench.engine``), the malloc settings and one thread. One
+request at a time goes to one mode, in turns; another one begins each round. Servers live through
+the run; engines are new in each repetition.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from bench.engine import ARGS, ENVIRONMENT, MODELS, SHAPE, words
+from bench.peers.engineless import Plan
+from bench.peers.results import Results, Row, attempt, in_turns
+from bench.peers.servers import LMCacheServer, Server
+from kvass.cli.bench.rig import say
+from kvass.errors import Unavailable
+from tests.support.vllm.models import build
+from tests.support.vllm.process import Answer, EngineProcess, Prompt
+
+MODES: Final = ("none", "again", "lmcache", "kvass", "offloading")
+"""``again``: a second engine without any cache. What it differs from the first is noise."""
+SERVED: Final = ("lmcache", "kvass")
+CACHED: Final = (*SERVED, "offloading")
+L1_BYTES: Final = 2 << 30
+NEW_TOKENS: Final = 1511
+CROWD: Final = 4
+CROWD_TOKENS: Final = 411
+OUTPUT: Final = 24
+_SLOW_S: Final = 300.0
+_BACK_S: Final = 60.0
+_DOWN_S: Final = 120.0
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Tokens of the workloads: off block and chunk boundaries."""
+
+    document: int = 6011
+    system: int = 2011
+    question: int = 700
+    turn: tuple[int, ...] = (500, 850, 1200, 1550, 1900)
+    agent: int = 811
+    tool: int = 123
+    steps: int = 5
+
+
+SHORT: Final = Sizes(
+    document=1511, system=811, question=150, turn=(300, 480, 660), agent=411, steps=3
+)
+
+
+class Engines:
+    """The engines of one repetition, those that started."""
+
+    def __init__(self, found: dict[str, EngineProcess], repetition: int) -> None:
+        self.found, self.repetition = found, repetition
+
+    def ask(
+        self,
+        mode: str,
+        prompt: list[int],
+        tokens: int = 1,
+        *,
+        empty: bool = True,
+        within_s: float = _SLOW_S,
+    ) -> Answer:
+        """One request; ``empty``: vLLM's own cache first."""
+        engine = self.found[mode]
+        if empty and not engine.reset():
+            raise Unavailable("vLLM's own cache could not be emptied")
+        (answer,) = engine.generate(Prompt(prompt, tokens), timeout_s=within_s)
+        return answer
+
+
+def connector(mode: str, server: Server | None) -> dict[str, Any] | None:
+    """vLLM's ``kv_transfer_config``."""
+    both = {"kv_role": "kv_both"}
+    if mode == "offloading":
+        options: dict[str, Any] = {"cpu_bytes_to_use": L1_BYTES, "block_size": ARGS["block_size"]}
+        return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": options, **both}
+    if server is None:
+        return None
+    if isinstance(server, LMCacheServer):
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": server.port,
+                "lmcache.mp.mp_transfer_mode": "engine_driven",
+            },
+            **both,
+        }
+    return {
+        "kv_connector": "KvassConnector",
+        "kv_connector_module_path": "kvass.connectors.vllm",
+        # as LMCache, which does not ask whether weights changed when vLLM's cache is reset
+        "kv_connector_extra_config": {
+            "kvass.socket": server.address,
+            "kvass.fixed_weights": True,
+        },
+        **both,
+    }
+
+
+def measure_engines(
+    results: Results, plan: Plan, repetitions: int, sizes: Sizes, parts: Collection[str]
+) -> None:
+    """The rows of whole engines, of those ``parts`` (``ENGINE_PARTS``) that are named."""
+    hits = {name: hit_rows(results, name, sizes) for name in WORKLOADS if name in parts}
+    new, down = [], []
+    if "new" in parts:
+        new = new_rows(results)
+    if "down" in parts:
+        down = [
+            results.row("down", "down_next", "server killed: first token of a new prompt", "s"),
+            results.row("down", "down_back", "server started again: hits again after", "s"),
+        ]
+    rows = [*(row for two in hits.values() for row in two), *new, *down]
+    model = build(MODELS, SHAPE)
+    with ExitStack() as ending:
+        servers: dict[str, Server] = {}
+        for system in SERVED:
+            with attempt(system, *rows):
+                server = plan.server(system, L1_BYTES)
+                ending.callback(server.close)
+                server.start()
+                servers[system] = server
+        for number in range(repetitions):
+            with _engines(plan, model, servers, number, rows) as engines:
+                of = f"engines {number + 1} of {repetitions}"
+                for name, two in hits.items():
+                    say(f"{name}, {of}")
+                    WORKLOADS[name][1](engines, sizes, plan.rounds, *two)
+                if new:
+                    say(f"new prompts, {of}")
+                    measure_new(engines, plan.rounds, *new)
+                if down and number == repetitions - 1:
+                    say("engines whose cache server is killed")
+                    measure_down(engines, servers, *down)
+
+
+def hit_rows(results: Results, name: str, sizes: Sizes) -> list[Row]:
+    """Of a workload: what a user waits, and what was found."""
+    what = WORKLOADS[name][0].format(s=sizes, turns=len(sizes.turn))
+    return [
+        results.row("engine", name, what, "s"),
+        results.row("engine", f"{name}_found", "prompt tokens found for it", "", more=True),
+    ]
+
+
+def new_rows(results: Results) -> list[Row]:
+    """Prompts without a hit."""
+    alone = f"first token of {NEW_TOKENS:,} new tokens, against none"
+    crowd = f"{CROWD} new prompts of {CROWD_TOKENS} + {OUTPUT} tokens at once, against none"
+    return [
+        results.row("new", "new_first", alone, "%"),
+        results.row("new", "new_crowd", crowd, "%"),
+    ]
+
+
+@contextmanager
+def _engines(
+    plan: Plan, model: Path, servers: dict[str, Server], number: int, rows: Sequence[Row]
+) -> Iterator[Engines]:
+    """New engines. What does not start has its reason in every row, and is not tried again."""
+    say("the start of the engines")
+    with ExitStack() as ending:
+        found: dict[str, EngineProcess] = {}
+        for mode in MODES:
+            mine = [row for row in rows if row.part != "down" or mode in SERVED]
+            if all(mode in row.trouble for row in mine):
+                continue
+            with attempt(mode, *mine):
+                engine = EngineProcess(
+                    model,
+                    plan.folder / f"engine-{mode}-{number}.log",
+                    transfer=connector(mode, servers.get(mode)),
+                    python=plan.python,
+                    args=ARGS,
+                    environment=ENVIRONMENT,
+                    start_timeout_s=_SLOW_S,
+                )
+                ending.callback(engine.close)
+                first = Prompt(words(1500, ("warm-up", number)), 2)
+                engine.wait_ready().generate(first, timeout_s=_SLOW_S)
+                found[mode] = engine
+        yield Engines(found, number)
+
+
+# ---------------------------------------------------------------- prompts with hits
+
+
+def measure_document(engines: Engines, sizes: Sizes, rounds: int, *rows: Row) -> None:
+    """A long prompt again."""
+    prompt = words(sizes.document, ("document", engines.repetition))
+    _repeat(engines, rounds, rows, prompt, lambda _: prompt)
+
+
+def measure_rag(engines: Engines, sizes: Sizes, rounds: int, *rows: Row) -> None:
+    """A system prompt that was seen, and a question that was not."""
+    system = words(sizes.system, ("system", engines.repetition))
+
+    def asked(name: object) -> list[int]:
+        return system + words(sizes.question, ("question", engines.repetition, name))
+
+    _repeat(engines, rounds, rows, asked("first"), asked)
+
+
+def _repeat(
+    engines: Engines,
+    rounds: int,
+    rows: Sequence[Row],
+    first: list[int],
+    asked: Callable[[object], list[int]],
+) -> None:
+    """``first`` is computed once; then prompts again."""
+
+    def one(mode: str, name: object, empty: bool) -> tuple[float, int]:
+        answer = engines.ask(mode, asked(name), empty=empty)
+        return answer.first_token_s, answer.cached
+
+    for mode in engines.found:
+        if mode in CACHED:
+            with attempt(mode, *rows):
+                engines.ask(mode, first)
+    _take_turns(engines, rounds, rows, one)
+
+
+def measure_chat(engines: Engines, sizes: Sizes, rounds: int, *rows: Row) -> None:
+    """A chat's turns, each with all that was said before."""
+
+    def one(mode: str, name: object, empty: bool) -> tuple[float, int]:
+        whole = words(sizes.turn[-1], ("chat", engines.repetition, name))
+        answers = [engines.ask(mode, whole[:end], empty=empty) for end in sizes.turn]
+        return sum(a.first_token_s for a in answers), sum(a.cached for a in answers)
+
+    _take_turns(engines, max(1, rounds // 3), rows, one)
+
+
+def measure_agent(engines: Engines, sizes: Sizes, rounds: int, *rows: Row) -> None:
+    """An agent's steps: each prompt has what was generated before, and a tool's answer."""
+
+    def one(mode: str, name: object, empty: bool) -> tuple[float, int]:
+        prompt, total_s, cached = words(sizes.agent, ("agent", engines.repetition, name)), 0.0, 0
+        for step in range(sizes.steps):
+            answer = engines.ask(mode, prompt, OUTPUT, empty=empty)
+            total_s, cached = total_s + answer.total_s, cached + answer.cached
+            prompt = prompt + answer.tokens + words(sizes.tool, ("tool", step))
+        return total_s, cached
+
+    _take_turns(engines, max(1, rounds // 3), rows, one)
+
+
+def _take_turns(
+    engines: Engines,
+    rounds: int,
+    rows: Sequence[Row],
+    one: Callable[[str, object, bool], tuple[float, int]],
+) -> None:
+    """Seconds and tokens found of each mode, vLLM's own cache emptied before each request. What
+    computes everything takes part in three rounds. ``local``: vLLM's own cache, not emptied."""
+    wait, found = rows
+    for number, mode in in_turns(tuple(engines.found), rounds, wait, found):
+        if mode not in CACHED and number >= 3:
+            continue
+        with attempt(mode, wait, found):
+            took_s, tokens = one(mode, (number, mode), True)
+            wait.add(mode, took_s)
+            found.add(mode, tokens)
+            if mode in CACHED and not tokens:
+                raise Unavailable("nothing was found")
+            if mode == "none":
+                took_s, tokens = one(mode, (number, "local"), False)
+                wait.add("local", took_s)
+                found.add("local", tokens)
+
+
+# ---------------------------------------------------------------- prompts without a hit
+
+
+def measure_new(engines: Engines, rounds: int, first: Row, crowd: Row) -> None:
+    """What a cache costs prompts that nobody has seen, in percent of the engine without one: one
+    prompt's first token, and some prompts at once until the last token."""
+
+    def alone(mode: str, name: object) -> float:
+        return engines.ask(mode, words(NEW_TOKENS, name), empty=False).first_token_s
+
+    def together(mode: str, name: object) -> float:
+        prompts = [Prompt(words(CROWD_TOKENS, (name, i)), OUTPUT) for i in range(CROWD)]
+        answers = engines.found[mode].generate(*prompts, timeout_s=_SLOW_S)
+        return max(answer.total_s for answer in answers)
+
+    for row, measure, times in ((first, alone, 2 * rounds), (crowd, together, rounds)):
+        took: dict[int, dict[str, float]] = {}
+        for number, mode in in_turns(tuple(engines.found), times, row):
+            with attempt(mode, row):
+                name = (row.name, engines.repetition, number, mode)
+                took.setdefault(number, {})[mode] = measure(mode, name)
+        for one in took.values():
+            for mode in one.keys() - {"none"} if "none" in one else ():
+                row.add(mode, (one[mode] / one["none"] - 1) * 100)
+
+
+# ---------------------------------------------------------------- without the cache's server
+
+
+def measure_down(engines: Engines, servers: dict[str, Server], next_: Row, back: Row) -> None:
+    """A new prompt right after the cache's server was killed; and how long after the server's new
+    start a prompt that is asked over and over hits again."""
+    for mode in [one for one in engines.found if one in ("none", *SERVED)]:
+        with attempt(mode, next_, back):
+            engines.ask(mode, words(NEW_TOKENS, ("before", mode)), empty=False)
+            if mode in servers:
+                servers[mode].kill()
+            prompt = words(NEW_TOKENS, ("killed", mode))
+            killed = engines.ask(mode, prompt, empty=False, within_s=_DOWN_S)
+            next_.add(mode, killed.first_token_s)
+            if mode not in servers:
+                continue
+            servers[mode].start()
+            began_s, prompt = time.monotonic(), words(CROWD_TOKENS, ("back", mode))
+            while not engines.ask(mode, prompt).cached:
+                if time.monotonic() - began_s > _BACK_S:
+                    raise Unavailable(f"no hit within {_BACK_S:.0f} s")
+            back.add(mode, time.monotonic() - began_s)
+
+
+WORKLOADS: Final[dict[str, tuple[str, Callable[..., None]]]] = {
+    "document": ("{s.document:,} tokens again: first token", measure_document),
+    "rag": ("{s.question} new tokens after {s.system:,} seen: first token", measure_rag),
+    "chat": ("a chat of {turns} turns: first tokens, summed", measure_chat),
+    "agent": ("an agent's {s.steps} steps: last tokens, summed", measure_agent),
+}
+ENGINE_PARTS: Final = (*WORKLOADS, "new", "down")

@@ -1,0 +1,71 @@
+"""vLLM's scheduler, for blended requests: ``scheduler_cls`` is this module's ``BlendScheduler``.
+
+A file of vLLM's version (see ``adapt.py``). It overrides internals of vLLM's scheduler, so it works
+with the versions in ``configuration.BLENDS`` only. Without ``kvass.blend`` it is vLLM's scheduler.
+
+A blended request has its blocks up to the last segment when it is admitted, and waits there until
+the segments are in place. Then it is computed run by run, a step for each: before a step its
+``num_computed_tokens`` jumps over what need not be computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from kvass.connectors.vllm.connector import KvassConnector
+from kvass.errors import ConfigError
+
+
+class BlendScheduler(Scheduler):
+    """Raises ``ConfigError`` for an engine whose connector is not kvass alone."""
+
+    blends = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.connector, KvassConnector):
+            raise ConfigError("BlendScheduler needs kvass as the engine's only KV connector")
+        self._blender = self.connector.blender
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """A step, in which blended requests go on behind what they need not compute."""
+        if self._blender is not None:
+            for request in self.running:
+                computed = request.num_computed_tokens
+                begin = self._blender.next_token(request.request_id, computed)
+                _spare(request, begin - computed)
+                request.num_computed_tokens = begin
+        return super().schedule(throttle_prefills)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """How many tokens a step computes of a request: no more than its run has."""
+        asked = request, num_computed_tokens, num_new_tokens
+        tokens: int = super()._reserve_prefill_lookahead(*asked)
+        if self._blender is None:
+            return tokens
+        return self._blender.limit(request.request_id, num_computed_tokens, tokens)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        """A load ended: vLLM takes all up to the last segment for computed; it is not."""
+        if self._blender is not None:
+            failed = request.request_id in self.failed_recving_kv_req_ids
+            begin = self._blender.loaded(request.request_id, failed)
+            if begin is not None:
+                _spare(request, begin - request.num_computed_tokens)
+                request.num_computed_tokens = begin
+                if begin == 0:  # vLLM would take it for a new one and look for cached blocks
+                    request.skip_reading_prefix_cache = True
+        super()._update_waiting_for_remote_kv(request)
+
+
+def _spare(request: Request, tokens: int) -> None:
+    """``tokens`` of a prompt, or fewer if it is negative, come from the cache."""
+    if tokens and (stats := request.prefill_stats) is not None and not request.num_preemptions:
+        local, external = stats.num_local_cached_tokens, stats.num_external_cached_tokens
+        stats.set(stats.num_prompt_tokens, local, external + tokens)

@@ -1,0 +1,194 @@
+"""Blend, a worker's part: K and V of segments, put where they stand in a prompt.
+
+A file of vLLM's version (see ``adapt.py``). Rows of segments are copied, as they were stored, into
+blocks of the request. Here their K is moved to the new positions, and both are written where vLLM
+would have written them: by vLLM itself.
+
+Laws of this file:
+
+- How a page is laid out and how K is rotated is measured when the engine starts, layer by layer.
+  A model for which the measurement fails is refused.
+- Whatever raises while segments are placed fails the load: vLLM computes the prompt.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from vllm.forward_context import set_forward_context
+
+from kvass.blend.rope import Move, Rope, RopeRefused
+from kvass.blend.rope_of import MEASURED_AT, rope_that_explains
+from kvass.engine.boundary import Boundary
+from kvass.errors import ConfigError
+
+BASE: Final = 256
+"""All integers up to it are exact in each of ``rope.DTYPES``."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A segment, stored from position ``old`` on, that stands at ``new``. ``blocks`` hold it."""
+
+    blocks: tuple[int, ...]
+    old: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The segments of ``request``, to be placed once all ``loads`` have ended. ``table``: its
+    blocks, in the order of its tokens."""
+
+    request: str
+    loads: tuple[str, ...]
+    table: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+class _Measured(Exception):
+    """The K of a layer, [positions, heads, numbers]."""
+
+
+class LayerPages:
+    """The pages ``cache`` [blocks, ...] of one attention ``layer``. Raises ``ConfigError`` if its
+    numbers are not found in them."""
+
+    def __init__(self, name: str, layer: Any, cache: Any, rope: Rope, block: int) -> None:
+        self._layer, self._cache, self._block, self.rope = layer, cache, block, rope
+        self._shapes = [
+            (block, layer.num_kv_heads, size) for size in (layer.head_size, layer.head_size_v)
+        ]
+        self._sizes = [int(np.prod(shape)) for shape in self._shapes]
+        self._order = self._measure(name)
+
+    def _measure(self, name: str) -> Any:
+        """Where each number of K, then of V, lies in a page. Each is written as its own number, one
+        digit at a time."""
+        page = self._cache.new_zeros((1, *self._cache.shape[1:]))
+        numbers = torch.arange(sum(self._sizes))
+        found, unit = torch.zeros(page.numel(), dtype=torch.long), 1
+        while unit < len(numbers):
+            digits = (numbers // unit % BASE).to(page.dtype)
+            self._write(page, digits, torch.arange(self._block))
+            found += page.flatten().round().long() * unit
+            unit *= BASE
+        order = found.argsort()
+        if not torch.equal(found[order], numbers):
+            raise ConfigError(
+                f"blend cannot read the KV pages of {name}: they are laid out otherwise"
+            )
+        return order
+
+    def _write(self, cache: Any, numbers: Any, slots: Any) -> None:
+        split = numbers.split(self._sizes)
+        k, v = (part.view(shape) for part, shape in zip(split, self._shapes, strict=True))
+        self._layer.impl.do_kv_cache_update(self._layer, k, v, cache, slots)
+
+    def read(self, blocks: Any) -> tuple[Any, Any]:
+        """K and V of the tokens in ``blocks``, each [tokens, heads, numbers]."""
+        numbers = self._cache[blocks].flatten(1)[:, self._order].split(self._sizes, 1)
+        k, v = (
+            part.unflatten(1, shape).flatten(0, 1).contiguous()
+            for part, shape in zip(numbers, self._shapes, strict=True)
+        )
+        return k, v
+
+    def place(self, blocks: Any, move: Move, slots: Any) -> None:
+        """Move K of the tokens in ``blocks``, and write K and V to ``slots`` [tokens]."""
+        k, v = self.read(blocks)
+        if self.rope.inv_freq:
+            k = move(k, tokens=-3)
+        self._layer.impl.do_kv_cache_update(self._layer, k, v, self._cache, slots)
+
+
+class Placer:
+    """Places segments in the pages of one rank. Raises ``ConfigError`` or ``RopeRefused`` for a
+    model that cannot be blended. Used from the engine's thread."""
+
+    def __init__(
+        self, vllm_config: Any, caches: Mapping[str, Any], block: int, boundary: Boundary
+    ) -> None:
+        self._boundary, self._block = boundary, block
+        self._waiting: dict[str, Placement] = {}
+        self._ended: dict[str, bool] = {}
+        """By load: whether it failed."""
+        model, layers = _model(), vllm_config.compilation_config.static_forward_context
+        self._layers = []
+        for name, cache in caches.items():
+            rope = _rope(vllm_config, model, name, layers[name], cache.dtype)
+            self._layers.append(LayerPages(name, layers[name], cache, rope, block))
+
+    def expect(self, placements: Iterable[Placement]) -> None:
+        """These were planned in this step."""
+        self._waiting |= {one.request: one for one in placements}
+
+    def settle(self, finished: set[str], failed: set[str]) -> tuple[set[str], set[str]]:
+        """Of loads that ended the requests that are complete, and those of them that failed."""
+        if not self._waiting:
+            return finished, failed
+        ours = {load for one in self._waiting.values() for load in one.loads} & finished
+        self._ended |= {load: load in failed for load in ours}
+        finished, failed = finished - ours, failed - ours
+        for name, one in list(self._waiting.items()):
+            if all(load in self._ended for load in one.loads):
+                del self._waiting[name]
+                lost = sum(self._ended.pop(load) for load in one.loads)
+                finished.add(name)
+                if lost or not self._boundary.run(False, self._place, one):
+                    failed.add(name)
+        return finished, failed
+
+    def _place(self, one: Placement) -> bool:
+        size, moves = self._block, dict[Rope, Move]()
+        spans = [np.arange(len(span.blocks) * size) for span in one.spans]
+        old = np.concatenate([a + s.old for a, s in zip(spans, one.spans, strict=True)])
+        new = np.concatenate([a + s.new for a, s in zip(spans, one.spans, strict=True)])
+        blocks = torch.tensor([block for span in one.spans for block in span.blocks])
+        slots = torch.from_numpy(np.asarray(one.table)[new // size] * size + new % size)
+        with torch.inference_mode():
+            for layer in self._layers:
+                move = moves.setdefault(layer.rope, Move(layer.rope, old, new))
+                layer.place(blocks, move, slots)
+        return True
+
+
+def _model() -> Any:
+    """The model of this worker. Only the frames of our callers refer to it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
+        if get_model is not None:
+            return get_model()
+        frame = frame.f_back
+    raise ConfigError("blend did not find the model of this worker")
+
+
+def _rope(vllm_config: Any, model: Any, name: str, layer: Any, dtype: torch.dtype) -> Rope:
+    """The rope of the attention layer ``name``: the module that has it computes one token at
+    several positions, and K that reaches the layer is compared."""
+
+    def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Measured(kwargs["key"] if "key" in kwargs else args[1])
+
+    outer = model.get_submodule(name.rpartition(".")[0])
+    weights = next(outer.parameters())
+    hidden = torch.ones(1, vllm_config.model_config.get_hidden_size(), dtype=weights.dtype)
+    positions = torch.from_numpy(MEASURED_AT)
+    hook = layer.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with torch.inference_mode(), set_forward_context(None, vllm_config):
+            outer(positions=positions, hidden_states=hidden.repeat(len(positions), 1))
+    except _Measured as found:
+        k = found.args[0].view(len(positions), -1, layer.head_size)
+        return rope_that_explains(name, outer, k, dtype)
+    except TypeError as error:
+        raise RopeRefused(f"layer {name}", f"its module is called otherwise: {error}") from None
+    finally:
+        hook.remove()
+    raise RopeRefused(f"layer {name}", "its module does not call it")

@@ -1,0 +1,194 @@
+"""``make bench-peers``: the page says what was measured, and a side that fails stops no other.
+
+LMCache is not installed here: that is the side that fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.engine import words
+from bench.peers import __main__ as command
+from bench.peers import engineless, engines, report
+from bench.peers.engineless import Plan
+from bench.peers.engines import SHORT, Engines
+from bench.peers.results import Results, Row, in_turns
+from kvass.cli.bench import copies
+from tests.support.vllm.process import Answer, EngineDied, Prompt
+
+# ---------------------------------------------------------------- the page
+
+
+def row(part: str = "engine", *, more: bool = False, **samples: list[float]) -> Row:
+    return Row(part, "document", "a document again", "s", more, samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        (row(kvass=[1.0, 1.1], lmcache=[3.0, 3.3]), ("**kvass** 3x", True)),
+        (row(kvass=[1.0, 1.1], lmcache=[3.0, 3.3], more=True), ("LMCache 3x", False)),
+        (row(kvass=[3.0, 3.3], lmcache=[1.0, 1.1]), ("LMCache 3x", False)),
+        (row(kvass=[1.0], lmcache=[3.0], lmcache_1=[0.5]), ("LMCache 2x", False)),
+        (row(kvass=[0.0], lmcache=[1.0]), ("**kvass**", True)),
+        (row(kvass=[1.0, 2.0], lmcache=[1.9, 4.0]), ("no clear lead", False)),
+        (row(kvass=[1.0, 9.0, 1.0, 1.0, 1.0], lmcache=[2.0] * 4), ("**kvass** 2x", True)),
+        (row(kvass=[100.0], lmcache=[101.0]), ("no clear lead", False)),
+        (row(kvass=[1.0]), ("", True)),
+        (row(lmcache=[1.0]), ("no figure of kvass", False)),
+        (row("new", kvass=[0.4, 0.9], again=[-2.0, 2.0]), ("goal met", True)),
+        (row("new", kvass=[3.0], again=[-2.0, 1.0]), ("goal missed (noise: 2.0 %)", False)),
+    ],
+)
+def test_a_lead_is_outside_of_the_spread(what: Row, found: tuple[str, bool]) -> None:
+    assert report.verdict(what) == found
+
+
+def test_whom_nobody_waited_for_longer_does_not_lead() -> None:
+    one = row(kvass=[0.1])
+    one.trouble["lmcache"] = "not within 20 s"
+    assert report.verdict(one) == ("**kvass**", True)
+
+
+def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
+    results = Results({"Cores": "2"}, {"LMCache": "0.5.6"}, 9, "today", minutes=41.6)
+    first = results.row("engine", "document", "a document again", "s")
+    first.samples = {"none": [12.0], "kvass": [2.0, 4.0, 3.0], "lmcache": [1.0, 1.0, 1.0]}
+    first.trouble = {"offloading": "only on | GPUs"}
+    long = "failed: Exception: only on | GPUs of other makers, and only there"
+    results.row("new", "new_first", "a new document", "%").trouble = {"offloading": long}
+    path = tmp_path / "run.json"
+    results.save(path)
+    assert command.main(["--render", str(path), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert (
+        "| a document again | s | 12 | 1 (1 to 1) | 3 (2 to 4) | only on / GPUs | LMCache 3x |"
+        in page
+    )
+    assert f"- a document again (LMCache 3x): {report.WHY['document']}." in page
+    assert "today, 42 minutes, 9 rounds" in page
+    assert "- Cores: 2\n- LMCache: 0.5.6" in page
+    assert "| a new document | % | see below | no figure of kvass |  |\n\n- vLLM off" in page
+    assert f"- vLLM offloading: {long.replace('|', '/')}" in page
+    assert page.count("Not measured.") == 6  # every other part's table
+    assert "{" not in page
+    web = (tmp_path / "benchmarks.html").read_text()
+    assert "<td>3 (2 to 4)</td>" in web
+    assert "http" not in web
+    assert "](" not in web
+
+
+def test_an_unknown_part_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--only", "copies,nothing", "--out", str(tmp_path)]) == 2
+    assert "--only nothing: the parts are copies, lookups," in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- without an engine
+
+
+def test_kvass_is_measured_though_its_peer_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engineless, "COPY_L1_BYTES", 256 << 20)
+    monkeypatch.setattr(engineless, "SMALL_L1_BYTES", 64 << 20)
+    monkeypatch.setattr(engineless, "TOKENS", 512)
+    monkeypatch.setattr(engineless, "LOOKUPS", (512, 1024))
+    monkeypatch.setattr(engineless, "IDLE_S", 0.1)
+    results = Results({}, {}, 1, "")
+    plan = Plan(sys.executable, tmp_path, tmp_path, 1)
+    for part in ("copies", "lookups", "requests", "kills"):
+        engineless.PARTS[part](results, plan)
+    for one in results.rows:
+        assert one.samples["kvass"], one
+        assert min(one.samples["kvass"]) >= 0
+        assert "No module named" in one.trouble["lmcache"], one
+        assert "kvass" not in one.trouble
+    assert copies.CHUNKS == 16  # 4,096 tokens outside of this test
+
+
+def test_turns_begin_with_another_and_leave_out_who_failed() -> None:
+    failed = Row("", "", "", "", False, trouble={"b": "gone"})
+    assert list(in_turns("abc", 2, failed)) == [(0, "a"), (0, "c"), (1, "c"), (1, "a")]
+
+
+# ---------------------------------------------------------------- with stand-ins for engines
+
+
+class Engine:
+    """A token takes a millisecond, times ``slow``, unless one of two caches has it: its own, which
+    ``reset`` empties, and another, if it is ``cached``."""
+
+    def __init__(self, cached: bool = False, slow: float = 1.0) -> None:
+        self.slow, self.cached = slow, cached
+        self.own: list[list[int]] = []
+        self.other: list[list[int]] = []
+
+    def reset(self) -> bool:
+        self.own.clear()
+        return True
+
+    def generate(self, *prompts: Prompt, timeout_s: float) -> list[Answer]:
+        return [self.answer(prompt) for prompt in prompts]
+
+    def answer(self, prompt: Prompt) -> Answer:
+        local, external = found(self.own, prompt.tokens), found(self.other, prompt.tokens)
+        external = max(0, external - local)
+        self.own.append(prompt.tokens)
+        if self.cached:
+            self.other.append(prompt.tokens)
+        first_s = self.slow * 1e-3 * (len(prompt.tokens) - local - external)
+        tokens = list(range(prompt.max_tokens))
+        return Answer(tokens, [], local, external, first_s, first_s + 1e-3 * len(tokens))
+
+
+class Broken(Engine):
+    def generate(self, *prompts: Prompt, timeout_s: float) -> list[Answer]:
+        raise EngineDied("engine process 7 ended; the end of its log:\nmore")
+
+
+def found(cache: list[list[int]], tokens: list[int]) -> int:
+    def alike(one: list[int]) -> int:
+        pairs = zip(one, tokens[:-1], strict=False)
+        return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(tokens) - 1))
+
+    return max(map(alike, cache), default=0)
+
+
+def some(**found: Any) -> Engines:
+    return Engines(found, 0)
+
+
+@pytest.mark.parametrize("name", engines.WORKLOADS)
+def test_a_workload_hits_what_it_says(name: str) -> None:
+    results = Results({}, {}, 3, "")
+    rows = engines.hit_rows(results, name, SHORT)
+    three = some(none=Engine(), kvass=Engine(cached=True), lmcache=Broken())
+    engines.WORKLOADS[name][1](three, SHORT, 3, *rows)
+    wait, hits = (one.samples for one in rows)
+    assert min(hits["kvass"]) > 0
+    assert set(hits["none"]) == {0}
+    assert wait["kvass"] == pytest.approx(wait["local"]), "no cache is better than one's own"
+    assert max(wait["kvass"]) < min(wait["none"])
+    assert [one.trouble for one in rows] == [{"lmcache": "ended"}] * 2
+    assert name == "document" or max(wait["kvass"]) > 0.05  # what is new is computed
+
+
+def test_a_cache_that_finds_nothing_has_no_figure() -> None:
+    rows = engines.hit_rows(Results({}, {}, 3, ""), "rag", SHORT)
+    engines.measure_rag(some(kvass=Engine(cached=False)), SHORT, 3, *rows)
+    assert rows[0].trouble == {"kvass": "nothing was found"}
+
+
+def test_what_new_prompts_cost_is_relative_to_none() -> None:
+    rows = engines.new_rows(Results({}, {}, 3, ""))
+    engines.measure_new(some(none=Engine(), again=Engine(), kvass=Engine(slow=1.5)), 3, *rows)
+    first, crowd = (one.samples for one in rows)
+    assert first["again"] == pytest.approx([0.0] * 6)
+    assert crowd["again"] == pytest.approx([0.0] * 3)
+    assert first["kvass"] == pytest.approx([50.0] * 6)
+    assert 40 < crowd["kvass"][0] < 50
+    assert "none" not in first
+    assert words(3, "x") != words(3, "y")

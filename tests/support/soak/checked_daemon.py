@@ -1,0 +1,29 @@
+"""``kvass serve`` that checks the core's invariants all the time: a broken one ends the daemon."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+from unittest import mock
+
+from kvass.cli.main import main
+from kvass.core.effects import Effect, Event
+from kvass.core.machine import CacheMachine
+
+EVERY_S: Final = 0.25
+_step = CacheMachine.step
+_checked_s = 0.0
+
+
+def _checked_step(machine: CacheMachine, event: Event, now: float) -> list[Effect]:
+    global _checked_s
+    effects = _step(machine, event, now)
+    if time.monotonic() > _checked_s + EVERY_S:
+        machine.validate()
+        _checked_s = time.monotonic()
+    return effects
+
+
+if __name__ == "__main__":
+    with mock.patch.object(CacheMachine, "step", _checked_step):
+        raise SystemExit(main())

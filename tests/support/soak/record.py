@@ -1,0 +1,149 @@
+"""What is sampled while a soak runs, what must be true of it at the end, and a page with plots.
+
+Growth is judged for each process that is there at the end, from the samples of its own life: the
+median of the second quarter against that of the last, if it has lived for ``LIFE_S``. The
+first quarter is left out because caches and indexes fill then. What may differ:
+
+- Memory: ``GROWTH_BYTES``. glibc and Python's allocator keep freed memory in pieces, so equal work
+  leaves a few MiB more or less.
+- Descriptors and threads: those of one engine, which may be away in one quarter and not in the
+  other. After the engines have ended the daemon must have exactly as many as a new one.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+from kvass.errors import KvassError
+from kvass.simulate.report import Line, head, plot
+from tests.support.soak.world import DISK_BYTES, World
+
+LIFE_S: Final = 60.0
+GROWTH_BYTES: Final = 4 << 20
+ONE_ENGINE: Final = 6
+"""Its scheduler and four ranks, and what is being opened."""
+LEAST_HIT_RATE: Final = 0.1
+FIGURES: Final = ("private_bytes", "descriptors", "threads")
+"""Of a process. Private: without shared memory and libraries, of which each process has a part that
+depends on how many others there are."""
+HELD: Final = (
+    *("leases", "reservations", "pins", "quarantined_bytes", "rows_loading"),
+    *("promotions", "instances"),
+)
+"""Nothing of it may be left after the engines have ended."""
+_POINTS: Final = 600
+
+Sample = dict[str, Any]
+
+
+def process_figures(pid: int) -> Sample:
+    """``FIGURES``, and whose they are. Raises ``OSError`` if it has ended."""
+    proc = Path("/proc") / str(pid)
+    lines = [line.split() for line in (proc / "smaps_rollup").read_text().splitlines()[1:]]
+    kib = {words[0]: int(words[1]) for words in lines}
+    descriptors, threads = (len(list((proc / of).iterdir())) for of in ("fd", "task"))
+    figures = (kib["Pss_Anon:"] << 10, descriptors, threads)
+    return {"pid": pid, **dict(zip(FIGURES, figures, strict=True))}
+
+
+def sample(world: World, at_s: float) -> Sample:
+    """What can be seen now: a daemon that does not answer has no ``HELD``."""
+    taken: Sample = {"s": round(at_s, 2), "disk_bytes": world.disk_bytes()}
+    total = {"asked": 0, "hit": 0}
+    for engine in world.engines:
+        total = {name: n + engine.total[name] for name, n in total.items()}
+    taken |= total
+    pids = {"engine 0": world.engines[0].process.pid, "daemon": world.daemon.pid}
+    tiers = {f"{name} tier": world.tier_pid(name) for name in ("disk", "redis")}
+    for name, pid in {**pids, **tiers}.items():
+        with suppress(OSError):
+            if pid is not None:
+                taken[name] = process_figures(pid)
+    with suppress(KvassError):
+        status = world.client.status(0.3)
+        taken |= {name: status[name] for name in HELD}
+        taken["tiers"] = {t["tier"][:5]: t.get("loaded_rows", 0) for t in status["tiers"]}
+    return taken
+
+
+class Check(NamedTuple):
+    """One line of the verdict."""
+
+    ok: bool
+    what: str
+
+
+def _processes(samples: Sequence[Sample]) -> list[str]:
+    named = (n for s in samples for n in s if isinstance(s[n], dict) and "pid" in s[n])
+    return [*dict.fromkeys(named)]
+
+
+def growth(samples: Sequence[Sample]) -> list[Check]:
+    """Of each figure of each process (see the top of this file)."""
+    checks = []
+    for name in _processes(samples):
+        seen = [(s["s"], s[name]) for s in samples if name in s]
+        life = [(at, figures) for at, figures in seen if figures["pid"] == seen[-1][1]["pid"]]
+        quarter, lasted_s = len(life) // 4, life[-1][0] - life[0][0]
+        if lasted_s < LIFE_S or not quarter:
+            continue
+        for figure in FIGURES:
+            values = [figures[figure] for _, figures in life]
+            before, after = median(values[quarter : 2 * quarter]), median(values[-quarter:])
+            allowed = GROWTH_BYTES if figure == "private_bytes" else ONE_ENGINE
+            text = f"growth of {name} in {lasted_s:.0f} s, {figure}: {before:,.0f}, {after:,.0f}"
+            checks.append(Check(after <= before + allowed, text))
+    return checks
+
+
+def verdict(samples: Sequence[Sample], tally: Mapping[str, int], log: str) -> list[Check]:
+    """``tally``: how often each kind of mischief happened. ``log``: the daemon's."""
+    asked, hit = samples[-1]["asked"], samples[-1]["hit"]
+    rate, disk = hit / max(1, asked), max(s["disk_bytes"] for s in samples)
+    loaded = {n: max(s.get("tiers", {}).get(n, 0) for s in samples) for n in ("disk:", "redis")}
+    if samples[-1]["s"] < LIFE_S:  # it is too short to warm up
+        floor, enough = 0.001, True
+    else:
+        floor, enough = LEAST_HIT_RATE, all(loaded.values())
+    traces = log.count("Traceback")
+    never = [name for name, times in tally.items() if not times]
+    return [
+        Check(rate >= floor, f"hit rate {rate:.1%}, at least {floor:.1%}"),
+        Check(enough, f"rows loaded by tiers, in one boot: {loaded}"),
+        Check(disk <= DISK_BYTES, f"disk: at most {disk:,} of {DISK_BYTES:,} bytes"),
+        Check(not never, f"mischief that never happened: {', '.join(never) or 'none'}"),
+        Check(not traces, f"tracebacks in the daemon's log: {traces}"),
+        *growth(samples),
+    ]
+
+
+def page(title: str, verdict_: Sequence[Check], samples: Sequence[Sample], text: str) -> str:
+    """``text``: what else there is to read."""
+    of = samples[:: max(1, len(samples) // _POINTS)]
+    names = _processes(of)
+    plots = {
+        what: [(n, [(s["s"], s[n][figure] / unit) for s in of if n in s]) for n in names]
+        for what, figure, unit in (
+            ("private memory (MiB)", FIGURES[0], 1 << 20),
+            ("descriptors", FIGURES[1], 1),
+            ("threads", FIGURES[2], 1),
+        )
+    }
+    plots["bytes (MiB)"] = [
+        (n, [(s["s"], s[n] / (1 << 20)) for s in of if n in s])
+        for n in ("disk_bytes", "quarantined_bytes")
+    ]
+    plots["held"] = [(n, [(s["s"], s[n]) for s in of if n in s]) for n in HELD if "bytes" not in n]
+    plots["hit rate"] = [("so far", [(s["s"], s["hit"] / max(1, s["asked"])) for s in of])]
+    parts = [head(title)]
+    parts += [f"<p>{'' if c.ok else '<b>NOT: </b>'}{html.escape(c.what)}</p>" for c in verdict_]
+    for what, lines in plots.items():
+        drawn: list[Line] = [(name, points) for name, points in lines if points]
+        if drawn:
+            parts += [f"<h2>{what}</h2>", plot(drawn, "time (s)", what=what)]
+    return "\n".join([*parts, f"<pre>{html.escape(text)}</pre></html>\n"])

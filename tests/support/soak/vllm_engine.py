@@ -1,0 +1,98 @@
+"""A real vLLM engine of a soak: answers must be those of an engine without kvass.
+
+``answers`` has them ready, so a run needs no second engine. It drops vLLM's own prefix cache before
+each request; so what is found comes from kvass.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import msgspec
+
+from tests.support.soak.engine import Line, Setup, prompts, requests, tell
+from tests.support.vllm.models import TINY, build
+from tests.support.vllm.process import Answer, EngineProcess
+
+CHUNK_TOKENS: Final = 64
+MOST_CHUNKS: Final = 10
+PROMPTS: Final = 40
+"""The first of the trace; they are played again and again."""
+ANSWER_TOKENS: Final = 6
+LIKE: Final = 1e-3
+"""So far logprobs may differ: the kernels add in another order after a hit."""
+
+
+class Asked(msgspec.Struct):
+    """A prompt and what an engine without kvass says."""
+
+    tokens: list[int]
+    answer: Answer
+
+
+def tokens_of(pieces: list[int]) -> list[int]:
+    """The tokens of a prompt: a chunk for each piece, and one token more."""
+    chunks = [Random(piece).choices(range(4, TINY.vocab), k=CHUNK_TOKENS) for piece in pieces]
+    return [token for chunk in chunks for token in chunk] + [5]
+
+
+@contextmanager
+def _engine(folder: Path, name: str, socket: Path | None = None) -> Iterator[EngineProcess]:
+    with EngineProcess(
+        build(folder / "models"),
+        folder / f"{name}.log",
+        socket=socket,
+        args={"max_model_len": 1024, "num_gpu_blocks_override": 128},
+        options={"kvass.chunk_tokens": CHUNK_TOKENS},
+    ) as engine:
+        yield engine.wait_ready()
+
+
+def write_answers(trace: Path, folder: Path) -> str:
+    """Ask an engine without kvass; the path of the file."""
+    asked = []
+    with _engine(folder, "plain") as plain:
+        for pieces in islice(requests(trace, MOST_CHUNKS), PROMPTS):
+            plain.reset()
+            tokens = tokens_of(pieces)
+            asked.append(Asked(tokens, plain.one(tokens, ANSWER_TOKENS)))
+    file = folder / "answers.json"
+    file.write_bytes(msgspec.json.encode(asked))
+    return str(file)
+
+
+def differs(answer: Answer, right: Answer) -> str:
+    """How it is wrong; empty: it is not."""
+    if answer.tokens != right.tokens:
+        return f"tokens {answer.tokens}, not {right.tokens}"
+    pairs = zip(answer.logprobs, right.logprobs, strict=True)
+    worst = max(abs(a - b) for a, b in pairs)
+    return f"logprobs differ by {worst:g}" if worst > LIKE else ""
+
+
+def play(setup: Setup) -> None:
+    file = Path(setup.answers)
+    asked = msgspec.json.decode(file.read_bytes(), type=list[Asked])
+    with _engine(file.parent, f"vllm-{setup.number}", Path(setup.socket)) as engine:
+        tell(Line(setup.first))
+        for n, _ in prompts(setup):
+            one, began_s = asked[n % len(asked)], time.monotonic()
+            engine.reset()
+            answer = engine.one(one.tokens, ANSWER_TOKENS)
+            hit = answer.external // CHUNK_TOKENS
+            wrong = differs(answer, one.answer)
+            asked_chunks, s = len(one.tokens) // CHUNK_TOKENS, round(time.monotonic() - began_s, 3)
+            tell(Line(n, asked_chunks, hit, hit, s, wrong and f"hit {answer.external}: {wrong}"))
+            if wrong:
+                return
+
+
+if __name__ == "__main__":
+    play(msgspec.json.decode(sys.argv[1], type=Setup))

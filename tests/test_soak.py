@@ -1,0 +1,106 @@
+"""``make soak``: a few seconds of it, and that it notices what it is there for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.soak.__main__ import plan, soak
+from tests.support.soak.record import GROWTH_BYTES, ONE_ENGINE, growth
+from tests.support.soak.world import EARLY, MISCHIEF, World
+
+SEED = 7
+LEAKY = """
+import os
+from kvass.cli.main import main
+from kvass.daemon.connection import Connection
+close = Connection.close_now
+def close_now(self):
+    os.dup(2)
+    close(self)
+Connection.close_now = close_now
+raise SystemExit(main())
+"""
+"""A daemon that leaves a descriptor open at the end of each session."""
+
+
+def red(checks: list[Any]) -> list[str]:
+    return [check.what for check in checks if not check.ok]
+
+
+def test_five_seconds_of_all_kinds_of_mischief_are_clean(tmp_path: Path) -> None:
+    assert red(soak(SEED, 5, tmp_path, rate=15)) == []
+    assert (tmp_path / "soak.html").read_text().count("<svg") == 6
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) > 20
+
+
+def corrupted(world: World, _: int) -> Iterator[None]:
+    """One byte of each 32 KiB of the daemon's arena, once there are hits."""
+    if sum(engine.total["hit"] for engine in world.engines) < 200:
+        return
+    for fd in Path(f"/proc/{world.daemon.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # a session ended meanwhile
+            if "memfd" in os.readlink(fd):
+                np.memmap(fd, np.uint8, "r+")[:: 32 << 10] ^= 1
+    yield
+
+
+def test_a_wrong_byte_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mischief = {f"corrupted {n}": ("", corrupted) for n in range(30)}
+    checks = soak(SEED, 20, tmp_path, rate=20, mischief=mischief)
+    assert "WRONG BYTES" in "".join(red(checks))
+    said = capsys.readouterr().out
+    assert f"seed {SEED}" in said
+    assert "corrupted" in said
+
+
+def test_a_leaked_descriptor_is_noticed(tmp_path: Path) -> None:
+    mischief = {"engine killed": MISCHIEF["engine killed"]}
+    checks = soak(SEED, 1, tmp_path, mischief=mischief, program=("-c", LEAKY))
+    assert "descriptors and threads" in "".join(red(checks))
+
+
+def test_a_daemon_that_ends_by_itself_ends_the_run(tmp_path: Path) -> None:
+    def ended(world: World, _: int) -> Iterator[None]:
+        os.kill(world.daemon.pid, signal.SIGKILL)
+        yield
+
+    checks = soak(SEED, 60, tmp_path, mischief={"ended": ("", ended)})
+    assert "the daemon ended" in "".join(red(checks))
+
+
+def life(pid: int, **figures: list[int]) -> list[dict[str, Any]]:
+    names = ("private_bytes", "descriptors", "threads")
+    rows = zip(*(figures.get(name, [9] * 100) for name in names), strict=True)
+    return [
+        {"s": float(s), "daemon": {"pid": pid, **dict(zip(names, row, strict=True))}}
+        for s, row in enumerate(rows)
+    ]
+
+
+def test_growth_is_that_of_the_process_that_is_there_at_the_end() -> None:
+    young = [5] * 25
+    assert red(growth(life(1))) == []
+    before = life(1, descriptors=[200] * 100)
+    for name, much in (("private_bytes", GROWTH_BYTES), ("descriptors", ONE_ENGINE)):
+        for more, wrong in ((much, 0), (much + 1, 1)):
+            values = [*young, *([9] * 25), *([9] * 25), *([9 + more] * 25)]
+            assert len(red(growth([*before, *life(2, **{name: values})]))) == wrong
+
+
+def test_a_seed_is_a_plan_and_some_mischief_is_early() -> None:
+    planned = list(plan(SEED, 600, MISCHIEF))
+    assert planned == list(plan(SEED, 600, MISCHIEF))
+    assert planned != list(plan(SEED + 1, 600, MISCHIEF))
+    counted = Counter(one.what for one in planned)
+    assert counted.keys() == MISCHIEF.keys()
+    assert min(counted.values()) >= 3
+    assert all(one.at_s < 600 / 4 + 60 for one in planned if one.what in EARLY)
