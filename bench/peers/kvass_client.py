@@ -20,11 +20,9 @@ from kvass.cli.bench.rig import (
     seconds,
 )
 from kvass.errors import KvassError, Unavailable
-from kvass.types import GroupLayout
+from kvass.simulate.models import MODELS, layout
 
-_PAGE_BYTES: Final = 16 * 8 * 128 * 2
-LLAMA_8B: Final = GroupLayout("full", 16, tuple(map(str, range(64))), (_PAGE_BYTES,) * 64)
-"""K and V of 32 layers, each in a plane of its own: 16 tokens, 8 heads, 128 wide, bf16."""
+LLAMA_8B: Final = layout(MODELS["llama-3-8b"], 16)
 
 
 class KvassClient:
@@ -35,7 +33,7 @@ class KvassClient:
 
     def connect(self, address: str, large: bool, tokens: int) -> None:
         """``large``: rows of Llama-8B, for prompts of ``tokens``; else of 4 KiB."""
-        groups = (LLAMA_8B if large else LAYOUT,)
+        groups = LLAMA_8B if large else (LAYOUT,)
         self._socket = address
         # one name in each run: a later client finds what is on disk
         name = f"bench-peers-{'large' if large else 'small'}"
@@ -43,26 +41,22 @@ class KvassClient:
             address, groups, self._ending, name=name, instance=fresh_name()
         )
         if large:
-            whole = Prompt(groups, CHUNK_TOKENS, tokens // CHUNK_TOKENS)
-            self._cache = KvCache(whole, self._engine, self._ending)
+            prompt = Prompt(groups, CHUNK_TOKENS, tokens // CHUNK_TOKENS)
+            self._cache = KvCache(prompt, self._engine, self._ending)
 
     def copy(self, seed: str, tokens: int, threads: int) -> dict[str, Any]:
-        """Store a new prompt and load it into other blocks, all by one thread, whatever ``threads``
-        says; memcpy of the same bytes."""
-        cache = self._cache
-        cache.renew()
-        took = {
-            "store_s": seconds(cache.store),
-            "load_s": seconds(cache.load),
-            "memcpy_s": seconds(cache.copy_out),
-        }
-        return {**took, "equal": cache.right()}
+        """Store a new prompt and load it into other blocks; memcpy of the same bytes. All of it by
+        one thread, whatever ``threads`` says."""
+        self._cache.renew(digests(seed, tokens))
+        store_s, load_s = seconds(self._cache.store), seconds(self._cache.load)
+        memcpy_s, equal = seconds(self._cache.copy_in), self._cache.right()
+        return {"store_s": store_s, "load_s": load_s, "memcpy_s": memcpy_s, "equal": equal}
 
     def store(self, seed: str, tokens: int) -> float:
         """Store a prompt; the seconds."""
         keys = digests(seed, tokens)
         if hasattr(self, "_cache"):
-            self._cache.digests = keys
+            self._cache.renew(keys)
             return seconds(self._cache.store)
         return seconds(lambda: self._engine.commit(self._engine.reserve(keys)))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -29,6 +30,7 @@ from kvass.core.effects import (
     ToTier,
 )
 from kvass.daemon.tier_process import frames
+from kvass.daemon.tier_process.child import spawn
 from kvass.daemon.tier_process.health import HealthState
 from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess
 from kvass.errors import ConfigError, FrameError
@@ -330,6 +332,16 @@ def test_one_that_ends_while_it_opens_is_refused(folder: Path) -> None:
     (folder / "exit-open").touch()
     with pytest.raises(ConfigError, match="tier one: its process ended with status 3; see above"):
         Shell(url(folder))
+
+
+def test_a_daemon_that_leaves_while_it_starts_leaves_no_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, closing(memory.create(PAGE)) as arena:
+        process = spawn(theirs.fileno(), arena.fileno(), "disk:gone")
+    assert process.wait(30) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_a_call_that_hangs_keeps_no_process_from_leaving(folder: Path) -> None:

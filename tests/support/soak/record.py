@@ -4,8 +4,9 @@ Growth is judged for each process that is there at the end, from the samples of 
 median of the second quarter against that of the last, if it has lived for ``LIFE_S``. The
 first quarter is left out because caches and indexes fill then. What may differ:
 
-- Memory: ``GROWTH_BYTES``. glibc and Python's allocator keep freed memory in pieces, so equal work
-  leaves a few MiB more or less.
+- Memory: ``GROWTH_BYTES``. The process of a disk tier was seen to grow by up to 7 MiB between the
+  two quarters of a run of ten minutes; without mischief it grows ever slower (28.3 MiB after
+  120,000 rows were loaded, 29.7 MiB after 206,000). All others stay within 1.5 MiB.
 - Descriptors and threads: those of one engine, which may be away in one quarter and not in the
   other. After the engines have ended the daemon must have exactly as many as a new one.
 """
@@ -24,7 +25,7 @@ from kvass.simulate.report import Line, head, plot
 from tests.support.soak.world import DISK_BYTES, World
 
 LIFE_S: Final = 60.0
-GROWTH_BYTES: Final = 4 << 20
+GROWTH_BYTES: Final = 8 << 20
 ONE_ENGINE: Final = 6
 """Its scheduler and four ranks, and what is being opened."""
 LEAST_HIT_RATE: Final = 0.1

@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
         runs += [measure(args) for _ in range(baseline.RUNS_AGAIN)]
     figures = baseline.merged(runs)
     fallen = known.fallen(figures) if known else []
-    if args.write_baseline:
+    if args.write_baseline and figures["bytes_equal"]:
         baseline.write(args.write_baseline, settings, runs)
     if args.json:
         print(json.dumps(figures | ({"fallen": fallen} if known else {})))

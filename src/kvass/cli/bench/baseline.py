@@ -22,7 +22,7 @@ from kvass.errors import ConfigError
 
 RUNS: Final = 5
 RUNS_AGAIN: Final = 2
-TOLERANCE: Final = 0.1
+TOLERANCE: Final = 0.15
 DEVIATIONS: Final = 4
 
 Figures = dict[str, Any]

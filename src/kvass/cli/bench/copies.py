@@ -78,9 +78,9 @@ class KvCache:
         self.loaded = 0
         """Rows that the last load brought."""
 
-    def renew(self) -> None:
-        """Another prompt, with other bytes in every page."""
-        self.digests = os.urandom(WIDTH * self.prompt.chunks)
+    def renew(self, digests: bytes = b"") -> None:
+        """Another prompt, with other bytes in every page. ``digests``: its keys (default: new)."""
+        self.digests = digests or os.urandom(WIDTH * self.prompt.chunks)
         for group in self.groups:
             group.pages[:, group.source, 0] += 1
 

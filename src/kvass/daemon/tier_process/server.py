@@ -60,7 +60,9 @@ def main(arguments: list[str]) -> int:
             sock.sendall(frame)
 
     messages = _received(sock)
-    start = next(messages)
+    start = next(messages, None)
+    if start is None:  # the daemon ended meanwhile
+        return 0
     assert isinstance(start, frames.Start), start
     logs.begin("info", start.log_format)
     arena = memory.attach(arena_fd, start.arena_bytes)
