@@ -72,7 +72,7 @@ def test_it_shows_what_the_daemon_did(browser: Browser, web: WebServer) -> None:
     assert page.run("document.querySelector('#rate polyline').points.length") >= 1
     assert "disk in" in page.text("#moved-legend")
     assert "held 192.0 KiB" in page.text("#legend")
-    assert "unnamed" in page.text("#models")
+    assert "kvass bench" in page.text("#models")
     assert "192.0 KiB" in page.text("#tiers")
     assert "1/1" in page.text("#engines")
     assert "read1" in page.text("#leases")

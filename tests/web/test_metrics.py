@@ -89,7 +89,7 @@ def test_figures_are_the_status(daemon: Daemon) -> None:
     assert total(seen, "kvass_transfer_bytes_total", tier="disk", dir="in") == 3 * ROW
     assert total(seen, "kvass_leases", kind="read") == fields["leases"]
     assert seen["kvass_hit_chunks_total", ()] == 3
-    model = ("model", "unnamed")
+    model = ("model", "kvass bench")
     assert seen["kvass_lookup_tokens_total", (model,)] == 4 * CHUNK_TOKENS
     hits = [seen["kvass_hit_tokens_total", (model, ("tier", tier))] for tier in TIERS]
     assert hits == [3 * CHUNK_TOKENS, 0]
