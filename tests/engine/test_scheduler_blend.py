@@ -12,7 +12,8 @@ import torch
 import vllm
 
 from kvass.blend.plan import FirstK
-from kvass.connectors.vllm import blend_planner, configuration, namespace
+from kvass.connectors.vllm import blend_pages, blend_planner, configuration, namespace
+from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
 from kvass.messages import Segment, Segments
 from kvass.types import GroupLayout
@@ -92,6 +93,19 @@ def test_models_versions_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     monkeypatch.setattr(namespace, "device_kind", lambda: "cuda")
     assert "'cuda'" in refuse(config)
+
+
+def test_pages_that_layers_share_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blend_pages, "_model", lambda: None)
+    monkeypatch.setattr(blend_pages, "_rope", lambda *_: None)
+    monkeypatch.setattr(blend_pages, "LayerPages", lambda name, *_: name)
+    targets = {"0": None, "1": None, "2": "0"}
+    layers = {
+        name: SimpleNamespace(kv_sharing_target_layer_name=to) for name, to in targets.items()
+    }
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    caches = {name: torch.zeros(1) for name in layers}  # vLLM registers those of all layers
+    assert blend_pages.Placer(config, caches, BLOCK, Boundary())._layers == ["0", "1"]
 
 
 class FakeSegments:
