@@ -35,9 +35,9 @@ pytestmark = pytest.mark.skipif(
 FULL = GroupLayout("full", 32, ("layer",), (4096,))
 
 
-def configs(blend: str = "first_k:16") -> tuple[Any, Any]:
-    """Of an engine that has all that blend needs."""
-    config, caches = make_configs({"kvass.blend": blend})
+def configs(blend: str = "first_k:16", **options: Any) -> tuple[Any, Any]:
+    """Of an engine that has all that blend needs; ``options`` as for ``make_configs``."""
+    config, caches = make_configs({"kvass.blend": blend}, **options)
     scheduler = "kvass.connectors.vllm.blend.BlendScheduler"
     config.scheduler_config.scheduler_cls = scheduler
     config.scheduler_config.async_scheduling = False
@@ -105,7 +105,8 @@ def test_pages_that_layers_share_are_placed_once(monkeypatch: pytest.MonkeyPatch
     }
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     caches = {name: torch.zeros(1) for name in layers}  # vLLM registers those of all layers
-    assert blend_pages.Placer(config, caches, BLOCK, Boundary())._layers == ["0", "1"]
+    placer = blend_pages.Placer(config, caches, BLOCK, Boundary())
+    assert [str(layer) for layer in placer._layers] == ["0", "1"]
 
 
 class FakeSegments:
