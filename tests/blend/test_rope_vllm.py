@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from kvass.blend.rope import Move, RopeRefused
-from kvass.blend.rope_of import rope_of_vllm
+from kvass.blend.rope_of import MEASURED_AT, rope_of_vllm, rope_that_explains
 
 SCALED = {"rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 16_384}
 KINDS: dict[str, dict[str, Any]] = {
@@ -24,9 +24,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def rotary(parameters: dict[str, Any], neox: bool = True) -> Any:
+def rotary(parameters: dict[str, Any], neox: bool = True, dtype: Any = torch.float32) -> Any:
     with set_current_vllm_config(VllmConfig()):
-        return get_rope(32, 131_072, neox, parameters, dtype=torch.float32)
+        return get_rope(32, 131_072, neox, parameters, dtype=dtype)
 
 
 @pytest.mark.parametrize("neox", [True, False])
@@ -46,6 +46,22 @@ def test_moved_k_is_vllms_own(kind: str, neox: bool) -> None:
         new, there = at(start)
         assert (Move(rope, old, new)(before, tokens=-3) - there).abs().max() <= 1e-4
         assert (before - there).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("largest", [1, 1000])
+def test_a_rope_is_found_though_some_numbers_of_k_are_huge_and_hardly_turn(
+    dtype: torch.dtype, largest: int
+) -> None:
+    module = rotary(KINDS["default"], dtype=dtype)
+    raw = torch.randn(1, 2, 32, generator=torch.manual_seed(0))
+    raw[..., 15] *= largest  # of the slowest pair
+    raw = raw.to(dtype).repeat(len(MEASURED_AT), 1, 1)
+    _, k = module.forward_native(torch.from_numpy(MEASURED_AT), raw.clone(), raw.clone())
+    assert rope_that_explains("0", torch.nn.ModuleList([module]), k, dtype).width == 32
+    assert rope_that_explains("0", torch.nn.ModuleList([module]), raw, dtype).width == 0
+    with pytest.raises(RopeRefused, match="layer 0"):
+        rope_that_explains("0", torch.nn.ModuleList([]), k, dtype)
 
 
 def test_what_cannot_be_moved_is_refused_by_name() -> None:

@@ -1,4 +1,5 @@
-"""Blend in vLLM, without an engine: what is refused at the start, each with its reason."""
+"""Blend in vLLM, without an engine: what is refused at the start, each with its reason, and what
+vLLM's real scheduler does with blended requests."""
 
 from __future__ import annotations
 
@@ -7,13 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm
 
 from kvass.blend.plan import FirstK
-from kvass.connectors.vllm import configuration, namespace
+from kvass.connectors.vllm import blend_pages, blend_planner, configuration, namespace
+from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
+from kvass.messages import Segment, Segments
 from kvass.types import GroupLayout
-from tests.support.vllm.scheduler import before, make_configs, read_setup
+from tests.support.vllm.fake_client import FakeClient, split
+from tests.support.vllm.scheduler import (
+    BLOCK,
+    CHUNK,
+    SchedulerHarness,
+    before,
+    make_configs,
+    read_setup,
+    rig,
+)
 
 pytestmark = pytest.mark.skipif(
     before("0.32") or not before("0.33"), reason="blend is for vLLM 0.32 alone"
@@ -22,9 +35,9 @@ pytestmark = pytest.mark.skipif(
 FULL = GroupLayout("full", 32, ("layer",), (4096,))
 
 
-def configs(blend: str = "first_k:16") -> tuple[Any, Any]:
-    """Of an engine that has all that blend needs."""
-    config, caches = make_configs({"kvass.blend": blend})
+def configs(blend: str = "first_k:16", **options: Any) -> tuple[Any, Any]:
+    """Of an engine that has all that blend needs; ``options`` as for ``make_configs``."""
+    config, caches = make_configs({"kvass.blend": blend}, **options)
     scheduler = "kvass.connectors.vllm.blend.BlendScheduler"
     config.scheduler_config.scheduler_cls = scheduler
     config.scheduler_config.async_scheduling = False
@@ -80,3 +93,120 @@ def test_models_versions_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     monkeypatch.setattr(namespace, "device_kind", lambda: "cuda")
     assert "'cuda'" in refuse(config)
+
+
+def test_pages_that_layers_share_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blend_pages, "_model", lambda: None)
+    monkeypatch.setattr(blend_pages, "_rope", lambda *_: None)
+    monkeypatch.setattr(blend_pages, "LayerPages", lambda name, *_: name)
+    targets = {"0": None, "1": None, "2": "0"}
+    layers = {
+        name: SimpleNamespace(kv_sharing_target_layer_name=to) for name, to in targets.items()
+    }
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    caches = {name: torch.zeros(1) for name in layers}  # vLLM registers those of all layers
+    placer = blend_pages.Placer(config, caches, BLOCK, Boundary())
+    assert [str(layer) for layer in placer._layers] == ["0", "1"]
+
+
+class FakeSegments:
+    """A ``SegmentClient`` without a daemon. ``index``: by space and tokens, a chunk's digest,
+    where it stands, and the digest of the chunk before it."""
+
+    def __init__(self, *_: object) -> None:
+        self.index: dict[tuple[bytes, bytes], tuple[bytes, int, bytes]] = {}
+        self.searched: list[str] = []
+
+    def index_chunks(
+        self, space: bytes, digests: bytes, width: int, tokens: bytes, start: int, before: bytes
+    ) -> bool:
+        """Keep them."""
+        for digest, text in zip(split(digests, width), split(tokens, 4 * CHUNK), strict=True):
+            self.index[space, text] = digest, start, before
+            start, before = start + CHUNK, digest
+        return True
+
+    def find_segments(
+        self, request: str, space: bytes, tokens: bytes, width: int, first: int
+    ) -> Segments:
+        """What is indexed, from left to right."""
+        self.searched.append(request)
+        found, digests, at = list[Segment](), b"", first
+        while 4 * (at + CHUNK) <= len(tokens):
+            text = tokens[4 * at : 4 * (at + CHUNK)]
+            if entry := self.index.get((space, text)):
+                found.append(Segment(at, entry[1], CHUNK, entry[2]))
+                digests += entry[0]
+            at += CHUNK if entry else 1
+        return Segments(segments=tuple(found), digests=digests)
+
+    def settle(self, request: str) -> None:
+        """Nothing is pending."""
+
+
+DOCUMENT = range(1000, 1000 + 2 * CHUNK)
+
+
+@pytest.fixture
+def blending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[FakeClient, SchedulerHarness, FakeSegments]:
+    """An engine that stored ``DOCUMENT``, and has it no more itself."""
+    segments = FakeSegments()
+    monkeypatch.setattr(blend_planner, "SegmentClient", lambda *_: segments)
+    client, world = rig(configs=configs("none"))
+    world.add("document", DOCUMENT, max_tokens=1)
+    world.run(client)
+    assert world.scheduler.reset_prefix_cache()
+    assert len(segments.index) == 2
+    return client, world, segments
+
+
+def blend(world: SchedulerHarness, name: str, tokens: list[int]) -> Any:
+    """A request that found segments, which are in place."""
+    request = world.add(name, tokens)
+    output, work = world.schedule()
+    (placement,) = work.placements
+    assert placement.request == name
+    world.finish(output, received=[name])
+    return request
+
+
+def test_of_a_blended_request_vllm_caches_and_announces_what_is_exact(
+    blending: tuple[FakeClient, SchedulerHarness, FakeSegments],
+) -> None:
+    client, world, segments = blending
+    before = 2 * BLOCK + 3
+    request = blend(world, "b", [*range(before), *DOCUMENT, *range(500, 550)])
+    while request.num_output_tokens < 3:
+        world.step()
+    (table,) = world.scheduler.kv_cache_manager.get_block_ids("b")
+    cached = [world.pool.blocks[block].block_hash is not None for block in table]
+    assert cached == [True] * 2 + [False] * (len(table) - 2)
+    world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    output, _ = world.schedule()
+    assert output.num_scheduled_tokens == {"b": request.num_tokens}, "it is blended once"
+    world.finish(output)
+    world.run(client)
+    items = [item for reserve in client.reserves for item in reserve]
+    offered = {digest for item in items for digest in split(item.digests, 32)}
+    assert offered == {entry[0] for entry in segments.index.values()}
+    assert request.block_hashes[CHUNK // BLOCK - 1] in offered, "what is exact"
+    assert len(offered) == 2 + 1
+
+
+def test_prompt_embeddings_are_neither_indexed_nor_searched(
+    blending: tuple[FakeClient, SchedulerHarness, FakeSegments], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, world, segments = blending
+    indexed, searched = dict(segments.index), list(segments.searched)
+    track = world.connector.on_new_request
+
+    def with_embeds(request: Any) -> None:  # of some tokens: the others have their ids
+        request.prompt_embeds = torch.zeros(request.num_tokens, 8)
+        track(request)
+
+    monkeypatch.setattr(world.connector, "on_new_request", with_embeds)
+    world.add("b", [0] * (3 * CHUNK) + [*DOCUMENT, 7])
+    world.run(client)
+    assert (segments.index, segments.searched) == (indexed, searched)

@@ -239,7 +239,9 @@ class SchedulerHarness:
         block, width = resolve_kv_cache_block_sizes(caches, config)
         self.hash_tokens = width
         self._hasher: Callable[[Any], list[Any]] = get_request_block_hasher(width, sha256)
-        kind = AsyncScheduler if asynchronous else Scheduler
+        kind: Any = AsyncScheduler if asynchronous else Scheduler
+        if config.scheduler_config.scheduler_cls is not None:
+            kind = config.scheduler_config.get_scheduler_cls()
         with mock.patch(CLIENT, return_value=client) if client is not None else nullcontext():
             self.scheduler: Any = kind(
                 vllm_config=config,

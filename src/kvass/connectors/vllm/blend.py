@@ -10,6 +10,8 @@ the segments are in place. Then it is computed run by run, a step for each: befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,6 +32,15 @@ class BlendScheduler(Scheduler):
         if not isinstance(self.connector, KvassConnector):
             raise ConfigError("BlendScheduler needs kvass as the engine's only KV connector")
         self._blender = self.connector.blender
+        if self._blender is not None:
+            coordinator = self.kv_cache_manager.coordinator
+            vars(coordinator)["cache_blocks"] = partial(self._cache, coordinator.cache_blocks)
+
+    def _cache(self, cache: Callable[[Request, int], None], request: Request, tokens: int) -> None:
+        """A request has ``tokens`` computed tokens: vLLM caches, and announces, those that are
+        exact. Routers know blocks by their tokens."""
+        assert self._blender is not None
+        cache(request, self._blender.cacheable(request.request_id, tokens))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """A step, in which blended requests go on behind what they need not compute."""

@@ -121,6 +121,8 @@ class Placer:
         model, layers = _model(), vllm_config.compilation_config.static_forward_context
         self._layers = []
         for name, cache in caches.items():
+            if layers[name].kv_sharing_target_layer_name is not None:
+                continue  # it has no pages of its own: in another layer's K would be moved twice
             rope = _rope(vllm_config, model, name, layers[name], cache.dtype)
             self._layers.append(LayerPages(name, layers[name], cache, rope, block))
 

@@ -7,7 +7,8 @@ Laws of this file:
 
 - A request is blended once in its life: after a preemption or a failed load it is computed.
 - From the block in which its first segment begins, a blended request has block hashes that no other
-  request has. So neither vLLM's cache nor kvass ever gives its KV to another prompt.
+  request has, and vLLM's cache never has these blocks. So neither vLLM nor kvass ever gives its KV
+  to another prompt, or announces it to routers.
 - Only chunks that were computed without a segment before them are indexed.
 """
 
@@ -257,6 +258,12 @@ class BlendPlanner:
         runs = one.runs if one is not None and one.blended else []
         return min([tokens, *(end - computed for begin, end in runs if begin <= computed < end)])
 
+    def cacheable(self, name: str, tokens: int) -> int:
+        """How many of the first ``tokens`` of a request are exact, and may be in vLLM's cache."""
+        one = self._requests.get(name)
+        blocks = None if one is None else one.request.exact_blocks
+        return tokens if blocks is None else min(tokens, blocks * self._block)
+
     # ------------------------------------------------------------ index
 
     def _index(self, request: Request, first: int, end: int) -> None:
@@ -277,7 +284,8 @@ def _space(request: VllmRequest) -> bytes | None:
     """What else must be alike for its chunks to be found; None: its KV depends on more than its
     tokens."""
     theirs = request.vllm
-    if theirs.mm_features or theirs.prompt_token_ids is None:
+    embeds = theirs.prompt_embeds is not None or theirs.prompt_token_ids is None
+    if theirs.mm_features or embeds:
         return None
     return bytes.fromhex(identity.digest(["vllm", theirs.cache_salt or ""]))
 
