@@ -113,7 +113,7 @@ def markdown(results: Results) -> str:
         "minutes": f"{results.minutes:.0f}",
         "rounds": str(results.rounds),
         "machine": "\n".join(about),
-        "behind": "\n".join(behind(results.rows)) or "It leads in every row that was measured.",
+        "behind": "\n".join(behind(results.rows)) or "In no row that both were measured in.",
         **{f"table {part}": table(results.rows, part) for part in parts},
     }
     return re.sub(r"\{([\w ]+)\}", lambda m: values.get(m[1], "Not measured."), PAGE.read_text())
