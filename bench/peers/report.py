@@ -49,6 +49,7 @@ WHY: Final = {
     "cheaper check would change it",
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
+    "document_found": "both find all but the prompt's end",
     "document": "what is left is the engine's own work on the last tokens",
     "rag": "all compute the question's tokens, and that takes most of the time",
     "chat": "all compute each new turn, and that takes most of the time",
