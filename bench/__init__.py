@@ -5,8 +5,8 @@ From the root of the repository, with what ``make setup`` installs:
     make bench-check                        kvass bench against bench/baseline.json
     make bench                              the daemon, all figures; some five minutes
     python -m bench                         the same; --json, --l1-size, --rounds
-    python -m bench --tier disk:/some/path  a tier, alone and behind a daemon; also redis:, s3:,
-                                            gcs:, azure:, mooncake:, each on a server that runs
+    python -m bench --tier disk:/some/path  a tier behind a daemon; also redis:, s3:, gcs:, azure:,
+                                            mooncake:, each on a server that runs, and alone, too
     python -m bench --gpu                   copies between a GPU and the arena; needs an idle
                                             NVIDIA GPU with 6 GiB, 8 GiB of memory, torch, Triton
     python -m bench --engine                real vLLM engines: time to the first token, with kvass

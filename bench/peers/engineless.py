@@ -181,8 +181,9 @@ def measure_requests(results: Results, plan: Plan) -> None:
 def measure_disk(results: Results, plan: Plan) -> None:
     """A disk tier: writing, and reading back by a server that was restarted."""
     part = "disk"
+    size = f"{2 * PROMPT_BYTES >> 20} MiB"
     write = results.row(
-        part, "disk_write", "store 1 GiB until all of it is on disk", "GB/s", more=True
+        part, "disk_write", f"store {size} until all of it is on disk", "GB/s", more=True
     )
     read = results.row(
         part, "disk_read", "after a restart, page cache cold: disk to memory", "GB/s", more=True

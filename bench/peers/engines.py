@@ -149,9 +149,10 @@ def measure_engines(
 def hit_rows(results: Results, name: str, sizes: Sizes) -> list[Row]:
     """Of a workload: what a user waits, and what was found."""
     what = WORKLOADS[name][0].format(s=sizes, turns=len(sizes.turn))
+    seen = what.partition(":")[0]
     return [
         results.row("engine", name, what, "s"),
-        results.row("engine", f"{name}_found", "prompt tokens found for it", "", more=True),
+        results.row("engine", f"{name}_found", f"{seen}: prompt tokens found", "", more=True),
     ]
 
 

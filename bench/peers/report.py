@@ -49,6 +49,7 @@ WHY: Final = {
     "cheaper check would change it",
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
+    "document_found": "both find all but the prompt's end",
     "document": "what is left is the engine's own work on the last tokens",
     "rag": "all compute the question's tokens, and that takes most of the time",
     "chat": "all compute each new turn, and that takes most of the time",
@@ -113,7 +114,7 @@ def markdown(results: Results) -> str:
         "minutes": f"{results.minutes:.0f}",
         "rounds": str(results.rounds),
         "machine": "\n".join(about),
-        "behind": "\n".join(behind(results.rows)) or "It leads in every row that was measured.",
+        "behind": "\n".join(behind(results.rows)) or "In no row that both were measured in.",
         **{f"table {part}": table(results.rows, part) for part in parts},
     }
     return re.sub(r"\{([\w ]+)\}", lambda m: values.get(m[1], "Not measured."), PAGE.read_text())

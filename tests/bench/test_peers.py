@@ -14,7 +14,7 @@ from bench.engine import words
 from bench.peers import __main__ as command
 from bench.peers import engineless, engines, report
 from bench.peers.engineless import Plan
-from bench.peers.engines import SHORT, Engines
+from bench.peers.engines import SHORT, Engines, Sizes
 from bench.peers.results import Results, Row, in_turns
 from tests.support.vllm.process import Answer, EngineDied, Prompt
 
@@ -80,6 +80,22 @@ def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
     assert "](" not in web
 
 
+def test_what_was_compared_with_nobody_is_no_lead() -> None:
+    results = Results({}, {}, 9, "today", [row(kvass=[1.0])])
+    assert "\n\nIn no row that both were measured in.\n\n" in report.markdown(results)
+
+
+def test_tokens_that_were_found_have_a_reason_of_their_own() -> None:
+    rows = engines.hit_rows(Results({}, {}, 9, ""), "document", Sizes())
+    for one, found in zip(rows, (1.0, 5984.0), strict=True):
+        one.samples = {"kvass": [found], "lmcache": [found]}
+    assert report.behind(rows) == [
+        f"- 6,011 tokens again: first token (no clear lead): {report.WHY['document']}.",
+        "- 6,011 tokens again: prompt tokens found (no clear lead): both find all but the prompt's "
+        "end.",
+    ]
+
+
 def test_an_unknown_part_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--only", "copies,nothing", "--out", str(tmp_path)]) == 2
     assert "--only nothing: the parts are copies, lookups," in capsys.readouterr().err
@@ -106,6 +122,19 @@ def test_kvass_is_measured_though_its_peer_does_not_start(
         assert min(one.samples["kvass"]) >= 0
         assert "No module named" in one.trouble["lmcache"], one
         assert "kvass" not in one.trouble
+
+
+def test_the_page_says_how_much_is_written_to_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engineless, "TOKENS", 512)
+    monkeypatch.setattr(engineless, "PROMPT_BYTES", 64 << 20)
+    monkeypatch.setattr(engineless, "in_turns", lambda *_: [(0, "kvass")])
+    results = Results({}, {}, 1, "")
+    engineless.measure_disk(results, Plan(sys.executable, tmp_path, tmp_path, 1))
+    write = results.rows[0]
+    assert write.what == "store 128 MiB until all of it is on disk"
+    assert write.samples["kvass"]
 
 
 def test_turns_begin_with_another_and_leave_out_who_failed() -> None:

@@ -192,6 +192,18 @@ def test_in_a_text_that_repeats_itself_few_offsets_are_looked_at_and_no_match_is
     assert len(np.arange(10_000)[_thinned(np.arange(10_000), 256)]) < 500
 
 
+@pytest.mark.parametrize("blank", [range(100, 300), range(70, 400), range(300), range(250, 512)])
+def test_a_document_with_a_long_blank_in_it_is_found_in_one_piece(blank: range) -> None:
+    """The offsets beside its chunks match in the blank, too."""
+    k, known = 64, Known(64)
+    document = np.random.default_rng(0).integers(1, 200, 8 * k, dtype=np.uint32)
+    document[blank.start : blank.stop] = 0
+    known.add(1, document)
+    before = np.random.default_rng(1).integers(200, 300, 37, dtype=np.uint32)
+    prompt = np.concatenate([before, document, before])
+    assert known.find(prompt) == [(37, list(range(1, 9)))]
+
+
 def test_what_only_passes_the_filter_hides_no_match_in_a_text_that_repeats_itself() -> None:
     known = Known(64)
     repeated = np.tile(np.array([5, 6], np.uint32), 200)

@@ -64,7 +64,8 @@ def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(
         return fake, NO_KERNEL
 
     monkeypatch.setattr(kv_memory, "open_gpu", open_gpu)
-    mover = open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)), single)
+    side = copier.Copier(setup_of_a_worker(single_copies=single), 0, Boundary())
+    mover = side._make_mover(memory(tensor(region.address, region.bytes, "cuda", 0)))
     assert isinstance(mover, CudaMover)
     arena = fake.map(4096)
     mover.submit(Job("store", (plan_copy(PLANES, [[1]], [0]),), arena))

@@ -33,7 +33,8 @@ _BLOCK: Final = 8192
 _DENSE: Final = 64
 _PERIOD: Final = 8
 """At ``_DENSE`` offsets in a row stands something known only in a text that repeats itself. Of each
-chunk there ``_PERIOD`` offsets are looked at, and the last one: all would take too long."""
+chunk there ``_PERIOD`` offsets are looked at, the last one, and those where a document goes on that
+begins or ends beside it: all would take too long."""
 _ROUNDS: Final = 3
 """So often offsets are chosen anew because the chunks at some of them do not match after all."""
 _SAMPLE: Final = 64
@@ -334,10 +335,16 @@ def _thinned(offsets: I64Array, k: int) -> BoolArray | slice:
     if not len(dense):
         return slice(None)
     kept = np.ones(len(offsets), np.bool_)
-    period = np.arange(sizes[dense].max()) % k < _PERIOD
-    for begin, size in zip(begins[dense].tolist(), sizes[dense].tolist(), strict=True):
-        kept[begin : begin + size] = period[:size]
+    single = offsets[np.repeat(sizes < _DENSE, sizes)]
+    begins, sizes = begins[dense], sizes[dense]
+    firsts = offsets[begins]
+    beside = single.searchsorted(np.stack([firsts - k, firsts + sizes + k], axis=1)).tolist()
+    inside, period = np.arange(sizes.max()) % k, np.arange(k) < _PERIOD
+    for begin, size, near in zip(begins.tolist(), sizes.tolist(), beside, strict=True):
+        kept[begin : begin + size] = period[inside[:size]]
         kept[begin + size - 1 : max(0, begin - 1) : -k] = True
+        for offset in single[slice(*near)].tolist():
+            kept[begin + (offset - int(offsets[begin])) % k : begin + size : k] = True
     return kept
 
 
