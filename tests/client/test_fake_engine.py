@@ -108,6 +108,8 @@ def test_what_does_not_fit_the_world_is_refused(tmp_path: Path) -> None:
 
 
 def test_copies_that_ended_are_kept_no_longer(make: Make) -> None:
+    gc.collect()
+    before = sum(isinstance(one, Job) for one in gc.get_objects())
     engine = make(DENSE)
     engine.store(PROMPT)
     for _ in range(5):

@@ -73,9 +73,7 @@ class World:
             reservations_per_instance=rng.choice([4, 1000]),
             sessions=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
             sessions_per_uid=rng.choice([max(12, crowd - 2), *(100 + 2 * crowd,) * 3]),
-            # Of several layer groups the daemon looks at fewer chunks. The witness does not know
-            # that, so no prompt is as long; ``tests/core`` has those that are.
-            keys_per_message=rng.choice([100, 1000]),
+            keys_per_message=rng.choice([8, 1000]),
             waiting_bytes=rng.choice([9_000, 30_000, 1 << 20]),
             segment_index_bytes=chance.choice([100, *[1_000] * 4, *[20_000] * 5]),
         )
