@@ -47,19 +47,14 @@ def test_the_second_replica_hits_what_the_first_one_computed(
 def test_the_decode_server_hits_what_the_prefill_server_stored(
     servers: list[str], tmp_path: Path
 ) -> None:
-    """Every block of a prompt, though a prefill answers before its store is committed. On a busy
-    machine the daemon may read a lookup before the reserve of the prefill's last step: of 20
-    prompts that may be two."""
+    """Every block of every prompt, though a prefill answers before its store is committed."""
     lengths = [33, 200, 256, 1000, 1024, 1056, 2000, 2112, 3000, 3072]
     prompts = [some_prompt(tokens, seed) for seed in (10, 11) for tokens in lengths]
     replies = disaggregated_prefill.play(tmp_path, servers, prompts)
     for prompt, reply in zip(prompts, replies, strict=True):
         assert reply.server == servers[1]
         assert ask(servers[0], prompt).tokens == reply.tokens
-    wanted = [whole_blocks(len(p)) for p in prompts]
-    cached = [reply.cached for reply in replies]
-    assert sum(have == want for have, want in zip(cached, wanted, strict=True)) >= 18, cached
-    assert all(have <= want for have, want in zip(cached, wanted, strict=True)), cached
+    assert [reply.cached for reply in replies] == [whole_blocks(len(p)) for p in prompts]
 
 
 def test_without_its_prefill_server_the_decode_server_computes(
