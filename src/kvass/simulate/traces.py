@@ -46,7 +46,8 @@ class WrongLine(ValueError):
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """``pieces``: ids of the whole pieces of its prompt, uint64. ``first``: -1: it is looked up,
+    """``pieces``: ids of the whole pieces of its prompt, uint64; ``part``: that of the piece
+    after them, of which it has a part, if it is known. ``first``: -1: it is looked up,
     and what was not found is stored; else it is only looked up (``NEVER``), or only stored, from
     this chunk on. ``groups``: a bit mask of what is stored; 0: all."""
 
@@ -58,6 +59,13 @@ class TraceRequest:
     name: int = 0
     first: int = -1
     groups: int = 0
+    part: int | None = None
+
+    @property
+    def all_pieces(self) -> U64Array:
+        """Also the one of which it has a part."""
+        part = () if self.part is None else (self.part,)
+        return np.append(self.pieces, np.array(part, np.uint64))
 
     @property
     def looks_up(self) -> bool:
@@ -176,7 +184,14 @@ def _mooncake_request(line: str) -> TraceRequest:
         _number(fields, name) for name in ("timestamp", "input_length", "output_length")
     )
     whole = min(len(ids), int(given) // MOONCAKE_TOKENS)
-    return TraceRequest(time_s / 1000, int(given), int(output), np.array(ids[:whole], np.uint64))
+    part = ids[whole] if whole < len(ids) and given % MOONCAKE_TOKENS else None
+    return TraceRequest(
+        time_s / 1000,
+        int(given),
+        int(output),
+        np.array(ids[:whole], np.uint64),
+        part=part,
+    )
 
 
 def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKENS)) -> float:
