@@ -146,12 +146,13 @@ class Sessions:
 
 
 class SimulatedTier:
-    """A store of ``capacity_bytes`` that drops what was stored or loaded longest ago."""
+    """A store of ``capacity_bytes`` that drops what was stored or loaded longest ago, and writes
+    nothing twice: ``stored_bytes`` in all."""
 
     def __init__(self, capacity_bytes: int, bytes_s: float) -> None:
         self._records = OrderedDict[bytes, int]()
         self._room, self._bytes_s = capacity_bytes, bytes_s
-        self._free_s = {effects.TierLoad: 0.0, effects.TierStore: 0.0}
+        self._free_s, self.stored_bytes = dict[type, float](), 0
 
     def carry_out(self, effect: effects.ToTier, now: float) -> tuple[float, Event]:
         """When ``effect`` ends, and how."""
@@ -159,33 +160,40 @@ class SimulatedTier:
             case effects.TierProbe():
                 held = [k in self._records for batch in effect.batches for k in _keys(batch)]
                 return now + _PROBE_S, effects.Probed(effect.op, np.array(held, np.bool_))
-            case effects.TierLoad() | effects.TierStore():
-                size = sum(effect.shard_bytes)
+            case effects.TierStore():
                 keys = _keys(effect.records)
-                begin = max(now, self._free_s[type(effect)])
-                end = self._free_s[type(effect)] = begin + len(keys) * size / self._bytes_s
-                if isinstance(effect, effects.TierStore):
-                    which = [self._store(key, size) for key in keys]
-                    return end, effects.Stored(effect.op, np.array(which, np.bool_))
-                which = [key in self._records for key in keys]
-                for key, there in zip(keys, which, strict=True):
+                new, size = [k for k in keys if k not in self._records], sum(effect.shard_bytes)
+                for key in new:
+                    self._store(key, size)
+                self.stored_bytes += len(new) * size
+                held = [key in self._records for key in keys]
+                end = self._busy_until(effect, now, len(new) * size)
+                return end, effects.Stored(effect.op, np.array(held, np.bool_))
+            case effects.TierLoad():
+                keys = _keys(effect.records)
+                held = [key in self._records for key in keys]
+                for key, there in zip(keys, held, strict=True):
                     if there:
                         self._records.move_to_end(key)
-                return end, effects.Loaded(effect.op, np.array(which, np.bool_))
+                end = self._busy_until(effect, now, len(keys) * sum(effect.shard_bytes))
+                return end, effects.Loaded(effect.op, np.array(held, np.bool_))
             case effects.TierEpoch():
                 return now, effects.EpochIs(effect.op, 1)
             case effects.TierClear():
                 self._records.clear()
                 return now, effects.Emptied(effect.op, True)
 
-    def _store(self, key: bytes, size: int) -> bool:
-        if key not in self._records:
-            self._room -= size
+    def _busy_until(self, effect: effects.ToTier, now: float, size: int) -> float:
+        """When it has moved ``size`` bytes more: it loads and stores at the same time."""
+        end = max(now, self._free_s.get(type(effect), 0.0)) + size / self._bytes_s
+        self._free_s[type(effect)] = end
+        return end
+
+    def _store(self, key: bytes, size: int) -> None:
         self._records[key] = size
-        self._records.move_to_end(key)
+        self._room -= size
         while self._room < 0:
             self._room += self._records.popitem(last=False)[1]
-        return key in self._records
 
 
 def _keys(records: effects.Records) -> list[bytes]:
@@ -251,7 +259,7 @@ class Player:
                 n for name, n in counters.items() if name.startswith("evicted_")
             )
             self.outcome.not_worth_it = counters["promotions_not_worth_it"]
-            self.outcome.l2_stored_bytes = self._of_tiers("stored_bytes")
+            self.outcome.l2_stored_bytes = self._tier.stored_bytes
             yield self.outcome
 
     def _prompt(self, model: Model, request: TraceRequest, piece_tokens: int) -> Prompt:
@@ -265,10 +273,10 @@ class Player:
         outcome.input_tokens += request.input_tokens
         chunks = prompt.askable_chunks()
         if chunks or prompt.after(chunks):
-            began_s, loaded = self.now, self._of_tiers("loaded_rows")
+            began_s, loaded = self.now, self._loaded_rows
             found = self._ask(engine.scheduler, self._lookup(request, prompt, chunks))
             outcome.waited_s += self.now - began_s
-            rows = (self._of_tiers("loaded_rows") - loaded) // len(model.groups)
+            rows = (self._loaded_rows - loaded) // len(model.groups)
             outcome.from_l2_tokens += min(rows, found.chunks) * model.chunk_tokens
             if found.chunks < chunks and prompt.after(found.chunks):
                 again = self._lookup(request, prompt, found.chunks, again=True)
@@ -302,8 +310,9 @@ class Player:
         if matched.lease:
             self._ask(engine.worker, Release(boot=matched.boot, lease=matched.lease, rank=0))
 
-    def _of_tiers(self, counter: str) -> int:
-        return sum(tier.counters[counter] for tier in self.machine.state.tiers.all)
+    @property
+    def _loaded_rows(self) -> int:
+        return sum(tier.counters["loaded_rows"] for tier in self.machine.state.tiers.all)
 
     def _store(self, engine: Sessions, request: TraceRequest, prompt: Prompt, first: int) -> None:
         """Write the chunks from ``first`` on, or from where this cache's hit ended, and the tail.

@@ -125,7 +125,7 @@ def _columns(result: Result, varying: Sequence[str]) -> dict[str, str]:
     columns["evicted"] = f"{o.evicted_rows:,}"
     if s.l2_bytes:
         columns["to L2"] = Size(o.l2_stored_bytes).rounded()
-    if s.tails:
+    if s.tails or "tails" in varying:
         columns["in tails"] = f"{o.tail_tokens / max(1, o.stored_tokens):.1%}"
     return columns
 
@@ -142,7 +142,7 @@ def advice(results: Sequence[Result]) -> str:
             f"none of these sizes has {KNEE:.0%} of the hits that are possible; the best, "
             f"{most.hit_rate / infinite:.0%}, is L1 of {Size(most.setting.l1_bytes).rounded()}"
         )
-    least = min(enough, key=lambda r: (r.outcome.setting.l1_bytes, r.outcome.setting.l2_bytes))
+    least = min(enough, key=_price)
     s = least.outcome.setting
     l2 = f" and L2 of {Size(s.l2_bytes).rounded()}" if s.l2_bytes else ""
     how = "".join(f", {_name(s, [name])}" for name in _varying(results) if name != "L2")
@@ -150,6 +150,12 @@ def advice(results: Sequence[Result]) -> str:
     return (
         f"L1 of {Size(s.l1_bytes).rounded()}{l2}{how} has {share:.0%} of the hits that are possible"
     )
+
+
+def _price(result: Result) -> tuple[int, int, float]:
+    """By size; of equal ones the one with most hits is first."""
+    s = result.outcome.setting
+    return s.l1_bytes, s.l2_bytes, -result.outcome.hit_rate
 
 
 def _by_trace(results: Sequence[Result]) -> Iterator[tuple[Trace, list[Result]]]:
