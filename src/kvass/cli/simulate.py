@@ -73,8 +73,9 @@ def run(argv: list[str]) -> int:
 def _sweep(trace: Trace, options: Namespace, layers: tuple[Layers, ...]) -> Iterator[Result]:
     if trace.engines:
         models = {number: recorded(engine) for number, engine in trace.engines.items()}
-        if options.chunk_tokens or True in (options.tails or []):
-            raise UsageError("--chunk-tokens, --tails: a recording has chunks of its own")
+        if options.chunk_tokens or options.tails:
+            raise UsageError("--chunk-tokens, --tails: a recording says that itself")
+        options = Namespace(**vars(options) | {"tails": [bool(trace.blocks)]})
         yield from _with(trace, options, models)
         return
     for chunk_tokens in options.chunk_tokens or [_CHUNK_TOKENS]:

@@ -30,7 +30,7 @@ class Best:
         for r in trace.requests:
             model, piece_tokens, known = models[r.engine], trace.tokens_of(r.engine), len(numbers)
             block = model.block_tokens if tails else 0
-            prompt = prompt_of(r, piece_tokens, model.chunk_tokens, block)
+            prompt = prompt_of(trace, r, model.chunk_tokens, block)
             keys, unit, most = prompt.chunks, model.chunk_tokens, _NEVER
             if block:
                 unit, most = min(piece_tokens, unit), prompt.askable * block

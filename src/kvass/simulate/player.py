@@ -249,7 +249,7 @@ class Player:
         for request in trace.requests:
             self._until(max(self.now, request.time_s - begin_s))
             engine = self._engines[request.engine]
-            prompt = self._prompt(engine.model, request, trace.tokens_of(request.engine))
+            prompt = self._prompt(trace, request, engine.model)
             first = request.first
             if request.looks_up:
                 self._look_up(engine, request, prompt)
@@ -262,11 +262,11 @@ class Player:
             self.outcome.l2_stored_bytes = self._tier.stored_bytes
             yield self.outcome
 
-    def _prompt(self, model: Model, request: TraceRequest, piece_tokens: int) -> Prompt:
+    def _prompt(self, trace: Trace, request: TraceRequest, model: Model) -> Prompt:
         """Cut to what a message may have: clients ask for no more."""
         block_tokens = model.block_tokens if self.setting.tails else 0
         most = self.machine.state.config.limits.keys_per_message
-        return prompt_of(request, piece_tokens, model.chunk_tokens, block_tokens).cut(most)
+        return prompt_of(trace, request, model.chunk_tokens, block_tokens).cut(most)
 
     def _look_up(self, engine: Sessions, request: TraceRequest, prompt: Prompt) -> None:
         outcome, model, found = self.outcome, engine.model, Matched()

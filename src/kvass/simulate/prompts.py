@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from kvass.simulate.traces import TraceRequest
+from kvass.simulate.traces import Trace, TraceRequest
 from kvass.types import U64Array
 
 WIDTH: Final = 16
@@ -68,14 +68,32 @@ class Prompt:
 
 
 def prompt_of(
-    request: TraceRequest, piece_tokens: int, chunk_tokens: int, block_tokens: int = 0
+    trace: Trace, request: TraceRequest, chunk_tokens: int, block_tokens: int = 0
 ) -> Prompt:
     """``block_tokens`` 0: it is named by whole chunks of whole pieces alone."""
+    piece_tokens = trace.tokens_of(request.engine)
     if not block_tokens:
         return Prompt(digests(request.pieces, piece_tokens, chunk_tokens))
+    if trace.engines:
+        return _recorded(trace, request, chunk_tokens // block_tokens)
     blocks = digests(request.all_pieces, piece_tokens, block_tokens)
     blocks = blocks[: request.input_tokens // block_tokens * WIDTH]
     each, count = chunk_tokens // block_tokens, len(blocks) // WIDTH
     ends = np.frombuffer(blocks, f"V{WIDTH}")[each - 1 :: each]
     askable = min(count, (request.input_tokens - 1) // block_tokens)
     return Prompt(ends.tobytes(), blocks, each, askable)
+
+
+def _recorded(trace: Trace, request: TraceRequest, each: int) -> Prompt:
+    """What no store told are blocks of this chunk alone."""
+    chunks, rest = request.pieces, () if request.rest is None else request.rest
+    count = len(chunks) * each
+    keys = np.zeros((count + len(rest), 2), np.uint64)
+    keys[:count, 0] = np.repeat(chunks, each)
+    keys[:count, 1] = np.tile(np.arange(1, each + 1), len(chunks))
+    keys[count:, 0] = rest
+    for i, chunk in enumerate(chunks.tolist()):
+        told = trace.blocks.get((request.engine, chunk))
+        if told is not None:
+            keys[i * each : (i + 1) * each] = np.stack([told, np.zeros_like(told)], axis=1)
+    return Prompt(digests(chunks, 1, 1), keys.tobytes(), each, len(keys))
