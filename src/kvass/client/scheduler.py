@@ -43,8 +43,9 @@ GUESS_TOKENS_S: Final = 5_000.0
 """What an engine that has measured nothing yet is taken to compute per second."""
 MAX_PATIENCE_S: Final = 30.0
 """No request waits longer for tiers and stores, however long its prompt."""
-LATE_S: Final = 0.25
-"""How long an answer to a reserve may take, and how long a silent daemon is still sent reserves."""
+LATE_S: Final = 2.0
+"""How long an answer to a reserve may take, and how long a silent daemon is still sent reserves. On
+a machine with four busy processes to a core a daemon waited 0.35 s for its turn."""
 ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
 
