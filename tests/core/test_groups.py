@@ -8,8 +8,10 @@ import pytest
 
 from kvass import messages as m
 from kvass.core import writing
+from kvass.core.effects import TierProbe
 from kvass.types import PAGE, GroupLayout, RankLayout
-from tests.core.rig import BOOT, Engine, Rig, digests
+from tests.core.rig import BOOT, WIDTH, Engine, Rig, digests
+from tests.core.tier_rig import TierRig
 
 CHUNK = 16
 
@@ -208,6 +210,15 @@ def test_of_many_layer_groups_fewer_chunks_are_looked_at() -> None:
     assert e.lookup(*"abcdef", first=5).chunks == 5
     assert not e.reserve(*"abcdef", groups=3, first=5).chunks
     assert rig.gauge("reservations") == (0,)
+
+
+@pytest.mark.parametrize("kind", [m.Lookup, m.Prefetch])
+def test_tiers_are_asked_for_the_chunks_that_are_looked_at(kind: Any) -> None:
+    rig = TierRig(256, extent=8, keys_per_message=8)
+    e = rig.ready(layout=RankLayout((FULL, FULL)), chunk_tokens=CHUNK)
+    rig.say(e.scheduler, kind(seq=7, request="r", digests=digests(*"abcdef"), width=WIDTH))
+    (probe,) = rig.open_ops(TierProbe)
+    assert [len(batch.keys) for batch in probe.batches] == [4, 4]
 
 
 def test_a_reserve_of_many_layer_groups_decides_fewer_chunks_a_step(
