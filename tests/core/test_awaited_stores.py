@@ -41,9 +41,7 @@ def reader(rig: TierRig, writer: Engine) -> Engine:
 
 def begin(e: Engine, *names: object, **item: Any) -> int:
     """A reservation of ``names`` that was handed over."""
-    grant = e.reserve(*names, **item)
-    e.hand_over(reservations=(grant.reservation,))
-    return int(grant.reservation)
+    return int(e.begin(*names, **item).reservation)
 
 
 def test_the_answer_comes_with_the_commit(rig: TierRig, writer: Engine, reader: Engine) -> None:

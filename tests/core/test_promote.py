@@ -272,8 +272,7 @@ def test_an_epoch_that_was_asked_for_before_a_clear_is_not_used_after_it(rig: Ti
 def test_a_worker_that_must_go_hears_no_more_of_its_clear(rig: TierRig) -> None:
     """It owes a commit, so its session lives on, half-closed."""
     e = rig.ready()
-    held = e.reserve("a")
-    e.hand_over(reservations=(held.reservation,))
+    held = e.begin("a")
     rig.say(e.workers[0], m.Clear(seq=11))
     rig.step(Faulted(e.workers[0], "bad_frame", "garbage"))
     rig.replies(e.workers[0])
@@ -673,8 +672,7 @@ def test_what_is_ready_is_flushed_while_it_is_pinned(rig: TierRig) -> None:
 
 def test_an_aborted_store_is_not_flushed(rig: TierRig) -> None:
     e = rig.ready()
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     e.abort(grant.reservation, 0)
     rig.wait(100)
     assert not rig.open_ops(TierStore)

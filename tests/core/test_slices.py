@@ -108,8 +108,7 @@ def test_a_cleared_row_that_is_written_keeps_its_place_and_is_never_published(ri
 def test_a_commit_of_a_namespace_that_is_gone_frees_its_slots() -> None:
     rig = Rig(pages=64, extent=4, namespaces=2, instance_write_share=1.0)
     e = rig.engine(ranks=2)
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     e.clear()
     rig.lose(e.scheduler, e.workers[0])
     worker = e.workers[1]
