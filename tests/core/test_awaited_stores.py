@@ -153,9 +153,7 @@ def test_who_leaves_waits_no_more(rig: TierRig, writer: Engine, reader: Engine) 
 def test_tiers_are_asked_for_what_was_not_written() -> None:
     rig = TierRig()
     writer = rig.ready("w")
-    writer.store("a", "b")
-    rig.settle()
-    rig.forget_l1()
+    rig.only_in_tiers(writer, "a", "b")
     reader = rig.ready("r")
     one = begin(writer, "a")
     assert [type(r) for r in ask(reader, "a", "b")] == []

@@ -31,9 +31,7 @@ def waiting() -> tuple[TierRig, Engine]:
     """Ten lookups of two chunks wait for one load; two of them go on in a step."""
     rig = TierRig(pages=64, extent=4, instance_write_share=1.0, core={"slice_ends": 2})
     e = rig.ready()
-    e.store("a", "b")
-    rig.settle()
-    rig.forget_l1()
+    rig.only_in_tiers(e, "a", "b")
     for _ in range(10):
         message = m.Lookup(seq=7, request="r", digests=digests("a", "b"), width=WIDTH)
         rig.say(e.scheduler, message)

@@ -124,7 +124,7 @@ def test_quarantined_slots_are_nobodys_until_the_last_rank_settled(rig: Rig) -> 
 
 def test_a_dead_writers_slots_come_clean_after_the_dma_grace(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.begin("a")
+    e.begin("a")
     rig.lose(e.workers[0])
     assert held(rig) == (1, PAGE)
     assert rig.machine.next_deadline() == rig.now + GRACE_S
@@ -137,7 +137,7 @@ def test_a_dead_writers_slots_come_clean_after_the_dma_grace(rig: Rig) -> None:
 
 def test_an_exiting_writers_slots_wait_for_its_end_however_late(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.begin("a")
+    e.begin("a")
     rig.lose(e.workers[0], exiting=True)
     assert rig.last == [Watch(e.workers[0], math.inf)]
     rig.wait(100 * (GRACE_S + RESERVE_S))
@@ -152,7 +152,7 @@ def test_an_exiting_writers_slots_wait_for_its_end_however_late(rig: Rig) -> Non
 def test_the_end_of_a_writers_process_frees_its_slots_before_a_long_grace() -> None:
     rig = Rig(core={"timing": Timing(dma_grace_s=300.0)})
     e = rig.engine()
-    grant = e.begin("a")
+    e.begin("a")
     rig.lose(e.workers[0])
     assert rig.last == [Watch(e.workers[0], rig.now + 300.0)]
     rig.wait(10.0)
@@ -165,7 +165,7 @@ def test_the_end_of_a_writers_process_frees_its_slots_before_a_long_grace() -> N
 
 def test_an_end_late_in_the_grace_does_not_prolong_it(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.begin("a")
+    e.begin("a")
     rig.lose(e.workers[0])
     rig.wait(GRACE_S - 0.01)
     rig.step(ProcessEnded(e.workers[0]))
@@ -178,7 +178,7 @@ def test_an_end_late_in_the_grace_does_not_prolong_it(rig: Rig) -> None:
 def test_each_lost_writer_is_waited_for(rig: Rig) -> None:
     """The end of one process says nothing about another one's device."""
     e = rig.engine(ranks=2)
-    grant = e.begin("a")
+    e.begin("a")
     rig.lose(*e.workers, exiting=True)
     for worker in e.workers:
         rig.wait(GRACE_S)
