@@ -40,8 +40,9 @@ from kvass.messages import (
 )
 from kvass.types import MAX_PATIENCE_S
 
-LATE_S: Final = 0.25
-"""How long an answer to a reserve may take, and how long a silent daemon is still sent reserves."""
+LATE_S: Final = 2.0
+"""How long an answer to a reserve may take, and how long a silent daemon is still sent reserves. On
+a machine with four busy processes to a core a daemon waited 0.35 s for its turn."""
 ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
 
