@@ -117,7 +117,7 @@ def test_a_recording_with_tails_gives_the_same_hits_and_evictions(tmp_path: Path
     file, size = tmp_path / "run.jsonl", 1 << 20
     with running_daemon(tmp_path, "1MiB", record=file) as daemon:
         with FakeEngine(daemon.socket, ALONE, (DENSE,), chunk_tokens=CHUNK) as engine:
-            turns = [p + more for p in prompts(2, 40) for more in ([], [*range(20)])]
+            turns = [p + more for p in prompts(2, 30) for more in ([], [*range(20)], [*range(20)])]
             hits = [serve_in_blocks(engine, turn) for turn in turns]
             status = daemon.status()
         daemon.stop()
