@@ -154,8 +154,7 @@ def test_the_set_that_was_used_longest_ago_is_handed_over(why: str) -> None:
 def test_a_set_with_a_quarantined_slot_stays() -> None:
     rig = Rig(pages=8, extent=4)
     a = rig.engine()
-    late = a.reserve("late")
-    a.hand_over(reservations=(late.reservation,))
+    late = a.begin("late")
     for i in range(7):
         a.store(f"k{i}")
     rig.wait(RESERVE_S)
