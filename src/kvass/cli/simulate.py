@@ -85,9 +85,8 @@ def _sweep(trace: Trace, options: Namespace, layers: tuple[Layers, ...]) -> Iter
 
 def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterator[Result]:
     swept = {name: getattr(options, name) or [default] for name, default in _SWEPT.items()}
-    best = {tails: Best(trace, models, tails) for tails in {False, *swept["tails"]}}
-    whole, least = best[False].whole_bytes, _LEAST_CHUNKS * best[False].row_bytes
-    sizes = options.l1 or sorted({max(int(whole * share), least) for share in _SHARES})
+    best = {tails: Best(trace, models, tails) for tails in swept["tails"]}
+    sizes = options.l1 or _sizes_of(best[swept["tails"][0]])
     chunk_tokens = next(iter(models.values())).chunk_tokens
     for each in product(*swept.values()):
         for l1 in sizes:
@@ -98,6 +97,12 @@ def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterato
                 **dict(zip(swept, each, strict=True)),
             )
             yield _play(trace, setting, models, best[setting.tails])
+
+
+def _sizes_of(best: Best) -> list[int]:
+    """Shares of what the trace needs in all."""
+    least = _LEAST_CHUNKS * best.row_bytes
+    return sorted({max(int(best.whole_bytes * share), least) for share in _SHARES})
 
 
 def _play(trace: Trace, setting: Setting, models: dict[int, Model], best: Best) -> Result:
