@@ -290,7 +290,9 @@ class Limits(msgspec.Struct, frozen=True):
     frame_bytes: int = 4 << 20
     """Largest frame either side accepts after the handshake."""
     keys_per_message: int = 32_768
-    """To find more takes one step of the daemon too long (10 ms)."""
+    """To find more takes one step of the daemon too long (10 ms). Of a prompt with several layer
+    groups so many rows are looked for, so fewer chunks: what comes after them is a miss, and it is
+    not stored."""
     leases_per_instance: int = 16_384
     reservations_per_instance: int = 16_384
     sessions: int = 1024

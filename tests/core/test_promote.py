@@ -795,15 +795,6 @@ def test_on_evict_flushes_the_oldest_when_room_is_short() -> None:
     assert rig.look_up(e, *range(4))[0].chunks == 4
 
 
-def test_on_evict_flushes_what_is_left_at_the_end() -> None:
-    rig = TierRig(core={"flush": "on_evict"})
-    e = rig.ready()
-    e.store(*range(12))
-    rig.step(Stopping())
-    rig.settle()
-    assert len(rig.shelves[0]) == 12
-
-
 def test_none_flushes_nothing() -> None:
     rig = TierRig(pages=16, extent=1, core={"flush": "none"})
     e = rig.ready()
@@ -821,14 +812,6 @@ def test_a_slot_that_has_changed_hands_is_not_flushed_for_its_former_row(rig: Ti
     rig.settle()
     assert rig.count("flushes_lost") == 4
     assert len(rig.shelves[0]) == 12
-
-
-def test_every_tier_gets_every_row() -> None:
-    rig = TierRig(tiers=2)
-    e = rig.ready()
-    e.store("a", "b")
-    rig.settle()
-    assert [len(shelf) for shelf in rig.shelves] == [2, 2]
 
 
 def test_a_row_of_several_shards_is_one_record(rig: TierRig) -> None:

@@ -31,10 +31,6 @@ def test_a_grant_names_its_chunks_slots_and_deadline(rig: Rig) -> None:
     assert len(grant.slots[0]) == 2
 
 
-def test_only_chunks_from_first_on_are_granted(rig: Rig) -> None:
-    assert rig.engine().reserve("a", "b", "c", first=2).chunks == (2,)
-
-
 def test_slots_come_in_the_order_of_the_groups_in_the_mask(rig: Rig) -> None:
     e = rig.engine(layout=layout(1, 2, 3))
     grant = e.reserve("a", groups=0b110)
@@ -88,14 +84,6 @@ def test_a_commit_after_the_deadline_frees_and_publishes_nothing(rig: Rig) -> No
     assert held(rig) == CLEAN
     assert e.holds("a") == 0
     assert rig.count("discarded_late") == 1
-
-
-def test_the_deadline_counts_without_a_tick(rig: Rig) -> None:
-    e = rig.engine()
-    grant = e.reserve("a")
-    rig.now += RESERVE_S
-    e.commit(grant.reservation)
-    assert e.holds("a") == 0
 
 
 def test_a_discarded_key_may_be_granted_anew_elsewhere(rig: Rig) -> None:
