@@ -22,7 +22,6 @@ from kvass.layout.describe import GroupPlanes, Part, describe_group, join_layers
 from kvass.simulate.models import MODELS, layout
 from kvass.types import GroupKind, GroupLayout, I64Array
 
-KIB: Final = 1 << 10
 Outermost = Literal["layers", "blocks"]
 
 

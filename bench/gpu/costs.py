@@ -51,16 +51,14 @@ def measure_worker(device: Device, geometry: Geometry, tokens: int) -> dict[str,
         rig.close()
 
 
-def measure_pinning(
-    device: Device, count: int = PIN_BYTES, rounds: int = PIN_ROUNDS
-) -> dict[str, Any]:
+def measure_pinning(device: Device, count: int = PIN_BYTES) -> dict[str, Any]:
     """``pin_s_per_gib`` and ``gpu_pin_mib_per_gib``: of memory that is faulted in already. Raises
     ``Unavailable``."""
     arena = shared_memory(count)
     address = int(arena.buffer.ctypes.data)
     times, taken = [], []
     try:
-        for _ in range(rounds):
+        for _ in range(PIN_ROUNDS):
             before = device.used_bytes()
             began_s = time.perf_counter()
             fault = device.runtime.register(address, count)

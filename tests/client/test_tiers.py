@@ -56,11 +56,11 @@ def eventually(ask: Callable[[], bool]) -> None:
     assert waiting.eventually(ask), "it never came"
 
 
-def flushed(daemon: Daemon, number: int = 0) -> None:
-    """Wait until a tier has got all that was queued for it."""
+def flushed(daemon: Daemon) -> None:
+    """Wait until the tier has got all that was queued for it."""
 
     def idle() -> bool:
-        tier = tier_of(daemon, number)
+        tier = tier_of(daemon)
         return not tier["flush_queue_rows"] and not tier["storing_bytes"]
 
     eventually(idle)

@@ -156,6 +156,11 @@ NOTHING_OWED: Final[dict[str, Any]] = {
 }
 
 
+def empty(daemon: Daemon) -> dict[str, Any]:
+    """Wait until nothing is owed by anybody; the daemon's status then."""
+    return daemon.wait_until(**NOTHING_OWED)
+
+
 @pytest.fixture
 def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
     """Of one test, without engines. A module names it ``daemon``."""

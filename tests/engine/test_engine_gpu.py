@@ -28,7 +28,7 @@ from kvass.transfer.base import Outcome
 from kvass.types import PAGE, Slots
 from tests.engine.conftest import GPU
 from tests.support.gpu.engine_mover import Break, EngineMover
-from tests.support.vllm.ranks import StubModelEngine, until
+from tests.support.vllm.ranks import StubModelEngine, making, until
 
 PROMPT: Final = list(range(100))
 BREAKS: Final[tuple[Break, ...]] = ("unordered", "hasty")
@@ -44,18 +44,15 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 def engine(daemon: Daemon) -> Iterator[Callable[[], StubModelEngine]]:
     """Makes engines to whose ranks all of the arena is known to be populated, and so is pinned: the
     copies of what is not wait on the host."""
-    made: list[StubModelEngine] = []
+    with making(lambda: StubModelEngine(daemon.socket, daemon, **GPU)) as make:
 
-    def make() -> StubModelEngine:
-        made.append(StubModelEngine(daemon.socket, daemon, **GPU))
-        made[-1].wait_connected()
-        session = made[-1].copier._client.session
-        until(lambda: session.watermark == session.welcome.arena_bytes, "the arena")
-        return made[-1]
+        def populated() -> StubModelEngine:
+            made = make()
+            session = made.copier._client.session
+            until(lambda: session.watermark == session.welcome.arena_bytes, "the arena")
+            return made
 
-    yield make
-    for one in made:
-        one.close()
+        yield populated
 
 
 def fake(engine: StubModelEngine) -> Any:

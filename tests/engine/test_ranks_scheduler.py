@@ -18,7 +18,8 @@ from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.step_work import StepWork
 from kvass.testing.daemon import Daemon
 from tests.engine import conftest
-from tests.support.vllm.ranks import CopyGate, StubModelEngine, StubModelRank, until
+from tests.engine.conftest import empty
+from tests.support.vllm.ranks import CopyGate, StubModelEngine, StubModelRank, making, until
 from tests.support.vllm.scheduler import CHUNK, make_configs, read_setup
 
 PROMPT = list(range(100))
@@ -48,23 +49,13 @@ daemon = conftest.own_daemon
 @pytest.fixture
 def engine(daemon: Daemon, pages: Iterator[dict[str, Any]]) -> Iterator[Make]:
     """Makes engines, whose pages are in memory of the host or of a fake GPU."""
-    made: list[StubModelEngine] = []
 
     def make(strategy: ParallelStrategy, **options: Any) -> StubModelEngine:
-        made.append(
-            StubModelEngine(daemon.socket, daemon, strategy=strategy, **next(pages), **options)
-        )
-        made[-1].wait_connected()
-        return made[-1]
+        options |= next(pages)
+        return StubModelEngine(daemon.socket, daemon, strategy=strategy, **options)
 
-    yield make
-    for one in made:
-        one.close()
-
-
-def empty(daemon: Daemon) -> dict[str, Any]:
-    """Nothing is owed by anybody."""
-    return daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+    with making(make) as engine:
+        yield engine
 
 
 def sent(daemon: Daemon, kind: str) -> int:

@@ -12,7 +12,8 @@ from kvass.engine.copier import COPY_WAIT_S, Copier
 from kvass.engine.planner import Planner
 from kvass.testing.daemon import Daemon
 from tests.engine import conftest
-from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
+from tests.engine.conftest import empty
+from tests.support.vllm.ranks import CopyGate, StubModelEngine, making, until
 
 PROMPT = list(range(100))
 
@@ -21,21 +22,11 @@ daemon = conftest.own_daemon
 
 @pytest.fixture
 def engine(daemon: Daemon, pages: Iterator[dict[str, Any]]) -> Iterator[Any]:
-    made: list[StubModelEngine] = []
-
     def make(**options: Any) -> StubModelEngine:
-        made.append(StubModelEngine(daemon.socket, daemon, **next(pages), **options))
-        made[-1].wait_connected()
-        return made[-1]
+        return StubModelEngine(daemon.socket, daemon, **next(pages), **options)
 
-    yield make
-    for one in made:
-        one.close()
-
-
-def empty(daemon: Daemon) -> None:
-    """Nothing is owed by anybody."""
-    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+    with making(make) as engine:
+        yield engine
 
 
 def test_the_check_sees_a_page_that_was_not_loaded(engine: Any) -> None:

@@ -7,6 +7,7 @@ local hit would be is asked of vLLM's own KV cache manager, in the engine that c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.engine import conftest
 from tests.engine.conftest import GPU
 from tests.engine.test_scheduler_groups import DEEPSEEK_V4, GPT_OSS, QWEN_NEXT, prompt
 from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
-from tests.support.vllm.ranks import until
+from tests.support.vllm.ranks import making, until
 from tests.support.vllm.scheduler import before, read_setup
 
 FULL: list[GroupShape] = [("full", 16, 0, 2)]
@@ -38,18 +39,14 @@ daemon = conftest.own_daemon
 @pytest.fixture
 def engine(daemon: Daemon) -> Iterator[Any]:
     """Makes engines; the pages of every other one are on a fake GPU."""
-    made: list[HybridEngine] = []
+    places = cycle([GPU, {}])
 
     def make(shapes: Sequence[GroupShape], chunk: int, **options: Any) -> HybridEngine:
         options = {"blocks": 400, "batched": 128, "drafts": 2, "drafter": "eagle", **options}
-        options |= {} if len(made) % 2 else GPU
-        made.append(HybridEngine(daemon.socket, shapes, daemon, chunk=chunk, **options))
-        made[-1].wait_connected()
-        return made[-1]
+        return HybridEngine(daemon.socket, shapes, daemon, chunk=chunk, **options, **next(places))
 
-    yield make
-    for one in made:
-        one.close()
+    with making(make) as engine:
+        yield engine
 
 
 def pair(engine: Any, shapes: list[GroupShape], chunk: int) -> tuple[HybridEngine, HybridEngine]:

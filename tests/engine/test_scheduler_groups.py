@@ -16,8 +16,9 @@ from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine import conftest
+from tests.engine.conftest import empty
 from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
-from tests.support.vllm.ranks import CopyGate, until
+from tests.support.vllm.ranks import CopyGate, making, until
 
 GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
 GEMMA: list[GroupShape] = [
@@ -66,21 +67,12 @@ daemon = conftest.own_daemon
 
 @pytest.fixture
 def engine(daemon: Daemon, pages: Iterator[dict[str, Any]]) -> Iterator[Any]:
-    made: list[HybridEngine] = []
-
     def make(shapes: Sequence[GroupShape], **options: Any) -> HybridEngine:
         options = {"blocks": 400, "batched": 128, **next(pages), **options}
-        made.append(HybridEngine(daemon.socket, shapes, daemon, **options))
-        made[-1].wait_connected()
-        return made[-1]
+        return HybridEngine(daemon.socket, shapes, daemon, **options)
 
-    yield make
-    for one in made:
-        one.close()
-
-
-def empty(daemon: Daemon) -> None:
-    daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0)
+    with making(make) as engine:
+        yield engine
 
 
 def finish(engine: HybridEngine) -> None:

@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvass.connectors.vllm import adapt
-from kvass.engine import adapters, identity
+from kvass.engine import adapters, boundary, identity
 from kvass.engine.adapters import NoSalt
 from kvass.engine.stores import RequestState
 from tests.support.vllm.fake_client import FakeClient
@@ -260,7 +260,7 @@ class Slow:
         self.free = threading.Semaphore(0)
         self.looks: list[str] = []
         self.ended = queue.SimpleQueue[str]()
-        self._read, on_thread = adapters.read, adapters.on_thread
+        self._read, on_thread = adapters.read, boundary.on_thread
 
         def note(name: str, call: Any, path: str, before: Any) -> Any:
             found = on_thread(name, call, path, before)

@@ -11,7 +11,6 @@ same reason the daemons do not weigh loading against computing, and lookups are 
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from itertools import count
@@ -25,6 +24,7 @@ from tests.engine import hybrid
 from tests.engine.conftest import Judge, Starter, store
 from tests.support.servers.redis import RedisServer
 from tests.support.vllm.process import EngineProcess
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.engine
 
@@ -101,13 +101,6 @@ def url(disk: Path) -> str:
     return f"disk:{disk}?capacity=256MiB"
 
 
-def eventually(ask: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not ask():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
-
-
 def tier_of(daemon: Daemon) -> dict[str, Any]:
     found: dict[str, Any] = daemon.status()["tiers"][0]
     return found
@@ -122,7 +115,7 @@ def flushed(daemon: Daemon) -> None:
             tier["flush_queue_rows"] or tier["storing_bytes"] for tier in daemon.status()["tiers"]
         )
 
-    eventually(idle)
+    assert eventually(idle, WAIT_S), "a tier does not have it"
 
 
 def awake(engine: EngineProcess, daemon: Daemon, prompt: Make) -> None:
@@ -134,7 +127,7 @@ def awake(engine: EngineProcess, daemon: Daemon, prompt: Make) -> None:
         daemon.wait_until(reservations=0)
         return bool(daemon.status()["rows"] > before)
 
-    eventually(stored)
+    assert eventually(stored, WAIT_S), "the daemon does not have it"
     flushed(daemon)
     assert engine.reset()
 

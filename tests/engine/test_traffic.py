@@ -15,7 +15,7 @@ from kvass.connectors.vllm import KvassConnector
 from kvass.engine.traffic import MEANINGS, EngineTraffic
 from kvass.testing.daemon import running_daemon
 from kvass.transfer.base import Done, Job
-from tests.support.vllm.ranks import StubModelEngine
+from tests.support.vllm.ranks import StubModelEngine, making
 from tests.support.vllm.scheduler import make_configs
 
 PROMPT = list(range(100))
@@ -23,13 +23,8 @@ PROMPT = list(range(100))
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[tuple[StubModelEngine, StubModelEngine]]:
-    with running_daemon(tmp_path) as daemon:
-        pair = StubModelEngine(daemon.socket), StubModelEngine(daemon.socket)
-        for engine in pair:
-            engine.wait_connected()
-        yield pair
-        for engine in pair:
-            engine.close()
+    with running_daemon(tmp_path) as daemon, making(StubModelEngine) as make:
+        yield make(daemon.socket), make(daemon.socket)
 
 
 def listen(engine: StubModelEngine) -> Counter[str]:

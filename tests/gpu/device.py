@@ -115,8 +115,8 @@ class Fake:
 
     where, real = "cpu", False
 
-    def __init__(self, seed: int = 0) -> None:
-        self.fake = HeldCuda(seed, eager=400, watched=False)
+    def __init__(self) -> None:
+        self.fake = HeldCuda(0, eager=400, watched=False)
         self.runtime: Runtime = self.fake
 
     def region(self, storage: Any) -> Region:
@@ -183,9 +183,9 @@ def _gpu() -> Gpu:
     return Gpu()
 
 
-def open_device(name: str, seed: int = 0) -> Device:
+def open_device(name: str) -> Device:
     """``cuda``: the GPU, one for all; ``fake``: a new fake."""
-    return _gpu() if name == "cuda" else Fake(seed)
+    return _gpu() if name == "cuda" else Fake()
 
 
 # ------------------------------------------------------------ runtimes with a flaw

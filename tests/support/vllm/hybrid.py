@@ -7,7 +7,6 @@ the wrong group, layer or token range is noticed. All that a request begins with
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ import numpy.typing as npt
 from kvass.testing.daemon import Daemon
 from kvass.types import PAGE
 from tests.support.vllm.ranks import (
-    Ranks,
     StubModelEngine,
     StubModelRank,
     synchronize,
@@ -152,14 +150,10 @@ class HybridEngine(StubModelEngine):
         self.shapes = shapes
         extra: dict[str, object] = {"kvass.socket": socket, "kvass.chunk_tokens": chunk}
         config, caches = make_hybrid_configs(extra, shapes, **options)
-        self.world = SchedulerHarness(None, configs=(config, caches), asynchronous=asynchronous)
-        self.client = self.world.connector._planner._client
-        self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
-        self.ranks = Ranks([HybridRank(config, caches)])
-        self.loads: list[Any] = []
+        world = SchedulerHarness(None, configs=(config, caches), asynchronous=asynchronous)
+        self._begin(world, [HybridRank(config, caches)], daemon)
         self.found: dict[str, int] = {}
         """By request that has begun: the tokens that it found cached or loaded."""
-        self.daemon = daemon
         self.chunk = int(self.world.connector._planner._setup.chunk_tokens)
 
     def tables(self, name: str) -> tuple[list[int], ...]:
@@ -182,11 +176,7 @@ class HybridEngine(StubModelEngine):
                 self.found[name] = end - count
                 self.verify(request, end - count)
             self.write(request, end - count, end)
-        self.loads += work.loads
-        self.world.finish(output, **self.ranks.run(work, bool(output.num_scheduled_tokens)))
-        if not output.num_scheduled_tokens:
-            time.sleep(0.001)
-        return output
+        return self._run_ranks(output, work)
 
     def write(self, request: Any, begin: int, end: int) -> None:
         """The forward pass: the pages of all blocks that tokens ``[begin, end)`` complete, and the

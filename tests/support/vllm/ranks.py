@@ -10,8 +10,9 @@ import copy
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -177,19 +178,23 @@ class StubModelEngine:
         extra: dict[str, object] = {"kvass.socket": socket, "kvass.tag": tag}
         extra["kvass.chunk_tokens"] = chunk
         config, caches = make_configs(extra, strategy=strategy, **options)
-        self.world = SchedulerHarness(None, configs=(config, caches))
-        self.client = self.world.connector._planner._client
-        # Long waits: on a loaded machine a slow answer would count as a miss.
-        self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
+        world = SchedulerHarness(None, configs=(config, caches))
         made, workers = [], workers or strategy
         for number in range(workers.ranks):
             theirs, own = make_configs(extra, strategy=workers.at(number), **options)
             theirs.kv_transfer_config.engine_id = config.kv_transfer_config.engine_id
             made.append(StubModelRank(theirs, own))
-        self.ranks = Ranks(made)
-        self.loads: list[Any] = []
-        self.daemon = daemon
+        self._begin(world, made, daemon)
         self.block = int(self.world.hash_tokens)
+
+    def _begin(
+        self, world: SchedulerHarness, ranks: Iterable[StubModelRank], daemon: Daemon | None
+    ) -> None:
+        self.world, self.ranks, self.daemon = world, Ranks(ranks), daemon
+        self.loads: list[Any] = []
+        self.client = world.connector._planner._client
+        # Long waits: on a loaded machine a slow answer would count as a miss.
+        self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
 
     @property
     def rank(self) -> StubModelRank:
@@ -230,6 +235,10 @@ class StubModelEngine:
         output, work = self.world.schedule()
         for name, tokens in output.num_scheduled_tokens.items():
             self.compute(name, tokens)
+        return self._run_ranks(output, work)
+
+    def _run_ranks(self, output: Any, work: Any) -> Any:
+        """The rest of a step, after its forward pass; returns ``output``."""
         self.loads += work.loads
         self.world.finish(output, **self.ranks.run(work, bool(output.num_scheduled_tokens)))
         if not output.num_scheduled_tokens:
@@ -290,6 +299,24 @@ class StubModelEngine:
         self.world.scheduler.shutdown()
         for rank in self.ranks.all:
             rank.close()
+
+
+E = TypeVar("E", bound=StubModelEngine)
+
+
+@contextmanager
+def making(make: Callable[..., E]) -> Iterator[Callable[..., E]]:
+    """A function that makes engines and waits until they are connected. They are closed here."""
+    made: list[E] = []
+
+    def connected(*args: Any, **options: Any) -> E:
+        made.append(make(*args, **options))
+        made[-1].wait_connected()
+        return made[-1]
+
+    yield connected
+    for one in made:
+        one.close()
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
