@@ -15,7 +15,7 @@ import vllm
 from kvass.blend import plan
 from kvass.blend.plan import FirstK, Prompt
 from kvass.connectors.vllm import blend_pages, blend_planner, configuration, namespace
-from kvass.connectors.vllm.blend_oracle import Segments as OracleSegments
+from kvass.connectors.vllm.blend_oracle import KeptSegments
 from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
 from kvass.messages import Segment, Segments
@@ -223,8 +223,8 @@ def test_the_oracle_replaces_while_segments_are_computed(
 
 def test_kv_dev_computes_the_tokens_that_deviate_most() -> None:
     at, stored = np.arange(10, 20), (torch.zeros(10, 2, 4), torch.zeros(10, 2, 4))
-    prompt = Prompt(25, 0, (plan.Segment(10, 0, 10),))
-    one = OracleSegments(prompt, 0.25, at, None, [stored, stored])
+    prompt = Prompt(25, 0, (plan.PlacedSegment(10, 0, 10),))
+    one = KeptSegments(prompt, 0.25, at, None, [stored, stored])
     k, v = torch.rand(10, 2, 4), torch.rand(10, 2, 4)
     k[3, 1, 2], v[7, 0, 0], k[8, 0, 0] = 5, 6, 7
     one.choose_deviating(k, v)

@@ -221,7 +221,7 @@ class BlendControls:
     """What vLLM's scheduler asks the planner, besides the connector's hooks."""
 
     def __init__(self, scheduler: Any) -> None:
-        from kvass.connectors.vllm.blend_oracle import Segments
+        from kvass.connectors.vllm.blend_oracle import KeptSegments
 
         self._blender = scheduler.connector.blender
         self._patches: list[Any] = []
@@ -250,13 +250,13 @@ class BlendControls:
         placer._place = keeping
         self.chosen: list[int] = []
         """Which tokens of segments the oracle took last for computed."""
-        choose = Segments.choose
+        choose = KeptSegments.choose
 
         def noting_choice(one: Any, computed: Any) -> None:
             self.chosen = sorted({*computed.tolist()} & {*one.at.tolist()})
             choose(one, computed)
 
-        mock.patch.object(Segments, "choose", noting_choice).start()
+        mock.patch.object(KeptSegments, "choose", noting_choice).start()
 
     def first_layer_error(self) -> list[float]:
         """How far K and V of the first layer were from what is in their place now, where segments

@@ -39,7 +39,7 @@ class Pages(Protocol):
 
 
 @dataclass
-class Segments:
+class KeptSegments:
     """The segments of a request: the moved K and V ``kv`` by layer, of the tokens ``at`` [tokens],
     which belong to ``slots``. ``stays``: indices of those that blend would not compute; None: they
     are chosen in layer ``DEVIATING``."""
@@ -74,10 +74,10 @@ class Oracle:
 
     def __init__(self, layers: Sequence[Pages]) -> None:
         self._layers = {layer.name: (number, layer) for number, layer in enumerate(layers)}
-        self._kept: dict[str, Segments] = {}
-        self._step: list[Segments] = []
+        self._kept: dict[str, KeptSegments] = {}
+        self._step: list[KeptSegments] = []
 
-    def keep(self, name: str, segments: Segments) -> None:
+    def keep(self, name: str, segments: KeptSegments) -> None:
         """The request ``name`` has them."""
         self._kept[name] = segments
 

@@ -25,7 +25,7 @@ from vllm.forward_context import set_forward_context
 from kvass.blend.plan import Choice, Prompt
 from kvass.blend.rope import Move, Rope, RopeRefused
 from kvass.blend.rope_of import MEASURED_AT, rope_that_explains
-from kvass.connectors.vllm.blend_oracle import Oracle, Segments
+from kvass.connectors.vllm.blend_oracle import KeptSegments, Oracle
 from kvass.engine.boundary import Boundary
 from kvass.errors import ConfigError
 
@@ -174,7 +174,7 @@ class Placer:
                 if one.oracle is None:
                     layer.write(*kept.pop(), slots)
         if one.oracle is not None:
-            self.oracle.keep(one.request, Segments(*one.oracle, new, slots, kept))
+            self.oracle.keep(one.request, KeptSegments(*one.oracle, new, slots, kept))
         return True
 
 
