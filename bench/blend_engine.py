@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from bench.blend import CHUNK, DOCUMENTS, Measured, prompt, words
+from bench.blend import CHUNK, DOCUMENTS, TOKENS, Measured, prompt, words
 from bench.engine import ARGS, ENVIRONMENT, MODELS, SHAPE, rotated
 from kvass.cli.bench.rig import say, start_daemon
 from kvass.errors import Unavailable
@@ -57,7 +57,9 @@ def measure_blend_engine(l1_bytes: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_prompts(engines: Mapping[str, EngineProcess], rounds: int) -> dict[str, Any]:
-    """All documents are stored, then each round's prompt is computed in each way."""
+    """All documents are stored, then each round's prompt is computed in each way. Raises
+    ``Unavailable`` if one of them is not found, as when the machine was too busy to store it."""
+    found = DOCUMENTS * (TOKENS["document"] // CHUNK * CHUNK - 16)
     measured = Measured("full", "prefix", *BLENDS)
     for number in range(DOCUMENTS):
         engines["blend"].one(words("document", number), 1)
@@ -71,7 +73,7 @@ def measure_prompts(engines: Mapping[str, EngineProcess], rounds: int) -> dict[s
             if name in BLENDS:
                 engine.blend(name)
             answer = engine.one(tokens, 1, salt=f"{number}" if name == "full" else None)
-            if name in BLENDS and answer.cached < DOCUMENTS * CHUNK:
-                raise Unavailable(f"{name}: only {answer.cached} tokens were not computed")
+            if name in BLENDS and answer.cached < found:
+                raise Unavailable(f"{name}: only {answer.cached} tokens were cached, not {found}")
             measured.add(name, answer.first_token_s, len(tokens) - answer.cached)
     return measured.figures()
