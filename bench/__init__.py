@@ -12,7 +12,8 @@ From the root of the repository, with what ``make setup`` installs:
     python -m bench --engine                real vLLM engines: time to the first token, with kvass
                                             and without
     python -m bench --blend                 transformers: prompts of shuffled documents, with blend
-                                            and without
+                                            and without; prints the table of docs/blend.md
+    python -m bench --engine --blend        the same of vLLM engines
     python -m bench.blend_quality           how right answers are with blend; a small trained model
 
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed
@@ -20,7 +21,7 @@ from what was stored. Nothing is left behind on a disk or a server.
 
 What the names mean: those of ``kvass bench`` stand in ``kvass.cli.bench``, those of ``--tier`` in
 ``bench.tiers``, those of ``--gpu`` in ``bench.gpu``, those of ``--engine`` in ``bench.engine``,
-those of ``--blend`` in ``bench.blend``.
+those of ``--blend`` in ``bench.blend`` and ``bench.blend_engine``.
 ``python -m bench`` alone has, besides:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.

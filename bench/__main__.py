@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from bench import engine, gpu, tiers
@@ -42,12 +42,18 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
     parser.add_argument("--gpu", action="store_true", help="measure copies to and from this GPU")
     parser.add_argument("--engine", action="store_true", help="measure vLLM with and without kvass")
-    parser.add_argument("--blend", action="store_true", help="measure transformers with blend")
+    parser.add_argument(
+        "--blend",
+        action="store_true",
+        help="measure transformers with blend; with --engine, vLLM with blend",
+    )
     args = shipped.parse(parser, argv)
+    shown: Callable[[dict[str, Any]], str] = gpu.gpu_table if args.gpu else table
     if args.blend:
-        from bench import blend  # transformers is slow to import
+        from bench import blend, blend_engine  # transformers is slow to import
 
-        figures = blend.measure_blend(args.l1_size, args.rounds)
+        measure_one = blend_engine.measure_blend_engine if args.engine else blend.measure_blend
+        figures, shown = measure_one(args.l1_size, args.rounds), blend.markdown
     elif args.engine:
         figures = engine.measure_engine(args.l1_size, args.rounds)
     elif args.gpu:
@@ -58,7 +64,6 @@ def run(argv: Sequence[str]) -> int:
         figures = tiers.measure_tier(args.tier, args.l1_size, args.rounds)
     else:
         figures = measure(args.l1_size, args.rounds)
-    shown = gpu.gpu_table if args.gpu else table
     print(json.dumps(figures) if args.json else shown(figures))
     return 0 if figures.get("bytes_equal", True) else 1
 

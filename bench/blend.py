@@ -69,11 +69,46 @@ def words(what: str, number: int) -> list[int]:
     return [rng.randrange(4, SIZES["vocab_size"]) for _ in range(TOKENS[what])]
 
 
-def prompt(number: int) -> Any:
-    """That of round ``number``: shape ``(1, tokens)``."""
+def prompt(number: int) -> list[int]:
+    """That of round ``number``."""
     order = random.Random(number).sample(range(DOCUMENTS), DOCUMENTS)
     documents = [token for one in order for token in words("document", one)]
-    return torch.tensor([words("system", 0) + documents + words("question", number)])
+    return words("system", 0) + documents + words("question", number)
+
+
+class Measured:
+    """Of each of the ``ways``, by rounds: seconds to the first token, and tokens computed."""
+
+    def __init__(self, *ways: str) -> None:
+        self.times: dict[str, list[float]] = {way: [] for way in ways}
+        self._computed: dict[str, list[int]] = {way: [] for way in ways}
+
+    def add(self, way: str, took_s: float, computed: int) -> None:
+        """A prompt was computed."""
+        self.times[way].append(took_s)
+        self._computed[way].append(computed)
+
+    def figures(self) -> dict[str, Any]:
+        """By the names in this module's docstring."""
+        figures: dict[str, Any] = {"version": __version__, "rounds": len(self.times["full"])}
+        figures["prompt_tokens"] = len(prompt(0))
+        for way, took in self.times.items():
+            figures[f"{way}_s"] = median(took)
+            figures[f"{way}_vs_full"] = ratio(took, self.times["full"])
+            figures[f"{way}_computed"] = fmean(self._computed[way])
+        return figures
+
+
+def markdown(figures: dict[str, Any]) -> str:
+    """The table of ``docs/blend.md``."""
+    lines = ["| | tokens computed | to the first token | as fast as a full prefill, times |"]
+    lines.append("|---|---|---|---|")
+    for way in (name.removesuffix("_computed") for name in figures if name.endswith("_computed")):
+        seconds, times = figures[f"{way}_s"], figures[f"{way}_vs_full"]
+        name = {"full": "full prefill", "prefix": "prefix reuse only"}.get(way, f"blend `{way}`")
+        computed = figures[f"{way}_computed"]
+        lines.append(f"| {name} | {computed:,.0f} | {seconds:.1f} s | {times:.1f} |")
+    return "\n".join(lines)
 
 
 def measure_blend(l1_bytes: int, rounds: int) -> dict[str, Any]:
@@ -81,8 +116,7 @@ def measure_blend(l1_bytes: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
-    times: dict[str, list[float]] = {name: [] for name in ("full", "prefix", *BLENDS)}
-    computed: dict[str, list[int]] = {name: [] for name in times}
+    measured = Measured("full", "prefix", *BLENDS)
     with ExitStack() as stack:
         daemon = stack.enter_context(start_daemon(l1_bytes))
         terms: dict[str, Any] = {"socket": daemon.socket, "chunk_tokens": CHUNK}
@@ -93,21 +127,14 @@ def measure_blend(l1_bytes: int, rounds: int) -> dict[str, Any]:
                 raise Unavailable("the daemon did not answer")
         for number in range(DOCUMENTS):
             blend.add(torch.tensor([words("document", number)]))
-        prefix.generate(prompt(-1), max_new_tokens=1)
+        prefix.generate(torch.tensor([prompt(-1)]), max_new_tokens=1)
         for number in range(rounds):
             say(f"prompt {number + 1} of {rounds}")
-            for name in rotated(list(times), number):
+            ids = torch.tensor([prompt(number)])
+            for name in rotated(list(measured.times), number):
                 one = {"full": None, "prefix": prefix}.get(name, blend)
-                took_s, tokens = first_token_s(model, one, name, prompt(number))
-                times[name].append(took_s)
-                computed[name].append(tokens)
-    figures: dict[str, Any] = {"version": __version__, "rounds": rounds}
-    figures["prompt_tokens"] = prompt(0).shape[1]
-    for name, took in times.items():
-        figures[f"{name}_s"] = median(took)
-        figures[f"{name}_vs_full"] = ratio(took, times["full"])
-        figures[f"{name}_computed"] = fmean(computed[name])
-    return figures
+                measured.add(name, *first_token_s(model, one, name, ids))
+    return measured.figures()
 
 
 def first_token_s(model: Any, cached: CachedModel | None, name: str, ids: Any) -> tuple[float, int]:

@@ -5,6 +5,7 @@ The oracle is the same engine without blend, with a salt that shares nothing.
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.conftest import BLOCK, LIKE_COLD, Starter
+from tests.support.vllm.instruments import BlendControls
 from tests.support.vllm.models import TINY
 from tests.support.vllm.process import Answer, EngineProcess, Prompt, Settings
 
@@ -123,6 +125,33 @@ def test_exact_kv_at_its_own_place_gives_what_a_full_prefill_gives(engine: Engin
         assert same(answer, right)
 
 
+def test_the_oracle_says_what_blend_says(engine: EngineProcess) -> None:
+    prompt = rag(103)
+    right = cold(engine, prompt)
+    for select in ("none", "first_k:16", "0-20,100-330,400-430"):
+        blended, _ = ask(engine, prompt, select)
+        answer, counts = ask(engine, prompt, select, "oracle")
+        assert same(answer, blended)
+        assert not same(answer, right)
+        assert counts["computed"] == len(prompt) - SIZE + 3, "but for the exact prefix"
+        assert not same(ask(engine, prompt, select, "oracle, not moved")[0], blended)
+    for select, control in (("all", ""), ("none", ", not replaced")):
+        assert same(ask(engine, prompt, select, "oracle" + control)[0], right)
+
+
+def test_the_oracle_says_what_blend_would_say_with_kv_dev(engine: EngineProcess) -> None:
+    prompt = [*text(20, 104), *SECOND, *text(5, 5), *FIRST, *text(30, 6)]  # one step computes it
+    answer, _ = ask(engine, prompt, "kv_dev:0.1", "oracle")
+    chosen = engine.call("chosen")
+    assert len(chosen) == math.ceil(0.1 * 5 * SIZE)
+    blended, _ = ask(engine, prompt, ",".join(f"{at}-{at + 1}" for at in chosen))
+    assert same(answer, blended)
+    assert not same(answer, ask(engine, prompt, "none")[0])
+    answer, counts = ask(engine, rag(104), "kv_dev:0.1", "oracle")
+    assert counts["blends_failed"] == 1
+    assert same(answer, cold(engine, rag(104)))
+
+
 def test_k_is_moved_to_where_vllm_would_have_put_it(engine: EngineProcess) -> None:
     for control in ("", "not moved"):
         ask(engine, rag(101), "all", control)  # what was placed is computed over it
@@ -168,6 +197,16 @@ def test_a_load_that_fails_costs_a_full_prefill(engine: EngineProcess, control: 
     assert same(answer, right)
     assert counts["computed"] == len(prompt) + 3
     assert counts["blends_failed"] == 1
+
+
+def test_a_defect_of_the_planner_costs_a_full_prefill(engine: EngineProcess) -> None:
+    prompt = rag(130)
+    right = cold(engine, prompt)
+    for asked in BlendControls.ASKED:
+        assert same(ask(engine, prompt, "none", asked)[0], right)
+    answer, counts = ask(engine, prompt, "none")
+    assert counts["blends"] == 1
+    assert not same(answer, right)
 
 
 def test_salts_do_not_find_each_others_documents(engine: EngineProcess) -> None:

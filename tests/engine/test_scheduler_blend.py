@@ -7,12 +7,15 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vllm
 
-from kvass.blend.plan import FirstK
+from kvass.blend import plan
+from kvass.blend.plan import FirstK, Prompt
 from kvass.connectors.vllm import blend_pages, blend_planner, configuration, namespace
+from kvass.connectors.vllm.blend_oracle import KeptSegments
 from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
 from kvass.messages import Segment, Segments
@@ -35,9 +38,10 @@ pytestmark = pytest.mark.skipif(
 FULL = GroupLayout("full", 32, ("layer",), (4096,))
 
 
-def configs(blend: str = "first_k:16", **options: Any) -> tuple[Any, Any]:
+def configs(blend: str = "first_k:16", oracle: bool = False, **options: Any) -> tuple[Any, Any]:
     """Of an engine that has all that blend needs; ``options`` as for ``make_configs``."""
-    config, caches = make_configs({"kvass.blend": blend}, **options)
+    ours: dict[str, object] = {"kvass.blend": blend, "kvass.blend_oracle": oracle}
+    config, caches = make_configs(ours, **options)
     scheduler = "kvass.connectors.vllm.blend.BlendScheduler"
     config.scheduler_config.scheduler_cls = scheduler
     config.scheduler_config.async_scheduling = False
@@ -46,14 +50,16 @@ def configs(blend: str = "first_k:16", **options: Any) -> tuple[Any, Any]:
 
 
 def refuse(config: Any, *layouts: GroupLayout, blend: str = "none") -> str:
+    options = configuration.Options(blend=blend)
     with pytest.raises(UsageError) as refused:
-        configuration._blend(blend, config, layouts or [FULL])
+        configuration._blend(options, config, layouts or [FULL])
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
 def test_what_it_needs() -> None:
     assert read_setup(*configs()).blend == FirstK(16)
+    assert read_setup(*configs("kv_dev:0.1", oracle=True)).blend == 0.1
     assert read_setup(*make_configs()).blend is None
 
 
@@ -98,7 +104,7 @@ def test_models_versions_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_pages_that_layers_share_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blend_pages, "_model", lambda: None)
     monkeypatch.setattr(blend_pages, "_rope", lambda *_: None)
-    monkeypatch.setattr(blend_pages, "LayerPages", lambda name, *_: name)
+    monkeypatch.setattr(blend_pages, "LayerPages", lambda name, *_: SimpleNamespace(name=name))
     targets = {"0": None, "1": None, "2": "0"}
     layers = {
         name: SimpleNamespace(kv_sharing_target_layer_name=to) for name, to in targets.items()
@@ -106,7 +112,7 @@ def test_pages_that_layers_share_are_placed_once(monkeypatch: pytest.MonkeyPatch
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     caches = {name: torch.zeros(1) for name in layers}  # vLLM registers those of all layers
     placer = blend_pages.Placer(config, caches, BLOCK, Boundary())
-    assert [str(layer) for layer in placer._layers] == ["0", "1"]
+    assert [layer.name for layer in placer._layers] == ["0", "1"]
 
 
 class FakeSegments:
@@ -149,12 +155,12 @@ DOCUMENT = range(1000, 1000 + 2 * CHUNK)
 
 @pytest.fixture
 def blending(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> tuple[FakeClient, SchedulerHarness, FakeSegments]:
     """An engine that stored ``DOCUMENT``, and has it no more itself."""
     segments = FakeSegments()
     monkeypatch.setattr(blend_planner, "SegmentClient", lambda *_: segments)
-    client, world = rig(configs=configs("none"))
+    client, world = rig(configs=configs(**getattr(request, "param", {"blend": "none"})))
     world.add("document", DOCUMENT, max_tokens=1)
     world.run(client)
     assert world.scheduler.reset_prefix_cache()
@@ -193,6 +199,36 @@ def test_of_a_blended_request_vllm_caches_and_announces_what_is_exact(
     assert offered == {entry[0] for entry in segments.index.values()}
     assert request.block_hashes[CHUNK // BLOCK - 1] in offered, "what is exact"
     assert len(offered) == 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("blending", "steps"),
+    [
+        ({"blend": "none", "oracle": True, "batched": 96}, 2),
+        ({"blend": "kv_dev:0.5", "oracle": True, "batched": 96}, 0),
+        ({"blend": "kv_dev:0.5", "oracle": True}, 1),
+    ],
+    indirect=["blending"],
+)
+def test_the_oracle_replaces_while_segments_are_computed(
+    blending: tuple[FakeClient, SchedulerHarness, FakeSegments], steps: int
+) -> None:
+    _, world, _ = blending
+    request = blend(world, "b", [*range(64), *DOCUMENT, *range(500, 600)])
+    replaced = list[list[str]]()
+    while request.num_output_tokens < 3:
+        replaced.append(world.step().replaced)
+    assert replaced == [["b"]] * steps + [[]] * (len(replaced) - steps)
+
+
+def test_kv_dev_computes_the_tokens_that_deviate_most() -> None:
+    at, stored = np.arange(10, 20), (torch.zeros(10, 2, 4), torch.zeros(10, 2, 4))
+    prompt = Prompt(25, 0, (plan.PlacedSegment(10, 0, 10),))
+    one = KeptSegments(prompt, 0.25, at, None, [stored, stored])
+    k, v = torch.rand(10, 2, 4), torch.rand(10, 2, 4)
+    k[3, 1, 2], v[7, 0, 0], k[8, 0, 0] = 5, 6, 7
+    one.choose_deviating(k, v)
+    assert one.stays.tolist() == [0, 1, 2, 4, 5, 6, 9]
 
 
 def test_prompt_embeddings_are_neither_indexed_nor_searched(

@@ -239,6 +239,9 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
             case "first_layer_error":
                 assert engine.blend is not None
                 answer(engine.blend.first_layer_error())
+            case "chosen":
+                assert engine.blend is not None
+                answer(engine.blend.chosen)
             case "reset":
                 answer(engine.reset(fields["connector"]))
             case "hooks":

@@ -217,7 +217,12 @@ def prepare(connector: Any, patient: bool, late: bool) -> None:
 class BlendControls:
     """Breaks blend on purpose, in an engine of one process, and counts what is computed."""
 
+    ASKED: Final = ("cacheable", "next_token", "limit", "loaded")
+    """What vLLM's scheduler asks the planner, besides the connector's hooks."""
+
     def __init__(self, scheduler: Any) -> None:
+        from kvass.connectors.vllm.blend_oracle import KeptSegments
+
         self._blender = scheduler.connector.blender
         self._patches: list[Any] = []
         self._placed: tuple[Any, Any] | None = None
@@ -243,6 +248,15 @@ class BlendControls:
             return done
 
         placer._place = keeping
+        self.chosen: list[int] = []
+        """Which tokens of segments the oracle took last for computed."""
+        choose = KeptSegments.choose
+
+        def noting_choice(one: Any, computed: Any) -> None:
+            self.chosen = sorted({*computed.tolist()} & {*one.at.tolist()})
+            choose(one, computed)
+
+        mock.patch.object(KeptSegments, "choose", noting_choice).start()
 
     def first_layer_error(self) -> list[float]:
         """How far K and V of the first layer were from what is in their place now, where segments
@@ -256,31 +270,38 @@ class BlendControls:
 
     def set(self, select: str, control: str) -> dict[str, int]:
         """From now on tokens are chosen by ``select``, or are those of its numbers
-        (``0-20,100-150``), and ``control`` is broken; returns the counts since the last call."""
+        (``0-20,100-150``), and each ``control`` is broken, or on; returns the counts since the last
+        call."""
         from kvass.blend import plan
         from kvass.blend.rope import Move
+        from kvass.connectors.vllm.blend_oracle import Oracle
         from kvass.connectors.vllm.blend_pages import LayerPages
         from kvass.connectors.vllm.blend_planner import BlendPlanner
         from kvass.engine.planner import Planner
 
         for one in self._patches:
             one.stop()
+        raises = mock.Mock(side_effect=RuntimeError("control"))
         broken: dict[str, list[tuple[Any, str, Any]]] = {
             "": [],
             "off": [(BlendPlanner, "_find", lambda *_: False)],
             "not moved": [(Move, "__call__", lambda _, stored, tokens: stored.clone())],
             "no salt": [(BlendPlanner, "_salt", lambda *_: None)],
             "no prefix": [(Planner, "match", lambda *_: 0)],
-            "not placed": [(LayerPages, "place", mock.Mock(side_effect=RuntimeError("control")))],
+            "not placed": [(LayerPages, "moved", raises)],
+            "oracle": [(self._blender, "_oracle", True)],
+            "not replaced": [(Oracle, "replace", lambda *_: None)],
+            **{name: [(BlendPlanner, name, raises)] for name in BlendControls.ASKED},
         }
-        self._patches = [mock.patch.object(*one) for one in broken[control]]
+        controls = [one for name in control.split(", ") for one in broken[name]]
+        self._patches = [mock.patch.object(*one) for one in controls]
         for one in self._patches:
             one.start()
         if select[0].isdigit():
             ranges = [range(*map(int, one.split("-"))) for one in select.split(",")]
-            self._blender._select = lambda _: [i for each in ranges for i in each]
+            self._blender._choice = lambda _: [i for each in ranges for i in each]
         else:
-            self._blender._select = plan.parse(select)
+            self._blender._choice = plan.parse(select)
         counts, self.counts = self.counts, Counter()
         return dict(counts)
 

@@ -1,11 +1,11 @@
 """vLLM's base classes, and its requests, steps and block pool as ``kvass.engine`` sees them.
 
-Twelve files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
+These files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
 (what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups),
-``kv_caches.py`` (pages), ``stats.py`` (its metrics), ``events.py`` (KV events) and those of blend:
-``blend.py``, ``blend_planner.py``, ``blend_pages.py``. ``connector.py`` knows the hooks of the base
-class, ``kvass/vllm_contract.py`` lists what all but blend use, and no other file knows vLLM. For
-another version change these, then add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).
+``kv_caches.py`` (pages), ``stats.py`` (its metrics), ``events.py`` (KV events) and those of blend
+(``blend*.py``). ``connector.py`` knows the hooks of the base class, ``kvass/vllm_contract.py``
+lists what all but blend use, and no other file knows vLLM. For another version change these, then
+add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).
 
 Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
@@ -77,9 +77,11 @@ CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 
 @dataclass
 class StepMetadata(StepWork, KVConnectorMetadata):
-    """Scheduler to workers: one step's loads and stores. vLLM's transport pickles it."""
+    """Scheduler to workers: one step's loads and stores. vLLM's transport pickles it.
+    ``replaced``: see ``blend_oracle.py``."""
 
     placements: list[Placement] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from kvass.connectors.vllm.blend_planner import BlendPlanner
 from kvass.connectors.vllm.connector import KvassConnector
 from kvass.errors import ConfigError
 
@@ -31,25 +33,39 @@ class BlendScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         if not isinstance(self.connector, KvassConnector):
             raise ConfigError("BlendScheduler needs kvass as the engine's only KV connector")
-        self._blender = self.connector.blender
+        self._blender, self._boundary = self.connector.blender, self.connector.boundary
+        self._lost = WeakSet[Request]()
+        """Planning them raised: they are computed on from where they are, without a jump."""
         if self._blender is not None:
             coordinator = self.kv_cache_manager.coordinator
             vars(coordinator)["cache_blocks"] = partial(self._cache, coordinator.cache_blocks)
 
+    def _ask(
+        self, call: Callable[..., int], request: Request, tokens: int, *more: object
+    ) -> int | None:
+        """The planner's answer. None: the request is lost."""
+        if request in self._lost:
+            return None
+        asked = self._blender, request.request_id, tokens, *more
+        answer = self._boundary.run(None, call, *asked)
+        if answer is None:
+            self._lost.add(request)
+        return answer
+
     def _cache(self, cache: Callable[[Request, int], None], request: Request, tokens: int) -> None:
         """A request has ``tokens`` computed tokens: vLLM caches, and announces, those that are
         exact. Routers know blocks by their tokens."""
-        assert self._blender is not None
-        cache(request, self._blender.cacheable(request.request_id, tokens))
+        cache(request, self._ask(BlendPlanner.cacheable, request, tokens) or 0)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """A step, in which blended requests go on behind what they need not compute."""
         if self._blender is not None:
             for request in self.running:
                 computed = request.num_computed_tokens
-                begin = self._blender.next_token(request.request_id, computed)
-                _spare(request, begin - computed)
-                request.num_computed_tokens = begin
+                begin = self._ask(BlendPlanner.next_token, request, computed)
+                if begin is not None:
+                    _spare(request, begin - computed)
+                    request.num_computed_tokens = begin
         return super().schedule(throttle_prefills)
 
     def _reserve_prefill_lookahead(
@@ -60,15 +76,21 @@ class BlendScheduler(Scheduler):
         tokens: int = super()._reserve_prefill_lookahead(*asked)
         if self._blender is None:
             return tokens
-        return self._blender.limit(request.request_id, num_computed_tokens, tokens)
+        limit = self._ask(BlendPlanner.limit, request, num_computed_tokens, tokens)
+        return tokens if limit is None else limit
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """A load ended: vLLM takes all up to the last segment for computed; it is not."""
         if self._blender is not None:
-            failed = request.request_id in self.failed_recving_kv_req_ids
-            begin = self._blender.loaded(request.request_id, failed)
-            if begin is not None:
-                _spare(request, begin - request.num_computed_tokens)
+            failed, loaded = self.failed_recving_kv_req_ids, request.num_computed_tokens
+            was_failed = request.request_id in failed
+            begin = self._ask(BlendPlanner.loaded, request, loaded, was_failed)
+            if begin is None:  # nobody knows what was loaded: vLLM computes it, and asks no more
+                request.num_computed_tokens = 0
+                request.skip_reading_prefix_cache = True
+                failed.add(request.request_id)
+            elif begin != loaded:
+                _spare(request, begin - loaded)
                 request.num_computed_tokens = begin
                 if begin == 0:  # vLLM would take it for a new one and look for cached blocks
                     request.skip_reading_prefix_cache = True

@@ -22,8 +22,10 @@ import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
+from kvass.blend.plan import Choice, Prompt
 from kvass.blend.rope import Move, Rope, RopeRefused
 from kvass.blend.rope_of import MEASURED_AT, rope_that_explains
+from kvass.connectors.vllm.blend_oracle import KeptSegments, Oracle
 from kvass.engine.boundary import Boundary
 from kvass.errors import ConfigError
 
@@ -49,6 +51,8 @@ class Placement:
     loads: tuple[str, ...]
     table: tuple[int, ...]
     spans: tuple[Span, ...]
+    oracle: tuple[Prompt, Choice] | None = None
+    """The segments are kept for the oracle (``blend_oracle.py``), not placed."""
 
 
 class _Measured(Exception):
@@ -61,6 +65,7 @@ class LayerPages:
 
     def __init__(self, name: str, layer: Any, cache: Any, rope: Rope, block: int) -> None:
         self._layer, self._cache, self._block, self.rope = layer, cache, block, rope
+        self.name = name
         self._shapes = [
             (block, layer.num_kv_heads, size) for size in (layer.head_size, layer.head_size_v)
         ]
@@ -74,8 +79,9 @@ class LayerPages:
         numbers = torch.arange(sum(self._sizes))
         found, unit = torch.zeros(page.numel(), dtype=torch.long), 1
         while unit < len(numbers):
-            digits = (numbers // unit % BASE).to(page.dtype)
-            self._write(page, digits, torch.arange(self._block))
+            split = (numbers // unit % BASE).to(page.dtype).split(self._sizes)
+            k, v = (part.view(shape) for part, shape in zip(split, self._shapes, strict=True))
+            self._write(page, k, v, torch.arange(self._block))
             found += page.flatten().round().long() * unit
             unit *= BASE
         order = found.argsort()
@@ -85,9 +91,7 @@ class LayerPages:
             )
         return order
 
-    def _write(self, cache: Any, numbers: Any, slots: Any) -> None:
-        split = numbers.split(self._sizes)
-        k, v = (part.view(shape) for part, shape in zip(split, self._shapes, strict=True))
+    def _write(self, cache: Any, k: Any, v: Any, slots: Any) -> None:
         self._layer.impl.do_kv_cache_update(self._layer, k, v, cache, slots)
 
     def read(self, blocks: Any) -> tuple[Any, Any]:
@@ -99,12 +103,21 @@ class LayerPages:
         )
         return k, v
 
-    def place(self, blocks: Any, move: Move, slots: Any) -> None:
-        """Move K of the tokens in ``blocks``, and write K and V to ``slots`` [tokens]."""
+    def read_slots(self, slots: Any) -> tuple[Any, Any]:
+        """K and V in ``slots`` [tokens]."""
+        blocks, at = (slots // self._block).unique(return_inverse=True)
         k, v = self.read(blocks)
-        if self.rope.inv_freq:
-            k = move(k, tokens=-3)
-        self._layer.impl.do_kv_cache_update(self._layer, k, v, self._cache, slots)
+        at = at * self._block + slots % self._block
+        return k[at], v[at]
+
+    def moved(self, blocks: Any, move: Move) -> tuple[Any, Any]:
+        """``read``, with K moved."""
+        k, v = self.read(blocks)
+        return (move(k, tokens=-3) if self.rope.inv_freq else k), v
+
+    def write(self, k: Any, v: Any, slots: Any) -> None:
+        """Write K and V to ``slots`` [tokens]."""
+        self._write(self._cache, k, v, slots)
 
 
 class Placer:
@@ -125,6 +138,7 @@ class Placer:
                 continue  # it has no pages of its own: in another layer's K would be moved twice
             rope = _rope(vllm_config, model, name, layers[name], cache.dtype)
             self._layers.append(LayerPages(name, layers[name], cache, rope, block))
+        self.oracle = Oracle(self._layers)
 
     def expect(self, placements: Iterable[Placement]) -> None:
         """These were planned in this step."""
@@ -147,7 +161,7 @@ class Placer:
         return finished, failed
 
     def _place(self, one: Placement) -> bool:
-        size, moves = self._block, dict[Rope, Move]()
+        size, moves, kept = self._block, dict[Rope, Move](), list[tuple[Any, Any]]()
         spans = [np.arange(len(span.blocks) * size) for span in one.spans]
         old = np.concatenate([a + s.old for a, s in zip(spans, one.spans, strict=True)])
         new = np.concatenate([a + s.new for a, s in zip(spans, one.spans, strict=True)])
@@ -156,7 +170,11 @@ class Placer:
         with torch.inference_mode():
             for layer in self._layers:
                 move = moves.setdefault(layer.rope, Move(layer.rope, old, new))
-                layer.place(blocks, move, slots)
+                kept.append(layer.moved(blocks, move))
+                if one.oracle is None:
+                    layer.write(*kept.pop(), slots)
+        if one.oracle is not None:
+            self.oracle.keep(one.request, KeptSegments(*one.oracle, new, slots, kept))
         return True
 
 

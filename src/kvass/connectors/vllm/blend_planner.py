@@ -15,13 +15,13 @@ Laws of this file:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
 
-from kvass.blend.plan import PlacedSegment, Prompt, Selector, plan
+from kvass.blend.plan import Choice, PlacedSegment, Prompt, all_tokens, plan
 from kvass.client.scheduler import Match, Pending
 from kvass.client.segments import SegmentClient
 from kvass.connectors.vllm.adapt import VllmRequest
@@ -51,6 +51,7 @@ class BlendRequest:
     found: Segments | None = None
     rows: list[list[int]] = field(default_factory=list)
     segments: list[PlacedSegment] = field(default_factory=list)
+    prompt: Prompt | None = None
     runs: list[tuple[int, int]] = field(default_factory=list)
     blended: bool = False
     searches: bool = True
@@ -61,8 +62,8 @@ class BlendPlanner:
     """Plans the blended requests of one engine, around its ``planner``. Used from the scheduler's
     thread only."""
 
-    def __init__(self, setup: VllmSetup, planner: Planner, select: Selector) -> None:
-        self._planner, self._select = planner, select
+    def __init__(self, setup: VllmSetup, planner: Planner, choice: Choice) -> None:
+        self._planner, self._choice, self._oracle = planner, choice, setup.blend_oracle
         self._chunk, self._block = setup.chunk_tokens, setup.hash_tokens
         self._client = planner.client
         self._segments = SegmentClient(planner.client, setup.chunk_tokens)
@@ -151,7 +152,10 @@ class BlendPlanner:
                 rows.append([there[digest] for digest in kept])
         chunks, rest = divmod(one.prefix, self._chunk)
         last = one.request.chunk_hashes(chunks - 1, chunks)[0] if chunks and not rest else b""
-        positions = plan(Prompt(len(one.tokens), one.prefix, tuple(segments), last), self._select)
+        one.prompt = Prompt(len(one.tokens), one.prefix, tuple(segments), last)
+        select = all_tokens if self._oracle else self._choice
+        assert callable(select)
+        positions = plan(one.prompt, select)
         cuts = np.flatnonzero(np.diff(positions) != 1) + 1
         one.runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(positions, cuts)]
         one.segments, one.rows = segments, rows
@@ -176,7 +180,9 @@ class BlendPlanner:
         load, spans = self._load(one, match, table[0])
         prefix = one.prefix - one.local
         loads = (load.request, name) if prefix else (load.request,)
-        placement = Placement(name, loads, tuple(table[0]), spans)
+        assert one.prompt is not None
+        oracle = (one.prompt, self._choice) if self._oracle else None
+        placement = Placement(name, loads, tuple(table[0]), spans, oracle)
         self._placements.append(placement)  # from here on nothing may raise
         self._planner.add_load(load)
         return prefix
@@ -227,18 +233,35 @@ class BlendPlanner:
         placements, self._placements = self._placements, []
         return placements
 
+    def replaced(self, scheduled: Mapping[str, int]) -> list[str]:
+        """In which of the requests of a step the oracle replaces K and V. ``kv_dev`` chooses among
+        all tokens at once: a prompt that is not computed in one step is left as it is."""
+        names = []
+        for name in scheduled if self._oracle else ():
+            one = self._requests.get(name)
+            if one is None or not one.runs:
+                continue
+            begin, last = one.request.vllm.num_computed_tokens, one.segments[-1].new_end
+            whole = begin == one.prefix and begin + scheduled[name] >= last
+            if begin < last and (callable(self._choice) or whole):
+                names.append(name)
+            elif begin < last:
+                one.runs = []
+                self._planner.traffic.count("blends_failed")
+        return names
+
     # ------------------------------------------------------------ steps
 
-    def loaded(self, name: str, failed: bool) -> int | None:
-        """The load of a request ended: the token at which it is computed on. None: it has no
-        segments, or they are lost."""
+    def loaded(self, name: str, tokens: int, failed: bool) -> int:
+        """The load of a request ended: the token at which it is computed on. Without segments, or
+        if they are lost, that is after the ``tokens`` that vLLM takes for loaded."""
         one = self._requests.get(name)
         if one is None or not one.blended:
-            return None
+            return tokens
         if failed:
             one.runs = []
             self._planner.traffic.count("blends_failed")
-            return None
+            return tokens
         spared = one.segments[-1].new_end - one.prefix
         spared -= sum(min(end, one.segments[-1].new_end) - begin for begin, end in one.runs)
         self._planner.traffic.count("blends")

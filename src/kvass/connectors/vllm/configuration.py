@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from kvass import vllm_contract
 from kvass._version import TESTED_VLLM, code_version
-from kvass.blend.plan import Selector, parse
+from kvass.blend.plan import Choice, parse
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import groups, namespace, weight_files
@@ -48,6 +48,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     chunk_tokens: Annotated[int, Meta(ge=1)] = 0
     tag: str = ""
     blend: str = ""
+    blend_oracle: bool = False
     model_id: Annotated[str, Meta(min_length=1)] = ""
     kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
     """``blocks``: whichever of the others suits the device's kernels."""
@@ -81,11 +82,13 @@ def read_options(extra: Mapping[str, object]) -> Options:
 class VllmSetup(EngineSetup):
     """``hash_tokens``: tokens of one of vLLM's block hashes. ``global_media_ids``: whether clients'
     ids of images and the like stand for the same content in all engines. ``blend``: which tokens of
-    segments are computed again; None: segments are not reused."""
+    segments are computed again; None: segments are not reused. ``blend_oracle``: everything is
+    computed, and answers are those of blend."""
 
     hash_tokens: int
     global_media_ids: bool = False
-    blend: Selector | None = None
+    blend: Choice | None = None
+    blend_oracle: bool = False
 
 
 def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
@@ -126,7 +129,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
     spare = _spare_chunks(vllm_config, kv_cache_config, chunk_tokens)
     each_block = hash_tokens == blocks[0] == unit and not spare
-    blend = _blend(options.blend, vllm_config, layouts) if options.blend else None
+    blends = options.blend or options.blend_oracle
+    blend = _blend(options, vllm_config, layouts) if blends else None
     model = vllm_config.model_config
     source = str(model.model_weights or model.model)  # an address, a path, or a name on the Hub
     source = os.path.realpath(source) if os.path.exists(source) else source
@@ -147,16 +151,20 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         adapters=adapters,
         global_media_ids=options.global_media_ids,
         blend=blend,
+        blend_oracle=options.blend_oracle,
         model=options.model_id or source,
         weights=name,
     )
 
 
-def _blend(text: str, vllm_config: Any, layouts: Sequence[GroupLayout]) -> Selector:
+def _blend(options: Options, vllm_config: Any, layouts: Sequence[GroupLayout]) -> Choice:
     """Raises :class:`ConfigError` with the reason for an engine that cannot be blended."""
-    choice = parse(text)
-    if not callable(choice):
-        raise ConfigError(f"kvass.blend {text!r}: use first_k:TOKENS, all or none in vLLM")
+    choice = parse(options.blend)
+    if not callable(choice) and not options.blend_oracle:
+        raise ConfigError(
+            f"kvass.blend {options.blend!r}: use first_k:TOKENS, all or none in vLLM; "
+            "kv_dev works with kvass.blend_oracle alone"
+        )
     if reason := next(_unblended(vllm_config, layouts), ""):
         raise ConfigError(f"kvass.blend: {reason}")
     return choice

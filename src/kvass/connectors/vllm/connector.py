@@ -39,7 +39,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         adapt.log_as_vllm()
-        self._boundary = Boundary()
+        self.boundary = self._boundary = Boundary()
         self._setup: VllmSetup | None = None
         self._planner: Planner | None = None
         self._copier: Copier | None = None
@@ -172,6 +172,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         work = StepMetadata()
         self._run(self._planner, None, Planner.take_loads, work)
         work.placements = self._run(self.blender, [], BlendPlanner.take_placements)
+        scheduled = scheduler_output.num_scheduled_tokens
+        work.replaced = self._run(self.blender, [], BlendPlanner.replaced, scheduled)
         self._run(self._planner, None, Planner.plan_stores, adapt.VllmStep(scheduler_output), work)
         if not self._run(self._planner, False, Planner.hand_over, work):
             self._run(self._planner, None, Planner.revoke, work)
@@ -242,12 +244,16 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._run(self._copier, None, Copier.load, connector_metadata)
         if self._placer is not None:
             self._placer.expect(connector_metadata.placements)
+            self._boundary.run(None, self._placer.oracle.begin, connector_metadata.replaced)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: loads have begun. vLLM calls this after the forward pass was launched."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: every load is asynchronous, and no scheduled request waits for one."""
+        """Every load is asynchronous, and no scheduled request waits for one: only the oracle of
+        blend has something to do."""
+        if self._placer is not None:
+            self._boundary.run(None, self._placer.oracle.replace, layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -265,6 +271,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         finished, failed = self._run(self._copier, none, Copier.results, not _raising())
         if self._placer is not None:
             finished, failed = self._placer.settle(finished, failed)
+            self._placer.oracle.forget(finished_req_ids)
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
