@@ -79,7 +79,7 @@ test: $(READY)
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
 SCHEDULERS := tests/test_vllm_contract.py $(wildcard tests/engine/test_scheduler_*.py) \
   $(addprefix tests/engine/test_,ranks_scheduler.py fields.py hook_order.py)
-ENGINES := $(addprefix tests/engine/test_,right.py eagle.py hybrid.py) -k "not gemma3 and not qwen3"
+ENGINES := $(addprefix tests/engine/test_,right.py pairs.py eagle.py hybrid.py) -k "not gemma3 and not qwen3"
 VERSIONS = $(shell $(BIN)/python -c 'from kvass._version import *; import vllm._version as v; \
   print(*sorted(TESTED_VLLM - {v.version}))')
 
@@ -91,8 +91,9 @@ test-versions: $(READY)
 	  [[ -e $$PYTHONPATH/vllm/_C.abi3.so ]] || { echo "no build for a CPU: no engines"; continue; }; \
 	  $(BIN)/python -m pytest -n $(WORKERS) -q $(ENGINES) || failed+=" $$version (engines)"; \
 	done; unset PYTHONPATH VLLM_TARGET_DEVICE; \
-	KVASS_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -q tests/engine/test_two_versions.py \
-	  || failed+=" two versions"; \
+	KVASS_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -q --pairs 200 \
+	  $(addprefix tests/engine/test_,pairs.py two_versions.py) \
+	  || failed+=" pairs or two versions"; \
 	[[ -z $$failed ]] || { echo "failed:$$failed" >&2; exit 1; }
 
 check: $(READY)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.support.vllm.models import TINY, build
+from tests.support.vllm.models import TINY, build, write_lora
 from tests.support.vllm.process import ENVIRONMENT, Answer, EngineProcess
 from tests.support.vllm.template import Template
 
@@ -29,6 +29,7 @@ ARGS: Final[dict[str, Any]] = {
     "num_gpu_blocks_override": 512,
     "max_num_batched_tokens": 512,  # longer prompts are prefilled in chunks
 }
+LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 LIKE_LOCAL_HIT: Final = 1e-4
 LIKE_COLD: Final = 1e-3
 
@@ -134,8 +135,16 @@ def start(model: Path, folder: Path) -> Iterator[Starter]:
 
 
 @pytest.fixture(scope="session")
+def adapters(folder: Path) -> Path:
+    """A folder of two LoRA adapters. An engine caches what is older than itself."""
+    for seed, name in enumerate(("one", "other")):
+        write_lora(folder / "adapters" / name, TINY, seed=seed)
+    return folder / "adapters"
+
+
+@pytest.fixture(scope="session")
 def judge(start: Starter) -> Judge:
-    return Judge(start("plain"))
+    return Judge(start("plain", args=LORA))
 
 
 NOTHING_OWED: Final[dict[str, Any]] = {
@@ -168,13 +177,13 @@ def event_endpoints(daemon: Daemon) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def pair(daemon: Daemon, start: Starter) -> tuple[EngineProcess, EngineProcess]:
+def pair(daemon: Daemon, start: Starter, adapters: Path) -> tuple[EngineProcess, EngineProcess]:
     """Two engines of one daemon, started side by side; the first publishes KV events."""
     socket = Path(daemon.socket)
     endpoints = event_endpoints(daemon)
     events = {"enable_kv_cache_events": True, **endpoints}
-    a = start("a", socket=socket, args={"kv_events_config": events})
-    b = start("b", socket=socket, gpu=True)
+    a = start("a", socket=socket, args=LORA | {"kv_events_config": events})
+    b = start("b", socket=socket, gpu=True, args=LORA)
     return a.wait_ready(), b.wait_ready()
 
 

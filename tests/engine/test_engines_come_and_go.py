@@ -11,39 +11,24 @@ from typing import Final
 import pytest
 
 from kvass.testing.daemon import GRACE_S, Daemon
-from tests.engine.conftest import NOTHING_OWED, Judge, Starter, store
-from tests.support.vllm.models import TINY, write_lora, write_model
+from tests.engine.conftest import LORA, NOTHING_OWED, Judge, Starter, store
+from tests.support.vllm.models import TINY, write_model
 from tests.support.vllm.process import EngineProcess, Prompt
 
 pytestmark = pytest.mark.engine
 
 Make = Callable[[int], list[int]]
 
-SMALL: Final = {
-    "max_model_len": 640,
-    "num_gpu_blocks_override": 25,
-    "enable_lora": True,
-    "max_lora_rank": 8,
-    "max_loras": 1,
-}
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of LoRA adapters: an engine caches what is older than itself."""
-    folder = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("one", "other")):
-        write_lora(folder / name, TINY, seed=seed)
-    return folder
+SMALL: Final = {"max_model_len": 640, "num_gpu_blocks_override": 25}
 
 
 @pytest.fixture(scope="module")
 def small(daemon: Daemon, start: Starter, adapters: Path) -> EngineProcess:
-    """An engine with room for 768 tokens, chunks of 64, and LoRA; on a fake GPU."""
+    """An engine with room for 768 tokens, chunks of 64; on a fake GPU."""
     return start(
         "small",
         socket=Path(daemon.socket),
-        args=SMALL,
+        args=SMALL | LORA,
         options={"kvass.chunk_tokens": 64},
         gpu=True,
     ).wait_ready()

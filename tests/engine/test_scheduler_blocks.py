@@ -7,7 +7,6 @@ cache of ``a``, which computed everything.
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,10 @@ from kvass.engine import adapters
 from kvass.engine.stores import StorePlanner
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_lora import train
+from tests.support.vllm.pairs import CHUNK, draw
 from tests.support.vllm.ranks import StubModelEngine, until
 from tests.support.vllm.scheduler import BLOCK
 
-CHUNK = 256
 NAMES = itertools.count()
 
 
@@ -83,43 +82,22 @@ def run(one: StubModelEngine, tokens: list[int], **request: Any) -> tuple[int, l
     return len(tokens) - computed, list(asked.all_token_ids)
 
 
-def lengths(rng: random.Random, most: int) -> int:
-    """Of any size up to ``most``, often at or next to a block's or a chunk's end."""
-    unit = rng.choice([1, 1, BLOCK, CHUNK])
-    around = rng.randint(0, most // unit) * unit + rng.choice([-1, 0, 0, 1]) * (unit > 1)
-    return min(max(around, 0), most)
-
-
-def compare(a: StubModelEngine, b: StubModelEngine, adapter: Path, seed: int, pairs: int) -> Any:
-    """Tokens that ``b`` loaded, and those that ``a`` had itself, for pairs of prompts."""
-    rng = random.Random(seed)
-    for _ in range(pairs):
-        forget(a)
-        first = [rng.randrange(1000) for _ in range(max(20, lengths(rng, 1500)))]
-        kind = rng.choice(["plain", "plain", "lora", "salt", "other salt", "turns"])
-        one: dict[str, Any] = {"salt": "x"} if "salt" in kind else {}
-        one |= {"lora": adapter} if kind == "lora" else {}
-        two = one | {"salt": "y"} if kind == "other salt" else one
-        generates = rng.choice([1, 2, BLOCK, 40]) if kind in ("turns", "lora") else 1
-        _, said = run(a, first, max_tokens=generates, **one)
-        shared = said if generates > 1 else first[: lengths(rng, len(first))]
-        rest = [rng.randrange(1000) for _ in range(max(20, lengths(rng, 1500)))]
-        second = (shared + rest)[: max(20, lengths(rng, 3000))]
-        forget(b)
-        loaded, _ = run(b, second, **two)
-        local, _ = run(a, second, **two)
-        yield kind, len(second), loaded, local
-
-
 @pytest.mark.parametrize("part", range(4))
 def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
     pair: tuple[StubModelEngine, StubModelEngine], adapter: Path, part: int
 ) -> None:
     """200 pairs of prompts, 20 to 3,000 tokens long, in four parts."""
+    a, b = pair
     inside = Counter[str]()
-    for kind, tokens, loaded, local in compare(*pair, adapter, part, 50):
-        assert loaded == local, f"part {part}: {kind}, {tokens} tokens"
-        inside[kind] += loaded % CHUNK > 0
+    for one in draw(part, 50, str(adapter)):
+        forget(a)
+        _, said = run(a, one.first, max_tokens=one.generates, **one.fields[0])
+        second = one.second(said[len(one.first) :])
+        forget(b)
+        loaded, _ = run(b, second, **one.fields[1])
+        local, _ = run(a, second, **one.fields[1])
+        assert loaded == local, f"part {part}: {one.kind}, {len(second)} tokens"
+        inside[one.kind] += loaded % CHUNK > 0
     assert all(inside[kind] for kind in ("plain", "lora", "salt", "turns")), inside
     assert not inside["other salt"]
 
