@@ -7,6 +7,7 @@ once, and does not fall again; so a small leak would not show in it.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-EVERY_S: Final = 1.0
+EVERY_S: Final = 5.0
 FIGURES: Final = ("malloc_bytes", "python_blocks")
 """What ``malloc`` has given out; Python's blocks of up to 512 bytes, which are not malloc's: two
 for an array, one for a number."""
@@ -38,6 +39,7 @@ def tell(folder: Path) -> None:
 
     def tell_again() -> None:
         while folder.exists():
+            gc.collect()  # cycles that errors leave wait for many minutes
             malloc = mallinfo2()
             new.write_text(f"{malloc.uordblks + malloc.hblkhd} {sys.getallocatedblocks()}")
             new.replace(file)
