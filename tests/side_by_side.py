@@ -20,8 +20,12 @@ SHARING: Final = tuple(
 )
 """These share the engines of ``tests/engine/conftest.py``, so they are one group."""
 
-LONGEST_FIRST: Final = (*SHARING, "tests/engine", "tests/simulation", "tests/tiers", "tests/gpu")
-"""What begins first, in this order, so that no long file is left over at the end."""
+LONGEST_FIRST: Final = (
+    *(*SHARING, "tests/test_soak.py"),
+    *("tests/engine", "tests/simulation", "tests/tiers", "tests/gpu"),
+)
+"""What begins first, in this order, so that no long file is left over at the end. The soak needs
+little CPU, so it runs beside the start of engines, and before tests that run alone."""
 
 
 def rank(nodeid: str) -> int:

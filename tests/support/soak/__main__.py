@@ -31,7 +31,9 @@ from tests.support.soak.vllm_engine import write_answers
 from tests.support.soak.world import EARLY, MISCHIEF, PROGRAM, SELDOM, Mischief, SoakError, World
 
 GAP_S: Final = 4.0
-"""Between the beginnings of two, on average."""
+"""Between the beginnings of two, on average, unless it is asked for otherwise."""
+LASTS_S: Final = 0.5
+"""On average, or half the gap if that is longer."""
 LONGEST_S: Final = 8.0
 """Something is suspended or away; longer than leases, reservations and a tier's heartbeats."""
 AGAIN_S: Final = 0.1
@@ -53,17 +55,20 @@ class Planned(NamedTuple):
     number: int
 
 
-def plan(seed: int, seconds: float, mischief: Collection[str]) -> Iterator[Planned]:
+def plan(
+    seed: int, seconds: float, mischief: Collection[str], gap_s: float = GAP_S
+) -> Iterator[Planned]:
     """All kinds in turn, in a new order each time; ``EARLY`` ones in the first quarter only."""
     random, at_s = Random(seed), 0.0
-    gap_s = min(GAP_S, 0.7 * seconds / len(mischief))
+    gap_s = min(gap_s, 0.7 * seconds / len(mischief))
+    mean_s = max(LASTS_S, gap_s / 2)
     while at_s < seconds:
         late = at_s > seconds / 4
         left_out = (EARLY if late else ()) + (SELDOM if at_s and random.random() < 2 / 3 else ())
         kinds = [what for what in mischief if what not in left_out]
         first = () if at_s else (*EARLY, *SELDOM)  # so they are over soon in a short run, too
         for what in sorted(kinds, key=lambda what: (what not in first, random.random())):
-            lasts_s = min(random.expovariate(2 / gap_s), LONGEST_S)
+            lasts_s = min(random.expovariate(1 / mean_s), LONGEST_S)
             yield Planned(at_s, what, lasts_s, random.randrange(1 << 16))
             pause_s = random.expovariate(1 / gap_s)
             at_s += pause_s if late else min(gap_s, pause_s)
@@ -177,7 +182,7 @@ class Soak:
                 if left or not tier.get("up"):
                     held[tier["tier"]] = f"{left} to store, {tier.get('trouble') or 'up'}"
             if not held or time.monotonic() > deadline_s:
-                figures = process_figures(self.world.daemon.pid)
+                figures = process_figures(self.world.daemon.pid, self.world.folder)
                 return held, (figures["descriptors"], figures["threads"])
             time.sleep(0.05)
 
@@ -191,11 +196,12 @@ def soak(
     engines: int = 4,
     vllm: int = 0,
     rate: float = 5.0,
+    gap: float = GAP_S,
     mischief: Mapping[str, tuple[str, Mischief]] = MISCHIEF,
     program: Sequence[str] = PROGRAM,
 ) -> list[Check]:
-    """The verdict of one run. ``rate``: requests a second of each engine. ``program``: as for
-    ``Daemon``."""
+    """The verdict of one run. ``rate``: requests a second of each engine. ``gap``: ``GAP_S``.
+    ``program``: as for ``Daemon``."""
     out.mkdir(parents=True, exist_ok=True)
     if trace is None:
         trace = out / "trace.jsonl"
@@ -215,13 +221,15 @@ def soak(
         with closing(World(Path(folder), setups, daemon, program)) as world:
             run = Soak(world, out, mischief)
             try:
-                checks = run.run(plan(seed, seconds, mischief), seconds)
+                checks = run.run(plan(seed, seconds, mischief, gap), seconds)
             except (SoakError, KvassError, RuntimeError) as error:
                 checks = [Check(False, str(error))]
             pages = sum(e.total["pages"] for e in world.engines)
             checks.append(Check(pages > 0, f"{pages:,} loaded pages were right"))
             longest = max(e.longest_s for e in world.engines)
-            text = f"seed {seed}, {seconds:.0f} s, {daemon}\nlongest request {longest:.1f} s\n"
+            requests = sum(e.total["requests"] for e in world.engines)
+            text = f"seed {seed}, {seconds:.0f} s, {daemon}\n"
+            text += f"{requests:,} requests, the longest {longest:.1f} s\n"
             text += "\n".join(f"{n:6} {what}" for what, n in run.tally.items())
             if not all(check.ok for check in checks):
                 text += "\n".join(["\n\nthe last events:", *run.events[-_EVENTS:]])
@@ -243,6 +251,9 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=4, help="fake engines, 2 or more")
     parser.add_argument("--vllm", type=int, default=0, help="real vLLM engines beside them")
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second of each engine")
+    parser.add_argument(
+        "--gap", type=float, default=GAP_S, help="seconds from mischief to mischief"
+    )
     options = vars(parser.parse_args())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all processes are ended
     minutes = options.pop("minutes")

@@ -1,14 +1,21 @@
-"""``kvass serve`` that checks the core's invariants all the time: a broken one ends the daemon."""
+"""``kvass serve`` that checks the core's invariants all the time: a broken one ends the daemon.
+
+It and the processes of its tiers tell how much memory they have in use (``memory``).
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from pathlib import Path
 from typing import Final
 from unittest import mock
 
 from kvass.cli.main import main
 from kvass.core.effects import Effect, Event
 from kvass.core.machine import CacheMachine
+from tests.support.soak.memory import tell
 
 EVERY_S: Final = 0.25
 _step = CacheMachine.step
@@ -25,5 +32,9 @@ def _checked_step(machine: CacheMachine, event: Event, now: float) -> list[Effec
 
 
 if __name__ == "__main__":
+    folder = Path(sys.argv[sys.argv.index("--socket") + 1]).parent
+    tell(folder)
+    os.environ["SOAK_FOLDER"] = str(folder)
+    sys.path.append(str(Path(__file__).parent / "site"))  # that of tiers, too
     with mock.patch.object(CacheMachine, "step", _checked_step):
         raise SystemExit(main())

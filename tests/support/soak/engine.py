@@ -26,6 +26,7 @@ from kvass.testing.pages import WrongPageError
 from kvass.transfer.base import Job
 from kvass.transfer.host import HostMover
 from kvass.types import GroupLayout, RankLayout
+from tests.support.soak.memory import tell as tell_memory
 
 CHUNK_TOKENS: Final = 16
 MOST_CHUNKS: Final = 24
@@ -135,6 +136,7 @@ def play(setup: Setup) -> None:
             engine.doomed = 1
 
         signal.signal(signal.SIGUSR1, lose_a_rank)
+        tell_memory(Path(setup.socket).parent)
         tell(Line(setup.first))
         for n, pieces in prompts(setup):
             prompt = [word for piece in pieces for word in (piece & 0xFFFFFFFF, piece >> 32) * 8]

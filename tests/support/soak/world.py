@@ -104,6 +104,7 @@ class World:
     def __init__(
         self, folder: Path, setups: list[Setup], options: dict[str, str], program: Sequence[str]
     ) -> None:
+        self.folder = folder
         self.socket = str(folder / "kvass.sock")
         self.engines: list[Engine] = []
         self.daemon_expected = False
