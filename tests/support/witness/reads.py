@@ -87,8 +87,9 @@ class ReadWitness:
     ) -> list[tuple[RowKey, Source, Place]]:
         """The rows of which a hit uses the first blocks: each is READY and has them. If nothing is
         evicted, no row has more of what was asked for."""
-        state, blocks = self.state, split(msg.blocks, msg.width)
-        there = reply.chunks == len(msg.digests) // msg.width and namespace.chunk_blocks > 0
+        state, chunks = self.state, len(msg.digests) // msg.width
+        blocks = split(msg.blocks if reply.chunks == chunks else msg.first_blocks, msg.width)
+        there = reply.chunks in (chunks, msg.first) and namespace.chunk_blocks > 0
         if reply.blocks > len(blocks) or (reply.blocks and (not there or msg.spare)):
             raise BrokenLawError(f"blocks that nobody asked for: {reply}")
         rows = []
