@@ -17,7 +17,7 @@ from bench.pings import measure_pings
 from bench.segments import measure_segments
 from kvass._version import __version__
 from kvass.cli import bench as shipped
-from kvass.cli.bench.copies import Prompt, measure_copies
+from kvass.cli.bench.copies import PromptShape, measure_copies
 from kvass.cli.bench.lookups import measure_lookups
 from kvass.cli.bench.rig import CHUNK_TOKENS, say, start_daemon, table
 from kvass.cli.geometry import BLOCK_TOKENS
@@ -74,7 +74,7 @@ def measure(l1_bytes: int, rounds: int) -> dict[str, Any]:
     with start_daemon(l1_bytes) as daemon:
         figures["ready_s"] = daemon.ready_s
         for prefix, model in _MODELS.items():
-            prompt = Prompt(layout(layers_of(model), BLOCK_TOKENS), CHUNK_TOKENS)
+            prompt = PromptShape(layout(layers_of(model), BLOCK_TOKENS), CHUNK_TOKENS)
             prompt = prompt.within(l1_bytes // 4)
             add(figures, measure_copies(daemon.socket, rounds, prompt), prefix)
         for tp in (1, 8):

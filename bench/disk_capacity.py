@@ -31,6 +31,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from bench.footprint import drop_page_cache
 from kvass.tiers.base import Buffer
 from kvass.tiers.buffers import page_buffer
 from kvass.tiers.disk import DiskTier
@@ -107,8 +108,7 @@ def measure(folder: Path, rows: int) -> dict[str, Any]:
         "wrong": wrong,
         "missed": missed,
     }
-    for path in folder.glob(f"*{TABLE}"):
-        _make_cold(path)
+    drop_page_cache(folder, f"*{TABLE}")
     return figures | _in_a_new_process(folder, capacity)
 
 
@@ -146,15 +146,6 @@ def _check(tier: DiskTier, rows: int) -> tuple[int, int]:
             wrong += held and not right
             missed += last and not held
     return wrong, missed
-
-
-def _make_cold(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def _in_a_new_process(folder: Path, capacity: int) -> dict[str, Any]:

@@ -148,6 +148,15 @@ def test_every_requirement_is_pinned() -> None:
             assert line.startswith("#") or re.fullmatch(r"[\w.-]+==[\w.]+", line), (path, line)
 
 
+def test_no_two_public_classes_have_one_name() -> None:
+    """One name, one thing. Classes of the wire keep their names, so others give way to them."""
+    named: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.MULTILINE):
+            named.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in named.items() if len(paths) > 1} == {}
+
+
 def tracked() -> list[Path]:
     result = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, timeout=30)
     if result.returncode != 0:

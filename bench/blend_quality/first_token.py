@@ -12,7 +12,7 @@ import torch
 
 from bench.blend_quality.model import llama
 from bench.blend_quality.quality import compute, cut, joined
-from kvass.blend.plan import Choice, FirstK, Prompt, Segment, none
+from kvass.blend.plan import Choice, FirstK, PlacedSegment, Prompt, none
 from kvass.connectors.transformers.blending import Blender
 from kvass.types import I64Array
 
@@ -35,7 +35,9 @@ class Race:
         _, kv = compute(self.model, documents.reshape(-1))
         self.stored = [cut(kv, int(i) * length, int(i + 1) * length) for i in order]
         self.tokens: I64Array = np.concatenate([documents[order].reshape(-1), question])
-        segments = (Segment(at * length, int(i) * length, length) for at, i in enumerate(order))
+        segments = (
+            PlacedSegment(at * length, int(i) * length, length) for at, i in enumerate(order)
+        )
         self.prompt = Prompt(DOCUMENTS * length + 1, 0, tuple(segments))
 
     def full(self) -> None:

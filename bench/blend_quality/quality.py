@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bench.blend_quality import task
-from kvass.blend.plan import Choice, FirstK, Prompt, Segment, Selector, all_tokens, none
+from kvass.blend.plan import Choice, FirstK, PlacedSegment, Prompt, Selector, all_tokens, none
 from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.model import filled, tensors_of
 from kvass.connectors.transformers.rows import KV
@@ -68,7 +68,7 @@ def _case(model: Any, random: np.random.Generator) -> Case:
         parts = [mine[slot] if other == slot else task.document(random, other) for other in order]
         elsewhere = task.ask(random, [task.prefix(random), *parts], False)
         new, old = (task.PREFIX + i * task.LENGTH for i in (index, order.index(slot)))
-        segments.append(Segment(new, old, task.LENGTH, b"other", bytes([slot])))
+        segments.append(PlacedSegment(new, old, task.LENGTH, b"other", bytes([slot])))
         stored.append(cut(compute(model, elsewhere.tokens)[1], old, old + task.LENGTH))
     logits, kv = compute(model, asked.tokens)
     prompt = Prompt(BODY + 1, task.PREFIX, tuple(segments))

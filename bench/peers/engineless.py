@@ -12,9 +12,10 @@ from typing import Final
 
 import msgspec
 
+from bench.footprint import drop_page_cache
 from bench.peers.driver import Driver
 from bench.peers.results import Results, Row, attempt, in_turns
-from bench.peers.servers import MALLOC, KvassServer, LMCacheServer, Server, drop_page_cache
+from bench.peers.servers import MALLOC, KvassServer, LMCacheServer, Server
 from kvass.cli.bench.rig import wait_for
 
 SYSTEMS: Final = ("kvass", "lmcache")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from bench.pings import measure_pings
-from kvass.cli.bench.copies import KvCache, Prompt
+from kvass.cli.bench.copies import KvCache, PromptShape
 from kvass.cli.bench.lookups import LAYOUT
 from kvass.cli.bench.rig import (
     CHUNK_TOKENS,
@@ -41,7 +41,7 @@ class KvassClient:
             address, groups, self._ending, name=name, instance=fresh_name()
         )
         if large:
-            prompt = Prompt(groups, CHUNK_TOKENS, tokens // CHUNK_TOKENS)
+            prompt = PromptShape(groups, CHUNK_TOKENS, tokens // CHUNK_TOKENS)
             self._cache = KvCache(prompt, self._engine, self._ending)
 
     def copy(self, seed: str, tokens: int, threads: int) -> dict[str, Any]:

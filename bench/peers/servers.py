@@ -236,18 +236,6 @@ class LMCacheServer(Server):
         return list(_SHM.glob(f"*{self._shm}*"))
 
 
-def drop_page_cache(folder: Path) -> None:
-    """The folder's files are on disk afterwards, and not in memory."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
-
-
 def _size(folder: Path | None) -> int:
     """Bytes of the files in a folder, whole pages as on disk."""
     assert folder is not None

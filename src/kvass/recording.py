@@ -41,22 +41,25 @@ class EngineLine(Line, tag="engine"):
 
 
 class LookupLine(Line, tag="lookup"):
-    """A prompt was looked up: the keys of all its chunks."""
+    """A prompt was looked up: the keys of all its chunks, and of the blocks after the last one."""
 
     t: float
     request: int
     keys: bytes
+    blocks: bytes = b""
 
 
 class StoreLine(Line, tag="store"):
     """Rows were asked for, of groups ``groups`` (a bit mask), for a request's chunks from ``first``
-    on."""
+    on. ``blocks``: the keys of their blocks, and of those after the last chunk; empty if hits end
+    with a chunk."""
 
     t: float
     request: int
     first: int
     keys: bytes
     groups: int = 1
+    blocks: bytes = b""
 
 
 class LostLine(Line, tag="lost"):

@@ -290,7 +290,9 @@ class Limits(msgspec.Struct, frozen=True):
     frame_bytes: int = 4 << 20
     """Largest frame either side accepts after the handshake."""
     keys_per_message: int = 32_768
-    """To find more takes one step of the daemon too long (10 ms)."""
+    """To find more takes one step of the daemon too long (10 ms). Of a prompt with several layer
+    groups so many rows are looked for, so fewer chunks: what comes after them is a miss, and it is
+    not stored."""
     leases_per_instance: int = 16_384
     reservations_per_instance: int = 16_384
     sessions: int = 1024
@@ -313,6 +315,12 @@ class Limits(msgspec.Struct, frozen=True):
     identity_bytes: int = 64 << 10
 
 
+GUESS_TOKENS_S: Final = 5_000.0
+"""What an engine that has measured nothing yet is taken to compute per second."""
+MAX_PATIENCE_S: Final = 30.0
+"""No request waits longer for tiers and stores, however long its prompt."""
+
+
 class Timing(msgspec.Struct, frozen=True):
     """The daemon's clocks, all told in the handshake: nobody has to configure both sides."""
 
@@ -325,3 +333,9 @@ class Timing(msgspec.Struct, frozen=True):
     lookup_budget_ms: float = 100.0
     hello_s: float = 5.0
     """How long a session may take to say Hello."""
+
+    def patience_s(self, tokens: int, tokens_s: float) -> float:
+        """How long an engine waits for ``tokens`` tokens at most: as long as it would compute them
+        at ``tokens_s`` per second (0: not known), but no less than ``lookup_budget_ms``."""
+        compute_s = tokens / (tokens_s or GUESS_TOKENS_S)
+        return max(self.lookup_budget_ms / 1000, min(compute_s, MAX_PATIENCE_S))

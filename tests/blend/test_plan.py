@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvass.blend.plan import BadSegment, FirstK, KvDev, Prompt, Segment, all_tokens, none, plan
+from kvass.blend.plan import (
+    BadSegment,
+    FirstK,
+    KvDev,
+    PlacedSegment,
+    Prompt,
+    all_tokens,
+    none,
+    plan,
+)
 from kvass.errors import UsageError
 
 
@@ -24,7 +33,7 @@ def prompts(draw: Any) -> Prompt:
         length = draw(st.integers(1, 12))
         stored = draw(st.sampled_from([before, b"", b"other"]))
         mine = draw(st.sampled_from([bytes([index]), b""]))
-        segments.append(Segment(end, draw(st.integers(0, 99)), length, stored, mine))
+        segments.append(PlacedSegment(end, draw(st.integers(0, 99)), length, stored, mine))
         end, before = end + length, mine
     tokens = max(1, end + draw(st.integers(0, 4)))
     return Prompt(tokens, prefix, tuple(segments), last)
@@ -75,13 +84,13 @@ def test_kv_dev_computes_the_ratio_that_deviates_most(
 
 
 def test_a_deviation_that_is_no_number_is_computed_first() -> None:
-    prompt = Prompt(10, 0, (Segment(0, 50, 8),))
+    prompt = Prompt(10, 0, (PlacedSegment(0, 50, 8),))
     deviation = np.array([5.0, 4, 3, np.nan, 2, 1, 0, 0, 9, 9])
     assert plan(prompt, KvDev(0.25, lambda _: deviation)).tolist() == [0, 3, 8, 9]
 
 
 def test_ones_own_selector_chooses_within_segments_only() -> None:
-    prompt = Prompt(20, 4, (Segment(6, 0, 5), Segment(11, 0, 5)))
+    prompt = Prompt(20, 4, (PlacedSegment(6, 0, 5), PlacedSegment(11, 0, 5)))
     assert plan(prompt, lambda p: [0, 7, 7, 12]).tolist() == [4, 5, 7, 12, 16, 17, 18, 19]
     for outside in (-1, 20):
         with pytest.raises(UsageError, match=r"outside of \[0, 20\)"):
@@ -104,7 +113,7 @@ def test_ones_own_selector_chooses_within_segments_only() -> None:
 )
 def test_a_bad_segment_is_named(segments: Any, index: int, why: str) -> None:
     with pytest.raises(BadSegment, match=rf"segment {index} .*{why}") as caught:
-        Prompt(20, 4, tuple(Segment(*s) for s in segments))
+        Prompt(20, 4, tuple(PlacedSegment(*s) for s in segments))
     assert caught.value.index == index
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
-from kvass.blend.plan import Prompt, Segment, all_tokens, none
+from kvass.blend.plan import PlacedSegment, Prompt, all_tokens, none
 from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.model import new_cache, tensors_of
 
@@ -31,7 +31,7 @@ def test_all_computed_again_is_a_full_prefill(kind: Any) -> None:
     cache = new_cache(model)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    prompt = Prompt(40, 0, (Segment(8, 100, 24),))
+    prompt = Prompt(40, 0, (PlacedSegment(8, 100, 24),))
     for select in (all_tokens, none):
         kv = [torch.full_like(tensor[:, :, :39], 9.0) for tensor in tensors_of(cache)]
         Blender(model).recompute(ids, kv, prompt, select)

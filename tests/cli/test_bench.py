@@ -7,7 +7,7 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from kvass.cli import bench
 from kvass.cli.bench import baseline, copies, disk, lookups, rig
-from kvass.cli.bench.copies import KvCache, Prompt, measure_copies
+from kvass.cli.bench.copies import KvCache, PromptShape, measure_copies
 from kvass.cli.bench.disk import RawFile, Tiered
 from kvass.cli.bench.lookups import BATCH, fill, measure_lookups
 from kvass.cli.bench.rig import CHUNK_TOKENS, EngineSessions, start_daemon
@@ -25,7 +25,7 @@ from kvass.simulate.models import MODELS, Layers, layout
 from kvass.testing.daemon import Daemon, running_daemon
 
 SMALL = ("--token-bytes", "1024", "--rounds", "1")
-GPT_OSS = Prompt(layout(MODELS["gpt-oss-20b"], 16), 32)
+GPT_OSS = PromptShape(layout(MODELS["gpt-oss-20b"], 16), 32)
 FIGURES = {
     "version": "0.1.0",
     "none": None,
@@ -76,18 +76,24 @@ def test_store_and_load_bring_the_bytes_back(engines: int, private: bool, daemon
 
 def test_what_does_not_fit_is_refused(daemon: Daemon) -> None:
     with pytest.raises(ConfigError, match="granted 2 of 3 rows of 8MiB"):
-        measure_copies(daemon.socket, 1, Prompt(layout((Layers(1, 1 << 15),), 16), 256, 3))
+        measure_copies(daemon.socket, 1, PromptShape(layout((Layers(1, 1 << 15),), 16), 256, 3))
 
 
-@pytest.mark.parametrize("model", ["gpt-oss-20b", "deepseek-v3"])
-def test_a_model_is_loaded_as_far_as_a_hit_needs(model: str, daemon: Daemon) -> None:
-    prompt = Prompt(layout(MODELS[model], 16), 32, 6)
+@contextmanager
+def stored_prompt(daemon: Daemon, prompt: PromptShape) -> Iterator[KvCache]:
     with ExitStack() as ending:
         engine = EngineSessions(daemon.socket, prompt.groups, ending, chunk_tokens=32)
         ending.callback(engine.clear)
         cache = KvCache(prompt, engine, ending)
         cache.renew()
         cache.store()
+        yield cache
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "deepseek-v3"])
+def test_a_model_is_loaded_as_far_as_a_hit_needs(model: str, daemon: Daemon) -> None:
+    prompt = PromptShape(layout(MODELS[model], 16), 32, 6)
+    with stored_prompt(daemon, prompt) as cache:
         cache.load()
         assert cache.right()
         assert not cache.right(), "they are made wrong again"
@@ -98,12 +104,7 @@ def test_a_model_is_loaded_as_far_as_a_hit_needs(model: str, daemon: Daemon) -> 
 
 def test_negative_control_a_changed_byte_is_seen(daemon: Daemon) -> None:
     prompt = GPT_OSS._replace(chunks=2)
-    with ExitStack() as ending:
-        engine = EngineSessions(daemon.socket, prompt.groups, ending, chunk_tokens=32)
-        ending.callback(engine.clear)
-        cache = KvCache(prompt, engine, ending)
-        cache.renew()
-        cache.store()
+    with stored_prompt(daemon, prompt) as cache:
         for group in cache.groups:
             cache.load()
             group.pages[5, group.target[3], 1] ^= 1
@@ -129,12 +130,12 @@ def test_its_own_daemon_goes_or_says_why_it_did_not_come() -> None:
 
 def test_the_layouts_are_what_they_are_called() -> None:
     llama, mla = (layout(MODELS[name], 16) for name in ("llama-3-8b", "deepseek-v3"))
-    assert Prompt(llama, CHUNK_TOKENS).bytes == 32 << 20
+    assert PromptShape(llama, CHUNK_TOKENS).bytes == 32 << 20
     assert set(mla[0].page_bytes) == {18_432}
 
 
 def test_a_prompt_has_one_chunk_at_least_and_as_much_as_an_engine_may_have() -> None:
-    small, large = (Prompt(layout((Layers(1, n),), 16), 256) for n in (1 << 13, 1 << 20))
+    small, large = (PromptShape(layout((Layers(1, n),), 16), 256) for n in (1 << 13, 1 << 20))
     assert small.within(1 << 30).chunks == 32
     assert small.within(1 << 30, engines=4).chunks == 8
     assert small.within(5 << 20).chunks == 2
@@ -209,7 +210,7 @@ def test_a_tier_that_stores_nothing_is_told(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     tier = [f"disk:{tmp_path}/tier?capacity=1MiB"]
     with running_daemon(tmp_path, "64MiB", tier=tier) as daemon, ExitStack() as ending:
-        prompt = Prompt(layout((Layers(1, 1 << 14),), 16), 256)  # a row of 4 MiB
+        prompt = PromptShape(layout((Layers(1, 1 << 14),), 16), 256)  # a row of 4 MiB
         engine = EngineSessions(daemon.socket, prompt.groups, ending)
         with pytest.raises(TierDown, match="rows were not stored"):
             Tiered(prompt, engine, ending).flush()

@@ -10,7 +10,7 @@ import pytest
 
 from kvass.client.client import Client
 from kvass.client.requests import MAX_UNANSWERED
-from kvass.client.scheduler import MAX_PATIENCE_S, PENDING, SchedulerClient
+from kvass.client.scheduler import PENDING, SchedulerClient
 from kvass.messages import (
     Lookup,
     Matched,
@@ -23,7 +23,7 @@ from kvass.messages import (
     Release,
     Reserve,
 )
-from kvass.types import Timing
+from kvass.types import MAX_PATIENCE_S, Timing
 from tests.client.test_scheduler import CHUNKS, DIGESTS, ITEMS, WIDTH, match
 from tests.support.waiting import eventually
 from tests.support.wire.scripted_daemon import ScriptedDaemon

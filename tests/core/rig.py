@@ -172,6 +172,12 @@ class Engine:
         """The grant of one item."""
         return self.reserve_items(m.ReserveItem(request="r", digests=digests(*names), **item))[0]
 
+    def begin(self, *names: object, **item: Any) -> Any:
+        """Reserve and hand over; the grant."""
+        grant = self.reserve(*names, **item)
+        self.hand_over(reservations=(grant.reservation,))
+        return grant
+
     def reserve_items(self, *items: m.ReserveItem) -> list[Any]:
         message = m.Reserve(seq=9, items=list(items), width=WIDTH)
         return list(self.rig.ask(self.scheduler, message).grants)
@@ -192,9 +198,8 @@ class Engine:
 
     def store(self, *names: object, **item: Any) -> Any:
         """Reserve, hand over, and commit by every rank; the grant."""
-        grant = self.reserve(*names, **item)
+        grant = self.begin(*names, **item)
         assert grant.reservation, "nothing was granted"
-        self.hand_over(reservations=(grant.reservation,))
         for rank in range(len(self.workers)):
             self.commit(grant.reservation, rank)
         return grant

@@ -41,9 +41,7 @@ def reader(rig: TierRig, writer: Engine) -> Engine:
 
 def begin(e: Engine, *names: object, **item: Any) -> int:
     """A reservation of ``names`` that was handed over."""
-    grant = e.reserve(*names, **item)
-    e.hand_over(reservations=(grant.reservation,))
-    return int(grant.reservation)
+    return int(e.begin(*names, **item).reservation)
 
 
 def test_the_answer_comes_with_the_commit(rig: TierRig, writer: Engine, reader: Engine) -> None:
@@ -155,9 +153,7 @@ def test_who_leaves_waits_no_more(rig: TierRig, writer: Engine, reader: Engine) 
 def test_tiers_are_asked_for_what_was_not_written() -> None:
     rig = TierRig()
     writer = rig.ready("w")
-    writer.store("a", "b")
-    rig.settle()
-    rig.forget_l1()
+    rig.only_in_tiers(writer, "a", "b")
     reader = rig.ready("r")
     one = begin(writer, "a")
     assert [type(r) for r in ask(reader, "a", "b")] == []

@@ -325,3 +325,17 @@ def test_a_daemon_that_stops_stores_no_tail() -> None:
     rig.step(Stopping())
     rig.settle()
     assert len(rig.shelves[0]) == 1
+
+
+def test_of_many_layer_groups_no_blocks_after_the_chunks_that_are_looked_at() -> None:
+    """A message of 16 keys names 2 chunks of 8 groups."""
+    rig = Rig(256, keys_per_message=16)
+    e = rig.engine(layout=full(*[4] * 8), chunk_tokens=16)
+    assert store(e, "abcdefghijk", groups=255).chunks == (0, 1)
+    assert rig.count("tails_granted") == 0
+    assert hit(e, "abcdefghijk") == (2, 0)
+    assert hit(e, "abcdefgX") == (1, 3)
+    known = Prompt("abcdefg")
+    again = [*Prompt("abcdefgh").chunks, "another"]
+    found = e.lookup(*again, blocks=digests(*known.rest))
+    assert (found.chunks, found.blocks) == (2, 0), "its blocks are those of the fourth chunk"

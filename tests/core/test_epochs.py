@@ -77,9 +77,7 @@ def test_a_namespace_that_is_met_again_does_not_adopt_the_older_epoch(
 def test_an_epoch_that_is_read_again_stays_in_use(rig: TierRig) -> None:
     """Also while the question is open, and if the tier cannot tell."""
     e = rig.ready()
-    e.store("a")
-    rig.settle()
-    rig.forget_l1()
+    rig.only_in_tiers(e, "a")
     rig.step(TierReport(0, {"up": False}))
     rig.step(TierReport(0, {"up": True}))
     (question,) = rig.open_ops(TierEpoch)

@@ -17,7 +17,7 @@ from kvass.core.histogram import BOUNDS, Histogram
 from kvass.core.use_times import STEP_S, UseTimes
 from kvass.types import PAGE
 from tests.core.rig import LEASE_S, Rig
-from tests.core.test_promote import measured, stored
+from tests.core.test_promote import measured
 from tests.core.tier_rig import TierRig
 
 
@@ -111,7 +111,7 @@ def test_why_a_lookup_that_asked_tiers_missed(why: str) -> None:
         assert misses(rig) == {**before, why: 2}
         return
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     if why == "tier_down":
         rig.down = True
         rig.step(TierReport(0, {"up": False}))
@@ -136,8 +136,8 @@ def test_a_lookup_that_may_not_wait_and_one_without_room() -> None:
     assert misses(rig) == {"not_waited": 1}
     rig = TierRig(pages=4, extent=1, instance_write_share=1.0)  # half of them may be loading
     e = rig.ready()
-    stored(rig, e, "a", "b")
-    stored(rig, e, "c")
+    rig.only_in_tiers(e, "a", "b")
+    rig.only_in_tiers(e, "c")
     assert rig.look_up(e, "a", "b", "c")[0].chunks == 2
     assert misses(rig) == {"no_room": 1}
 
@@ -145,7 +145,7 @@ def test_a_lookup_that_may_not_wait_and_one_without_room() -> None:
 def test_what_tiers_move_is_counted_in_bytes_and_seconds() -> None:
     rig = TierRig()
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
     rig.settle(TierProbe)
     rig.now += 0.3

@@ -138,9 +138,7 @@ def test_a_generation_has_no_records_in_tiers() -> None:
 def test_a_promotion_that_its_engine_does_not_wait_for_any_more_is_a_miss() -> None:
     rig = TierRig()
     a = rig.ready("a")
-    a.store("x")
-    rig.settle()
-    rig.forget_l1()
+    rig.only_in_tiers(a, "x")
     rig.begin(a, "x")
     move(a, "a")
     rig.settle()

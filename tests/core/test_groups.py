@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
+from kvass.core import writing
+from kvass.core.effects import TierProbe
 from kvass.types import PAGE, GroupLayout, RankLayout
-from tests.core.rig import BOOT, Engine, Rig, digests
+from tests.core.rig import BOOT, WIDTH, Engine, Rig, digests
+from tests.core.tier_rig import TierRig
 
 CHUNK = 16
 
@@ -195,3 +198,32 @@ def test_reservations_of_one_chunk_in_two_groups_publish_by_themselves(
         assert e.holds("a") == 0
         e.rig.say(e.workers[0], m.Commit(boot=BOOT, reservation=grants[i].reservation))
     assert e.holds("a") == 1
+
+
+def test_of_many_layer_groups_fewer_chunks_are_looked_at() -> None:
+    """A message of 8 keys names 4 chunks of two groups: more would take one step too long."""
+    rig = Rig(256, extent=8, instance_write_share=1.0, keys_per_message=8)
+    e = rig.engine(layout=RankLayout((FULL, FULL)), chunk_tokens=CHUNK)
+    assert e.store(*"abcdef", groups=3).chunks == (0, 1, 2, 3)
+    assert fit(e.lookup(*"abcdef")) == (4, [4, 4])
+    assert fit(e.lookup(*"abcdef", first=3)) == (4, [1, 1])
+    assert e.lookup(*"abcdef", first=5).chunks == 5
+    assert not e.reserve(*"abcdef", groups=3, first=5).chunks
+    assert rig.gauge("reservations") == (0,)
+
+
+@pytest.mark.parametrize("kind", [m.Lookup, m.Prefetch])
+def test_tiers_are_asked_for_the_chunks_that_are_looked_at(kind: Any) -> None:
+    rig = TierRig(256, extent=8, keys_per_message=8)
+    e = rig.ready(layout=RankLayout((FULL, FULL)), chunk_tokens=CHUNK)
+    rig.say(e.scheduler, kind(seq=7, request="r", digests=digests(*"abcdef"), width=WIDTH))
+    (probe,) = rig.open_ops(TierProbe)
+    assert [len(batch.keys) for batch in probe.batches] == [4, 4]
+
+
+def test_a_reserve_of_many_layer_groups_decides_fewer_chunks_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "ROWS_A_STEP", 4)
+    grant = engine(FULL, FULL).reserve(*"abcde", groups=3)
+    assert (grant.chunks, grant.later) == ((0, 1), 2)

@@ -30,15 +30,6 @@ def rig() -> TierRig:
     return TierRig()
 
 
-def stored(rig: TierRig, engine: Engine, *chunks: object) -> None:
-    """``chunks`` are in the tiers and no longer in L1."""
-    engine.store(*chunks)
-    rig.settle()
-    rig.forget_l1()
-    assert rig.status["rows"] == 0
-    rig.replies(engine.scheduler)
-
-
 def prefetch(e: Engine, *chunks: object) -> m.Prefetch:
     return m.Prefetch("p", digests(*chunks), WIDTH, namespace=e.namespace, seq=5)
 
@@ -49,7 +40,7 @@ def quiet(rig: Rig) -> bool:
 
 def test_what_the_tier_has_is_promoted_and_matched(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a", "b", "c")
+    rig.only_in_tiers(e, "a", "b", "c")
     (found,) = rig.look_up(e, "a", "b", "c", "d")
     assert (found.seq, found.first, found.chunks, len(found.slots[0])) == (7, 0, 3, 3)
     assert found.deadline_s == rig.now + LEASE_S
@@ -72,7 +63,7 @@ def test_what_l1_has_is_answered_at_once(rig: TierRig) -> None:
 
 def test_only_what_l1_lacks_is_asked_for_and_loaded(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a", "b", "c")
+    rig.only_in_tiers(e, "a", "b", "c")
     e.store("a")
     rig.settle()
     rig.begin(e, "a", "b", "c")
@@ -87,7 +78,7 @@ def test_only_what_l1_lacks_is_asked_for_and_loaded(rig: TierRig) -> None:
 
 def test_a_gap_ends_what_is_loaded(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a", "b", "c")
+    rig.only_in_tiers(e, "a", "b", "c")
     rig.shelves[0] = {one for one in rig.shelves[0] if not one[3].startswith(b"b")}
     (found,) = rig.look_up(e, "a", "b", "c")
     assert found.chunks == 1
@@ -96,7 +87,7 @@ def test_a_gap_ends_what_is_loaded(rig: TierRig) -> None:
 
 def test_concurrent_lookups_share_one_load(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     for _ in range(32):
         message = m.Lookup(seq=7, request="r", digests=digests("a", "b"), width=WIDTH)
         rig.say(e.scheduler, message)
@@ -111,7 +102,7 @@ def test_concurrent_lookups_share_one_load(rig: TierRig) -> None:
 
 def test_a_row_that_failed_shrinks_every_match_that_waits_for_it(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a", "b", "c")
+    rig.only_in_tiers(e, "a", "b", "c")
     for _ in range(2):
         message = m.Lookup(seq=7, request="r", digests=digests("a", "b", "c"), width=WIDTH)
         rig.say(e.scheduler, message)
@@ -126,7 +117,7 @@ def test_a_row_that_failed_shrinks_every_match_that_waits_for_it(rig: TierRig) -
 
 def test_a_spare_chunk_that_failed_shrinks_the_match_too(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a", "b", "c")
+    rig.only_in_tiers(e, "a", "b", "c")
     rig.begin(e, "a", "b", "c", spare=1)
     rig.settle(TierProbe)
     (load,) = rig.open_ops(TierLoad)
@@ -139,7 +130,7 @@ def test_a_spare_chunk_that_failed_shrinks_the_match_too(rig: TierRig) -> None:
 @pytest.mark.parametrize("good", [True, False])
 def test_at_the_deadline_the_answer_is_what_is_there(rig: TierRig, good: bool) -> None:
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     e.store("a")
     rig.settle()
     rig.begin(e, "a", "b")
@@ -172,7 +163,7 @@ def test_who_knows_promoting_is_told_at_once_that_tiers_are_at_work(
 ) -> None:
     e = rig.ready()
     rig.machine.state.sessions[e.scheduler].features = ("promoting",) if knows else ()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     rig.begin(e, "a")
     told = [m.Promoting(seq=7)] * knows
     assert rig.replies(e.scheduler) == told
@@ -184,7 +175,7 @@ def test_who_knows_promoting_is_told_at_once_that_tiers_are_at_work(
 
 def test_who_leaves_waits_no_more_and_the_load_goes_on(rig: TierRig) -> None:
     e, other = rig.ready(), rig.ready("other")
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
     rig.settle(TierProbe)
     e.quit()
@@ -198,7 +189,7 @@ def test_what_a_lost_scheduler_asked_for_is_not_loaded() -> None:
     """Though its lookups end in slices, and the tier answers before their turn comes."""
     rig = TierRig(core={"slice_ends": 1})
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a")
     rig.begin(e, "b")
     rig.lose(e.scheduler)
@@ -210,7 +201,7 @@ def test_what_a_lost_scheduler_asked_for_is_not_loaded() -> None:
 
 def test_a_rank_that_left_meanwhile_makes_it_a_miss(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     rig.begin(e, "a")
     rig.settle(TierProbe)
     rig.lose(e.workers[0])
@@ -224,7 +215,7 @@ def test_a_rank_that_left_meanwhile_makes_it_a_miss(rig: TierRig) -> None:
 
 def test_a_clear_makes_what_waits_a_miss_and_what_loads_worthless(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
     rig.settle(TierProbe)
     (load,) = rig.open_ops(TierLoad)
@@ -240,7 +231,7 @@ def test_a_clear_makes_what_waits_a_miss_and_what_loads_worthless(rig: TierRig) 
 
 def test_a_cleared_tier_is_not_used_until_it_has_noted_it(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     rig.say(e.scheduler, m.Clear(seq=11))
     rig.begin(e, "a")
     e.store("b")
@@ -254,7 +245,7 @@ def test_a_cleared_tier_is_not_used_until_it_has_noted_it(rig: TierRig) -> None:
 def test_an_epoch_that_was_asked_for_before_a_clear_is_not_used_after_it(rig: TierRig) -> None:
     """The clear's own question fails, and the older one is answered after that."""
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     again = another_boot(rig)
     e = again.engine()
     again.say(e.scheduler, m.Clear(seq=11))
@@ -272,8 +263,7 @@ def test_an_epoch_that_was_asked_for_before_a_clear_is_not_used_after_it(rig: Ti
 def test_a_worker_that_must_go_hears_no_more_of_its_clear(rig: TierRig) -> None:
     """It owes a commit, so its session lives on, half-closed."""
     e = rig.ready()
-    held = e.reserve("a")
-    e.hand_over(reservations=(held.reservation,))
+    e.begin("a")
     rig.say(e.workers[0], m.Clear(seq=11))
     rig.step(Faulted(e.workers[0], "bad_frame", "garbage"))
     rig.replies(e.workers[0])
@@ -283,7 +273,7 @@ def test_a_worker_that_must_go_hears_no_more_of_its_clear(rig: TierRig) -> None:
 
 def test_a_clear_that_a_tier_does_not_note_is_refused_and_owed(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     rig.down = True
     rig.say(e.scheduler, m.Clear(seq=11))
     rig.settle()
@@ -294,15 +284,13 @@ def test_a_clear_that_a_tier_does_not_note_is_refused_and_owed(rig: TierRig) -> 
     rig.wait(1.0)
     rig.look_up(e, "a")
     assert rig.look_up(e, "a")[0].chunks == 0  # the tier goes by a fresh epoch now
-    e.store("a")
-    rig.settle()
-    rig.forget_l1()
+    rig.only_in_tiers(e, "a")
     assert rig.look_up(e, "a")[0].chunks == 1
 
 
 def test_an_epoch_outlives_the_daemon_and_a_lost_one_matches_nothing(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     again = another_boot(rig)
     e = again.ready()
     assert again.look_up(e, "a")[0].chunks == 1
@@ -314,7 +302,7 @@ def test_an_epoch_outlives_the_daemon_and_a_lost_one_matches_nothing(rig: TierRi
 def test_a_lookup_waits_for_the_tiers_first_word(rig: TierRig) -> None:
     """Right after a restart: the epoch is being asked for when the first lookup comes."""
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     again = another_boot(rig)
     e = again.engine()
     again.begin(e, "a")
@@ -381,9 +369,7 @@ def test_loading_takes_half_of_l1_at_most() -> None:
     rig = TierRig(pages=16, extent=1)
     e = rig.ready()
     for start in range(0, 24, 4):
-        e.store(*range(start, start + 4))
-        rig.settle()
-    rig.forget_l1()
+        rig.only_in_tiers(e, *range(start, start + 4))
     rig.begin(e, *range(24))
     rig.settle(TierProbe)
     assert rig.status["rows_loading"] == 8
@@ -397,7 +383,7 @@ def test_loading_takes_half_of_l1_at_most() -> None:
 def test_with_everything_pinned_the_answer_is_what_is_there() -> None:
     rig = TierRig(pages=16, extent=1)
     e = rig.ready()
-    stored(rig, e, "a", "b", "c", "d")
+    rig.only_in_tiers(e, "a", "b", "c", "d")
     for start in range(0, 16, 4):
         e.store(*range(start, start + 4))
         rig.settle()
@@ -412,9 +398,7 @@ def test_a_promotion_does_not_evict_its_own_prefix() -> None:
     rig = TierRig(pages=8, extent=1)
     e = rig.ready()
     for start in (0, 2, 4, 6, 8, 10):
-        e.store(start, start + 1)
-        rig.settle()
-    rig.forget_l1()
+        rig.only_in_tiers(e, start, start + 1)
     assert rig.look_up(e, 0, 1, 2)[0].chunks == 3
     rig.wait(LEASE_S)
     (found,) = rig.look_up(e, *range(12))
@@ -435,9 +419,7 @@ def test_windows_of_a_shorter_hit_are_loaded_if_all_does_not_fit() -> None:
     rig = TierRig(pages=32, extent=1, core={"retain_promoted": True})
     e = rig.ready(layout=groups)
     for start in range(0, 12, 2):
-        e.store(start, start + 1, groups=3)
-        rig.settle()
-    rig.forget_l1()
+        rig.only_in_tiers(e, start, start + 1, groups=3)
     small = TierRig(pages=16, extent=1)
     small.shelves, small.notes = rig.shelves, rig.notes
     e = small.ready(layout=groups)
@@ -453,7 +435,7 @@ def measured(weigh: bool) -> tuple[TierRig, Engine]:
     """A tier that loads 4 KiB in 50 ms has ``a`` and ``b``."""
     rig = TierRig(core={"weigh_loads": weigh})
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a")
     rig.settle(TierProbe)
     rig.now += 0.05
@@ -490,7 +472,7 @@ def test_a_slow_tier_is_tried_again_and_its_speed_stays_a_number() -> None:
 def test_tiers_are_asked_in_order_for_what_those_before_have_not() -> None:
     rig = TierRig(tiers=2)
     e = rig.ready()
-    stored(rig, e, "a", "b", "c")
+    rig.only_in_tiers(e, "a", "b", "c")
     rig.shelves[0] = {one for one in rig.shelves[0] if one[3].startswith(b"a")}
     rig.begin(e, "a", "b", "c")
     (probe,) = rig.open_ops(TierProbe)
@@ -521,7 +503,7 @@ def test_a_long_prompt_nobody_knows_costs_a_short_probe(rig: TierRig) -> None:
 def test_a_long_prompt_is_probed_in_few_steps() -> None:
     rig = TierRig(pages=2048, tiers=2)
     e = rig.ready()
-    stored(rig, e, *range(500))
+    rig.only_in_tiers(e, *range(500))
     rig.begin(e, *range(500))
     sizes = []
     while probes := rig.open_ops(TierProbe):
@@ -538,7 +520,7 @@ def test_a_long_prompt_is_probed_in_few_steps() -> None:
 def test_rows_that_are_not_retained_leave_at_the_last_release() -> None:
     rig = TierRig(core={"retain_promoted": False})
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
     rig.begin(e, "a", "b")
     rig.settle()
@@ -556,7 +538,7 @@ def test_what_leaves_while_the_tiers_are_asked_for_the_rest_is_asked_for_too() -
     """A lookup pins nothing while tiers are probed, and L1 may not keep what others promoted."""
     rig = TierRig(core={"retain_promoted": False})
     e = rig.ready()
-    stored(rig, e, "a", "b", "c")
+    rig.only_in_tiers(e, "a", "b", "c")
     (first,) = rig.look_up(e, "a", "b")
     e.hand_over(leases=(first.lease,))
     rig.begin(e, "a", "b", "c", "d")
@@ -574,7 +556,7 @@ def test_what_leaves_while_the_tiers_are_asked_for_the_rest_is_asked_for_too() -
 def test_what_was_prefetched_stays_for_its_first_reader() -> None:
     rig = TierRig(core={"retain_promoted": False})
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     rig.say(rig.open(), prefetch(e, "a", "b"))
     rig.settle()
     assert rig.gauge("rows", "pins") == (2, 0)
@@ -587,7 +569,7 @@ def test_what_was_prefetched_stays_for_its_first_reader() -> None:
 def test_what_is_not_retained_is_there_for_a_shorter_match_too(end: str) -> None:
     rig = TierRig(core={"retain_promoted": False})
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
     rig.settle(TierProbe)
     rig.begin(e, "a", "b", "c")
@@ -622,7 +604,7 @@ def test_the_rest_of_a_prompt_is_waited_for_its_share_of_the_time() -> None:
 
 def test_a_prefetch_holds_nothing(rig: TierRig) -> None:
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     looker = rig.open()
     rig.replies(looker)
     rig.say(looker, prefetch(e, "a", "b"))
@@ -636,7 +618,7 @@ def test_a_prefetch_holds_nothing(rig: TierRig) -> None:
 def test_a_namespace_that_is_forgotten_meanwhile_is_a_miss(rig: TierRig) -> None:
     """Its last engine left; another model comes, and the tier's answer after it."""
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     looker = rig.open()
     rig.say(looker, prefetch(e, "a"))
     (probe,) = rig.open_ops(TierProbe)
@@ -673,8 +655,7 @@ def test_what_is_ready_is_flushed_while_it_is_pinned(rig: TierRig) -> None:
 
 def test_an_aborted_store_is_not_flushed(rig: TierRig) -> None:
     e = rig.ready()
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     e.abort(grant.reservation, 0)
     rig.wait(100)
     assert not rig.open_ops(TierStore)
@@ -810,19 +791,8 @@ def test_on_evict_flushes_the_oldest_when_room_is_short() -> None:
         e.store(*range(start, start + 4))
     assert not rig.asked
     for start in range(12, 32, 4):
-        e.store(*range(start, start + 4))
-        rig.settle()
-    rig.forget_l1()
+        rig.only_in_tiers(e, *range(start, start + 4))
     assert rig.look_up(e, *range(4))[0].chunks == 4
-
-
-def test_on_evict_flushes_what_is_left_at_the_end() -> None:
-    rig = TierRig(core={"flush": "on_evict"})
-    e = rig.ready()
-    e.store(*range(12))
-    rig.step(Stopping())
-    rig.settle()
-    assert len(rig.shelves[0]) == 12
 
 
 def test_none_flushes_nothing() -> None:
@@ -842,14 +812,6 @@ def test_a_slot_that_has_changed_hands_is_not_flushed_for_its_former_row(rig: Ti
     rig.settle()
     assert rig.count("flushes_lost") == 4
     assert len(rig.shelves[0]) == 12
-
-
-def test_every_tier_gets_every_row() -> None:
-    rig = TierRig(tiers=2)
-    e = rig.ready()
-    e.store("a", "b")
-    rig.settle()
-    assert [len(shelf) for shelf in rig.shelves] == [2, 2]
 
 
 def test_a_row_of_several_shards_is_one_record(rig: TierRig) -> None:
@@ -876,9 +838,7 @@ def test_records_are_named_after_namespace_epoch_group_and_chunk(rig: TierRig) -
 def test_what_is_loaded_for_a_namespace_that_was_cleared_and_forgotten_is_nobodys() -> None:
     rig = TierRig()
     e = rig.ready()
-    e.store("a")
-    rig.settle()
-    rig.forget_l1()
+    rig.only_in_tiers(e, "a")
     rig.begin(e, "a")
     rig.settle(TierProbe)
     (load,) = rig.open_ops(TierLoad)

@@ -34,8 +34,7 @@ def world(rig: Rig, strategy: ParallelStrategy, instance: str = "e") -> Engine:
 
 def store(engine: Engine, strategy: ParallelStrategy, *names: object) -> Any:
     """Only the writers say anything."""
-    grant = engine.reserve(*names)
-    engine.hand_over(reservations=(grant.reservation,))
+    grant = engine.begin(*names)
     for rank in strategy.writers:
         engine.commit(grant.reservation, rank)
     return grant
@@ -180,8 +179,7 @@ def test_b3_under_mla_the_messages_of_a_store_do_not_grow_with_tp(tp: int, pp: i
 def test_b3_a_commit_of_a_rank_that_does_not_write_settles_nothing(rig: Rig) -> None:
     strategy = ParallelStrategy(4, 1, replicas=4)
     e = world(rig, strategy)
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     for rank in (1, 2, 3):
         assert e.commit(grant.reservation, rank) == []
         assert e.abort(grant.reservation, rank) == []
@@ -195,8 +193,7 @@ def test_b5_a_chunk_counts_only_when_every_stage_has_committed(
     rig: Rig, strategy: ParallelStrategy
 ) -> None:
     e = world(rig, strategy)
-    grant = e.reserve("a", "b")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a", "b")
     for rank in strategy.writers:
         assert e.holds("a", "b") == 0, f"readable before rank {rank} wrote"
         e.commit(grant.reservation, rank)
@@ -207,8 +204,7 @@ def test_b5_a_chunk_counts_only_when_every_stage_has_committed(
 def test_b5_a_stage_that_never_comes_discards_the_row_of_all(rig: Rig, how: str) -> None:
     strategy = ParallelStrategy(1, 4)
     e = world(rig, strategy)
-    grant = e.reserve("a", "b")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a", "b")
     for rank in (0, 1, 3):
         e.commit(grant.reservation, rank)
     if how == "dies":

@@ -96,13 +96,6 @@ def test_when_all_is_pinned_nothing_is_granted_and_nothing_changes() -> None:
     assert [e.holds(f"k{i}") for i in range(4)] == [1, 1, 0, 1]
 
 
-def test_a_reserve_takes_what_fits() -> None:
-    rig = Rig(pages=4, extent=4, **ALL)
-    e = filled(rig, 4)
-    e.lookup("k0")
-    assert e.reserve(*"abcdef").chunks == (0, 1, 2)
-
-
 def test_what_does_not_fit_in_every_group_is_taken_back() -> None:
     rig = Rig(pages=8, extent=2, **ALL)
     e = rig.engine(layout=layout(1, 2))
@@ -154,8 +147,7 @@ def test_the_set_that_was_used_longest_ago_is_handed_over(why: str) -> None:
 def test_a_set_with_a_quarantined_slot_stays() -> None:
     rig = Rig(pages=8, extent=4)
     a = rig.engine()
-    late = a.reserve("late")
-    a.hand_over(reservations=(late.reservation,))
+    late = a.begin("late")
     for i in range(7):
         a.store(f"k{i}")
     rig.wait(RESERVE_S)

@@ -110,8 +110,7 @@ def test_a_late_writer_ends_the_entry_of_its_own_row_only() -> None:
     """A row that was discarded and is freed later has the key of one that was stored since."""
     rig = Rig()
     engine = rig.engine()
-    grant = engine.reserve("a")
-    engine.hand_over(reservations=(grant.reservation,))
+    grant = engine.begin("a")
     rig.wait(RESERVE_S + 1)
     stored(engine, "a")
     engine.commit(grant.reservation)

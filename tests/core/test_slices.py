@@ -31,9 +31,7 @@ def waiting() -> tuple[TierRig, Engine]:
     """Ten lookups of two chunks wait for one load; two of them go on in a step."""
     rig = TierRig(pages=64, extent=4, instance_write_share=1.0, core={"slice_ends": 2})
     e = rig.ready()
-    e.store("a", "b")
-    rig.settle()
-    rig.forget_l1()
+    rig.only_in_tiers(e, "a", "b")
     for _ in range(10):
         message = m.Lookup(seq=7, request="r", digests=digests("a", "b"), width=WIDTH)
         rig.say(e.scheduler, message)
@@ -108,8 +106,7 @@ def test_a_cleared_row_that_is_written_keeps_its_place_and_is_never_published(ri
 def test_a_commit_of_a_namespace_that_is_gone_frees_its_slots() -> None:
     rig = Rig(pages=64, extent=4, namespaces=2, instance_write_share=1.0)
     e = rig.engine(ranks=2)
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     e.clear()
     rig.lose(e.scheduler, e.workers[0])
     worker = e.workers[1]

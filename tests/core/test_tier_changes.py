@@ -7,7 +7,6 @@ import pytest
 from kvass import messages as m
 from kvass.core.effects import TierEpoch, TierLoad, TierProbe, TiersAre, TierStore
 from tests.core.test_generations import move
-from tests.core.test_promote import stored
 from tests.core.tier_rig import TierRig
 
 
@@ -41,7 +40,7 @@ def test_a_tier_that_is_added_takes_part() -> None:
 def test_tiers_are_asked_in_their_new_order() -> None:
     rig = TierRig(tiers=2)
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     use(rig, 2, 1, 0)
     rig.settle(TierEpoch)
     assert places(rig) == [3, 2, 1]
@@ -84,7 +83,7 @@ def test_who_waits_for_a_removed_tier_is_answered(when: type[TierProbe | TierLoa
     """As soon as its process has ended; what it loads until then is a hit."""
     rig = TierRig()
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     rig.begin(e, "a")
     if when is TierLoad:
         rig.settle(TierProbe)
@@ -105,7 +104,7 @@ def test_nothing_is_loaded_from_a_tier_that_went_while_another_was_asked() -> No
     """It comes back at once, and has told no epoch yet."""
     rig = TierRig(tiers=2)
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     rig.shelves[0] = {one for one in rig.shelves[0] if one[3].startswith(b"a")}
     rig.begin(e, "a", "b")
     rig.answer(rig.open_ops(TierProbe)[0])
@@ -122,7 +121,7 @@ def test_nothing_is_loaded_from_a_tier_that_went_while_another_was_asked() -> No
 def test_a_tier_that_was_away_learns_of_a_clear_when_it_comes_back() -> None:
     rig = TierRig()
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     use(rig)
     assert isinstance(rig.ask(e.scheduler, m.Clear(seq=11)), m.Cleared)
     use(rig, 0)
@@ -149,7 +148,7 @@ def test_a_clear_that_a_tier_did_not_note_before_it_went_is_said_to_have_failed(
 def test_a_tier_whose_store_may_be_another_tells_its_epochs_anew() -> None:
     rig = TierRig()
     e = rig.ready()
-    stored(rig, e, "a")
+    rig.only_in_tiers(e, "a")
     rig.shelves[0], rig.notes[0] = set(), {}
     use(rig, 0, renewed=(0,))
     e.store("b")

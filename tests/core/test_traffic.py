@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 from kvass.core.traffic import Traffic
-from tests.core.test_promote import stored
 from tests.core.tier_rig import TierRig
 
 
@@ -19,7 +18,7 @@ def test_tokens_are_counted_by_where_they_were() -> None:
     """A hit of a tier, one of L1, and a miss. All of it again in the counters of chunks."""
     rig = TierRig()
     e = rig.ready()
-    stored(rig, e, "a", "b")
+    rig.only_in_tiers(e, "a", "b")
     tokens = rig.status["namespaces"][0]["chunk_tokens"]
     rig.look_up(e, "a", "b", "x")  # from the tier
     rig.look_up(e, "a", "b")  # from L1

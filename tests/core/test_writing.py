@@ -31,10 +31,6 @@ def test_a_grant_names_its_chunks_slots_and_deadline(rig: Rig) -> None:
     assert len(grant.slots[0]) == 2
 
 
-def test_only_chunks_from_first_on_are_granted(rig: Rig) -> None:
-    assert rig.engine().reserve("a", "b", "c", first=2).chunks == (2,)
-
-
 def test_slots_come_in_the_order_of_the_groups_in_the_mask(rig: Rig) -> None:
     e = rig.engine(layout=layout(1, 2, 3))
     grant = e.reserve("a", groups=0b110)
@@ -48,8 +44,7 @@ def test_slots_come_in_the_order_of_the_groups_in_the_mask(rig: Rig) -> None:
 
 def test_ready_once_every_writer_committed(rig: Rig) -> None:
     e = rig.engine(ranks=2)
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     e.commit(grant.reservation, 0)
     assert e.holds("a") == 0
     assert e.commit(grant.reservation, 0) == []
@@ -79,8 +74,7 @@ def test_a_key_named_twice_is_granted_once(rig: Rig) -> None:
 
 def test_a_commit_after_the_deadline_frees_and_publishes_nothing(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.reserve("a", "b")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a", "b")
     assert rig.machine.next_deadline() == rig.now + RESERVE_S
     rig.wait(RESERVE_S)
     assert held(rig) == (1, 2 * PAGE)
@@ -92,18 +86,9 @@ def test_a_commit_after_the_deadline_frees_and_publishes_nothing(rig: Rig) -> No
     assert rig.count("discarded_late") == 1
 
 
-def test_the_deadline_counts_without_a_tick(rig: Rig) -> None:
-    e = rig.engine()
-    grant = e.reserve("a")
-    rig.now += RESERVE_S
-    e.commit(grant.reservation)
-    assert e.holds("a") == 0
-
-
 def test_a_discarded_key_may_be_granted_anew_elsewhere(rig: Rig) -> None:
     e = rig.engine()
-    late = e.reserve("a")
-    e.hand_over(reservations=(late.reservation,))
+    late = e.begin("a")
     rig.wait(RESERVE_S)
     anew = e.reserve("a")
     assert anew.slots[0].offsets(0, PAGE) != late.slots[0].offsets(0, PAGE)
@@ -114,8 +99,7 @@ def test_a_discarded_key_may_be_granted_anew_elsewhere(rig: Rig) -> None:
 
 def test_quarantined_slots_are_nobodys_until_the_last_rank_settled(rig: Rig) -> None:
     e = rig.engine(ranks=2)
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     e.abort(grant.reservation, 0)
     assert held(rig) == (1, 2 * PAGE)
     e.abort(grant.reservation, 0)
@@ -128,8 +112,7 @@ def test_quarantined_slots_are_nobodys_until_the_last_rank_settled(rig: Rig) -> 
 
 def test_a_dead_writers_slots_come_clean_after_the_dma_grace(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    e.begin("a")
     rig.lose(e.workers[0])
     assert held(rig) == (1, PAGE)
     assert rig.machine.next_deadline() == rig.now + GRACE_S
@@ -142,8 +125,7 @@ def test_a_dead_writers_slots_come_clean_after_the_dma_grace(rig: Rig) -> None:
 
 def test_an_exiting_writers_slots_wait_for_its_end_however_late(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    e.begin("a")
     rig.lose(e.workers[0], exiting=True)
     assert rig.last == [Watch(e.workers[0], math.inf)]
     rig.wait(100 * (GRACE_S + RESERVE_S))
@@ -158,8 +140,7 @@ def test_an_exiting_writers_slots_wait_for_its_end_however_late(rig: Rig) -> Non
 def test_the_end_of_a_writers_process_frees_its_slots_before_a_long_grace() -> None:
     rig = Rig(core={"timing": Timing(dma_grace_s=300.0)})
     e = rig.engine()
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    e.begin("a")
     rig.lose(e.workers[0])
     assert rig.last == [Watch(e.workers[0], rig.now + 300.0)]
     rig.wait(10.0)
@@ -172,8 +153,7 @@ def test_the_end_of_a_writers_process_frees_its_slots_before_a_long_grace() -> N
 
 def test_an_end_late_in_the_grace_does_not_prolong_it(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    e.begin("a")
     rig.lose(e.workers[0])
     rig.wait(GRACE_S - 0.01)
     rig.step(ProcessEnded(e.workers[0]))
@@ -186,8 +166,7 @@ def test_an_end_late_in_the_grace_does_not_prolong_it(rig: Rig) -> None:
 def test_each_lost_writer_is_waited_for(rig: Rig) -> None:
     """The end of one process says nothing about another one's device."""
     e = rig.engine(ranks=2)
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    e.begin("a")
     rig.lose(*e.workers, exiting=True)
     for worker in e.workers:
         rig.wait(GRACE_S)
@@ -211,8 +190,7 @@ def test_who_owed_nothing_is_not_watched(rig: Rig) -> None:
 def test_a_dead_writers_keys_are_anybodys_at_once(rig: Rig, ranks: int) -> None:
     """Only its slots wait for the grace."""
     victim, other = rig.engine("victim", ranks), rig.engine("other", ranks)
-    lost = victim.reserve("a", "b")
-    victim.hand_over(reservations=(lost.reservation,))
+    lost = victim.begin("a", "b")
     rig.lose(victim.workers[0])
     anew = other.reserve("a", "b")
     assert anew.chunks == (0, 1)
@@ -228,8 +206,7 @@ def test_a_dead_writers_keys_are_anybodys_at_once(rig: Rig, ranks: int) -> None:
 
 def test_after_a_writers_death_the_others_still_have_to_settle(rig: Rig) -> None:
     e = rig.engine(ranks=2)
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     rig.lose(e.workers[0])
     rig.wait(GRACE_S)
     assert held(rig) == (1, 2 * PAGE)
@@ -261,8 +238,7 @@ def test_a_scheduler_cancels_before_the_handover_and_the_slots_are_free_at_once(
 
 def test_after_the_handover_only_ranks_abort(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     assert [x.code for x in e.abort(grant.reservation)] == ["bad_rank"]
     e.commit(grant.reservation)
     assert e.holds("a") == 1
@@ -282,8 +258,7 @@ def test_losing_the_scheduler_cancels_only_what_was_not_handed_over(rig: Rig) ->
 
 def test_a_rank_that_came_back_owes_nothing_of_its_former_life(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.reserve("a")
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin("a")
     rig.lose(e.workers[0])
     e.workers[0] = rig.open()
     rig.register(e.workers[0], rank=0)
@@ -306,8 +281,7 @@ def test_clear_forgets_what_is_ready(rig: Rig) -> None:
 
 def test_what_was_reserved_before_a_clear_is_discarded_at_commit(rig: Rig) -> None:
     e = rig.engine()
-    before = e.reserve("a")
-    e.hand_over(reservations=(before.reservation,))
+    before = e.begin("a")
     assert e.clear() == 0
     after = e.reserve("a")
     assert after.chunks == (0,)
@@ -371,8 +345,7 @@ def test_one_instance_writes_at_most_its_share(rig: Rig) -> None:
 
 def test_the_share_comes_back_when_slots_do(rig: Rig) -> None:
     e = rig.engine()
-    grant = e.reserve(*range(16))
-    e.hand_over(reservations=(grant.reservation,))
+    grant = e.begin(*range(16))
     rig.wait(RESERVE_S)
     assert e.reserve("x").chunks == ()
     e.abort(grant.reservation, 0)

@@ -119,6 +119,14 @@ class TierRig(Rig):
         message = m.Lookup(seq=7, request="r", digests=digests(*wanted), width=WIDTH, **fields)
         self.say(engine.scheduler, message)
 
+    def only_in_tiers(self, engine: Engine, *wanted: object, **item: Any) -> None:
+        """Store these; then L1 has nothing any more."""
+        engine.store(*wanted, **item)
+        self.settle()
+        self.forget_l1()
+        assert self.status["rows"] == 0
+        self.replies(engine.scheduler)
+
     def forget_l1(self) -> None:
         """L1 loses what it holds, and the tiers do not."""
         self.machine.state.store.clear(self.machine.state.namespaces.values())

@@ -11,6 +11,7 @@ from random import Random
 from threading import Event
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvass.cli.main import main
@@ -18,14 +19,23 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.daemon import recording
 from kvass.daemon.recording import Recorder
 from kvass.errors import ConfigError
-from kvass.messages import Lookup, Reserve, ReserveItem
+from kvass.messages import (
+    Commit,
+    Granted,
+    Lookup,
+    Matched,
+    Ping,
+    Release,
+    Reserve,
+    ReserveItem,
+)
 from kvass.simulate.player import Player, Setting, recorded
 from kvass.simulate.traces import Trace, read
 from kvass.testing.daemon import running_daemon
 from kvass.testing.fake_engine import FakeEngine, chunk_keys
 from kvass.types import GroupLayout, RankLayout
 
-CHUNK = 16
+CHUNK, WIDTH = 16, 16
 DENSE = RankLayout((GroupLayout("full", 4, ("a", "b"), (1024, 1024)),))
 TWO = RankLayout((*DENSE.groups, GroupLayout("full", 8, ("c",), (4096,))))
 ALONE = ParallelStrategy()
@@ -41,9 +51,9 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     ]
 
 
-def play(trace: Trace, l1_bytes: int) -> Player:
+def play(trace: Trace, l1_bytes: int, tails: bool = False) -> Player:
     models = {number: recorded(engine) for number, engine in trace.engines.items()}
-    player = Player(Setting(l1_bytes, CHUNK), models)
+    player = Player(Setting(l1_bytes, CHUNK, tails=tails), models)
     for _ in player.play(trace):
         pass
     return player
@@ -73,6 +83,55 @@ def test_a_recording_gives_the_same_hits_and_evictions_as_the_daemon(tmp_path: P
     assert player.machine.status()["l1_used_bytes"] == status["l1_used_bytes"]
     larger = play(trace, 4 * size).outcome
     assert larger.hit_tokens > player.outcome.hit_tokens, "negative control: the size matters"
+
+
+def serve_in_blocks(engine: FakeEngine, prompt: list[int]) -> int:
+    """Look up and store as an engine does whose hits end at blocks of 4 tokens; the tokens hit."""
+    blocks = [key[:WIDTH] for key in chunk_keys(prompt, 4)]
+    chunks, each = len(blocks) // 4, 4
+    digests = b"".join(blocks[each - 1 :: each])
+
+    def ask(chunk: int, again: bool = False) -> Matched:
+        rest = b"".join(blocks[chunk * each : chunk * each + each - 1])
+        lookup = Lookup(request="r", digests=digests[: chunk * WIDTH], width=WIDTH, again=again)
+        found = engine.scheduler.call(msgspec.structs.replace(lookup, blocks=rest))
+        assert isinstance(found, Matched)
+        if found.lease:
+            engine.ranks[0].client.post(Release(boot=found.boot, lease=found.lease, rank=0))
+        return found
+
+    found = ask(chunks)
+    if found.chunks < chunks:
+        again = ask(found.chunks, again=True)
+        found = again if again.blocks else found
+    item = ReserveItem(request="r", digests=digests, first=found.chunks)
+    item.blocks = b"".join(blocks[found.chunks * each :])
+    granted = engine.scheduler.call(Reserve(items=[item], width=WIDTH)) if item.blocks else None
+    if isinstance(granted, Granted) and (number := granted.grants[0].reservation):
+        engine.ranks[0].client.post(Commit(boot=granted.boot, reservation=number, rank=0))
+    engine.ranks[0].client.call(Ping())
+    return found.chunks * CHUNK + found.blocks * 4
+
+
+def test_a_recording_with_tails_gives_the_same_hits_and_evictions(tmp_path: Path) -> None:
+    file, size = tmp_path / "run.jsonl", 1 << 20
+    with running_daemon(tmp_path, "1MiB", record=file) as daemon:
+        with FakeEngine(daemon.socket, ALONE, (DENSE,), chunk_tokens=CHUNK) as engine:
+            turns = [p + more for p in prompts(2, 40) for more in ([], [*range(20)])]
+            hits = [serve_in_blocks(engine, turn) for turn in turns]
+            status = daemon.status()
+        daemon.stop()
+    trace = read(file)
+    player = play(trace, size, tails=True)
+    assert player.outcome.hits == hits
+    assert any(hit % CHUNK for hit in hits)
+    there = {name: n for name, n in status["counters"].items() if name.startswith("evicted_")}
+    assert player.outcome.evicted_rows == sum(there.values()) > 0
+    for name in ("tails_granted", "tails_replaced", "hit_blocks"):
+        assert player.machine.status()["counters"][name] == status["counters"][name] > 0
+    assert player.machine.status()["l1_used_bytes"] == status["l1_used_bytes"]
+    assert play(trace, size).outcome.hits != hits, "negative control: hits end with a chunk"
+    assert play(trace, size // 4, tails=True).outcome.hit_tokens < sum(hits), "the size matters"
 
 
 def test_a_recording_tells_no_hash_and_no_request_and_nobody_else_reads_it(tmp_path: Path) -> None:
@@ -200,6 +259,8 @@ def test_a_recording_with_wrong_lines_is_played_without_them(
         store.replace('"first":0', '"first":-1'),
         store.replace('"t"', '"groups":2,"t"'),
         store.replace('"t"', '"groups":-1,"t"'),
+        store.replace('"t"', '"blocks":"AAAA","t"'),
+        store.replace('"t"', f'"blocks":"{"A" * 32}","t"'),
     ]
     file.write_text("\n".join([engine, look, *wrong, look]))
     trace = read(file)

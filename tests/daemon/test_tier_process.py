@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from kvass.core.effects import (
     TierReport,
     ToTier,
 )
-from kvass.daemon.tier_process import frames
+from kvass.daemon.tier_process import frames, server
 from kvass.daemon.tier_process.child import spawn
 from kvass.daemon.tier_process.health import HealthState
 from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess
@@ -342,6 +343,23 @@ def test_a_daemon_that_leaves_while_it_starts_leaves_no_traceback(
         process = spawn(theirs.fileno(), arena.fileno(), "disk:gone")
     assert process.wait(30) == 0
     assert capfd.readouterr().err == ""
+
+
+def test_messages_are_received_into_one_buffer() -> None:
+    """With a new one for each read, the heap of a tier's process grew by 5 MiB in ten minutes."""
+    ours, theirs = socket.socketpair()
+    beat = frames.encode(frames.Heartbeat("info"))
+    with ours, theirs:
+        received = server._received(theirs)
+        ours.sendall(beat)
+        assert next(received) == frames.Heartbeat("info")
+        ours.sendall(beat)
+        tracemalloc.start()
+        try:
+            next(received)
+            assert tracemalloc.get_traced_memory()[1] < server._READ_BYTES // 4
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_call_that_hangs_keeps_no_process_from_leaving(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import adapt, configuration
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.setup import Inert
-from kvass.testing.daemon import Daemon
+from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine import conftest
 from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
 from tests.support.vllm.ranks import CopyGate, until
@@ -40,6 +41,24 @@ MODELS = {
     "deepseek-v4": DEEPSEEK_V4,
     "mixed": MIXED,
 }
+EIGHT_FULL: list[GroupShape] = [("full", 16, 0, 1)] * 8
+EIGHT_MIXED: list[GroupShape] = [
+    ("full", 16, 0, 1),
+    *(("sliding_window", 16, 40 + i, 1) for i in range(6)),
+    ("state", 64, 0, 1),
+]
+FEW_KEYS = (
+    "-c",
+    "import sys\n"
+    "from kvass.cli.main import main\n"
+    "from kvass.core import writing\n"
+    "from kvass.daemon import main as daemon\n"
+    "from kvass.types import Limits\n"
+    "real, writing.ROWS_A_STEP = daemon.CoreConfig, 16\n"
+    "few = Limits(keys_per_message=32)\n"
+    "daemon.CoreConfig = lambda **fields: real(**{**fields, 'limits': few})\n"
+    "sys.exit(main())",
+)
 each_model = pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
 
 daemon = conftest.own_daemon
@@ -93,6 +112,34 @@ def test_d2_every_group_of_a_hit_is_right(
         finish(b)
         assert b.world.scheduler.kv_cache_manager.reset_prefix_cache()
     empty(daemon)
+
+
+@pytest.mark.parametrize(("shapes", "late"), [(EIGHT_FULL, 2), (EIGHT_MIXED, 0)])
+def test_of_eight_groups_a_long_prompt_is_stored_as_far_as_it_is_looked_at(
+    tmp_path: Path, pages: Iterator[dict[str, Any]], shapes: list[GroupShape], late: int
+) -> None:
+    """A daemon of 32 keys a message finds and grants 4 chunks of 8 groups, 2 in a step."""
+    options: dict[str, Any] = {"blocks": 1600, "batched": 256, **next(pages)}
+    with running_daemon(tmp_path, l1_size="128MiB", program=FEW_KEYS) as daemon:
+        a, b = (HybridEngine(daemon.socket, shapes, daemon, **options) for _ in "ab")
+        for engine in (a, b):
+            engine.wait_connected()
+        a.delay_grants(lambda: late)
+        a.generate("long", prompt(1, 400), max_tokens=100)
+        assert daemon.status()["namespaces"][0]["groups"][0]["rows"] == 4
+        assert b.load("long", prompt(1, 400))[1] == 256
+        finish(b)
+        assert b.load("what it has itself is longer", prompt(1, 450))[1] >= 384
+        finish(b)
+        a.generate("short", prompt(2, 230))
+        assert b.load("short", prompt(2, 230))[1] == (192 if shapes is EIGHT_MIXED else 224)
+        finish(b)
+        for engine in (a, b):
+            assert engine.world.free_blocks == engine.world.pool.num_gpu_blocks - 1
+            assert not any(name.startswith("refused") for name in engine.client.counters)
+        empty(daemon)
+        for engine in (a, b):
+            engine.close()
 
 
 @each_model

@@ -260,13 +260,14 @@ class Slow:
         self.free = threading.Semaphore(0)
         self.looks: list[str] = []
         self.ended = queue.SimpleQueue[str]()
-        self._read, look = adapters.read, adapters._look
+        self._read, on_thread = adapters.read, adapters.on_thread
 
-        def note(found: Any, path: str, before: Any) -> None:
-            look(found, path, before)
-            self.ended.put(path)
+        def note(name: str, call: Any, path: str, before: Any) -> Any:
+            found = on_thread(name, call, path, before)
+            found.add_done_callback(lambda _: self.ended.put(path))
+            return found
 
-        monkeypatch.setattr(adapters, "_look", note)
+        monkeypatch.setattr(adapters, "on_thread", note)
         monkeypatch.setattr(adapters, "read", self._slowly)
         monkeypatch.setattr(adapters, "WAIT_S", 0.005)
 

@@ -6,18 +6,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from itertools import combinations, product
+from dataclasses import fields, replace
+from itertools import combinations, product, takewhile
 from pathlib import Path
 from random import Random
 from threading import Thread
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from kvass.cli.main import main
+from kvass.core.tier_state import FlushMode
 from kvass.errors import UsageError
 from kvass.simulate.models import MODELS, Layers, layout
-from kvass.simulate.optimal import optimal_hits
+from kvass.simulate.optimal import Best, optimal_hits
 from kvass.simulate.player import Model, Outcome, Player, Setting
 from kvass.simulate.report import Result, advice
 from kvass.simulate.traces import MOONCAKE_TOKENS, MOST_WRONG, Trace, TraceRequest, read
@@ -122,6 +125,114 @@ def test_a_tier_gives_what_l1_evicted_and_takes_time_for_it() -> None:
     assert alone.hit_tokens < outcome.hit_tokens
 
 
+def test_a_tier_that_is_slower_than_the_engine_is_not_loaded_from() -> None:
+    """Always loading makes requests wait longer than computing takes; where loads are fast both
+    settings give the same."""
+    trace = trace_of(random_prompts(9), every_s=100.0)
+
+    def with_speed(rows_s: float, skip: bool) -> Result:
+        setting = Setting(24 * ROW, CHUNK, 4096 * ROW, rows_s * ROW, 10.0 * CHUNK)
+        return Result(trace, play(trace, replace(setting, skip_slow_loads=skip)), 1.0, 1.0)
+
+    skips, loads = with_speed(3.0, True), with_speed(3.0, False)
+    assert skips.outcome.not_worth_it > 0 == loads.outcome.not_worth_it
+    assert skips.outcome.waited_s < loads.outcome.waited_s
+    assert skips.saved_s > loads.saved_s
+    assert with_speed(30.0, True).outcome.hits == with_speed(30.0, False).outcome.hits
+
+
+def test_a_request_waits_no_longer_than_computing_takes() -> None:
+    """Nor does it in the engine, with a tier that never comes to an end."""
+    prompts = [[1, 2, 3], *([n] for n in range(10, 40)), [1, 2, 3]]
+    setting = Setting(24 * ROW, CHUNK, 4096 * ROW, ROW / 1000, CHUNK * 2.0, skip_slow_loads=False)
+    assert 1.5 < play(trace_of(prompts, 1e5), setting).waited_s < 1.51  # 30 probes, too
+    patient = replace(setting, lookup_budget_ms=5000.0)
+    assert 5.0 < play(trace_of(prompts, 1e5), patient).waited_s < 5.01
+
+
+def test_when_rows_go_to_the_tier_is_a_setting() -> None:
+    trace = trace_of(random_prompts(9))
+    through, lazy, none = (
+        play(trace, Setting(24 * ROW, CHUNK, 4096 * ROW, ROW * 1e3, flush=mode))
+        for mode in get_args(FlushMode)
+    )
+    assert through.hit_tokens == lazy.hit_tokens > none.hit_tokens
+    assert through.l2_stored_bytes > lazy.l2_stored_bytes > 0 == none.l2_stored_bytes
+    small = Setting(24 * ROW, CHUNK, 4096 * ROW, ROW * 1e3)
+    kept = play(trace, small)
+    assert play(trace, replace(small, keep_loaded=False)).from_l2_tokens != kept.from_l2_tokens
+
+
+# ---------------------------------------------------------------- tails
+
+BLOCK = 16
+BLOCKS = Model(4 * BLOCK, layout((Layers(1, 8),), BLOCK))
+
+
+def block_trace(seed: int) -> tuple[Trace, list[list[int]]]:
+    """Prompts whose last block is not whole, and the ids of their blocks."""
+    random, prompts = Random(seed), [[0]]
+    for i in range(80):
+        begin = random.choice(prompts)
+        new = [(i + 1) * 100 + k for k in range(random.randrange(1, 12))]
+        prompts.append(begin[: random.randint(0, len(begin))] + new)
+    return Trace(
+        "blocks",
+        BLOCK,
+        [
+            TraceRequest(i * 1.0, len(p) * BLOCK + i % BLOCK, 1, np.array(p, np.uint64))
+            for i, p in enumerate(prompts)
+        ],
+    ), prompts
+
+
+def alike(a: list[int], b: list[int]) -> int:
+    """Of how many blocks both begin."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_tails_hits_end_where_prompts_part(seed: int) -> None:
+    trace, prompts = block_trace(seed)
+    expected = []
+    for i, (request, prompt) in enumerate(zip(trace.requests, prompts, strict=True)):
+        shared = [alike(prompt, before) for before in prompts[:i]]
+        expected.append(min(max(shared, default=0), (request.input_tokens - 1) // BLOCK) * BLOCK)
+    setting = Setting(1 << 24, BLOCKS.chunk_tokens, tails=True)
+    *_, outcome = Player(setting, {0: BLOCKS}).play(trace)
+    assert outcome.hits == expected
+    assert Best(trace, {0: BLOCKS}, tails=True).rate(1 << 60) == pytest.approx(outcome.hit_rate)
+    *_, whole = Player(replace(setting, tails=False), {0: BLOCKS}).play(trace)
+    assert whole.hit_tokens < outcome.hit_tokens, "negative control"
+    assert whole.tail_tokens == 0 < outcome.tail_tokens < outcome.stored_tokens
+
+
+@pytest.mark.parametrize("rows", [8, 24])
+def test_no_policy_beats_the_optimal_one_with_tails(rows: int) -> None:
+    trace, _ = block_trace(4)
+    *_, outcome = Player(
+        Setting(rows * BLOCKS.row_bytes, BLOCKS.chunk_tokens, tails=True), {0: BLOCKS}
+    ).play(trace)
+    best = Best(trace, {0: BLOCKS}, tails=True).rate(rows * BLOCKS.row_bytes)
+    assert 0 < outcome.hit_rate <= best
+    assert outcome.evicted_rows > 0
+
+
+def test_the_end_of_a_prompt_hits_if_the_trace_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join([line(), line(), line(hash_ids=[4, 9])]))
+    model = Model(256, layout((Layers(1, 8),), BLOCK))
+    *_, outcome = Player(Setting(1 << 24, 256, tails=True), {0: model}).play(read(file))
+    assert outcome.hits == [0, 1088, 1024]  # of 1,100 tokens
+
+
+def test_a_prompt_with_tails_may_be_longer_than_one_item() -> None:
+    trace = trace_of([range(1100)] * 2)
+    model = Model(32, layout((Layers(1, 8),), BLOCK))
+    *_, outcome = Player(Setting(1 << 28, 32, tails=True), {0: model}).play(trace)
+    assert outcome.hits == [0, 1100 * CHUNK - 16]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_each_model_plays(model: str) -> None:
     played = Model(256, layout(MODELS[model], 16))
@@ -222,6 +333,11 @@ def test_a_prompt_of_more_chunks_than_a_lookup_may_have_is_cut() -> None:
         (["--l2", "1GiB", "--l2-speed", "0"], "--l2-speed: 0 is not between"),
         (["--l1", "1KiB"], "a cache of 1024 bytes"),
         (["--chunk-tokens", "300"], "it must be a multiple of 16"),
+        (["--flush", "on_evict"], "--flush: it says something of a tier: give --l2, too"),
+        (["--l2", "1GiB", "--flush", "lazy"], "--flush: 'lazy': some of write_through,on_evict"),
+        (["--l2", "1GiB", "--keep-loaded", "yes,yes"], "--keep-loaded: 'yes,yes': some of yes,no"),
+        (["--l2", "1GiB", "--skip-slow-loads", "no"], "say how fast is fast with --prefill"),
+        (["--tails", "maybe"], "--tails: 'maybe': some of yes,no, each once"),
         (["--token-bytes", "0"], "--token-bytes: '0' is no number between 1 and"),
         (["--html", "/proc/none/r.html"], "--html /proc/none/r.html: No such file"),
     ],
@@ -280,6 +396,39 @@ def test_a_made_up_trace_is_written_played_and_reported(
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 79
     assert "L1 of" in table[-1]
+
+
+SWEPT = {
+    "--chunk-tokens": "256,512",
+    "--tails": "no,yes",
+    "--l2": "64MiB,1GiB",
+    "--l2-speed": "1MB,1GB",
+    "--flush": "write_through,on_evict",
+    "--keep-loaded": "yes,no",
+    "--skip-slow-loads": "yes,no",
+    "--lookup-budget-ms": "100,1000",
+}
+
+
+def test_one_call_sweeps_all_that_changes_hits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, html, pages = tmp_path / "chat.jsonl", tmp_path / "r.html", ""
+    assert main(["simulate", "--synth", "chat", "--requests", "12", str(file)]) == 0
+    for several in (list(SWEPT)[:4], list(SWEPT)[4:]):
+        values = {"--l2": "1GiB"} | {name: SWEPT[name] for name in several}
+        flags = [text for pair in values.items() for text in pair]
+        command = ["simulate", str(file), "--l1", "4MiB", "--token-bytes", "512", *flags]
+        capsys.readouterr()
+        assert main([*command, "--prefill-tokens-s", "9000", "--json", "--html", str(html)]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        settings = [tuple(row[each.name] for each in fields(Setting)) for row in rows]
+        assert len(set(settings)) == len(settings) == 2 ** len(several)
+        pages += html.read_text()
+    for name, text in SWEPT.items():
+        shown = {"--chunk-tokens": "chunk", "--l2": "L2", "--l2-speed": "L2/s"}.get(name, name[2:])
+        for value in text.split(","):
+            assert f"{shown} {value.replace('1MB', '0.001GB')}" in pages
 
 
 def test_the_advice_names_the_least_size_that_has_most_of_the_hits() -> None:

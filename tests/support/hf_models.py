@@ -89,7 +89,7 @@ CLOSE: Final[dict[str, Any]] = {"rtol": 1e-4, "atol": 1e-4}
 
 def wait_for_answers(patch: pytest.MonkeyPatch) -> None:
     """Else what a busy machine answers late is a miss, as it should be."""
-    for name in ("client.segments.LATE_S", "client.scheduler.LATE_S"):
+    for name in ("client.segments.SEARCH_S", "client.scheduler.LATE_S"):
         patch.setattr(f"kvass.{name}", 30.0)
     patch.setattr("kvass.connectors.transformers.kv_store.WAIT_S", 30.0)
 

@@ -20,7 +20,7 @@ from kvass.types import I64Array
 
 
 @dataclass(frozen=True)
-class Segment:
+class PlacedSegment:
     """Cached tokens ``[old_start, old_start + length)`` that stand at ``new_start`` in the prompt.
 
     ``predecessor`` is the key of the chunk before ``old_start`` when the segment was stored, empty
@@ -41,7 +41,7 @@ class Segment:
 class BadSegment(UsageError):
     """Segment ``index`` cannot stand where it says."""
 
-    def __init__(self, index: int, segment: Segment, reason: str) -> None:
+    def __init__(self, index: int, segment: PlacedSegment, reason: str) -> None:
         where = f"segment {index} at [{segment.new_start}, {segment.new_end})"
         super().__init__(f"{where}, stored at {segment.old_start}: {reason}")
         self.index = index
@@ -57,7 +57,7 @@ class Prompt:
 
     tokens: int
     prefix: int
-    segments: tuple[Segment, ...]
+    segments: tuple[PlacedSegment, ...]
     prefix_last: bytes = b""
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Prompt:
             inside[segment.new_start : segment.new_end] = True
         return inside
 
-    def heads(self) -> list[Segment]:
+    def heads(self) -> list[PlacedSegment]:
         """The segments that were not stored after what now stands right before them."""
         heads, end, before = [], self.prefix, self.prefix_last
         for segment in self.segments:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
-from collections.abc import Iterator
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_args
 
 from kvass.cli.geometry import BLOCK_TOKENS, add_model, count, model_layers, size
 from kvass.config import Parser
+from kvass.core.tier_state import FlushMode
 from kvass.errors import UsageError
 from kvass.simulate.models import Layers, layout
-from kvass.simulate.optimal import optimal_hits
-from kvass.simulate.player import WIDTH, Model, Player, Setting, digests, recorded
+from kvass.simulate.optimal import Best
+from kvass.simulate.player import Model, Player, Setting, recorded
 from kvass.simulate.report import Result, page, table
 from kvass.simulate.synth import KINDS, write
 from kvass.simulate.traces import Trace, read
@@ -24,6 +26,21 @@ _SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _CHUNK_TOKENS: Final = 256
 _LEAST_CHUNKS: Final = 64
 _EVERY: Final = 200
+_NO_END: Final = 1 << 80
+_SWEPT: Final[dict[str, Any]] = {
+    name: Setting.__dataclass_fields__[name].default
+    for name in (
+        "l2_bytes",
+        "l2_bytes_s",
+        "flush",
+        "keep_loaded",
+        "skip_slow_loads",
+        "lookup_budget_ms",
+        "tails",
+    )
+}
+"""What is swept beside chunks and L1, and what it is if nothing is said."""
+_OF_TIERS: Final = tuple(_SWEPT)[1:-1]
 
 
 def run(argv: list[str]) -> int:
@@ -35,6 +52,7 @@ def run(argv: list[str]) -> int:
         write(options.trace[0], options.synth, options.requests, options.seed)
         print(f"{options.requests} requests written to {options.trace[0]}")
         return 0
+    _check(options)
     layers = model_layers(options)
     results = []
     for path in options.trace:
@@ -55,8 +73,9 @@ def run(argv: list[str]) -> int:
 def _sweep(trace: Trace, options: Namespace, layers: tuple[Layers, ...]) -> Iterator[Result]:
     if trace.engines:
         models = {number: recorded(engine) for number, engine in trace.engines.items()}
-        if options.chunk_tokens:
-            raise UsageError("--chunk-tokens: a recording has chunks of its own")
+        if options.chunk_tokens or options.tails:
+            raise UsageError("--chunk-tokens, --tails: a recording says that itself")
+        options = Namespace(**vars(options) | {"tails": [bool(trace.blocks)]})
         yield from _with(trace, options, models)
         return
     for chunk_tokens in options.chunk_tokens or [_CHUNK_TOKENS]:
@@ -65,53 +84,28 @@ def _sweep(trace: Trace, options: Namespace, layers: tuple[Layers, ...]) -> Iter
 
 
 def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterator[Result]:
-    prompts, whole = _chunks(trace, models)
-    row_bytes = max(1, whole // max(1, len({chunk for prompt in prompts for chunk in prompt})))
-    sizes = options.l1 or sorted(
-        {max(int(whole * share), _LEAST_CHUNKS * row_bytes) for share in _SHARES}
-    )
-    infinite = _optimal(trace, models, prompts, 1 << 62)
-    for l2 in options.l2 or [0]:
+    swept = {name: getattr(options, name) or [default] for name, default in _SWEPT.items()}
+    best = {tails: Best(trace, models, tails) for tails in swept["tails"]}
+    sizes = options.l1 or _sizes_of(best[swept["tails"][0]])
+    chunk_tokens = next(iter(models.values())).chunk_tokens
+    for each in product(*swept.values()):
         for l1 in sizes:
-            chunk_tokens = next(iter(models.values())).chunk_tokens
-            setting = Setting(l1, chunk_tokens, l2, options.l2_speed, options.prefill_tokens_s)
-            best = _optimal(trace, models, prompts, (l1 + l2) // row_bytes)
-            yield _play(trace, setting, models, best, infinite)
+            setting = Setting(
+                l1,
+                chunk_tokens,
+                prefill_tokens_s=options.prefill_tokens_s,
+                **dict(zip(swept, each, strict=True)),
+            )
+            yield _play(trace, setting, models, best[setting.tails])
 
 
-def _chunks(trace: Trace, models: dict[int, Model]) -> tuple[list[list[int]], int]:
-    """A small number for each different chunk, by request, and the bytes of all of them."""
-    numbers: dict[tuple[int, bytes], int] = {}
-    prompts, whole = [], 0
-    for r in trace.requests:
-        blob = digests(r, trace.tokens_of(r.engine), models[r.engine].chunk_tokens)
-        known = len(numbers)
-        prompts.append(
-            [
-                numbers.setdefault((r.engine, blob[i : i + WIDTH]), len(numbers))
-                for i in range(0, len(blob), WIDTH)
-            ]
-        )
-        whole += (len(numbers) - known) * models[r.engine].row_bytes
-    return prompts, whole
+def _sizes_of(best: Best) -> list[int]:
+    """Shares of what the trace needs in all."""
+    least = _LEAST_CHUNKS * best.row_bytes
+    return sorted({max(int(best.whole_bytes * share), least) for share in _SHARES})
 
 
-def _optimal(
-    trace: Trace, models: dict[int, Model], prompts: list[list[int]], capacity: int
-) -> float:
-    """The hit rate of the best choice of ``capacity`` chunks."""
-    hits = optimal_hits(prompts, capacity)
-    found = sum(
-        hit * models[r.engine].chunk_tokens
-        for r, hit in zip(trace.requests, hits, strict=True)
-        if r.looks_up
-    )
-    return found / max(1, trace.input_tokens)
-
-
-def _play(
-    trace: Trace, setting: Setting, models: dict[int, Model], best: float, infinite: float
-) -> Result:
+def _play(trace: Trace, setting: Setting, models: dict[int, Model], best: Best) -> Result:
     player, shown = Player(setting, models), sys.stderr.isatty()
     for number, _ in enumerate(player.play(trace), 1):
         if shown and number % _EVERY == 0:
@@ -120,7 +114,8 @@ def _play(
             print(f"\r{trace.name}  L1 {size}  {done:4.0%} ", end="", file=sys.stderr, flush=True)
     if shown:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    return Result(trace, player.outcome, best, infinite)
+    reach = best.rate(setting.l1_bytes + setting.l2_bytes)
+    return Result(trace, player.outcome, reach, best.rate(_NO_END))
 
 
 def _check_chunk(chunk_tokens: int, trace: Trace) -> None:
@@ -132,12 +127,37 @@ def _check_chunk(chunk_tokens: int, trace: Trace) -> None:
         )
 
 
+def _check(options: Namespace) -> None:
+    for name in _OF_TIERS:
+        if getattr(options, name) and not options.l2_bytes:
+            flag = "l2-speed" if name == "l2_bytes_s" else name.replace("_", "-")
+            raise UsageError(f"--{flag}: it says something of a tier: give --l2, too")
+    if options.skip_slow_loads and not options.prefill_tokens_s:
+        raise UsageError("--skip-slow-loads: say how fast is fast with --prefill-tokens-s")
+
+
 def _sizes(text: str) -> list[int]:
     return [size(each) for each in text.split(",")]
 
 
 def _counts(text: str) -> list[int]:
     return [count(each) for each in text.split(",")]
+
+
+def _words(*known: str) -> Callable[[str], list[str]]:
+    """Some of ``known``, each once."""
+
+    def parse(text: str) -> list[str]:
+        words = text.split(",")
+        if not set(words) <= set(known) or len(set(words)) < len(words):
+            raise ArgumentTypeError(f"{text!r}: some of {','.join(known)}, each once")
+        return words
+
+    return parse
+
+
+def _switch(text: str) -> list[bool]:
+    return [word == "yes" for word in _words("yes", "no")(text)]
 
 
 def _parser() -> Parser:
@@ -155,15 +175,33 @@ def _parser() -> Parser:
     parser.add_argument(
         "--l1", type=_sizes, metavar="SIZES", help="like 16GiB,64GiB; default: shares of the trace"
     )
+    for flag, dest, kind, example in (
+        ("--l2", "l2_bytes", _sizes, "sizes of a tier behind it; default: none"),
+        (
+            "--l2-speed",
+            "l2_bytes_s",
+            _sizes,
+            "what it loads, and stores, in a second; default: 2GB",
+        ),
+    ):
+        parser.add_argument(flag, dest=dest, type=kind, metavar="SIZES", help=example)
+    modes = get_args(FlushMode)
     parser.add_argument(
-        "--l2", type=_sizes, metavar="SIZES", help="sizes of a tier behind it; default: none"
+        "--flush",
+        type=_words(*modes),
+        metavar="MODES",
+        help=f"as of kvass serve: {','.join(modes)}",
+    )
+    for flag in ("--keep-loaded", "--skip-slow-loads"):
+        parser.add_argument(flag, type=_switch, metavar="yes,no", help="as of kvass serve")
+    parser.add_argument(
+        "--lookup-budget-ms", type=_counts, metavar="N", help="as of kvass serve, like 100,1000"
     )
     parser.add_argument(
-        "--l2-speed",
-        type=size,
-        default=2_000_000_000,
-        metavar="SIZE",
-        help="what the tier loads, and stores, in a second; default: 2GB",
+        "--tails",
+        type=_switch,
+        metavar="yes,no",
+        help="hits end at blocks of 16 tokens, and what ends inside of a chunk is stored",
     )
     parser.add_argument(
         "--chunk-tokens", type=_counts, metavar="N", help="like 256,512; default: 256"
@@ -173,8 +211,8 @@ def _parser() -> Parser:
         type=count,
         default=0,
         metavar="N",
-        help="tokens that the engine computes in a second: shows the time saved, and loads from "
-        "the tier only what would take longer to compute",
+        help="tokens that the engine computes in a second: shows the time saved, and says which "
+        "loads from the tier are too slow",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots, too")

@@ -38,13 +38,11 @@ from kvass.messages import (
     Reserve,
     ReserveItem,
 )
+from kvass.types import MAX_PATIENCE_S
 
-GUESS_TOKENS_S: Final = 5_000.0
-"""What an engine that has measured nothing yet is taken to compute per second."""
-MAX_PATIENCE_S: Final = 30.0
-"""No request waits longer for tiers and stores, however long its prompt."""
-LATE_S: Final = 0.25
-"""How long an answer to a reserve may take, and how long a silent daemon is still sent reserves."""
+LATE_S: Final = 2.0
+"""How long an answer to a reserve may take, and how long a silent daemon is still sent reserves. On
+a machine with four busy processes to a core a daemon waited 0.35 s for its turn."""
 ANSWER_S: Final = 0.02
 """How much sooner the daemon is to answer than we give up."""
 
@@ -295,8 +293,7 @@ class SchedulerClient(Endpoint):
         if not lookup.give_up_s:
             if patience_s is None:
                 tokens = (chunks - message.first) * self._chunk_tokens
-                compute_s = tokens / (message.prefill_tokens_s or GUESS_TOKENS_S)
-                patience_s = max(least_s, min(compute_s, MAX_PATIENCE_S))
+                patience_s = welcome.timing.patience_s(tokens, message.prefill_tokens_s)
             lookup.give_up_s = now_s + patience_s
         unbounded = self._lookup_budget_s is None or welcome.tiers
         lookup.acknowledged_by_s = now_s + least_s if unbounded else lookup.give_up_s

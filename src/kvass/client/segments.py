@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import Final
 
-from kvass.client.scheduler import LATE_S, PENDING, Pending, SchedulerClient
+from kvass.client.scheduler import PENDING, Pending, SchedulerClient
 from kvass.client.session import DaemonSession
 from kvass.errors import Unavailable
 from kvass.messages import Error, FindSegments, FromDaemon, IndexChunks, Segments
 from kvass.types import Limits
+
+SEARCH_S: Final = 0.25
+"""A request waits no longer for the answer to its search."""
 
 
 class SegmentClient:
@@ -89,7 +93,7 @@ class SegmentClient:
             self._searching[request] = session, message, time.monotonic()
         session, message, asked_s = self._searching[request]
         reply = self._reply(session, message.seq)
-        if reply is None and time.monotonic() - asked_s < LATE_S:
+        if reply is None and time.monotonic() - asked_s < SEARCH_S:
             return PENDING
         self.settle(request)
         if not isinstance(reply, Segments):

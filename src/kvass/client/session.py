@@ -12,6 +12,7 @@ import itertools
 import math
 import threading
 import time
+from contextlib import ExitStack
 from typing import Final, cast
 
 from kvass._version import __version__
@@ -137,7 +138,8 @@ def open_session(path: str, registration: Register | None, *, wants_arena: bool)
     """
     check_folder(path)
     session = DaemonSession(Channel.connect(path, HANDSHAKE_S))
-    try:
+    with ExitStack() as undo:
+        undo.callback(session.end)
         _greet(session, wants_arena)
         if wants_arena:
             session.arena = _map_arena(session)
@@ -145,10 +147,8 @@ def open_session(path: str, registration: Register | None, *, wants_arena: bool)
         if registration is not None:
             _ask(session, registration)
             session.registration, session.registered_s = registration, time.monotonic()
-        return session
-    except BaseException:
-        session.end()
-        raise
+        undo.pop_all()
+    return session
 
 
 def refusal(error: Error) -> Refused:

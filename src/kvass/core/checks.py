@@ -76,6 +76,12 @@ def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Arr
     return key_array(digests, width)
 
 
+def most_keys(state: State, ns: Namespace) -> int:
+    """So many keys of a prompt are looked at: each is looked for in every layer group, and to look
+    for more takes one step too long."""
+    return state.config.limits.keys_per_message // len(ns.classes)
+
+
 def open_lease(state: State, session: ClientSession, boot: bytes, an_id: int) -> Lease | None:
     """The session's lease of this boot, or ``None`` if it ended."""
     return _open(state, session, boot, an_id, state.leases, "unknown_lease")

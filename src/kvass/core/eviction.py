@@ -18,7 +18,7 @@ _SEGMENT: Final = 4096
 _TIDIED: Final = 2
 """How many old segments are tidied for each new one: more keeps the log shorter, for more work."""
 
-Segment = tuple[I64Array, I64Array]
+_LogSegment = tuple[I64Array, I64Array]
 """Rows, and the stamps that they were given: ascending."""
 
 
@@ -32,7 +32,7 @@ class Lru:
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
-        self._segments: list[Segment] = []
+        self._segments: list[_LogSegment] = []
         """Full ones, the oldest first."""
         self._tidied = 0
         """The next to be tidied."""

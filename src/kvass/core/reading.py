@@ -15,6 +15,7 @@ from kvass.core import promote
 from kvass.core.checks import (
     check_request,
     known_ranks,
+    most_keys,
     named_namespace,
     open_lease,
     own_rank,
@@ -72,8 +73,10 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if not msg.again:
         state.counters["lookups"] += 1
         state.counters["lookup_chunks"] += len(keys) - msg.first
-    if ns is None:
+    if ns is None or msg.first > (most := most_keys(state, ns)):
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
+    if len(keys) > most:
+        keys, blocks = keys[:most], blocks[:0]
     view = PrefixView(state.store, ns, keys, msg.first, msg.spare, blocks, start)
     chunks, why = view.longest(view.there()), "absent"
     if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
@@ -135,6 +138,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
     state.counters["prefetches"] += 1
     if ns is None:
         return Prefetched()
+    keys = keys[: most_keys(state, ns)]
     view = PrefixView(state.store, ns, keys, 0)
     chunks = view.use(view.longest(view.there())).chunks
     if state.tiers.used and ns.tier_epochs and chunks < len(keys):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvass.core import flush
 from kvass.core.checks import (
     check_request,
+    most_keys,
     open_lease,
     open_reservation,
     own_rank,
@@ -32,7 +33,7 @@ from kvass.messages import Abort, Commit, Grant, Granted, HandedOver, Reserve, R
 from kvass.types import SCHEDULER, I64Array, U64Array
 
 ROWS_A_STEP: Final = 512
-"""So many chunks of an item one step decides at most: others wait for it."""
+"""So many rows of an item one step decides at most, or a chunk: others wait for it."""
 COST_OF_AN_ITEM: Final = 256
 COST_A_STEP: Final = 6 * COST_OF_AN_ITEM
 """What one step does for a ``Reserve``, in chunks that it grants: an item takes as long as 256 of
@@ -68,7 +69,7 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     sizes = [len(item.digests) // max(msg.width, 1) for item in msg.items]
     if sum(sizes) > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
-    now = min(_items_now(msg.items, sizes), _items_of_one_payer(state, msg.items))
+    now = min(_items_now(msg.items, sizes, len(ns.classes)), _items_of_one_payer(state, msg.items))
     items = [_checked(state, ns, item, msg.width) for item in msg.items[:now]]
     protect = state.store.table.clock
     used = [_touch(state, ns, item) for item in items]  # before any makes room for itself
@@ -93,8 +94,11 @@ def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item
     if not 0 < item.groups < 1 << groups:
         raise Refused("bad_value", f"groups: mask {item.groups} does not fit {groups} groups")
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
+    most = most_keys(state, ns)
+    if item.first > most:
+        return Item(item.request, 0, keys[:0], classes, item.tenant)
     if not item.blocks or not ns.chunk_blocks:
-        return Item(item.request, item.first, keys, classes, item.tenant)
+        return Item(item.request, item.first, keys[:most], classes, item.tenant)
     blocks = split_keys(item.blocks, width, 0, state.config.limits)
     chunks, tail = divmod(len(blocks), ns.chunk_blocks)
     if chunks != len(keys) - item.first:
@@ -105,13 +109,16 @@ def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item
     prints = prints.reshape(-1, ns.chunk_blocks)[:, :-1]
     if tail:
         keys = np.concatenate([keys, blocks[-1:]])
+    if len(keys) > most:
+        keys, tail = keys[:most], 0
     return Item(item.request, item.first, keys, classes, item.tenant, prints, tail)
 
 
-def _items_now(items: Sequence[ReserveItem], sizes: list[int]) -> int:
+def _items_now(items: Sequence[ReserveItem], sizes: list[int], groups: int) -> int:
     """How many of the items, of so many keys each, one step checks and carries out."""
     costs = [
-        COST_OF_AN_ITEM + max(0, n - x.first) + n // 8 for x, n in zip(items, sizes, strict=True)
+        COST_OF_AN_ITEM + (max(0, n - x.first) + n // 8) * groups
+        for x, n in zip(items, sizes, strict=True)
     ]
     return max(1, int(np.searchsorted(np.cumsum(costs), COST_A_STEP, side="right")))
 
@@ -128,7 +135,8 @@ def _grant(
     state: State, instance: Instance, ns: Namespace, item: Item, protect: int, used: list[Used]
 ) -> Grant:
     """WRITING rows for the chunks of ``item`` that nobody has, as far as they fit."""
-    until = min(item.first + ROWS_A_STEP, len(item.keys))
+    chunks_a_step = max(1, ROWS_A_STEP // len(ns.classes))
+    until = min(item.first + chunks_a_step, len(item.keys))
     later = until if until < len(item.keys) else -1
     lacking = _lacking(ns, item, until)
     absent = int(lacking.any(axis=0).sum())

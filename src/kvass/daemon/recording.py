@@ -104,13 +104,13 @@ class Recorder:
             yield EngineLine(ns.id, ns.chunk_tokens, tuple(_groups(ns)))
         t, width = round(now - self._began, 6), message.width
         if isinstance(message, Lookup):
-            keys = self._keys(message.digests, width)
-            yield LookupLine(ns.id, t, self._request(message.request), keys)
+            keys, blocks = self._keys(message.digests, width), self._keys(message.blocks, width)
+            yield LookupLine(ns.id, t, self._request(message.request), keys, blocks)
             return
         for item in message.items:
             keys = self._keys(item.digests[item.first * width :], width)
-            request = self._request(item.request)
-            yield StoreLine(ns.id, t, request, item.first, keys, item.groups)
+            request, blocks = self._request(item.request), self._keys(item.blocks, width)
+            yield StoreLine(ns.id, t, request, item.first, keys, item.groups, blocks)
 
     def _keys(self, digests: bytes, width: int) -> bytes:
         keys = []
@@ -130,7 +130,9 @@ class Recorder:
 def _size(message: Lookup | Reserve) -> int:
     if isinstance(message, Lookup):
         return _EACH_BYTES + len(message.digests) + len(message.blocks)
-    return _EACH_BYTES + sum(_EACH_BYTES + len(item.digests) for item in message.items)
+    return _EACH_BYTES + sum(
+        _EACH_BYTES + len(item.digests) + len(item.blocks) for item in message.items
+    )
 
 
 def _groups(ns: Namespace) -> Iterator[Group]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import os
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from kvass.engine import identity
-from kvass.engine.boundary import log
+from kvass.engine.boundary import log, on_thread
 
 WAIT_S: Final = 0.005
 """How long a step may wait for the file system, for all its requests together."""
@@ -86,9 +85,8 @@ class Adapters:
         state = self._paths.setdefault(path, PathState())
         self._collect(path, state)
         if state.look is None and state.step < self.step and not state.never:
-            state.look, state.asked, state.asked_s = Future(), self.step, time.monotonic()
-            args = state.look, path, state.files
-            threading.Thread(target=_look, args=args, name="kvass-adapter", daemon=True).start()
+            state.asked, state.asked_s = self.step, time.monotonic()
+            state.look = on_thread("kvass-adapter", read, path, state.files)
         if state.look is not None and state.step < since and state.asked == self.step:
             if not state.slow:
                 self._wait(state)
@@ -151,13 +149,6 @@ class Adapters:
 
 
 # ---------------------------------------------------------------- the file system
-
-
-def _look(found: Future[AdapterFiles], path: str, before: AdapterFiles | None) -> None:
-    try:
-        found.set_result(read(path, before))
-    except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
-        found.set_exception(error)
 
 
 def read(path: str, before: AdapterFiles | None = None) -> AdapterFiles:

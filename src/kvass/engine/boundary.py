@@ -6,8 +6,11 @@ A failure becomes a cache miss. It is counted by name, and logged the first time
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -41,3 +44,19 @@ class Boundary:
         self.counters[name] += 1
         if self.counters[name] == 1:
             log.warning(text, *args)
+
+
+def on_thread(name: str, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    """What ``call(...)`` returns or raises, on a thread of this name that does not keep the process
+    from ending. Cancel it to hear no more."""
+    found: Future[R] = Future()
+
+    def run() -> None:
+        with suppress(InvalidStateError):  # it was cancelled
+            try:
+                found.set_result(call(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
+                found.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return found

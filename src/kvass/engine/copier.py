@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -162,14 +163,13 @@ class Copier:
         arena = self._client.arena(copy.boot, copy.given_s)
         if arena is None:
             return False
-        try:
+        with ExitStack() as undo:
+            undo.callback(arena.close)
             plans, ended = self._plans(copy), partial(self._copied, arena)
             self._mover.submit(
                 Job(copy.kind, plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
             )
-        except BaseException:
-            arena.close()
-            raise
+            undo.pop_all()
         return True
 
     def _plans(self, copy: Load | Store) -> tuple[CopyPlan, ...]:

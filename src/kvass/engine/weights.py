@@ -17,15 +17,15 @@ import fcntl
 import hashlib
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
 from kvass.engine import identity
+from kvass.engine.boundary import on_thread
 from kvass.engine.identity import Indescribable
 
 READY_S: Final = 2.0
@@ -60,21 +60,10 @@ def begin(sources: tuple[Source, ...]) -> Future[str]:
     """Name these weights, on a thread, and wait for that up to ``READY_S``. Raises
     ``Indescribable`` if it has failed by then; it may also fail later. Cancel it to hear no more.
     """
-    name: Future[str] = Future()
-    threading.Thread(target=_run, args=(name, sources), name="kvass-weights", daemon=True).start()
+    name = on_thread("kvass-weights", name_of, sources)
     with suppress(TimeoutError):
         name.result(READY_S)
     return name
-
-
-def _run(name: Future[str], sources: tuple[Source, ...]) -> None:
-    with suppress(InvalidStateError):  # it was cancelled
-        try:
-            found = name_of(sources)
-        except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
-            name.set_exception(error)
-        else:
-            name.set_result(found)
 
 
 def name_of(sources: tuple[Source, ...]) -> str:

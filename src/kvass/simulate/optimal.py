@@ -9,10 +9,55 @@ later than that of a chunk behind it, so what is kept of a prompt is always a pr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from kvass.simulate.player import Model
+from kvass.simulate.prompts import WIDTH, prompt_of
+from kvass.simulate.traces import Trace
+
 _NEVER: Final = 1 << 62
+
+
+class Best:
+    """The best hit rate that any choice of what to keep can have. With ``tails`` a chunk is kept as
+    the parts of it that the trace tells apart, and the end of a prompt as a row."""
+
+    def __init__(self, trace: Trace, models: Mapping[int, Model], tails: bool) -> None:
+        self._trace, self._rates = trace, dict[int, float]()
+        self._prompts, self._tokens = list[list[int]](), list[tuple[int, int]]()
+        numbers, whole, self._parts = dict[tuple[int, bytes], int](), 0, 1
+        for r in trace.requests:
+            model, piece_tokens, known = models[r.engine], trace.tokens_of(r.engine), len(numbers)
+            block = model.block_tokens if tails else 0
+            prompt = prompt_of(trace, r, model.chunk_tokens, block)
+            keys, unit, most = prompt.chunks, model.chunk_tokens, _NEVER
+            if block:
+                unit, most = min(piece_tokens, unit), prompt.askable * block
+                keys = prompt.ends(unit // block)
+            self._parts = model.chunk_tokens // unit
+            self._tokens.append((unit, most))
+            named = [(r.engine, keys[i : i + WIDTH]) for i in range(0, len(keys), WIDTH)]
+            self._prompts.append([numbers.setdefault(name, len(numbers)) for name in named])
+            whole += (len(numbers) - known) * model.row_bytes
+        self.whole_bytes = whole
+        """What a cache that evicts nothing holds at the end."""
+        self.row_bytes = max(1, whole // max(1, len(numbers)))
+
+    def rate(self, size: int) -> float:
+        """With ``size`` bytes."""
+        rows = size // self.row_bytes
+        if rows not in self._rates:
+            hits = optimal_hits(self._prompts, rows * self._parts)
+            found = sum(
+                min(hit * unit, most)
+                for r, hit, (unit, most) in zip(
+                    self._trace.requests, hits, self._tokens, strict=True
+                )
+                if r.looks_up
+            )
+            self._rates[rows] = found / max(1, self._trace.input_tokens)
+        return self._rates[rows]
 
 
 def optimal_hits(prompts: Sequence[Sequence[int]], capacity: int) -> list[int]:

@@ -3,7 +3,7 @@
 A request looks its prompt up, gives the lease back, and stores what it did not find, as the vLLM
 connector does. Copies between the engine and L1 take no time; a tier takes what its speed says. So
 what hits and what is evicted is what the daemon would have decided for these requests in this
-order. Hits end with a chunk here; the daemon's may be longer by a part of a chunk.
+order. With ``Setting.tails`` hits end at blocks, and what ends inside of a chunk is stored, too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from kvass.core import effects
 from kvass.core.effects import Event, Opened, PopulatedTo, Received, Send, Tick
 from kvass.core.ledger import soonest
 from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.core.tier_state import FlushMode
 from kvass.errors import UsageError
 from kvass.messages import (
     Commit,
     FromClient,
+    Grant,
     Granted,
     Hello,
     Lookup,
@@ -39,39 +41,52 @@ from kvass.messages import (
     ReserveItem,
 )
 from kvass.recording import EngineLine
+from kvass.simulate.prompts import WIDTH, Prompt, prompt_of
 from kvass.simulate.traces import MOST_TOKENS, Trace, TraceRequest
-from kvass.types import SCHEDULER, GroupLayout, RankLayout
+from kvass.types import SCHEDULER, GroupLayout, RankLayout, Timing, chunk_blocks
 
-WIDTH: Final = 16
 _PROBE_S: Final = 0.0002
-_PATIENCE_MS: Final = 60_000.0
 _REMEMBERED: Final = 10_000
 _ROW_BYTES: Final = 1 << 40
 """More no row of a recording can have."""
+_ITEM_CHUNKS: Final = 512
+"""Chunks of one item that has its blocks, too: an engine offers them step by step."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """One configuration. ``l2_bytes`` 0: no tier. ``l2_bytes_s``: what it loads, and what it
-    stores. ``prefill_tokens_s`` 0: what a tier has is always loaded."""
+    stores. ``prefill_tokens_s``: what an engine has measured; 0: nothing yet. ``tails``: hits end
+    at blocks. The others are options of ``kvass serve``."""
 
     l1_bytes: int
     chunk_tokens: int
     l2_bytes: int = 0
     l2_bytes_s: float = 2e9
     prefill_tokens_s: float = 0.0
+    flush: FlushMode = "write_through"
+    keep_loaded: bool = True
+    skip_slow_loads: bool = True
+    lookup_budget_ms: float = Timing().lookup_budget_ms
+    tails: bool = False
 
 
 @dataclass
 class Outcome:
     """What one configuration did. ``hits``: tokens found, by request; ``from_l2`` of them came from
-    the tier. ``waited_s``: how long requests waited for it."""
+    the tier. ``waited_s``: how long requests waited for it; ``not_worth_it``: so many times it was
+    not waited for, because it is slow. ``stored_tokens``: of rows that were written, of which
+    ``tail_tokens`` in tails. ``l2_stored_bytes``: what the tier took."""
 
     setting: Setting
     input_tokens: int = 0
     hit_tokens: int = 0
     from_l2_tokens: int = 0
     stored_rows: int = 0
+    stored_tokens: int = 0
+    tail_tokens: int = 0
+    l2_stored_bytes: int = 0
+    not_worth_it: int = 0
     evicted_rows: int = 0
     waited_s: float = 0.0
     hits: list[int] = field(default_factory=list)
@@ -82,23 +97,18 @@ class Outcome:
         return self.hit_tokens / max(1, self.input_tokens)
 
 
-def digests(request: TraceRequest, piece_tokens: int, chunk_tokens: int) -> bytes:
-    """The hashes of a prompt's whole chunks, ``WIDTH`` bytes each: the id of a chunk's last piece,
-    and which part of it the chunk ends in."""
-    each, parts = max(1, chunk_tokens // piece_tokens), max(1, piece_tokens // chunk_tokens)
-    ids = np.repeat(request.pieces[each - 1 :: each], parts)
-    keys = np.empty((len(ids), 2), np.uint64)
-    keys[:, 0] = ids
-    keys[:, 1] = np.arange(len(ids)) % parts
-    return keys.tobytes()
-
-
 @dataclass(frozen=True)
 class Model:
     """What an engine registers: its chunks and its layer groups."""
 
     chunk_tokens: int
     groups: tuple[GroupLayout, ...]
+
+    @property
+    def block_tokens(self) -> int:
+        """If hits may end at each block; else 0."""
+        blocks = chunk_blocks(self.groups, self.chunk_tokens)
+        return self.chunk_tokens // blocks if blocks else 0
 
     @property
     def row_bytes(self) -> int:
@@ -136,12 +146,13 @@ class Sessions:
 
 
 class SimulatedTier:
-    """A store of ``capacity_bytes`` that drops what was stored or loaded longest ago."""
+    """A store of ``capacity_bytes`` that drops what was stored or loaded longest ago, and writes
+    nothing twice: ``stored_bytes`` in all."""
 
     def __init__(self, capacity_bytes: int, bytes_s: float) -> None:
         self._records = OrderedDict[bytes, int]()
         self._room, self._bytes_s = capacity_bytes, bytes_s
-        self._free_s = {effects.TierLoad: 0.0, effects.TierStore: 0.0}
+        self._free_s, self.stored_bytes = dict[type, float](), 0
 
     def carry_out(self, effect: effects.ToTier, now: float) -> tuple[float, Event]:
         """When ``effect`` ends, and how."""
@@ -149,33 +160,40 @@ class SimulatedTier:
             case effects.TierProbe():
                 held = [k in self._records for batch in effect.batches for k in _keys(batch)]
                 return now + _PROBE_S, effects.Probed(effect.op, np.array(held, np.bool_))
-            case effects.TierLoad() | effects.TierStore():
-                size = sum(effect.shard_bytes)
+            case effects.TierStore():
                 keys = _keys(effect.records)
-                begin = max(now, self._free_s[type(effect)])
-                end = self._free_s[type(effect)] = begin + len(keys) * size / self._bytes_s
-                if isinstance(effect, effects.TierStore):
-                    which = [self._store(key, size) for key in keys]
-                    return end, effects.Stored(effect.op, np.array(which, np.bool_))
-                which = [key in self._records for key in keys]
-                for key, there in zip(keys, which, strict=True):
+                new, size = [k for k in keys if k not in self._records], sum(effect.shard_bytes)
+                for key in new:
+                    self._store(key, size)
+                self.stored_bytes += len(new) * size
+                held = [key in self._records for key in keys]
+                end = self._busy_until(effect, now, len(new) * size)
+                return end, effects.Stored(effect.op, np.array(held, np.bool_))
+            case effects.TierLoad():
+                keys = _keys(effect.records)
+                held = [key in self._records for key in keys]
+                for key, there in zip(keys, held, strict=True):
                     if there:
                         self._records.move_to_end(key)
-                return end, effects.Loaded(effect.op, np.array(which, np.bool_))
+                end = self._busy_until(effect, now, len(keys) * sum(effect.shard_bytes))
+                return end, effects.Loaded(effect.op, np.array(held, np.bool_))
             case effects.TierEpoch():
                 return now, effects.EpochIs(effect.op, 1)
             case effects.TierClear():
                 self._records.clear()
                 return now, effects.Emptied(effect.op, True)
 
-    def _store(self, key: bytes, size: int) -> bool:
-        if key not in self._records:
-            self._room -= size
+    def _busy_until(self, effect: effects.ToTier, now: float, size: int) -> float:
+        """When it has moved ``size`` bytes more: it loads and stores at the same time."""
+        end = max(now, self._free_s.get(type(effect), 0.0)) + size / self._bytes_s
+        self._free_s[type(effect)] = end
+        return end
+
+    def _store(self, key: bytes, size: int) -> None:
         self._records[key] = size
-        self._records.move_to_end(key)
+        self._room -= size
         while self._room < 0:
             self._room += self._records.popitem(last=False)[1]
-        return key in self._records
 
 
 def _keys(records: effects.Records) -> list[bytes]:
@@ -194,6 +212,10 @@ class Player:
                 boot=bytes(16),
                 arena_bytes=setting.l1_bytes,
                 tiers=("l2",) if setting.l2_bytes else (),
+                timing=Timing(lookup_budget_ms=setting.lookup_budget_ms),
+                flush=setting.flush,
+                retain_promoted=setting.keep_loaded,
+                weigh_loads=setting.skip_slow_loads,
             )
         )
         self.now = 0.0
@@ -224,70 +246,106 @@ class Player:
     def play(self, trace: Trace) -> Iterator[Outcome]:
         """The outcome so far, after each request."""
         begin_s, counters = trace.requests[0].time_s, self.machine.state.counters
-        limits = self.machine.state.config.limits
         for request in trace.requests:
             self._until(max(self.now, request.time_s - begin_s))
             engine = self._engines[request.engine]
-            keys = digests(request, trace.tokens_of(request.engine), engine.model.chunk_tokens)
-            keys = keys[: limits.keys_per_message * WIDTH]  # clients ask for no more
+            prompt = self._prompt(trace, request, engine.model)
             first = request.first
             if request.looks_up:
-                self._look_up(engine, request, keys)
+                self._look_up(engine, request, prompt)
                 first = max(first, engine.found[request.name])
-            self._store(engine, request, keys, first)
+            self._store(engine, request, prompt, first)
             self.outcome.evicted_rows = sum(
                 n for name, n in counters.items() if name.startswith("evicted_")
             )
+            self.outcome.not_worth_it = counters["promotions_not_worth_it"]
+            self.outcome.l2_stored_bytes = self._tier.stored_bytes
             yield self.outcome
 
-    def _look_up(self, engine: Sessions, request: TraceRequest, keys: bytes) -> None:
-        outcome, chunk_tokens, found = self.outcome, engine.model.chunk_tokens, 0
+    def _prompt(self, trace: Trace, request: TraceRequest, model: Model) -> Prompt:
+        """Cut to what a message may have: clients ask for no more."""
+        block_tokens = model.block_tokens if self.setting.tails else 0
+        most = self.machine.state.config.limits.keys_per_message
+        return prompt_of(trace, request, model.chunk_tokens, block_tokens).cut(most)
+
+    def _look_up(self, engine: Sessions, request: TraceRequest, prompt: Prompt) -> None:
+        outcome, model, found = self.outcome, engine.model, Matched()
         outcome.input_tokens += request.input_tokens
-        if keys:
+        chunks = prompt.askable_chunks()
+        if chunks or prompt.after(chunks):
             began_s, loaded = self.now, self._loaded_rows
-            matched = self._ask(
-                engine.scheduler,
-                Lookup(
-                    request=str(request.name),
-                    digests=keys,
-                    width=WIDTH,
-                    budget_ms=_PATIENCE_MS,
-                    prefill_tokens_s=self.setting.prefill_tokens_s,
-                ),
-            )
-            assert isinstance(matched, Matched), matched
-            found = matched.chunks
+            found = self._ask(engine.scheduler, self._lookup(request, prompt, chunks))
             outcome.waited_s += self.now - began_s
-            rows = (self._loaded_rows - loaded) // len(engine.model.groups)
-            outcome.from_l2_tokens += min(rows, found) * chunk_tokens
-            if matched.lease:
-                self._ask(engine.worker, Release(boot=matched.boot, lease=matched.lease, rank=0))
-        engine.found[request.name] = found
+            rows = (self._loaded_rows - loaded) // len(model.groups)
+            outcome.from_l2_tokens += min(rows, found.chunks) * model.chunk_tokens
+            if found.chunks < chunks and prompt.after(found.chunks):
+                again = self._lookup(request, prompt, found.chunks, again=True)
+                more = self._ask(engine.scheduler, again)
+                found, worse = (more, found) if more.blocks else (found, more)
+                self._release(engine, worse)
+            self._release(engine, found)
+        engine.found[request.name] = found.chunks
         if len(engine.found) > _REMEMBERED:
             del engine.found[next(iter(engine.found))]
-        outcome.hit_tokens += found * chunk_tokens
-        outcome.hits.append(found * chunk_tokens)
+        outcome.hits.append(found.chunks * model.chunk_tokens + found.blocks * model.block_tokens)
+        outcome.hit_tokens += outcome.hits[-1]
+
+    def _lookup(
+        self, request: TraceRequest, prompt: Prompt, chunks: int, again: bool = False
+    ) -> Lookup:
+        """As a client asks, and as long as it waits."""
+        timing, speed = self.machine.state.config.timing, self.setting.prefill_tokens_s
+        tokens = chunks * self._engines[request.engine].model.chunk_tokens
+        return Lookup(
+            request=str(request.name),
+            digests=prompt.chunks[: chunks * WIDTH],
+            width=WIDTH,
+            budget_ms=1000 * timing.patience_s(tokens, speed),
+            prefill_tokens_s=speed,
+            blocks=prompt.after(chunks),
+            again=again,
+        )
+
+    def _release(self, engine: Sessions, matched: Matched) -> None:
+        if matched.lease:
+            self._ask(engine.worker, Release(boot=matched.boot, lease=matched.lease, rank=0))
 
     @property
     def _loaded_rows(self) -> int:
         return sum(tier.counters["loaded_rows"] for tier in self.machine.state.tiers.all)
 
-    def _store(self, engine: Sessions, request: TraceRequest, keys: bytes, first: int) -> None:
-        """Write the chunks from ``first`` on, or from where this cache's hit ended. One step of the
-        core decides so many, and says where it left off."""
-        chunks, mask = len(keys) // WIDTH, request.groups or engine.mask
+    def _store(self, engine: Sessions, request: TraceRequest, prompt: Prompt, first: int) -> None:
+        """Write the chunks from ``first`` on, or from where this cache's hit ended, and the tail.
+        One step of the core decides so many, and says where it left off."""
+        mask, each = request.groups or engine.mask, prompt.each
+        chunks, tail = len(prompt.chunks) // WIDTH, prompt.tail
         if not request.looks_up:
             first = min(first, engine.found.get(request.name, first))
-        while 0 <= first < chunks:
-            item = ReserveItem(request=str(request.name), digests=keys, first=first, groups=mask)
+        while 0 <= first < chunks + (tail > 0):
+            end = min(chunks, first + _ITEM_CHUNKS) if each else chunks
+            item = ReserveItem(request=str(request.name), digests=prompt.chunks[: end * WIDTH])
+            item.first, item.groups = first, mask
+            item.blocks = prompt.block_hashes(first * each, end * each + tail * (end == chunks))
             granted = self._ask(engine.scheduler, Reserve(items=[item], width=WIDTH))
             assert isinstance(granted, Granted), granted
             grant = granted.grants[0]
             if grant.reservation:
-                self.outcome.stored_rows += sum(map(len, grant.slots))
+                self._written(engine.model, grant, tail if grant.chunks[-1] == chunks else 0)
                 commit = Commit(boot=granted.boot, reservation=grant.reservation, rank=0)
                 self._ask(engine.worker, commit)
-            first = grant.later if grant.later > first else -1
+            if grant.later > first:
+                first = grant.later
+            elif end < chunks:
+                first = end
+            else:
+                return
+
+    def _written(self, model: Model, grant: Grant, tail: int) -> None:
+        """Rows were granted, the last of them a tail of ``tail`` blocks, unless that is 0."""
+        outcome, tokens = self.outcome, tail * model.block_tokens
+        outcome.stored_rows += sum(map(len, grant.slots))
+        outcome.stored_tokens += tokens + (len(grant.chunks) - (tail > 0)) * model.chunk_tokens
+        outcome.tail_tokens += tokens
 
     # ------------------------------------------------------------ the machine and its time
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import floor, log2, log10
+from textwrap import wrap
 from typing import Any, Final
 
-from kvass.simulate.player import Outcome
+from kvass.simulate.player import Outcome, Setting
 from kvass.simulate.traces import Trace
 from kvass.types import Size
 
@@ -35,45 +36,98 @@ class Result:
         return {
             "trace": self.trace.name,
             "requests": len(self.trace.asking),
-            "l1_bytes": s.l1_bytes,
-            "l2_bytes": s.l2_bytes,
-            "chunk_tokens": s.chunk_tokens,
+            **asdict(s),
             "input_tokens": o.input_tokens,
             "hit_tokens": o.hit_tokens,
             "hit_rate": o.hit_rate,
             "from_l2_tokens": o.from_l2_tokens,
             "waited_for_l2_s": o.waited_s,
+            "loads_not_worth_it": o.not_worth_it,
+            "l2_stored_bytes": o.l2_stored_bytes,
             "stored_rows": o.stored_rows,
+            "stored_tokens": o.stored_tokens,
+            "stored_tail_tokens": o.tail_tokens,
             "evicted_rows": o.evicted_rows,
             "optimal_hit_rate": self.optimal,
             "infinite_hit_rate": self.infinite,
             "saved_prefill_s": o.hit_tokens / s.prefill_tokens_s if s.prefill_tokens_s else None,
+            "saved_s": self.saved_s if s.prefill_tokens_s else None,
         }
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds that computing what was found takes, less those that were waited for the tier."""
+        o = self.outcome
+        return o.hit_tokens / max(1.0, o.setting.prefill_tokens_s) - o.waited_s
+
+
+def _dimensions(s: Setting) -> dict[str, str]:
+    """What is swept beside L1, as text; what says something of a tier only if there is one."""
+    yes = ("no", "yes")
+    of_tier = {
+        "L2/s": f"{s.l2_bytes_s / 1e9:g}GB",
+        "flush": s.flush,
+        "keep-loaded": yes[s.keep_loaded],
+        "skip-slow-loads": yes[s.skip_slow_loads],
+        "lookup-budget-ms": f"{s.lookup_budget_ms:g}",
+    }
+    return {
+        "chunk": f"{s.chunk_tokens}",
+        "tails": yes[s.tails],
+        "L2": Size(s.l2_bytes).rounded() if s.l2_bytes else "none",
+        **(of_tier if s.l2_bytes else {}),
+    }
+
+
+def _varying(results: Sequence[Result]) -> list[str]:
+    """The dimensions of which the results have several values."""
+    all_of = [_dimensions(r.outcome.setting) for r in results]
+    return [name for name in all_of[0] if len({each[name] for each in all_of}) > 1]
+
+
+def _name(setting: Setting, names: Sequence[str]) -> str:
+    """What a setting has of the dimensions ``names``."""
+    return ", ".join(f"{name} {_dimensions(setting)[name]}" for name in names)
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Lines of at most 79 characters."""
+    """Lines of at most 79 characters, unless much is swept at once."""
     for trace, of_trace in _by_trace(results):
         unit = f"{trace.input_tokens:,} tokens in, {trace.unique_tokens:,} of them different"
         yield f"{trace.name}: {len(trace.asking):,} requests, {unit}"
         if trace.wrong:
             yield f"  {trace.wrong} lines were skipped, the first: {trace.why[0]}"
-        yield (
-            f"{'L1':>10} {'L2':>10} {'chunk':>6} {'hit rate':>9} {'of L2':>7} {'optimal':>8} "
-            f"{'saved':>9} {'evicted':>10}"
-        )
-        for result in of_trace:
-            o, s = result.outcome, result.outcome.setting
-            saved = o.hit_tokens / s.prefill_tokens_s if s.prefill_tokens_s else 0.0
-            yield (
-                f"{Size(s.l1_bytes).rounded():>10} "
-                f"{Size(s.l2_bytes).rounded() if s.l2_bytes else '-':>10} "
-                f"{s.chunk_tokens:>6} {o.hit_rate:>9.2%} "
-                f"{o.from_l2_tokens / max(1, o.input_tokens):>7.1%} {result.optimal:>8.2%} "
-                f"{f'{saved:,.0f} s' if saved else '-':>9} {o.evicted_rows:>10,}"
-            )
-        yield f"a cache that evicts nothing: {of_trace[0].infinite:.2%}"
+        first, varying = of_trace[0].outcome.setting, _varying(of_trace)
+        same = [name for name in _dimensions(first) if name not in varying]
+        yield from wrap(_name(first, same), 79)
+        columns = [_columns(result, varying) for result in of_trace]
+        lines = [[*columns[0]], *([*line.values()] for line in columns)]
+        widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+        for texts in lines:
+            yield "  ".join(t.rjust(width) for t, width in zip(texts, widths, strict=True))
+        yield f"a cache that evicts nothing: {max(r.infinite for r in of_trace):.2%}"
         yield advice(of_trace)
+
+
+def _columns(result: Result, varying: Sequence[str]) -> dict[str, str]:
+    """By name. Those of a tier, or of the speed of prefill, only if that is known."""
+    o, s = result.outcome, result.outcome.setting
+    columns = {"L1": Size(s.l1_bytes).rounded()}
+    columns |= {name: _dimensions(s)[name] for name in varying}
+    columns["hit rate"] = f"{o.hit_rate:.2%}"
+    if s.l2_bytes:
+        columns["of L2"] = f"{o.from_l2_tokens / max(1, o.input_tokens):.1%}"
+    columns["optimal"] = f"{result.optimal:.2%}"
+    if s.l2_bytes:
+        columns["waited"] = f"{o.waited_s:,.0f} s"
+    if s.prefill_tokens_s:
+        columns["saved"] = f"{result.saved_s:,.0f} s"
+    columns["evicted"] = f"{o.evicted_rows:,}"
+    if s.l2_bytes:
+        columns["to L2"] = Size(o.l2_stored_bytes).rounded()
+    if s.tails or "tails" in varying:
+        columns["in tails"] = f"{o.tail_tokens / max(1, o.stored_tokens):.1%}"
+    return columns
 
 
 def advice(results: Sequence[Result]) -> str:
@@ -88,11 +142,20 @@ def advice(results: Sequence[Result]) -> str:
             f"none of these sizes has {KNEE:.0%} of the hits that are possible; the best, "
             f"{most.hit_rate / infinite:.0%}, is L1 of {Size(most.setting.l1_bytes).rounded()}"
         )
-    least = min(enough, key=lambda r: (r.outcome.setting.l1_bytes, r.outcome.setting.l2_bytes))
+    least = min(enough, key=_price)
     s = least.outcome.setting
     l2 = f" and L2 of {Size(s.l2_bytes).rounded()}" if s.l2_bytes else ""
+    how = "".join(f", {_name(s, [name])}" for name in _varying(results) if name != "L2")
     share = least.outcome.hit_rate / infinite
-    return f"L1 of {Size(s.l1_bytes).rounded()}{l2} has {share:.0%} of the hits that are possible"
+    return (
+        f"L1 of {Size(s.l1_bytes).rounded()}{l2}{how} has {share:.0%} of the hits that are possible"
+    )
+
+
+def _price(result: Result) -> tuple[int, int, float]:
+    """By size; of equal ones the one with most hits is first."""
+    s = result.outcome.setting
+    return s.l1_bytes, s.l2_bytes, -result.outcome.hit_rate
 
 
 def _by_trace(results: Sequence[Result]) -> Iterator[tuple[Trace, list[Result]]]:
@@ -134,14 +197,15 @@ def page(results: Sequence[Result]) -> str:
 
 
 def _by_size(results: Sequence[Result]) -> list[Line]:
-    """A curve for each chunk size and L2, and the optimal one for each L2."""
+    """A curve for each setting of what is swept beside L1, and the optimal ones."""
     curves: dict[str, list[tuple[float, float]]] = {}
+    varying = _varying(results)
+    of_best = [name for name in varying if name in ("chunk", "tails", "L2")]
     for r in results:
         s = r.outcome.setting
-        l2 = f", L2 {Size(s.l2_bytes).rounded()}" if s.l2_bytes else ""
         at = log2(s.l1_bytes)
-        curves.setdefault(f"chunks of {s.chunk_tokens}{l2}", []).append((at, r.outcome.hit_rate))
-        curves.setdefault(f"optimal{l2}", []).append((at, r.optimal))
+        curves.setdefault(_name(s, varying) or "LRU", []).append((at, r.outcome.hit_rate))
+        curves.setdefault(f"optimal {_name(s, of_best)}", []).append((at, r.optimal))
     return [(name, sorted(set(points))) for name, points in curves.items()]
 
 
@@ -152,13 +216,13 @@ def _over_time(trace: Trace, results: Sequence[Result]) -> list[Line]:
     slices = [min(int((r.time_s - begin) / each), _SLICES) for r in trace.asking]
     for at, request in zip(slices, trace.asking, strict=True):
         asked[at] += request.input_tokens
-    lines = []
+    lines, varying = [], _varying(results)
     for result in results[-len(_COLOURS) :]:
         hit = [0] * (_SLICES + 1)
         for at, tokens in zip(slices, result.outcome.hits, strict=True):
             hit[at] += tokens
         s = result.outcome.setting
-        name = f"{Size(s.l1_bytes).rounded()}, chunks of {s.chunk_tokens}"
+        name = f"L1 {Size(s.l1_bytes).rounded()} {_name(s, varying)}"
         points = [(i * each, hit[i] / asked[i]) for i in range(_SLICES + 1) if asked[i]]
         lines.append((name, points))
     return lines

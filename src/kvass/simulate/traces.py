@@ -46,7 +46,9 @@ class WrongLine(ValueError):
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """``pieces``: ids of the whole pieces of its prompt, uint64. ``first``: -1: it is looked up,
+    """``pieces``: ids of the whole pieces of its prompt, uint64; ``part``: that of the piece
+    after them, of which it has a part, if it is known; ``rest``:
+    of a recording, the keys of the blocks after its last chunk. ``first``: -1: it is looked up,
     and what was not found is stored; else it is only looked up (``NEVER``), or only stored, from
     this chunk on. ``groups``: a bit mask of what is stored; 0: all."""
 
@@ -58,6 +60,14 @@ class TraceRequest:
     name: int = 0
     first: int = -1
     groups: int = 0
+    part: int | None = None
+    rest: U64Array | None = None
+
+    @property
+    def all_pieces(self) -> U64Array:
+        """Also the one of which it has a part."""
+        part = () if self.part is None else (self.part,)
+        return np.append(self.pieces, np.array(part, np.uint64))
 
     @property
     def looks_up(self) -> bool:
@@ -67,7 +77,8 @@ class TraceRequest:
 @dataclass
 class Trace:
     """A file's requests. ``wrong``: lines that were skipped; the first few are told in ``why``.
-    ``engines``: of a recording, what each engine registered; a piece is a chunk there."""
+    ``engines``: of a recording, what each engine registered; a piece is a chunk there. ``blocks``:
+    by engine and chunk the keys of its blocks, as far as they were told."""
 
     name: str
     piece_tokens: int
@@ -75,6 +86,7 @@ class Trace:
     wrong: int = 0
     why: list[str] = field(default_factory=list)
     engines: dict[int, EngineLine] = field(default_factory=dict)
+    blocks: dict[tuple[int, int], U64Array] = field(default_factory=dict)
 
     @property
     def asking(self) -> list[TraceRequest]:
@@ -116,7 +128,7 @@ def read(path: Path) -> Trace:
             if is_csv:
                 found = _csv(lines)
             elif first.startswith('{"kind":'):
-                found = _recorded(lines, trace.engines)
+                found = _recorded(lines, trace)
             else:
                 found = _mooncake(lines)
             for number, request in found:
@@ -176,7 +188,14 @@ def _mooncake_request(line: str) -> TraceRequest:
         _number(fields, name) for name in ("timestamp", "input_length", "output_length")
     )
     whole = min(len(ids), int(given) // MOONCAKE_TOKENS)
-    return TraceRequest(time_s / 1000, int(given), int(output), np.array(ids[:whole], np.uint64))
+    part = ids[whole] if whole < len(ids) and given % MOONCAKE_TOKENS else None
+    return TraceRequest(
+        time_s / 1000,
+        int(given),
+        int(output),
+        np.array(ids[:whole], np.uint64),
+        part=part,
+    )
 
 
 def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKENS)) -> float:
@@ -192,11 +211,9 @@ def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKEN
     return float(value)
 
 
-def _recorded(
-    lines: Iterable[str], engines: dict[int, EngineLine]
-) -> Iterator[tuple[int, TraceRequest | WrongLine]]:
+def _recorded(lines: Iterable[str], trace: Trace) -> Iterator[tuple[int, TraceRequest | WrongLine]]:
     """A store's line has no keys of what comes before: its request's lookup had them."""
-    decoder = msgspec.json.Decoder(AnyLine)
+    decoder, engines = msgspec.json.Decoder(AnyLine), trace.engines
     prompts: dict[tuple[int, int], U64Array] = {}
     for number, text in enumerate(lines, 1):
         try:
@@ -208,22 +225,33 @@ def _recorded(
             engines[line.engine] = line
         elif isinstance(line, LostLine):
             yield number, WrongLine(f"{line.messages} messages are missing before it")
-        elif line.engine not in engines or len(line.keys) % KEY_BYTES:
+        elif line.engine not in engines or (len(line.keys) | len(line.blocks)) % KEY_BYTES:
             yield number, WrongLine("its engine is not known, or its keys are not whole")
         else:
             keys, name = np.frombuffer(line.keys, np.uint64), (line.engine, line.request)
             before = prompts.get(name, keys[:0])
+            rest, engine = np.frombuffer(line.blocks, np.uint64), engines[line.engine]
+            block_tokens = engine.groups[0].block_tokens if engine.groups else 0
+            each = max(1, engine.chunk_tokens // max(1, block_tokens))
             if isinstance(line, LookupLine):
-                tokens = len(keys) * engines[line.engine].chunk_tokens
+                tokens = len(keys) * engine.chunk_tokens + len(rest) * block_tokens
                 prompts[name] = keys
-                yield number, TraceRequest(line.t, tokens, 0, keys, *name, NEVER)
+                yield number, TraceRequest(line.t, tokens, 0, keys, *name, NEVER, rest=rest)
             elif not 0 <= line.first <= len(before):
                 yield number, WrongLine("a store of a request that was not looked up")
             elif line.groups >> len(engines[line.engine].groups):
                 yield number, WrongLine("a store of groups that its engine does not have")
+            elif len(rest) and len(rest) // each != len(keys):
+                yield number, WrongLine("a store of other blocks than its chunks have")
             else:
+                for i, key in enumerate(keys.tolist() if len(rest) else ()):
+                    trace.blocks[line.engine, key] = rest[i * each : (i + 1) * each]
+                rest = rest[len(keys) * each :]
                 keys = prompts[name] = np.concatenate([before[: line.first], keys])
-                yield number, TraceRequest(line.t, 0, 0, keys, *name, line.first, line.groups)
+                yield (
+                    number,
+                    TraceRequest(line.t, 0, 0, keys, *name, line.first, line.groups, rest=rest),
+                )
             if len(prompts) > _PROMPTS:
                 del prompts[next(iter(prompts))]
 

@@ -54,6 +54,7 @@ class Daemon:
             for part in (f"--{name.replace('_', '-')}", str(one))
         ]
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVASS_")}
+        env.pop("LD_PRELOAD", None)  # vLLM on a CPU sets it in the process that imported it
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *self._program, "serve", *flags],

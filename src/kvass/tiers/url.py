@@ -144,12 +144,16 @@ def open_tier(text: str) -> Tier:
 
 def _failed(text: str, error: Exception) -> ConfigError:
     """A module or a factory raised what it may not."""
+    why = ": ".join(filter(None, [type(error).__name__, said(error)]))
+    return _refused(text, f"it cannot be opened: {why}")
+
+
+def said(error: BaseException) -> str:
+    """What an exception of anybody's code says; empty if it cannot even say that."""
     try:
-        said = str(error)
-    except Exception:  # noqa: BLE001 - anybody's exception, too
-        said = ""
-    kind = type(error).__name__
-    return _refused(text, f"it cannot be opened: {kind}" + (f": {said}" if said else ""))
+        return str(error)
+    except Exception:  # noqa: BLE001 - its text is anybody's code, too
+        return ""
 
 
 def _import(text: str, module: str, name: str) -> Callable[..., object]:

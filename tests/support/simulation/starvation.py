@@ -26,7 +26,7 @@ def check_no_starvation(sim: World) -> None:
         shard_pages = max(1, pages // groups // world.world_size)
         model = even_model(f"room{i}", groups, world, shard_pages * PAGE)
         step = int(sim.arena_bytes * sim.limits.instance_write_share) // model.row_bytes
-        step = min(step, sim.limits.keys_per_message)
+        step = min(step, sim.limits.keys_per_message // groups)
         if not step:
             continue  # one row exceeds the instance's quota
         engine = SimulatedEngine(f"room{i}", model, sim)

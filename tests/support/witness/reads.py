@@ -45,13 +45,13 @@ class ReadWitness:
         readers = {0} if msg.readers is None else set(msg.readers)
         if not readers or not readers <= set(range(instance.first.ranks)):
             raise BrokenLawError(f"law 2: {readers} are not ranks of {instance.name}")
-        keys = split(msg.digests, msg.width)
         namespace = instance.namespace
         hit = reply.chunks != msg.first or reply.blocks > 0
         if bool(reply.lease) != hit or (hit and namespace is None):
             raise BrokenLawError(f"a miss with a lease, or a hit without or too early: {reply}")
         if namespace is None:
             return
+        keys = state.asked_keys(namespace, msg)
         asked = [
             keys[namespace.begin(g, reply.chunks, msg.first) : reply.chunks] if hit else []
             for g in range(namespace.groups)
@@ -78,7 +78,8 @@ class ReadWitness:
         """A ``Prefetch`` was answered; ``late``: it was asked in an earlier step."""
         namespace = self.state.namespace_of(session, msg) if late is None else late.namespace
         if namespace is not None:
-            self._check_length(namespace, split(msg.digests, msg.width), 0, 0, reply.chunks, late)
+            keys = self.state.asked_keys(namespace, msg)
+            self._check_length(namespace, keys, 0, 0, reply.chunks, late)
         elif reply.chunks:
             raise BrokenLawError(f"a rank is missing, yet: {reply}")
 
@@ -87,9 +88,11 @@ class ReadWitness:
     ) -> list[tuple[RowKey, Source, Place]]:
         """The rows of which a hit uses the first blocks: each is READY and has them. If nothing is
         evicted, no row has more of what was asked for."""
-        state, chunks = self.state, len(msg.digests) // msg.width
-        blocks = split(msg.blocks if reply.chunks == chunks else msg.first_blocks, msg.width)
-        there = reply.chunks in (chunks, msg.first) and namespace.chunk_blocks > 0
+        state, end = self.state, reply.chunks
+        whole, looked_for = len(msg.digests) // msg.width, len(state.asked_keys(namespace, msg))
+        blocks = split(msg.blocks if end == looked_for else msg.first_blocks, msg.width)
+        there = end == whole == looked_for or end == msg.first < looked_for
+        there = there and namespace.chunk_blocks > 0
         if reply.blocks > len(blocks) or (reply.blocks and (not there or msg.spare)):
             raise BrokenLawError(f"blocks that nobody asked for: {reply}")
         rows = []

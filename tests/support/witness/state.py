@@ -23,6 +23,7 @@ from tests.support.witness.records import (
     Source,
     Tag,
     TierLoading,
+    split,
 )
 
 Holds = Callable[[bytes, int, int, bytes, int], bool]
@@ -81,6 +82,14 @@ class ObservedState:
         self.row_on: dict[int, tuple[RowKey, Source]] = {}
 
     # ------------------------------------------------------------ questions
+
+    def most_keys(self, namespace: Namespace) -> int:
+        """So many chunks of a prompt are found and granted at most (law 12)."""
+        return self.config.limits.keys_per_message // namespace.groups
+
+    def asked_keys(self, namespace: Namespace, msg: m.Lookup | m.Prefetch) -> list[bytes]:
+        """The chunks of a prompt that are looked for."""
+        return split(msg.digests, msg.width)[: self.most_keys(namespace)]
 
     def open_reservations(self, instance: Instance) -> list[Reservation]:
         """The reservations of an instance that may still be written to."""

@@ -37,7 +37,7 @@ class WaitingWitness:
             if one.namespace is None:
                 raise BrokenLawError(f"{message} waits for tiers without a namespace")
             one.epoch = one.namespace.epoch
-            keys = split(message.digests, message.width)
+            keys = state.asked_keys(one.namespace, message)
             one.sure_until = self._sure_until(one, one.namespace, message, keys)
             self._promise(one, one.namespace, keys)
         return one
@@ -45,9 +45,10 @@ class WaitingWitness:
     def _written(self, one: Pending) -> bool:
         """Whether a lookup that waits for such rows names one that is being written."""
         message, written = one.message, self.state.being_written()
-        if not isinstance(message, m.Lookup) or not message.writing:
+        if not isinstance(message, m.Lookup) or not message.writing or one.namespace is None:
             return False
-        keys = {*split(message.digests, message.width), *split(message.blocks, message.width)}
+        keys = {*self.state.asked_keys(one.namespace, message)}
+        keys |= {*split(message.blocks, message.width)}
         return any(row[0] is one.namespace and row[2] in keys for row in written)
 
     def check_answered_at_once(self, namespace: Namespace, msg: m.Lookup, chunks: int) -> None:
@@ -60,7 +61,7 @@ class WaitingWitness:
             return
         longer = namespace.longest(
             lambda g, k: (namespace, g, k) in written or state.surely_ready((namespace, g, k)),
-            split(msg.digests, msg.width),
+            state.asked_keys(namespace, msg),
             msg.first,
             msg.spare,
         )

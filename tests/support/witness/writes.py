@@ -50,6 +50,7 @@ class WriteWitness:
         if namespace is None or grant.reservation <= 0 or grant.reservation in state.reservations:
             raise BrokenLawError(f"law 2: {grant}")
         keys, blocks = namespace.keys_and_blocks(item, width)
+        keys = keys[: state.most_keys(namespace)]
         groups = [g for g in range(namespace.groups) if item.groups >> g & 1]
         if any(c < item.first or c >= len(keys) for c in grant.chunks):
             raise BrokenLawError(f"granted chunks nobody asked for: {grant}")
@@ -112,6 +113,7 @@ class WriteWitness:
             held = taken - later  # items are answered in order
             sure = held | {row for row in state.ready if state.roomy and state.surely_ready(row)}
             keys, blocks = namespace.keys_and_blocks(item, msg.width)
+            keys = keys[: state.most_keys(namespace)]
 
             def needless(group: int, key: bytes, blocks: dict[bytes, list[bytes]] = blocks) -> bool:
                 mine = blocks.get(key, [])

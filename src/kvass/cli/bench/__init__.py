@@ -34,7 +34,7 @@ from typing import Any, Final
 
 from kvass._version import __version__
 from kvass.cli.bench import baseline
-from kvass.cli.bench.copies import Prompt, measure_copies
+from kvass.cli.bench.copies import PromptShape, measure_copies
 from kvass.cli.bench.disk import disk_url, measure_tier
 from kvass.cli.bench.lookups import KEYS, RESIDENT, ROW_BYTES, measure_lookups
 from kvass.cli.bench.rig import PATIENCE_S, say, start_daemon, table
@@ -161,7 +161,7 @@ def measure(args: Namespace) -> dict[str, Any]:
     if private:
         with Client(socket) as client:
             l1_bytes, share = client.status(PATIENCE_S)["l1_capacity_bytes"], _SHARE * engines
-    prompt = Prompt(args.groups, args.chunk_tokens).within(l1_bytes // share, engines)
+    prompt = PromptShape(args.groups, args.chunk_tokens).within(l1_bytes // share, engines)
     if args.tier:
         figures |= measure_tier(args.tier, l1_bytes, args.rounds, prompt)
     with ExitStack() as ending:

@@ -37,7 +37,7 @@ PROMPT_BYTES: Final = 64 << 20
 and it is short, so that some rounds are not interrupted."""
 
 
-class Prompt(NamedTuple):
+class PromptShape(NamedTuple):
     """What an engine stores and loads at a time."""
 
     groups: tuple[GroupLayout, ...]
@@ -48,7 +48,7 @@ class Prompt(NamedTuple):
     def bytes(self) -> int:
         return self.chunks * sum(group.shard_bytes(self.chunk_tokens) for group in self.groups)
 
-    def within(self, room: int, engines: int = 1) -> Prompt:
+    def within(self, room: int, engines: int = 1) -> PromptShape:
         """As many such chunks as there are in an engine's part of ``PROMPT_BYTES``, but one at
         least. Raises ``ConfigError`` if ``room`` bytes do not hold it."""
         if not (most := room // self.bytes):
@@ -65,7 +65,7 @@ class KvCache:
     """The pages of an engine in host memory, for one prompt, and as much memory of the arena's
     kind, ``shared``. ``ending`` ends it."""
 
-    def __init__(self, prompt: Prompt, engine: EngineSessions, ending: ExitStack) -> None:
+    def __init__(self, prompt: PromptShape, engine: EngineSessions, ending: ExitStack) -> None:
         self.prompt, self.engine, self.digests = prompt, engine, b""
         self.groups = [_Group(number, one, prompt) for number, one in enumerate(prompt.groups)]
         self.mover = HostMover([g.memory for g in self.groups], [g.planes for g in self.groups])
@@ -145,7 +145,7 @@ class _Group:
     """The pages of one layer group, each layer in one piece, as in vLLM: a block table to store
     from, one to load to, and the null block, in random order."""
 
-    def __init__(self, number: int, layout: GroupLayout, prompt: Prompt) -> None:
+    def __init__(self, number: int, layout: GroupLayout, prompt: PromptShape) -> None:
         table = prompt.chunks * layout.row_blocks(prompt.chunk_tokens)
         layers, blocks = len(layout.layers), 2 * table + 1
         (page_bytes,) = set(layout.page_bytes)
@@ -163,7 +163,7 @@ class _Group:
 
 
 def measure_copies(
-    socket: str, rounds: int, prompt: Prompt, *, engines: int = 1, private: bool = False
+    socket: str, rounds: int, prompt: PromptShape, *, engines: int = 1, private: bool = False
 ) -> dict[str, Any]:
     """Ratios, rates and times, by the names in the package's docstring. Raises ``KvassError``.
 
@@ -200,7 +200,7 @@ def measure_copies(
     }
 
 
-def _cache(socket: str, prompt: Prompt, private: bool, ending: ExitStack) -> KvCache:
+def _cache(socket: str, prompt: PromptShape, private: bool, ending: ExitStack) -> KvCache:
     tokens = prompt.chunk_tokens
     engine = EngineSessions(socket, prompt.groups, ending, chunk_tokens=tokens, private=private)
     ending.callback(engine.clear)

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, Final
 from urllib.parse import quote
 
-from kvass.cli.bench.copies import KvCache, Prompt
+from kvass.cli.bench.copies import KvCache, PromptShape
 from kvass.cli.bench.rig import (
     EngineSessions,
     best_ratio,
@@ -49,7 +49,7 @@ def disk_url(text: str) -> TierUrl:
     return url
 
 
-def measure_tier(url: TierUrl, l1_bytes: int, rounds: int, prompt: Prompt) -> dict[str, Any]:
+def measure_tier(url: TierUrl, l1_bytes: int, rounds: int, prompt: PromptShape) -> dict[str, Any]:
     """``tier_store_vs_raw`` and its like, by the names in the package's docstring. Raises
     ``KvassError``."""
     capacity, need = 2 * prompt.bytes + _SPARE_BYTES, 3 * prompt.bytes + 2 * _SPARE_BYTES
@@ -84,7 +84,7 @@ def measure_tier(url: TierUrl, l1_bytes: int, rounds: int, prompt: Prompt) -> di
 
 
 def _engine(
-    l1_bytes: int, flags: Sequence[str], name: str, prompt: Prompt, ending: ExitStack
+    l1_bytes: int, flags: Sequence[str], name: str, prompt: PromptShape, ending: ExitStack
 ) -> EngineSessions:
     """An engine of a new daemon on the tier; ``ending`` ends both."""
     socket = ending.enter_context(start_daemon(l1_bytes, *flags)).socket

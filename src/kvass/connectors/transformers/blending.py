@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from kvass.blend.plan import Choice, KvDev, Prompt, Segment, plan
+from kvass.blend.plan import Choice, KvDev, PlacedSegment, Prompt, plan
 from kvass.blend.rope import Move, Rope, fingerprint
 from kvass.blend.rope_of import ropes_of_model
 from kvass.connectors.transformers.identity import attention
@@ -80,7 +80,7 @@ class Blender:
         """32 bytes: segments are found only among chunks that were indexed with the same."""
         return bytes.fromhex(identity.digest([self._fingerprint, salt]))
 
-    def move(self, kv: KV, segments: Sequence[Segment]) -> None:
+    def move(self, kv: KV, segments: Sequence[PlacedSegment]) -> None:
         """Turn the stored K of ``segments``, which lie in ``kv`` where they stand now."""
         spans = [np.arange(s.length) for s in segments]
         new = np.concatenate([a + s.new_start for a, s in zip(spans, segments, strict=True)])

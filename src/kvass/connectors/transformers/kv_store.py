@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from kvass.blend.plan import Segment
+from kvass.blend.plan import PlacedSegment
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import BlockHashes, Match, Pending, SchedulerClient
 from kvass.client.segments import SegmentClient
@@ -119,7 +119,7 @@ class KVStore:
 
     def segments(
         self, name: str, prompt: Hashed, space: bytes, tenant: str, first: int, kv: KV
-    ) -> tuple[Segment, ...]:
+    ) -> tuple[PlacedSegment, ...]:
         """Load indexed chunks that stand in the prompt after token ``first``, but for its last
         token, into ``kv``: where they stand, as they were stored."""
         each = self._rows.chunk_tokens
@@ -130,13 +130,13 @@ class KVStore:
         if match is None:
             return ()
         rows = {digest: row for row, digest in enumerate(unique[: match.chunks])}
-        segments, places, at = list[Segment](), list[tuple[int, int, int]](), 0
+        segments, places, at = list[PlacedSegment](), list[tuple[int, int, int]](), 0
         for one in found.segments:
             of_one = digests[at : at + one.length // each]
             there = [rows[digest] for digest in takewhile(rows.__contains__, of_one)]
             if there:
                 length, last = len(there) * each, of_one[len(there) - 1]
-                kept = Segment(one.new_start, one.old_start, length, one.predecessor, last)
+                kept = PlacedSegment(one.new_start, one.old_start, length, one.predecessor, last)
                 segments.append(kept)
                 starts = range(kept.new_start, kept.new_end, each)
                 places += [(row, t, each // BLOCK) for row, t in zip(there, starts, strict=True)]

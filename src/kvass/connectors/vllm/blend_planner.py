@@ -21,7 +21,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from kvass.blend.plan import Prompt, Segment, Selector, plan
+from kvass.blend.plan import PlacedSegment, Prompt, Selector, plan
 from kvass.client.scheduler import Match, Pending
 from kvass.client.segments import SegmentClient
 from kvass.connectors.vllm.adapt import VllmRequest
@@ -50,7 +50,7 @@ class BlendRequest:
     prefix: int = -1
     found: Segments | None = None
     rows: list[list[int]] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[PlacedSegment] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
     blended: bool = False
     searches: bool = True
@@ -137,14 +137,16 @@ class BlendPlanner:
     def _plan(self, one: BlendRequest, digests: list[bytes], there: dict[bytes, int]) -> None:
         """The segments, as far as their rows are ``there``, and the runs."""
         assert one.found is not None
-        segments, rows, at = list[Segment](), list[list[int]](), 0
+        segments, rows, at = list[PlacedSegment](), list[list[int]](), 0
         for seg in one.found.segments:
             of_one = digests[at : at + seg.length // self._chunk]
             at += len(of_one)
             kept = list(takewhile(there.__contains__, of_one))
             if kept:
                 length = len(kept) * self._chunk
-                kept_seg = Segment(seg.new_start, seg.old_start, length, seg.predecessor, kept[-1])
+                kept_seg = PlacedSegment(
+                    seg.new_start, seg.old_start, length, seg.predecessor, kept[-1]
+                )
                 segments.append(kept_seg)
                 rows.append([there[digest] for digest in kept])
         chunks, rest = divmod(one.prefix, self._chunk)

@@ -31,7 +31,7 @@ from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import failure, perform
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Tier
-from kvass.tiers.url import shown
+from kvass.tiers.url import said, shown
 from kvass.types import MOST_QUOTAS
 
 FIRST_PAUSE_S: Final = 0.25
@@ -269,11 +269,7 @@ class Executor:
 
 def _one_line(error: BaseException) -> str:
     """One line of what an error says, that any encoding can take."""
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - anybody's exception, too
-        text = ""
-    line = shown(" ".join(text.split())) or type(error).__name__
+    line = shown(" ".join(said(error).split())) or type(error).__name__
     return line.encode("ascii", "replace").decode()[:_LINE_CHARS]
 
 

@@ -89,10 +89,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _received(sock: socket.socket) -> Iterator[frames.ToProcess]:
-    decoder = frames.from_daemon()
+    """Through one buffer: with a new one for each read, malloc's heap grows for hours."""
+    decoder, data = frames.from_daemon(), memoryview(bytearray(_READ_BYTES))
     with suppress(ConnectionResetError):  # it hung up with messages of ours unread
-        while data := sock.recv(_READ_BYTES):
-            yield from decoder.feed(data)
+        while size := sock.recv_into(data):
+            yield from decoder.feed(data[:size])
 
 
 def _first_probe(number: int) -> TierProbe:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -95,7 +95,8 @@ class DiskTier(RecordTier):
         if not self._index.fits(2 * PAGE, self._index.owner(DEFAULT_TENANT)):
             raise ConfigError(f"{folder}: a capacity of {Size(capacity)} holds not one row")
         self._folder = Folder(Path(folder))
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._folder.close)
             self._folder.lock()
             disk = os.statvfs(self._folder.fd)
             if capacity > (size := disk.f_blocks * disk.f_frsize):
@@ -104,9 +105,7 @@ class DiskTier(RecordTier):
                     "choose less"
                 )
             self._number = self._reopen()
-        except BaseException:
-            self._folder.close()
-            raise
+            undo.pop_all()
         self._checked = time.monotonic()
         self._pool = WorkerPool(self.name, threads)
         self._remove_dead()

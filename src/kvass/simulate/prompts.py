@@ -1,0 +1,99 @@
+"""How an engine names a prompt of a trace: hashes of its chunks, and of its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvass.simulate.traces import Trace, TraceRequest
+from kvass.types import U64Array
+
+WIDTH: Final = 16
+
+
+def digests(ids: U64Array, piece_tokens: int, unit_tokens: int) -> bytes:
+    """The hashes of all whole units, ``WIDTH`` bytes each: the id of a unit's last piece, and which
+    part of it the unit ends in."""
+    each, parts = max(1, unit_tokens // piece_tokens), max(1, piece_tokens // unit_tokens)
+    ends = np.repeat(ids[each - 1 :: each], parts)
+    keys = np.empty((len(ends), 2), np.uint64)
+    keys[:, 0] = ends
+    keys[:, 1] = np.arange(len(ends)) % parts
+    return keys.tobytes()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``chunks``: the hashes of its whole chunks. ``blocks``: those of its whole blocks, of which a
+    chunk has ``each`` and ends with the last; empty where hits end with a chunk (``each`` 0).
+    ``askable``: so many blocks may hit; the last token of a prompt is computed in any case."""
+
+    chunks: bytes
+    blocks: bytes = b""
+    each: int = 0
+    askable: int = 0
+
+    def block_hashes(self, begin: int, end: int) -> bytes:
+        return self.blocks[begin * WIDTH : end * WIDTH]
+
+    @property
+    def tail(self) -> int:
+        """Its blocks after the last whole chunk."""
+        return len(self.blocks) // WIDTH % self.each if self.each else 0
+
+    def askable_chunks(self) -> int:
+        """How many of its chunks are looked up."""
+        return self.askable // self.each if self.each else len(self.chunks) // WIDTH
+
+    def after(self, chunk: int) -> bytes:
+        """The hashes of the first blocks of ``chunk`` at which a hit may end."""
+        begin = chunk * self.each
+        return self.block_hashes(begin, min(begin + self.each - 1, self.askable))
+
+    def ends(self, blocks: int) -> bytes:
+        """The hashes of every ``blocks``-th block, and of the last."""
+        count = len(self.blocks) // WIDTH
+        ends = [*range(blocks - 1, count, blocks), *range(count - 1, count)[: count % blocks]]
+        return b"".join(self.block_hashes(end, end + 1) for end in ends)
+
+    def cut(self, chunks: int) -> Prompt:
+        """Its first ``chunks`` chunks alone, if it has more."""
+        if len(self.chunks) <= chunks * WIDTH:
+            return self
+        blocks = self.block_hashes(0, chunks * self.each)
+        askable = min(self.askable, chunks * self.each)
+        return Prompt(self.chunks[: chunks * WIDTH], blocks, self.each, askable)
+
+
+def prompt_of(
+    trace: Trace, request: TraceRequest, chunk_tokens: int, block_tokens: int = 0
+) -> Prompt:
+    """``block_tokens`` 0: it is named by whole chunks of whole pieces alone."""
+    piece_tokens = trace.tokens_of(request.engine)
+    if not block_tokens:
+        return Prompt(digests(request.pieces, piece_tokens, chunk_tokens))
+    if trace.engines:
+        return _recorded(trace, request, chunk_tokens // block_tokens)
+    blocks = digests(request.all_pieces, piece_tokens, block_tokens)
+    blocks = blocks[: request.input_tokens // block_tokens * WIDTH]
+    each, count = chunk_tokens // block_tokens, len(blocks) // WIDTH
+    ends = np.frombuffer(blocks, f"V{WIDTH}")[each - 1 :: each]
+    askable = min(count, (request.input_tokens - 1) // block_tokens)
+    return Prompt(ends.tobytes(), blocks, each, askable)
+
+
+def _recorded(trace: Trace, request: TraceRequest, each: int) -> Prompt:
+    """What no store told are blocks of this chunk alone."""
+    chunks, rest = request.pieces, () if request.rest is None else request.rest
+    count = len(chunks) * each
+    keys = np.zeros((count + len(rest), 2), np.uint64)
+    keys[:count, 0] = np.repeat(chunks, each)
+    keys[:count, 1] = np.tile(np.arange(1, each + 1), len(chunks))
+    keys[count:, 0] = rest
+    for i, chunk in enumerate(chunks.tolist()):
+        told = trace.blocks.get((request.engine, chunk))
+        if told is not None:
+            keys[i * each : (i + 1) * each] = np.stack([told, np.zeros_like(told)], axis=1)
+    return Prompt(digests(chunks, 1, 1), keys.tobytes(), each, len(keys))
