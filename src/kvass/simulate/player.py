@@ -41,7 +41,7 @@ from kvass.messages import (
     ReserveItem,
 )
 from kvass.recording import EngineLine
-from kvass.simulate.prompts import WIDTH, Prompt, prompt_of
+from kvass.simulate.prompts import WIDTH, PromptKeys, prompt_of
 from kvass.simulate.traces import MOST_TOKENS, Trace, TraceRequest
 from kvass.types import SCHEDULER, GroupLayout, RankLayout, Timing, chunk_blocks
 
@@ -262,13 +262,13 @@ class Player:
             self.outcome.l2_stored_bytes = self._tier.stored_bytes
             yield self.outcome
 
-    def _prompt(self, trace: Trace, request: TraceRequest, model: Model) -> Prompt:
+    def _prompt(self, trace: Trace, request: TraceRequest, model: Model) -> PromptKeys:
         """Cut to what a message may have: clients ask for no more."""
         block_tokens = model.block_tokens if self.setting.tails else 0
         most = self.machine.state.config.limits.keys_per_message
         return prompt_of(trace, request, model.chunk_tokens, block_tokens).cut(most)
 
-    def _look_up(self, engine: Sessions, request: TraceRequest, prompt: Prompt) -> None:
+    def _look_up(self, engine: Sessions, request: TraceRequest, prompt: PromptKeys) -> None:
         outcome, model, found = self.outcome, engine.model, Matched()
         outcome.input_tokens += request.input_tokens
         chunks = prompt.askable_chunks()
@@ -291,7 +291,7 @@ class Player:
         outcome.hit_tokens += outcome.hits[-1]
 
     def _lookup(
-        self, request: TraceRequest, prompt: Prompt, chunks: int, again: bool = False
+        self, request: TraceRequest, prompt: PromptKeys, chunks: int, again: bool = False
     ) -> Lookup:
         """As a client asks, and as long as it waits."""
         timing, speed = self.machine.state.config.timing, self.setting.prefill_tokens_s
@@ -314,7 +314,9 @@ class Player:
     def _loaded_rows(self) -> int:
         return sum(tier.counters["loaded_rows"] for tier in self.machine.state.tiers.all)
 
-    def _store(self, engine: Sessions, request: TraceRequest, prompt: Prompt, first: int) -> None:
+    def _store(
+        self, engine: Sessions, request: TraceRequest, prompt: PromptKeys, first: int
+    ) -> None:
         """Write the chunks from ``first`` on, or from where this cache's hit ended, and the tail.
         One step of the core decides so many, and says where it left off."""
         mask, each = request.groups or engine.mask, prompt.each

@@ -25,7 +25,7 @@ def digests(ids: U64Array, piece_tokens: int, unit_tokens: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptKeys:
     """``chunks``: the hashes of its whole chunks. ``blocks``: those of its whole blocks, of which a
     chunk has ``each`` and ends with the last; empty where hits end with a chunk (``each`` 0).
     ``askable``: so many blocks may hit; the last token of a prompt is computed in any case."""
@@ -58,22 +58,22 @@ class Prompt:
         ends = [*range(blocks - 1, count, blocks), *range(count - 1, count)[: count % blocks]]
         return b"".join(self.block_hashes(end, end + 1) for end in ends)
 
-    def cut(self, chunks: int) -> Prompt:
+    def cut(self, chunks: int) -> PromptKeys:
         """Its first ``chunks`` chunks alone, if it has more."""
         if len(self.chunks) <= chunks * WIDTH:
             return self
         blocks = self.block_hashes(0, chunks * self.each)
         askable = min(self.askable, chunks * self.each)
-        return Prompt(self.chunks[: chunks * WIDTH], blocks, self.each, askable)
+        return PromptKeys(self.chunks[: chunks * WIDTH], blocks, self.each, askable)
 
 
 def prompt_of(
     trace: Trace, request: TraceRequest, chunk_tokens: int, block_tokens: int = 0
-) -> Prompt:
+) -> PromptKeys:
     """``block_tokens`` 0: it is named by whole chunks of whole pieces alone."""
     piece_tokens = trace.tokens_of(request.engine)
     if not block_tokens:
-        return Prompt(digests(request.pieces, piece_tokens, chunk_tokens))
+        return PromptKeys(digests(request.pieces, piece_tokens, chunk_tokens))
     if trace.engines:
         return _recorded(trace, request, chunk_tokens // block_tokens)
     blocks = digests(request.all_pieces, piece_tokens, block_tokens)
@@ -81,10 +81,10 @@ def prompt_of(
     each, count = chunk_tokens // block_tokens, len(blocks) // WIDTH
     ends = np.frombuffer(blocks, f"V{WIDTH}")[each - 1 :: each]
     askable = min(count, (request.input_tokens - 1) // block_tokens)
-    return Prompt(ends.tobytes(), blocks, each, askable)
+    return PromptKeys(ends.tobytes(), blocks, each, askable)
 
 
-def _recorded(trace: Trace, request: TraceRequest, each: int) -> Prompt:
+def _recorded(trace: Trace, request: TraceRequest, each: int) -> PromptKeys:
     """What no store told are blocks of this chunk alone."""
     chunks, rest = request.pieces, () if request.rest is None else request.rest
     count = len(chunks) * each
@@ -96,4 +96,4 @@ def _recorded(trace: Trace, request: TraceRequest, each: int) -> Prompt:
         told = trace.blocks.get((request.engine, chunk))
         if told is not None:
             keys[i * each : (i + 1) * each] = np.stack([told, np.zeros_like(told)], axis=1)
-    return Prompt(digests(chunks, 1, 1), keys.tobytes(), each, len(keys))
+    return PromptKeys(digests(chunks, 1, 1), keys.tobytes(), each, len(keys))
