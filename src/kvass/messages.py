@@ -55,13 +55,15 @@ FEATURES: Final[tuple[str, ...]] = (
     "blocks",
     "segments",
     "one_tier",
+    "first_blocks",
 )
 """Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
 ``generations``: ``Register.generation``. ``promoting``: ``Promoting``. Every daemon of protocol 1
 names these three, so clients do not ask for them. ``removals``: ``Removals``. ``quotas``:
 ``SetQuota``; without it a daemon takes no notice of ``Lookup.tenant``, ``ReserveItem.tenant``.
 ``blocks``: hits that end inside of a chunk (``Lookup.blocks``, ``ReserveItem.blocks``).
-``segments``: ``IndexChunks`` and ``FindSegments``. ``one_tier``: ``EmptyTier``."""
+``segments``: ``IndexChunks`` and ``FindSegments``. ``one_tier``: ``EmptyTier``.
+``first_blocks``: ``Lookup.first_blocks``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -157,6 +159,8 @@ class Lookup(Message, tag="lookup"):
     If all chunks of ``digests`` match, so do those of these that some row of L1 has. Only where all
     groups are ``full`` with one block size. ``again``: the lookup of a prompt that was looked up
     just now, with the blocks of the chunk at which that match ended; it is not counted as another.
+    ``first_blocks``: hashes of the first blocks of chunk ``first``, which ``digests`` has; those of
+    them that some row of L1 has match if no chunk does.
     ``writing``: rows that engines are writing are waited for, as tiers are, and within that budget.
     """
 
@@ -172,6 +176,7 @@ class Lookup(Message, tag="lookup"):
     blocks: Digests = b""
     again: bool = False
     writing: bool = False
+    first_blocks: Digests = b""
 
 
 class Promoting(Message, tag="promoting"):

@@ -95,6 +95,23 @@ def test_miss_is_looked_up_again(daemon: ScriptedDaemon, scheduler: SchedulerCli
     assert scheduler.counters["misses"] == 2
 
 
+@pytest.mark.parametrize("features", [("blocks",), ("blocks", "first_blocks")])
+def test_a_cold_prompt_takes_one_lookup_of_a_daemon_that_takes_first_blocks(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, features: tuple[str, ...]
+) -> None:
+    daemon.welcome = lambda welcome: msgspec.structs.replace(welcome, features=features)
+    assert scheduler.session is not None
+    scheduler.fault(scheduler.session, "another daemon")
+    scheduler.connect(5)
+    block = DIGESTS[:WIDTH]
+    assert scheduler.match("r", DIGESTS, WIDTH, 1, blocks=lambda _: block) is None
+    asked = daemon.got(Lookup)
+    one = len(features) == 2
+    assert [(each.again, each.first_blocks) for each in asked] == (
+        [(False, block)] if one else [(False, b""), (True, b"")]
+    )
+
+
 def test_a_match_of_a_lost_connection_is_void_though_its_second_lookup_has_another(
     daemon: ScriptedDaemon, scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

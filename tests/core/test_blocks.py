@@ -83,6 +83,23 @@ def test_a_prompt_uses_the_first_blocks_of_a_chunk(engine: Engine) -> None:
     assert hit(engine, "xbcd") == (0, 0)
 
 
+def test_a_prompt_of_which_no_chunk_is_there_takes_one_lookup(rig: Rig, engine: Engine) -> None:
+    """If it says the first blocks of the chunk that it lacks first."""
+
+    def cold(text: str, first: int, *blocks: str) -> Any:
+        asked = engine.lookup(*Prompt(text).chunks, first=first, first_blocks=digests(*blocks))
+        if asked.lease:
+            engine.give_back(asked.lease)
+        return asked.chunks, asked.blocks
+
+    store(engine, "abcdefgh")
+    assert cold("abxxyyyy", 0, *Prompt("abx").hashes) == (0, 2)
+    assert cold("abcdefxxyyyy", 1, *Prompt("abcdefx").hashes[4:]) == (1, 2)
+    assert cold("abcdxxxx", 0, *Prompt("abc").hashes) == (1, 0), "a chunk matches"
+    assert cold("xxxxyyyy", 0, *Prompt("xxx").hashes) == (0, 0)
+    assert rig.gauge("pins") == (0,)
+
+
 def test_the_row_that_is_used_in_part_is_the_last_one_and_is_pinned(
     rig: Rig, engine: Engine
 ) -> None:
@@ -255,6 +272,8 @@ def test_a_late_tail_is_quarantined_and_never_found(rig: Rig, engine: Engine) ->
 @pytest.mark.parametrize("blocks", [b"x", digests(*"abcd"), digests(*"abcdefgh")])
 def test_what_cannot_be_the_blocks_is_refused(rig: Rig, engine: Engine, blocks: bytes) -> None:
     asked = m.Lookup(seq=7, request="r", digests=b"", width=WIDTH, blocks=blocks)
+    assert rig.code(engine.scheduler, asked) == "bad_value"
+    asked = m.Lookup(seq=7, request="r", digests=b"", width=WIDTH, first_blocks=blocks)
     assert rig.code(engine.scheduler, asked) == "bad_value"
     item = m.ReserveItem("r", digests("abcd", "efgh", "ijkl"), blocks=blocks)
     assert rig.code(engine.scheduler, m.Reserve(seq=8, items=[item], width=WIDTH)) == "bad_value"

@@ -14,7 +14,7 @@ import pytest
 
 from kvass.testing.daemon import Daemon
 from tests.engine.conftest import LIKE_LOCAL_HIT, Judge
-from tests.support.vllm.pairs import CHUNK, Pair, draw
+from tests.support.vllm.pairs import CHUNK, PromptPair, draw
 from tests.support.vllm.process import Answer, EngineProcess, Prompt, Settings
 
 pytestmark = pytest.mark.engine
@@ -31,7 +31,7 @@ def both(one: EngineProcess, other: EngineProcess, prompt: Prompt) -> tuple[Answ
 
 
 def run(
-    a: EngineProcess, b: EngineProcess, judge: Judge, daemon: Daemon, pair: Pair
+    a: EngineProcess, b: EngineProcess, judge: Judge, daemon: Daemon, pair: PromptPair
 ) -> tuple[Answer, Answer]:
     """What ``b`` and the judge answer to the second prompt of ``pair``."""
     first, second = pair.fields

@@ -106,6 +106,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "lookup.blocks": m.Lookup(
         seq=3, request="r-1", digests=_DIGESTS, width=16, blocks=bytes(32), again=True
     ),
+    "lookup.first_blocks": m.Lookup(
+        seq=3, request="r-1", digests=_DIGESTS, width=16, first_blocks=bytes(32)
+    ),
     "lookup.writing": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, writing=True),
     "prefetch": m.Prefetch(
         seq=3, request="r-1", digests=_DIGESTS, width=16, namespace=bytes(32), budget_ms=1000.0

@@ -66,8 +66,9 @@ class RequestLookup:
     """What one request holds or has asked for: nothing, a lookup in flight, or a match.
 
     ``session``: the connection that it was asked through. ``seq``: of the lookup in flight, or 0:
-    for ``chunks`` chunks and ``blocks`` blocks of the next. ``again``: it is the second lookup, for
-    the blocks of the chunk at which the answer to the first, perhaps ``match``, ended.
+    for ``chunks`` chunks and ``blocks`` blocks of the next, or ``start`` blocks of chunk ``first``.
+    ``again``: it is the second lookup, for the blocks of the chunk at which the answer to the
+    first, perhaps ``match``, ended.
     """
 
     session: DaemonSession | None = None
@@ -75,12 +76,23 @@ class RequestLookup:
     seq: int = 0
     chunks: int = 0
     blocks: int = 0
+    start: int = 0
     again: bool = False
     match: Match | None = None
     give_up_s: float = 0.0
     """CLOCK_MONOTONIC until which the request may be told ``PENDING``; 0: never told yet."""
     acknowledged_by_s: float = 0.0
     """CLOCK_MONOTONIC until which the daemon must have said that what is asked for may come."""
+
+    def blocks_after(self, end: int) -> int:
+        """How many blocks a match of ``end`` chunks may have of the next."""
+        if end == self.chunks:
+            return self.blocks
+        return self.start if end == self.first else 0
+
+    def may_go_on(self, end: int) -> bool:
+        """Whether blocks may match after ``end`` chunks that the daemon was not asked for."""
+        return not self.again and end < self.chunks and not (self.start and end == self.first)
 
 
 @dataclass(slots=True)
@@ -176,7 +188,8 @@ class SchedulerClient(Endpoint):
         again until ``take`` or ``settle``; for another ``first``, or with less than half its time
         left, it is released and looked up again. ``prefill_tokens_s``: what the engine computes
         per second, or 0; loading has to be faster. With ``blocks`` a match may end inside of a
-        chunk (``knows_blocks``). If it ends before the last chunk, that takes a second lookup.
+        chunk (``knows_blocks``). If it ends between chunk ``first`` and the last one, that takes a
+        second lookup.
         """
         if self._reset.pending:
             return None
@@ -192,11 +205,12 @@ class SchedulerClient(Endpoint):
             end = self._answer(lookup, wait_s)
             if isinstance(end, Pending):
                 return end
-            if end is not None and blocks is not None and not lookup.again and end < lookup.chunks:
+            if end is not None and blocks is not None and lookup.may_go_on(end):
                 if lookup.session is not self.session:  # what it holds went with its connection
                     lookup.match = None
                     return None
                 message.digests, message.again = digests[: end * width], True
+                message.first_blocks = b""
                 wait_s = self._look_up(lookup, message, blocks)
             if end is not None and not lookup.seq:
                 self.counters["misses" if lookup.match is None else "hits"] += 1
@@ -264,6 +278,8 @@ class SchedulerClient(Endpoint):
         chunks = len(digests) // max(1, width)
         if blocks is not None and self.knows_blocks:
             message.blocks = blocks(chunks)
+            if "first_blocks" in session.welcome.features and message.first < chunks:
+                message.first_blocks = blocks(message.first)
         if (message.first >= chunks or message.again) and not message.blocks:
             return 0.0
         if self.silent_s:
@@ -287,6 +303,7 @@ class SchedulerClient(Endpoint):
         lookup.seq, lookup.first, lookup.session = self.submit(message), message.first, session
         lookup.chunks, lookup.again = chunks, message.again
         lookup.blocks = len(message.blocks) // max(1, width)
+        lookup.start = len(message.first_blocks) // max(1, width)
         self.counters["lookups"] += not message.again
         return 0.0 if silent_s else self._left_s
 
@@ -327,7 +344,7 @@ class SchedulerClient(Endpoint):
         if not (
             reply.boot == lookup.session.boot
             and reply.first == lookup.first <= reply.chunks <= lookup.chunks
-            and 0 <= reply.blocks <= lookup.blocks * (reply.chunks == lookup.chunks)
+            and 0 <= reply.blocks <= lookup.blocks_after(reply.chunks)
             and (reply.lease > 0) == (reply.chunks > reply.first or reply.blocks > 0)
             and (not reply.lease or reply.spare == self._spare)
         ):

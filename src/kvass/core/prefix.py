@@ -35,7 +35,8 @@ class PrefixView:
 
     ``keys``: of the prompt's chunks, from chunk 0 on. ``first``: the first chunk that the engine
     does not have itself. With EAGLE or MTP, ``spare`` extra chunks after a hit must be there too:
-    they are checked, and not returned. ``rest``: the keys of the blocks after the last chunk.
+    they are checked, and not returned. ``rest``: the keys of the blocks after the last chunk,
+    ``start``: of those of chunk ``first``.
     ``found``: per row class each chunk's row, or ``ABSENT``.
     """
 
@@ -47,9 +48,10 @@ class PrefixView:
         first: int,
         spare: int = 0,
         rest: U64Array = NO_BLOCKS,
+        start: U64Array = NO_BLOCKS,
     ) -> None:
         self._store, self._ns, self._first, self._spare = store, ns, first, spare
-        self._rest = rest
+        self._rest, self._start = rest, start
         self._groups = [c.spec.layout for c in ns.classes]
         self.found: list[I64Array] = [c.index.find(keys) for c in ns.classes]
 
@@ -114,13 +116,15 @@ class PrefixView:
         return Hit(end, blocks, tuple(parts), tuple(spares))
 
     def _in_part(self, end: int) -> tuple[int, list[I64Array]]:
-        """How many blocks there are of the chunk after the last one, and the row of each class that
-        has them; none unless the hit has all chunks."""
+        """How many blocks there are of the chunk after the first ``end`` ones, and the row of each
+        class that has them; none unless the hit has all chunks, or none but the engine's own."""
         classes, none = self._ns.classes, [np.empty(0, np.int64) for _ in self._ns.classes]
         indexes = [c.blocks for c in classes if c.blocks is not None]
-        if end < len(self.found[0]) or not len(self._rest) or len(indexes) < len(classes):
+        wanted = self._start if end == self._first else NO_BLOCKS
+        wanted = self._rest if end == len(self.found[0]) else wanted
+        if not len(wanted) or len(indexes) < len(classes):
             return 0, none
-        prints = self._store.prints(self._rest)
+        prints = self._store.prints(wanted)
         found = [index.longest(prints) for index in indexes]
         blocks = min(count for count, _ in found)
         return blocks, [np.array([row]) for _, row in found] if blocks else none

@@ -83,7 +83,8 @@ def _view(state: State, promotion: Promotion, chunks: int | None = None) -> Pref
     """What L1 has of the prompt, or of its first ``chunks``, now."""
     keys, first, spare = promotion.keys[:chunks], promotion.first, promotion.spare
     rest = promotion.rest if len(keys) == len(promotion.keys) else NO_BLOCKS
-    return PrefixView(state.store, promotion.namespace, keys, first, spare, rest)
+    start = promotion.start if len(keys) > first else NO_BLOCKS
+    return PrefixView(state.store, promotion.namespace, keys, first, spare, rest, start)
 
 
 # ---------------------------------------------------------------- asking what tiers hold

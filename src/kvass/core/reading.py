@@ -60,11 +60,14 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if msg.spare < 0:
         raise Refused("bad_value", f"spare: {msg.spare} is negative")
     readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
-    blocks = split_keys(msg.blocks, msg.width, 0, state.config.limits)
+    blocks, start = [
+        split_keys(each, msg.width, 0, state.config.limits)
+        for each in (msg.blocks, msg.first_blocks)
+    ]
     ns = state.namespace_of(instance)
     if ns is None or not ns.chunk_blocks or msg.spare:
-        blocks = blocks[:0]
-    elif len(blocks) >= ns.chunk_blocks:
+        blocks = start = NO_BLOCKS
+    elif max(len(blocks), len(start)) >= ns.chunk_blocks:
         raise Refused("bad_value", f"blocks: fewer than the {ns.chunk_blocks} of a chunk")
     _check_leases(state, instance.id)
     if not msg.again:
@@ -74,7 +77,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
     if len(keys) > most:
         keys, blocks = keys[:most], blocks[:0]
-    view = PrefixView(state.store, ns, keys, msg.first, msg.spare, blocks)
+    view = PrefixView(state.store, ns, keys, msg.first, msg.spare, blocks, start)
     chunks, why = view.longest(view.there()), "absent"
     if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
@@ -85,7 +88,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         (more and state.tiers.used and ns.tier_epochs) or (msg.writing and view.writers())
     ):
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
-        promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, blocks)
+        promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, blocks, start)
         if promotion.deadline > state.now:
             if promote.begin(state, promotion):
                 return None
@@ -166,9 +169,10 @@ def _promotion(
     readers: set[int],
     wait_s: float,
     rest: U64Array = NO_BLOCKS,
+    start: U64Array = NO_BLOCKS,
 ) -> Promotion:
     homes = [np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes]
-    arrays_bytes = keys.nbytes + rest.nbytes + sum(home.nbytes for home in homes)
+    arrays_bytes = keys.nbytes + rest.nbytes + start.nbytes + sum(home.nbytes for home in homes)
     return Promotion(
         id=next(state.promotions.numbers),
         session=session.id,
@@ -180,6 +184,7 @@ def _promotion(
         epoch=ns.epoch,
         keys=keys,
         rest=rest,
+        start=start,
         first=msg.first if isinstance(msg, Lookup) else 0,
         begun=state.now,
         deadline=state.now + wait_s,

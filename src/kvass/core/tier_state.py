@@ -245,7 +245,7 @@ class Promotion(Entry, kw_only=True):
     ``IN_NO_TIER``. ``gone``: its session ended. ``early``: no tier has told its epoch yet, so none
     was asked. ``probing``: the tier that was asked last, for the chunks before ``reach``. ``hit``
     is what it has pinned, READY or LOADING. ``awaits``: the operations that fill what of it is
-    LOADING. ``rest``: the keys of the blocks after the last chunk (``prefix.PrefixView``).
+    LOADING. ``rest``, ``start``: keys of blocks (``prefix.PrefixView``).
     ``writing``: it waits for rows that are being written, before tiers are asked. ``writers``: the
     reservations of those.
     """
@@ -268,6 +268,7 @@ class Promotion(Entry, kw_only=True):
     probing: int = -1
     reach: int = 0
     rest: U64Array = NO_BLOCKS
+    start: U64Array = NO_BLOCKS
     hit: Hit = NO_HIT
     awaits: set[int] = msgspec.field(default_factory=set)
     writing: bool = False

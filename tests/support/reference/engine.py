@@ -206,7 +206,7 @@ class ReferenceEngine:
         if chunks - world.spare <= first and not world.chunk_blocks:
             return local
         found = self._look_up(request, chunks, first)
-        if found.chunks < chunks and world.chunk_blocks:
+        if first < found.chunks < chunks and world.chunk_blocks:
             self._give_back(found)
             found = self._look_up(request, found.chunks, first)
         tokens = found.chunks * chunk
@@ -234,6 +234,8 @@ class ReferenceEngine:
             below_last = (len(request.prefixes) - 2) * each // world.chunk
             end = min((chunks + 1) * each - 1, below_last)
             asked.blocks = self._blocks(request, chunks * each, end)
+            if first < chunks:
+                asked.first_blocks = self._blocks(request, first * each, (first + 1) * each - 1)
         found = self.ask(asked)
         assert isinstance(found, m.Matched), found
         return found

@@ -313,8 +313,14 @@ class SimulatedEngine:
                 blocks=self._blocks_after(whole, len(prompt)),
                 again=rng.random() < 0.2,
                 writing=self.requests % 3 == 0,
+                first_blocks=self._blocks_of(whole, first),
             )
         )
+
+    def _blocks_of(self, prompt: tuple[bytes, ...], chunk: int) -> bytes:
+        """The hashes of some first blocks of ``chunk``."""
+        most = self.requests % max(1, self.model.chunk_blocks)
+        return b"".join(self.model.block_hashes(prompt, chunk)[:most]) if most else b""
 
     def _blocks_after(self, prompt: tuple[bytes, ...], chunks: int) -> bytes:
         """The hashes of the first blocks of the chunk after so many chunks, or none."""

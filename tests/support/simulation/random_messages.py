@@ -77,7 +77,7 @@ class _Maker:
                 blob = b"".join(rng.choice(rng.choice(self.models).prompts))
                 cut = blob[: rng.randint(0, len(blob))]
                 return cut if odd < 0.1 else blob * 2 if odd < 0.3 else blob
-            case "blocks":
+            case "blocks" | "first_blocks":
                 return rng.choice([b"", b"", b"x", bytes(WIDTH), rng.randbytes(40 * WIDTH)])
             case "present":
                 return tuple(self.value("digests") for _ in range(rng.choice([0, 1, 2])))

@@ -11,7 +11,7 @@ CHUNK: Final = 256
 KINDS: Final = ("plain", "turns", "salt", "plain", "lora", "other salt")
 
 
-class Pair(NamedTuple):
+class PromptPair(NamedTuple):
     """``fields``: of the two requests, ``salt`` and ``lora``."""
 
     kind: str
@@ -36,7 +36,7 @@ def _length(rng: random.Random, most: int) -> int:
     return min(max(around, 0), most)
 
 
-def draw(seed: int, pairs: int, adapter: str) -> Iterator[Pair]:
+def draw(seed: int, pairs: int, adapter: str) -> Iterator[PromptPair]:
     """Pairs of prompts of 20 to 3,000 tokens. ``adapter``: folder of a LoRA adapter."""
     rng = random.Random(seed)
     for number in range(pairs):
@@ -50,4 +50,4 @@ def draw(seed: int, pairs: int, adapter: str) -> Iterator[Pair]:
         generates = rng.choice([1, 2, BLOCK, 40]) if kind in ("turns", "lora") else 1
         second = {"salt": "y"} if kind == "other salt" else fields
         sizes = _length(rng, len(first)), max(20, _length(rng, 3000))
-        yield Pair(kind, first, generates, sizes[0], rest, sizes[1], (fields, second))
+        yield PromptPair(kind, first, generates, sizes[0], rest, sizes[1], (fields, second))

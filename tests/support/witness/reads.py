@@ -88,9 +88,11 @@ class ReadWitness:
     ) -> list[tuple[RowKey, Source, Place]]:
         """The rows of which a hit uses the first blocks: each is READY and has them. If nothing is
         evicted, no row has more of what was asked for."""
-        state, blocks = self.state, split(msg.blocks, msg.width)
-        whole = len(msg.digests) // msg.width
-        there = reply.chunks == whole <= state.most_keys(namespace) and namespace.chunk_blocks > 0
+        state, end = self.state, reply.chunks
+        whole, looked_for = len(msg.digests) // msg.width, len(state.asked_keys(namespace, msg))
+        blocks = split(msg.blocks if end == looked_for else msg.first_blocks, msg.width)
+        there = end == whole == looked_for or end == msg.first < looked_for
+        there = there and namespace.chunk_blocks > 0
         if reply.blocks > len(blocks) or (reply.blocks and (not there or msg.spare)):
             raise BrokenLawError(f"blocks that nobody asked for: {reply}")
         rows = []
