@@ -89,7 +89,7 @@ def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
     """200 pairs of prompts, 20 to 3,000 tokens long, in four parts."""
     a, b = pair
     inside = Counter[str]()
-    for one in draw(part, 50, str(adapter)):
+    for one in draw(part, 50, adapter):
         forget(a)
         _, said = run(a, one.first, max_tokens=one.generates, **one.fields[0])
         second = one.second(said[len(one.first) :])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 BLOCK: Final = 32
@@ -36,8 +37,8 @@ def _length(rng: random.Random, most: int) -> int:
     return min(max(around, 0), most)
 
 
-def draw(seed: int, pairs: int, adapter: str) -> Iterator[PromptPair]:
-    """Pairs of prompts of 20 to 3,000 tokens. ``adapter``: folder of a LoRA adapter."""
+def draw(seed: int, pairs: int, adapter: str | Path) -> Iterator[PromptPair]:
+    """Pairs of prompts of 20 to 3,000 tokens. ``adapter``: of a LoRA, as engines take it."""
     rng = random.Random(seed)
     for number in range(pairs):
         first, rest = (
