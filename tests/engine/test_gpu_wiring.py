@@ -167,7 +167,7 @@ def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
     jobs: list[Job] = []
     setup: Any = SimpleNamespace(strategy=ParallelStrategy(), single_copies=False)
     side = copier.Copier(setup, 0, Boundary())
-    lease: Any = SimpleNamespace(buffer=np.zeros(1, np.uint8), populated=123)
+    lease: Any = SimpleNamespace(buffer=np.zeros(1, np.uint8), populated=123, close=None)
     client: Any = SimpleNamespace(arena=lambda *_: lease)
     mover: Any = SimpleNamespace(submit=jobs.append)
     side._client, side._mover = client, mover

@@ -39,7 +39,7 @@ def setup(**changes: Any) -> Any:
     [
         (
             {"kvass.chunk": 256},
-            "use one of kvass.blend, kvass.chunk_tokens, kvass.fixed_weights, "
+            "use one of kvass.blend, kvass.blend_oracle, kvass.chunk_tokens, kvass.fixed_weights, "
             "kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, kvass.kv_layout, kvass.model_id, "
             "kvass.socket, kvass.tag",
         ),
