@@ -1,4 +1,7 @@
-"""Which rows are evicted when room is needed: the least recently used ones.
+"""Which rows are evicted when room is needed.
+
+``Lru``: the least recently used ones. ``Learned``: also rows that were used once, before older ones
+that were used again, if that hits more (``core/learning.py``).
 
 Of a prefix the deeper chunk is evicted first: whoever uses a prefix touches all of it, deepest
 chunk first, so a chunk is never older than those that follow it.
@@ -6,23 +9,46 @@ chunk first, so a chunk is never older than those that follow it.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, Literal, Protocol
 
 import numpy as np
 
-from kvass.core.rows import RowTable
-from kvass.types import I64Array
+from kvass.core.learning import Learning
+from kvass.core.rows import AGAIN, SAMPLED, RowTable
+from kvass.types import I64Array, U64Array
 
 _SEGMENT: Final = 4096
 """Entries of the log that are looked at in one numpy call."""
+_PIECE: Final = 256
+"""Entries that are looked at where a few rows are looked for."""
+_AHEAD: Final = 256
+"""Victims that are found together, if fewer are needed."""
 _TIDIED: Final = 2
 """How many old segments are tidied for each new one: more keeps the log shorter, for more work."""
 
 _LogSegment = tuple[I64Array, I64Array]
 """Rows, and the stamps that they were given: ascending."""
 
+Policy = Literal["learned", "lru"]
 
-class Lru:
+
+class Eviction(Protocol):
+    """Which rows of one class go, and what it is told of them."""
+
+    def added(self, rows: I64Array, keys: U64Array, slots: int) -> None:
+        """``rows`` are taken for ``keys``, in chunk order; the class has so many ``slots``."""
+
+    def touched(self, rows: I64Array, stamps: I64Array, counts: bool) -> None:
+        """``rows`` were used, the deepest chunk first; ``stamps`` (ascending) are what the table
+        now says of them. ``counts``: by a request that has not yet used them."""
+
+    def victims(self, count: int, protect: int) -> tuple[I64Array, int]:
+        """At most ``count`` evictable rows stamped before ``protect``, those first that go first;
+        and the oldest stamp of such rows, or ``protect``."""
+
+
+class UseLog:
     """Exact LRU as a log of touches: appending and scanning are vectorised, nothing is sorted.
 
     An entry is stale once its row has another stamp. Whenever a segment is full, the next
@@ -74,27 +100,116 @@ class Lru:
             self._segments[at] = kept
             self._tidied = at + 1
 
-    def victims(self, count: int, protect: int) -> I64Array:
+    def oldest(self, count: int, protect: int) -> I64Array:
         """At most ``count`` evictable rows stamped before ``protect``, the oldest first."""
         table, found, missing = self._table, list[I64Array](), count
-        self._drop_stale()
-        for rows, stamps in (*self._segments, (self._rows[: self._used], self._stamps)):
-            if not missing or (len(rows) and stamps[0] >= protect):
+        for rows, stamps in self._pieces(max(_PIECE, count)):
+            if not missing or stamps[0] >= protect:
                 break  # the log is in stamp order
-            stamps = stamps[: len(rows)]
-            live = (table.stamp[rows] == stamps) & (stamps < protect)
-            chosen = rows[live & table.evictable(rows)][:missing]
-            found.append(chosen)
-            missing -= len(chosen)
+            live = table.stamp[rows] == stamps
+            if stamps[-1] >= protect:
+                live &= stamps < protect
+            rows = rows[live]
+            found.append(rows[table.evictable(rows)][:missing])
+            missing -= len(found[-1])
+        if found and not len(found[0]):
+            self._drop_stale()
         return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _pieces(self, size: int) -> Iterator[_LogSegment]:
+        """The log, the oldest entries first."""
+        last = self._rows[: self._used], self._stamps[: self._used]
+        for rows, stamps in (*self._segments, last):
+            for at in range(0, len(rows), size):
+                yield rows[at : at + size], stamps[at : at + size]
 
     def _drop_stale(self) -> None:
         """Take the stale entries off the log's beginning."""
         while self._segments:
             rows, stamps = self._segments[0]
-            live = self._table.stamp[rows] == stamps
-            if live.any():
-                first = int(live.argmax())
-                self._segments[0] = rows[first:], stamps[first:]
-                return
+            for at in range(0, len(rows), _PIECE):
+                live = self._table.stamp[rows[at : at + _PIECE]] == stamps[at : at + _PIECE]
+                if live.any():
+                    first = at + int(live.argmax())
+                    self._segments[0] = rows[first:], stamps[first:]
+                    return
             del self._segments[0]
+
+
+class Lru:
+    def __init__(self, table: RowTable) -> None:
+        self._table, self._log = table, UseLog(table)
+
+    def added(self, rows: I64Array, keys: U64Array, slots: int) -> None:
+        pass
+
+    def touched(self, rows: I64Array, stamps: I64Array, counts: bool) -> None:
+        self._log.touched(rows, stamps)
+
+    def victims(self, count: int, protect: int) -> tuple[I64Array, int]:
+        rows = self._log.oldest(count, protect)
+        return rows, int(self._table.stamp[rows[0]]) if len(rows) else protect
+
+
+class Learned:
+    """The victim is the oldest row, where the age of rows that were used once is multiplied by a
+    weight."""
+
+    def __init__(self, table: RowTable, odd: U64Array, weight: int = 1) -> None:
+        self._table = table
+        self._once, self._again = UseLog(table), UseLog(table)
+        self._learning = Learning(odd, weight)
+        self._slots = 0
+        self._next = np.empty((2, 0), np.int64)
+        """Rows and their stamps: victims that were found and not yet needed, the next one first."""
+        self._oldest = 0
+        """The oldest stamp of a row that could go when they were found."""
+
+    def added(self, rows: I64Array, keys: U64Array, slots: int) -> None:
+        if len(rows):
+            self._slots = slots
+            self._table.use[rows] = self._learning.added(keys, slots, self._table.clock)
+
+    def touched(self, rows: I64Array, stamps: I64Array, counts: bool) -> None:
+        use = self._table.use[rows]
+        if counts:
+            self._table.use[rows] = use | AGAIN
+            self._again.touched(rows, stamps)
+            sampled = rows[(use & SAMPLED).view(np.bool_)]
+            if len(sampled):
+                keys = self._table.keys_of(sampled[::-1])
+                self._learning.used(keys, self._slots, self._table.clock)
+            return
+        again = use >= AGAIN
+        count = np.count_nonzero(again)
+        if 0 < count < len(rows):
+            self._again.touched(rows[again], stamps[again])
+            self._once.touched(rows[~again], stamps[~again])
+        else:
+            (self._again if count else self._once).touched(rows, stamps)
+
+    def victims(self, count: int, protect: int) -> tuple[I64Array, int]:
+        if (left := self._left(protect)).shape[1] < count:
+            self._look(max(count, _AHEAD), protect)
+            left = self._next
+        self._next = left
+        rows = left[0, :count]
+        return rows, self._oldest if len(rows) else protect
+
+    def _left(self, protect: int) -> I64Array:
+        """Those of ``_next`` that were not used since, and may go."""
+        rows, stamps = self._next
+        may = (self._table.stamp[rows] == stamps) & self._table.evictable(rows)
+        left: I64Array = self._next[:, may & (stamps < protect)]
+        return left
+
+    def _look(self, count: int, protect: int) -> None:
+        """Find so many victims, in both logs."""
+        once, again = self._once.oldest(count, protect), self._again.oldest(count, protect)
+        rows = np.concatenate([once, again])
+        stamps = self._table.stamp[rows]
+        self._oldest = int(stamps.min(initial=protect))
+        ages = self._table.clock - stamps
+        ages[: len(once)] *= self._learning.weight
+        order = np.argsort(-ages, kind="stable")[:count]
+        self._next = np.stack([rows[order], stamps[order]])

@@ -65,7 +65,8 @@ def queue_next_victims(state: State) -> None:
     if state.config.flush == "on_evict" and store.extents.free_bytes <= size // _ROOM_SHARE:
         for row_class in store.classes.values():
             if len(row_class.free) * row_class.spec.row_bytes <= size // _ROOM_SHARE:
-                _queue_new(state, row_class, row_class.lru.victims(_AHEAD, store.table.clock))
+                victims, _ = row_class.eviction.victims(_AHEAD, store.table.clock)
+                _queue_new(state, row_class, victims)
 
 
 def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:

@@ -203,9 +203,8 @@ class KeyIndex:
 
     def _place(self, keys: U64Array) -> tuple[I64Array, U64Array]:
         """Home bucket and fingerprint of each key; a fingerprint is never ``_EMPTY``."""
-        mixed = keys.dot(self._odd)
-        mixed = (mixed ^ (mixed >> _HALF)) * self._odd[0]
-        return (mixed >> _HALF).view(np.int64) & self._mask, (mixed & _LOW) | _ONE
+        hashes = mixed(keys, self._odd)
+        return (hashes >> _HALF).view(np.int64) & self._mask, (hashes & _LOW) | _ONE
 
     def _in_bucket(self, bucket: I64Array, mark: U64Array) -> I64Array:
         """The row of the first entry with this mark in this bucket, or ``ABSENT``."""
@@ -251,6 +250,12 @@ class KeyIndex:
             self._row[bucket[fits], slot[fits]] = rows[fits]
             np.add.at(self._spilled, bucket[~fits], 1)
             rows, bucket, mark = rows[~fits], (bucket[~fits] + 1) & self._mask, mark[~fits]
+
+
+def mixed(keys: U64Array, odd: U64Array) -> U64Array:
+    """A hash of each key, by its ``odd_numbers``."""
+    found: U64Array = keys.dot(odd)
+    return (found ^ (found >> _HALF)) * odd[0]
 
 
 def odd_numbers(seed: bytes) -> U64Array:

@@ -74,6 +74,7 @@ def _dimensions(s: Setting) -> dict[str, str]:
     return {
         "chunk": f"{s.chunk_tokens}",
         "tails": yes[s.tails],
+        "policy": s.policy,
         "L2": Size(s.l2_bytes).rounded() if s.l2_bytes else "none",
         **(of_tier if s.l2_bytes else {}),
     }
@@ -204,7 +205,7 @@ def _by_size(results: Sequence[Result]) -> list[Line]:
     for r in results:
         s = r.outcome.setting
         at = log2(s.l1_bytes)
-        curves.setdefault(_name(s, varying) or "LRU", []).append((at, r.outcome.hit_rate))
+        curves.setdefault(_name(s, varying) or s.policy, []).append((at, r.outcome.hit_rate))
         curves.setdefault(f"optimal {_name(s, of_best)}", []).append((at, r.optimal))
     return [(name, sorted(set(points))) for name, points in curves.items()]
 
