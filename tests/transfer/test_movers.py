@@ -357,14 +357,26 @@ def test_planes_outside_their_region_are_refused() -> None:
 # ------------------------------------------------------------ how the host copies
 
 
-def test_the_copy_does_not_hold_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one row of 32 MiB is copied this thread goes on; holding the GIL it never could.
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_the_copy_does_not_hold_the_gil(kind: Kind, scattered: bool) -> None:
+    """While one row of 128 MiB is copied this thread goes on; holding the GIL it never could. Of
+    slices with so few pages numpy does not release it by itself.
 
     A busy machine may have had no core for this thread just then: it gets more than one chance.
     """
-    planes = GroupPlanes(0, (Plane(0, 32768, 32768),), blocks=1025, chunk_blocks=1024)
-    region, arena = np.ones(1025 << 15, np.uint8), np.zeros(32 << 20, np.uint8)
-    ids = np.random.default_rng(0).permutation(1024)[None] + 1
+    count, page_bytes = 128, 1 << 20
+    planes = GroupPlanes(0, (Plane(0, page_bytes, page_bytes),), count + 1, count)
+    region, arena = (
+        np.ones((count + 1) * page_bytes, np.uint8),
+        np.ones(count * page_bytes, np.uint8),
+    )
+    ids = np.arange(count)[None] + 1
+    if scattered:
+        ids = np.random.default_rng(0).permutation(ids, axis=1)
+    to, first, last = arena, 0, (count - 1) * page_bytes
+    if kind == "load":
+        to, first, last = region, int(ids[0, 0]) * page_bytes, int(ids[0, -1]) * page_bytes
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     during, chances = 0, 100
@@ -372,11 +384,12 @@ def test_the_copy_does_not_hold_the_gil(monkeypatch: pytest.MonkeyPatch) -> None
         with closing(HostMover([region], [planes])) as mover:
             while not during and chances:
                 chances -= 1
-                arena[:] = 0
-                mover.submit(Job("store", (plan_copy(planes, ids, [0]),), arena))
+                to[:] = 0
+                mover.submit(Job(kind, (plan_copy(planes, ids, [0]),), arena))
                 while not mover.drain(0):
-                    during += bool(arena[(ids.size - 1) << 15] == 0 and arena[0] == 1)
+                    during += bool(to[last] != to[first])
                 assert mover.poll()[0].ok
+                arena[:] = region[:] = 1
     finally:
         sys.setswitchinterval(interval)
     assert during > 0
