@@ -137,8 +137,8 @@ class _Task:
         # that come soon have a lower one; those that come later do not.
         self.place = (job.kind == "store", moved_bytes + job.bytes)
 
-    def fail(self, outcome: Outcome, error: str) -> None:
-        """No row of it is begun any more."""
+    def stop(self, outcome: Outcome, error: str = "") -> None:
+        """It ends so, and no row of it is begun any more."""
         self.end = self.end or (outcome, error)
         self.rows.clear()
 
@@ -195,18 +195,20 @@ class HostMover(Mover):
             )
             if (task := self._next(helps)) is None:
                 return False
-            if (end := None if helps else self._end_of(task)) is None:
+            if self._closed and task.rows:
+                task.stop("cancelled")
+            if task.rows:
                 row = task.rows.popleft()
                 task.copying += 1
             elif task.copying:  # it is settled when the helper's row has ended
-                task.fail(*end)
                 return True
             else:
+                row = None
                 self._queue.remove(task)
-        if end is None:
-            self._copy(task, *row)
+        if row is not None:
+            self._move(task, *row)
         else:
-            self._settle(task.job, task.since, *end)
+            self._settle(task.job, task.since, *self._end_of(task))
         return True
 
     def _next(self, helps: bool) -> _Task | None:
@@ -214,23 +216,31 @@ class HostMover(Mover):
         for task in self._queue:
             if not helps and (task.rows or not task.copying):
                 return task
-            late = self._closed or self._clock() >= task.job.deadline_s
-            if helps and task.rows and task.job.kind == "load" and not late:
+            if helps and task.rows and task.job.kind == "load" and not self._closed:
                 return task
         return None
 
-    def _end_of(self, task: _Task) -> tuple[Outcome, str] | None:
-        """How ``task`` ended; None: it has rows left. The caller holds ``_changed``."""
+    def _end_of(self, task: _Task) -> tuple[Outcome, str]:
+        """How ``task`` ended, of which nothing is left to copy."""
         if task.end is not None:
             return task.end
-        if self._closed and task.rows:
-            return "cancelled", ""
-        if self._clock() >= task.job.deadline_s:
-            return "late", ""
-        return None if task.rows else ("done", "")
+        return ("done" if self._clock() < task.job.deadline_s else "late"), ""
 
-    def _copy(self, task: _Task, planes: GroupPlanes, row: RowCopy) -> None:
-        job, error = task.job, ""
+    def _move(self, task: _Task, planes: GroupPlanes, row: RowCopy) -> None:
+        end = self._copy(task.job, planes, row)
+        with self._changed:
+            task.copying -= 1
+            if end is None:
+                self._moved_bytes += planes.row_bytes // planes.chunk_blocks * len(row.blocks)
+            else:
+                task.stop(*end)
+            if not (task.rows or task.copying):
+                self._changed.notify_all()
+
+    def _copy(self, job: Job, planes: GroupPlanes, row: RowCopy) -> tuple[Outcome, str] | None:
+        """Copy one row. If it cannot be copied, or not in time: how its job ends."""
+        if self._clock() >= job.deadline_s:
+            return "late", ""
         try:
             for bundle in self._bundles[planes.group]:
                 if job.kind == "store":
@@ -238,11 +248,5 @@ class HostMover(Mover):
                 else:
                     bundle.load(job.arena, row)
         except Exception as e:  # noqa: BLE001 - an executor: one job's error must not end the others
-            error = f"{type(e).__name__}: {e}"
-        with self._changed:
-            task.copying -= 1
-            self._moved_bytes += planes.row_bytes // planes.chunk_blocks * len(row.blocks)
-            if error:
-                task.fail("failed", error)
-            if not (task.rows or task.copying):
-                self._changed.notify_all()
+            return "failed", f"{type(e).__name__}: {e}"
+        return None
