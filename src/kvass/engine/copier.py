@@ -33,7 +33,7 @@ from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, Mover
 from kvass.transfer.cuda_driver import MissingError
 
-COPY_WAIT_S: Final = 0.001
+COPY_WAIT_S: Final = 0.005
 """Without this wait vLLM in its caller's own process keeps the GIL from the copy thread: unlike a
 served one it does not sleep after a step that computed nothing."""
 
