@@ -81,6 +81,16 @@ def test_what_was_used_once_goes_sooner_when_that_hits_more() -> None:
     assert learning.weight == 1, "it is LRU again where LRU hits more"
 
 
+def test_one_small_lead_is_luck_and_several_are_not() -> None:
+    learning = Learning(ODD, 1)
+    weights = []
+    for _ in range(4):
+        learning._caches[1].hits = 10
+        learning._decide()
+        weights.append(learning.weight)
+    assert (weights[0], weights[-1]) == (1, 2)
+
+
 def test_where_lru_hits_all_it_stays() -> None:
     learning = Learning(ODD, 1)
     for turn in range(0, 600, 10):
@@ -108,7 +118,7 @@ def rows_of(weight: int) -> tuple[RowTable, Learned]:
     """Rows 0 to 7, touched in that order; the odd ones were used again."""
     table = RowTable()
     table.grow(8)
-    table.state[:8], table.use[:8] = READY, [0, AGAIN] * 4
+    table.state[:8], table.use[1:8:2] = READY, AGAIN
     learned = Learned(table, ODD, weight)
     rows = np.arange(8)
     learned.touched(rows, table.stamp_rows(rows), counts=False)

@@ -254,8 +254,9 @@ class KeyIndex:
 
 def mixed(keys: U64Array, odd: U64Array) -> U64Array:
     """A hash of each key, by its ``odd_numbers``."""
-    found: U64Array = keys.dot(odd)
-    return (found ^ (found >> _HALF)) * odd[0]
+    found = keys.dot(odd)
+    hashes: U64Array = (found ^ (found >> _HALF)) * odd[0]
+    return hashes
 
 
 def odd_numbers(seed: bytes) -> U64Array:
