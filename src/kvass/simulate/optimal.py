@@ -43,12 +43,13 @@ class Best:
         self.whole_bytes = whole
         """What a cache that evicts nothing holds at the end."""
         self.row_bytes = max(1, whole // max(1, len(numbers)))
+        self._next_uses = _next_uses(self._prompts)
 
     def rate(self, size: int) -> float:
         """With ``size`` bytes."""
         rows = size // self.row_bytes
         if rows not in self._rates:
-            hits = optimal_hits(self._prompts, rows * self._parts)
+            hits = optimal_hits(self._prompts, rows * self._parts, self._next_uses)
             found = sum(
                 min(hit * unit, most)
                 for r, hit, (unit, most) in zip(
@@ -60,10 +61,15 @@ class Best:
         return self._rates[rows]
 
 
-def optimal_hits(prompts: Sequence[Sequence[int]], capacity: int) -> list[int]:
+def optimal_hits(
+    prompts: Sequence[Sequence[int]],
+    capacity: int,
+    next_uses: Sequence[Sequence[int]] | None = None,
+) -> list[int]:
     """How many chunks of each prompt hit (``prompts``: ids of their chunks), with room for
-    ``capacity`` chunks."""
-    next_uses = _next_uses(prompts)
+    ``capacity`` chunks. ``next_uses``: if somebody has found them already."""
+    next_uses = next_uses or _next_uses(prompts)
+    evicts = capacity < sum(map(len, prompts))
     held: dict[int, int] = {}
     latest: list[tuple[int, int, int]] = []  # (-next use, -depth, chunk); stale if ``held`` differs
     hits = []
@@ -77,7 +83,8 @@ def optimal_hits(prompts: Sequence[Sequence[int]], capacity: int) -> list[int]:
                 held.pop(chunk, None)
             else:
                 held[chunk] = use
-                heapq.heappush(latest, (-use, -depth, chunk))
+                if evicts:
+                    heapq.heappush(latest, (-use, -depth, chunk))
         while len(held) > capacity:
             use, _, chunk = heapq.heappop(latest)
             if held.get(chunk) == -use:
