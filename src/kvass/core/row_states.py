@@ -82,7 +82,9 @@ class RowStates(RowClasses):
             return Slots()
         sets = self.table.set_of[rows]
         used = np.sort(sets)
-        used = used[np.append(True, used[1:] != used[:-1])]
+        new = np.ones(len(used), np.bool_)
+        new[1:] = used[1:] != used[:-1]
+        used = used[new]
         return Slots(
             extents=tuple([self.extents.sets[i].bases for i in used.tolist()]),
             set_=used.searchsorted(sets).astype("<u2").tobytes(),

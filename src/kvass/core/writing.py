@@ -244,8 +244,10 @@ def _lacking(ns: Namespace, item: Item, until: int, used: list[Used]) -> npt.NDA
 
 def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> None:
     """Take out of ``lacking`` the chunks past ``allowance`` bytes."""
-    sizes = np.array([c.spec.row_bytes for c in classes], np.int64)
-    bytes_upto = np.cumsum(sizes @ lacking)
+    sizes = [c.spec.row_bytes for c in classes]
+    if sum(sizes) * lacking.shape[1] <= allowance:
+        return
+    bytes_upto = np.cumsum(np.array(sizes, np.int64) @ lacking)
     lacking[:, int(np.searchsorted(bytes_upto, allowance, side="right")) :] = False
 
 
