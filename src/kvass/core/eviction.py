@@ -19,9 +19,9 @@ from kvass.core.rows import AGAIN, SAMPLED, RowTable
 from kvass.types import I64Array, U64Array
 
 _SEGMENT: Final = 4096
-"""Entries of the log that are looked at in one numpy call."""
-_PIECE: Final = 256
-"""Entries that are looked at where a few rows are looked for."""
+"""Entries of the log that are kept together."""
+_LOOK: Final = 512
+"""Entries that are looked at in one numpy call: most who ask need few."""
 _AHEAD: Final = 256
 """Victims that are found together, if fewer are needed."""
 _TIDIED: Final = 2
@@ -103,7 +103,7 @@ class UseLog:
     def oldest(self, count: int, protect: int) -> I64Array:
         """At most ``count`` evictable rows stamped before ``protect``, the oldest first."""
         table, found, missing = self._table, list[I64Array](), count
-        for rows, stamps in self._pieces(max(_PIECE, count)):
+        for rows, stamps in self._parts():
             if not missing or stamps[0] >= protect:
                 break  # the log is in stamp order
             live = table.stamp[rows] == stamps
@@ -116,24 +116,24 @@ class UseLog:
             self._drop_stale()
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def _pieces(self, size: int) -> Iterator[_LogSegment]:
-        """The log, the oldest entries first."""
+    def _parts(self) -> Iterator[_LogSegment]:
+        """The log, the oldest entries first: ``_LOOK`` at a time."""
         last = self._rows[: self._used], self._stamps[: self._used]
         for rows, stamps in (*self._segments, last):
-            for at in range(0, len(rows), size):
-                yield rows[at : at + size], stamps[at : at + size]
+            for begin in range(0, len(rows), _LOOK):
+                yield rows[begin : begin + _LOOK], stamps[begin : begin + _LOOK]
 
     def _drop_stale(self) -> None:
         """Take the stale entries off the log's beginning."""
         while self._segments:
             rows, stamps = self._segments[0]
-            for at in range(0, len(rows), _PIECE):
-                live = self._table.stamp[rows[at : at + _PIECE]] == stamps[at : at + _PIECE]
-                if live.any():
-                    first = at + int(live.argmax())
-                    self._segments[0] = rows[first:], stamps[first:]
-                    return
-            del self._segments[0]
+            live = self._table.stamp[rows[:_LOOK]] == stamps[:_LOOK]
+            first = int(live.argmax()) if live.any() else len(live)
+            self._segments[0] = rows[first:], stamps[first:]
+            if first < len(live):
+                return
+            if first == len(rows):
+                del self._segments[0]
 
 
 class Lru:
