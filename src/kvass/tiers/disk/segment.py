@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Final
@@ -168,14 +168,14 @@ class SegmentFile:
         """Write page-aligned ``parts`` one behind another to ``slot``: all of it or ``OSError``."""
         wanted = sum(map(len, parts))
         assert wanted <= self.slot_bytes, "a record is larger than its slot"
-        done = _move(os.pwritev, self._fd, parts, PAGE + slot * self.slot_bytes)
+        done = sum(map(len, _move(os.pwritev, self._fd, parts, PAGE + slot * self.slot_bytes)))
         if done != wanted:  # a full disk ends a write early; what is there fails its checksum
             raise OSError(errno.ENOSPC, f"wrote {done} of {wanted} bytes")
 
-    def read(self, slot: int, parts: Sequence[Buffer]) -> bool:
-        """Read ``slot`` into page-aligned ``parts``; whether they were filled."""
-        done = _move(os.preadv, self._fd, parts, PAGE + slot * self.slot_bytes)
-        return done == sum(map(len, parts))
+    def read(self, slot: int, parts: Sequence[Buffer]) -> Iterator[memoryview]:
+        """Read ``slot`` into page-aligned ``parts``, a few MiB at a time; what is there by now, in
+        order. It ends early if the file does."""
+        return _move(os.preadv, self._fd, parts, PAGE + slot * self.slot_bytes)
 
     def set_entry(self, slot: int, fingerprint: int, sequence: int) -> None:
         """Say in the table what ``slot`` holds now; 0 and 0: nothing."""
@@ -208,8 +208,9 @@ class SegmentFile:
 
 def _move(
     call: Callable[[int, list[memoryview], int], int], fd: int, parts: Sequence[Buffer], at: int
-) -> int:
-    """Bytes moved by ``pwritev`` or ``preadv``; fewer than there are: a call ended early.
+) -> Iterator[memoryview]:
+    """What ``pwritev`` or ``preadv`` moved, call by call. It ends with a call that ended early, of
+    which nothing counts.
 
     Parts that begin and end at pages are cut at pages.
     """
@@ -217,11 +218,10 @@ def _move(
     for some in split(parts, IO_BYTES):
         if done:
             yield_cpu()
-        moved = call(fd, some, at + done)
-        done += moved
-        if moved != sum(map(len, some)):
+        if (moved := call(fd, some, at + done)) != sum(map(len, some)):
             break
-    return done
+        done += moved
+        yield from some
 
 
 def _describe(path: str, page: bytes) -> tuple[int, int, int, str] | None:

@@ -18,12 +18,14 @@ import os
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from kvass.errors import ConfigError
 from kvass.tiers.base import Shards
@@ -261,16 +263,20 @@ class DiskTier(RecordTier):
             return "mismatched"
         page = self._scratch.page
         body, copies = body_of(into)
-        if not segment.file.read(slot, [page, *body]):
-            return "damaged"
-        header = decode_header(page.data)
+        parts = segment.file.read(slot, [page, *body])
+        header = decode_header(next(parts, b""))
         if header is None or header.key != key:
             return "damaged"
         if header.lengths != tuple(map(len, into)):
             return "mismatched"
-        for shard, part in copies:
-            shard[:] = part
-        return "" if payload_check(into) == header.payload_check else "damaged"
+        if copies:
+            deque(parts, 0)
+            for shard, part in copies:
+                shard[:] = part
+            check = payload_check(into)
+        else:  # at once what is read, while other threads read; no more than the file has
+            check = payload_check(np.frombuffer(part, np.uint8) for part in parts)
+        return "" if check == header.payload_check else "damaged"
 
     def _store(self, key: bytes, shards: Shards, owner: Owner) -> bool:
         place = self._room(slot_bytes_of(shards), owner)
