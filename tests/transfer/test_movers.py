@@ -53,12 +53,14 @@ class Jobs:
 
 
 class HostRig(Jobs):
-    """``rows``: the first blocks of the rows that were copied."""
+    """``rows``: the first blocks of the rows that were copied. ``waiting``: copies on hold."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered, self.failing = threading.Event(), threading.Event(), False
-        self.opened.set()
+        self.helper_opened = threading.Event()
+        self.let_go()
         self.rows: list[int] = []
+        self.waiting = 0
         for kind in ("store", "load"):
             monkeypatch.setattr(host._Bundle, kind, self._wrap(getattr(host._Bundle, kind)))
         self.memory = np.repeat(np.arange(64, dtype=np.uint8), 4096)
@@ -68,7 +70,10 @@ class HostRig(Jobs):
     def _wrap(self, right: Any) -> Any:
         def gated(bundle: Any, arena: U8Array, row: Any) -> None:
             self.entered.set()
-            assert self.opened.wait(10)
+            self.waiting += 1
+            helps = threading.current_thread().name == "kvass-copy-2"
+            assert (self.helper_opened if helps else self.opened).wait(10)
+            self.waiting -= 1
             failing, self.failing = self.failing, False
             if failing:
                 raise MemoryError("no room")
@@ -78,9 +83,16 @@ class HostRig(Jobs):
         return gated
 
     def hold(self) -> None:
+        self.helper_opened.clear()
         self.opened.clear()
 
+    def hold_helper(self) -> None:
+        """No copy of the second thread ends, and every other does."""
+        self.helper_opened.clear()
+        self.opened.set()
+
     def let_go(self) -> None:
+        self.helper_opened.set()
         self.opened.set()
 
     def begun(self) -> bool:
@@ -130,7 +142,17 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
+    rig = HostRig(monkeypatch)
+    yield rig
+    rig.let_go()
+    rig.mover.close()
+
+
+@pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
+    """The thread that helps with loads ends at once: the order is that of one thread."""
+    monkeypatch.setattr(HostMover, "_help", lambda mover: None)
     rig = HostRig(monkeypatch)
     yield rig
     rig.let_go()
@@ -283,6 +305,58 @@ def test_a_short_load_overtakes_a_long_one_that_no_one_starves(on_host: HostRig)
     assert long[-1] <= 2 * 4
 
 
+# ------------------------------------------------------------ the second thread
+
+
+def test_two_threads_copy_a_load_and_one_copies_a_store(two_threads: HostRig) -> None:
+    two_threads.hold()
+    two_threads.submit("store", 1, 2, 3)
+    assert not eventually(lambda: two_threads.waiting > 1, 0.05)
+    two_threads.submit("load", 11, 12)
+    assert eventually(lambda: two_threads.waiting == 2), "the second thread copies the load"
+    two_threads.let_go()
+    assert sorted(two_threads.ends()) == [((1, 2, 3), "done"), ((11, 12), "done")]
+    assert sorted(two_threads.rows) == [1, 2, 3, 11, 12]
+
+
+def test_a_job_is_settled_when_the_second_thread_has_left_it(two_threads: HostRig) -> None:
+    two_threads.hold_helper()
+    two_threads.submit("load", 1, 2, 3, 4)
+    assert eventually(lambda: len(two_threads.rows) == 3)
+    assert not two_threads.mover.drain(0.05)
+    two_threads.let_go()
+    assert two_threads.ends() == [((1, 2, 3, 4), "done")]
+
+
+def test_a_failed_job_is_settled_when_the_second_thread_has_left_it(two_threads: HostRig) -> None:
+    two_threads.hold()
+    two_threads.submit("load", 1, 2, 3, 4)
+    assert eventually(lambda: two_threads.waiting == 2)
+    two_threads.fail_once()
+    two_threads.hold_helper()
+    assert not two_threads.mover.drain(0.05)
+    two_threads.let_go()
+    assert two_threads.ends() == [((1, 2, 3, 4), "failed")]
+    assert two_threads.rows in ([1], [2])
+
+
+def test_a_cancelled_job_is_settled_when_the_second_thread_has_left_it(
+    two_threads: HostRig,
+) -> None:
+    two_threads.hold()
+    two_threads.submit("load", 1, 2, 3, 4)
+    assert eventually(lambda: two_threads.waiting == 2)
+    closing = threading.Thread(target=two_threads.mover.close)
+    closing.start()
+    assert not two_threads.mover.drain(0.05)
+    two_threads.hold_helper()
+    assert not two_threads.mover.drain(0.05)
+    two_threads.let_go()
+    closing.join(10)
+    assert two_threads.ends() == [((1, 2, 3, 4), "cancelled")]
+    assert sorted(two_threads.rows) == [1, 2]
+
+
 # ------------------------------------------------------------ close
 
 
@@ -357,14 +431,26 @@ def test_planes_outside_their_region_are_refused() -> None:
 # ------------------------------------------------------------ how the host copies
 
 
-def test_the_copy_does_not_hold_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one row of 32 MiB is copied this thread goes on; holding the GIL it never could.
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_the_copy_does_not_hold_the_gil(kind: Kind, scattered: bool) -> None:
+    """While one row of 128 MiB is copied this thread goes on; holding the GIL it never could. Of
+    slices with so few pages numpy does not release it by itself.
 
     A busy machine may have had no core for this thread just then: it gets more than one chance.
     """
-    planes = GroupPlanes(0, (Plane(0, 32768, 32768),), blocks=1025, chunk_blocks=1024)
-    region, arena = np.ones(1025 << 15, np.uint8), np.zeros(32 << 20, np.uint8)
-    ids = np.random.default_rng(0).permutation(1024)[None] + 1
+    count, page_bytes = 128, 1 << 20
+    planes = GroupPlanes(0, (Plane(0, page_bytes, page_bytes),), count + 1, count)
+    region, arena = (
+        np.ones((count + 1) * page_bytes, np.uint8),
+        np.ones(count * page_bytes, np.uint8),
+    )
+    ids = np.arange(count)[None] + 1
+    if scattered:
+        ids = np.random.default_rng(0).permutation(ids, axis=1)
+    to, first, last = arena, 0, (count - 1) * page_bytes
+    if kind == "load":
+        to, first, last = region, int(ids[0, 0]) * page_bytes, int(ids[0, -1]) * page_bytes
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     during, chances = 0, 100
@@ -372,11 +458,12 @@ def test_the_copy_does_not_hold_the_gil(monkeypatch: pytest.MonkeyPatch) -> None
         with closing(HostMover([region], [planes])) as mover:
             while not during and chances:
                 chances -= 1
-                arena[:] = 0
-                mover.submit(Job("store", (plan_copy(planes, ids, [0]),), arena))
+                to[:] = 0
+                mover.submit(Job(kind, (plan_copy(planes, ids, [0]),), arena))
                 while not mover.drain(0):
-                    during += bool(arena[(ids.size - 1) << 15] == 0 and arena[0] == 1)
+                    during += bool(to[last] != to[first])
                 assert mover.poll()[0].ok
+                arena[:] = region[:] = 1
     finally:
         sys.setswitchinterval(interval)
     assert during > 0

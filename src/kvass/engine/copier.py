@@ -33,9 +33,9 @@ from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, Mover
 from kvass.transfer.cuda_driver import MissingError
 
-COPY_WAIT_S: Final = 0.001
-"""Without this wait vLLM in its caller's own process keeps the GIL from the copy thread: unlike a
-served one it does not sleep after a step that computed nothing."""
+COPY_WAIT_S: Final = 0.005
+"""In each step, even an empty one, the engine's thread keeps the GIL for 2 ms from the threads that
+copy: the fewer steps the better. A request that comes meanwhile waits."""
 
 _lost: Final[list[object]] = []
 """KV memory that a device may still use after it failed: kept until the process ends."""

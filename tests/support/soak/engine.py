@@ -23,7 +23,7 @@ from kvass.simulate.traces import read
 from kvass.testing.fake_engine import FakeEngine, spread
 from kvass.testing.fake_rank import Transfer
 from kvass.testing.pages import WrongPageError
-from kvass.transfer.base import Job
+from kvass.transfer.base import Job, Outcome
 from kvass.transfer.host import HostMover
 from kvass.types import GroupLayout, RankLayout
 from tests.support.soak.memory import tell as tell_memory
@@ -95,9 +95,9 @@ def tell(line: Line) -> None:
 class SlowMover(HostMover):
     """So slow that what stops or kills an engine often does so in the middle of a copy."""
 
-    def _copy(self, job: Job, planes: GroupPlanes, row: RowCopy) -> None:
+    def _copy(self, job: Job, planes: GroupPlanes, row: RowCopy) -> tuple[Outcome, str] | None:
         time.sleep(ROW_S)
-        super()._copy(job, planes, row)
+        return super()._copy(job, planes, row)
 
 
 class SoakEngine(FakeEngine):

@@ -12,10 +12,10 @@ What the names mean:
 - ``store_vs_memcpy``: reserve, copies, commit of a prompt of 64 MiB (all engines together), its
   pages scattered over the engine's memory, against memcpy of the same bytes into the same kind of
   memory, chunk by chunk, one call each; ``load_vs_memcpy``: lookup, copies, release.
-- ``lookup_128k_us``: 512 keys (131,072 tokens in chunks of 256), all hits, chosen at random among
-  65,536 rows of 4 KiB: found, pinned, answered. ``release_128k_us``: its release, until the daemon
-  has carried it out. ``lookup_128k_vs_dict``: both, against a bare process that finds 512 keys in
-  a dict and answers through a socket.
+- ``lookup_128k_us``: a prompt of 512 keys (131,072 tokens in chunks of 256), all hits, chosen at
+  random among 128 that were stored, rows of 4 KiB: found, pinned, answered. ``release_128k_us``:
+  its release, until the daemon has carried it out. ``lookup_128k_vs_dict``: both, against a bare
+  process that finds 512 keys in a dict and answers through a socket.
 - ``tier_store_vs_raw``: from the commit of a prompt of 64 MiB until a disk tier, which is full and
   evicts, has it, against writing as much of a fallocated file past the page cache (``direct_io``);
   ``tier_load_vs_raw``: from a lookup to its match, by a daemon that has nothing of the prompt in
