@@ -75,6 +75,18 @@ def test_new_chunks_are_older_than_their_prefix() -> None:
     assert e.holds(*"abcdef") == 5
 
 
+def test_a_prefix_that_two_items_of_a_message_store_is_newer_than_what_either_adds() -> None:
+    rig = Rig(pages=8, extent=8, **ALL)
+    e = rig.engine()
+    items = [m.ReserveItem(request="r", digests=digests("a", last)) for last in "bc"]
+    for grant in e.reserve_items(*items):
+        e.hand_over(reservations=(grant.reservation,))
+        e.commit(grant.reservation)
+    for name in range(7):  # five fill L1, two need room
+        e.store(name)
+    assert (e.holds("a", "b"), e.holds("a", "c")) == (1, 1)
+
+
 def test_a_pinned_row_is_never_evicted() -> None:
     rig = Rig(pages=8, extent=4, **ALL)
     e = filled(rig, 8)

@@ -107,6 +107,8 @@ class BlockIndex:
         """Index those of ``rows``, READY since now, whose blocks are known. Returns the tails that
         nobody needs any more, because another row has all their blocks."""
         rows = rows[self._table.entry[rows] == NOTED]
+        if not len(rows):
+            return rows
         first = self.prints.of[rows, :1]
         alone = self.index.find(first) == ABSENT
         alone[repeated(first)] = False

@@ -6,6 +6,7 @@ chunk first, so a chunk is never older than those that follow it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -14,7 +15,9 @@ from kvass.core.rows import RowTable
 from kvass.types import I64Array
 
 _SEGMENT: Final = 4096
-"""Entries of the log that are looked at in one numpy call."""
+"""Entries of the log that are kept together."""
+_LOOK: Final = 512
+"""Entries that are looked at in one numpy call: most who ask need few."""
 _TIDIED: Final = 2
 """How many old segments are tidied for each new one: more keeps the log shorter, for more work."""
 
@@ -78,23 +81,30 @@ class Lru:
         """At most ``count`` evictable rows stamped before ``protect``, the oldest first."""
         table, found, missing = self._table, list[I64Array](), count
         self._drop_stale()
-        for rows, stamps in (*self._segments, (self._rows[: self._used], self._stamps)):
-            if not missing or (len(rows) and stamps[0] >= protect):
+        for rows, stamps in self._parts():
+            if not missing or stamps[0] >= protect:
                 break  # the log is in stamp order
-            stamps = stamps[: len(rows)]
             live = (table.stamp[rows] == stamps) & (stamps < protect)
             chosen = rows[live & table.evictable(rows)][:missing]
             found.append(chosen)
             missing -= len(chosen)
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
+    def _parts(self) -> Iterator[_LogSegment]:
+        """The log, the oldest entries first: ``_LOOK`` at a time."""
+        last = self._rows[: self._used], self._stamps[: self._used]
+        for rows, stamps in (*self._segments, last):
+            for begin in range(0, len(rows), _LOOK):
+                yield rows[begin : begin + _LOOK], stamps[begin : begin + _LOOK]
+
     def _drop_stale(self) -> None:
         """Take the stale entries off the log's beginning."""
         while self._segments:
             rows, stamps = self._segments[0]
-            live = self._table.stamp[rows] == stamps
-            if live.any():
-                first = int(live.argmax())
-                self._segments[0] = rows[first:], stamps[first:]
+            live = self._table.stamp[rows[:_LOOK]] == stamps[:_LOOK]
+            first = int(live.argmax()) if live.any() else len(live)
+            self._segments[0] = rows[first:], stamps[first:]
+            if first < len(live):
                 return
-            del self._segments[0]
+            if first == len(rows):
+                del self._segments[0]

@@ -61,7 +61,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         raise Refused("bad_value", f"spare: {msg.spare} is negative")
     readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
     blocks, start = [
-        split_keys(each, msg.width, 0, state.config.limits)
+        split_keys(each, msg.width, 0, state.config.limits) if each else NO_BLOCKS
         for each in (msg.blocks, msg.first_blocks)
     ]
     ns = state.namespace_of(instance)

@@ -20,6 +20,7 @@ from kvass.core.rows import (
     NEVER,
     QUARANTINED,
     READY,
+    STATE_NAMES,
     TRANSIENT,
     WRITING,
 )
@@ -28,6 +29,8 @@ from kvass.types import I64Array, Slots, U64Array
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
 _LEAVING: Final = (FAILED, TRANSIENT)
 """Rows in these states are freed at their last unpin."""
+_INDEXED: Final = ~np.isin(range(len(STATE_NAMES)), (FREE, QUARANTINED, FAILED))
+"""By state, whether rows of a class are in its index."""
 
 
 class RowStates(RowClasses):
@@ -78,13 +81,13 @@ class RowStates(RowClasses):
         if not len(rows):
             return Slots()
         sets = self.table.set_of[rows]
-        counts = np.bincount(sets)
-        used = counts.nonzero()[0]
-        number = np.zeros(len(counts), "<u2")
-        number[used] = np.arange(len(used))
+        used = np.sort(sets)
+        new = np.ones(len(used), np.bool_)
+        new[1:] = used[1:] != used[:-1]
+        used = used[new]
         return Slots(
             extents=tuple([self.extents.sets[i].bases for i in used.tolist()]),
-            set_=number.take(sets).tobytes(),
+            set_=used.searchsorted(sets).astype("<u2").tobytes(),
             slot=self.table.slot[rows].tobytes(),
         )
 
@@ -151,9 +154,8 @@ class RowStates(RowClasses):
         """LOADING ``rows`` will not be filled: nobody finds them any more, and they are freed once
         nobody waits for them."""
         self._unindex(rows)
-        awaited = self.table.pins[rows] > 0
-        self._move(rows[awaited], LOADING, FAILED)
-        self.free(rows[~awaited])
+        self._move(rows, LOADING, FAILED)
+        self.free(rows[self.table.pins[rows] == 0])
 
     def discard(self, rows: I64Array) -> None:
         """``rows`` will never be readable, and may still be written."""
@@ -213,9 +215,8 @@ class RowStates(RowClasses):
     def _unindex(self, rows: I64Array) -> None:
         owner = self.class_of(rows)
         if owner is not None:
-            keys = self.table.keys_of(rows)
-            known = owner.index.find(keys) == rows
-            self.segments.left(owner.namespace, keys[known])
-            owner.index.remove(rows[known])
+            known = rows[_INDEXED[self.table.state[rows]]]
+            self.segments.left(owner.namespace, self.table.keys_of(known))
+            owner.index.remove(known)
             if owner.blocks is not None:
                 owner.blocks.remove(rows)

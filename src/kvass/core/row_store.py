@@ -151,6 +151,8 @@ class RowStore(RowStates):
         ``oldest``: of the asker's own rows that may go, or ``protect`` if none may.
         """
         sets = self.sets
+        if asker.slots * asker.spec.row_bytes == self.extents.size - self.extents.free_bytes:
+            return False  # all sets are its own
         idle = sets.held == 0
         cleared, others = idle & (sets.owner == CLEARED), idle & (sets.owner >= 0)
         others &= sets.owner != asker.id

@@ -73,10 +73,11 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     items = [_checked(state, ns, item, msg.width) for item in msg.items[:now]]
     protect = state.store.table.clock
     used = [_touch(state, ns, item) for item in items]  # before any makes room for itself
-    grants = [
-        _grant(state, instance, ns, item, protect, found)
-        for item, found in zip(items, used, strict=True)
-    ]
+    grants = list[Grant]()
+    for item, found in zip(items, used, strict=True):
+        if grants:  # an item before may have been granted its rows
+            found = _find(ns, item)
+        grants.append(_grant(state, instance, ns, item, protect, found))
     grants += [Grant(later=item.first) for item in msg.items[now:]]
     flush.queue_next_victims(state)
     return Granted(
@@ -116,11 +117,12 @@ def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item
 
 def _items_now(items: Sequence[ReserveItem], sizes: list[int], groups: int) -> int:
     """How many of the items, of so many keys each, one step checks and carries out."""
-    costs = [
-        COST_OF_AN_ITEM + (max(0, n - x.first) + n // 8) * groups
-        for x, n in zip(items, sizes, strict=True)
-    ]
-    return max(1, int(np.searchsorted(np.cumsum(costs), COST_A_STEP, side="right")))
+    cost = 0
+    for number, (item, size) in enumerate(zip(items, sizes, strict=True)):
+        cost += COST_OF_AN_ITEM + (max(0, size - item.first) + size // 8) * groups
+        if cost > COST_A_STEP:
+            return max(1, number)
+    return len(items)
 
 
 def _items_of_one_payer(state: State, items: Sequence[ReserveItem]) -> int:
@@ -138,7 +140,7 @@ def _grant(
     chunks_a_step = max(1, ROWS_A_STEP // len(ns.classes))
     until = min(item.first + chunks_a_step, len(item.keys))
     later = until if until < len(item.keys) else -1
-    lacking = _lacking(ns, item, until)
+    lacking = _lacking(ns, item, until, used)
     absent = int(lacking.any(axis=0).sum())
     _cut(lacking, item.classes, _allowance(state, instance))
     within = int(lacking.any(axis=0).sum())
@@ -186,12 +188,17 @@ def _touch(state: State, ns: Namespace, item: Item) -> list[Used]:
 
     Of windows and states that means what it asks to write, and what a hit of all of it needs.
     """
+    used = _find(ns, item)
+    for c, (_, found) in zip(ns.classes, used, strict=True):
+        state.store.touch(c, found[found != ABSENT])
+    return used
+
+
+def _find(ns: Namespace, item: Item) -> list[Used]:
     used = []
     for c in ns.classes:
         begin = min(item.first, first_chunk(c.spec.layout, len(item.keys), ns.chunk_tokens))
-        found = c.index.find(item.keys[begin:])
-        state.store.touch(c, found[found != ABSENT])
-        used.append((begin, found))
+        used.append((begin, c.index.find(item.keys[begin:])))
     return used
 
 
@@ -210,14 +217,14 @@ def _touch_new(
         state.store.touch(c, found[found != ABSENT])
 
 
-def _lacking(ns: Namespace, item: Item, until: int) -> npt.NDArray[np.bool_]:
+def _lacking(ns: Namespace, item: Item, until: int, used: list[Used]) -> npt.NDArray[np.bool_]:
     """Which rows nobody has of those that ``item`` asks for: bool, per class of it, for the chunks
     ``[item.first, until)``.
 
     A window or a state is worth writing only where the chunk's full rows are, or will be.
     """
     keys = item.keys[item.first : until]
-    absent = np.stack([c.index.find(keys) == ABSENT for c in ns.classes])
+    absent = np.stack([rows[item.first - at : until - at] == ABSENT for at, rows in used])
     if item.tail and item.prints is not None and until == len(item.keys):
         last = item.prints[-1, : item.tail]
         absent[:, -1] &= [
@@ -237,8 +244,10 @@ def _lacking(ns: Namespace, item: Item, until: int) -> npt.NDArray[np.bool_]:
 
 def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> None:
     """Take out of ``lacking`` the chunks past ``allowance`` bytes."""
-    sizes = np.array([c.spec.row_bytes for c in classes], np.int64)
-    bytes_upto = np.cumsum(sizes @ lacking)
+    sizes = [c.spec.row_bytes for c in classes]
+    if sum(sizes) * lacking.shape[1] <= allowance:
+        return
+    bytes_upto = np.cumsum(np.array(sizes, np.int64) @ lacking)
     lacking[:, int(np.searchsorted(bytes_upto, allowance, side="right")) :] = False
 
 

@@ -9,8 +9,12 @@ later than that of a chunk behind it, so what is kept of a prompt is always a pr
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Final
+
+import numpy as np
 
 from kvass.simulate.player import Model
 from kvass.simulate.prompts import WIDTH, prompt_of
@@ -26,9 +30,11 @@ class Best:
     def __init__(self, trace: Trace, models: Mapping[int, Model], tails: bool) -> None:
         self._trace, self._rates = trace, dict[int, float]()
         self._prompts, self._tokens = list[list[int]](), list[tuple[int, int]]()
-        numbers, whole, self._parts = dict[tuple[int, bytes], int](), 0, 1
+        new, whole, self._parts = count(), 0, 1
+        numbers = {engine: defaultdict[bytes, int](new.__next__) for engine in models}
         for r in trace.requests:
-            model, piece_tokens, known = models[r.engine], trace.tokens_of(r.engine), len(numbers)
+            model, piece_tokens = models[r.engine], trace.tokens_of(r.engine)
+            known = len(numbers[r.engine])
             block = model.block_tokens if tails else 0
             prompt = prompt_of(trace, r, model.chunk_tokens, block)
             keys, unit, most = prompt.chunks, model.chunk_tokens, _NEVER
@@ -37,18 +43,19 @@ class Best:
                 keys = prompt.ends(unit // block)
             self._parts = model.chunk_tokens // unit
             self._tokens.append((unit, most))
-            named = [(r.engine, keys[i : i + WIDTH]) for i in range(0, len(keys), WIDTH)]
-            self._prompts.append([numbers.setdefault(name, len(numbers)) for name in named])
-            whole += (len(numbers) - known) * model.row_bytes
+            named = np.frombuffer(keys, f"V{WIDTH}").tolist()
+            self._prompts.append([*map(numbers[r.engine].__getitem__, named)])
+            whole += (len(numbers[r.engine]) - known) * model.row_bytes
         self.whole_bytes = whole
         """What a cache that evicts nothing holds at the end."""
-        self.row_bytes = max(1, whole // max(1, len(numbers)))
+        self.row_bytes = max(1, whole // max(1, next(new)))
+        self._next_uses = _next_uses(self._prompts)
 
     def rate(self, size: int) -> float:
         """With ``size`` bytes."""
         rows = size // self.row_bytes
         if rows not in self._rates:
-            hits = optimal_hits(self._prompts, rows * self._parts)
+            hits = optimal_hits(self._prompts, rows * self._parts, self._next_uses)
             found = sum(
                 min(hit * unit, most)
                 for r, hit, (unit, most) in zip(
@@ -60,10 +67,15 @@ class Best:
         return self._rates[rows]
 
 
-def optimal_hits(prompts: Sequence[Sequence[int]], capacity: int) -> list[int]:
+def optimal_hits(
+    prompts: Sequence[Sequence[int]],
+    capacity: int,
+    next_uses: Sequence[Sequence[int]] | None = None,
+) -> list[int]:
     """How many chunks of each prompt hit (``prompts``: ids of their chunks), with room for
-    ``capacity`` chunks."""
-    next_uses = _next_uses(prompts)
+    ``capacity`` chunks. ``next_uses``: if somebody has found them already."""
+    next_uses = next_uses or _next_uses(prompts)
+    evicts = capacity < sum(map(len, prompts))
     held: dict[int, int] = {}
     latest: list[tuple[int, int, int]] = []  # (-next use, -depth, chunk); stale if ``held`` differs
     hits = []
@@ -77,7 +89,8 @@ def optimal_hits(prompts: Sequence[Sequence[int]], capacity: int) -> list[int]:
                 held.pop(chunk, None)
             else:
                 held[chunk] = use
-                heapq.heappush(latest, (-use, -depth, chunk))
+                if evicts:
+                    heapq.heappush(latest, (-use, -depth, chunk))
         while len(held) > capacity:
             use, _, chunk = heapq.heappop(latest)
             if held.get(chunk) == -use:

@@ -12,6 +12,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from kvass.core import effects
 from kvass.core.effects import Event, Opened, PopulatedTo, Received, Send, Tick
 from kvass.core.ledger import soonest
 from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.core.metrics import COUNTERS
 from kvass.core.tier_state import FlushMode
 from kvass.errors import UsageError
 from kvass.messages import (
@@ -46,6 +48,7 @@ from kvass.simulate.traces import MOST_TOKENS, Trace, TraceRequest
 from kvass.types import SCHEDULER, GroupLayout, RankLayout, Timing, chunk_blocks
 
 _PROBE_S: Final = 0.0002
+_EVICTED: Final = [name for name in COUNTERS if name.startswith("evicted_")]
 _REMEMBERED: Final = 10_000
 _ROW_BYTES: Final = 1 << 40
 """More no row of a recording can have."""
@@ -104,13 +107,13 @@ class Model:
     chunk_tokens: int
     groups: tuple[GroupLayout, ...]
 
-    @property
+    @cached_property
     def block_tokens(self) -> int:
         """If hits may end at each block; else 0."""
         blocks = chunk_blocks(self.groups, self.chunk_tokens)
         return self.chunk_tokens // blocks if blocks else 0
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Of a chunk, all groups together."""
         return sum(group.shard_bytes(self.chunk_tokens) for group in self.groups)
@@ -255,9 +258,7 @@ class Player:
                 self._look_up(engine, request, prompt)
                 first = max(first, engine.found[request.name])
             self._store(engine, request, prompt, first)
-            self.outcome.evicted_rows = sum(
-                n for name, n in counters.items() if name.startswith("evicted_")
-            )
+            self.outcome.evicted_rows = sum(counters[name] for name in _EVICTED)
             self.outcome.not_worth_it = counters["promotions_not_worth_it"]
             self.outcome.l2_stored_bytes = self._tier.stored_bytes
             yield self.outcome
