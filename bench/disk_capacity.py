@@ -31,7 +31,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.footprint import drop_page_cache
+from bench.footprint import sync
 from kvass.tiers.base import Buffer
 from kvass.tiers.buffers import page_buffer
 from kvass.tiers.disk import DiskTier
@@ -108,7 +108,7 @@ def measure(folder: Path, rows: int) -> dict[str, Any]:
         "wrong": wrong,
         "missed": missed,
     }
-    drop_page_cache(folder, f"*{TABLE}")
+    sync(folder, f"*{TABLE}", drop=True)
     return figures | _in_a_new_process(folder, capacity)
 
 

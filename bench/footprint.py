@@ -60,13 +60,14 @@ def first_touch_gbps() -> float:
     return TOUCH_BYTES / (time.perf_counter() - began_s) / 1e9
 
 
-def drop_page_cache(folder: Path, pattern: str = "*") -> None:
-    """The folder's files are on disk afterwards, and not in memory."""
+def sync(folder: Path, pattern: str = "*", *, drop: bool = False) -> None:
+    """The folder's files are on disk afterwards, and with ``drop`` not in memory."""
     for path in folder.rglob(pattern):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                if drop:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)

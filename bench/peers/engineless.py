@@ -7,16 +7,18 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from bench.footprint import drop_page_cache
+from bench.footprint import sync
 from bench.peers.driver import Driver
 from bench.peers.results import Results, Row, attempt, in_turns
 from bench.peers.servers import MALLOC, KvassServer, LMCacheServer, Server
-from kvass.cli.bench.rig import wait_for
+from kvass.cli.bench.disk import RawFile
+from kvass.cli.bench.rig import CHUNK_TOKENS, seconds, shared_memory, wait_for
 
 SYSTEMS: Final = ("kvass", "lmcache")
 TOKENS: Final = 2048
@@ -27,6 +29,8 @@ LARGE_L1_BYTES: Final = 1 << 30
 """A quarter of kvass's may be written at a time: one prompt. LMCache's evicts when four fifths are
 full: three prompts fit."""
 SMALL_L1_BYTES: Final = 1 << 30
+THREADS: Final = 4
+"""Of a disk tier, of either side."""
 KILL_WAIT_S: Final = 40.0
 HOLD_WAIT_S: Final = 20.0
 TIDY_S: Final = 2.0
@@ -184,15 +188,21 @@ def measure_disk(results: Results, plan: Plan) -> None:
     part = "disk"
     size = f"{2 * PROMPT_BYTES >> 20} MiB"
     write = results.row(
-        part, "disk_write", f"store {size} until all of it is on disk", "GB/s", more=True
+        part, "disk_write", f"store {size} until the disk tier has written it", "GB/s", more=True
+    )
+    synced = results.row(
+        part, "disk_sync", "store them until all of it is on the disk (fsync)", "GB/s", more=True
     )
     read = results.row(
         part, "disk_read", "after a restart, page cache cold: disk to memory", "GB/s", more=True
     )
     restart = results.row(part, "restart", "restart: stop, start, answer", "s")
-    rows = (write, read, restart)
-    for number, system in in_turns(SYSTEMS, max(2, plan.rounds // 3), *rows):
+    rows = (write, synced, read, restart)
+    for number, system in in_turns((*SYSTEMS, "raw"), max(2, plan.rounds // 3), *rows):
         with attempt(system, *rows), ExitStack() as ending:
+            if system == "raw":
+                _measure_raw_disk(plan, ending, synced, read)
+                continue
             disk = plan.disk / system
             disk.mkdir()
             ending.callback(shutil.rmtree, disk)
@@ -208,14 +218,29 @@ def measure_disk(results: Results, plan: Plan) -> None:
                 client.call("store", seed=seed, tokens=TOKENS)
             _wait_on_disk(server, 3 * PROMPT_BYTES)
             write.add(system, 2 * PROMPT_BYTES / (time.monotonic() - began_s) / 1e9)
+            sync(disk)
+            synced.add(system, 2 * PROMPT_BYTES / (time.monotonic() - began_s) / 1e9)
             client.close()
             took_s = server.stop()
-            drop_page_cache(disk)
+            sync(disk, drop=True)
             restart.add(system, took_s + server.start())
             client = _connected(plan, system, server, ending)
             for seed in seeds:
                 took_s = client.call("promote", seed=seed, tokens=TOKENS)
                 read.add(system, PROMPT_BYTES / took_s / 1e9)
+
+
+def _measure_raw_disk(plan: Plan, ending: ExitStack, write: Row, read: Row) -> None:
+    """A new file of records as large as Llama-8B's rows, with as many threads as the tiers have."""
+    size = CHUNK_TOKENS * PROMPT_BYTES // TOKENS
+    memory = shared_memory(PROMPT_BYTES)
+    ending.callback(memory.close)
+    records = [*memory.buffer.reshape(-1, size)]
+    ending.callback(records.clear)
+    raw = RawFile(plan.disk / "raw", size, len(records), THREADS)
+    ending.callback(raw.close)
+    write.add("raw", PROMPT_BYTES / seconds(partial(raw.put, records)) / 1e9)
+    read.add("raw", PROMPT_BYTES / seconds(partial(raw.get, records)) / 1e9)
 
 
 def measure_kills(results: Results, plan: Plan) -> None:

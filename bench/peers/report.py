@@ -26,6 +26,7 @@ NAMES: Final = {
     "offloading": "vLLM offloading",
     "local": "vLLM's own cache",
     "memcpy": "memcpy",
+    "raw": "raw disk",
 }
 """The columns, in this order."""
 ALIKE: Final = 1.02
@@ -43,10 +44,11 @@ WHY: Final = {
     "start": "most of it is Python's imports. Fewer imports would change it",
     "memory": "it is Python with numpy. Fewer imports would change it",
     "idle": "the daemon wakes up to look after deadlines. Fewer timers would change it",
-    "disk_write": "kvass writes past the page cache, with checksums; LMCache's adapter writes into "
-    "the page cache, and the kernel still has to write it. Giving up O_DIRECT would change it",
-    "disk_read": "kvass checks every record before it is used. More threads (`?threads=`) or a "
-    "cheaper check would change it",
+    "disk_write": "kvass has written to the disk by then, LMCache's adapter to the page cache (the "
+    "next row has both on the disk). Writing to the page cache would change it, and take memory",
+    "disk_sync": "what is left to the raw disk is the prompt's way into memory, before the first "
+    "write, and file system blocks that are written for the first time",
+    "disk_read": "both wait for the disk: compare the raw disk. A faster disk would change it",
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
     "document_found": "both find all but the prompt's end",

@@ -13,6 +13,7 @@ import pytest
 
 from kvass.arena import memory
 from kvass.errors import RemoteError, UsageError
+from kvass.types import PAGE
 
 MIB = 1 << 20
 
@@ -55,6 +56,18 @@ def test_nothing_is_populated_until_asked() -> None:
     assert resident(arena) == 8 * MIB
     assert arena.buffer[2 * MIB] == 7
     arena.close()
+
+
+def test_a_page_is_there_whoever_touched_it() -> None:
+    ours = memory.create(MIB)
+    theirs = memory.attach(os.dup(ours.fileno()), MIB)
+    assert not theirs.has_page(PAGE)
+    ours.buffer[PAGE] = 1
+    assert theirs.has_page(PAGE)
+    assert not theirs.has_page(0)
+    assert mapped_bytes() == PAGE, "asking maps nothing"
+    for arena in (ours, theirs):
+        arena.close()
 
 
 def test_populating_without_kernel_support_still_takes_the_pages(

@@ -129,12 +129,14 @@ def test_the_page_says_how_much_is_written_to_a_disk(
 ) -> None:
     monkeypatch.setattr(engineless, "TOKENS", 512)
     monkeypatch.setattr(engineless, "PROMPT_BYTES", 64 << 20)
-    monkeypatch.setattr(engineless, "in_turns", lambda *_: [(0, "kvass")])
+    monkeypatch.setattr(engineless, "in_turns", lambda *_: [(0, "kvass"), (0, "raw")])
     results = Results({}, {}, 1, "")
     engineless.measure_disk(results, Plan(sys.executable, tmp_path, tmp_path, 1))
-    write = results.rows[0]
-    assert write.what == "store 128 MiB until all of it is on disk"
-    assert write.samples["kvass"]
+    write, synced, read, restart = results.rows
+    assert write.what == "store 128 MiB until the disk tier has written it"
+    assert [{*one.samples} for one in (write, restart)] == [{"kvass"}] * 2
+    assert [{*one.samples} for one in (synced, read)] == [{"kvass", "raw"}] * 2
+    assert synced.samples["kvass"] < write.samples["kvass"]
 
 
 def test_turns_begin_with_another_and_leave_out_who_failed() -> None:

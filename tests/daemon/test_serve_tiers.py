@@ -25,6 +25,11 @@ def comes_in(daemon: Daemon) -> bool:
         return late.connect_ex(daemon.socket) == 0
 
 
+def shared_kib(pid: int) -> int:
+    """What it has of shared memory in its page tables."""
+    return int(Path(f"/proc/{pid}/status").read_text().split("RssShmem:")[1].split()[0])
+
+
 # ---------------------------------------------------------------- start
 
 
@@ -43,6 +48,13 @@ def test_a_disk_is_opened_told_of_and_let_go(tmp_path: Path, folder: Path) -> No
         assert eventually(lambda: tier_of(daemon).get("records") == 2)
         daemon.restart()
         assert eventually(lambda: tier_of(daemon).get("records") == 2)
+
+
+def test_its_process_maps_the_arena_before_anything_is_loaded(tmp_path: Path, folder: Path) -> None:
+    size = 24 << 20  # a slice and a half
+    with running_daemon(tmp_path, tier=[disk(folder)], l1_size=str(size)):
+        tier = int((folder / "lock").read_text().split()[0])
+        assert eventually(lambda: shared_kib(tier) == size >> 10)
 
 
 @pytest.mark.parametrize(

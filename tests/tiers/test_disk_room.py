@@ -67,7 +67,7 @@ def test_every_slot_written_out_of_order_stays_within_its_segments_estimate(
     made = segment.SegmentFile.create(Folder(folder), 1, 2 * PAGE, slots)
     page = page_buffer()
     for slot in range(0, slots, 2):
-        made.write(slot, [page])
+        made.write(slot, [page], list)
         made.set_entry(slot, slot + 1, 1)
     assert on_disk(folder) <= made.bytes
     made.close()

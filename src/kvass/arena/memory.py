@@ -27,8 +27,10 @@ _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in Python's mmap module
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SHMEM_HUGE: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
-_madvise = ctypes.CDLL(None, use_errno=True).madvise  # Python's own keeps the GIL meanwhile
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = _libc.madvise  # Python's own keeps the GIL meanwhile
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 class Arena:
@@ -72,6 +74,11 @@ class Arena:
             raise OSError(number, f"populating {view.size} bytes of arena: {os.strerror(number)}")
         if self._fd >= 0:  # a kernel before 5.14: have the pages, if not yet the mapping
             os.posix_fallocate(self._fd, lo, hi - lo)
+
+    def has_page(self, at: int) -> bool:
+        """Whether the page at ``at``, a multiple of ``PAGE``, is in memory, whoever touched it."""
+        there = ctypes.create_string_buffer(1)
+        return _libc.mincore(self._address + at, PAGE, there) == 0 and bool(there.raw[0] & 1)
 
     def advise_huge(self) -> bool:
         """Ask for huge pages; whether this machine gives them to shared memory."""

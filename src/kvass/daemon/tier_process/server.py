@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
@@ -33,9 +34,13 @@ from kvass.errors import ConfigError
 from kvass.tiers.base import Tier
 from kvass.tiers.codec import NAMESPACE_BYTES
 from kvass.tiers.url import open_tier
+from kvass.types import PAGE
 
 IGNORED_SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _READ_BYTES: Final = 256 << 10
+_POPULATE_NICE: Final = 10
+_POPULATE_S: Final = 0.2
+"""How often it is asked whether the daemon has populated the next pages."""
 _NOBODYS: Final = -1
 """An operation that no core begins."""
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
@@ -73,6 +78,7 @@ def main(arguments: list[str]) -> int:
         send(frames.TierOpened(str(error).encode("ascii", "replace").decode()))
         return 0
     send(frames.TierOpened())
+    threading.Thread(target=_populate, args=(arena,), name="kvass-populate", daemon=True).start()
     executor = Executor(start.number, tier, start.name, arena.buffer, send)
     executor.submit(_first_probe(start.number))
     for message in messages:
@@ -86,6 +92,20 @@ def main(arguments: list[str]) -> int:
         logging.shutdown()
         os._exit(0)
     return 0
+
+
+def _populate(arena: memory.Arena) -> None:
+    """Map what the daemon has populated. A tier would wait for each page that it uses first: on a
+    disk of 1.7 GB/s a tenth of the time."""
+    os.nice(_POPULATE_NICE)  # Linux: of this thread alone
+    for lo in range(0, arena.size, memory.SLICE_BYTES):
+        hi = min(lo + memory.SLICE_BYTES, arena.size)
+        while not arena.has_page(hi - PAGE):
+            time.sleep(_POPULATE_S)
+        try:
+            arena.populate(lo, hi)
+        except OSError:  # no memory for page tables: the rest is mapped as it is used
+            return
 
 
 def _received(sock: socket.socket) -> Iterator[frames.ToProcess]:

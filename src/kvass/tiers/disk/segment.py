@@ -2,7 +2,8 @@
 
 ``NNNNNNNN.seg``: a page that describes the file, then the slots. A slot is a page with the record's
 header (``codec``), then the shards, each padded to ``PAGE``. It is moved by ``pwritev`` or
-``preadv``, a few MiB a call, past the page cache (O_DIRECT) where the file system can.
+``preadv``, a few MiB a call, past the page cache (O_DIRECT) where the file system can. The call
+that has the header is the first to read and the last to write.
 
 The page also says whose records these are (``tenant``), under a checksum of its own.
 
@@ -18,9 +19,9 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Final
 
 import numpy as np
@@ -164,18 +165,41 @@ class SegmentFile:
                 os.close(fd)
         self._fd = self._table_fd = -1
 
-    def write(self, slot: int, parts: Sequence[Buffer]) -> None:
-        """Write page-aligned ``parts`` one behind another to ``slot``: all of it or ``OSError``."""
-        wanted = sum(map(len, parts))
-        assert wanted <= self.slot_bytes, "a record is larger than its slot"
-        done = _move(os.pwritev, self._fd, parts, PAGE + slot * self.slot_bytes)
-        if done != wanted:  # a full disk ends a write early; what is there fails its checksum
+    def write(
+        self, slot: int, parts: Sequence[Buffer], seal: Callable[[Iterator[memoryview]], object]
+    ) -> None:
+        """Write page-aligned ``parts`` one behind another to ``slot``: all of it or ``OSError``.
+
+        ``seal`` takes all of it, in order, while it is written. The first few MiB are written when
+        it returns: until then it may change the first page.
+        """
+        assert sum(map(len, parts)) <= self.slot_bytes, "a record is larger than its slot"
+        at = PAGE + slot * self.slot_bytes
+        first, *others = split(parts, IO_BYTES)
+        seal(chain(first, self._written(others, at + IO_BYTES)))
+        self._put(first, at)
+
+    def _written(self, pieces: Sequence[list[memoryview]], at: int) -> Iterator[memoryview]:
+        for number, piece in enumerate(pieces):
+            yield_cpu()
+            self._put(piece, at + number * IO_BYTES)
+            yield from piece
+
+    def _put(self, piece: list[memoryview], at: int) -> None:
+        wanted = sum(map(len, piece))
+        if (done := os.pwritev(self._fd, piece, at)) != wanted:  # a full disk ends a write early
             raise OSError(errno.ENOSPC, f"wrote {done} of {wanted} bytes")
 
-    def read(self, slot: int, parts: Sequence[Buffer]) -> bool:
-        """Read ``slot`` into page-aligned ``parts``; whether they were filled."""
-        done = _move(os.preadv, self._fd, parts, PAGE + slot * self.slot_bytes)
-        return done == sum(map(len, parts))
+    def read(self, slot: int, parts: Sequence[Buffer]) -> Iterator[memoryview]:
+        """Read ``slot`` into page-aligned ``parts``, a few MiB at a time; what was read, in order.
+        It ends where the file does."""
+        at = PAGE + slot * self.slot_bytes
+        for number, piece in enumerate(split(parts, IO_BYTES)):
+            if number:
+                yield_cpu()
+            if os.preadv(self._fd, piece, at + number * IO_BYTES) != sum(map(len, piece)):
+                return
+            yield from piece
 
     def set_entry(self, slot: int, fingerprint: int, sequence: int) -> None:
         """Say in the table what ``slot`` holds now; 0 and 0: nothing."""
@@ -204,24 +228,6 @@ class SegmentFile:
         else:
             os.close(self._fd)
             self._fd = fd
-
-
-def _move(
-    call: Callable[[int, list[memoryview], int], int], fd: int, parts: Sequence[Buffer], at: int
-) -> int:
-    """Bytes moved by ``pwritev`` or ``preadv``; fewer than there are: a call ended early.
-
-    Parts that begin and end at pages are cut at pages.
-    """
-    done = 0
-    for some in split(parts, IO_BYTES):
-        if done:
-            yield_cpu()
-        moved = call(fd, some, at + done)
-        done += moved
-        if moved != sum(map(len, some)):
-            break
-    return done
 
 
 def _describe(path: str, page: bytes) -> tuple[int, int, int, str] | None:

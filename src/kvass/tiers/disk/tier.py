@@ -18,17 +18,19 @@ import os
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from kvass.errors import ConfigError
-from kvass.tiers.base import Shards
+from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.buffers import page_buffer
-from kvass.tiers.codec import decode_header, encode_header, header_of, payload_check
+from kvass.tiers.codec import Header, decode_header, encode_header, payload_check
 from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
@@ -261,16 +263,17 @@ class DiskTier(RecordTier):
             return "mismatched"
         page = self._scratch.page
         body, copies = body_of(into)
-        if not segment.file.read(slot, [page, *body]):
-            return "damaged"
-        header = decode_header(page.data)
+        parts = segment.file.read(slot, [page, *body])
+        header = decode_header(next(parts, b""))
         if header is None or header.key != key:
             return "damaged"
         if header.lengths != tuple(map(len, into)):
             return "mismatched"
+        if _payload_check(parts, copies) != header.payload_check:
+            return "damaged"
         for shard, part in copies:
             shard[:] = part
-        return "" if payload_check(into) == header.payload_check else "damaged"
+        return ""
 
     def _store(self, key: bytes, shards: Shards, owner: Owner) -> bool:
         place = self._room(slot_bytes_of(shards), owner)
@@ -281,15 +284,20 @@ class DiskTier(RecordTier):
         with self._lock:
             stamp = self._index.tick()
         try:
-            header = encode_header(header_of(key, shards, stamp))
             page = self._scratch.page
-            page[: len(header)] = memoryview(header)
-            page[len(header) :] = 0
             body, copies = body_of(shards)
             for shard, part in copies:
                 part[:] = shard
+
+            def seal(parts: Iterator[memoryview]) -> None:
+                next(parts)
+                check = _payload_check(parts, copies)
+                header = encode_header(Header(key, tuple(map(len, shards)), stamp, check))
+                page[: len(header)] = memoryview(header)
+                page[len(header) :] = 0
+
             segment.file.set_entry(slot, 0, 0)
-            segment.file.write(slot, [page, *body])
+            segment.file.write(slot, [page, *body], seal)
             segment.file.set_entry(slot, number, stamp)
         except OSError:
             with self._lock:
@@ -383,6 +391,15 @@ class DiskTier(RecordTier):
             with self._lock:
                 self._index.spent -= segment.file.bytes
         return True
+
+
+def _payload_check(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer, Buffer]]) -> int:
+    """The checksum of what is read or written, as ``body_of`` made it: of each few MiB at once,
+    while other threads read and write."""
+    if copies:
+        deque(parts, 0)
+        return payload_check(part for _, part in copies)
+    return payload_check(np.frombuffer(part, np.uint8) for part in parts)
 
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:
