@@ -30,7 +30,7 @@ _TIDIED: Final = 2
 _LogSegment = tuple[I64Array, I64Array]
 """Rows, and the stamps that they were given: ascending."""
 
-Policy = Literal["learned", "lru"]
+Policy = Literal["lru", "learned"]
 
 
 class Eviction(Protocol):

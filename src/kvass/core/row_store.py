@@ -37,7 +37,7 @@ class RowStore(RowStates):
         slice_slots: int = 2048,
         age_at_eviction: Histogram | None = None,
         segment_index_bytes: int = 0,
-        policy: Policy = "learned",
+        policy: Policy = "lru",
         first_weight: int = 1,
     ) -> None:
         super().__init__(

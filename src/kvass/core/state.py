@@ -44,7 +44,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     tiers: tuple[str, ...] = ()
     """Names of the tiers at the start, in the order in which they are asked."""
     flush: FlushMode = "write_through"
-    policy: Policy = "learned"
+    policy: Policy = "lru"
     first_weight: int = 1
     """With which ``learned`` begins (``core/learning.py``)."""
     retain_promoted: bool = True

@@ -73,7 +73,7 @@ class Setting:
     skip_slow_loads: bool = True
     lookup_budget_ms: float = Timing().lookup_budget_ms
     tails: bool = False
-    policy: Policy = "learned"
+    policy: Policy = "lru"
 
 
 @dataclass
