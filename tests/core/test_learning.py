@@ -26,7 +26,7 @@ def keys(*numbers: int) -> U64Array:
 
 
 def test_a_chunk_of_a_second_request_was_used_again() -> None:
-    rig = Rig()
+    rig = Rig(core={"policy": "learned"})
     engine, table = rig.engine(), rig.machine.state.store.table
 
     def again() -> list[bool]:
