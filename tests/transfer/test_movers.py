@@ -60,7 +60,7 @@ class HostRig(Jobs):
         self.helper_opened = threading.Event()
         self.let_go()
         self.rows: list[int] = []
-        self.waiting = 0
+        self.waiting, self.lock = 0, threading.Lock()
         for kind in ("store", "load"):
             monkeypatch.setattr(host._Bundle, kind, self._wrap(getattr(host._Bundle, kind)))
         self.memory = np.repeat(np.arange(64, dtype=np.uint8), 4096)
@@ -70,10 +70,12 @@ class HostRig(Jobs):
     def _wrap(self, right: Any) -> Any:
         def gated(bundle: Any, arena: U8Array, row: Any) -> None:
             self.entered.set()
-            self.waiting += 1
+            with self.lock:
+                self.waiting += 1
             helps = threading.current_thread().name == "kvass-copy-2"
             assert (self.helper_opened if helps else self.opened).wait(10)
-            self.waiting -= 1
+            with self.lock:
+                self.waiting -= 1
             failing, self.failing = self.failing, False
             if failing:
                 raise MemoryError("no room")
@@ -320,12 +322,16 @@ def test_two_threads_copy_a_load_and_one_copies_a_store(two_threads: HostRig) ->
 
 
 def test_a_job_is_settled_when_the_second_thread_has_left_it(two_threads: HostRig) -> None:
-    two_threads.hold_helper()
+    two_threads.hold()
     two_threads.submit("load", 1, 2, 3, 4)
+    two_threads.submit("store", 5)
+    assert eventually(lambda: two_threads.waiting == 2)
+    two_threads.hold_helper()
     assert eventually(lambda: len(two_threads.rows) == 3)
     assert not two_threads.mover.drain(0.05)
+    assert 5 not in two_threads.rows, "the load is settled first"
     two_threads.let_go()
-    assert two_threads.ends() == [((1, 2, 3, 4), "done")]
+    assert two_threads.ends() == [((1, 2, 3, 4), "done"), ((5,), "done")]
 
 
 def test_a_failed_job_is_settled_when_the_second_thread_has_left_it(two_threads: HostRig) -> None:
@@ -348,7 +354,7 @@ def test_a_cancelled_job_is_settled_when_the_second_thread_has_left_it(
     assert eventually(lambda: two_threads.waiting == 2)
     closing = threading.Thread(target=two_threads.mover.close)
     closing.start()
-    assert not two_threads.mover.drain(0.05)
+    assert eventually(lambda: two_threads.mover._closed)
     two_threads.hold_helper()
     assert not two_threads.mover.drain(0.05)
     two_threads.let_go()
@@ -453,7 +459,7 @@ def test_the_copy_does_not_hold_the_gil(kind: Kind, scattered: bool) -> None:
         to, first, last = region, int(ids[0, 0]) * page_bytes, int(ids[0, -1]) * page_bytes
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
-    during, chances = 0, 100
+    during, chances = 0, 30
     try:
         with closing(HostMover([region], [planes])) as mover:
             while not during and chances:

@@ -5,8 +5,8 @@ and sends ``Commit``, ``Release`` or ``Abort``.
 
 Duties of the caller, which a mover does not check:
 
-- The blocks of a job are held and its slots reserved or leased until it is settled. So no two
-  unsettled jobs touch the same bytes, and their order does not matter.
+- The blocks of a job are held and its slots reserved or leased until it is settled. So no two rows
+  of unsettled jobs touch the same bytes, and their order does not matter.
 - A store is submitted after the forward pass that computed its blocks.
 - ``arena`` is the mapping of the boot whose slots the plan names. The job keeps the array alive.
 - One thread submits, polls and closes. ``on_done`` runs on another.

@@ -11,8 +11,8 @@ Pages are items of numpy's void dtype ``V<run>``: as fast as words, at any align
 ``np.take`` would first copy a source that is not contiguous. So strided planes are taken from a
 contiguous view over their gaps or, where the stride is no multiple of the run, block by block.
 
-Slices are copied as bytes: numpy keeps the GIL while it assigns fewer than 500 items, and a row of
-8 blocks and 12 layers has 96 pages.
+Slices are copied as bytes, so that numpy releases the GIL: it keeps it while it assigns fewer than
+500 items, and a row of 8 blocks and 12 layers has 96 pages.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _bundle(part: list[Plane], at: int, planes: GroupPlanes, regions: Sequence[U
 class _Task:
     """A job, the rows that nobody has begun to copy, and its place in the queue.
 
-    ``copying``: rows that are being copied. ``end``: how it ended, while one of them still is.
+    ``copying``: rows that are being copied. ``end``: how the job will end, if that is known before
+    all rows are copied; it is settled when no row is being copied.
     """
 
     def __init__(self, job: Job, since: float, moved_bytes: int) -> None:
@@ -212,12 +213,13 @@ class HostMover(Mover):
         return True
 
     def _next(self, helps: bool) -> _Task | None:
-        """The first job that this thread can do something for. The caller holds ``_changed``."""
+        """The first job that this thread can do something for; no store is begun while a load is
+        copied. The caller holds ``_changed``."""
         for task in self._queue:
-            if not helps and (task.rows or not task.copying):
-                return task
-            if helps and task.rows and task.job.kind == "load" and not self._closed:
-                return task
+            if task.job.kind == "store" and (helps or task is not self._queue[0]):
+                return None
+            if task.rows or not (task.copying or helps):
+                return None if helps and self._closed else task
         return None
 
     def _end_of(self, task: _Task) -> tuple[Outcome, str]:
@@ -239,9 +241,9 @@ class HostMover(Mover):
 
     def _copy(self, job: Job, planes: GroupPlanes, row: RowCopy) -> tuple[Outcome, str] | None:
         """Copy one row. If it cannot be copied, or not in time: how its job ends."""
-        if self._clock() >= job.deadline_s:
-            return "late", ""
         try:
+            if self._clock() >= job.deadline_s:
+                return "late", ""
             for bundle in self._bundles[planes.group]:
                 if job.kind == "store":
                     bundle.store(job.arena, row)
