@@ -43,7 +43,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     (tmp_path / "disk").mkdir()
     tier = faulty.url(tmp_path, f"disk:{tmp_path}/disk?capacity=64MiB")
-    with running_daemon(tmp_path, tier=[tier]) as daemon:
+    with running_daemon(tmp_path, tier=[tier], lookup_budget_ms=10_000) as daemon:
         yield daemon
 
 

@@ -218,8 +218,10 @@ class HostMover(Mover):
         for task in self._queue:
             if task.job.kind == "store" and (helps or task is not self._queue[0]):
                 return None
-            if task.rows or not (task.copying or helps):
-                return None if helps and self._closed else task
+            if task.rows and not (helps and self._closed):
+                return task
+            if task is self._queue[0] and not (task.copying or helps):
+                return task  # jobs are settled in their order
         return None
 
     def _end_of(self, task: _Task) -> tuple[Outcome, str]:
