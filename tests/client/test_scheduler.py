@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from kvass.client.requests import MAX_UNANSWERED
 from kvass.client.scheduler import PENDING, Match, Reserving, SchedulerClient
+from kvass.client.session import DaemonSession
 from kvass.messages import (
     Abort,
     Error,
@@ -67,6 +69,25 @@ def held(client: SchedulerClient, request: str = "r", first: int = 0) -> Match:
 def sync(client: SchedulerClient, daemon: ScriptedDaemon) -> None:
     """Everything sent so far has reached the daemon."""
     client.call(Ping())
+
+
+def test_a_step_reads_the_socket_only_if_an_answer_is_owed(
+    scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, receive = [], DaemonSession.receive
+
+    def reading(session: DaemonSession, timeout_s: float) -> list[FromDaemon]:
+        if threading.current_thread() is threading.main_thread():
+            reads.append(timeout_s)
+        return receive(session, timeout_s)
+
+    monkeypatch.setattr(DaemonSession, "receive", reading)
+    scheduler.new_step()
+    assert reads == []
+    asked = scheduler.submit(Ping())
+    scheduler.new_step()
+    assert reads == [0.0]
+    assert scheduler.wait(asked, 5) is not None
 
 
 def test_hit_take_and_hand_over(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:

@@ -132,6 +132,7 @@ def test_any_number_of_waiting_lookups_keeps_no_other_request_back(
 def test_promoting_for_what_was_not_asked_ends_the_connection(
     tiers: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
+    assert match(scheduler) is PENDING  # steps read what comes while an answer is owed
     tiers.push(Promoting(seq=1 << 40))
     assert eventually(lambda: scheduler.new_step() or scheduler.counters["lost"] == 1)  # type: ignore[func-returns-value]
 

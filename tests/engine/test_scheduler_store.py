@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvass.connectors.vllm.adapt import VllmRequest
 from kvass.engine import stores
 from kvass.engine.stores import HUNG_S, POOL_SHARE
 from tests.support.vllm.fake_client import FakeClient, split
@@ -67,6 +68,24 @@ def test_generated_tokens_are_stored_when_their_chunk_is_computed() -> None:
     assert output.num_scheduled_tokens == {"a": 1}
     assert len(work.stores) == 1
     assert client.reserves[0][0].digests == expected(request, 0)
+
+
+def test_between_two_chunks_a_step_looks_at_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most steps of most requests: they must cost next to nothing."""
+    client, world = rig()
+    world.add("a", range(33), max_tokens=40)
+    world.step()
+    looked = []
+
+    def looking(request: VllmRequest) -> int:
+        looked.append(request.computed_tokens)
+        return len(request.vllm.block_hashes)
+
+    monkeypatch.setattr(VllmRequest, "hashed_blocks", property(looking))
+    while offered(client) == [(0, 1)]:
+        world.step()
+    assert offered(client) == [(0, 1), (1, 2)]
+    assert set(looked) == {63}, "and in the step that completes the next chunk it does"
 
 
 def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:

@@ -242,10 +242,12 @@ class Endpoint:
                 self._settle(reply)
 
     def poll(self) -> None:
-        """Take in what has arrived, without waiting."""
+        """Take in what has arrived, without waiting, if an answer is owed."""
         self.start()
-        with self.lock:
-            self._read()
+        session = self.session
+        if session is not None and session.requests.owed:
+            with self.lock:
+                self._read()
 
     def post(self, message: OneWay, only: DaemonSession | None = None) -> bool:
         """Send a one-way message; False if its boot is not the one we are connected to, or that

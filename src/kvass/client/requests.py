@@ -48,6 +48,11 @@ class OpenRequests:
         """Whether one more may be sent. The daemon limits how many are ``promoting``."""
         return len(self._expected) - len(self.promoting) < MAX_UNANSWERED
 
+    @property
+    def owed(self) -> bool:
+        """Whether an answer is to come, fetched or not."""
+        return bool(self._expected)
+
     def add(self, seq: int, reply: type[m.FromDaemon]) -> None:
         self._expected[seq] = reply
 

@@ -334,10 +334,12 @@ class StorePlanner:
                 continue
             # Drafts are computed too, but have no hash; what has one is never computed again.
             computed = state.computed = state.request.computed_tokens + tokens
+            if computed < self._next_offer(state) and not step.boundary_states(name):
+                continue
             ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
             boundary_states = self._boundary_states(step, state.request)
             if not state.prefilled and computed >= state.request.known_tokens:
-                state.prefilled, state.due = True, self._blocks(state, computed)
+                state.prefilled, state.due = True, self._tail(state, self._blocks(state, computed))
             tail = self._tail(state, state.due) if state.due // self._each == ready else 0
             if ready <= state.offered and not boundary_states and not tail:
                 continue
@@ -353,6 +355,13 @@ class StorePlanner:
                 width = width_of
                 offers += more
         return offers, width
+
+    def _next_offer(self, state: RequestState) -> int:
+        """Before so many tokens are computed there is nothing to offer; 0: there may be. Most
+        requests of most steps go on with their answer, so this is all that they take."""
+        if not state.prefilled or state.due > state.tail:
+            return 0
+        return (state.offered + 1) * self._setup.chunk_tokens
 
     def _boundary_states(self, step: Step, request: Request) -> States:
         """The states at a chunk's end that this step leaves behind; good until its forward pass is

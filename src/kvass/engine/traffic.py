@@ -56,5 +56,7 @@ class EngineTraffic:
 
     def take(self) -> dict[str, int | float]:
         """What was counted since the last call; what is 0 is left out."""
+        if not self._counts:  # as after most steps
+            return {}
         counts, self._counts = self._counts, Counter()
         return {name: number for name, number in counts.items() if number}

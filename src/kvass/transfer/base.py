@@ -126,6 +126,8 @@ class Mover(ABC):
 
     def poll(self) -> list[Done]:
         """What was settled since the last call, oldest first. Never waits."""
+        if not self._settled:
+            return []
         with self._changed:
             done = list(self._settled)
             self._settled.clear()

@@ -238,8 +238,9 @@ class VllmStep:
 
     def requests(self) -> Iterable[tuple[str, int]]:
         scheduled: dict[str, int] = self._output.num_scheduled_tokens
-        # a request that computes nothing in this step may leave a state behind
-        return (dict.fromkeys(self._offloads, 0) | scheduled).items()
+        if offloads := self._offloads:  # of requests that may compute nothing in this step
+            scheduled = dict.fromkeys(offloads, 0) | scheduled
+        return scheduled.items()
 
     def block_table(self, name: str) -> Table:
         table: Table | None = self._output.kv_connector_block_state.get_block_ids(name)
