@@ -157,12 +157,13 @@ def hit_rows(results: Results, name: str, sizes: Sizes) -> list[Row]:
 
 
 def new_rows(results: Results) -> list[Row]:
-    """Prompts without a hit."""
-    alone = f"first token of {NEW_TOKENS:,} new tokens, against none"
-    crowd = f"{CROWD} new prompts of {CROWD_TOKENS} + {OUTPUT} tokens at once, against none"
+    """Prompts without a hit: what a user waits, and how much of it is in the connector's hooks."""
+    alone = f"first token of {NEW_TOKENS:,} new tokens"
+    crowd = f"{CROWD} new prompts of {CROWD_TOKENS} + {OUTPUT} tokens at once"
     return [
-        results.row("new", "new_first", alone, "%"),
-        results.row("new", "new_crowd", crowd, "%"),
+        results.row("new", f"new_{name}{which}", what + text, "%")
+        for name, what in (("first", alone), ("crowd", crowd))
+        for which, text in (("", ", against none"), ("_hooks", ": in the connector's hooks"))
     ]
 
 
@@ -286,24 +287,32 @@ def _take_turns(
 # ---------------------------------------------------------------- prompts without a hit
 
 
-def measure_new(engines: Engines, rounds: int, first: Row, crowd: Row) -> None:
+def measure_new(engines: Engines, rounds: int, *rows: Row) -> None:
     """What a cache costs prompts that nobody has seen, in percent of the engine without one: one
-    prompt's first token, and some prompts at once until the last token."""
+    prompt's first token, and some prompts at once until the last token. And the part of that time
+    in which the engine's thread is in the connector's hooks: it hardly depends on noise."""
 
-    def alone(mode: str, name: object) -> float:
-        return engines.ask(mode, words(NEW_TOKENS, name), empty=False).first_token_s
+    def alone(mode: str, name: object) -> tuple[float, float]:
+        answer = engines.ask(mode, words(NEW_TOKENS, name), empty=False)
+        return answer.first_token_s, answer.hooks_s
 
-    def together(mode: str, name: object) -> float:
+    def together(mode: str, name: object) -> tuple[float, float]:
         prompts = [Prompt(words(CROWD_TOKENS, (name, i)), OUTPUT) for i in range(CROWD)]
         answers = engines.found[mode].generate(*prompts, timeout_s=_SLOW_S)
-        return max(answer.total_s for answer in answers)
+        last = max(answers, key=lambda answer: answer.total_s)
+        return last.total_s, last.hooks_s
 
-    for row, measure, times in ((first, alone, 2 * rounds), (crowd, together, rounds)):
+    for row, hooks, measure, times in (
+        (rows[0], rows[1], alone, 2 * rounds),
+        (rows[2], rows[3], together, rounds),
+    ):
         took: dict[int, dict[str, float]] = {}
         for number, mode in in_turns(tuple(engines.found), times, row):
-            with attempt(mode, row):
-                name = (row.name, engines.repetition, number, mode)
-                took.setdefault(number, {})[mode] = measure(mode, name)
+            with attempt(mode, row, hooks):
+                took_s, hooks_s = measure(mode, (row.name, engines.repetition, number, mode))
+                took.setdefault(number, {})[mode] = took_s
+                if mode in CACHED:
+                    hooks.add(mode, hooks_s / took_s * 100)
         for one in took.values():
             for mode in one.keys() - {"none"} if "none" in one else ():
                 row.add(mode, (one[mode] / one["none"] - 1) * 100)

@@ -171,7 +171,9 @@ class Engine:
             self.other.append(prompt.tokens)
         first_s = self.slow * 1e-3 * (len(prompt.tokens) - local - external)
         tokens = list(range(prompt.max_tokens))
-        return Answer(tokens, [], local, external, first_s, first_s + 1e-3 * len(tokens))
+        hooks_s = first_s - first_s / self.slow
+        total_s = first_s + 1e-3 * len(tokens)
+        return Answer(tokens, [], local, external, first_s, total_s, hooks_s=hooks_s)
 
 
 class Broken(Engine):
@@ -215,7 +217,10 @@ def test_a_cache_that_finds_nothing_has_no_figure() -> None:
 def test_what_new_prompts_cost_is_relative_to_none() -> None:
     rows = engines.new_rows(Results({}, {}, 3, ""))
     engines.measure_new(some(none=Engine(), again=Engine(), kvass=Engine(slow=1.5)), 3, *rows)
-    first, crowd = (one.samples for one in rows)
+    first, first_hooks, crowd, crowd_hooks = (one.samples for one in rows)
+    assert first_hooks["kvass"] == pytest.approx([100 / 3] * 6)
+    assert min(crowd_hooks["kvass"]) > 30
+    assert "again" not in first_hooks
     assert first["again"] == pytest.approx([0.0] * 6)
     assert crowd["again"] == pytest.approx([0.0] * 3)
     assert first["kvass"] == pytest.approx([50.0] * 6)

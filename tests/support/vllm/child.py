@@ -71,6 +71,8 @@ class ChildEngine:
         self.pids: list[int] = [os.getpid()]
         if "transfer" not in config:
             self.pids = self.ranks(instruments.install)
+        named = [self.scheduler.connector, instruments.connector()] if "transfer" in config else []
+        self.hooks_clock = instruments.HookClock(*named)
         self.probe.count_preemptions(self.scheduler)
         blends = getattr(self.scheduler, "blends", False)
         self.blend = instruments.BlendControls(self.scheduler) if blends else None
@@ -144,17 +146,18 @@ class ChildEngine:
 
     def generate(self, prompts: list[Prompt]) -> list[Answer]:
         """Run the prompts to the end, then drain the stores they left."""
-        start = time.monotonic()
+        start, hooks_s = time.monotonic(), self.hooks_clock.seconds
         ids = [self._add(prompt) for prompt in prompts]
         first: dict[str, float] = {}
-        done: dict[str, tuple[Any, float]] = {}
+        done: dict[str, tuple[Any, float, float]] = {}
         while len(done) < len(ids):
             for output in self.step():
                 now = time.monotonic() - start
                 if output.outputs[0].token_ids:
                     first.setdefault(output.request_id, now)
                 if output.finished:
-                    done[output.request_id] = (output.outputs[0], now)
+                    hooked_s = self.hooks_clock.seconds - hooks_s
+                    done[output.request_id] = (output.outputs[0], now, hooked_s)
         self.drain()
         return [self._answer(i, internal, first, done) for i, internal in ids]
 
@@ -184,9 +187,9 @@ class ChildEngine:
         name: str,
         internal: str,
         first: dict[str, float],
-        done: dict[str, tuple[Any, float]],
+        done: dict[str, tuple[Any, float, float]],
     ) -> Answer:
-        completion, total_s = done[name]
+        completion, total_s, hooks_s = done[name]
         local, external = self.hits.pop(internal, (0, 0))
         tokens = list(completion.token_ids)
         return Answer(
@@ -199,6 +202,7 @@ class ChildEngine:
             first_token_s=first.get(name, total_s),
             total_s=total_s,
             finish_reason=completion.finish_reason,
+            hooks_s=hooks_s,
         )
 
     def drain(self) -> None:

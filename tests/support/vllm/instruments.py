@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from inspect import getattr_static, isfunction
 from typing import Any, Final
 from unittest import mock
 
@@ -160,6 +161,33 @@ class Probe:
             told_none=len(self.told_none),
             preemptions=self.preemptions,
         )
+
+
+class HookClock:
+    """The seconds that the engine's thread spends in the hooks of a connector, of any make. Unlike
+    ``Probe`` it disturbs nothing, and takes half a microsecond a call."""
+
+    def __init__(self, *connectors: object) -> None:
+        self.seconds = 0.0
+        self._inside = False
+        for connector in connectors:
+            made = type(connector)
+            for name in dir(made):
+                if not name.startswith("_") and isfunction(getattr_static(made, name)):
+                    setattr(connector, name, self._timed(getattr(connector, name)))
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # one hook calls another
+                return hook(*args, **kwargs)
+            self._inside, began_s = True, time.perf_counter()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - began_s
+                self._inside = False
+
+        return timed
 
 
 _here = Probe()

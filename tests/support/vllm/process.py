@@ -60,6 +60,8 @@ class Answer(msgspec.Struct, frozen=True):
     first_token_s: float
     total_s: float
     finish_reason: str | None = None
+    hooks_s: float = 0.0
+    """The part of ``total_s`` in hooks of the connector, if ``transfer`` named it."""
 
     @property
     def cached(self) -> int:
