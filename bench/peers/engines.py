@@ -22,7 +22,7 @@ from bench.peers.servers import LMCacheServer, Server
 from kvass.cli.bench.rig import say
 from kvass.errors import Unavailable
 from tests.support.vllm.models import build
-from tests.support.vllm.process import Answer, EngineProcess, Prompt
+from tests.support.vllm.process import OFF, Answer, EngineProcess, Prompt
 
 MODES: Final = ("none", "again", "lmcache", "kvass", "offloading")
 """``again``: a second engine without any cache. What it differs from the first is noise."""
@@ -140,10 +140,14 @@ def measure_engines(
                     WORKLOADS[name][1](engines, sizes, plan.rounds, *two)
                 if new:
                     say(f"new prompts, {of}")
-                    measure_new(engines, plan.rounds, *new)
+                    measure_new(engines, plan.rounds, *new[:-1])
                 if down and number == repetitions - 1:
                     say("engines whose cache server is killed")
                     measure_down(engines, servers, *down)
+            if new and "kvass" in servers:
+                say(f"kvass on and off, {number + 1} of {repetitions}")
+                with attempt("kvass", new[-1]), _switched(plan, model, servers["kvass"]) as engine:
+                    measure_switched(engine, 4 * plan.rounds, new[-1])
 
 
 def hit_rows(results: Results, name: str, sizes: Sizes) -> list[Row]:
@@ -160,11 +164,13 @@ def new_rows(results: Results) -> list[Row]:
     """Prompts without a hit: what a user waits, and how much of it is in the connector's hooks."""
     alone = f"first token of {NEW_TOKENS:,} new tokens"
     crowd = f"{CROWD} new prompts of {CROWD_TOKENS} + {OUTPUT} tokens at once"
-    return [
+    rows = [
         results.row("new", f"new_{name}{which}", what + text, "%")
         for name, what in (("first", alone), ("crowd", crowd))
         for which, text in (("", ", against none"), ("_hooks", ": in the connector's hooks"))
     ]
+    switched = f"{alone}: kvass on, against off, in one engine"
+    return [*rows, results.row("new", "new_switched", switched, "%")]
 
 
 @contextmanager
@@ -267,21 +273,21 @@ def _take_turns(
     one: Callable[[str, object, bool], tuple[float, int]],
 ) -> None:
     """Seconds and tokens found of each mode, vLLM's own cache emptied before each request. What
-    computes everything takes part in three rounds. ``local``: vLLM's own cache, not emptied."""
+    computes everything takes part in three rounds. ``local``: the first of these engines with its
+    own cache, which has its turn like the others: right after the same engine it would be faster.
+    """
     wait, found = rows
-    for number, mode in in_turns(tuple(engines.found), rounds, wait, found):
-        if mode not in CACHED and number >= 3:
+    systems = (*engines.found, *(["local"] if "none" in engines.found else []))
+    for number, mode in in_turns(systems, rounds, wait, found):
+        if mode in ("none", "again") and number >= 3:
             continue
         with attempt(mode, wait, found):
-            took_s, tokens = one(mode, (number, mode), True)
+            engine = "none" if mode == "local" else mode
+            took_s, tokens = one(engine, (number, mode), mode != "local")
             wait.add(mode, took_s)
             found.add(mode, tokens)
             if mode in CACHED and not tokens:
                 raise Unavailable("nothing was found")
-            if mode == "none":
-                took_s, tokens = one(mode, (number, "local"), False)
-                wait.add("local", took_s)
-                found.add("local", tokens)
 
 
 # ---------------------------------------------------------------- prompts without a hit
@@ -316,6 +322,37 @@ def measure_new(engines: Engines, rounds: int, *rows: Row) -> None:
         for one in took.values():
             for mode in one.keys() - {"none"} if "none" in one else ():
                 row.add(mode, (one[mode] / one["none"] - 1) * 100)
+
+
+@contextmanager
+def _switched(plan: Plan, model: Path, server: Server) -> Iterator[EngineProcess]:
+    module = "tests.support.vllm.switched"
+    named = {"kv_connector": "SwitchedConnector", "kv_connector_module_path": module}
+    with EngineProcess(
+        model,
+        plan.folder / "engine-switched.log",
+        transfer=(connector("kvass", server) or {}) | named,
+        python=plan.python,
+        args=ARGS,
+        environment=ENVIRONMENT,
+        start_timeout_s=_SLOW_S,
+    ) as engine:
+        engine.wait_ready().one(words(1500, "warm-up"), 2)
+        yield engine
+
+
+def measure_switched(engine: EngineProcess, rounds: int, row: Row) -> None:
+    """A new prompt with kvass and one without, in one engine (``SwitchedConnector``): another
+    process would differ by more than kvass costs."""
+    for number in range(rounds):
+        answers: dict[bool, Answer] = {}
+        for off in (False, True) if number % 2 else (True, False):
+            prompt = words(NEW_TOKENS, ("switched", number, off))
+            answers[off] = engine.one(prompt, 1, params={OFF: "1"} if off else None)
+        on, without = answers[False], answers[True]
+        if without.hooks_s > on.hooks_s / 2:
+            raise Unavailable("kvass was not off")
+        row.add("kvass", (on.first_token_s / without.first_token_s - 1) * 100)
 
 
 # ---------------------------------------------------------------- without the cache's server

@@ -48,7 +48,8 @@ WHY: Final = {
     "next row has both on the disk). Writing to the page cache would change it, and take memory",
     "disk_sync": "what is left to the raw disk is the prompt's way into memory, before the first "
     "write, and file system blocks that are written for the first time",
-    "disk_read": "both wait for the disk: compare the raw disk. A faster disk would change it",
+    "disk_read": "kvass reads past the page cache: compare the raw disk. The kernel's read-ahead "
+    "keeps more requests open. Reading through the page cache would change it, and take memory",
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
     "document_found": "both find all but the prompt's end",
@@ -56,8 +57,8 @@ WHY: Final = {
     "rag": "all compute the question's tokens, and that takes most of the time",
     "chat": "all compute each new turn, and that takes most of the time",
     "agent": "all generate the same tokens, and that takes most of the time",
-    "new": "looking up and storing share the cores with the engine here. Cheaper hooks, or stores "
-    "that wait until the engine is idle, would change it",
+    "new": "two engine processes differ by more than kvass costs: compare the noise, the time in the "
+    "connector's hooks, and kvass on against off in one engine",
     "down_back": "how often a client tries to connect again. Shorter pauses would change it",
 }
 """By the beginning of a row's name: why kvass may not lead there, and what would change it."""

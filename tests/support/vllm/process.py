@@ -32,6 +32,8 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+OFF: Final = "kvass.off"
+"""Of a request: see ``switched.py``."""
 FAKE_GPU: Final = "tests.support.vllm.fake_gpu_connector"
 
 
