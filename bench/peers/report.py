@@ -57,8 +57,8 @@ WHY: Final = {
     "rag": "all compute the question's tokens, and that takes most of the time",
     "chat": "all compute each new turn, and that takes most of the time",
     "agent": "all generate the same tokens, and that takes most of the time",
-    "new": "two engine processes differ by more than kvass costs: compare the noise, the time in the "
-    "connector's hooks, and kvass on against off in one engine",
+    "new": "two engine processes differ by more than kvass costs: compare the noise, the time in "
+    "the connector's hooks, and kvass on against off in one engine",
     "down_back": "how often a client tries to connect again. Shorter pauses would change it",
 }
 """By the beginning of a row's name: why kvass may not lead there, and what would change it."""

@@ -211,7 +211,7 @@ def test_a_wrong_answer_ends_the_connection(
     daemon: ScriptedDaemon, answers: tuple[type[Any], ...]
 ) -> None:
     daemon.answers[Ping] = lambda m: [answer(seq=m.seq) for answer in answers]
-    with Client(daemon.path) as client:
+    with Client(daemon.path, wants_arena=True) as client:  # then its thread reads whatever comes
         client.connect(5)
         seq = client.submit(Ping())
         assert eventually(lambda: client.poll() or client.counters["lost"] == 1)  # type: ignore[func-returns-value]

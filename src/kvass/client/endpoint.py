@@ -4,8 +4,8 @@ Laws of this file:
 
 - No call waits for the daemon longer than its caller says; most do not wait at all.
 - A thread connects, registers, notices a hang-up and writes what the socket would not take at once.
-  A caller reads its own reply. The thread reads what no caller waits for, and everything if there
-  is an arena.
+  A caller reads its own reply. The thread reads replies that no caller waits for, and everything if
+  there is an arena; else what nobody asked for is read with the next reply.
 - A reply that nobody waits for any more is settled: a late match is released, a late grant aborted.
 - What was asked or held through a lost connection is void.
 - Sockets belong to the process that opened them; a forked child drops its copies and opens its own.

@@ -126,7 +126,7 @@ class Mover(ABC):
 
     def poll(self) -> list[Done]:
         """What was settled since the last call, oldest first. Never waits."""
-        if not self._settled:
+        if not self._settled:  # without the lock: it is asked in each step
             return []
         with self._changed:
             done = list(self._settled)
