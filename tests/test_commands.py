@@ -69,7 +69,9 @@ def test_negative_control_a_wrong_option_or_value_is_seen() -> None:
 
 
 def here(line: str, folder: Path) -> str:
-    """``line`` with paths in ``folder`` and all sizes divided by 1024."""
+    """``line`` with paths in ``folder`` and all sizes divided by 1024, if it takes memory."""
+    if line.startswith("kvass simulate"):
+        return line
     line = re.sub(r"/tmp/kvass-tier|/var/cache/kvass", f"{folder}/tier", line)
     line = re.sub(r"(?<![\w/])/(tmp|run/kvass|etc)/(?=kvass\b)", f"{folder}/", line)
     line = re.sub(r"(\d+)MiB", r"\1KiB", line)
