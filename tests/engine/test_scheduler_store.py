@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm.adapt import VllmRequest
+from kvass.connectors.vllm.adapt import VllmBlockPool, VllmRequest, VllmStep
 from kvass.engine import stores
 from kvass.engine.stores import HUNG_S, POOL_SHARE
 from tests.support.vllm.fake_client import FakeClient, split
@@ -86,6 +86,32 @@ def test_between_two_chunks_a_step_looks_at_no_hash(monkeypatch: pytest.MonkeyPa
         world.step()
     assert offered(client) == [(0, 1), (1, 2)]
     assert set(looked) == {63}, "and in the step that completes the next chunk it does"
+
+
+def test_a_state_that_comes_between_two_chunks_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, world = rig()
+    world.add("a", range(33), max_tokens=40)
+    world.step()
+    asked = []
+    monkeypatch.setattr(VllmStep, "boundary_states", lambda *_: [(0, 1, CHUNK)])
+    monkeypatch.setattr(VllmBlockPool, "caches", lambda *known: asked.append(known))
+    world.step()
+    assert len(asked) == 1
+
+
+def test_a_tail_of_which_the_daemon_gave_no_answer_is_offered_again() -> None:
+    client, world = rig()
+    client.knows_blocks = client.missing = True
+    world.add("a", range(BLOCK + 1), max_tokens=8)
+    world.step()
+    client.missing = False
+    for _ in range(5):
+        world.step()
+    tails = [item.blocks for items in client.reserves for item in items]
+    assert len(tails) == 2
+    assert tails[0] == tails[1] != b""
 
 
 def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:
