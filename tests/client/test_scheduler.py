@@ -481,6 +481,19 @@ def asked(scheduler: SchedulerClient) -> Reserving:
     return reserving
 
 
+def test_a_reserve_need_not_wait_for_its_grant(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    slow = Slow(daemon)
+    daemon.answers[Reserve] = slow.hold(daemon.grant)
+    reserving = scheduler.begin_reserve(ITEMS, WIDTH, wait=False)
+    assert reserving is not None
+    assert scheduler.granted(reserving) is PENDING
+    assert scheduler.silent_s == 0.0, "the daemon is not late"
+    slow.let_go()
+    assert eventually(lambda: scheduler.granted(reserving) is not PENDING)
+
+
 @pytest.mark.parametrize("how", ["gone", "silent", "refuses"])
 def test_a_grant_that_will_not_come_is_not_awaited(
     daemon: ScriptedDaemon, scheduler: SchedulerClient, how: str, monkeypatch: pytest.MonkeyPatch

@@ -106,7 +106,7 @@ def test_d2_every_group_of_a_hit_is_right(
     empty(daemon)
 
 
-@pytest.mark.parametrize(("shapes", "late"), [(EIGHT_FULL, 2), (EIGHT_MIXED, 0)])
+@pytest.mark.parametrize(("shapes", "late"), [(EIGHT_FULL, 2), (EIGHT_MIXED, 1)])
 def test_of_eight_groups_a_long_prompt_is_stored_as_far_as_it_is_looked_at(
     tmp_path: Path, pages: Iterator[dict[str, Any]], shapes: list[GroupShape], late: int
 ) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from kvass.connectors.vllm.adapt import VllmBlockPool, VllmRequest, VllmStep
 from kvass.engine import stores
-from kvass.engine.stores import HUNG_S, POOL_SHARE
+from kvass.engine.adapters import NoSalt
+from kvass.engine.stores import HUNG_S, POOL_SHARE, StorePlanner
 from tests.support.vllm.fake_client import FakeClient, split
 from tests.support.vllm.scheduler import BLOCK, CHUNK, SchedulerHarness, rig
 
@@ -39,6 +40,14 @@ def test_a_prompt_is_stored_in_the_step_that_computes_it(asynchronous: bool) -> 
     assert store.blocks == (tuple(table[:6]),)
     assert store.step == work.step == 1
     assert client.handed == [store.reservation], "handed over before schedule() returned"
+
+
+def test_only_a_step_that_computes_nothing_waits_for_its_grant() -> None:
+    client, world = rig()
+    client.knows_blocks = True
+    world.add("a", range(50), max_tokens=34)
+    world.run(client)
+    assert client.waits == [False, False, True], "a prompt, a chunk, and a tail after the end"
 
 
 def test_chunked_prefill_offers_each_chunk_once() -> None:
@@ -537,6 +546,42 @@ def test_vllm_gets_the_blocks_when_it_has_too_few() -> None:
     assert all_free(world)
 
 
+def test_when_blocks_are_short_a_grant_of_the_next_step_is_awaited() -> None:
+    """Else an engine with little memory would store nothing of requests that end."""
+    client, world = rig(blocks=8)
+    client.late = 1
+    world.add("gone", range(1000, 1032), max_tokens=1)
+    a = world.add("a", range(80), max_tokens=20)
+    world.step()
+    assert world.free_blocks == 0, "two of the request that is gone await a grant"
+    output, work = world.schedule()
+    assert not output.num_scheduled_tokens, "one step without a"
+    assert [store.request for store in work.stores] == ["gone", "a"]
+    world.finish(output, reported=list(world.open_steps))
+    world.run(client)
+    assert (a.num_tokens, a.num_preemptions, client.given_up) == (100, 0, 0)
+    assert all_free(world)
+
+
+def test_when_blocks_are_short_nobody_waits_for_the_digest_of_an_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, world = rig(blocks=8)
+    client.knows_blocks = True
+    world.add("gone", range(1000, 1032), max_tokens=1)
+    a = world.add("a", range(80), max_tokens=20)
+    salt = StorePlanner._salt_to_store
+    pending = lambda self, *_: (NoSalt.PENDING, 0)  # noqa: E731
+    monkeypatch.setattr(StorePlanner, "_salt_to_store", pending)
+    for _ in range(5):
+        world.step()
+    assert a.num_tokens > 82
+    assert a.num_preemptions == 0
+    monkeypatch.setattr(StorePlanner, "_salt_to_store", salt)
+    world.run(client)
+    assert all_free(world)
+
+
 def test_waiting_for_grants_keeps_only_a_share_of_the_blocks_from_being_free() -> None:
     client, world = rig(blocks=65)
     client.silent, client.patience = True, 10_000
@@ -576,7 +621,7 @@ def test_a_defect_while_planning_stores_costs_the_store_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, world = rig()
-    monkeypatch.setattr(client, "begin_reserve", lambda items, width: 1 / 0)
+    monkeypatch.setattr(client, "begin_reserve", lambda items, width, wait: 1 / 0)
     world.tolerant = True
     request = world.add("a", range(64), max_tokens=4)
     world.run()

@@ -2,9 +2,9 @@
 
 Laws of this file:
 
-- Waits: ``step_wait_s`` per scheduler step for all lookups together, ``reserve_wait_s`` for the
-  reserve; after a timeout none until the daemon answered something. A grant that comes more than
-  ``LATE_S`` after the reserve is aborted.
+- Waits: ``step_wait_s`` per scheduler step for all lookups together, ``reserve_wait_s`` for a
+  reserve if its caller may wait; after a timeout none until the daemon answered something. A grant
+  that comes more than ``LATE_S`` after the reserve is aborted.
 - A lease is held by exactly one request, here, until ``take`` or ``settle``.
 - When the connection is lost, everything held or asked through it is void, even if the daemon lived
   on: it has given those slots to others. Ranks learn only of what was handed over on the connection
@@ -362,12 +362,15 @@ class SchedulerClient(Endpoint):
 
     # ------------------------------------------------------------ writing
 
-    def begin_reserve(self, items: Sequence[ReserveItem], width: int) -> Reserving | None:
+    def begin_reserve(
+        self, items: Sequence[ReserveItem], width: int, wait: bool = True
+    ) -> Reserving | None:
         """Ask where to write; then call ``granted`` until it says, or ``give_up``. None: it cannot
-        be asked now. More keys than the daemon's limit are refused whole."""
+        be asked now. More keys than the daemon's limit are refused whole. ``wait``: the first call
+        of ``granted`` may."""
         if not items or not self.answering:
             return None
-        wait_s = 0.0 if self.silent_s else self._reserve_wait_s
+        wait_s = self._reserve_wait_s if wait and not self.silent_s else 0.0
         seq = self.submit(Reserve(items=list(items), width=width))
         return Reserving(seq, len(items), time.monotonic(), wait_s) if seq else None
 

@@ -106,7 +106,8 @@ class BlockIndex:
         alone = self.index.find(first) == ABSENT
         alone[repeated(first)] = False
         self._put(rows[alone], 0)
-        alike, left = np.split(rows[~alone], [MOST_ALIKE])
+        others = rows[~alone]
+        alike, left = others[:MOST_ALIKE], others[MOST_ALIKE:]
         needless = [self._add_alike(row) for row in alike.tolist()]
         self._table.entry[left] = UNKNOWN
         found: I64Array = np.concatenate([left[self.prints.tail[left] > 0], *needless])

@@ -108,16 +108,17 @@ class KeyIndex:
 
     def _find(self, keys: U64Array) -> I64Array:
         if not self._count:
-            return np.full(len(keys), ABSENT, np.int64)
+            return _absent(len(keys))
         bucket, mark = self._place(keys)
         rows = self._in_bucket(bucket, mark)
-        there = rows != ABSENT
-        if there.all() and (self._table.keys_of(rows) == keys).all():
+        known = (rows != ABSENT).nonzero()[0]
+        if len(known) == len(rows) and (self._table.keys_of(rows) == keys).all():
             return rows  # the usual hit, every key in its home bucket
-        twins = there.copy()
-        twins[there] = (self._table.keys_of(rows[there]) != keys[there]).any(axis=1)
-        rows[twins] = ABSENT
-        for i in np.flatnonzero(twins | (~there & (self._spilled[bucket] > 0))).tolist():
+        elsewhere = (rows == ABSENT) & (self._spilled[bucket] > 0)
+        if len(known):
+            twins = known[(self._table.keys_of(rows[known]) != keys[known]).any(axis=1)]
+            rows[twins], elsewhere[twins] = ABSENT, True
+        for i in elsewhere.nonzero()[0].tolist():
             rows[i] = self._search(keys[i], int(bucket[i]), int(mark[i]))
         return rows
 
@@ -210,10 +211,10 @@ class KeyIndex:
     def _in_bucket(self, bucket: I64Array, mark: U64Array) -> I64Array:
         """The row of the first entry with this mark in this bucket, or ``ABSENT``."""
         entries = self._entry.take(bucket, axis=0)
-        at = np.flatnonzero((entries >> _HALF) == mark[:, None])
+        at: I64Array = ((entries >> _HALF) == mark[:, None]).reshape(-1).nonzero()[0]
         if len(at) == len(bucket) and ((at >> 3) == np.arange(len(at))).all():  # one each
             return (entries.reshape(-1).take(at) & _LOW).view(np.int64)
-        rows = np.full(len(bucket), ABSENT)
+        rows = _absent(len(bucket))
         at = at[::-1]  # of several in a bucket the first is written last
         rows[at >> 3] = entries.reshape(-1).take(at) & _LOW
         return rows
@@ -221,7 +222,7 @@ class KeyIndex:
     def _search(self, key: U64Array, at: int, mark: int) -> int:
         """The row of one key, looking everywhere it could be."""
         while True:
-            for slot in np.flatnonzero(self._mark[at] == mark).tolist():
+            for slot in (self._mark[at] == mark).nonzero()[0].tolist():
                 row = int(self._row[at, slot])
                 if (self._table.keys_of(np.array([row])) == key).all():
                     return row
@@ -246,6 +247,13 @@ class KeyIndex:
             self._row[bucket[fits], slot[fits]] = rows[fits]
             np.add.at(self._spilled, bucket[~fits], 1)
             rows, bucket, mark = rows[~fits], (bucket[~fits] + 1) & self._mask, mark[~fits]
+
+
+def _absent(count: int) -> I64Array:
+    """``np.full`` takes four times as long for the few keys of a short prompt."""
+    rows = np.empty(count, np.int64)
+    rows.fill(ABSENT)
+    return rows
 
 
 def mixed(keys: U64Array, odd: U64Array) -> U64Array:

@@ -84,9 +84,8 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     hit = view.use(chunks, counts=not msg.again)
     more = chunks < len(keys) - msg.spare
     lacks = not msg.again and (more or hit.blocks < len(blocks))
-    if lacks and (
-        (more and state.tiers.used and ns.tier_epochs) or (msg.writing and view.writers())
-    ):
+    written = msg.writing and len(state.reservations.all) > 0
+    if lacks and ((more and state.tiers.used and ns.tier_epochs) or (written and view.writers())):
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, blocks, start)
         if promotion.deadline > state.now:

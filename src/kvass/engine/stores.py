@@ -122,11 +122,12 @@ class Offer:
 @dataclass(eq=False)
 class Ended:
     """What a request left that ended: ``blocks`` blocks in ``table``, of which those that were not
-    offered are held until they are."""
+    offered are held until they are. ``number``: of the step before its end."""
 
     state: RequestState
     table: Table
     blocks: int
+    number: int
     held: list[Any]
 
 
@@ -213,7 +214,8 @@ class StorePlanner:
     def _reserve(self, offers: list[Offer], width: int, number: int, work: StepWork) -> None:
         """Send a reserve for what step ``number`` completed. If it is not answered now, hold the
         blocks and await it."""
-        reserving = self._client.begin_reserve([offer.item for offer in offers], width)
+        items = [offer.item for offer in offers]
+        reserving = self._client.begin_reserve(items, width, wait=not work.computes)
         if reserving is None:
             self._refused()
             return
@@ -433,7 +435,7 @@ class StorePlanner:
         if self._tail(state, blocks) or blocks // self._each > state.offered:
             table, first = [ids[:blocks] for ids in table], state.offered * self._each
             held = self._pool.hold(i for ids in table for i in ids[first:])
-            self._ended.append(Ended(state, table, blocks, held))
+            self._ended.append(Ended(state, table, blocks, self._number, held))
 
     def _offers_of_ended(self, ended: Sequence[Ended]) -> tuple[list[Offer], int, int]:
         """What ``ended`` requests left, the width of a hash, and how many keys the step may still
@@ -528,10 +530,12 @@ class StorePlanner:
         return bool(self._pending or self._ended or self._awaited())
 
     def frees_blocks(self) -> bool:
-        """The engine has too few blocks: whether it has more in the next step if it preempts
-        nobody. Blocks that await a grant are given back for it."""
+        """The engine has too few blocks: whether it has more in a later step if it preempts
+        nobody. Blocks that have awaited a grant for longer than a step are given back for it."""
         if self._freed_by_abandoning():
-            self.abandon_pending()
+            since = [one.number for one in self._pending] + [one.number for one in self._ended]
+            if min(since) < self._number:
+                self.abandon_pending()
             return True
         return self._pool.freed_by(block for hold in self._awaited() for block in hold.blocks) > 0
 

@@ -37,6 +37,8 @@ class FakeClient:
         self.given_up = 0
         self.silent = self.missing = self.refuse = self.deaf = self._overdue = False
         self.reserves: list[list[ReserveItem]] = []
+        self.waits: list[bool] = []
+        """Of the reserves, which may be waited for."""
         self.lookups: list[tuple[str, int]] = []
         self.tenants: list[str] = []
         """Of the lookups."""
@@ -128,10 +130,13 @@ class FakeClient:
         """A reservation granted, but not handed over."""
         del self.writing[reservation]
 
-    def begin_reserve(self, items: Sequence[ReserveItem], width: int) -> Reserving | None:
+    def begin_reserve(
+        self, items: Sequence[ReserveItem], width: int, wait: bool = True
+    ) -> Reserving | None:
         """Keep the request."""
         assert self.answering
         self.reserves.append(list(items))
+        self.waits.append(wait)
         self.awaited.append(Reserving(len(self.reserves), width, self.steps, 0.0))
         return self.awaited[-1]
 

@@ -195,6 +195,9 @@ class StubModelEngine:
         self.client = world.connector._planner._client
         # Long waits: on a loaded machine a slow answer would count as a miss.
         self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
+        begin = self.client.begin_reserve
+        # Grants come at once, unless ``delay_grants`` says otherwise.
+        self.client.begin_reserve = lambda items, width, wait=True: begin(items, width)
 
     @property
     def rank(self) -> StubModelRank:
