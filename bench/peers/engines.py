@@ -33,6 +33,8 @@ NEW_TOKENS: Final = 1511
 CROWD: Final = 4
 CROWD_TOKENS: Final = 411
 OUTPUT: Final = 24
+SWITCHED: Final = ((1, NEW_TOKENS, 1), (CROWD, CROWD_TOKENS, OUTPUT), (1, 64, OUTPUT))
+"""Prompts at once, tokens of each, and of each answer."""
 _SLOW_S: Final = 300.0
 _BACK_S: Final = 60.0
 _DOWN_S: Final = 120.0
@@ -140,14 +142,16 @@ def measure_engines(
                     WORKLOADS[name][1](engines, sizes, plan.rounds, *two)
                 if new:
                     say(f"new prompts, {of}")
-                    measure_new(engines, plan.rounds, *new[:-1])
+                    measure_new(engines, plan.rounds, *new[: -len(SWITCHED)])
                 if down and number == repetitions - 1:
                     say("engines whose cache server is killed")
                     measure_down(engines, servers, *down)
             if new and "kvass" in servers:
                 say(f"kvass on and off, {number + 1} of {repetitions}")
-                with attempt("kvass", new[-1]), _switched(plan, model, servers["kvass"]) as engine:
-                    measure_switched(engine, 4 * plan.rounds, new[-1])
+                own = new[-len(SWITCHED) :]
+                with attempt("kvass", *own), _switched(plan, model, servers["kvass"]) as engine:
+                    for shape, row in zip(SWITCHED, own, strict=True):
+                        measure_switched(engine, 4 * plan.rounds, shape, row)
 
 
 def hit_rows(results: Results, name: str, sizes: Sizes) -> list[Row]:
@@ -169,8 +173,11 @@ def new_rows(results: Results) -> list[Row]:
         for name, what in (("first", alone), ("crowd", crowd))
         for which, text in (("", ", against none"), ("_hooks", ": in the connector's hooks"))
     ]
-    switched = f"{alone}: kvass on, against off, in one engine"
-    return [*rows, results.row("new", "new_switched", switched, "%")]
+    for name, (prompts, tokens, output) in zip(("first", "crowd", "short"), SWITCHED, strict=True):
+        shape = f"{prompts} x {tokens:,} new tokens and {output} of an answer"
+        what = f"{shape}: kvass on, against off, in one engine"
+        rows.append(results.row("new", f"new_{name}_switched", what, "%"))
+    return rows
 
 
 @contextmanager
@@ -341,18 +348,26 @@ def _switched(plan: Plan, model: Path, server: Server) -> Iterator[EngineProcess
         yield engine
 
 
-def measure_switched(engine: EngineProcess, rounds: int, row: Row) -> None:
-    """A new prompt with kvass and one without, in one engine (``SwitchedConnector``): another
-    process would differ by more than kvass costs."""
+def measure_switched(
+    engine: EngineProcess, rounds: int, shape: tuple[int, int, int], row: Row
+) -> None:
+    """New prompts with kvass and some without, in one engine (``SwitchedConnector``): another
+    process would differ by more than kvass costs. ``shape``: one of ``SWITCHED``. What counts is
+    the time until the engine has nothing to do any more, stores included."""
+    count, tokens, output = shape
     for number in range(rounds):
-        answers: dict[bool, Answer] = {}
+        took_s, hooks_s = dict[bool, float](), dict[bool, float]()
         for off in (False, True) if number % 2 else (True, False):
-            prompt = words(NEW_TOKENS, ("switched", number, off))
-            answers[off] = engine.one(prompt, 1, params={OFF: "1"} if off else None)
-        on, without = answers[False], answers[True]
-        if without.hooks_s > on.hooks_s / 2:
+            params = {OFF: "1"} if off else None
+            names = [("switched", shape, number, off, i) for i in range(count)]
+            prompts = [Prompt(words(tokens, name), output, params=params) for name in names]
+            began_s = time.perf_counter()
+            answers = engine.generate(*prompts)
+            took_s[off] = time.perf_counter() - began_s
+            hooks_s[off] = max(answer.hooks_s for answer in answers)
+        if hooks_s[True] > hooks_s[False] / 2:
             raise Unavailable("kvass was not off")
-        row.add("kvass", (on.first_token_s / without.first_token_s - 1) * 100)
+        row.add("kvass", (took_s[False] / took_s[True] - 1) * 100)
 
 
 # ---------------------------------------------------------------- without the cache's server

@@ -527,6 +527,18 @@ def test_a_tail_without_an_answer_is_offered_again() -> None:
     assert all_free(world)
 
 
+def test_an_older_daemon_is_not_offered_a_tail() -> None:
+    """It took the place of one that takes tails, and would be asked for nothing in every step."""
+    client, world = rig()
+    client.knows_blocks = client.missing = True
+    world.add("a", range(16), max_tokens=12)
+    world.step()
+    client.knows_blocks = client.missing = False
+    world.run(client)
+    assert [len(items) for items in client.reserves] == [1], "the one without an answer"
+    assert all_free(world)
+
+
 def test_vllm_gets_the_blocks_when_it_has_too_few() -> None:
     """It preempts nobody for a grant that may come."""
     client, world = rig(blocks=11)

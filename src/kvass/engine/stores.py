@@ -405,7 +405,8 @@ class StorePlanner:
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
         runs = self._spans.runs(table, states, since, ready)
-        if tail and (tail // each != ready or min(map(len, table)) < tail):
+        there = tail > 0 and tail // each == ready and min(map(len, table)) >= tail
+        if not there or not self._client.knows_blocks:
             tail = 0
         if tail:
             table = [ids[:tail] for ids in table]
