@@ -16,6 +16,7 @@ from bench.peers import engineless, engines, report
 from bench.peers.engineless import Plan
 from bench.peers.engines import SHORT, Engines, Sizes
 from bench.peers.results import Results, Row, in_turns
+from kvass.errors import Unavailable
 from tests.support.vllm.process import Answer, EngineDied, Prompt
 
 # ---------------------------------------------------------------- the page
@@ -215,9 +216,9 @@ def test_a_cache_that_finds_nothing_has_no_figure() -> None:
 
 
 def test_what_new_prompts_cost_is_relative_to_none() -> None:
-    rows = engines.new_rows(Results({}, {}, 3, ""))
-    engines.measure_new(some(none=Engine(), again=Engine(), kvass=Engine(slow=1.5)), 3, *rows[:-1])
-    first, first_hooks, crowd, crowd_hooks, _ = (one.samples for one in rows)
+    rows = engines.new_rows(Results({}, {}, 3, ""))[: -len(engines.SWITCHED)]
+    engines.measure_new(some(none=Engine(), again=Engine(), kvass=Engine(slow=1.5)), 3, *rows)
+    first, first_hooks, crowd, crowd_hooks = (one.samples for one in rows)
     assert first_hooks["kvass"] == pytest.approx([100 / 3] * 6)
     assert min(crowd_hooks["kvass"]) > 30
     assert "again" not in first_hooks
@@ -227,3 +228,32 @@ def test_what_new_prompts_cost_is_relative_to_none() -> None:
     assert 40 < crowd["kvass"][0] < 50
     assert "none" not in first
     assert words(3, "x") != words(3, "y")
+
+
+class Switch:
+    """An engine with a switch: with kvass a token takes ``on`` seconds, without it one."""
+
+    def __init__(self, on: float, broken: bool = False) -> None:
+        self.on, self.broken, self.now_s = on, broken, 0.0
+        self.turns: list[bool] = []
+
+    def generate(self, *prompts: Prompt) -> list[Answer]:
+        (off,) = {prompt.params is not None for prompt in prompts}
+        self.turns.append(off)
+        tokens = sum(len(prompt.tokens) for prompt in prompts)
+        self.now_s += tokens * (1 if off else self.on)
+        hooks_s = 1.0 if self.broken or not off else 0.1
+        return [Answer([], [], 0, 0, 0.0, 0.0, hooks_s=hooks_s) for _ in prompts]
+
+
+@pytest.mark.parametrize("shape", engines.SWITCHED)
+def test_kvass_on_is_compared_with_off_in_one_engine(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]
+) -> None:
+    engine: Any = Switch(1.25)
+    monkeypatch.setattr("bench.peers.engines.time.perf_counter", lambda: engine.now_s)
+    engines.measure_switched(engine, 3, shape, one := row("new"))
+    assert one.samples["kvass"] == pytest.approx([25.0] * 3)
+    assert engine.turns == [True, False, False, True, True, False]
+    with pytest.raises(Unavailable, match="not off"):
+        engines.measure_switched(Switch(1.25, broken=True), 1, shape, one)  # type: ignore[arg-type]
