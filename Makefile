@@ -73,8 +73,12 @@ quick: $(READY)
 	@$(BIN)/python -m coverage report --fail-under=90 | tail -n 1
 	@$(BIN)/python -m coverage report --include='*/kvass/core/*' --fail-under=95 | tail -n 1
 
+# With the oldest vLLM, too: what test_two_versions.py says. make test-versions has all of them.
+OLDEST := 0.30.0
+
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	@bash requirements/overlays.sh $(VENV) $(OLDEST)
+	KVASS_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
 SCHEDULERS := tests/test_vllm_contract.py $(wildcard tests/engine/test_scheduler_*.py) \

@@ -46,7 +46,7 @@ class KvassClient:
 
     def copy(self, seed: str, tokens: int, threads: int) -> dict[str, Any]:
         """Store a new prompt and load it into other blocks; memcpy of the same bytes. All of it by
-        one thread, whatever ``threads`` says."""
+        one thread for stores and two for loads, whatever ``threads`` says."""
         self._cache.renew(digests(seed, tokens))
         store_s, load_s = seconds(self._cache.store), seconds(self._cache.load)
         memcpy_s, equal = seconds(self._cache.copy_in), self._cache.right()

@@ -1,12 +1,15 @@
 """Engines of two versions of vLLM on one daemon: each is warm from its own rows, no others.
 
-``make test-versions`` brings the other versions, in the folder that ``KVASS_OVERLAYS`` names.
+``make test`` brings the oldest version and ``make test-versions`` the others, in the folder that
+``KVASS_OVERLAYS`` names.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -19,10 +22,14 @@ from tests.support.vllm.models import TINY
 
 FOLDER: Final = Path(os.environ.get("KVASS_OVERLAYS", "nowhere")).absolute()
 OTHERS: Final = sorted(file.parents[1] for file in FOLDER.glob("*/vllm/_C.abi3.so"))
+RUN: Final = (
+    "import sys, pytest, vllm._version as v; "
+    "print(v.version, flush=True); sys.exit(pytest.main(sys.argv[1:]))"
+)
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(not OTHERS, reason="make test-versions runs it")
+@pytest.mark.skipif(not OTHERS, reason="make test and make test-versions run it")
 @pytest.mark.parametrize("overlay", OTHERS, ids=lambda path: path.name)
 def test_engines_of_two_versions_share_nothing(
     overlay: Path, start: Starter, tmp_path: Path
@@ -47,3 +54,16 @@ def test_engines_of_two_versions_share_nothing(
             assert (warm.local, warm.external) == (0, 672)  # its last whole block
             assert warm.tokens == before.tokens
             assert warm.logprobs == pytest.approx(before.logprobs, abs=LIKE_COLD)
+
+
+@pytest.mark.skipif(not OTHERS, reason="make test and make test-versions run it")
+def test_the_schedulers_of_the_oldest_version() -> None:
+    """A part of the tests that ``make test-versions`` runs with every version."""
+    files = [Path(__file__).with_name(f"test_scheduler_{name}.py") for name in ("load", "store")]
+    path = os.pathsep.join([str(OTHERS[0]), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu"}
+    command = [sys.executable, "-c", RUN, "-q", "-p", "no:cacheprovider", *map(str, files)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-4000:]
+    assert ran.stdout.startswith(OTHERS[0].name), "it tested another version"
+    assert " passed" in ran.stdout
