@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import combinations, product, takewhile
@@ -367,6 +368,38 @@ def test_a_trace_without_requests_is_refused(
 # ---------------------------------------------------------------- the command
 
 
+def plotted(page: str, what: str) -> list[list[tuple[float, float]]]:
+    """Of each plot of ``what`` by size its first line: where it lies across, and the values."""
+    found = []
+    for svg in re.findall(rf'<svg[^>]*"{what} by size of L1".*?</svg>', page):
+        texts = re.findall(r'text-anchor="end">([\d.,]+)', svg)
+        top = max(float(text.replace(",", "")) for text in texts)
+        points = [pair.split(",") for pair in re.findall(r'points="([^"]*)"', svg)[0].split()]
+        found.append([(float(x), top * (252 - float(y)) / 244) for x, y in points])
+    return found
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_the_page_marks_the_size_to_buy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small: bool
+) -> None:
+    file, html = tmp_path / "chat.jsonl", tmp_path / "r.html"
+    assert main(["simulate", "--synth", "chat", "--requests", "40", str(file)]) == 0
+    sizes = "1MiB,2MiB" if small else "1MiB,8MiB,32MiB,1GiB"
+    command = ["simulate", str(file), "--l1", sizes, "--token-bytes", "1024", "--html", str(html)]
+    assert main(command) == 0
+    advice, page = capsys.readouterr().out.splitlines()[-1], html.read_text()
+    marks = re.findall(r'd="M([\d.]+) 8V252".*?>90% of all hits: (\w+)<', page)
+    if small:
+        assert "none of these sizes" in advice
+        assert marks == []
+        return
+    ((across, size),) = marks
+    assert f"L1 of {size} " in advice
+    (line,) = plotted(page, "hit rate")
+    assert float(across) == line[sizes.split(",").index(size)][0]
+
+
 def test_a_made_up_trace_is_written_played_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -390,8 +423,15 @@ def test_a_made_up_trace_is_written_played_and_reported(
         assert 0 < row["hit_rate"] <= row["infinite_hit_rate"] < 1
         assert row["saved_prefill_s"] == pytest.approx(row["hit_tokens"] / 1000)
     page = html.read_text()
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 2 * 4
     assert "http" not in page
+    for number, trace in enumerate(("chat0.jsonl", "rag0.jsonl")):
+        mine = [row for row in rows if row["trace"] == trace]
+        for what, field in (("tokens saved", "hit_tokens"), ("prefill seconds saved", "saved_s")):
+            values = [value for _, value in plotted(page, what)[number]]
+            assert values == pytest.approx([row[field] for row in mine], rel=0.01)
+        rates = [100 * row["hit_rate"] for row in mine]
+        assert [y for _, y in plotted(page, "hit rate")[number]] == pytest.approx(rates, abs=0.3)
     assert main(["simulate", *files[:1], *flags[2:]]) == 0
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 79

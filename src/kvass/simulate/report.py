@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import floor, log2, log10
 from textwrap import wrap
@@ -131,19 +131,25 @@ def _columns(result: Result, varying: Sequence[str]) -> dict[str, str]:
     return columns
 
 
+def knee(results: Sequence[Result]) -> Result | None:
+    """The smallest size that has ``KNEE`` of the hits that are possible; None: no size has."""
+    wanted = KNEE * results[0].infinite
+    enough = [r for r in results if r.outcome.hit_rate >= wanted > 0]
+    return min(enough, key=_price, default=None)
+
+
 def advice(results: Sequence[Result]) -> str:
     """Which size to buy, in one sentence."""
     infinite = results[0].infinite
     if not infinite:
         return "no prompt repeats the beginning of another: a cache finds nothing here"
-    enough = [r for r in results if r.outcome.hit_rate >= KNEE * infinite]
-    if not enough:
+    least = knee(results)
+    if least is None:
         most = max(results, key=lambda r: r.outcome.hit_rate).outcome
         return (
             f"none of these sizes has {KNEE:.0%} of the hits that are possible; the best, "
             f"{most.hit_rate / infinite:.0%}, is L1 of {Size(most.setting.l1_bytes).rounded()}"
         )
-    least = min(enough, key=_price)
     s = least.outcome.setting
     l2 = f" and L2 of {Size(s.l2_bytes).rounded()}" if s.l2_bytes else ""
     how = "".join(f", {_name(s, [name])}" for name in _varying(results) if name != "L2")
@@ -168,7 +174,7 @@ def _by_trace(results: Sequence[Result]) -> Iterator[tuple[Trace, list[Result]]]
 # ---------------------------------------------------------------- HTML
 
 Line = tuple[str, list[tuple[float, float]]]
-"""What it shows, and its points; y is 0 to 1."""
+"""What it shows, and its points."""
 
 
 def head(title: str) -> str:
@@ -190,24 +196,54 @@ def page(results: Sequence[Result]) -> str:
         parts.append(f"<h2>{html.escape(trace.name)}</h2>")
         parts.append(f"<p><b>{html.escape(advice(of_trace))}.</b></p>")
         parts.append("<h3>Hit rate by size of L1</h3>")
-        parts.append(plot(_by_size(of_trace), "size of L1", sizes=True))
+        parts.append(plot(_rates(of_trace), "size of L1", sizes=True, mark=_mark(of_trace)))
+        for what, lines in _savings(of_trace):
+            parts.append(f"<h3>{what.capitalize()} by size of L1</h3>")
+            parts.append(plot(lines, "size of L1", sizes=True, what=what))
         parts.append("<h3>Hit rate over time</h3>")
         parts.append(plot(_over_time(trace, of_trace), "time (s)"))
         parts.append(f"<pre>{html.escape(chr(10).join(table(of_trace)))}</pre>")
     return "\n".join(parts) + "</html>\n"
 
 
-def _by_size(results: Sequence[Result]) -> list[Line]:
-    """A curve for each setting of what is swept beside L1, and the optimal ones."""
-    curves: dict[str, list[tuple[float, float]]] = {}
-    varying = _varying(results)
-    of_best = [name for name in varying if name in ("chunk", "tails", "L2")]
+def _by_size(
+    results: Sequence[Result], name: Callable[[Setting], str], value: Callable[[Result], float]
+) -> list[Line]:
+    """A curve for each ``name``; x is log2 of L1's bytes."""
+    curves: dict[str, set[tuple[float, float]]] = {}
     for r in results:
         s = r.outcome.setting
-        at = log2(s.l1_bytes)
-        curves.setdefault(_name(s, varying) or s.policy, []).append((at, r.outcome.hit_rate))
-        curves.setdefault(f"optimal {_name(s, of_best)}", []).append((at, r.optimal))
-    return [(name, sorted(set(points))) for name, points in curves.items()]
+        curves.setdefault(name(s), set()).add((log2(s.l1_bytes), value(r)))
+    return [(name, sorted(points)) for name, points in curves.items()]
+
+
+def _rates(results: Sequence[Result]) -> list[Line]:
+    """Hit rates of all that is swept beside L1, each with the optimal one."""
+    varying = _varying(results)
+    of_best = [name for name in varying if name in ("chunk", "tails", "L2")]
+    own = _by_size(results, lambda s: _name(s, varying) or s.policy, lambda r: r.outcome.hit_rate)
+    best = _by_size(results, lambda s: f"optimal {_name(s, of_best)}", lambda r: r.optimal)
+    return own + best
+
+
+def _savings(results: Sequence[Result]) -> Iterator[tuple[str, list[Line]]]:
+    """What need not be computed: tokens, and the seconds that it takes if that is known."""
+    varying = _varying(results)
+
+    def name(s: Setting) -> str:
+        return _name(s, varying) or s.policy
+
+    yield "tokens saved", _by_size(results, name, lambda r: r.outcome.hit_tokens)
+    if results[0].outcome.setting.prefill_tokens_s:
+        yield "prefill seconds saved", _by_size(results, name, lambda r: max(0.0, r.saved_s))
+
+
+def _mark(results: Sequence[Result]) -> tuple[float, str] | None:
+    """Where ``knee`` lies."""
+    if (least := knee(results)) is None:
+        return None
+    size = least.outcome.setting.l1_bytes
+    return log2(size), f"{KNEE:.0%} of all hits: {Size(size).rounded()}"
 
 
 def _over_time(trace: Trace, results: Sequence[Result]) -> list[Line]:
@@ -235,9 +271,16 @@ def _top(most: float) -> float:
     return next(4 * n * unit for n in (1, 2, 2.5, 5, 10) if 4 * n * unit >= most)
 
 
-def plot(lines: Sequence[Line], label: str, sizes: bool = False, what: str = "hit rate") -> str:
+def plot(
+    lines: Sequence[Line],
+    label: str,
+    sizes: bool = False,
+    what: str = "hit rate",
+    mark: tuple[float, str] | None = None,
+) -> str:
     """An SVG picture of ``what``; x runs from the least to the greatest of all points. A hit rate
-    runs from 0 to 100 %, all else from 0 to a round number. ``sizes``: x is log2 of bytes."""
+    runs from 0 to 100 %, all else from 0 to a round number. ``sizes``: x is log2 of bytes.
+    ``mark``: an x that gets a line, and the text beside it."""
     xs = [x for _, points in lines for x, _ in points]
     low, span = min(xs), max(xs) - min(xs) or 1.0
     rate = what == "hit rate"
@@ -251,8 +294,9 @@ def plot(lines: Sequence[Line], label: str, sizes: bool = False, what: str = "hi
     legend = _HEIGHT + 18 * len(lines)
     parts = [f'<svg viewBox="0 0 {_WIDTH} {legend}" role="img" aria-label="{what} by {label}">']
     for percent in range(0, 101, 25):
-        at = place(low, top * percent / 100).split(",")[1]
-        value = f"{percent} %" if rate else f"{top * percent / 100:,.4g}"
+        y = top * percent / 100
+        at = place(low, y).split(",")[1]
+        value = f"{percent} %" if rate else f"{y:,.0f}" if y >= 1000 else f"{y:.4g}"
         parts.append(
             f'<path d="M{left} {at}H{right}" stroke="#8884"/>'
             f'<text x="{left - 6}" y="{at}" text-anchor="end">{value}</text>'
@@ -263,6 +307,12 @@ def plot(lines: Sequence[Line], label: str, sizes: bool = False, what: str = "hi
         across = place(x, 0).split(",")[0]
         parts.append(f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{text}</text>')
     parts.append(f'<text x="{_WIDTH // 2}" y="{bottom + 36}" text-anchor="middle">{label}</text>')
+    if mark is not None:
+        across = place(mark[0], 0).split(",")[0]
+        parts.append(
+            f'<path d="M{across} 8V{bottom}" stroke="currentColor" stroke-dasharray="4"/>'
+            f'<text x="{across}" y="{bottom - 6}" text-anchor="middle">{mark[1]}</text>'
+        )
     for i, (name, points) in enumerate(lines):
         colour = _COLOURS[i % len(_COLOURS)]
         path = " ".join(place(x, y) for x, y in points)
