@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -198,10 +199,10 @@ def test_small_messages_do_not_wait_without_end(
     monkeypatch.setattr(os, "write", write)
     namespace: Any = _Namespace()
     recorder = Recorder(str(tmp_path / "run.jsonl"), 1 << 20)
-    recorder.take(0.0, namespace, Lookup(request="r", digests=b"", width=16))
+    recorder.take(time.monotonic(), namespace, Lookup(request="r", digests=b"", width=16))
     writes.wait()
     for _ in range(1000):
-        recorder.take(0.0, namespace, Lookup(request="r", digests=b"", width=16))
+        recorder.take(time.monotonic(), namespace, Lookup(request="r", digests=b"", width=16))
     assert recorder._queue.qsize() <= 101
     go_on.set()
     recorder.close()
@@ -230,8 +231,8 @@ def test_what_cannot_be_recorded_is_said_and_nobody_waits(
     file = tmp_path / "run.jsonl"
     namespace: Any = _Namespace()
     recorder = Recorder(str(file), 400)
-    for i in range(100):
-        recorder.take(float(i), namespace, Lookup(request="r", digests=bytes(64), width=16))
+    for _ in range(100):
+        recorder.take(time.monotonic(), namespace, Lookup(request="r", digests=bytes(64), width=16))
     recorder.close()
     assert 0 < file.stat().st_size <= 400
     assert [r.getMessage() for r in caplog.records] == [
@@ -242,9 +243,9 @@ def test_what_cannot_be_recorded_is_said_and_nobody_waits(
         Recorder(str(tmp_path / "none" / "run.jsonl"), 400)
     monkeypatch.setattr(recording, "WAITING_BYTES", -1)  # the thread is too slow
     slow = Recorder(str(tmp_path / "slow.jsonl"), 1 << 20)
-    slow.take(0.0, namespace, Lookup(request="r", digests=bytes(64), width=16))
+    slow.take(time.monotonic(), namespace, Lookup(request="r", digests=bytes(64), width=16))
     monkeypatch.undo()
-    slow.take(0.0, namespace, Lookup(request="r", digests=bytes(64), width=16))
+    slow.take(time.monotonic(), namespace, Lookup(request="r", digests=bytes(64), width=16))
     slow.close()
     trace = read(tmp_path / "slow.jsonl")
     assert trace.why == ["line 1: 1 messages are missing before it"]
@@ -265,6 +266,7 @@ def test_a_recording_with_wrong_lines_is_played_without_them(
     store = look.replace("lookup", "store").replace('"keys"', '"first":0,"keys"')
     wrong = [
         "{",
+        look.replace("1.0", "-1.0"),
         look.replace('"engine":1', '"engine":2'),
         look.replace("AAA=", "AA=="),
         store.replace('"first":0', '"first":1').replace('"request":5', '"request":6'),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import combinations, product, takewhile
@@ -377,6 +378,31 @@ def plotted(page: str, what: str) -> list[list[tuple[float, float]]]:
         points = [pair.split(",") for pair in re.findall(r'points="([^"]*)"', svg)[0].split()]
         found.append([(float(x), top * (252 - float(y)) / 244) for x, y in points])
     return found
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+) -> None:
+    file = tmp_path / "chat.jsonl"
+    assert main(["simulate", "--synth", "chat", "--requests", "400", str(file)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert main(["simulate", str(file), "--l1", "1GiB", "--token-bytes", "1024"]) == 0
+    shown = capsys.readouterr().err.split("\r\x1b[K")[1:]
+    if not terminal:
+        assert shown == []
+        return
+    assert shown[:2] == ["chat.jsonl  reading", "chat.jsonl  the best possible eviction"]
+    bars = [re.fullmatch(r"chat.jsonl  L1 1GiB  \[(#* *)\] +(\d+)%", one) for one in shown[2:-1]]
+    found = [(len(bar[1]), bar[1].count("#"), int(bar[2])) for bar in bars if bar]
+    assert [width for width, *_ in found] == [20] * len(bars)
+    assert [full for _, full, _ in found] == [percent // 5 for *_, percent in found]
+    assert found[-1][2] > found[0][2] > 0
+    assert shown[-1] == "", "it goes away at the end"
 
 
 @pytest.mark.parametrize("small", [True, False])

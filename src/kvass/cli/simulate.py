@@ -58,6 +58,7 @@ def run(argv: list[str]) -> int:
     layers = model_layers(options)
     results = []
     for path in options.trace:
+        _show(f"{path.name}  reading")
         trace = read(path)
         results += list(_sweep(trace, options, layers))
     if options.html:
@@ -87,6 +88,7 @@ def _sweep(trace: Trace, options: Namespace, layers: tuple[Layers, ...]) -> Iter
 
 def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterator[Result]:
     swept = {name: getattr(options, name) or [default] for name, default in _SWEPT.items()}
+    _show(f"{trace.name}  the best possible eviction")
     best = {tails: Best(trace, models, tails) for tails in swept["tails"]}
     sizes = options.l1 or _sizes_of(best[swept["tails"][0]])
     chunk_tokens = next(iter(models.values())).chunk_tokens
@@ -108,16 +110,20 @@ def _sizes_of(best: Best) -> list[int]:
 
 
 def _play(trace: Trace, setting: Setting, models: dict[int, Model], best: Best) -> Result:
-    player, shown = Player(setting, models), sys.stderr.isatty()
+    player, size = Player(setting, models), Size(setting.l1_bytes).rounded()
     for number, _ in enumerate(player.play(trace), 1):
-        if shown and number % _EVERY == 0:
-            size = Size(setting.l1_bytes).rounded()
+        if number % _EVERY == 0:
             done = number / len(trace.requests)
-            print(f"\r{trace.name}  L1 {size}  {done:4.0%} ", end="", file=sys.stderr, flush=True)
-    if shown:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            _show(f"{trace.name}  L1 {size}  [{'#' * int(20 * done):20}] {done:4.0%}")
+    _show("")
     reach = best.rate(setting.l1_bytes + setting.l2_bytes)
     return Result(trace, player.outcome, reach, best.rate(_NO_END))
+
+
+def _show(text: str) -> None:
+    """One line on a terminal, in place of the last."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _check_chunk(chunk_tokens: int, trace: Trace) -> None:

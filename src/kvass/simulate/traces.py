@@ -150,6 +150,8 @@ def _lines(file: IO[str], path: Path) -> Iterator[str]:
 
 
 def _take(trace: Trace, number: int, found: TraceRequest | WrongLine) -> None:
+    if isinstance(found, TraceRequest) and found.time_s < 0:
+        found = WrongLine(f"its time {found.time_s:g} s is negative")
     if isinstance(found, TraceRequest):
         if not trace.requests or found.time_s >= trace.requests[-1].time_s:
             trace.requests.append(found)
