@@ -276,6 +276,18 @@ def test_lines_that_are_no_requests_are_skipped_counted_and_named(tmp_path: Path
         read(file)
 
 
+@pytest.mark.parametrize(
+    ("ids", "why"), [([9, 4], "9 follows nothing here, and 4 before"), ([4, 4], "4 follows 4 here")]
+)
+def test_ids_out_of_order_are_named(tmp_path: Path, ids: list[int], why: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join([line(), line(hash_ids=ids), line(hash_ids=[4, 9, 8])]))
+    trace = read(file)
+    assert len(trace.requests) == 2
+    assert trace.wrong == 1
+    assert f"line 2: hash_ids: {why}" in trace.why[0]
+
+
 def test_a_csv_file_shares_what_its_prefix_ids_say(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     head = "time_s,input_tokens,output_tokens,prefix_id,prefix_tokens\n"

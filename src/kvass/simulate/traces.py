@@ -16,7 +16,7 @@ import csv
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Final
 
@@ -167,16 +167,18 @@ def _take(trace: Trace, number: int, found: TraceRequest | WrongLine) -> None:
 
 
 def _mooncake(lines: Iterable[str]) -> Iterator[tuple[int, TraceRequest | WrongLine]]:
+    before: dict[int, int] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            yield number, _mooncake_request(line)
+            yield number, _mooncake_request(line, before)
         except WrongLine as wrong:
             yield number, wrong
 
 
-def _mooncake_request(line: str) -> TraceRequest:
+def _mooncake_request(line: str, before: dict[int, int]) -> TraceRequest:
+    """``before``: of each id of a line so far the one before it, or -1."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -186,6 +188,13 @@ def _mooncake_request(line: str) -> TraceRequest:
     ids = fields.get("hash_ids")
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 63 for i in ids):
         raise WrongLine("hash_ids is no list of numbers from 0 on")
+    for last, each in pairwise((-1, *ids)):
+        if (other := before.setdefault(each, last)) != last:
+            found, was = ("nothing" if one < 0 else one for one in (last, other))
+            raise WrongLine(
+                f"hash_ids: {each} follows {found} here, and {was} before; equal ids must mean "
+                "equal prompts up to there"
+            )
     time_s, given, output = (
         _number(fields, name) for name in ("timestamp", "input_length", "output_length")
     )
