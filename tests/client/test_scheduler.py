@@ -494,6 +494,23 @@ def test_a_reserve_need_not_wait_for_its_grant(
     assert eventually(lambda: scheduler.granted(reserving) is not PENDING)
 
 
+def test_a_daemon_that_answers_no_reserve_is_asked_no_more(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for a reserve, so nobody else would notice it: an engine may only store."""
+    monkeypatch.setattr("kvass.client.scheduler.LATE_S", soon_s := 0.25)
+    slow = Slow(daemon)
+    daemon.answers[Reserve] = slow.hold(daemon.grant)
+    reserving = scheduler.begin_reserve(ITEMS, WIDTH, wait=False)
+    assert reserving is not None
+    assert eventually(lambda: scheduler.granted(reserving) is None)
+    assert scheduler.silent_s >= soon_s
+    assert not scheduler.answering
+    slow.let_go()
+    assert daemon.got(Abort, 2)
+    assert eventually(lambda: scheduler.answering)
+
+
 @pytest.mark.parametrize("how", ["gone", "silent", "refuses"])
 def test_a_grant_that_will_not_come_is_not_awaited(
     daemon: ScriptedDaemon, scheduler: SchedulerClient, how: str, monkeypatch: pytest.MonkeyPatch

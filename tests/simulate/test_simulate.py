@@ -446,6 +446,7 @@ def test_a_made_up_trace_is_written_played_and_reported(
         write = ["simulate", "--synth", kind, "--requests", "40", "--seed", seed, str(file)]
         assert main(write) == 0
         assert main(write) == 2  # it is there
+        assert read(file).wrong == 0
     assert (tmp_path / "chat0.jsonl").read_text() != (tmp_path / "chat1.jsonl").read_text()
     capsys.readouterr()
     files, html = (

@@ -125,6 +125,12 @@ class Endpoint:
         since_s = 0.0 if session is None else session.requests.silent_since_s
         return time.monotonic() - since_s if since_s else 0.0
 
+    def silent_since(self, since_s: float) -> None:
+        """An answer that nobody waited for is overdue since ``since_s`` (CLOCK_MONOTONIC)."""
+        with self.lock:
+            if self.session is not None and not self.session.requests.silent_since_s:
+                self.session.requests.silent_since_s = since_s
+
     # ------------------------------------------------------------ connecting
 
     def start(self) -> None:

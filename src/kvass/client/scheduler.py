@@ -389,6 +389,7 @@ class SchedulerClient(Endpoint):
         if reply is None:
             if time.monotonic() - reserving.asked_s < max(LATE_S, wait_s):
                 return PENDING
+            self.silent_since(reserving.asked_s)
             self.give_up(reserving)
             return None
         if isinstance(reply, Error):

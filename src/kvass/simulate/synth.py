@@ -41,12 +41,18 @@ def _turns(kind: str, requests: int, random: Random) -> Iterator[_Turn]:
     """More than ``requests`` turns, in any order: sessions come at random, one a second."""
     fresh, made, begin_s = count(), 0, 0.0
     systems = [_ids(fresh, random.randint(1, 4)) for _ in range(8)]
-    documents = [_ids(fresh, random.randint(4, 24)) for _ in range(200)]
+    lengths = [random.randint(4, 24) for _ in range(200)]
+    stems = dict[tuple[int, int], list[int]]()
+    """By system prompt and document: an id is that of all tokens before it, too."""
     while made < 2 * requests:
         begin_s += random.expovariate(1.0)
-        prompt, at_s = list(random.choice(systems)), begin_s
+        system, at_s = random.randrange(len(systems)), begin_s
+        prompt = list(systems[system])
         if kind == "rag":  # a popular document is asked for more often
-            prompt += documents[int(len(documents) * random.random() ** 2)]
+            document = int(len(lengths) * random.random() ** 2)
+            if (system, document) not in stems:
+                stems[system, document] = _ids(fresh, lengths[document])
+            prompt += stems[system, document]
         turns = {"chat": random.randint(1, 8), "rag": random.randint(1, 3)}.get(kind, 20)
         for _ in range(turns):
             prompt = prompt + _ids(fresh, random.randint(1, 6 if kind == "agents" else 2))
