@@ -78,7 +78,7 @@ OLDEST := 0.30.0
 
 test: $(READY)
 	@bash requirements/overlays.sh $(VENV) $(OLDEST)
-	KVASS_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	VLLM_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
 SCHEDULERS := tests/test_vllm_contract.py $(wildcard tests/engine/test_scheduler_*.py) \
@@ -95,7 +95,7 @@ test-versions: $(READY)
 	  [[ -e $$PYTHONPATH/vllm/_C.abi3.so ]] || { echo "no build for a CPU: no engines"; continue; }; \
 	  $(BIN)/python -m pytest -n $(WORKERS) -q $(ENGINES) || failed+=" $$version (engines)"; \
 	done; unset PYTHONPATH VLLM_TARGET_DEVICE; \
-	KVASS_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -q --pairs 200 \
+	VLLM_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -q --pairs 200 \
 	  $(addprefix tests/engine/test_,pairs.py two_versions.py) \
 	  || failed+=" pairs or two versions"; \
 	[[ -z $$failed ]] || { echo "failed:$$failed" >&2; exit 1; }

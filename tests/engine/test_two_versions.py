@@ -1,7 +1,7 @@
 """Engines of two versions of vLLM on one daemon: each is warm from its own rows, no others.
 
 ``make test`` brings the oldest version and ``make test-versions`` the others, in the folder that
-``KVASS_OVERLAYS`` names.
+``VLLM_OVERLAYS`` names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.engine.conftest import LIKE_COLD, Starter, store
 from tests.support.vllm.fake_vllm import installed, version_of
 from tests.support.vllm.models import TINY
 
-FOLDER: Final = Path(os.environ.get("KVASS_OVERLAYS", "nowhere")).absolute()
+FOLDER: Final = Path(os.environ.get("VLLM_OVERLAYS", "nowhere")).absolute()
 OTHERS: Final = sorted(file.parents[1] for file in FOLDER.glob("*/vllm/_C.abi3.so"))
 RUN: Final = (
     "import sys, pytest, vllm._version as v; "
