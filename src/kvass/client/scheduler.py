@@ -377,8 +377,8 @@ class SchedulerClient(Endpoint):
     def granted(self, reserving: Reserving) -> Granted | Pending | None:
         """Where to write; ``PENDING``: ask again in a later step; None: nowhere, it is over.
 
-        Only the first call waits, and only if the daemon owes no other answer. ``grants`` is
-        parallel to the items.
+        Only the first call waits, if ``begin_reserve`` said that it may and the daemon owes no
+        other answer. ``grants`` is parallel to the items.
         """
         session, wait_s = self.session, reserving.wait_s
         reserving.wait_s = 0.0

@@ -2,7 +2,7 @@
 
 Two engine processes differ by some percent whatever they run. So one engine takes requests with
 kvass and requests without in turns: of a request with ``OFF`` in its ``kv_transfer_params``, and of
-all steps up to the next request, no hook reaches kvass. Requests come one at a time.
+all steps up to the next request, no hook reaches kvass. Requests that run together are alike.
 """
 
 from __future__ import annotations
