@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,13 @@ def mapped_arenas() -> int:
     return Path("/proc/self/maps").read_text().count("kvass-arena")
 
 
-def mapped_bytes() -> int:
-    """Bytes of arenas that stand in this process's page tables."""
-    mappings = Path("/proc/self/smaps").read_text().split("kvass-arena")[1:]
-    return sum(int(text.split("Rss:")[1].split()[0]) * 1024 for text in mappings)
+def mapped_bytes(arena: memory.Arena) -> int:
+    """Bytes of ``arena`` that stand in this process's page tables, of all its mappings. Another
+    test's arena may still await the garbage collector."""
+    inode, mappings = str(os.fstat(arena.fileno()).st_ino), Path("/proc/self/smaps").read_text()
+    sizes = re.findall(rf" {inode} +/memfd:kvass-arena.*?Rss: +(\d+) kB", mappings, re.DOTALL)
+    assert sizes, "not mapped"
+    return sum(map(int, sizes)) * 1024
 
 
 def resident(arena: memory.Arena) -> int:
@@ -65,7 +69,7 @@ def test_a_page_is_there_whoever_touched_it() -> None:
     ours.buffer[PAGE] = 1
     assert theirs.has_page(PAGE)
     assert not theirs.has_page(0)
-    assert mapped_bytes() == PAGE, "asking maps nothing"
+    assert mapped_bytes(ours) == PAGE, "asking maps nothing"
     for arena in (ours, theirs):
         arena.close()
 
@@ -116,9 +120,9 @@ def test_closing_empties_the_mapping_before_it_is_unmapped() -> None:
     arena = memory.create(size)
     second = memory.attach(os.dup(arena.fileno()), size)
     second.buffer[:] = 9
-    view, before = second.buffer, mapped_bytes()
+    view, before = second.buffer, mapped_bytes(arena)
     second.close()
-    assert before - mapped_bytes() == size
+    assert before - mapped_bytes(arena) == size
     assert resident(arena) == size  # of this mapping, not of the arena
     assert np.all(view == 9)
     arena.close()

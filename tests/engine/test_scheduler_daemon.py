@@ -185,21 +185,65 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_copy(
     until(lambda: b.step() and request.is_finished(), "the request's end")
 
 
-def test_what_a_failed_forward_pass_computed_is_not_stored_later_either(
-    daemon: Daemon, engine: Any
+def raises() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("delay", [0, 1], ids=["granted at once", "granted in a later step"])
+@pytest.mark.parametrize("aborted", [True, False], ids=["aborted", "goes on"])
+@pytest.mark.parametrize("reached", [True, False], ids=["in the forward pass", "before any hook"])
+def test_what_follows_a_step_that_raised_is_not_stored(
+    daemon: Daemon, engine: Any, delay: int, aborted: bool, reached: bool
 ) -> None:
-    """The grant comes after it, in a step in which nothing raises."""
+    """vLLM's own cache says that the step's blocks were computed, so others build on them. Emptying
+    that cache ends this."""
     a = engine()
-    a.delay_grants(lambda: 1)
-    a.world.add("a", PROMPT)
-    _, work = a.world.schedule()
-    try:
-        raise RuntimeError
-    except RuntimeError:
-        a.ranks.run(work)
-    output, work = a.world.schedule()
-    assert work.stores
-    a.world.finish(output, **a.ranks.run(work))
-    assert a.rank.connector._boundary.counters["store_refused"] == 1
-    empty(daemon)
+    a.delay_grants(lambda: delay)
+    request = a.world.add("a", PROMPT, max_tokens=60)
+    _, work = a.world.schedule()  # and its output never comes
+    if reached:
+        a.rank.forward = raises
+        with pytest.raises(ZeroDivisionError):
+            a.ranks.run(work)
+        a.rank.forward = lambda: None
+    a.world.tolerant = True  # the failure is counted
+    if aborted:
+        a.world.abort("a")
+    else:  # as after a Ctrl-C in a notebook: the next call goes on with it
+        request.append_output_token_ids(1)
+        until(lambda: a.step() and request.is_finished(), "its end")
+    other = a.world.add("b", [*PROMPT, *range(500, 600)], max_tokens=60)
+    assert sum(a.step().num_scheduled_tokens.values()) == 104, "it builds on what nobody computed"
+    until(lambda: a.step() and other.is_finished(), "its end")
+    for _ in range(5):
+        a.step()
     assert daemon.status()["rows"] == 0
+    assert a.rank.connector._boundary.counters["steps_raised"] == 1
+    if reached:  # else what it was to store is held
+        assert a.world.scheduler.reset_prefix_cache()
+        a.generate("c", PROMPT)
+        assert daemon.status()["rows"] == 3
+
+
+def test_what_was_computed_before_a_step_that_raised_is_stored(daemon: Daemon, engine: Any) -> None:
+    a = engine()
+    a.delay_grants(lambda: 2)
+    a.world.add("a", PROMPT, max_tokens=60)
+    a.step()
+    a.rank.forward = raises
+    with pytest.raises(ZeroDivisionError):
+        a.step()
+    a.rank.forward, a.world.tolerant = lambda: None, True
+    a.world.abort("a")
+    until(lambda: a.step() and not a.world.scheduler.has_requests(), "its stores")
+    assert empty(daemon)["rows"] == 3
+
+
+def test_a_caller_that_handles_an_exception_may_use_the_engine(daemon: Daemon, engine: Any) -> None:
+    a = engine()
+    try:
+        raises()
+    except ZeroDivisionError:
+        a.generate("a", PROMPT)
+    assert daemon.status()["rows"] == 3
+    assert not a.rank.connector._boundary.counters

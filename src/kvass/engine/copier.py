@@ -9,10 +9,14 @@ Laws of this file:
 - What a copy owes the daemon is settled on the copy thread, right after the last byte. The engine's
   thread waits for copies only in a step that computes nothing, for at most ``COPY_WAIT_S``.
 - Memory of another boot of the daemon than the one that gave the slots is never touched.
+- After a forward pass that raised, or never ran, nothing is stored that it or a later step
+  computed, until the engine has emptied its own prefix cache: until then it may build on blocks
+  that nobody filled.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,6 +40,8 @@ from kvass.transfer.cuda_driver import MissingError
 COPY_WAIT_S: Final = 0.005
 """In each step, even an empty one, the engine's thread keeps the GIL for 2 ms from the threads that
 copy: the fewer steps the better. A request that comes meanwhile waits."""
+
+NEVER: Final = sys.maxsize
 
 _lost: Final[list[object]] = []
 """KV memory that a device may still use after it failed: kept until the process ends."""
@@ -69,7 +75,8 @@ class Copier:
         self._unstored: StepWork | None = None
         self._computed = False
         self._idle = False
-        self._raised = -1
+        self._number = 0
+        self._raised = NEVER
         self.traffic = EngineTraffic()
         self._tracing = tracing.begin()
 
@@ -91,6 +98,11 @@ class Copier:
 
     def load(self, work: StepWork) -> None:
         """Begin this step's loads."""
+        if work.number > self._number + 1:
+            self._spoil(self._number + 1)
+        if work.emptied:
+            self._raised = NEVER
+        self._number = work.number
         self._unstored, self._computed, self._idle = work, False, not work.computes
         for load in work.loads:
             if not self._boundary.run(False, self._begin, load):
@@ -99,21 +111,29 @@ class Copier:
                 self._boundary.run(None, self._refuse, load)
 
     def store(self, work: StepWork, computed: bool = True) -> None:
-        """Begin this step's stores. ``computed``: the forward pass did not raise. If it did,
-        nothing that was computed up to this step is ever stored."""
+        """Begin this step's stores. ``computed``: the forward pass did not raise."""
         self._unstored = None
         if not computed:
-            self._raised = work.number
+            self._spoil(work.number)
         if work.step == 0:
             return
         stores = work.stores if self._strategy.writes else []
         self._open[work.step] = len(stores) + 1
         for store in stores:
-            good = store.computed > self._raised
+            good = store.computed < self._raised
             if not good or not self._boundary.run(False, self._begin, store):
                 self._close_one(work.step)
                 self._boundary.run(None, self._refuse, store)
         self._close_one(work.step)
+
+    def _spoil(self, number: int) -> None:
+        """Step ``number`` did not compute what was planned."""
+        self._raised = min(self._raised, number)
+        self._boundary.count(
+            "steps_raised",
+            "a step of this engine raised or never ran: it stores no more KV until its own prefix "
+            "cache is emptied (reset_prefix_cache), because that may hold blocks never computed",
+        )
 
     def catch_up(self) -> None:
         """Another step begins: begin the stores of the last one, if ``store`` was never called.
@@ -128,19 +148,25 @@ class Copier:
 
     def results(self, computed: bool = True) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those of them that failed.
-        ``computed``: the forward pass of the step did not raise."""
+        ``computed``: the forward pass of the step did not raise. If it did, the engine hears of
+        nothing in this step: it is told in the next."""
         self._computed = computed
         self._poll()
         if self._idle and self._mover is not None and not (self._finished or self._settled):
             self._mover.drain(COPY_WAIT_S)
             self._poll()
+        if not computed:
+            return set(), set()
         finished, failed = self._finished, self._failed
         self._finished, self._failed = set(), set()
         return finished, failed
 
     def report(self) -> list[int]:
-        """The steps (``StepWork.step``) whose stores were all settled since the last call."""
+        """The steps (``StepWork.step``) whose stores were all settled since the last call; none in
+        a step that raised."""
         self._poll()
+        if not self._computed:
+            return []
         settled, self._settled = self._settled, []
         return settled
 

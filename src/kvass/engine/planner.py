@@ -54,6 +54,7 @@ class Planner:
         setup.when_named(self._client.complete)
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
+        self._emptied = False
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.adapters)
         self.traffic = EngineTraffic()
@@ -255,6 +256,7 @@ class Planner:
     def plan_stores(self, step: Step, work: StepWork) -> None:
         """Add the step's stores."""
         self._notice_reset()
+        work.emptied, self._emptied = self._emptied, False
         self._speed.step(step.tokens, time.monotonic())
         self._stores.plan(step, work)
 
@@ -306,8 +308,9 @@ class Planner:
         """What became of rows since the last call, for the engine to publish."""
         return [] if self.events is None else self.events.take()
 
-    def forget_announced(self) -> None:
-        """The engine published that it has nothing any more."""
+    def was_emptied(self) -> None:
+        """The engine's own prefix cache is empty now, and it published that."""
+        self._emptied = True
         if self.events is not None:
             self.events.forget()
 

@@ -56,10 +56,12 @@ class Store:
 class StepWork:
     """One step's loads and stores. ``step`` numbers the steps that have stores, from 1: their
     blocks are held until every rank has reported this number. It is 0 without stores. ``number``
-    counts all steps. Without ``computes`` the step has no forward pass."""
+    counts all steps. Without ``computes`` the step has no forward pass. ``emptied``: the engine's
+    own prefix cache was emptied since the step before."""
 
     step: int = 0
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     number: int = 0
     computes: bool = True
+    emptied: bool = False

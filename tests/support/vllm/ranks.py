@@ -35,6 +35,8 @@ class StubModelRank:
         import torch
 
         self.gate: CopyGate | None = None
+        self.forward: Callable[[], object] = lambda: None
+        """Called as the forward pass of each step. It may raise."""
         self.speculative = False
         """Whether hooks are called as by vLLM's V1 runner with a drafter (on the last stage)."""
         (tensor,) = caches.kv_cache_tensors
@@ -71,11 +73,14 @@ class StubModelRank:
         deferred = self.speculative and forward
         self.connector.handle_preemptions(work)
         self.connector.bind_connector_metadata(work)
-        self.connector.start_load_kv(None)
-        if not deferred and (forward or self.saves_empty_steps):
-            self.connector.wait_for_save()
-        ended = self.connector.get_transfer_results(set())
-        report = self.connector.build_connector_worker_meta()
+        try:
+            self.forward()
+        finally:
+            self.connector.start_load_kv(None)
+            if not deferred and (forward or self.saves_empty_steps):
+                self.connector.wait_for_save()
+            ended = self.connector.get_transfer_results(set())
+            report = self.connector.build_connector_worker_meta()
         if deferred and self.copier._strategy.last_stage:  # after the drafter
             self.connector.wait_for_save()
         if not deferred or self.copier._strategy.last_stage:

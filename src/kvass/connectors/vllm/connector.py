@@ -44,6 +44,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._planner: Planner | None = None
         self._copier: Copier | None = None
         self._placer: Placer | None = None
+        self._handled: BaseException | None = None
         self.blender: BlendPlanner | None = None
         plans = role == adapt.KVConnectorRole.SCHEDULER
         logs = plans or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
@@ -130,7 +131,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._run(self._planner, None, Planner.abandon_pending)
 
         def after_reset() -> None:
-            self._run(self._planner, None, Planner.forget_announced)
+            self._run(self._planner, None, Planner.was_emptied)
 
         def bind(planner: Planner) -> None:
             planner.bind(adapt.VllmBlockPool(gpu_block_pool, before_reset, after_reset))
@@ -241,6 +242,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Begin the step's loads. Both runners call this after they zeroed new blocks and before
         the forward pass. On a GPU a load does not wait for what is launched after it."""
         super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]
         self._run(self._copier, None, Copier.load, connector_metadata)
         if self._placer is not None:
             self._placer.expect(connector_metadata.placements)
@@ -263,12 +265,19 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def wait_for_save(self) -> None:
         """Begin the step's stores. vLLM calls this also while an exception leaves the forward pass:
         then the blocks may hold anything."""
-        self._run(self._copier, None, Copier.store, self._get_connector_metadata(), not _raising())
+        self._run(
+            self._copier, None, Copier.store, self._get_connector_metadata(), self._computed()
+        )
+
+    def _computed(self) -> bool:
+        """Whether the step's forward pass did not raise. Its caller may be handling an exception of
+        before."""
+        return sys.exc_info()[1] is self._handled
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that ended."""
         none: tuple[set[str], set[str]] = (set(), set())
-        finished, failed = self._run(self._copier, none, Copier.results, not _raising())
+        finished, failed = self._run(self._copier, none, Copier.results, self._computed())
         if self._placer is not None:
             finished, failed = self._placer.settle(finished, failed)
             self._placer.oracle.forget(finished_req_ids)
@@ -285,8 +294,3 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._setup.weights.cancel()
         self._run(self._planner, None, Planner.close)
         self._run(self._copier, None, Copier.close)
-
-
-def _raising() -> bool:
-    """Whether this hook is called while an exception is being handled."""
-    return sys.exc_info()[0] is not None
