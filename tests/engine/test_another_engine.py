@@ -6,7 +6,7 @@ import hashlib
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -110,8 +110,9 @@ class OneRequest:
     def block_table(self, name: str) -> Table:
         return self.table
 
-    def boundary_states(self, name: str) -> Iterable[tuple[int, int, int]]:
-        return []
+    @property
+    def boundary_states(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
+        return {}
 
 
 class SmallEngine:
@@ -162,8 +163,7 @@ class SmallEngine:
     def _step(self, step: OneRequest) -> set[str]:
         """The requests whose load ended well."""
         work = StepWork()
-        self.planner.take_loads(work)
-        self.planner.plan_stores(step, work)
+        self.planner.plan(step, work)
         if not self.planner.hand_over(work):
             self.planner.revoke(work)
         self.copier.catch_up()

@@ -171,6 +171,7 @@ def end_with(outcome: Outcome) -> tuple[bool, bool]:
         fake.kill()
     fake.stopped = False
     side.close()
+    side.results()
     assert side.report() == [1], "the engine hears of the step all the same"
     said = {"done": ["commit", "commit"], "failed": ["abort", "abort"], "lost": []}
     assert client.told == [*said[outcome], "close"]

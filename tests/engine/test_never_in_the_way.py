@@ -159,6 +159,15 @@ def test_absent_at_start(engine: EngineProcess, judge: Judge, prompt: Make) -> N
     assert engine.hooks().told_none == 0
 
 
+def test_no_layer_calls_a_hook_of_its_own(engine: EngineProcess, prompt: Make) -> None:
+    """A model of 80 layers would call 160 in each step."""
+    engine.one(prompt(100), 3)
+    calls = engine.hooks().calls
+    assert calls["wait_for_save"] >= 3
+    assert not calls.get("wait_for_layer_load", 0)
+    assert not calls.get("save_kv_layer", 0)
+
+
 def test_a_daemon_that_comes_later_is_found(
     engine: EngineProcess, later: Daemon, judge: Judge, prompt: Make
 ) -> None:

@@ -144,7 +144,7 @@ def test_nothing_of_ours_raises_into_the_scheduler(
 ) -> None:
     a = engine()
     a.world.tolerant = True
-    for name in ("ensure_load", "take_loads", "storing"):
+    for name in ("ensure_load", "plan", "storing"):
         monkeypatch.setattr(Planner, name, lambda *_: 1 / 0)
     request = a.generate("a", PROMPT)
     assert request.num_tokens == 102

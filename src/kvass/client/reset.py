@@ -68,7 +68,7 @@ class NamespaceReset:
 
     def go_on(self, timeout_s: float = 0.0) -> None:
         """Say what is owed, and take in what was confirmed; waits for a registration alone."""
-        if not self._confirm_clear(0.0):
+        if self._clear_owed and not self._confirm_clear(0.0):
             return
         self._endpoint.registration = self.registration
         session = self._endpoint.session

@@ -70,6 +70,7 @@ class Copier:
         self._owners: tuple[object, ...] = ()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
+        self._copying = 0
         self._open: Counter[int] = Counter()
         self._settled: list[int] = []
         self._unstored: StepWork | None = None
@@ -195,6 +196,7 @@ class Copier:
             self._mover.submit(
                 Job(copy.kind, plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
             )
+            self._copying += 1
             undo.pop_all()
         return True
 
@@ -238,8 +240,9 @@ class Copier:
         self._settle(copy)
 
     def _poll(self) -> None:
-        if self._mover is not None:
+        if self._copying and self._mover is not None:
             for done in self._boundary.run([], self._mover.poll):
+                self._copying -= 1
                 self._boundary.run(None, self._ended, done)
 
     def _ended(self, done: Done) -> None:

@@ -37,8 +37,7 @@ SAMPLES: Final = 16
 
 class Planner:
     """Plans one engine's loads and stores. Used from the engine's scheduler thread only. ``bind``
-    comes first. A step calls ``take_loads``, ``plan_stores``, then ``hand_over``, or if that fails
-    ``revoke``."""
+    comes first. A step calls ``plan``, then ``hand_over``, or if that fails ``revoke``."""
 
     def __init__(self, setup: EngineSetup, make: EventMaker | None = None) -> None:
         """``make``: of an engine that publishes events of its cache."""
@@ -249,12 +248,10 @@ class Planner:
 
     # ------------------------------------------------------------ a step
 
-    def take_loads(self, work: StepWork) -> None:
-        """Add the loads that were planned since the last step."""
+    def plan(self, step: Step, work: StepWork) -> None:
+        """Add the loads that were planned since the last step, then the stores. If it raises, the
+        loads are there, and perhaps some stores."""
         work.loads, self._loads = self._loads, []
-
-    def plan_stores(self, step: Step, work: StepWork) -> None:
-        """Add the step's stores."""
         self._notice_reset()
         work.emptied, self._emptied = self._emptied, False
         self._speed.step(step.tokens, time.monotonic())
@@ -263,13 +260,15 @@ class Planner:
     def hand_over(self, work: StepWork) -> bool:
         """Last act of a step: from here on the ranks settle, and the next step's waits begin.
         False: the daemon cannot be told, so the ranks must not be either: ``revoke``."""
-        loads = [load for load in work.loads if load.lease]
-        leases = [load.lease for load in loads]
-        writes = [store.reservation for store in work.stores]
-        boots = {load.boot for load in loads} | {store.boot for store in work.stores}
-        told = not boots or (
-            len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
-        )
+        told = True
+        if work.loads or work.stores:
+            loads = [load for load in work.loads if load.lease]
+            leases = [load.lease for load in loads]
+            writes = [store.reservation for store in work.stores]
+            boots = {load.boot for load in loads} | {store.boot for store in work.stores}
+            told = not boots or (
+                len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
+            )
         self._client.new_step()
         self._adapters.new_step()
         return told

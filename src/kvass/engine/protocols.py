@@ -6,7 +6,7 @@ block that is not there any more. All of this is used from the engine's schedule
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvass.layout.spans import Table
@@ -77,8 +77,9 @@ class Step(Protocol):
     def block_table(self, name: str) -> Table:
         """The blocks of one of its requests."""
 
-    def boundary_states(self, name: str) -> Iterable[tuple[int, int, int]]:
-        """Group, block and number of tokens of each state that it leaves behind of a request. The
+    @property
+    def boundary_states(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
+        """By request: group, block and number of tokens of each state that it leaves behind. The
         block may have been given to another request since: ``BlockPool.caches`` tells."""
 
 

@@ -16,7 +16,7 @@ import hashlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -329,17 +329,20 @@ class StorePlanner:
 
     def _offers(self, step: Step, ended: Sequence[Ended]) -> tuple[list[Offer], int]:
         """What this step completes and what ``ended`` requests left, and the width of a hash."""
-        offers, width, budget = self._offers_of_ended(ended[:ENDED_PER_STEP])
+        offers, width, budget = list[Offer](), 0, KEYS_PER_STEP
+        if ended:
+            offers, width, budget = self._offers_of_ended(ended[:ENDED_PER_STEP])
+        states = step.boundary_states
         for name, tokens in step.requests():
             state = self._requests.get(name)
             if state is None or state.offered == NEVER:
                 continue
             # Drafts are computed too, but have no hash; what has one is never computed again.
             computed = state.computed = state.request.computed_tokens + tokens
-            if computed < self._next_offer(state) and not step.boundary_states(name):
+            if computed < self._next_offer(state) and name not in states:
                 continue
             ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
-            boundary_states = self._boundary_states(step, state.request)
+            boundary_states = self._boundary_states(states.get(name, ()), state.request)
             if not state.prefilled and computed >= state.request.known_tokens:
                 state.prefilled, state.due = True, self._tail(state, self._blocks(state, computed))
             tail = self._tail(state, state.due) if state.due // self._each == ready else 0
@@ -365,11 +368,12 @@ class StorePlanner:
             return 0
         return (state.offered + 1) * self._setup.chunk_tokens
 
-    def _boundary_states(self, step: Step, request: Request) -> States:
-        """The states at a chunk's end that this step leaves behind; good until its forward pass is
-        over. The block may be free or another request's by now: its hash says what it holds."""
+    def _boundary_states(self, left: Iterable[tuple[int, int, int]], request: Request) -> States:
+        """Of the states that a step leaves behind, those at a chunk's end; good until its forward
+        pass is over. The block may be free or another request's by now: its hash says what it
+        holds."""
         states = {}
-        for group, block, tokens in step.boundary_states(request.name):
+        for group, block, tokens in left:
             chunks, rest = divmod(tokens, self._setup.chunk_tokens)
             if rest == 0 and 0 < chunks <= request.hashed_chunks:
                 (digest,) = request.chunk_hashes(chunks - 1, chunks)

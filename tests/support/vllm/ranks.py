@@ -31,12 +31,13 @@ class StubModelRank:
     saves_empty_steps = True
     """Whether the runner calls ``wait_for_save`` without a forward pass, as since vLLM 0.31."""
 
+    forward: Callable[[], object] = staticmethod(lambda: None)
+    """Called as the forward pass of each step. It may raise."""
+
     def __init__(self, config: Any, caches: Any) -> None:
         import torch
 
         self.gate: CopyGate | None = None
-        self.forward: Callable[[], object] = lambda: None
-        """Called as the forward pass of each step. It may raise."""
         self.speculative = False
         """Whether hooks are called as by vLLM's V1 runner with a drafter (on the last stage)."""
         (tensor,) = caches.kv_cache_tensors

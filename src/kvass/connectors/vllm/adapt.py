@@ -20,7 +20,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -238,8 +238,8 @@ class VllmStep:
 
     def requests(self) -> Iterable[tuple[str, int]]:
         scheduled: dict[str, int] = self._output.num_scheduled_tokens
-        if offloads := self._offloads:  # of requests that may compute nothing in this step
-            scheduled = dict.fromkeys(offloads, 0) | scheduled
+        if states := self.boundary_states:  # of requests that may compute nothing in this step
+            scheduled = dict.fromkeys(states, 0) | scheduled
         return scheduled.items()
 
     def block_table(self, name: str) -> Table:
@@ -247,16 +247,13 @@ class VllmStep:
         assert table is not None, "a request of the step has a block table"
         return table
 
-    def boundary_states(self, name: str) -> Iterable[tuple[int, int, int]]:
+    @property
+    def boundary_states(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
         # Under asynchronous scheduling vLLM hands states over between two steps. Drafts that were
         # accepted may have moved the request on since.
-        return self._offloads.get(name, ())
-
-    @property
-    def _offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        offloads: dict[str, list[tuple[int, int, int]]]
-        offloads = self._output.kv_connector_block_state.boundary_state_offloads
-        return offloads
+        states: Mapping[str, list[tuple[int, int, int]]]
+        states = self._output.kv_connector_block_state.boundary_state_offloads
+        return states
 
 
 def block_table(blocks: Any) -> Table:

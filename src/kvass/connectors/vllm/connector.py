@@ -85,8 +85,15 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """A method of the planner or the copier; ``miss`` if there is none, or it raises."""
-        return miss if half is None else self._boundary.run(miss, call, half, *args, **kwargs)
+        """A method of the planner or the copier; ``miss`` if there is none, or it raises. As
+        ``Boundary.run``, with a Python frame less: a step of an answer has a dozen of these."""
+        if half is None:
+            return miss
+        try:
+            return call(half, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - a defect of kvass is a miss for the engine
+            self._boundary.failed(getattr(call, "__name__", repr(call)), error)
+            return miss
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -171,23 +178,22 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's loads and stores, for the workers."""
         work = StepMetadata()
-        self._run(self._planner, None, Planner.take_loads, work)
-        work.placements = self._run(self.blender, [], BlendPlanner.take_placements)
-        scheduled = scheduler_output.num_scheduled_tokens
-        work.replaced = self._run(self.blender, [], BlendPlanner.replaced, scheduled)
-        self._run(self._planner, None, Planner.plan_stores, adapt.VllmStep(scheduler_output), work)
+        if self.blender is not None:
+            work.placements = self._run(self.blender, [], BlendPlanner.take_placements)
+            scheduled = scheduler_output.num_scheduled_tokens
+            work.replaced = self._run(self.blender, [], BlendPlanner.replaced, scheduled)
+        self._run(self._planner, None, Planner.plan, adapt.VllmStep(scheduler_output), work)
         if not self._run(self._planner, False, Planner.hand_over, work):
             self._run(self._planner, None, Planner.revoke, work)
         return work
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""
-        if self._planner is None:
-            return
         report: StepReport | None = connector_output.kv_connector_worker_meta
-        steps = report.steps if report is not None else {}
-        failed = connector_output.failed_recving or ()
-        self._run(self._planner, None, Planner.settled, steps, failed)
+        failed = connector_output.failed_recving
+        if report is not None or failed:
+            steps = report.steps if report is not None else {}
+            self._run(self._planner, None, Planner.settled, steps, failed or ())
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -248,19 +254,24 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._placer.expect(connector_metadata.placements)
             self._boundary.run(None, self._placer.oracle.begin, connector_metadata.replaced)
 
+    def has_connector_metadata(self) -> bool:
+        """Only attention layers ask: whether they are to call the two hooks below for themselves.
+        Every load is asynchronous and whole chunks are stored after the forward pass, so only the
+        oracle of blend has something to do there."""
+        return self._placer is not None
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: loads have begun. vLLM calls this after the forward pass was launched."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Every load is asynchronous, and no scheduled request waits for one: only the oracle of
-        blend has something to do."""
+        """No scheduled request waits for a load."""
         if self._placer is not None:
             self._boundary.run(None, self._placer.oracle.replace, layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do: whole chunks are stored after the forward pass."""
+        """Nothing to do."""
 
     def wait_for_save(self) -> None:
         """Begin the step's stores. vLLM calls this also while an exception leaves the forward pass:
