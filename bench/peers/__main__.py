@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from kvass.errors import ConfigError, KvassError
 
 PARTS: Final = (*engineless.PARTS, *ENGINE_PARTS)
 LMCACHE: Final = Path(".cache/lmcache")
+HUGE: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,9 +113,11 @@ def machine() -> dict[str, str]:
     ]
     kernel = platform.release().partition("-")[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    huge = re.search(r"\[(\w+)\]", HUGE.read_text() if HUGE.exists() else "")
     return {
         "Cores": f"{os.cpu_count()} ({models[0] if models else platform.machine()})",
         "Memory": f"{memory:.0f} GiB",
+        "Huge pages of shared memory": huge[1] if huge else "unknown",
         "System": f"{platform.system()} {kernel}, Python {platform.python_version()}",
     }
 

@@ -48,9 +48,9 @@ WHY: Final = {
     "next row has both on the disk). Writing to the page cache would change it, and take memory",
     "disk_sync": "what is left to the raw disk is the prompt's way into memory, before the first "
     "write, and file system blocks that are written for the first time",
-    "disk_read": "kvass reads past the page cache, as fast as the raw disk. More requests at once "
-    "(8 to 32 threads, pieces of 256 KiB to 32 MiB) read no faster here. Reading through the page "
-    "cache would change it, and take memory from the engines",
+    "disk_read": "kvass and the raw disk read into shared memory. Where its pages are 4 KiB (see "
+    "the machine), requests to the disk are smaller than LMCache's through the page cache. Huge "
+    "pages change it (`echo advise` into `shmem_enabled`; decision 031)",
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
     "document_found": "both find all but the prompt's end",

@@ -172,7 +172,11 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     ({}, "huge pages", "ok", "advise; huge pages where there are any"),
     (
         {HUGE: "always [never]"},
-        *("huge pages", "note", "never; pages of 4 KiB; page tables of 16 MiB; 5 s; echo advise"),
+        *(
+            "huge pages",
+            "note",
+            "never; of 4 KiB; page tables of 16 MiB; 5 s; disk of a tier; echo advise",
+        ),
     ),
     ({HUGE: ""}, "huge pages", "note", "unknown"),
     # Limits.

@@ -139,8 +139,8 @@ def huge_pages(m: Machine) -> Finding:
     if setting is None or setting[1] in ("never", "deny"):
         cost = (
             f"page tables of {shown(m.l1_bytes // page * 8)} in each process that maps all of the "
-            f"arena, and some {POPULATE_S_PER_GIB * m.l1_bytes / 2**30:.0f} s of a core, in the "
-            "background, to fill it"
+            f"arena, some {POPULATE_S_PER_GIB * m.l1_bytes / 2**30:.0f} s of a core, in the "
+            "background, to fill it, and smaller requests to the disk of a tier"
         )
         do = f"as root, before kvass serve: echo advise > /{HUGE}"
         return note(found, f"pages of {shown(page)}", cost, do)
