@@ -61,7 +61,7 @@ WHY: Final = {
     "agent": "all generate the same tokens, and that takes most of the time. A cache cannot "
     "change it",
     "new_short_switched": "an answer takes as little as half a second here. The lookup wakes a "
-    "daemon with cold caches (1 ms), and each step of 20 ms has 0.13 ms of hooks in Python. Not "
+    "daemon with cold caches (1 ms), and each step of 20 ms has 0.1 ms of hooks in Python. Not "
     "asking for short prompts would change it, and lose their hits",
     "new": "two engine processes differ by more than kvass costs: compare the noise, the time in "
     "the connector's hooks, and kvass on against off in one engine",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,10 @@ def test_units() -> None:
 def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path, command: list[str]) -> None:
     with running_daemon(tmp_path, "16MiB") as daemon:
         run = [sys.executable, "-m", "kvass", *command, "--socket", daemon.socket]
-        process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a script's "&" ignores it
+        process = subprocess.Popen(
+            run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard
+        )
         assert process.stdout is not None
         assert process.stdout.readline()
         process.send_signal(signal.SIGINT)
