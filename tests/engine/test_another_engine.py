@@ -6,7 +6,7 @@ import hashlib
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -103,6 +103,10 @@ class OneRequest:
     name: str
     table: Table
     tokens: int
+
+    @property
+    def names(self) -> Set[str]:
+        return {self.name} if self.tokens else frozenset()
 
     def requests(self) -> Iterable[tuple[str, int]]:
         return [(self.name, self.tokens)] if self.tokens else []

@@ -347,6 +347,23 @@ def test_a_load_that_cannot_be_handed_over_fails() -> None:
     settled(client, world)
 
 
+def test_what_is_still_loading_when_its_request_is_aborted_is_not_stored() -> None:
+    """The engine has the first chunk itself, so that nothing of the prompt counts as stored."""
+    client, world = stored()
+    world.add("first", PROMPT[:33], max_tokens=1)
+    world.run(client)
+    client.knows_blocks = True
+    client.reserves.clear()
+    request = world.add("b", PROMPT)
+    output, work = world.schedule()
+    assert (len(work.loads), request.num_computed_tokens) == (1, 96)
+    world.abort("b")
+    world.finish(output, received=["b"])
+    for _ in range(3):
+        world.step()
+    assert client.reserves == []
+
+
 @pytest.mark.parametrize("end", ["load", "abort"])
 def test_a_load_that_vllm_defers_begins_when_it_says_so(end: str) -> None:
     """For HiSparse vLLM 0.33 tells of the blocks only when earlier steps are over."""

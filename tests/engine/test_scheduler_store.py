@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -97,12 +98,70 @@ def test_between_two_chunks_a_step_looks_at_no_hash(monkeypatch: pytest.MonkeyPa
     assert set(looked) == {63}, "and in the step that completes the next chunk it does"
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_that_are_not_looked_at_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Requests come, go on, are aborted and end; grants come at once or later, or never."""
+
+    quiet = StorePlanner._goes_on
+
+    def history(shortcut: bool) -> tuple[list[Any], int]:
+        chance, went, (client, world) = random.Random(seed), 0, rig()
+        client.knows_blocks = seed % 2 == 0
+
+        def goes_on(planner: StorePlanner, step: Any) -> bool:
+            nonlocal went
+            went += (on := shortcut and quiet(planner, step))
+            return on
+
+        monkeypatch.setattr(StorePlanner, "_goes_on", goes_on)
+        seen, live = list[Any](), list[str]()
+        for number in range(250):
+            client.late, client.silent = chance.choice([0, 0, 1, 2]), chance.random() < 0.02
+            client.missing = chance.random() < 0.02
+            if chance.random() < 0.04:
+                live.append(f"r{number}")
+                first, length = chance.choice([(0, 17), (100, 33), (200, 65), (300, 150)])
+                length -= chance.choice([0, 0, chance.randrange(length)])  # or vLLM has all but one
+                world.add(
+                    live[-1], range(first, first + length), max_tokens=chance.randrange(200) + 1
+                )
+            if live and chance.random() < 0.01:
+                world.abort(live.pop(chance.randrange(len(live))))
+            live = [name for name in live if name in world.scheduler.requests]
+            work = world.step()
+            copied = [(store.request, store.blocks, store.computed) for store in work.stores]
+            seen.append((len(client.reserves), copied))
+        items = [[(i.request, i.first, i.digests, i.blocks) for i in r] for r in client.reserves]
+        return [seen, items], went
+
+    (plain, none), (quick, most) = history(False), history(True)
+    assert quick == plain
+    assert none == 0
+    assert most > 100, "most steps"
+
+
+def test_what_was_offered_in_vain_is_offered_again_between_two_chunks() -> None:
+    client, world = rig()
+    client.silent, client.patience = True, 100
+    world.add("a", range(33), max_tokens=28)
+    for _ in range(3):
+        world.step()
+    client.silent = False
+    world.connector._planner.abandon_pending()
+    for _ in range(4):
+        world.step()
+    assert offered(client) == [(0, 1), (0, 1)]
+
+
 def test_a_state_that_comes_between_two_chunks_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, world = rig()
     world.add("a", range(33), max_tokens=40)
-    world.step()
+    for _ in range(5):
+        world.step()
     asked = []
     monkeypatch.setattr(VllmStep, "boundary_states", {"a": [(0, 1, CHUNK)]})
     monkeypatch.setattr(VllmBlockPool, "caches", lambda *known: asked.append(known))

@@ -6,7 +6,7 @@ block that is not there any more. All of this is used from the engine's schedule
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from kvass.layout.spans import Table
@@ -69,6 +69,10 @@ class Step(Protocol):
     @property
     def tokens(self) -> int:
         """Tokens that it computes. 0: it has no forward pass."""
+
+    @property
+    def names(self) -> Set[str]:
+        """Of the requests of which it computes tokens. It does not change after the step."""
 
     def requests(self) -> Iterable[tuple[str, int]]:
         """The names of its requests, and how many tokens of each it computes: 0 if it only leaves a

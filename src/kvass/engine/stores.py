@@ -16,7 +16,7 @@ import hashlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -55,13 +55,14 @@ POOL_SHARE: Final = 4
 class RequestState:
     """``offered``: chunks before this one were offered for storing, or were loaded; NEVER: none is
     stored any more. ``local``: tokens that the engine had itself when it last asked for a match,
-    which ended at token ``end``. ``computed``: tokens up to the end of the last step; 0 while it
-    loads. ``tail``: blocks, whole chunks included, up to the end of the last tail that was offered;
-    ``due``: up to the end of the one to be offered. ``prefilled``: all of its prompt was computed.
-    ``attempted``: its one load was begun. ``counted``: the answer to its lookup was counted; it is
-    asked for again until there are blocks. ``match_since`` is the step in which a match with an
-    adapter was first asked for, ``store_since`` since when how many blocks (or chunks, if only
-    these are stored) wait for its salt."""
+    which ended at token ``end``. ``computed``: tokens up to the end of the last step that was
+    looked at (``_goes_on``); 0 while it loads. ``tail``: blocks, whole chunks included, up to the
+    end of the last tail that was offered; ``due``: up to the end of the one to be offered.
+    ``prefilled``: all of its prompt was computed. ``attempted``: its one load was begun.
+    ``counted``: the answer to its lookup was counted; it is asked for again until there are blocks.
+    ``match_since`` is the step in which a match with an adapter was first asked for,
+    ``store_since`` since when how many blocks (or chunks, if only these are stored) wait for its
+    salt."""
 
     request: Request
     offered: int = 0
@@ -180,6 +181,9 @@ class StorePlanner:
         self._when_answered = when_answered
         self._number = self._step = 0
         self._pause = self._pause_left = 0
+        self._names: Set[str] = frozenset()
+        self._quiet = 0
+        """So many steps that add one token to each of ``_names`` complete nothing."""
         self._boot = b""
         self._pending: deque[PendingReserve] = deque()
         self._ended: list[Ended] = []
@@ -193,8 +197,9 @@ class StorePlanner:
         every chunk that this step completes, and add what is granted at once."""
         self._number += 1
         work.number, work.computes = self._number, step.tokens > 0
-        if not self._setup.stores:
+        if not self._setup.stores or self._goes_on(step):
             return
+        self._quiet = 0
         self._collect(work)
         ended, self._ended = self._ended, []
         try:
@@ -210,6 +215,15 @@ class StorePlanner:
             for one in ended:
                 if one not in self._ended:  # else its salt is not known yet
                     self._pool.free(one.held)
+
+    def _goes_on(self, step: Step) -> bool:
+        """Whether nothing is to be done in this step, because it only goes on with the answers of
+        the step before. Most steps are so, also with hundreds of requests."""
+        idle = self._quiet > 0 and not self._pending and not self._ended
+        if not idle or step.tokens != len(step.names) or step.names != self._names:
+            return False
+        self._quiet -= 1
+        return not step.boundary_states
 
     def _reserve(self, offers: list[Offer], width: int, number: int, work: StepWork) -> None:
         """Send a reserve for what step ``number`` completed. If it is not answered now, hold the
@@ -310,11 +324,13 @@ class StorePlanner:
             self._pool.free(reserve.held)
 
     def _offer_again(self, offers: list[Offer]) -> None:
+        self._quiet = 0
         for offer in offers:
             offer.state.offer_again(offer.since)
 
     def _offer_everything_again(self) -> None:
         """What was offered so far is gone, and a chunk without its prefix is no use."""
+        self._quiet = 0
         for state in self._requests.values():
             state.offer_again()
 
@@ -332,15 +348,18 @@ class StorePlanner:
         offers, width, budget = list[Offer](), 0, KEYS_PER_STEP
         if ended:
             offers, width, budget = self._offers_of_ended(ended[:ENDED_PER_STEP])
-        states = step.boundary_states
+        states, left = step.boundary_states, NEVER
         for name, tokens in step.requests():
             state = self._requests.get(name)
             if state is None or state.offered == NEVER:
                 continue
             # Drafts are computed too, but have no hash; what has one is never computed again.
             computed = state.computed = state.request.computed_tokens + tokens
-            if computed < self._next_offer(state) and name not in states:
+            missing = self._next_offer(state) - computed
+            left = min(left, missing)
+            if missing > 0 and name not in states:
                 continue
+            left = 0
             ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
             boundary_states = self._boundary_states(states.get(name, ()), state.request)
             if not state.prefilled and computed >= state.request.known_tokens:
@@ -359,6 +378,7 @@ class StorePlanner:
                 budget -= keys
                 width = width_of
                 offers += more
+        self._names, self._quiet = step.names, max(0, left - 1)
         return offers, width
 
     def _next_offer(self, state: RequestState) -> int:
@@ -433,7 +453,7 @@ class StorePlanner:
         """Hold what a request leaves that was not stored, in the blocks of ``table``, for the next
         step to offer it. Blocks that were computed in no step may still be loading."""
         request = state.request
-        computed = min(state.computed, request.computed_tokens, request.known_tokens - 1)
+        computed = min(request.computed_tokens, request.known_tokens - 1) if state.computed else 0
         blocks = self._blocks(state, computed) if self._setup.stores else 0
         if not blocks or state.offered == NEVER or min(map(len, table), default=0) < blocks:
             return

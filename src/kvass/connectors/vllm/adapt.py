@@ -20,7 +20,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -235,6 +235,11 @@ class VllmStep:
     @property
     def tokens(self) -> int:
         return int(self._output.total_num_scheduled_tokens)
+
+    @property
+    def names(self) -> Set[str]:
+        names: Set[str] = self._output.num_scheduled_tokens.keys()
+        return names
 
     def requests(self) -> Iterable[tuple[str, int]]:
         scheduled: dict[str, int] = self._output.num_scheduled_tokens
