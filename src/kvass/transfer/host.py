@@ -11,8 +11,9 @@ Pages are items of numpy's void dtype ``V<run>``: as fast as words, at any align
 ``np.take`` would first copy a source that is not contiguous. So strided planes are taken from a
 contiguous view over their gaps or, where the stride is no multiple of the run, block by block.
 
-Slices are copied as bytes, so that numpy releases the GIL: it keeps it while it assigns fewer than
-500 items, and a row of 8 blocks and 12 layers has 96 pages.
+numpy keeps the GIL while it assigns fewer than 500 items, unless they have an axis that is not
+indexed; and a row of 8 blocks and 12 layers has 96 pages. So slices are copied as bytes, and what
+is scattered has a last axis of one page.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class _Bundle:
             for block, at, n in spans:
                 to[:, at : at + n] = pages[:, block : block + n]
         else:  # "clip" writes straight into the slot; the plan has checked the ids
-            self.flat.take(self.origin[:, None] + row.blocks * self.step, None, slot, "clip")
+            self.flat.take(self._places(row), None, slot, "clip")
 
     def load(self, arena: U8Array, row: RowCopy) -> None:
         slot, spans = self.slot(arena, row), row.spans()
@@ -81,8 +82,14 @@ class _Bundle:
             to, pages = _as_bytes(self.grid), _as_bytes(slot)
             for block, at, n in spans:
                 to[:, block : block + n] = pages[:, at : at + n]
-        else:
+        elif self.flat is None:
             self.grid[:, row.blocks] = slot
+        else:  # in the slot's order: 1.2 to 1.4 times as fast as through the grid
+            self.flat[:, np.newaxis][self._places(row)] = slot[..., np.newaxis]
+
+    def _places(self, row: RowCopy) -> I64Array:
+        """Where the row's pages are in ``flat``, shape ``(layers, len(row.blocks))``."""
+        return self.origin[:, np.newaxis] + row.blocks * self.step
 
 
 def _as_bytes(pages: Pages) -> U8Array:
@@ -235,7 +242,7 @@ class HostMover(Mover):
         with self._changed:
             task.copying -= 1
             if end is None:
-                self._moved_bytes += planes.row_bytes // planes.chunk_blocks * len(row.blocks)
+                self._moved_bytes += planes.block_bytes * len(row.blocks)
             else:
                 task.stop(*end)
             if not (task.rows or task.copying):
