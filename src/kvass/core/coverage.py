@@ -58,5 +58,5 @@ def longest_hit(
         if len(windows) == len(groups) and group.kind != "state":
             for after in range(1, spare + 1):
                 reachable &= rows[first + after : end + after]
-    hits = np.flatnonzero(reachable)
+    hits = reachable.nonzero()[0]
     return first + int(hits[-1]) + 1 if len(hits) else first

@@ -107,7 +107,7 @@ class KeyIndex:
         return rows
 
     def _find(self, keys: U64Array) -> I64Array:
-        if not self._count:
+        if not self._count or not len(keys):
             return _absent(len(keys))
         bucket, mark = self._place(keys)
         rows = self._in_bucket(bucket, mark)
@@ -141,11 +141,14 @@ class KeyIndex:
         bucket, mark = self._place(keys)
         while len(rows):
             alike = (self._mark[bucket] == mark[:, None]) & (self._row[bucket] == rows[:, None])
-            here, slot = alike.any(axis=1), alike.argmax(axis=1)
-            self._mark[bucket[here], slot[here]] = _EMPTY
-            assert (self._spilled[bucket[~here]] > 0).all(), "a row is not where its key belongs"
-            np.subtract.at(self._spilled, bucket[~here], 1)
-            rows, bucket, mark = rows[~here], (bucket[~here] + 1) & self._mask, mark[~here]
+            here, slot = alike.nonzero()
+            self._mark[bucket[here], slot] = _EMPTY
+            if len(here) == len(rows):
+                return
+            left = _others(here, len(rows))
+            assert (self._spilled[bucket[left]] > 0).all(), "a row is not where its key belongs"
+            np.subtract.at(self._spilled, bucket[left], 1)
+            rows, bucket, mark = rows[left], (bucket[left] + 1) & self._mask, mark[left]
 
     # ------------------------------------------------------------ growing
 
@@ -235,18 +238,19 @@ class KeyIndex:
         self._count += len(rows)
         bucket, mark = self._place(self._table.keys_of(rows))
         while len(rows):
-            order = np.argsort(bucket, kind="stable")
+            order = bucket.argsort(kind="stable")
             rows, bucket, mark = rows[order], bucket[order], mark[order]
-            nth = np.arange(len(rows)) - np.searchsorted(bucket, bucket)
+            nth = np.arange(len(rows)) - bucket.searchsorted(bucket)
             free = self._mark[bucket] == _EMPTY
-            rank = np.cumsum(free, axis=1)
-            wanted = free & (rank == nth[:, None] + 1)
-            fits = wanted.any(axis=1)
-            slot = wanted.argmax(axis=1)
-            self._mark[bucket[fits], slot[fits]] = mark[fits]
-            self._row[bucket[fits], slot[fits]] = rows[fits]
-            np.add.at(self._spilled, bucket[~fits], 1)
-            rows, bucket, mark = rows[~fits], (bucket[~fits] + 1) & self._mask, mark[~fits]
+            rank = free.cumsum(axis=1)
+            fits, slot = (free & (rank == nth[:, None] + 1)).nonzero()
+            self._mark[bucket[fits], slot] = mark[fits]
+            self._row[bucket[fits], slot] = rows[fits]
+            if len(fits) == len(rows):
+                return
+            left = _others(fits, len(rows))
+            np.add.at(self._spilled, bucket[left], 1)
+            rows, bucket, mark = rows[left], (bucket[left] + 1) & self._mask, mark[left]
 
 
 def _absent(count: int) -> I64Array:
@@ -254,6 +258,13 @@ def _absent(count: int) -> I64Array:
     rows = np.empty(count, np.int64)
     rows.fill(ABSENT)
     return rows
+
+
+def _others(some: I64Array, count: int) -> npt.NDArray[np.bool_]:
+    """Which numbers below ``count`` are not among ``some``."""
+    others = np.ones(count, np.bool_)
+    others[some] = False
+    return others
 
 
 def mixed(keys: U64Array, odd: U64Array) -> U64Array:

@@ -81,9 +81,10 @@ class RowStates(RowClasses):
         if not len(rows):
             return Slots()
         sets = self.table.set_of[rows]
-        used = np.sort(sets)
-        new = np.ones(len(used), np.bool_)
-        new[1:] = used[1:] != used[:-1]
+        used = sets.copy()
+        used.sort()
+        new = np.empty(len(used), np.bool_)
+        new[0], new[1:] = True, used[1:] != used[:-1]
         used = used[new]
         return Slots(
             extents=tuple([self.extents.sets[i].bases for i in used.tolist()]),
@@ -177,7 +178,7 @@ class RowStates(RowClasses):
             left = self.table.keys_of(rows[states >= READY])
             self.removed.note(owner.namespace, owner.spec.group, left)
         self._unindex(rows)
-        for before in np.flatnonzero(np.bincount(states)).tolist():
+        for before in np.bincount(states).nonzero()[0].tolist():
             self._move(rows[states == before], before, FREE)
         if owner is not None:
             owner.free.give_back(rows)

@@ -141,19 +141,19 @@ def _grant(
     until = min(item.first + chunks_a_step, len(item.keys))
     later = until if until < len(item.keys) else -1
     lacking = _lacking(ns, item, until, used)
-    absent = int(lacking.any(axis=0).sum())
-    _cut(lacking, item.classes, _allowance(state, instance))
     within = int(lacking.any(axis=0).sum())
-    state.counters["not_granted_quota"] += absent - within
-    wanted = [np.flatnonzero(each) + item.first for each in lacking]
+    if _cut(lacking, item.classes, _allowance(state, instance)):
+        absent, within = within, int(lacking.any(axis=0).sum())
+        state.counters["not_granted_quota"] += absent - within
+    wanted = [each.nonzero()[0] + item.first for each in lacking]
     if not any(map(len, wanted)):
         return Grant(later=later)
     state.counters["chunks_wanted"] += within
     rows, end = state.store.allocate(
         item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
     )
-    for i, w in enumerate(wanted):  # what lies behind a chunk that got no row is of no use
-        n = int(np.searchsorted(w, end))
+    for i, w in enumerate(wanted if end < until else ()):  # what lies behind a chunk that got no
+        n = int(w.searchsorted(end))  # row is of no use
         state.store.discard(rows[i][n:])
         state.store.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
@@ -224,16 +224,16 @@ def _lacking(ns: Namespace, item: Item, until: int, used: list[Used]) -> npt.NDA
     A window or a state is worth writing only where the chunk's full rows are, or will be.
     """
     keys = item.keys[item.first : until]
-    absent = np.stack([rows[item.first - at : until - at] == ABSENT for at, rows in used])
+    absent = np.array([rows[item.first - at : until - at] == ABSENT for at, rows in used])
     if item.tail and item.prints is not None and until == len(item.keys):
         last = item.prints[-1, : item.tail]
         absent[:, -1] &= [
             c.blocks is None or c.blocks.longest(last)[0] < item.tail for c in ns.classes
         ]
     groups = [c.spec.group for c in item.classes]
-    lacking = np.zeros_like(absent)
+    lacking = np.zeros(absent.shape, np.bool_)
     lacking[groups] = absent[groups]
-    columns = np.flatnonzero(lacking.any(axis=0))
+    columns = np.logical_or.reduce(lacking).nonzero()[0]
     if len(columns) > 1:  # a key said twice is written once
         lacking[:, columns[repeated(keys[columns])]] = False
     full = np.array([c.spec.layout.kind == "full" for c in ns.classes])
@@ -242,13 +242,14 @@ def _lacking(ns: Namespace, item: Item, until: int, used: list[Used]) -> npt.NDA
     return lacking[groups]
 
 
-def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> None:
-    """Take out of ``lacking`` the chunks past ``allowance`` bytes."""
+def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> bool:
+    """Take out of ``lacking`` the chunks past ``allowance`` bytes; whether there may be any."""
     sizes = [c.spec.row_bytes for c in classes]
     if sum(sizes) * lacking.shape[1] <= allowance:
-        return
+        return False
     bytes_upto = np.cumsum(np.array(sizes, np.int64) @ lacking)
     lacking[:, int(np.searchsorted(bytes_upto, allowance, side="right")) :] = False
+    return True
 
 
 def _allowance(state: State, instance: Instance) -> int:
