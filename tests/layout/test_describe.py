@@ -29,13 +29,13 @@ def test_slot_size_agrees_with_the_daemons(
     planes = describe_group(0, layout, chunk_tokens, 8, bases, [10_000] * len(pages))
     assert planes.shard_bytes == layout.shard_bytes(chunk_tokens)
     assert planes.shard_bytes % PAGE == 0
-    assert planes.shard_bytes - planes.row_bytes in range(PAGE)
+    assert planes.shard_bytes - chunk_blocks * planes.block_bytes in range(PAGE)
 
 
 def test_the_slot_holds_layer_after_layer() -> None:
     planes = GroupPlanes(0, (Plane(0, 64, 64), Plane(900, 48, 40), Plane(2000, 8, 8)), 4, 4)
     assert planes.slot_offsets() == (0, 256, 416)
-    assert planes.row_bytes == 448
+    assert planes.block_bytes == 112
 
 
 def test_describe_places_each_layer_where_the_engine_put_it() -> None:

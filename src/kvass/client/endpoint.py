@@ -249,9 +249,9 @@ class Endpoint:
 
     def poll(self) -> None:
         """Take in what has arrived, without waiting, if an answer is owed."""
-        self.start()
-        session = self.session
-        if session is not None and session.requests.owed:
+        if (session := self.session) is None:
+            self.start()
+        elif session.requests.owed:
             with self.lock:
                 self._read()
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -190,14 +189,15 @@ class Copier:
         arena = self._client.arena(copy.boot, copy.given_s)
         if arena is None:
             return False
-        with ExitStack() as undo:
-            undo.callback(arena.close)
+        try:
             plans, ended = self._plans(copy), partial(self._copied, arena)
             self._mover.submit(
                 Job(copy.kind, plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
             )
-            self._copying += 1
-            undo.pop_all()
+        except BaseException:
+            arena.close()
+            raise
+        self._copying += 1
         return True
 
     def _plans(self, copy: Load | Store) -> tuple[CopyPlan, ...]:

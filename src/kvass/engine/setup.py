@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from kvass.client.parallel import ParallelStrategy
@@ -52,7 +53,7 @@ class EngineSetup:
     weights: Future[str] = field(default_factory=Future, compare=False)
     """The last field of the identity: known now, later, or never (``weights.begin``)."""
 
-    @property
+    @cached_property
     def hits_whole_prompts(self) -> bool:
         """Whether a hit may end at a prompt's last token. Engines compute that token again: a state
         that contains it would count it twice, and the blocks before a window may be gone."""

@@ -78,10 +78,14 @@ def plan_copy(
     raw = np.asarray(blocks)
     if raw.size == 0:
         raw = raw.reshape(0, planes.chunk_blocks).astype(np.int64)
-    if error := _misfit(planes, raw, offsets, skip, drop):
+    ids, used, error = raw, offsets, _misfit(planes, raw, len(offsets), skip, drop)
+    if not error:
+        ids = np.ascontiguousarray(raw, np.int64)
+        used = ids.reshape(-1)[skip : ids.size - drop].copy()
+        used.sort()
+        error = _unsafe(planes, used, offsets)
+    if error:
         raise UsageError(f"group {planes.group}: {error}")
-    ids = np.ascontiguousarray(raw, np.int64)
-    used = ids.reshape(-1)[skip : ids.size - drop]
     begins, ends = [0] * len(ids), [planes.chunk_blocks] * len(ids)
     if len(ids):
         begins[0], ends[-1] = skip, planes.chunk_blocks - drop
@@ -92,40 +96,42 @@ def plan_copy(
     return CopyPlan(
         planes=planes,
         rows=rows,
-        bytes=len(used) * sum(p.run for p in planes.planes),
+        bytes=len(used) * planes.block_bytes,
         end=int(offsets.max()) + planes.shard_bytes if rows else 0,
-        distinct=len(np.unique(used)) == len(used),
+        distinct=bool((used[1:] != used[:-1]).all()),
     )
 
 
 def _misfit(
-    planes: GroupPlanes,
-    blocks: npt.NDArray[np.generic],
-    offsets: I64Array,
-    skip: int,
-    drop: int,
+    planes: GroupPlanes, blocks: npt.NDArray[np.generic], rows: int, skip: int, drop: int
 ) -> str:
-    """What is wrong with a plan's arguments; empty if nothing is."""
-    shape = (len(offsets), planes.chunk_blocks)
+    """What is wrong with the shape of a plan's arguments; empty if nothing is."""
+    shape = (rows, planes.chunk_blocks)
     if blocks.dtype.kind not in "iu" or blocks.shape != shape:
         return (
-            f"block ids of shape {blocks.shape} ({blocks.dtype}) for {len(offsets)} slots; give "
+            f"block ids of shape {blocks.shape} ({blocks.dtype}) for {rows} slots; give "
             f"integers of shape {shape}"
         )
-    most = planes.chunk_blocks - 1 if len(offsets) else 0
-    both = skip + drop if len(offsets) == 1 else max(skip, drop)
+    most = planes.chunk_blocks - 1 if rows else 0
+    both = skip + drop if rows == 1 else max(skip, drop)
     if min(skip, drop) < 0 or both > most:
         return f"cannot skip {skip} and drop {drop} blocks of a chunk of {planes.chunk_blocks}"
-    if not len(offsets):
+    return ""
+
+
+def _unsafe(planes: GroupPlanes, used: I64Array, offsets: I64Array) -> str:
+    """Which of the sorted block ids ``used``, or which slot, must not be copied; empty if none."""
+    if not len(used):
         return ""
-    used = blocks.reshape(-1)[skip : blocks.size - drop]
-    low, high = int(used.min()), int(used.max())
+    low, high = int(used[0]), int(used[-1])
     if low == 0:
         return "block 0 is the null block: never stored or loaded"
     if low < 0 or high >= planes.blocks:
         return f"block id {low if low < 0 else high} is out of range 1..{planes.blocks - 1}"
-    if int(offsets.min()) < 0 or bool((offsets % PAGE).any()):
+    slots = offsets.copy()
+    slots.sort()
+    if int(slots[0]) < 0 or bool((slots % PAGE).any()):
         return f"a slot offset is negative or no multiple of {PAGE}"
-    if bool((np.diff(np.sort(offsets)) < planes.shard_bytes).any()):
+    if bool((slots[1:] - slots[:-1] < planes.shard_bytes).any()):
         return f"two rows share bytes of the arena; slots are {planes.shard_bytes} bytes apart"
     return ""

@@ -19,6 +19,7 @@ and the namespace know that one layer: who has the layers apart never reads the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class Plane(msgspec.Struct, frozen=True):
         return self.base + (blocks - 1) * self.block_stride + self.run
 
 
-class GroupPlanes(msgspec.Struct, frozen=True):
+class GroupPlanes(msgspec.Struct, frozen=True, dict=True):
     """The planes of one layer group as one rank holds them.
 
     ``planes`` are in the order of ``GroupLayout.layers``. ``blocks`` counts the block ids of the
@@ -67,14 +68,15 @@ class GroupPlanes(msgspec.Struct, frozen=True):
             if plane.block_stride < plane.run:
                 raise UsageError(f"group {self.group}: blocks overlap: {plane}")
 
-    @property
-    def row_bytes(self) -> int:
-        return self.chunk_blocks * sum(p.run for p in self.planes)
+    @cached_property
+    def block_bytes(self) -> int:
+        """Of one block, in all planes."""
+        return sum(p.run for p in self.planes)
 
-    @property
+    @cached_property
     def shard_bytes(self) -> int:
-        """Bytes of a slot: ``row_bytes`` padded to ``PAGE``, as ``GroupLayout.shard_bytes``."""
-        return align_up(max(1, self.row_bytes))
+        """Bytes of a slot, padded to ``PAGE``, as ``GroupLayout.shard_bytes``."""
+        return align_up(max(1, self.chunk_blocks * self.block_bytes))
 
     def slot_offsets(self) -> tuple[int, ...]:
         """Byte offset inside a slot at which each plane's pages begin; shape ``(len(planes),)``."""

@@ -231,15 +231,8 @@ class VllmStep:
 
     def __init__(self, output: Any) -> None:
         self._output = output
-
-    @property
-    def tokens(self) -> int:
-        return int(self._output.total_num_scheduled_tokens)
-
-    @property
-    def names(self) -> Set[str]:
-        names: Set[str] = self._output.num_scheduled_tokens.keys()
-        return names
+        self.tokens: int = output.total_num_scheduled_tokens
+        self.names: Set[str] = output.num_scheduled_tokens.keys()
 
     def requests(self) -> Iterable[tuple[str, int]]:
         scheduled: dict[str, int] = self._output.num_scheduled_tokens

@@ -219,6 +219,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def take_events(self) -> list[Any]:
         """What became of this engine's rows: vLLM publishes it with its own KV events."""
+        if self._planner is None or self._planner.events is None:
+            return []
         return self._run(self._planner, [], Planner.take_events)
 
     def reset_cache(self) -> bool | None:
