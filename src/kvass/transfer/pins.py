@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Final
 
 import numpy as np
+import numpy.ma  # np.unique would import it when first called, which takes 20 ms
 import numpy.typing as npt
 
 from kvass.transfer.base import U8Array
