@@ -33,7 +33,7 @@ def test_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 COPIES = {
     *("store_vs_memcpy", "load_vs_memcpy", "store_gbps", "load_gbps", "memcpy_gbps"),
-    *("store_us", "load_us"),
+    *("store_copies_vs_pages", "load_copies_vs_pages", "store_us", "load_us"),
 }
 NAMES = {
     *("version", "cores", "rounds", "first_touch_gbps", "ready_s", "bytes_equal"),

@@ -35,7 +35,7 @@ FIGURES = {
 }
 COPIED = {
     *("store_vs_memcpy", "load_vs_memcpy", "store_gbps", "load_gbps", "memcpy_gbps"),
-    *("store_us", "load_us"),
+    *("store_copies_vs_pages", "load_copies_vs_pages", "store_us", "load_us"),
 }
 FOUND = {"lookup_128k_us", "release_128k_us", "lookup_128k_vs_dict"}
 SET = {"model", "chunk_tokens", "engines", "tier"}
